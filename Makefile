@@ -1,0 +1,41 @@
+# Two commands do everything, set-up included:  make train   make test
+#
+#   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config, other settings
+#   make test  ARGS="-k scan -x"                                       some of the tests
+#   make PYTHON=python3.12 ...                                         the interpreter that .venv is made with
+
+PYTHON ?= python3
+CONFIG ?= config/longhorn_laptop.py
+VENV   := .venv
+PY     := $(VENV)/bin/python
+RUN    := out/$(basename $(notdir $(CONFIG)))
+
+.PHONY: train test lint bench clean
+
+train: $(VENV)/main
+	$(PY) data/pystdlib/prepare.py
+	$(PY) train.py $(CONFIG) $(ARGS)
+	$(PY) sample.py --out_dir=$(RUN) --max_new_tokens=400
+
+test: $(VENV)/main $(VENV)/test lint
+	$(PY) -m pytest -q tests $(ARGS)
+
+lint: $(VENV)/main $(VENV)/test
+	$(VENV)/bin/ruff check .
+
+bench: $(VENV)/main
+	$(PY) bench/scan.py --device=cpu $(ARGS)
+
+# Installed once: the marks are newer than the lists until a list changes.
+$(VENV)/main: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/test: requirements-test.txt $(VENV)/main
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build out data/pystdlib/*.bin data/pystdlib/meta.json
