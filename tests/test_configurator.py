@@ -1,0 +1,223 @@
+"""Every key, type and mistake of configurator.py. `pytest tests/test_configurator.py`"""
+import dataclasses
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import configurator
+from configurator import ConfigError, load
+
+ROOT = os.path.dirname(os.path.abspath(configurator.__file__))
+
+
+@dataclass
+class Base:
+    # --- model
+    model: Literal["longhorn", "llama"] = "longhorn"  # the family
+    n_layer: int = 6  # layers
+    block_size: int = 256  # context length in tokens
+    dropout: float = 0.1  # fraction zeroed
+
+
+@dataclass
+class Config(Base):
+    n_layer: int = 12
+    # --- training
+    learning_rate: float = 6e-4  # peak # of the cosine
+    batch_tokens: int = 16384
+    compile: bool = False  # use torch.compile
+    out_dir: str = "out/a#b"  # records go here
+    name: Optional[str] = None  # noqa: UP045  the run's name
+    top_k: int | None = 200  # none for all
+    act: Literal["relu", "silu"] | None = None
+
+    def __post_init__(self):
+        if self.n_layer < 1:
+            raise ValueError(f"n_layer {self.n_layer} is below 1:\nchoose a positive number")
+
+
+def value(key, *argv):
+    return getattr(load(Config, list(argv)), key)
+
+
+def message(*argv):
+    with pytest.raises(ConfigError) as info:
+        load(Config, list(argv))
+    assert "\n" not in str(info.value) and len(str(info.value)) < 300
+    return str(info.value)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("config")
+
+    def write(text, name="x"):
+        with open(f"config/{name}.py", "w") as f:
+            f.write(text)
+        return f"config/{name}.py"
+    return write
+
+
+@pytest.mark.parametrize("argument, key, expected", [
+    ("--n_layer=5_000", "n_layer", 5000), ("--n_layer=1e6", "n_layer", 10**6), ("--n_layer=2.0", "n_layer", 2),
+    ("--dropout=0", "dropout", 0.0), ("--dropout=1e-3", "dropout", 1e-3), ("--dropout=-.5", "dropout", -0.5),
+    ("--compile", "compile", True), ("--compile=No", "compile", False), ("--compile=1", "compile", True),
+    ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=", "out_dir", ""), ("--out_dir=none", "out_dir", "none"),
+    ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
+    ("--name=none", "name", None), ("--name=3", "name", "3"), ("--top_k=None", "top_k", None),
+    ("--top_k=3", "top_k", 3),
+    ("--model=llama", "model", "llama"), ("--act=silu", "act", "silu"), ("--act=none", "act", None),
+])
+def test_command_line_value(argument, key, expected):
+    found = value(key, argument)
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize("argument, expected", [
+    ("--learning_rte=3", "unknown key '--learning_rte': did you mean '--learning_rate'? --help lists all keys"),
+    ("--learning-rate=3", "unknown key '--learning-rate': did you mean '--learning_rate'? --help lists all keys"),
+    ("--qqq=3", "unknown key '--qqq'; --help lists all keys"),
+    ("--", "unknown key '--'; --help lists all keys"),
+    ("--n_layer", "--n_layer needs a value, joined by '=': --n_layer=12"),
+    ("--n_layer=", "--n_layer=: expected a whole number (int)"),
+    ("--n_layer=2.5", "--n_layer=2.5: expected a whole number (int)"),
+    ("--n_layer=inf", "--n_layer=inf: expected a whole number (int)"),
+    ("--n_layer=true", "--n_layer=true: expected a whole number (int)"),
+    ("--n_layer=1e17", "--n_layer=1e17: expected a whole number (int)"),
+    ("--dropout=nan", "--dropout=nan: expected a finite number (float)"),
+    ("--dropout=-inf", "--dropout=-inf: expected a finite number (float)"),
+    ("--dropout=1e999", "--dropout=1e999: expected a finite number (float)"),
+    ("--compile=maybe", "--compile=maybe: expected true or false (bool)"),
+    ("--top_k=x", "--top_k=x: expected a whole number (int) or none"),
+    ("--model=lama", "--model=lama: expected one of longhorn, llama: did you mean 'llama'?"),
+    ("--act=gelu", "--act=gelu: expected one of relu, silu or none: did you mean 'relu'?"),
+    ("--n_layer=0", "n_layer 0 is below 1: choose a positive number"),
+    ("batch", "unexpected argument 'batch': give config files (*.py) and --key=value; --help lists all keys"),
+    ("-n=3", "unexpected argument '-n=3': give config files (*.py) and --key=value; --help lists all keys"),
+])
+def test_command_line_mistake(argument, expected):
+    assert message(argument) == expected
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("learning_rte = 3",
+     "config/x.py: unknown key 'learning_rte': did you mean 'learning_rate'? --help lists all keys"),
+    ("qqq = 3", "config/x.py: unknown key 'qqq'; --help lists all keys; a helper's name starts with _"),
+    ("n_layer = '6'", "config/x.py: n_layer = '6': expected a whole number (int)"),
+    ("n_layer = True", "config/x.py: n_layer = True: expected a whole number (int)"),
+    ("n_layer = None", "config/x.py: n_layer = None: expected a whole number (int)"),
+    ("n_layer = 2.5", "config/x.py: n_layer = 2.5: expected a whole number (int)"),
+    ("dropout = '0.1'", "config/x.py: dropout = '0.1': expected a finite number (float)"),
+    ("dropout = float('nan')", "config/x.py: dropout = nan: expected a finite number (float)"),
+    ("dropout = 10**400", f"config/x.py: dropout = 1{'0' * 79}: expected a finite number (float)"),
+    ("compile = 1", "config/x.py: compile = 1: expected true or false (bool)"),
+    ("compile = 'yes'", "config/x.py: compile = 'yes': expected true or false (bool)"),
+    ("out_dir = 3", "config/x.py: out_dir = 3: expected a string (str)"),
+    ("model = 'longhron'",
+     "config/x.py: model = 'longhron': expected one of longhorn, llama: did you mean 'longhorn'?"),
+    ("import math as n_layer", "config/x.py: n_layer = <module 'math'"),
+    ("n_layer = 3\ndropout = (", "config/x.py:2: '(' was never closed"),
+    ("\nn_layer = 1 // 0", "config/x.py:2: ZeroDivisionError: "),
+    ("def f():\n    return nothing\n\nn_layer = f()", "config/x.py:2: NameError: name 'nothing' is not defined"),
+    ("raise ValueError('two\\nlines')", "config/x.py:1: ValueError: two lines"),
+    ("raise SystemExit(0)", "config/x.py:1: SystemExit: 0"),
+    ("x = '\0'", "config/x.py:"),
+])
+def test_file_mistake(file, text, expected):
+    assert message(file(text)).startswith(expected)
+
+
+def test_missing_file(file):
+    file("", "longhorn_120m")
+    assert message("config/longhron_120m.py") == (
+        "config/longhron_120m.py: No such file or directory: did you mean 'config/longhorn_120m.py'?")
+    assert message("no/such.py") == "no/such.py: No such file or directory"
+
+
+def test_later_wins_and_files_see_the_values_so_far(file):
+    a = file("batch_tokens = block_size * 64\ncompile = True  # shadows nothing that we need\ntop_k = None\n", "a")
+    b = file("import math\nfrom math import sqrt\n_helper = 2\ndef double(n): return 2 * n\n"
+             "n_layer = double(n_layer) + _helper\nlearning_rate = 0\ndropout = 1e-1\nblock_size = 2e5", "b")
+    c = load(Config, ["--block_size=128", "--n_layer=3", a, b, "--dropout=0.5", "--name=z"])
+    assert (c.batch_tokens, c.block_size, c.n_layer, c.dropout, c.compile) == (128 * 64, 200_000, 8, 0.5, True)
+    assert type(c.block_size) is int and type(c.learning_rate) is float
+    assert c.config_files == [a, b]
+    assert c.overrides == dict(block_size=200_000, n_layer=8, batch_tokens=8192, compile=True, top_k=None,
+                               learning_rate=0.0, dropout=0.5, name="z")
+    assert "overrides" not in dataclasses.asdict(c)
+
+
+def test_a_key_set_to_its_default_is_an_override_and_a_branch_not_taken_is_none(file):
+    assert load(Config, [file("n_layer = 12\nif False: dropout = 0.5")]).overrides == {"n_layer": 12}
+    assert load(Config, [file("def f():\n    global n_layer\n    n_layer = 3\nf()")]).overrides == {"n_layer": 3}
+
+
+def test_a_failed_load_leaves_the_class_alone(file):
+    message("--n_layer=3", "--n_layer=x")
+    assert load(Config, []) == Config()
+
+
+def test_help_names_every_key_with_type_default_and_meaning(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as info:
+        load(Config, ["--n_layer=x", "--help"], "train.py")
+    out = capsys.readouterr().out
+    assert info.value.code == 0 and max(map(len, out.splitlines())) <= 100
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
+    assert out.startswith("usage: train.py [config.py ...] [--key=value ...]\n")
+    assert lines["--n_layer"] == "int 12 layers"  # the new default, the base's meaning
+    assert lines["--learning_rate"] == "float 0.0006 peak # of the cosine"
+    assert lines["--out_dir"] == "str out/a#b records go here"
+    assert lines["--model"] == "choice longhorn the family (one of longhorn, llama)"
+    assert lines["--act"] == "choice|none none (one of relu, silu or none)"
+    assert lines["--top_k"] == "int|none 200 none for all"
+    assert out.index("model:") < out.index("--model") < out.index("training:") < out.index("--learning_rate")
+    assert {f"--{f.name}" for f in dataclasses.fields(Config)} <= set(lines)
+    meanings = [line.index(word) for line in out.splitlines() for word in ("layers", "fraction zeroed") if word in line]
+    assert len(set(meanings)) == 1  # aligned
+
+
+def test_main_error_is_one_line_and_exit_code_2():
+    code = ("import configurator, dataclasses\n@dataclasses.dataclass\nclass C:\n    n: int = 1\n"
+            "with configurator.main_error('train.py'): configurator.load(C, ['--m=3'])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "train.py: error: unknown key '--m'; --help lists all keys\n"
+
+
+def test_main_error_takes_the_errors_it_is_given_and_no_others(capsys):
+    class Ours(ValueError): pass
+    with pytest.raises(SystemExit), configurator.main_error("p", Ours):
+        raise Ours("a\nb")
+    assert capsys.readouterr().err == "p: error: a b\n"
+    with pytest.raises(ValueError, match="ours"), configurator.main_error("p", Ours):
+        raise ValueError("not ours")
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(
+    st.text(), st.builds("--{}={}".format, st.sampled_from([f.name for f in dataclasses.fields(Config)]), st.text()),
+    st.builds("--{}={}".format, st.text(), st.text())), max_size=4))
+def test_any_argv_gives_a_config_or_one_line(argv):
+    argv = [a for a in argv if a not in ("-h", "--help")]
+    try:
+        config = load(Config, argv)
+    except ConfigError as error:
+        assert len(str(error).splitlines()) <= 1
+    else:
+        assert set(config.overrides) == {a[2:].partition("=")[0] for a in argv}
+
+
+@settings(deadline=None)
+@given(st.integers(-10**30, 10**30).filter(lambda n: n > 0), st.floats(allow_nan=False, allow_infinity=False),
+       st.booleans(), st.text())
+def test_what_is_written_is_what_is_read(n, x, b, s):
+    config = load(Config, [f"--n_layer={n}", f"--dropout={x!r}", f"--compile={b}", f"--out_dir={s}"])
+    assert (config.n_layer, config.dropout, config.compile, config.out_dir) == (n, x, b, s)
