@@ -1,0 +1,313 @@
+"""checkpoint.py under kills, damage and malice. `pytest tests/test_checkpoint.py`"""
+import errno
+import math
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import checkpoint
+from checkpoint import CheckpointError, flatten, load, rng_state, save, set_rng_state, unflatten
+
+ROOT = os.path.dirname(os.path.abspath(checkpoint.__file__))
+
+
+def same(a, b):
+    """Equal in type, dtype, shape, order of keys and every bit."""
+    if isinstance(a, torch.Tensor):
+        raw = lambda t: torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8)
+        return type(b) is torch.Tensor and a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(p, q) for x, y in zip(a.items(), b.items(), strict=True)
+                                        for p, q in zip(x, y, strict=True))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b)  # -0.0 and nan included
+
+
+def through_disk(state, folder):
+    tensors, skeleton = flatten(state)
+    save(folder / "c.safetensors", tensors, {"skeleton": skeleton})
+    tensors, meta = load(folder / "c.safetensors")
+    return unflatten(tensors, meta["skeleton"])
+
+
+def refusal(path):
+    with pytest.raises(CheckpointError) as info:
+        load(path)
+    assert "\n" not in str(info.value) and str(info.value).startswith(str(path))
+    return str(info.value)[len(str(path)):]
+
+
+@pytest.mark.parametrize("dtype", checkpoint.DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7)])
+def test_dtypes_and_shapes_round_trip(tmp_path, dtype, shape):
+    t = torch.randint(0, 2, (math.prod(shape),)).to(dtype).reshape(shape)
+    save(tmp_path / "c", {"t": t, "odd": torch.ones(3, dtype=torch.uint8)}, {})
+    assert same(load(tmp_path / "c")[0]["t"], t)
+
+
+def test_every_bit_of_a_float_survives(tmp_path):
+    t = torch.arange(-2**15, 2**15, dtype=torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        save(tmp_path / "c", {"t": t.view(dtype)}, {})
+        assert torch.equal(load(tmp_path / "c")[0]["t"].view(torch.int16), t)  # all nans too
+
+
+def test_views_ties_and_parameters_are_saved_as_copies(tmp_path):
+    w = torch.nn.Parameter(torch.randn(6, 8))
+    tensors = {"a": w, "b": w, "t": w.t(), "s": w[::2, 1::3], "e": torch.ones(1).expand(4, 3),
+               "one": torch.ones(4)[::3][:1], "none": torch.ones(4, 4).t()[:0], "zero": torch.ones(1).expand(3)[1:2]}
+    save(tmp_path / "c", tensors, {})
+    loaded, _ = load(tmp_path / "c")
+    assert all(same(loaded[n], tensors[n].detach()) for n in tensors)
+    loaded["a"].zero_()
+    assert same(loaded["b"], w.detach()) and same(load(tmp_path / "c")[0]["a"], w.detach())
+    assert os.path.getsize(tmp_path / "c") < 4096
+
+
+def test_what_was_loaded_is_no_window_onto_the_file(tmp_path):
+    save(tmp_path / "c", {"x": torch.ones(4096)}, {})
+    loaded, _ = load(tmp_path / "c")
+    with open(tmp_path / "c", "r+b") as f:
+        f.write(b"\0" * os.path.getsize(tmp_path / "c"))
+    assert bool((loaded["x"] == 1).all())
+
+
+def test_meta_and_interchange(tmp_path):
+    meta = {"step": 3, "x": [1.5, None, "ü\n\"\\"], "crc32": "\"crc32\":\"00000000\"", "inf": math.inf}
+    tensors = {"ü \"": torch.randn(3), "crc32": torch.ones(2, 2), "": torch.zeros(1)}
+    save(tmp_path / "c", tensors, meta)
+    assert load(tmp_path / "c")[1] == meta
+    foreign = safetensors.torch.load_file(tmp_path / "c")
+    assert set(foreign) == set(tensors) and all(same(foreign[n], t) for n, t in tensors.items())
+    before = open(tmp_path / "c", "rb").read()
+    save(tmp_path / "c", tensors, meta)
+    assert open(tmp_path / "c", "rb").read() == before
+
+
+numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(), max_size=5))
+leaves = st.one_of(
+    numbers,
+    st.builds(lambda n, d: torch.arange(n).to(d), st.integers(0, 3), st.sampled_from(list(checkpoint.DTYPES))),
+    st.builds(lambda n, d: np.arange(n).astype(d), st.integers(0, 3), st.sampled_from(["u4", "f8", ">i2", "?"])))
+keys = st.one_of(st.integers(), st.booleans(), st.none(), st.text(max_size=3),
+                 st.tuples(st.integers(), st.text(max_size=2)), st.sampled_from(
+                 ["a", "a.b", "tensor", "dict", "tuple", "array", "__metadata__", "\ud800", "0", 0]))
+states = st.recursive(leaves, lambda s: st.one_of(st.lists(s, max_size=3), st.lists(s, max_size=3).map(tuple),
+                                                  st.dictionaries(keys, s, max_size=4)), max_leaves=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(state=states)
+def test_any_state_round_trips(tmp_path_factory, state):
+    assert same(through_disk(state, tmp_path_factory.getbasetemp()), state)
+
+
+def test_names_that_would_collide_do_not(tmp_path):
+    one, two = torch.ones(1), torch.full((1,), 2.0)
+    state = {"a.b": one, "a": {"b": two, 0: one, "0": two}, "\ud800": one, "\\ud800": two, "__metadata__": one}
+    assert len(flatten(state)[0]) == 7 and same(through_disk(state, tmp_path), state)
+
+
+def test_what_cannot_be_stored_is_named(tmp_path):
+    with pytest.raises(TypeError, match="model.3.f: cannot store a function in a checkpoint"):
+        flatten({"model": {3: {"f": flatten}}})
+    with pytest.raises(TypeError, match="cannot store a ndarray"):
+        flatten(np.array([object()]))
+    for bad in ({"x": torch.zeros(2).to_sparse()}, {"x": torch.zeros(1, dtype=torch.complex64)}, {"x": 3},
+                {"x": torch.empty(1, device="meta")}, {"__metadata__": torch.zeros(1)}, {"\ud800": torch.zeros(1)}):
+        with pytest.raises(TypeError, match="cannot store"):
+            save(tmp_path / "c", bad, {})
+    with pytest.raises(TypeError):
+        save(tmp_path / "c", {}, {"x": flatten})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("skeleton", [{"tensor": "x"}, {"foo": 1}, {"dict": 3},
+                                      {"array": "t", "dtype": "O", "shape": []}])
+def test_a_foreign_skeleton_is_refused(skeleton):
+    with pytest.raises(CheckpointError, match="do not fit"):
+        unflatten({"t": torch.zeros(8, dtype=torch.uint8)}, skeleton)
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.AdamW([{"params": p[:1], "weight_decay": 0.1}, {"params": p[1:]}], fused=True),
+    lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), capturable=False, foreach=False),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+])
+def test_training_goes_on_bit_for_bit(tmp_path, make):
+    def run(state, steps):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        optimizer = make(list(model.parameters()))
+        if state:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            set_rng_state(state["rng"])
+        for _ in range(steps):
+            x = torch.randn(16, 4) + random.random() + np.random.rand()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng_state(),
+                "scaler": torch.amp.GradScaler("cpu").state_dict()}
+    torch.manual_seed(0)
+    start = through_disk(run(None, 0), tmp_path)
+    undisturbed = run(start, 6)
+    resumed = run(through_disk(run(start, 3), tmp_path), 3)
+    assert same(resumed["model"], undisturbed["model"])
+    assert same(resumed["optimizer"], undisturbed["optimizer"]) and resumed["optimizer"]["state"].keys() == {0, 1, 2, 3}
+    assert same(resumed["rng"], undisturbed["rng"]) and same(resumed["scaler"], undisturbed["scaler"])
+
+
+def test_scaler_state(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11)
+    scaler.scale(torch.ones(1))
+    again = torch.amp.GradScaler("cpu")
+    again.load_state_dict(through_disk(scaler.state_dict(), tmp_path))
+    assert again.state_dict() == scaler.state_dict() and again.state_dict()["scale"] == 2.0**11
+
+
+def test_any_changed_byte_is_refused(tmp_path):
+    path = tmp_path / "c"
+    save(path, {"w": torch.randn(9), "b": torch.ones(3, dtype=torch.bool)}, {"step": 1})
+    good = open(path, "rb").read()
+    for i in range(len(good)):
+        for flip in (0x01, 0x20, 0x80, 0x20 ^ 0x09):  # the last makes a tab of padding: JSON would not mind
+            with open(path, "wb") as f:
+                f.write(good[:i] + bytes([good[i] ^ flip]) + good[i + 1:])
+            refusal(path)
+    for n in range(len(good)):
+        with open(path, "wb") as f:
+            f.write(good[:n])
+        assert "cut short" in refusal(path)
+    with open(path, "wb") as f:
+        f.write(good + b"\0")
+    assert "too long" in refusal(path)
+    with open(path, "wb") as f:
+        f.write(good[:-1] + b"\xee")
+    assert ": checksum mismatch (" in refusal(path) and "use an earlier checkpoint" in refusal(path)
+    with open(path, "wb") as f:
+        f.write(good.replace(b'"version":"1"', b'"version":"2"'))
+    assert refusal(path).startswith(": format version 2 is unknown here (this code reads 1)")
+
+
+class Malice:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_pickle_is_refused_and_never_run(tmp_path):
+    path, mark = tmp_path / "checkpoint.safetensors", tmp_path / "ran"
+    writers = [lambda f: torch.save(Malice(mark), f),
+               lambda f: torch.save(Malice(mark), f, _use_new_zipfile_serialization=False),
+               *(lambda f, p=p: pickle.dump(Malice(mark), f, p) for p in range(6))]
+    for i, write in enumerate(writers):
+        with open(path, "wb") as f:
+            write(f)
+        said = refusal(path)
+        assert ("not a checkpoint" if i in (2, 3) else "refused, not opened") in said  # protocols 0, 1 bear no mark
+    assert not mark.exists()
+    with open(path, "rb") as f:
+        pickle.load(f)
+    assert mark.exists()  # the trap was armed
+
+
+def test_other_files_are_refused(tmp_path):
+    assert refusal(tmp_path / "none") == ": No such file or directory: no checkpoint was saved here"
+    assert "Is a directory" in refusal(tmp_path)
+    safetensors.torch.save_file({"x": torch.zeros(300)}, tmp_path / "c")
+    assert "not a checkpoint of this project" in refusal(tmp_path / "c")
+    for junk in (b"hello, this is no checkpoint" * 20, b"\0" * 5000, b"\xff" * 5000):
+        (tmp_path / "c").write_bytes(junk)
+        assert "not a checkpoint of this project" in refusal(tmp_path / "c")
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    save(path, {"x": torch.zeros(3)}, {"step": 1})
+
+    def fail(*_): raise OSError(errno.EIO, "broken disk")
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as m, pytest.raises(OSError, match="broken disk"):
+            m.setattr(os, name, fail)
+            save(path, {"x": torch.ones(3)}, {"step": 2})
+        assert load(path)[1] == {"step": 1} and os.listdir(tmp_path) == ["c"]
+
+
+def test_a_full_disk_is_an_oserror(tmp_path):
+    code = ("import resource, signal, sys, torch, checkpoint\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+            "try: checkpoint.save(sys.argv[1], {'x': torch.ones(1 << 20)}, {'step': 2})\n"
+            "except OSError as e: sys.exit(7)")
+    save(tmp_path / "c", {"x": torch.zeros(3)}, {"step": 1})
+    assert subprocess.run([sys.executable, "-c", code, tmp_path / "c"], cwd=ROOT).returncode == 7
+    assert load(tmp_path / "c")[1] == {"step": 1} and os.listdir(tmp_path) == ["c"]
+
+
+def test_the_order_of_flush_and_rename(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, real=real, name=name: (calls.append(name), real(*a)))
+    save(tmp_path / "c", {"x": torch.zeros(3)}, {})
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_killed_in_the_middle_of_a_write(tmp_path):
+    path = tmp_path / "c"
+    code = ("import sys, time, torch, checkpoint\nw = torch.empty(1 << 22)\nstep = 0\n"
+            "try: step = checkpoint.load(sys.argv[1])[1]['step']\nexcept checkpoint.CheckpointError: pass\n"
+            "print('ready', flush=True)\n"
+            "while True:\n    step += 1\n    checkpoint.save(sys.argv[1], {'w': w.fill_(step)}, {'step': step})\n"
+            "    print(step, flush=True)")
+    chance, steps, torn = random.Random(0), 0, 0
+    for _ in range(4):  # each a start of python and torch; the many-times version belongs to `make chaos`
+        child = subprocess.Popen([sys.executable, "-c", code, path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "ready\n"
+        child.stdout.readline()  # one whole save
+        deadline = time.time() + chance.uniform(0.05, 0.15)
+        while time.time() < deadline + 20 and (time.time() < deadline or not any(
+                e.name != "c" and e.stat().st_size > 1 << 20 for e in _scan(tmp_path))):  # then strike during a write
+            pass
+        child.send_signal(signal.SIGKILL)
+        said = child.stdout.read().split()
+        child.wait()
+        tensors, meta = load(path)
+        assert bool((tensors["w"] == meta["step"]).all())
+        assert meta["step"] > steps and meta["step"] >= int((said or [0])[-1])
+        steps = meta["step"]
+        leftovers = [n for n in os.listdir(tmp_path) if n != "c"]
+        torn += len(leftovers)
+        assert all(n == f"c.tmp-{child.pid}" for n in leftovers)
+        child.stdout.close()
+    assert torn >= 2  # the kills did strike in the middle
+    with open(tmp_path / f"c.tmp-{os.getppid()}", "w"): pass  # a living process's: not ours to remove
+    save(path, {}, {})
+    assert sorted(os.listdir(tmp_path)) == ["c", f"c.tmp-{os.getppid()}"]
+
+
+def _scan(folder):
+    with os.scandir(folder) as entries:
+        for e in entries:
+            try: e.stat()
+            except FileNotFoundError: continue
+            yield e
