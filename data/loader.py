@@ -1,0 +1,407 @@
+"""The loader that every dataset and train.py share: a prepared folder in, batches of token windows out.
+
+A prepared folder holds train.bin and val.bin (token ids end to end, uint16 or uint32, no header) and meta.json,
+which says what they are. meta.json is written last, so a folder that has one is finished.
+
+    window w of a split reads tokens [w B, w B + B] : x the first B of them, y the last B     (B = block_size)
+    step s of training reads windows permutation(epoch)[s W : (s + 1) W]                       (W = windows a step)
+
+The surprise: training order has no state. `step_windows` is a pure function of (seed, step), every window comes once
+an epoch, and neither the number of processes nor the micro-batch enters: resuming needs the step number, nothing else.
+
+    python data/loader.py data/pystdlib     # say what a prepared folder holds, and check its sha256
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+from pathlib import Path
+
+import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: two preparations of one folder at once are then the user's care
+    fcntl = None
+
+# torch is imported where a batch is made: it takes seconds, and `prepare.py --help` should not.
+
+SPLITS = ("train", "val")
+DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
+FULL_CHECK_TOKENS = 200_000_000  # splits up to here are read whole when opened (a tenth of a second or two)
+SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # above: this many evenly spaced slices of this length
+
+
+class DataError(ValueError):
+    """A problem the user can solve, in one line: the value, the limit, the way out."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# reading: a prepared folder
+
+
+class Tokens:
+    """A prepared dataset, opened and checked.
+
+    Args:
+        folder: holds train.bin, val.bin and meta.json, as a prepare.py wrote them.
+        vocab_size: the model's; the dataset's may not be larger.
+        block_size: tokens a window predicts; both splits must hold one window (block_size + 1 tokens).
+
+    Attributes:
+        meta: dict, meta.json as it stands.
+        vocab_size: int, the dataset's.
+        train, val: read-only np.memmap, (tokens of the split,), uint16 or uint32.
+        bytes_per_token: 1.0 where tokens are bytes; else {"train": float, "val": float} where meta.json counts the
+            bytes of each split; else None.
+        sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
+
+    Raises DataError, one line each: folder, bin or meta.json missing, a file whose size is not the recorded one, an
+    unknown dtype, an empty split, a block longer than a split, a vocabulary larger than the model's, token ids outside
+    the dataset's own vocabulary. That last check reads a split whole up to 200M tokens; of a longer one (OpenWebText
+    has 9 billion) it reads 256 evenly spaced slices of 65,536 tokens and trusts the largest id that prepare.py
+    recorded for the rest.
+    """
+
+    def __init__(self, folder, vocab_size=None, block_size=None):
+        self.folder = Path(folder)
+        self.meta = _read_meta(self.folder)
+        self.vocab_size = self.meta["vocab_size"]
+        if vocab_size is not None and self.vocab_size > vocab_size:
+            raise DataError(
+                f"the vocabulary of {self.folder} ({self.vocab_size:,} tokens) is larger than the model's vocab_size "
+                f"{vocab_size:,}: set vocab_size to at least {self.vocab_size}"
+            )
+        self.train, self.val = (self._open(split, block_size) for split in SPLITS)  # (tokens,) each
+        self.sha256 = {split: self.meta["splits"][split].get("sha256") for split in SPLITS}
+        self.bytes_per_token = self._bytes_per_token()
+
+    def _open(self, split, block_size):
+        path, recorded = self.folder / f"{split}.bin", self.meta["splits"][split]
+        dtype, n_tokens = np.dtype(DTYPES[self.meta["dtype"]]), recorded["tokens"]
+        again = f"prepare it again ({_prepare_command(self.folder, force=True)})"
+        if not path.is_file():
+            raise DataError(f"{path} is missing: {again}")
+        size, expected = path.stat().st_size, n_tokens * dtype.itemsize
+        if size != expected:
+            what = "truncated" if size < expected else "longer than recorded"
+            raise DataError(f"{path} is {what}: {size:,} bytes where meta.json says {expected:,}: {again}")
+        if n_tokens == 0:
+            raise DataError(f"{path} is empty: prepare more data ({_prepare_command(self.folder, force=True)})")
+        if block_size is not None and n_tokens < block_size + 1:
+            raise DataError(
+                f"block_size {block_size} is longer than {split}.bin ({n_tokens:,} tokens; a window needs block_size + "
+                "1): choose a smaller block or prepare more data"
+            )
+        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(n_tokens,))
+        largest = max(_largest(tokens), recorded.get("max_token") or 0)
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"{path} holds token id {largest}, outside its vocabulary of {self.vocab_size:,} (ids 0 to "
+                f"{self.vocab_size - 1}): {again}"
+            )
+        return tokens
+
+    def _bytes_per_token(self):
+        if self.meta.get("bytes_per_token") is not None:
+            return float(self.meta["bytes_per_token"])
+        splits = self.meta["splits"]
+        if all(splits[split].get("bytes") for split in SPLITS):
+            return {split: splits[split]["bytes"] / splits[split]["tokens"] for split in SPLITS}
+        return None
+
+    def verify(self):
+        """Reads both files whole and compares their sha256 with meta.json's; DataError where they differ."""
+        for split in SPLITS:
+            path = self.folder / f"{split}.bin"
+            if self.sha256[split] and file_sha256(path) != self.sha256[split]:
+                raise DataError(
+                    f"{path} is not the file meta.json describes (its sha256 differs): prepare it again "
+                    f"({_prepare_command(self.folder, force=True)})"
+                )
+
+
+def _prepare_command(folder, force=False):
+    script = Path(folder) / "prepare.py"
+    if not script.is_file():
+        return "with its own prepare.py; data/pystdlib/prepare.py shows how"
+    return f"python {script}" + (" --force" if force else "")
+
+
+def _read_meta(folder):
+    path = folder / "meta.json"
+    how = _prepare_command(folder)
+    if not folder.is_dir():
+        here = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
+        raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(here)}; or check the path")
+    if not path.is_file():
+        raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        ok = isinstance(meta["vocab_size"], int) and meta["vocab_size"] > 0
+        ok = ok and all(isinstance(meta["splits"][split]["tokens"], int) for split in SPLITS)
+        dtype = meta["dtype"]
+    except (ValueError, KeyError, TypeError):
+        ok = False
+    if not ok:
+        raise DataError(f"{path} is damaged (no dtype, vocab_size or tokens to be read): prepare again ({how})")
+    if dtype not in DTYPES:
+        raise DataError(f"{path} says dtype {dtype!r}: the loader reads {' or '.join(DTYPES)}; prepare again ({how})")
+    return meta
+
+
+def _largest(tokens):
+    """The largest id of a split (read whole up to FULL_CHECK_TOKENS, else in evenly spaced slices)."""
+    n = len(tokens)
+    if n <= FULL_CHECK_TOKENS:
+        return int(tokens.max())
+    starts = np.linspace(0, n - SPOT_TOKENS, SPOT_CHECKS).astype(np.int64)
+    return max(int(tokens[start : start + SPOT_TOKENS].max()) for start in starts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# which windows, in which order
+
+
+def n_windows(n_tokens, block_size):
+    """Number of non-overlapping training windows in a split: (n_tokens - 1) // block_size."""
+    return (n_tokens - 1) // block_size
+
+
+@functools.lru_cache(maxsize=2)  # two: a step may straddle two epochs
+def _permutation(n, seed, epoch):
+    permutation = np.random.default_rng([seed, epoch]).permutation(n)
+    permutation = permutation.astype(np.int32 if n <= 2**31 else np.int64)  # 8.8M windows: 35 MB rather than 70
+    permutation.flags.writeable = False  # it is shared through the cache
+    return permutation
+
+
+def step_windows(n_windows, windows_per_step, seed, step):
+    """The training windows of one optimiser step, for all processes together.
+
+    A pure function of its arguments. Step after step this reads off `default_rng([seed, epoch]).permutation(n_windows)`
+    for epoch 0, 1, ...: every window once an epoch; a step may straddle epochs. Rank r of R takes a slice of it.
+
+    Args:
+        n_windows: windows in the split; windows_per_step: batch_tokens // block_size; seed, step: from 0.
+    Returns: (windows_per_step,) int64 window indices.
+    Raises: DataError on no windows, or a negative seed or step.
+    """
+    if n_windows < 1:
+        raise DataError(f"{n_windows} windows to train on: choose a smaller block or prepare more data")
+    if windows_per_step < 1:
+        raise DataError(f"{windows_per_step} windows a step: the batch must hold at least one block")
+    if seed < 0 or step < 0:
+        raise DataError(f"seed {seed}, step {step}: both must be 0 or more")
+    out = np.empty(windows_per_step, dtype=np.int64)  # (W,)
+    filled, position = 0, step * windows_per_step  # Python integers: no overflow, however long the run
+    while filled < windows_per_step:
+        epoch, offset = divmod(position + filled, n_windows)
+        take = min(n_windows - offset, windows_per_step - filled)
+        out[filled : filled + take] = _permutation(int(n_windows), int(seed), epoch)[offset : offset + take]
+        filled += take
+    return out
+
+
+def get_batch(tokens, windows, block_size, device="cpu"):
+    """Inputs and targets of some windows.
+
+    Args:
+        tokens: (n_tokens,) memmap or array; windows: (W,) indices below n_windows(n_tokens, block_size);
+        device: a torch device or its name; to CUDA the copy is pinned and asynchronous.
+    Returns: x, y: (W, block_size) int64 torch tensors; y is x shifted by one token.
+    Raises: DataError for a window outside the split (a negative one would silently read from the end).
+    """
+    import torch
+
+    windows = np.asarray(windows, dtype=np.int64)
+    limit = n_windows(len(tokens), block_size)
+    if windows.size and (windows.min() < 0 or windows.max() >= limit):
+        bad = windows.min() if windows.min() < 0 else windows.max()
+        raise DataError(f"window {bad} is outside the split ({limit:,} windows of {block_size}): check the data order")
+    rows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[windows * block_size]  # (W, B + 1)
+    xy = torch.from_numpy(np.stack([rows[:, :-1], rows[:, 1:]]).astype(np.int64))  # (2, W, B): one transfer
+    if torch.device(device).type == "cuda":
+        xy = xy.pin_memory().to(device, non_blocking=True)
+    elif torch.device(device).type != "cpu":
+        xy = xy.to(device)
+    return xy[0], xy[1]
+
+
+def eval_windows(n_tokens, block_size, limit_tokens=0):
+    """The fixed windows of an evaluation: non-overlapping, in order, the same whatever model, batch or process count.
+
+    Args:
+        n_tokens: of the split; block_size: predicted tokens a window;
+        limit_tokens: 0 for all of the split, the last shorter window included (every token but the first is predicted
+            once); else this many predicted tokens, in windows evenly spaced over the split.
+    Returns: (n, 2) int64 array of (start, length): inputs [start, start + length), targets one further. Only the last
+        length may be below block_size. The lengths sum to n_tokens - 1, or to min(limit_tokens, n_tokens - 1).
+    Raises: DataError when there is nothing to predict.
+    """
+    predicted = n_tokens - 1
+    if predicted < 1:
+        raise DataError(f"{n_tokens} tokens leave nothing to predict: prepare more data")
+    if limit_tokens < 0:
+        raise DataError(f"{limit_tokens} tokens to evaluate on: give 0 for all of them, or a positive number")
+    total = min(limit_tokens, predicted) if limit_tokens else predicted
+    available, n = math.ceil(predicted / block_size), math.ceil(total / block_size)
+    starts = np.arange(n, dtype=np.int64) * available // n * block_size  # (n,)
+    lengths = np.full(n, block_size, dtype=np.int64)
+    lengths[-1] = total - (n - 1) * block_size
+    return np.stack([starts, lengths], axis=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# writing: what every prepare.py shares. Files are written beside and renamed, meta.json last.
+
+
+def token_dtype(vocab_size):
+    """'uint16', or 'uint32' for a vocabulary above 65,536."""
+    if not 1 <= vocab_size <= 2**32:
+        raise DataError(f"a vocabulary of {vocab_size} tokens: it must be between 1 and {2**32}")
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+@contextlib.contextmanager
+def preparing(folder):
+    """Makes `folder` and holds its lock: two preparations of one folder at once would tread on each other.
+
+    The lock goes with the process, however it dies. DataError when another holds it, or the folder cannot be made.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")
+    except OSError as error:
+        raise DataError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from None
+    with lock:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise DataError(f"another process is preparing {folder}: wait for it, or take another --out") from None
+        yield folder
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file to write beside `path` (path.part), renamed over it, with fsync, when the block ends well."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        _fsync_folder(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _fsync_folder(folder):
+    with contextlib.suppress(OSError):  # some file systems cannot; the rename is then merely less durable
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_split(path, chunks, vocab_size):
+    """Streams token ids into a .bin and returns its entry for meta.json.
+
+    A meta.json beside it is removed before the file is replaced: it describes the old one.
+
+    Args:
+        path: .../train.bin or .../val.bin; chunks: iterable of 1-d integer arrays, one after the other in memory.
+    Returns: {"tokens", "sha256", "max_token"}; max_token is None for an empty split.
+    Raises: DataError for an id outside [0, vocab_size): checked before the cast, which would wrap it.
+    """
+    path, dtype = Path(path), DTYPES[token_dtype(vocab_size)]
+    n_tokens, largest, digest = 0, None, hashlib.sha256()
+    with replacing(path) as file:
+        for chunk in chunks:
+            chunk = np.asarray(chunk)
+            if chunk.size == 0:
+                continue
+            low, high = int(chunk.min()), int(chunk.max())
+            if low < 0 or high >= vocab_size:
+                bad = low if low < 0 else high
+                raise DataError(f"token id {bad} for {path.name} is outside the vocabulary of {vocab_size:,}")
+            data = np.ascontiguousarray(chunk, dtype=dtype)
+            file.write(data.data)
+            digest.update(data.data)
+            n_tokens, largest = n_tokens + data.size, high if largest is None else max(largest, high)
+        (path.parent / "meta.json").unlink(missing_ok=True)
+    return {"tokens": n_tokens, "sha256": digest.hexdigest(), "max_token": largest}
+
+
+def finish(folder, meta):
+    """Writes meta.json, the last act of a preparation, after checking that it describes the files that stand there.
+
+    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype, python and
+    numpy versions are added. Returns: the folder opened, as Tokens. Raises: DataError, and then no meta.json stands.
+    """
+    folder = Path(folder)
+    versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
+    meta = {**meta, "dtype": token_dtype(meta["vocab_size"]), "versions": versions}
+    path = folder / "meta.json"
+    with replacing(path) as file:
+        file.write((json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode())
+    try:
+        return Tokens(folder)
+    except DataError:
+        path.unlink()
+        raise
+
+
+def finished(folder, inputs):
+    """The Tokens of a folder already prepared from the same inputs (meta["inputs"]), or None."""
+    try:
+        tokens = Tokens(folder)
+    except DataError:
+        return None
+    return tokens if tokens.meta.get("inputs") == inputs else None
+
+
+def file_sha256(path):
+    """Hex sha256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def run(main):
+    """Runs a script's main(); a DataError, or the system's (disk full), becomes one line on stderr and exit code 2."""
+    try:
+        main()
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: nothing unfinished was left in place; run the same command again", file=sys.stderr)
+        sys.exit(130)
+
+
+def main():
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__.strip())
+        sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
+    tokens = Tokens(sys.argv[1])
+    tokens.verify()
+    counts = ", ".join(f"{len(getattr(tokens, split)):,} {split}" for split in SPLITS)
+    print(f"{sys.argv[1]}: {counts} tokens, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, sha256 verified")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,197 @@
+"""The embedded default dataset: the running interpreter's own standard library, its source as bytes.
+
+Every .py file below the standard library's folder (site-packages and dist-packages left out); the tokens are the bytes
+of the files (vocabulary 256), and one zero byte ends each file. Nothing is downloaded and nothing is committed: about
+31 MB with a Python from python.org, pyenv, uv, conda or Homebrew; 11 MB with Debian's own, which leaves the standard
+library's tests out.
+
+The surprise: the split is by file, and by name. Files stand in the order of sha256(relative path): that is the shuffle;
+the first of them make up the validation set, until it holds --val_fraction of the bytes. So the split does not depend
+on the machine, a file's content is never in both parts (of files with equal content only one is kept), and a file
+larger than a quarter of the validation set goes to train, since a single generated table would be the whole measure.
+
+meta.json also records what `xz -9` needs for the validation bytes: a language model worth its steps beats that.
+
+    python data/pystdlib/prepare.py                                        # seconds
+    python data/pystdlib/prepare.py --roots .venv/lib/python3.11/site-packages ~/linux --out data/big
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+from data.loader import DataError, file_sha256, finish, finished, preparing, run, write_split
+
+RECIPE = 1  # goes up when the same files would give other tokens
+SEPARATOR = b"\0"  # ends each file; no source file holds one (those that do are skipped as binary)
+VOCAB_SIZE = 256
+ROOT_EXTENSIONS = (
+    ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .S .rs .go .java .js .ts .tsx .rb .pl .lua .sh .m .swift .kt "
+    ".scala .hs .ml .jl .r .sql .proto .cmake .md .rst"
+).split()
+NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__", ".git", ".hg", ".svn", "node_modules"}
+
+
+def source_files(root, extensions):
+    """(path relative to root with slashes, Path) of the regular files below it, sorted; linked folders not entered."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NEVER_ENTERED]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix in extensions and path.is_file():
+                found.append((path.relative_to(root).as_posix(), path))
+    return sorted(found)
+
+
+def collect(roots):
+    """Lists the files of a corpus: readable text, each content once.
+
+    Args: roots: [(prefix, folder, extensions), ...]; the prefix keeps equal paths of two roots apart.
+    Returns: [(name, Path, bytes, sha256 hex), ...] sorted by root and name, and the number of files skipped
+    (unreadable, empty, binary, or of the same content as an earlier one).
+    """
+    files, contents, skipped = [], set(), 0
+    for prefix, root, extensions in roots:
+        for relative, path in source_files(root, extensions):
+            try:
+                content = path.read_bytes()
+            except OSError:
+                content = b""
+            digest = hashlib.sha256(content).hexdigest()
+            if not content or SEPARATOR in content or digest in contents:
+                skipped += 1
+                continue
+            contents.add(digest)
+            files.append((prefix + relative, path, len(content), digest))
+    return files, skipped
+
+
+def split_by_file(files, val_fraction):
+    """Deterministic shuffle and split; see the top of the file. Returns the lists train, val, in shuffled order."""
+    shuffled = sorted(files, key=lambda file: hashlib.sha256(file[0].encode("utf-8", "surrogateescape")).digest())
+    wanted = val_fraction * sum(file[2] for file in files)
+    train, val, held = [], [], 0
+    for file in shuffled:
+        if held < wanted and file[2] <= wanted / 4:
+            val.append(file)
+            held += file[2]
+        else:
+            train.append(file)
+    if not val or not train:
+        raise DataError(
+            f"{len(files)} files with {sum(file[2] for file in files):,} bytes do not give a train and a validation "
+            f"set at --val_fraction {val_fraction:g}: choose another fraction, or add --roots"
+        )
+    return train, val
+
+
+def contents(files):
+    """The bytes of each file and its end mark, as (bytes,) uint8 arrays; DataError for one changed since listed."""
+    for name, path, _, digest in files:
+        try:
+            content = path.read_bytes()
+        except OSError:
+            content = b""
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DataError(f"{name} changed while it was read: run the preparation again")
+        yield np.frombuffer(content + SEPARATOR, dtype=np.uint8)
+
+
+def xz9_bits_per_byte(pieces):
+    """Bits per byte that `xz -9` needs for the pieces end to end; None where Python was built without lzma."""
+    try:
+        import lzma
+    except ImportError:
+        return None
+    squeezer, n_in, n_out = lzma.LZMACompressor(preset=9), 0, 0
+    for piece in pieces:
+        n_in, n_out = n_in + piece.size, n_out + len(squeezer.compress(piece.tobytes()))
+    return 8 * (n_out + len(squeezer.flush())) / n_in
+
+
+def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=0.02, force=False, stdlib=None):
+    """Writes the dataset into `out`, unless it stands there already; returns (Tokens, False if nothing was done).
+
+    Args: roots: more folders of source; extensions: of the files taken from them; stdlib: the standard library's folder
+    (the running interpreter's by default). Raises: DataError, one line for the user.
+    """
+    if not 0 < val_fraction < 1:
+        raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
+    stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
+    for root in roots:
+        if not Path(root).is_dir():
+            raise DataError(f"--roots {root} is not a folder: check the path")
+    extensions = sorted({"." + extension.lstrip(".") for extension in extensions})
+    sources = [("", stdlib, {".py"})]
+    sources += [(f"{i}:{Path(root).resolve().name}/", Path(root), set(extensions)) for i, root in enumerate(roots, 1)]
+    with preparing(out) as folder:
+        files, skipped = collect(sources)
+        if not files:
+            raise DataError(f"no source files below {stdlib}: this Python carries no library source; use another")
+        listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}\n"
+        listing += "".join(f"{digest} {name}\n" for name, _, _, digest in files)
+        inputs = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+        if not force and (tokens := finished(folder, inputs)):
+            return tokens, False
+        train, val = split_by_file(files, val_fraction)
+        splits = {}
+        for split, members in (("train", train), ("val", val)):
+            splits[split] = write_split(folder / f"{split}.bin", contents(members), VOCAB_SIZE)
+            splits[split] |= {"bytes": splits[split]["tokens"], "files": len(members)}
+        meta = {
+            "dataset": "pystdlib",
+            "vocab_size": VOCAB_SIZE,
+            "tokenizer": "bytes",
+            "bytes_per_token": 1,
+            "splits": splits,
+            "xz9_bits_per_byte": xz9_bits_per_byte(contents(val)),
+            "how": shlex.join(["python", *sys.argv]),
+            "recipe": {
+                "version": RECIPE,
+                "source": f"standard library of Python {platform.python_version()}",
+                "roots": [str(root) for root in roots],
+                "extensions": extensions if roots else [".py"],
+                "val_fraction": val_fraction,
+                "files": len(files),
+                "files_skipped": skipped,
+                "separator": "a zero byte ends each file",
+                "prepare_sha256": file_sha256(__file__),
+            },
+            "inputs": inputs,  # hash of every file's name and content and of the recipe
+        }
+        return finish(folder, meta), True
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--roots", nargs="+", default=[], metavar="FOLDER", help="more folders of source to add")
+    parser.add_argument(
+        "--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT", help="of files in --roots (default: source)"
+    )
+    parser.add_argument("--val_fraction", type=float, default=0.02, help="of the bytes, to hold out (default 0.02)")
+    parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
+    parser.add_argument("--force", action="store_true", help="prepare even what stands there already")
+    args = parser.parse_args()
+    tokens, new = prepare(args.out, args.roots, args.extensions, args.val_fraction, args.force)
+    recipe, splits = tokens.meta["recipe"], tokens.meta["splits"]
+    more = f" and {len(args.roots)} more folder{'s'[: len(args.roots) > 1]}" if args.roots else ""
+    done = "" if new else " (already prepared; --force prepares again)"
+    print(
+        f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}{more}: "
+        f"{splits['train']['tokens']:,} bytes to train on, {splits['val']['tokens']:,} held out{done}"
+    )
+    xz = tokens.meta["xz9_bits_per_byte"]
+    print(f"xz -9 needs {xz:.3f} bits per held-out byte" if xz else "xz: this Python was built without lzma")
+
+
+if __name__ == "__main__":
+    run(main)

