@@ -1,0 +1,291 @@
+"""How fast the scan is, and how much it keeps: every body of longhorn_scan beside the loop anyone would write first.
+
+    python bench/scan.py --device=cpu              # time: a minute or two, most of it the plain loop
+    python bench/scan.py --device=cpu --memory     # memory: bytes kept and peak, T = 1024, 4096, 16384
+    python bench/scan.py --T=1024 --B=4 --dtype=bfloat16 --out=record.json
+
+In this order: the native kernels against the loop in float64 (it refuses to time what is wrong), a warm-up, then all
+bodies in turn, round after round, so that whatever else the machine does falls on all alike; median and quartiles.
+
+The surprise is how bad the obvious loop is. Indexing x[:, t] makes autograd write a whole zero tensor (B, T, D) for
+every step, which is quadratic in T; `longhorn_scan_ref` differs from it by an unbind and is linear.
+"""
+
+import argparse
+import ctypes
+import datetime
+import gc
+import math
+import sys
+import time
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import native  # noqa: E402
+import records  # noqa: E402
+from scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SAVED = Path(__file__).resolve().parent.parent / "results" / "scan_cpu.json"
+
+
+# -------------------------------------------------------------------------------------------------------------- bodies
+
+def plain_loop(x, dt, k, q, D=None, z=None, dt_bias=None):
+    """Algorithm 1 as one would write it: index the step, update the state, append."""
+    S = torch.zeros(x.shape[0], x.shape[2], k.shape[2])  # (B, D, N)
+    ys = []
+    for t in range(x.shape[1]):
+        beta = torch.sigmoid(dt[:, t] if dt_bias is None else dt[:, t] + dt_bias)  # (B, D)
+        eps = beta / (1 + beta * (k[:, t] ** 2).sum(-1, keepdim=True))  # (B, D)
+        S = (1 - eps[..., None] * k[:, t, None] ** 2) * S + (eps * x[:, t])[..., None] * k[:, t, None]  # (B, D, N)
+        y = (S * q[:, t, None]).sum(-1)  # (B, D)
+        if D is not None:
+            y = y + D * x[:, t]
+        ys.append(y if z is None else y * F.silu(z[:, t]))
+    return torch.stack(ys, 1).to(x.dtype)  # (B, T, D)
+
+
+BODIES = {"plain loop": plain_loop, "longhorn_scan_ref": longhorn_scan_ref,
+          "torch": lambda **a: longhorn_scan(**a, backend="torch"), "cpu": lambda **a: longhorn_scan(**a, backend="cpu")}
+
+
+def make_inputs(B, T, D, N, dtype, extras):
+    g = torch.Generator().manual_seed(0)
+    shapes = dict(x=(B, T, D), dt=(B, T, D), k=(B, T, N), q=(B, T, N))
+    if extras:
+        shapes |= dict(D=(D,), z=(B, T, D), dt_bias=(D,))
+    a = {n: torch.randn(*s, generator=g) for n, s in shapes.items()}
+    return {n: v.to(dtype) if v.dim() == 3 else v for n, v in a.items()}
+
+
+def forward_and_backward(f, a, dy):
+    y = f(**a)
+    return torch.autograd.grad(y, list(a.values()), dy)
+
+
+# --------------------------------------------------------------------------------------------------------- correctness
+
+def errors(a):
+    """Relative error of y, hT and each gradient: native kernels against the loop in float64 on the same inputs."""
+    g = torch.Generator().manual_seed(1)
+    B, T, D = a["x"].shape
+    dy = torch.randn(B, T, D, generator=g).to(a["x"].dtype)
+    dhT = torch.randn(B, D, a["k"].shape[2], generator=g)
+
+    def run(f, dtype):
+        args = {n: v.to(dtype or v.dtype).requires_grad_() for n, v in ((n, v.detach().clone()) for n, v in a.items())}
+        y, hT = f(**args, return_state=True)
+        grads = torch.autograd.grad((y, hT), list(args.values()), (dy.to(y.dtype), dhT.to(hT.dtype)))
+        return {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
+
+    true, got = run(longhorn_scan_ref, torch.float64), run(lambda **kw: longhorn_scan(**kw, backend="cpu"), None)
+    return {n: ((got[n].double() - true[n]).norm() / true[n].norm()).item() for n in true}, {n: got[n].dtype for n in got}
+
+
+def check(a):
+    """The errors, printed; exits where one is above its type's tolerance (tests/test_scan.py says how it comes about)."""
+    found, dtypes = errors(a)
+    rounding = {n: 0.0 if d == torch.float32 else torch.finfo(d).eps / 2 for n, d in dtypes.items()}
+    bound = {n: 16 * torch.finfo(torch.float32).eps + r for n, r in rounding.items()}
+    print("relative error against the loop in float64: " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()))
+    wrong = [f"{n} {e:.1e} (at most {bound[n]:.1e})" for n, e in found.items() if not e <= bound[n]]
+    if wrong:
+        sys.exit(f"bench/scan.py: the native kernels are wrong in {', '.join(wrong)}; not timed. "
+                 "Look closer: python -m pytest tests/test_scan.py")
+    return {"relative_error": found, "tolerance": bound}
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+def work(B, T, D, N, itemsize, extras):
+    """Bytes that must move and floating-point operations by count: each tensor read or written once, Eq. 7's arithmetic."""
+    wide, narrow, chunks = B * T * D * itemsize, B * T * N * itemsize, 4 * B * math.ceil(T / native.CHUNK) * D * N
+    z = int(extras)
+    forward = (3 + z) * wide + 2 * narrow                  # x, dt, k, q (z) in, y out
+    backward = (3 + z + 2 + z) * wide + 4 * narrow         # x, dt, k, q, dy (z) in, dx, ddt, dk, dq (dz) out
+    states = B * T * D
+    return {"forward": {"bytes": forward, "flops": states * (7 * N + 30)},  # 7 a state; exp, reciprocal, gate: about 30
+            # with autograd the forward writes the chunk states and the backward reads them, and recomputes (9 a state,
+            # dq is added up there) before it walks back (15 a state)
+            "forward_backward": {"bytes": forward + backward + 2 * chunks,
+                                 "flops": states * (7 * N + 30 + 9 * N + 40 + 15 * N + 30)}}
+
+
+def spread(seconds):
+    low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return {"median_seconds": median(seconds), "quartile_seconds": [low, high], "fastest_seconds": min(seconds),
+            "runs": len(seconds)}
+
+
+def time_bodies(B, T, D, N, dtype, extras, repeats, slow_repeats):
+    """Every body, forward alone and forward + backward, interleaved. The slow three run `slow_repeats` times, the kernels
+    `repeats` times in each of those rounds."""
+    a = make_inputs(B, T, D, N, dtype, extras)
+    accuracy = check(a)
+    dy = torch.randn(B, T, D, generator=torch.Generator().manual_seed(2)).to(dtype)
+    graded = {n: v.clone().requires_grad_() for n, v in a.items()}
+
+    def once(f, backward):
+        start = time.perf_counter()
+        forward_and_backward(f, graded, dy) if backward else f(**a)
+        return time.perf_counter() - start
+
+    for _ in range(5):
+        once(BODIES["cpu"], True)
+        once(BODIES["cpu"], False)
+    short = {n: v[:, :4] if v.dim() == 3 else v for n, v in graded.items()}
+    for f in BODIES.values():
+        forward_and_backward(f, short, dy[:, :4])
+    times = {(name, backward): [] for name in BODIES for backward in (False, True)}
+    with tqdm(total=slow_repeats * len(times), leave=False, disable=not sys.stderr.isatty()) as bar:
+        for _ in range(slow_repeats):
+            for (name, backward), seconds in times.items():
+                bar.set_description(f"{name}, forward{' + backward' if backward else ''}")
+                gc.collect()
+                for _ in range(repeats if name == "cpu" else 1):
+                    seconds.append(once(BODIES[name], backward))
+                bar.update()
+    timed = {name: {"forward": spread(times[name, False]), "forward_backward": spread(times[name, True])} for name in BODIES}
+    best = {what: t["median_seconds"] for what, t in timed["cpu"].items()}
+    ratios = {name: {what: t["median_seconds"] / best[what] for what, t in both.items()} for name, both in timed.items()}
+    counted = work(B, T, D, N, dtype.itemsize, extras)
+    rates = {f"{what}_{unit}_per_second": counted[what][unit] / best[what] for what in best for unit in ("bytes", "flops")}
+    return {"B": B, "T": T, "D": D, "N": N, "dtype": str(dtype).removeprefix("torch."), "with_D_z_dt_bias": extras, **accuracy,
+            "seconds": timed, "times_the_native_kernels": ratios, "work": counted,
+            "native": {**rates, "tokens_per_second": B * T / best["forward_backward"]}}
+
+
+def print_times(r):
+    print(f"{'':20}{'forward':>12}{'quartiles':>22}{'x cpu':>8}{'fwd + bwd':>13}{'quartiles':>22}{'x cpu':>8}{'runs':>6}    (ms)")
+    for name, both in r["seconds"].items():
+        line = f"  {name:18}"
+        for what, width in (("forward", 12), ("forward_backward", 13)):
+            t, times = both[what], r["times_the_native_kernels"][name][what]
+            low, high = (f"{1e3 * s:.2f}" for s in t["quartile_seconds"])
+            line += f"{1e3 * t['median_seconds']:{width}.2f}{low + ' .. ' + high:>22}{times:8.0f}"
+        print(line + f"{both['forward_backward']['runs']:6}")
+    rate = lambda what: (f"{r['native'][what + '_bytes_per_second'] / 1e9:.1f} GB/s and "
+                         f"{r['native'][what + '_flops_per_second'] / 1e9:.0f} GFLOP/s")
+    print(f"  cpu: forward {rate('forward')}, forward + backward {rate('forward_backward')}, by count; "
+          f"{r['native']['tokens_per_second']:,.0f} tokens/s\n")
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+def peak_since_reset():
+    """Peak resident bytes since `reset_peak`; None where /proc does not tell."""
+    try:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return None
+
+
+def reset_peak():
+    """Give freed memory back and start the peak again from what is resident; returns that, or None."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (AttributeError, OSError):
+        return None
+    return peak_since_reset()
+
+
+def measure_memory(B, T, D, N, dtype):
+    """What the native scan keeps for its backward (inputs, chunk states), and the peak above the inputs of both passes."""
+    a = {n: v.requires_grad_() for n, v in make_inputs(B, T, D, N, dtype, extras=False).items()}
+    dy, kept = torch.ones(B, T, D, dtype=dtype), {}
+
+    def pack(v):
+        kept[v.untyped_storage().data_ptr()] = v.untyped_storage().nbytes()
+        return v
+
+    before = reset_peak()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
+        y = BODIES["cpu"](**a)
+    torch.autograd.grad(y, list(a.values()), dy)
+    peak = peak_since_reset()
+    given = sum(v.untyped_storage().nbytes() for v in a.values())
+    return {"B": B, "T": T, "D": D, "N": N, "dtype": str(dtype).removeprefix("torch."), "kept_bytes": sum(kept.values()),
+            "input_bytes": given, "chunk_state_bytes": 4 * B * math.ceil(T / native.CHUNK) * D * N,
+            "peak_bytes_above_inputs": None if before is None or peak is None else peak - before,
+            "BTD_bytes": 4 * B * T * D, "BTDN_bytes": 4 * B * T * D * N}
+
+
+def print_memory(rows):
+    mib = lambda b: "n/a" if b is None else f"{b / 2**20:.1f}"
+    names = {"kept_bytes": "kept", "input_bytes": "of it inputs", "chunk_state_bytes": "chunk states",
+             "peak_bytes_above_inputs": "peak above", "BTD_bytes": "4 B T D", "BTDN_bytes": "4 B T D N"}
+    print(f"{'T':>8}" + "".join(f"{n:>15}" for n in names.values()) + "    (MiB)")
+    for r in rows:
+        print(f"{r['T']:8}" + "".join(f"{mib(r[n]):>15}" for n in names))
+    first, last = rows[0], rows[-1]
+    if last["T"] > first["T"]:
+        print(f"T x {last['T'] / first['T']:g}: kept x {last['kept_bytes'] / first['kept_bytes']:.1f}, which is linear.")
+    print(f"At T = {last['T']} it keeps {last['kept_bytes'] / last['BTD_bytes']:.1f} x 4 B T D: x, dt, and a state every "
+          f"{native.CHUNK} steps, N / {native.CHUNK} = {last['N'] / native.CHUNK:g}. All would be {last['N']} x 4 B T D.\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--B", type=int, help="batch size (8; 1 with --memory)")
+    parser.add_argument("--T", type=int, help="steps (256; 1024, 4096 and 16384 with --memory)")
+    parser.add_argument("--D", type=int, default=512, help="channels (%(default)s)")
+    parser.add_argument("--N", type=int, default=16, help="state size (%(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of x, dt, k, q, z (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=30, help="runs of the native kernels a round (%(default)s)")
+    parser.add_argument("--slow_repeats", type=int, default=5, help="rounds, and runs of every other body (%(default)s)")
+    parser.add_argument("--threads", type=int, help="of PyTorch and the kernels (PyTorch's choice)")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--out", help="write the record, JSON, to this file")
+    parser.add_argument("--save", action="store_true", help="write it to results/scan_cpu.json, or results/scan_cpu_memory.json")
+    args = parser.parse_args()
+    for name in ("B", "T", "D", "N", "repeats", "slow_repeats", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name}={getattr(args, name)}: must be at least 1")
+    if args.device == "cuda":
+        sys.exit("bench/scan.py: the CUDA kernels are not written yet; --device=cpu measures the CPU kernels")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    reason = native.unavailable("cpu")
+    if reason:
+        sys.exit(f"bench/scan.py: the native kernels cannot run here, so there is nothing to measure: {reason}")
+    dtype = DTYPES[args.dtype]
+    where, date = records.environment(), datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    record = {"benchmark": "scan_memory" if args.memory else "scan", "date": date, "threads": torch.get_num_threads(),
+              "lanes": native.library().longhorn_lanes(), "environment": where}
+    commit = (where["commit"] or "none")[:10]
+    print(f"{where['cpu']}, {record['threads']} threads, torch {where['torch']}, {date[:10]}, commit {commit}")
+    if args.memory:
+        B = args.B or 1
+        measure_memory(B, 64, args.D, args.N, dtype)  # whatever the first call loads
+        print(f"\nB={B} D={args.D} N={args.N} {args.dtype}: what the scan keeps for its backward, and the peak of both passes")
+        record["rows"] = [measure_memory(B, T, args.D, args.N, dtype) for T in ([args.T] if args.T else (1024, 4096, 16384))]
+        print_memory(record["rows"])
+    else:
+        record["rows"] = []
+        for extras in (False, True):
+            B, T = args.B or 8, args.T or 256
+            print(f"\nB={B} T={T} D={args.D} N={args.N} {args.dtype}{', with D, z and dt_bias' if extras else ''}")
+            record["rows"].append(time_bodies(B, T, args.D, args.N, dtype, extras, args.repeats, args.slow_repeats))
+            print_times(record["rows"][-1])
+    out = args.out or (SAVED.with_stem(SAVED.stem + "_memory") if args.memory else SAVED) if args.save or args.out else None
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        records.write_json(out, record)
+        print(f"record: {out}")
+
+
+if __name__ == "__main__":
+    main()

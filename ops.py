@@ -1,0 +1,171 @@
+"""The two small operators around the scan that cost memory traffic and no arithmetic: short convolution and RMSNorm.
+
+    causal_conv1d    y_t = silu(b + sum_i w_i x_{t - W + 1 + i})      Mamba's and Longhorn's, (B, T, D) in and out
+    rms_norm         y = x / sqrt(mean(x^2) + eps) * w                every family's
+
+The surprise: on two cores these two took a quarter of a training step in eager PyTorch: it transposes for the first and
+passes over memory seventeen times for the second. The kernels in longhorn_scan.cu make it two passes each.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import native
+
+
+def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
+    """The short depthwise causal convolution in front of the scan, with its SiLU: y_t = silu(b + sum_i w_i x_{t-W+1+i}).
+
+    Args:
+        x: (B, T, D) float32, bfloat16 or float16; weight: (D, W), W >= 1; bias: (D,).
+        state: (B, W - 1, D), the inputs before the first; None for zeros.
+        silu: apply SiLU to the result.
+        backend: as for `longhorn_scan`.
+
+    Returns:
+        y (B, T, D) in x's dtype. The state that follows is `conv_state(x, state, W)`.
+    """
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] < 1:
+        raise ValueError(f"causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x {tuple(x.shape)}, "
+                         f"weight {tuple(weight.shape)}")
+    B, T, D = x.shape
+    W = weight.shape[1]
+    wanted = {"weight": (weight, (D, W)), "bias": (bias, (D,)), "state": (state, (B, W - 1, D))}
+    for name, (a, shape) in wanted.items():
+        if a is not None and tuple(a.shape) != shape:
+            raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
+    fits = x.dtype in native.DTYPES and W <= 8
+    if native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":
+        padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
+        y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)
+        y = y.transpose(1, 2)
+        return F.silu(y) if silu else y
+    return torch.ops.longhorn.conv(x, weight.float(), None if bias is None else bias.float(),
+                                   None if state is None else state.float(), silu)
+
+
+def conv_state(x, state, W):
+    """The last W - 1 inputs (B, W - 1, D) after x (B, T, D) has followed `state` (or zeros): the next call's state."""
+    if state is None:
+        state = x.new_zeros(x.shape[0], W - 1, x.shape[2])
+    return x[:, x.shape[1] - W + 1:] if x.shape[1] >= W - 1 else torch.cat([state.to(x.dtype), x], 1)[:, x.shape[1]:]
+
+
+def rms_norm(x, weight, eps=1e-5, backend=None):
+    """Root mean square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
+
+    Args: x (..., D) float32, bfloat16 or float16; weight (D,).
+    Returns: (..., D) in x's dtype; under autocast in its dtype, since a linear map follows and would cast it anyway.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: weight must be (D,) beside x (..., D), got x {tuple(x.shape)}, weight {tuple(weight.shape)}")
+    out = native.autocast_dtype(x.device.type) or x.dtype
+    native_ok = x.dtype in native.DTYPES and torch.float16 not in (x.dtype, out)
+    if x.device.type != "cpu" or native.choose("rms_norm", backend, "cpu", not native_ok) == "torch":
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
+    return torch.ops.longhorn.rms_norm(x, weight.float(), eps, out)[0]
+
+
+# ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
+
+@torch.library.custom_op("longhorn::conv", mutates_args=())
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
+    args, dtype = native.prepare(native.ConvArgs, x, W=weight.shape[1], silu=int(silu))
+    y = native.empty(x, *x.shape, dtype=dtype)
+    native.call("causal_conv_forward_cpu", args, {"x": x}, dtype, {"weight": weight, "bias": bias, "state": state}, y=y)
+    return y.to(x.dtype)
+
+
+@_conv.register_fake
+def _(x, weight, bias, state, silu):
+    return native.empty(x, *x.shape, dtype=x.dtype)
+
+
+@torch.library.custom_op("longhorn::conv_backward", mutates_args=())
+def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
+                   silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias, dstate); the last is empty without a state."""
+    (B, T, D), W = x.shape, weight.shape[1]
+    args, dtype = native.prepare(native.ConvArgs, x, W=W, silu=int(silu))
+    dx, dweight = native.empty(x, B, T, D, dtype=dtype), native.empty(x, B, W, D)
+    dbias = native.empty(x, B, D)
+    dstate = native.empty(x, B, W - 1, D) if state is not None else None
+    native.call("causal_conv_backward_cpu", args, {"x": x, "dy": dy}, dtype, {"weight": weight, "bias": bias, "state": state},
+                dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
+    dstate = native.empty(x, 0) if dstate is None else dstate
+    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias.sum(0), dstate
+
+
+@_conv_backward.register_fake
+def _(dy, x, weight, bias, state, silu):
+    D, W = weight.shape
+    return (native.empty(x, *x.shape, dtype=x.dtype), native.empty(x, D, W), native.empty(x, D),
+            native.empty(x, x.shape[0], W - 1, D) if state is not None else native.empty(x, 0))
+
+
+def _conv_setup(ctx, inputs, output):
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _conv_grad(ctx, dy):
+    x, weight, bias, state = ctx.saved_tensors
+    dx, dweight, dbias, dstate = torch.ops.longhorn.conv_backward(dy, x, weight, bias, state, ctx.silu)
+    return dx, dweight, dbias if bias is not None else None, dstate if state is not None else None, None
+
+
+_conv.register_autograd(_conv_grad, setup_context=_conv_setup)
+native.register_autocast(torch.ops.longhorn.conv.default, casts=(0,))
+
+
+def _norm_args(x, dtype, eps):
+    D = x.shape[-1]
+    rows = x.numel() // D
+    is_bf16 = [int(t == torch.bfloat16) for t in (x.dtype, dtype)]
+    tasks = min(rows, 64)  # a fixed number: the sum over rows for dweight does not depend on how many threads there are
+    return native.NormArgs(rows=rows, D=D, tasks=tasks, threads=torch.get_num_threads(), x_dtype=is_bf16[0],
+                           y_dtype=is_bf16[1], eps=eps)
+
+
+@torch.library.custom_op("longhorn::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(y, 1 / root mean square of each row)."""
+    args, x = _norm_args(x, dtype, eps), x.contiguous()
+    y, rstd = native.empty(x, *x.shape, dtype=dtype), native.empty(x, *x.shape[:-1])
+    native.call("rms_norm_forward_cpu", args, {}, None, {"weight": weight}, x=x, y=y, rstd=rstd)
+    return y, rstd
+
+
+@_rms_norm.register_fake
+def _(x, weight, eps, dtype):
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("longhorn::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dweight)."""
+    args, x, dy = _norm_args(x, dy.dtype, 0.0), x.contiguous(), dy.contiguous()
+    dx, dweight = native.empty(x, *x.shape, dtype=x.dtype), native.empty(x, args.tasks, args.D)
+    native.call("rms_norm_backward_cpu", args, {}, None, {"weight": weight}, x=x, dy=dy, rstd=rstd, dx=dx, dweight=dweight)
+    return dx, dweight.sum(0)
+
+
+@_rms_norm_backward.register_fake
+def _(dy, x, weight, rstd):
+    return x.new_empty(x.shape), x.new_empty(weight.shape, dtype=torch.float32)
+
+
+def _rms_norm_setup(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _rms_norm_grad(ctx, dy, _):
+    if dy is None:
+        return None, None, None, None
+    return *torch.ops.longhorn.rms_norm_backward(dy, *ctx.saved_tensors), None, None
+
+
+_rms_norm.register_autograd(_rms_norm_grad, setup_context=_rms_norm_setup)

@@ -1,0 +1,260 @@
+"""Building, caching, choosing and refusing: native.py. Fake compilers stand in for broken ones.
+
+    python -m pytest tests/test_native.py
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import native
+import ops
+from scan import longhorn_scan
+
+ROOT = native.SOURCE.parent
+CACHES = (native.library, native.unavailable, native.say_once)
+TINY_SOURCE = 'extern "C" long long longhorn_answer(void) { return %d; }\n'
+
+
+def scan_inputs():
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 4, n, generator=g) for n in (3, 3, 2, 2)]
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As in a new process with an empty build folder: nothing chosen, nothing said."""
+    monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "build"))
+    for f in CACHES:
+        f.cache_clear()
+    yield tmp_path / "build"
+    for f in CACHES:
+        f.cache_clear()
+
+
+def fake_compiler(folder, body):
+    """A compiler that knows its version and then does `body`."""
+    path = folder / "fake-c++"
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo fake 1.0; exit 0; }}\nfor out; do :; done\n{body}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def real_compiler():
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")))
+
+
+# ---------------------------------------------------------------------------------------------------------------- building
+
+def test_the_second_build_is_none(tmp_path):
+    source = tmp_path / "a.cu"
+    source.write_text(TINY_SOURCE % 1)
+    path, seconds = native.build(source, tmp_path / "deep" / "folder")
+    assert seconds > 0 and path.parent == tmp_path / "deep" / "folder"
+    before = path.stat().st_mtime_ns
+    assert native.build(source, tmp_path / "deep" / "folder") == (path, 0.0)
+    assert path.stat().st_mtime_ns == before
+
+
+def test_another_source_is_another_file(tmp_path):
+    source, answers = tmp_path / "a.cu", []
+    for i in (1, 2):
+        source.write_text(TINY_SOURCE % i)
+        path, _ = native.build(source, tmp_path)
+        answers.append((path, ctypes.CDLL(str(path)).longhorn_answer()))
+    assert answers[0][0] != answers[1][0] and [a for _, a in answers] == [1, 2]
+
+
+@pytest.mark.parametrize("change", ("flags", "cpu", "compiler"))
+def test_other_flags_cpu_or_compiler_are_another_file(change, tmp_path, monkeypatch):
+    source = tmp_path / "a.cu"
+    source.write_text(TINY_SOURCE % 1)
+    first, _ = native.build(source, tmp_path)
+    if change == "flags":
+        flags = native._flags
+        monkeypatch.setattr(native, "_flags", lambda openmp: [*flags(openmp), "-O0"])
+    elif change == "cpu":
+        monkeypatch.setattr(native, "_cpu_name", lambda: "another")
+    else:
+        monkeypatch.setenv("CXX", fake_compiler(tmp_path, 'echo > "$out"'))
+    assert native.build(source, tmp_path)[0] != first
+
+
+def test_the_folder_comes_from_the_environment(tmp_path, monkeypatch):
+    source = tmp_path / "a.cu"
+    source.write_text(TINY_SOURCE % 1)
+    monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "elsewhere"))
+    assert native.build(source)[0].parent == tmp_path / "elsewhere"
+
+
+# Building needs no PyTorch, and importing it takes longer than the build: these processes do without.
+LEAN = """
+import sys, unittest.mock
+sys.modules["torch"] = unittest.mock.MagicMock()
+import native
+"""
+
+
+def test_four_processes_at_once_build_once(tmp_path):
+    """On an empty folder, started together: one compiles, the others wait, and all load the same file."""
+    log, compiler = tmp_path / "log", tmp_path / "c++-that-counts"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo build >> {log}\nexec {real_compiler()} "$@"\n')
+    compiler.chmod(0o755)
+    code = LEAN + "path, seconds = native.build(); print(path, seconds > 0, native.load(path).longhorn_chunk())"
+    env = {**os.environ, "LONGHORN_BUILD_DIR": str(tmp_path / "build"), "CXX": str(compiler)}
+    run = lambda: subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    started = [run() for _ in range(4)]
+    said = [p.communicate(timeout=120)[0].split() for p in started]
+    assert [p.returncode for p in started] == [0] * 4
+    assert {chunk for _, _, chunk in said} == {str(native.CHUNK)}
+    assert len({path for path, _, _ in said}) == 1 and [built for _, built, _ in said].count("True") == 1
+    assert log.read_text().split() == ["build"]
+    assert sorted(p.suffix for p in (tmp_path / "build").iterdir()) == ["", ".so"]  # the lock and the library
+
+
+def test_a_killed_build_leaves_nothing_that_is_loaded(tmp_path):
+    """The compiler writes half a library, then takes the building process down with it; the next build is whole."""
+    source, folder = tmp_path / "a.cu", tmp_path / "build"
+    source.write_text(TINY_SOURCE % 7)
+    env = {**os.environ, "CXX": fake_compiler(tmp_path, 'echo half > "$out"; kill -9 $PPID')}
+    code = LEAN + f"native.build({str(source)!r}, {str(folder)!r})"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=120)
+    assert run.returncode == -9 and [p.read_text() for p in folder.glob("*.tmp")] == ["half\n"] and not list(folder.glob("*.so"))
+    path, _ = native.build(source, folder)
+    assert ctypes.CDLL(str(path)).longhorn_answer() == 7
+
+
+def test_without_openmp_one_thread(tmp_path, monkeypatch):
+    """A compiler that refuses -fopenmp, as Apple's does, builds without it."""
+    refuse = 'for a; do [ "$a" = -fopenmp ] && { echo no OpenMP >&2; exit 1; }; done'
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'{refuse}; exec {real_compiler()} "$@"'))
+    source = tmp_path / "a.cu"
+    source.write_text("#ifdef _OPENMP\n#error built with OpenMP\n#endif\n" + TINY_SOURCE % 3)
+    path, _ = native.build(source, tmp_path)
+    assert ctypes.CDLL(str(path)).longhorn_answer() == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_one_openmp_runtime():
+    """PyTorch brings its own libgomp; a second one in the process would put its threads on the same cores."""
+    native.library()
+    torch.randn(200, 200) @ torch.randn(200, 200)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split()[-1] for line in lines if re.search(r"/lib(g|i)?omp[^/]*\.so", line)}
+    assert len({os.path.realpath(p) for p in mapped}) <= 1, mapped
+
+
+# ----------------------------------------------------------------------------------------------------------- native vs .cu
+
+def test_constants_agree():
+    lib = native.library()
+    assert lib.longhorn_chunk() == native.CHUNK
+    assert lib.longhorn_lanes() in (4, 8, 16)
+    assert lib.longhorn_max_width() == 8
+    assert all(hasattr(lib, n) for n in ("longhorn_scan_forward_cpu", "longhorn_scan_backward_cpu", "causal_conv_forward_cpu",
+                                         "causal_conv_backward_cpu", "rms_norm_forward_cpu", "rms_norm_backward_cpu"))
+
+
+@pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
+def test_fields_stand_in_the_same_order(struct):
+    """The size check cannot see two fields exchanged: compare the names."""
+    text = native.SOURCE.read_text()
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
+    body = re.sub(r"//[^\n]*|\b(const|void|float|double|int64_t)\b|\*", "", body)
+    names = [n for n in re.split(r"[\s,;]+", body) if n]
+    assert names == [n for n, _ in getattr(native, struct)._fields_]
+
+
+def test_a_changed_struct_is_refused(tmp_path):
+    source = tmp_path / "a.cu"
+    getters = "".join(f"long long longhorn_{n}(void) {{ return 8; }}\n" for n in ("chunk", "lanes", "max_width"))
+    size = (ctypes.sizeof(native.ScanArgs) * 1000 + ctypes.sizeof(native.ConvArgs)) * 1000 + ctypes.sizeof(native.NormArgs)
+    for wrong in (0, 8):
+        source.write_text(f'extern "C" {{ {getters} long long longhorn_args_size(void) {{ return {size + wrong}; }} }}\n')
+        path, _ = native.build(source, tmp_path)
+        if wrong:
+            with pytest.raises(OSError, match="change the structs together"):
+                native.load(path)
+        else:
+            native.load(path)
+
+
+# ------------------------------------------------------------------------------------------------------ choosing, refusing
+
+FAILING = {  # how: (CXX, or what a fake one does; words that the error carries)
+    "does not start": ("/bin/false", "'/bin/false' does not run"),
+    "is not there": ("/no/such/compiler", "/no/such/compiler"),
+    "fails": ('echo "longhorn_scan.cu:7: error: words of the" >&2; echo compiler >&2; exit 1', "words of the compiler"),
+    "writes rubbish": ('echo rubbish > "$out"', "longhorn_scan_cpu_"),
+}
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_a_failing_compiler_falls_back_and_says_so_once(how, fresh, tmp_path, monkeypatch, capfd):
+    compiler, words = FAILING[how]
+    monkeypatch.setenv("CXX", compiler if compiler.startswith("/") else fake_compiler(tmp_path, compiler))
+    args = scan_inputs()
+    want = longhorn_scan(*args, backend="torch")
+    assert torch.equal(longhorn_scan(*args), want) and torch.equal(longhorn_scan(*args), want)
+    ops.rms_norm(args[0], torch.ones(3))
+    ops.causal_conv1d(args[0], torch.ones(3, 4))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("scan: torch, much slower") and words in said[0]
+    for call in (lambda: longhorn_scan(*args, backend="cpu"), lambda: ops.rms_norm(args[0], torch.ones(3), backend="cpu"),
+                 lambda: ops.causal_conv1d(args[0], torch.ones(3, 4), backend="cpu")):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_compiler(fresh, monkeypatch, capfd):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    longhorn_scan(*scan_inputs())
+    assert "no C++ compiler found (install g++ or clang++, or set CXX)" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="no C.. compiler found"):
+        longhorn_scan(*scan_inputs(), backend="cpu")
+
+
+def test_a_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match="backend 'cpu' cannot run here: .*file"):
+        longhorn_scan(*scan_inputs(), backend="cpu")
+    longhorn_scan(*scan_inputs())
+
+
+def test_what_runs_is_said_once_and_by_one_rank(fresh, monkeypatch, capfd):
+    native.library()
+    native.library()
+    line = capfd.readouterr().err
+    assert re.fullmatch(r"scan: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n", line), line
+    native.library.cache_clear()
+    native.library()
+    assert "(cached)" in capfd.readouterr().err
+    for f in CACHES:
+        f.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    native.library()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_cpu_run_never_looks_for_nvcc_or_builds_for_torch(fresh, monkeypatch):
+    monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: pytest.fail(f"ran {a}"))
+    longhorn_scan(*scan_inputs(), backend="torch")
+    longhorn_scan(*(v.double() for v in scan_inputs()))
+
+
+def test_choose_names_the_backends():
+    assert native.choose("scan", None, "cpu", False) == "cpu"
+    assert native.choose("scan", None, "cpu", True) == "torch"
+    assert native.choose("scan", "torch", "cuda", False) == "torch"
+    with pytest.raises(ValueError, match="'nvidia'"):
+        native.choose("scan", "nvidia", "cpu", False)

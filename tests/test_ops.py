@@ -1,0 +1,318 @@
+"""The short convolution and RMSNorm against PyTorch's in float64, with every gradient.
+
+Tolerances as in test_scan.py: relative to the norm of the true result, 16 eps(float32) for what stays float32, half a
+unit of the type (0.29 on average) for what is rounded to bfloat16 or float16.
+
+    python -m pytest tests/test_ops.py
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import native
+from ops import causal_conv1d, conv_state, rms_norm
+
+EPS = torch.finfo(torch.float32).eps
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+property_test = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """PyTorch fills new memory with NaN in this mode: what a kernel does not write is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def agree(got, true, terms=0.0):
+    if got is None or true is None:
+        return got is None and (true is None or true.numel() == 0 or true.norm() == 0)
+    if not true.numel():
+        return got.shape == true.shape
+    scale = max(true.norm().item(), terms)
+    bound = 16 * EPS * scale
+    if got.dtype != F32:
+        bound += (0.29 if got.numel() >= 1000 else 0.5) * torch.finfo(got.dtype).eps * scale
+    if got.dtype == F16:
+        bound += 3e-8 * math.sqrt(true.numel())  # subnormal below 6e-5
+    return got.shape == true.shape and (got.double() - true).norm().item() <= bound
+
+
+def graded(f, args, dy=None, **kw):
+    """y and the gradients of `args` (dict of tensors) under a random dy."""
+    args = {n: v.detach().requires_grad_() for n, v in args.items()}
+    y = f(**args, **kw)
+    if dy is None:
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(BF16)
+    grads = torch.autograd.grad(y, list(args.values()), dy.to(y.dtype))
+    return {"y": y.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
+
+
+def double(args):
+    return {n: v.double() for n, v in args.items()}
+
+
+# ------------------------------------------------------------------------------------------------------ short convolution
+
+def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    a = dict(x=torch.randn(B, T, D, generator=g).to(dtype), weight=torch.randn(D, W, generator=g))
+    if bias: a["bias"] = torch.randn(D, generator=g)
+    if state: a["state"] = torch.randn(B, W - 1, D, generator=g)
+    return a
+
+
+def conv_true(x, weight, bias=None, state=None, silu=True):
+    B, T, D = x.shape
+    W = weight.shape[1]
+    past = x.new_zeros(B, W - 1, D) if state is None else state
+    y = F.conv1d(torch.cat([past, x], 1).transpose(1, 2), weight[:, None], bias, groups=D).transpose(1, 2)
+    return F.silu(y) if silu else y
+
+
+def conv_agrees(a, **kw):
+    got, true = graded(causal_conv1d, a, **kw), graded(conv_true, double(a), **kw)
+    # dweight and dbias sum over batch and time, where terms may cancel and their rounding errors do not
+    terms = {"dweight": true["dx"].norm().item() * 0.1, "dbias": true["dx"].norm().item() * 0.1}
+    wrong = [n for n in true if not agree(got[n], true[n], terms.get(n, 0.0))]
+    return not wrong or wrong
+
+
+@pytest.mark.parametrize("W", range(1, 10))
+@pytest.mark.parametrize("T", (1, 2, 3, 7, 33))
+def test_conv_every_width_and_short_inputs(W, T):
+    """T shorter than W - 1 too, where most of the window is state; W = 9 is PyTorch's."""
+    for silu in (True, False):
+        assert conv_agrees(conv_inputs(2, T, 19, W), silu=silu) is True
+        assert conv_agrees(conv_inputs(1, T, 5, W, state=False), silu=silu) is True
+        assert conv_agrees(conv_inputs(1, T, 16, W, bias=False, state=False), silu=silu) is True
+
+
+@pytest.mark.parametrize("D", (1, 5, 16, 17, 33))
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+def test_conv_every_channel_count_and_dtype(D, dtype):
+    assert conv_agrees(conv_inputs(3, 40, D, 4, dtype)) is True
+    assert conv_agrees(conv_inputs(3, 40, D, 3, dtype, bias=False), silu=False) is True
+
+
+def test_conv_nine_wide_is_not_native():
+    with pytest.raises(RuntimeError, match="up to width 8"):
+        causal_conv1d(**conv_inputs(1, 5, 3, 9), backend="cpu")
+
+
+def test_conv_torch_backend():
+    a = conv_inputs(2, 12, 5, 4)
+    got, true = graded(causal_conv1d, a, backend="torch"), graded(conv_true, double(a))
+    assert all(agree(got[n], true[n]) for n in true)
+
+
+@given(T=st.integers(1, 20), W=st.integers(1, 9), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True), start=st.booleans())
+@property_test
+def test_conv_in_pieces_equals_the_whole(T, W, cuts, start):
+    """conv_state carries what the next call needs, also through pieces shorter than W - 1."""
+    a = conv_inputs(2, T, 5, W, state=start)
+    x, state = a.pop("x"), a.pop("state", None)
+    want = causal_conv1d(x, **a, state=state)
+    edges, ys, s = [0, *sorted(c for c in cuts if c < T), T], [], state
+    for first, last in zip(edges, edges[1:], strict=False):
+        ys.append(causal_conv1d(x[:, first:last], **a, state=s))
+        s = conv_state(x[:, first:last], s, W)
+        assert s.shape == (2, W - 1, 5)
+    close = torch.equal if W <= 8 else torch.allclose
+    assert close(torch.cat(ys, 1), want)
+    past = torch.zeros(2, W - 1, 5) if state is None else state
+    assert torch.equal(s, torch.cat([past, x], 1)[:, T:])
+
+
+def test_conv_is_causal():
+    a = conv_inputs(1, 20, 5, 4)
+    y = causal_conv1d(**a)
+    a["x"][:, 12:] += 1
+    assert torch.equal(causal_conv1d(**a)[:, :12], y[:, :12])
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16))
+def test_conv_views_equal_contiguous_to_the_bit(dtype):
+    a = conv_inputs(2, 20, 17, 4, dtype)
+    want, x = graded(causal_conv1d, a), a["x"]
+    wide = torch.full((2, 20, 40), math.nan, dtype=dtype)
+    wide[..., 20:37] = x
+    transposed = (x.transpose(i, j).contiguous().transpose(i, j) for i, j in ((1, 2), (0, 1)))
+    for view in (wide[..., 20:37], *transposed):
+        got = graded(causal_conv1d, {**a, "x": view})
+        assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+    one = {**a, "x": x[:, :1].expand(2, 20, 17)}
+    want = graded(causal_conv1d, {**one, "x": one["x"].contiguous()})
+    got = graded(causal_conv1d, one)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(causal_conv1d(x, a["weight"]).sum(), x)  # dy of stride 0
+    (h,) = torch.autograd.grad(causal_conv1d(x, a["weight"]), x, torch.ones(2, 20, 17, dtype=dtype))
+    assert torch.equal(g, h)
+
+
+def test_conv_extreme_values_stay_finite():
+    a = conv_inputs(1, 10, 17, 4)
+    for scale in (1e-30, 1e3, 1e6, 1e15):
+        assert all(torch.isfinite(v).all() for v in graded(causal_conv1d, {**a, "x": a["x"] * scale}).values())
+
+
+def test_conv_misfits_are_one_line():
+    a = conv_inputs(2, 6, 5, 4)
+    for change, words in ((dict(weight=torch.ones(4, 4)), "(4, 4)"), (dict(bias=torch.ones(4)), "(4,)"),
+                          (dict(state=torch.ones(2, 4, 5)), "(2, 4, 5)"), (dict(weight=torch.ones(5, 1, 4)), "(5, 1, 4)"),
+                          (dict(weight=torch.ones(5, 0)), "(5, 0)"), (dict(x=torch.ones(6, 5)), "(6, 5)")):
+        with pytest.raises(ValueError) as error:
+            causal_conv1d(**{**a, **change})
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- RMSNorm
+
+def norm_inputs(shape, dtype=F32):
+    g = torch.Generator().manual_seed(0)
+    return dict(x=torch.randn(*shape, generator=g).to(dtype), weight=torch.randn(shape[-1], generator=g))
+
+
+def norm_true(x, weight, eps=1e-5):
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def norm_agrees(a, **kw):
+    got, true = graded(rms_norm, a, **kw), graded(norm_true, double(a))
+    # dx is a difference that cancels as D shrinks; for one channel it is nearly nothing
+    terms = {"dx": true["y"].norm().item(), "dweight": true["y"].norm().item()}
+    wrong = [n for n in true if not agree(got[n], true[n], terms.get(n, 0.0) if a["x"].shape[-1] < 4 else 0.0)]
+    return not wrong or wrong
+
+
+@pytest.mark.parametrize("D", (1, 2, 15, 16, 17, 300))
+@pytest.mark.parametrize("dtype", (F32, BF16))
+def test_rms_norm(D, dtype):
+    for shape in ((7, D), (2, 50, D), (2, 3, 5, D)):
+        assert norm_agrees(norm_inputs(shape, dtype)) is True
+
+
+def test_rms_norm_of_float16_is_pytorchs():
+    """It rounds the weight and its gradient as well, hence a tolerance of two units for everything."""
+    a = norm_inputs((50, 33), F16)
+    got, true = graded(rms_norm, a), graded(norm_true, double(a))
+    assert all((got[n].double() - true[n]).norm() <= 2 * torch.finfo(F16).eps * true[n].norm() for n in true)
+
+
+def test_rms_norm_of_one_row_and_of_many():
+    for rows in (1, 63, 64, 65, 1000):
+        assert norm_agrees(norm_inputs((rows, 33))) is True
+    assert norm_agrees(norm_inputs((33,))) is True
+
+
+def test_rms_norm_under_autocast_rounds_only_the_result():
+    a = norm_inputs((40, 33))
+    with torch.autocast("cpu", BF16):
+        got = graded(rms_norm, a)
+    true = graded(norm_true, double(a))
+    assert got["y"].dtype == BF16 and got["dx"].dtype == got["dweight"].dtype == F32
+    assert all(agree(got[n], true[n]) for n in true)
+    with torch.autocast("cpu", BF16):
+        assert rms_norm(a["x"], a["weight"], backend="torch").dtype == BF16
+
+
+def test_rms_norm_views_equal_contiguous_to_the_bit():
+    a = norm_inputs((6, 8, 17))
+    want, x = graded(rms_norm, a), a["x"]
+    wide = torch.full((6, 8, 40), math.nan)
+    wide[..., 20:37] = x
+    transposed = (x.transpose(i, j).contiguous().transpose(i, j) for i, j in ((1, 2), (0, 1)))
+    for view in (wide[..., 20:37], *transposed):
+        got = graded(rms_norm, {**a, "x": view})
+        assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+    row = x[:1].expand(6, 8, 17)
+    want, got = graded(rms_norm, {**a, "x": row.contiguous()}), graded(rms_norm, {**a, "x": row})
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+def test_rms_norm_of_zeros_and_extremes_is_finite():
+    a = norm_inputs((4, 17))
+    for scale in (0.0, 1e-15, 1e6, 1e15):
+        assert all(torch.isfinite(v).all() for v in graded(rms_norm, {**a, "x": a["x"] * scale}).values()), scale
+
+
+def test_rms_norm_misfits_are_one_line():
+    for shape in ((4,), (6,), (1,), (1, 5), ()):
+        with pytest.raises(ValueError, match="weight must be .D,. beside x") as error:
+            rms_norm(torch.ones(2, 5), torch.ones(shape))
+        assert "\n" not in str(error.value)
+
+
+def test_rms_norm_eps():
+    a = norm_inputs((4, 17))
+    assert agree(rms_norm(**a, eps=0.5), norm_true(**double(a), eps=0.5))
+
+
+# ---------------------------------------------------------------------------------------------------------------- as ops
+
+def test_opcheck():
+    torch.use_deterministic_algorithms(False)
+    ops = torch.ops.longhorn
+    a = conv_inputs(1, 5, 3, 3)
+    plain = list(a.values())
+    torch.library.opcheck(ops.conv.default, (*(v.clone().requires_grad_() for v in plain), True))
+    torch.library.opcheck(ops.conv.default, (*plain[:2], None, None, False))
+    torch.library.opcheck(ops.conv_backward.default, (torch.randn(1, 5, 3), *plain, True))
+    torch.library.opcheck(ops.conv_backward.default, (torch.randn(1, 5, 3), *plain[:2], None, None, True))
+    x, weight = norm_inputs((4, 6)).values()
+    torch.library.opcheck(ops.rms_norm.default, (x.requires_grad_(), weight.requires_grad_(), 1e-5, F32))
+    torch.library.opcheck(ops.rms_norm.default, (x.detach(), weight.detach(), 1e-5, BF16))
+    torch.library.opcheck(ops.rms_norm_backward.default, (torch.randn(4, 6), x.detach(), weight.detach(), torch.rand(4)))
+
+
+def test_compiles_as_one_graph():
+    """aot_eager, as in test_scan.py: all of torch.compile but the minute of code generation."""
+    def f(x, weight, bias, state, scale):
+        return rms_norm(causal_conv1d(x, weight, bias, state), scale)
+
+    a = {**conv_inputs(2, 9, 5, 4), "scale": torch.randn(5)}
+    want = graded(f, a)
+    torch._dynamo.reset()
+    got = graded(torch.compile(f, fullgraph=True, backend="aot_eager"), a)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+def test_conv_autocast():
+    a = conv_inputs(2, 9, 5, 4)
+    with torch.autocast("cpu", BF16):
+        got = graded(causal_conv1d, a)
+    assert got["y"].dtype == BF16 and all(got["d" + n].dtype == F32 for n in a)
+    want = causal_conv1d(**{**a, "x": a["x"].to(BF16)})
+    assert torch.equal(got["y"], want)  # weight, bias and state are not rounded
+
+
+def test_two_runs_agree_to_the_bit():
+    conv, norm, before, runs = conv_inputs(3, 70, 33, 4), norm_inputs((300, 33)), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            runs.append([*graded(causal_conv1d, conv).values(), *graded(rms_norm, norm).values()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(u, v) for run in runs[1:] for u, v in zip(runs[0], run, strict=True))  # whatever the threads
+
+
+def test_unknown_backend_and_meta():
+    for f in (lambda **k: causal_conv1d(**conv_inputs(1, 5, 3, 4), **k), lambda **k: rms_norm(**norm_inputs((2, 3)), **k)):
+        with pytest.raises(ValueError, match="unknown backend"):
+            f(backend="gpu")
+    meta = {n: v.to("meta") for n, v in conv_inputs(1, 5, 3, 4).items()}
+    assert causal_conv1d(**meta).shape == (1, 5, 3) and rms_norm(meta["x"], meta["weight"][:, 0]).shape == (1, 5, 3)
+
+
+def test_max_width_is_the_librarys():
+    assert native.library().longhorn_max_width() == 8

@@ -1,0 +1,708 @@
+"""The native scan against the plain loop in float64: values, hT and every gradient; then its invariants and its edges.
+
+The loop is fed the same rounded inputs, so what is measured is the kernel alone. The kernels compute in float32
+whatever the input type, which gives two tolerances, both relative to the norm of the true result:
+
+    float32 results (always hT, dD, ddt_bias, dh0)     16 eps(float32) = 2e-6; 5e-7 was the worst seen
+    results rounded to a half type of unit eps / 2     at most eps / 2, and over many elements 0.29 eps on average
+
+The surprise: the kernels in `broken` below are wrong on purpose, a line each, and every one of them must fail the
+comparison that the real ones pass. All outputs are filled with NaN first, so that an element left unwritten shows.
+
+    python -m pytest tests/test_scan.py
+"""
+
+import ctypes
+import gc
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import native
+import scan
+from scan import longhorn_scan, longhorn_scan_ref
+
+EPS = torch.finfo(torch.float32).eps
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = ("x", "dt", "k", "q", "D", "z", "dt_bias", "h0")
+OPTIONAL = ("D", "z", "dt_bias", "h0")
+TINY = 1e-15  # below it a gradient is nothing: at a logit of -88 beta is 1e-38, times k^2 of 1e12 or so
+property_test = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """PyTorch fills new memory with NaN in this mode: what a kernel does not write is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+# ---------------------------------------------------------------------------------------------------- the comparison
+
+def inputs(B, T, D, N, dtype=F32, key=1.0, logit=None, value=1.0, without=(), seed=0):
+    """Random arguments by name; `logit` sets dt to +- that, `key` and `value` scale k and x."""
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.randn(*shape, generator=g)
+    dt = 2 * rand(B, T, D) if logit is None else logit * rand(B, T, D).sign()
+    a = dict(x=value * rand(B, T, D), dt=dt, k=key * rand(B, T, N), q=rand(B, T, N), D=rand(D), z=rand(B, T, D),
+             dt_bias=rand(D), h0=rand(B, D, N))
+    return {n: v.to(dtype) if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items() if n not in without}
+
+
+def results(f, a, wide=False, through="both", terms_of_dD=False, **kw):
+    """y, hT and the gradient of every argument, of a random linear loss through y, hT or both."""
+    a = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
+    y, hT = f(**a, return_state=True, **kw)
+    g = torch.Generator().manual_seed(1)
+    dy = torch.randn(y.shape, generator=g).to(BF16).to(y.dtype)  # bf16 so that every dtype sees the same numbers
+    dhT = torch.randn(hT.shape, generator=g).to(hT.dtype)
+    loss = sum(l for l, wanted in (((y * dy).sum(), "y"), ((hT * dhT).sum(), "hT")) if through in ("both", wanted))
+    grads = torch.autograd.grad(loss, list(a.values()), allow_unused=True)
+    found = {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
+    if terms_of_dD:
+        gate = torch.nn.functional.silu(a["z"]) if "z" in a else 1.0
+        return found, (dy * gate * a["x"]).norm().item() if through != "hT" else 0.0
+    return found
+
+
+def distance(got, true, terms=0.0):
+    """Error relative to the norm of the true result, or of the terms it is the sum of; of zeros, relative to TINY."""
+    return ((got.double() - true).norm() / (max(true.norm().item(), terms) + TINY)).item()
+
+
+def tolerance(got, true):
+    eps = torch.finfo(got.dtype).eps
+    if got.dtype == F32:
+        return 16 * EPS
+    # float16 results below 6e-5 are subnormal: there the rounding error is absolute
+    absolute = 3e-8 * math.sqrt(true.numel()) / (true.norm().item() + TINY) if got.dtype == F16 else 0.0
+    return 16 * EPS + (0.29 if got.numel() >= 1000 else 0.5) * eps + absolute
+
+
+def failures(a, through="both", slack=None, **kw):
+    """What the native kernels get wrong: {result: (error, tolerance)}; empty when they agree with the truth."""
+    true, dD_terms = results(longhorn_scan_ref, a, wide=True, through=through, terms_of_dD=True)
+    got = results(longhorn_scan, a, through=through, backend="cpu", **kw)
+    # these two sum over batch and time: with one channel the terms may cancel, and their rounding errors do not
+    terms = {"ddt_bias": true["ddt"].norm().item(), "dD": dD_terms}
+    wrong = {}
+    for name, value in got.items():
+        if value is None:
+            if true[name] is not None and true[name].norm() > 0:
+                wrong[name] = ("missing",)
+            continue
+        want = torch.zeros_like(value, dtype=torch.float64) if true[name] is None else true[name]
+        error, bound = distance(value, want, terms.get(name, 0.0)), max(tolerance(value, want), slack[name] if slack else 0.0)
+        if not error <= bound:  # so that NaN fails
+            wrong[name] = (error, bound)
+    return wrong
+
+
+# -------------------------------------------------------------------------------------------------- against the truth
+
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 129, 1000)
+STATES = (1, 2, 3, 4, 5, 8, 16, 32, 64, 128)
+CHANNELS = (1, 5, 16, 17, 33)
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("N", (4, 16))
+def test_every_length(T, N):
+    assert not failures(inputs(2, T, 17, N))
+
+
+@pytest.mark.parametrize("D", CHANNELS)
+@pytest.mark.parametrize("N", STATES)
+def test_every_state_size_and_width(D, N):
+    assert not failures(inputs(1 + D % 3, 37, D, N))
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16))
+@pytest.mark.parametrize("T,D,N", [(1, 5, 1), (33, 17, 16), (64, 16, 3), (129, 33, 16), (65, 16, 64)])
+def test_half_types(dtype, T, D, N):
+    assert not failures(inputs(2, T, D, N, dtype))
+
+
+@pytest.mark.parametrize("through", ("y", "hT"))
+@pytest.mark.parametrize("N", (3, 16))
+def test_gradients_through_one_output_only(through, N):
+    assert not failures(inputs(3, 40, 17, N), through)
+
+
+@pytest.mark.parametrize("present", range(16))
+def test_every_choice_of_optional_arguments(present):
+    without = [n for i, n in enumerate(OPTIONAL) if not present >> i & 1]
+    assert not failures(inputs(2, 35, 18, 16, without=without))
+    assert not failures(inputs(1, 5, 18, 3, without=without), "y")
+
+
+@pytest.mark.parametrize("wanted", NAMES)
+def test_gradient_of_one_argument_alone(wanted):
+    a = inputs(2, 40, 17, 16)
+    true = results(longhorn_scan_ref, a, wide=True)["d" + wanted]
+    a[wanted].requires_grad_()
+    y, hT = longhorn_scan(**a, return_state=True)
+    g = torch.Generator().manual_seed(1)
+    dy, dhT = torch.randn(y.shape, generator=g).to(BF16), torch.randn(hT.shape, generator=g)
+    (grad,) = torch.autograd.grad((y * dy).sum() + (hT * dhT).sum(), a[wanted])
+    assert distance(grad, true) <= 16 * EPS
+
+
+EXTREMES = [dict(key=1e-3), dict(key=1e3), dict(key=1e6), dict(logit=300.0), dict(logit=1000.0), dict(logit=0.0),
+            dict(value=1e6), dict(value=1e-6), dict(key=1e3, value=1e6), dict(key=1e6, logit=1000.0),
+            dict(key=1e-3, logit=300.0)]
+
+
+@pytest.mark.parametrize("kw", EXTREMES, ids=lambda kw: ",".join(f"{k}={v:g}" for k, v in kw.items()))
+@pytest.mark.parametrize("N", (1, 5, 16))
+def test_extreme_values(kw, N):
+    """Some of these are ill-conditioned (N = 1 and a huge key: 1 - eps k^2 cancels), so that no float32 arithmetic can
+    be exact there: then the kernels may err four times as much as the loop does in float32."""
+    a = inputs(2, 40, 17, N, **kw)
+    true, loop = results(longhorn_scan_ref, a, wide=True), results(longhorn_scan_ref, a)
+    slack = {n: 4 * distance(loop[n], true[n]) for n in true}
+    assert not failures(a, slack=slack)
+    if N == 16:
+        assert not {n for n, s in slack.items() if s > 2e-5}  # the slack is not what makes the usual size pass
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16))
+def test_finite_inputs_give_finite_results(dtype):
+    for key in (0.0, 1e-20, 1.0, 1e10, 1e18):
+        for logit in (-1000.0, -300.0, -88.0, 0.0, 88.0, 1000.0):
+            a = inputs(1, 34, 17, 16, dtype, key=key)
+            a["dt"].fill_(logit)
+            a["z"][0, ::2], a["z"][0, 1::2] = 1000.0, -1000.0
+            got = results(longhorn_scan, a)
+            assert not [n for n, v in got.items() if not v.isfinite().all()], (key, logit)
+
+
+def test_scratch_memory_is_written_before_it_is_read():
+    """glibc can fill what malloc hands out with a byte of our choice: 0x7f7f7f7f as a float is 3e38."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        pytest.skip("this C library has no mallopt")
+    a = inputs(2, 45, 21, 5), inputs(1, 45, 21, 16)
+    mallopt(-6, 0x80)  # M_PERTURB: allocated bytes are its complement
+    try:
+        wrong = [failures(v) for v in a]
+    finally:
+        mallopt(-6, 0)
+    assert wrong == [{}, {}]
+
+
+# ------------------------------------------------------------------------------------------- deliberately broken kernels
+
+MUTANTS = {  # name: (a piece of longhorn_scan.cu, the same with a mistake that BROKEN switches on)
+    "dk without the -2k deps term": ("2.0f * k[t * N + j] * sums_kk[t]", "(BROKEN ? 0.0f : 2.0f) * k[t * N + j] * sums_kk[t]"),
+    "dk without the factor 2 on k S": ("ge * (error - kS)", "ge * (BROKEN ? error : error - kS)"),
+    "gradients from the state after the step": ("kS = kt[j] * before[j]", "kS = kt[j] * before[BROKEN ? N + j : j]"),
+    "dq from the state before the step": ("gated * s;", "gated * (BROKEN ? S[t * N + j] : s);"),
+    "gate without its derivative": ("(1.0f + z * (1.0f - sig))", "(1.0f + (BROKEN ? 0.0f : 1.0f) * z * (1.0f - sig))"),
+    "dz forgets the skip": ("dy * (out[0] + out[1])", "dy * (out[0] + out[1] - (BROKEN ? 1.0f : 0.0f) * in.skip * x)"),
+    "chunk states of the chunk before": ("(b * n_chunks + chunk)", "(b * n_chunks + chunk - (BROKEN && chunk))"),
+    "gradient does not decay": ("g - kt[j] * gek", "BROKEN ? g : g - kt[j] * gek"),
+    "gradient through hT is lost": ("a.dhT ? a.dhT", "a.dhT && !BROKEN ? a.dhT"),
+    "h0 is ignored": ("a.h0 ? a.h0", "a.h0 && !BROKEN ? a.h0"),
+    "dx without the skip": ("{in.skip * dy, ", "{BROKEN ? vec{} : in.skip * dy, "),
+    "ddt without exp(-dt)": ("(eps * e_of[t])", "(BROKEN ? eps : eps * e_of[t])"),
+    "ddt_bias of one step only": ("*dbias += ddt", "*dbias = BROKEN ? ddt : *dbias + ddt"),
+    "exponent is not clamped": ("v > 88.0f", "v > (BROKEN ? 1e9f : 88.0f)"),
+    "exponential with a short polynomial": ("p * r + 5.0000001201e-1f", "(BROKEN ? vec{} : p) * r + 5.0000001201e-1f"),
+    "step size without |k|^2": ("kk[t] = sum;", "kk[t] = BROKEN ? 0.0f : sum;"),
+    "sum over channels misses a lane": ("RowSum<1> { INLINE vec of(const vec *rows, int) { return rows[0]; } };",
+                                        """RowSum<1> { INLINE vec of(const vec *rows, int) {
+                                            vec row = rows[0]; if (BROKEN) row[LANES - 1] = 0; return row; } };"""),
+    "a channel of the tail is left out": ("(int)(D - c)", "(int)(D - c) - BROKEN"),
+    "dk of every split in one place": ("((split * a.B + b) * a.T", "(((BROKEN ? 0 : split) * a.B + b) * a.T"),
+    "bfloat16 truncates": ("u + 0x7fffu + ((u >> 16) & 1u)", "BROKEN ? u : u + 0x7fffu + ((u >> 16) & 1u)"),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """One library that holds every broken kernel; the int `broken` in it says which one runs, and 0 is the real one."""
+    text = native.SOURCE.read_text()
+    for number, (name, (right, wrong)) in enumerate(MUTANTS.items(), 1):
+        assert text.count(right) == 1, f"{name}: {right!r} stands {text.count(right)} times in longhorn_scan.cu"
+        text = text.replace(right, wrong.replace("BROKEN", f"(broken == {number})"))
+    folder = tmp_path_factory.mktemp("broken")
+    source = folder / "broken.cu"
+    source.write_text('extern "C" { int broken = 0; }\n' + text)
+    lib = native.load(native.build(source, folder)[0])
+    return lib, ctypes.c_int.in_dll(lib, "broken")
+
+
+def suspicions(threads=2):
+    """The comparison in short: a few cases that between them reach every line of the scan's kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        cases = [inputs(1, 70, 33, 16), inputs(2, 70, 20, 3), inputs(1, 40, 16, 16, logit=300.0), inputs(2, 33, 21, 16, BF16)]
+        return [name for a in cases for name in failures(a)]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("number", range(len(MUTANTS) + 1), ids=["as it is", *MUTANTS])
+def test_broken_kernels_are_caught(number, broken, monkeypatch):
+    lib, switch = broken
+    monkeypatch.setattr(native, "library", lambda: lib)
+    switch.value = number
+    caught = suspicions()
+    assert bool(caught) == (number > 0), caught
+
+
+# -------------------------------------------------------------------------------------------------------- the loop itself
+
+def test_loop_gradcheck():
+    for without in ((), OPTIONAL):
+        a = {n: v.double().requires_grad_() for n, v in inputs(2, 3, 2, 3, without=without).items()}
+        f = lambda *v, a=a: longhorn_scan_ref(**dict(zip(a, v, strict=True)), return_state=True)
+        assert torch.autograd.gradcheck(f, tuple(a.values()))
+
+
+def test_torch_backend_equals_the_loop():
+    a = inputs(2, 150, 5, 4)  # two chunk boundaries
+    want = results(longhorn_scan_ref, a, wide=True)
+    got = results(longhorn_scan, a, wide=True, backend="torch")
+    assert all(distance(got[n], want[n]) <= 1e-14 for n in want)
+    got = results(longhorn_scan, inputs(2, 150, 5, 4, BF16), backend="torch")
+    assert got["y"].dtype == got["dx"].dtype == BF16 and got["hT"].dtype == got["dh0"].dtype == F32
+
+
+def test_float64_takes_the_loop():
+    a = {n: v.double() for n, v in inputs(1, 5, 3, 2).items()}
+    y, hT = longhorn_scan(**a, return_state=True)
+    assert y.dtype == hT.dtype == torch.float64 and torch.equal(y, longhorn_scan_ref(**a))
+
+
+def test_hand_computed_step():
+    """beta = 1/2, k = (1, 2), x = 3, S_0 = (1, 1): eps = 0.5 / (1 + 0.5 * 5) = 1/7."""
+    one = torch.tensor
+    args = one([[[3.0]]]), one([[[0.0]]]), one([[[1.0, 2.0]]]), one([[[1.0, 10.0]]])
+    want = [6 / 7 + 3 / 7, 3 / 7 + 6 / 7]  # (1 - eps k_j^2) S_j + eps x k_j
+    for f in (longhorn_scan, longhorn_scan_ref):
+        y, hT = f(*args, h0=one([[[1.0, 1.0]]]), return_state=True)
+        assert hT[0, 0].tolist() == pytest.approx(want, rel=4 * EPS)
+        assert y.item() == pytest.approx(want[0] + 10 * want[1], rel=4 * EPS)
+
+
+# ----------------------------------------------------------------------------------------------------------- invariants
+
+finite = st.floats(-1e4, 1e4, width=32)
+keys = st.lists(st.one_of(finite, st.sampled_from([0.0, 1e-3, 1e3, 1e6, -1e6])), min_size=1, max_size=20)
+logits = st.one_of(st.floats(-1000, 1000, width=32), st.sampled_from([-1000.0, -300.0, 0.0, 300.0, 1000.0]))
+bodies = pytest.mark.parametrize("f,unit", [(longhorn_scan, EPS), (longhorn_scan_ref, 2.0**-52)], ids=["native", "loop"])
+
+
+def one_step(f, unit, k, dt, x, S):
+    """S_1 (N,) of one channel from S_0 (N,), a key, a logit and a value."""
+    dtype = F32 if unit == EPS else torch.float64
+    k, S = torch.tensor(k, dtype=dtype), torch.tensor(S, dtype=dtype)
+    row = lambda v: torch.tensor(v, dtype=dtype).reshape(1, 1, 1)
+    _, hT = f(row(x), row(dt), k[None, None], k[None, None], h0=S[None, None], return_state=True)
+    return hT[0, 0].double(), k.double(), S.double()
+
+
+@bodies
+@given(k=keys, dt=logits)
+@property_test
+def test_decay_lies_in_the_unit_interval(f, unit, k, dt):
+    """From S = 1 and x = 0 the state after a step is the decay: 0 < 1 - eps k_j^2 <= 1, and sum_j eps k_j^2 < 1."""
+    decay, _, _ = one_step(f, unit, k, dt, 0.0, [1.0] * len(k))
+    assert ((decay >= -2 * unit) & (decay <= 1)).all()
+    assert (1 - decay).sum() <= 1 + 2 * unit * len(k)
+
+
+@bodies
+@given(k=keys, dt=logits, x=finite, S=finite)
+@property_test
+def test_a_step_moves_between_the_state_and_its_target(f, unit, k, dt, x, S):
+    """S_1j is a mean of S_0j and x / k_j, with weights 1 - eps k_j^2 and eps k_j^2: the state cannot explode."""
+    after, key, before = one_step(f, unit, k, dt, x, [S] * len(k))
+    bound = torch.maximum(before.abs(), (x / key).abs().nan_to_num(0.0, 0.0))
+    bound = torch.where(key == 0, before.abs(), bound)
+    assert (after.abs() <= bound * (1 + 16 * unit)).all()
+    assert after.norm() <= before.norm() + abs(x) / 2 + 16 * unit * (before.norm() + abs(x))  # |eps x k| <= |x| / 2
+
+
+@given(T=st.integers(1, 70), N=st.integers(1, 20), seed=st.integers(0, 1000), key=st.sampled_from([1e-3, 1.0, 30.0, 1e4]))
+@property_test
+def test_state_norm_grows_at_most_by_half_of_every_value(T, N, seed, key):
+    a = inputs(1, T, 3, N, key=key, seed=seed)
+    _, hT = longhorn_scan(**a, return_state=True)
+    bound = a["h0"][0].norm(dim=1) + a["x"][0].abs().sum(0) / 2
+    assert (hT[0].norm(dim=1) <= bound * (1 + 1e-5)).all()
+    a["x"].zero_()
+    _, hT = longhorn_scan(**a, return_state=True)
+    assert (hT.abs() <= a["h0"].abs()).all() and (hT * a["h0"] >= -1e-5 * a["h0"] ** 2).all()  # shrinks, keeps its sign
+
+
+@given(k=keys, S=finite, x=finite)
+@property_test
+def test_a_step_size_of_zero_leaves_the_state(k, S, x):
+    k = [max(-1e3, min(1e3, v)) for v in k]
+    after, _, before = one_step(longhorn_scan, EPS, k, -1000.0, x, [S] * len(k))
+    assert (after - before).abs().max() <= 1e-30
+
+
+@given(k=st.floats(-1e3, 1e3, width=32), S=st.floats(-10, 10, width=32), x=st.floats(-10, 10, width=32))
+@property_test
+def test_one_state_and_a_large_step_recall_the_value(k, S, x):
+    """S_1 k - x = (S_0 k - x) / (1 + beta k^2): nothing is left of the error for large keys."""
+    after, key, before = one_step(longhorn_scan, EPS, [k], 1000.0, x, [S])
+    left = (before * key - x) / (1 + key * key)
+    assert (after * key - x - left).abs() <= 8 * EPS * (abs(x) + abs(S * k) + abs(S) * max(1, abs(k)))
+
+
+@given(N=st.integers(1, 6), seed=st.integers(0, 1000), logit=st.floats(-5, 5), key=st.sampled_from([0.1, 1.0, 10.0]))
+@property_test
+def test_eq6_minimises_eq5(N, seed, logit, key):
+    """With the full matrix I - eps k k^T, S_t is the minimiser of Eq. 5; the scan's diagonal equals it for N = 1."""
+    g = torch.Generator().manual_seed(seed)
+    S0, x = torch.randn(3, N, generator=g).double(), torch.randn(3, generator=g).double()
+    k, dt = key * torch.randn(N, generator=g).double(), logit + torch.randn(3, generator=g).double()
+    beta = dt.sigmoid()
+    eps = beta / (1 + beta * k.dot(k))
+    full = S0 - eps[:, None] * (S0 @ k)[:, None] * k + (eps * x)[:, None] * k
+    # the gradient of |S - S0|^2 + |S k - x|^2_diag(beta) is zero where S_i (I + beta_i k k^T) = S0_i + beta_i x_i k
+    normal = torch.eye(N).double() + beta[:, None, None] * torch.outer(k, k)
+    solved = torch.linalg.solve(normal, S0 + (beta * x)[:, None] * k)
+    assert torch.allclose(full, solved, rtol=1e-9, atol=1e-11)
+    if N == 1:
+        _, hT = longhorn_scan_ref(x[None, None], dt[None, None], k[None, None], k[None, None], h0=S0[None], return_state=True)
+        assert torch.allclose(hT[0], solved, rtol=1e-9, atol=1e-11)
+        _, hT = longhorn_scan(*(v.float() for v in (x[None, None], dt[None, None], k[None, None], k[None, None])),
+                              h0=S0[None].float(), return_state=True)
+        assert torch.allclose(hT[0].double(), solved, rtol=1e-5, atol=1e-6)
+
+
+def test_eq6_against_a_numerical_minimiser():
+    """The same without algebra of ours: LBFGS walks down Eq. 5 and arrives where Eq. 6 says."""
+    g = torch.Generator().manual_seed(0)
+    S0, x, k = torch.randn(3, 5, generator=g).double(), torch.randn(3, generator=g).double(), torch.randn(5, generator=g).double()
+    beta = torch.rand(3, generator=g).double()
+    S = S0.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([S], max_iter=200, tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe")
+
+    def objective():
+        optimizer.zero_grad()
+        loss = ((S - S0) ** 2).sum() + (beta * (S @ k - x) ** 2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+    eps = beta / (1 + beta * k.dot(k))
+    full = S0 - (eps * (S0 @ k))[:, None] * k + (eps * x)[:, None] * k
+    assert torch.allclose(S.detach(), full, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------------------------- chunks and determinism
+
+@given(cuts=st.lists(st.integers(1, 99), max_size=4, unique=True), N=st.sampled_from([1, 3, 16]),
+       dtype=st.sampled_from([F32, BF16]))
+@property_test
+def test_chunks_with_carried_state_equal_the_whole(cuts, N, dtype):
+    """To the bit, whatever the cuts: a step is the same arithmetic wherever it stands."""
+    a = inputs(2, 100, 19, N, dtype)
+    want, hT = longhorn_scan(**a, return_state=True)
+    edges, h, ys = [0, *sorted(cuts), 100], a["h0"], []
+    for first, last in zip(edges, edges[1:], strict=False):
+        part = {n: v[:, first:last] if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items()}
+        y, h = longhorn_scan(**{**part, "h0": h}, return_state=True)
+        ys.append(y)
+    assert torch.equal(torch.cat(ys, 1), want) and torch.equal(h, hT)
+
+
+@pytest.mark.parametrize("cut", (1, 31, 32, 45))
+def test_gradients_through_two_chunks_equal_the_whole(cut):
+    def two(x, dt, k, q, z, h0, D, dt_bias, return_state):
+        first = {n: v[:, :cut] for n, v in (("x", x), ("dt", dt), ("k", k), ("q", q), ("z", z))}
+        second = {n: v[:, cut:] for n, v in (("x", x), ("dt", dt), ("k", k), ("q", q), ("z", z))}
+        y1, h = longhorn_scan(**first, D=D, dt_bias=dt_bias, h0=h0, return_state=True)
+        y2, h = longhorn_scan(**second, D=D, dt_bias=dt_bias, h0=h, return_state=True)
+        return torch.cat([y1, y2], 1), h
+
+    a = inputs(2, 70, 19, 16)
+    want, got = results(longhorn_scan_ref, a, wide=True), results(two, a)
+    assert not {n: distance(got[n], want[n]) for n in want if distance(got[n], want[n]) > 16 * EPS}
+
+
+@pytest.mark.parametrize("B,D,N", [(1, 33, 16), (3, 70, 5), (2, 16, 1)])
+def test_two_runs_agree_to_the_bit(B, D, N):
+    a, before, runs = inputs(B, 100, D, N), torch.get_num_threads(), []
+    try:
+        for threads in (1, 1, 2, 2, 2):
+            torch.set_num_threads(threads)
+            runs.append(results(longhorn_scan, a))
+    finally:
+        torch.set_num_threads(before)
+    for i, j in ((0, 1), (2, 3), (2, 4)):
+        assert all(torch.equal(runs[i][n], runs[j][n]) for n in runs[i])
+    # between thread counts only dk and dq may differ, by the order in which splits of the channels are added
+    assert {n for n in runs[0] if not torch.equal(runs[0][n], runs[2][n])} <= {"dk", "dq"}
+    assert all(distance(runs[0][n], runs[2][n].double()) <= 4 * EPS for n in ("dk", "dq"))
+
+
+# ------------------------------------------------------------------------------------------------------------------ views
+
+def views(v):
+    """The same numbers laid out otherwise, by name."""
+    wide = torch.full((*v.shape[:-1], 2 * v.shape[-1] + 3), math.nan, dtype=v.dtype)
+    half, middle, step = wide.clone(), wide.clone(), wide.clone()
+    half[..., v.shape[-1] + 3:] = v
+    middle[..., 1:1 + v.shape[-1]] = v
+    step[..., 0:2 * v.shape[-1]:2] = v
+    every = torch.full((v.shape[0], 2 * v.shape[1], v.shape[2]), math.nan, dtype=v.dtype)
+    every[:, 1::2] = v
+    yield "half of a projection", half[..., v.shape[-1] + 3:]
+    yield "slice of a projection at an odd offset", middle[..., 1:1 + v.shape[-1]]
+    yield "every second column", step[..., 0:2 * v.shape[-1]:2]
+    yield "every second step", every[:, 1::2]
+    yield "(T, B, D) transposed", v.transpose(0, 1).contiguous().transpose(0, 1)
+    yield "(B, D, T) transposed", v.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16))
+@pytest.mark.parametrize("D,N", [(17, 16), (32, 5)])
+def test_views_equal_contiguous_to_the_bit(dtype, D, N):
+    a = inputs(2, 35, D, N, dtype)
+    want = results(longhorn_scan, a)
+    for name in ("x", "dt", "k", "q", "z"):
+        for kind, view in views(a[name]):
+            assert torch.equal(view, a[name]) and not view.is_contiguous()
+            got = results(longhorn_scan, {**a, name: view})
+            assert all(torch.equal(got[n], want[n]) for n in want), (name, kind)
+    got = results(longhorn_scan, {**a, "h0": a["h0"].transpose(1, 2).contiguous().transpose(1, 2)})
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+def test_expanded_inputs(dims):
+    """Stride 0: one row for the whole batch, one step for all time, one number for all channels."""
+    a = inputs(2, 35, 17, 16)
+    for name in ("x", "dt", "k", "q", "z"):
+        small = a[name][tuple(slice(0, 1) if d in dims else slice(None) for d in range(3))]
+        view = small.expand_as(a[name])
+        want = results(longhorn_scan, {**a, name: view.contiguous()})
+        got = results(longhorn_scan, {**a, name: view})
+        assert all(torch.equal(got[n], want[n]) for n in want), name
+
+
+def test_gradients_that_arrive_as_views():
+    """y.sum() hands the backward an expanded dy of stride 0, a transposed consumer a transposed one."""
+    a = {n: v.requires_grad_() for n, v in inputs(2, 35, 17, 16).items()}
+    for use in (lambda y: y, lambda y: y.transpose(1, 2).contiguous() * torch.arange(35.0),
+                lambda y: y[:, ::2], lambda y: y[..., 3:9]):
+        got = torch.autograd.grad(use(longhorn_scan(**a)).sum(), list(a.values()))
+        want = torch.autograd.grad(use(longhorn_scan_ref(**{n: v.double() for n, v in a.items()})).sum(), list(a.values()))
+        assert all(distance(u, v.double()) <= 32 * EPS for u, v in zip(got, want, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------- as a PyTorch operator
+
+def test_opcheck():
+    a = {n: v.requires_grad_() for n, v in inputs(1, 34, 3, 2).items()}
+    args = [a[n] for n in NAMES]
+    torch.use_deterministic_algorithms(False)
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, True))
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args[:4], None, None, None, None, True))
+    plain = [v.detach() for v in args]
+    y, hT, chunks = torch.ops.longhorn.scan(*plain, True)
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*plain, False))
+    backward = torch.ops.longhorn.scan_backward.default
+    torch.library.opcheck(backward, (torch.randn_like(y), torch.randn_like(hT), *plain, chunks))
+    torch.library.opcheck(backward, (torch.randn_like(y), None, *plain[:4], None, None, None, None, chunks))
+
+
+@pytest.mark.parametrize("without", [(), OPTIONAL])
+def test_compiles_as_one_graph(without):
+    """aot_eager traces and differentiates as inductor does, and leaves out only its minute of generating C++."""
+    a = inputs(2, 34, 5, 3, without=without)
+    want = results(longhorn_scan, a)
+    torch._dynamo.reset()
+    got = results(torch.compile(longhorn_scan, fullgraph=True, backend="aot_eager"), a)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+@pytest.mark.parametrize("backend", ("cpu", "torch"))
+def test_autocast(backend):
+    a = {n: v.requires_grad_() for n, v in inputs(2, 40, 17, 16).items()}
+    with torch.autocast("cpu", BF16):
+        y, hT = longhorn_scan(**a, return_state=True, backend=backend)
+        grads = torch.autograd.grad(y.float().sum() + hT.sum(), list(a.values()))
+    assert y.dtype == BF16 and hT.dtype == F32 and all(g.dtype == F32 for g in grads)
+    rounded = {n: v.detach().to(BF16) if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items()}
+    want, hT_want = longhorn_scan(**rounded, return_state=True, backend=backend)
+    assert torch.equal(y, want) and torch.equal(hT, hT_want)  # parameters and states are not rounded
+
+
+def test_mixed_dtypes_are_promoted():
+    a = inputs(1, 5, 3, 2)
+    y = longhorn_scan(a["x"].to(BF16), a["dt"], a["k"].to(F16), a["q"])
+    assert y.dtype == BF16
+    assert torch.equal(y, longhorn_scan(a["x"].to(BF16).float(), a["dt"], a["k"].to(F16).float(), a["q"]).to(BF16))
+
+
+@pytest.mark.parametrize("backend", ("cpu", "torch"))
+def test_inside_activation_checkpointing(backend):
+    a = inputs(2, 70, 17, 3)
+    want = results(longhorn_scan, a, backend=backend)
+
+    def f(x, dt, k, q, D, z, dt_bias, h0, return_state):
+        return checkpoint(longhorn_scan, x, dt, k, q, D, z, dt_bias, h0, return_state, backend, use_reentrant=False)
+
+    got = results(f, a)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+def test_second_derivative_is_refused():
+    a = inputs(1, 5, 3, 2)
+    a["x"].requires_grad_()
+    (g,) = torch.autograd.grad(longhorn_scan(**a).square().sum(), a["x"], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(g.sum(), a["x"])
+
+
+# ----------------------------------------------------------------------------------------------------------------- memory
+
+def saved_bytes(f, a):
+    """Bytes of distinct storages that autograd keeps after the forward."""
+    kept = {}
+
+    def pack(v):
+        kept[v.untyped_storage().data_ptr()] = v.untyped_storage().nbytes()
+        return v
+
+    a = {n: v.requires_grad_() for n, v in a.items()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
+        y, hT = f(**a, return_state=True)
+    return sum(kept.values())
+
+
+def test_native_keeps_the_inputs_and_the_chunk_states():
+    B, T, D, N = 1, 2048, 64, 16
+    a = inputs(B, T, D, N)
+    given = sum(v.untyped_storage().nbytes() for v in a.values())
+    chunks = 4 * B * math.ceil(T / native.CHUNK) * D * N
+    assert saved_bytes(longhorn_scan, a) <= given + chunks
+    assert given + chunks < 4 * B * T * D * N / 2
+    short = {n: v[:, :128].contiguous() if v.dim() == 3 and n != "h0" else v for n, v in inputs(B, T, D, N).items()}
+    assert saved_bytes(longhorn_scan_ref, short) > 3 * 4 * B * 128 * D * N  # the loop does not: the hook sees it
+
+
+def bytes_in_use():
+    """What malloc has handed out and not got back: freed memory that the process keeps does not count."""
+    fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        pytest.skip("only glibc 2.33 and later counts what is in use")
+    mallinfo2.restype = type("mallinfo2", (ctypes.Structure,), {"_fields_": [(f, ctypes.c_size_t) for f in fields]})
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def test_torch_backend_recomputes():
+    """Memory in use with the graph alive: checkpoints hold their inputs where the hooks above do not see them. The nodes
+    of the graph take 15 kB a step whatever D and N, so these are large enough for the states to outweigh them."""
+    B, T, D, N = 1, 200, 256, 64
+
+    def grown(f):
+        a = {n: v.requires_grad_() for n, v in inputs(B, T, D, N).items()}
+        gc.collect()
+        before = bytes_in_use()
+        y, hT = f(**a, return_state=True)
+        return bytes_in_use() - before
+
+    for backend in ("torch", "cpu"):
+        f = lambda backend=backend, **a: longhorn_scan(**a, backend=backend)
+        grown(f)  # whatever the first call loads
+        assert grown(f) < 0.5 * 4 * B * T * D * N
+    assert grown(longhorn_scan_ref) > 2 * 4 * B * T * D * N
+
+
+def test_without_gradients_no_chunk_states_are_kept(monkeypatch):
+    shapes, empty = [], native.empty
+    monkeypatch.setattr(native, "empty", lambda x, *shape, **kw: shapes.append(shape) or empty(x, *shape, **kw))
+    a = inputs(1, 100, 5, 3)
+    longhorn_scan(**a)
+    with torch.no_grad():
+        longhorn_scan(**{n: v.requires_grad_() for n, v in a.items()})
+    assert not [s for s in shapes if len(s) == 4]
+    longhorn_scan(**a)
+    assert [s for s in shapes if len(s) == 4] == [(1, math.ceil(100 / native.CHUNK), 3, 5)]
+
+
+def test_backward_without_states_says_so():
+    a = inputs(1, 5, 3, 2)
+    args = [a[n] for n in NAMES]
+    y, hT, chunks = torch.ops.longhorn.scan(*args, False)
+    with pytest.raises(RuntimeError, match="save=False"):
+        torch.ops.longhorn.scan_backward(y, hT, *args, chunks)
+
+
+# ----------------------------------------------------------------------------------------------------------------- errors
+
+BAD = {
+    "x of two dimensions": (dict(x=torch.zeros(4, 3)), "x must be (B, T, D)", "(4, 3)"),
+    "no steps": (dict(x=torch.zeros(2, 0, 3)), "at least 1", "(2, 0, 3)"),
+    "no states": (dict(k=torch.zeros(2, 4, 0)), "at least 1", "(2, 4, 0)"),
+    "dt of another length": (dict(dt=torch.zeros(2, 5, 3)), "dt must be (2, 4, 3)", "(2, 5, 3)"),
+    "k of another batch": (dict(k=torch.zeros(1, 4, 2)), "k must be (2, 4, 2)", "(1, 4, 2)"),
+    "q of another size": (dict(q=torch.zeros(2, 4, 7)), "q must be (2, 4, 2)", "(2, 4, 7)"),
+    "D of another width": (dict(D=torch.zeros(4)), "D must be (3,)", "(4,)"),
+    "z of another shape": (dict(z=torch.zeros(2, 4, 1)), "z must be (2, 4, 3)", "(2, 4, 1)"),
+    "dt_bias of another shape": (dict(dt_bias=torch.zeros(1, 3)), "dt_bias must be (3,)", "(1, 3)"),
+    "h0 transposed": (dict(h0=torch.zeros(2, 2, 3)), "h0 must be (2, 3, 2)", "(2, 2, 3)"),
+    "integers": (dict(dt=torch.zeros(2, 4, 3, dtype=torch.int64)), "dt must be floating point", "torch.int64"),
+    "integer x": (dict(x=torch.zeros(2, 4, 3, dtype=torch.int32)), "x must be floating point", "torch.int32"),
+    "complex": (dict(q=torch.zeros(2, 4, 2, dtype=torch.complex64)), "q must be floating point", "torch.complex64"),
+    "another device": (dict(k=torch.zeros(2, 4, 2, device="meta")), "k is on meta", "x on cpu"),
+    "no dt": (dict(dt=None), "dt must be (2, 4, 3)", "None"),
+    "no k": (dict(k=None), "k", "None"),
+}
+
+
+@pytest.mark.parametrize("f", (longhorn_scan, longhorn_scan_ref))
+@pytest.mark.parametrize("case", BAD)
+def test_misfits_are_one_line(f, case):
+    change, *words = BAD[case]
+    with pytest.raises(ValueError) as error:
+        f(**{**inputs(2, 4, 3, 2), **change})
+    assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="unknown backend 'gpu': choose one of cpu, cuda, torch"):
+        longhorn_scan(**inputs(1, 2, 3, 2), backend="gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_carries_the_reason():
+    with pytest.raises(RuntimeError, match="backend 'cuda' cannot run here: PyTorch sees no GPU"):
+        longhorn_scan(**inputs(1, 2, 3, 2), backend="cuda")
+
+
+def test_cpu_backend_of_tensors_elsewhere_and_of_float64():
+    with pytest.raises(RuntimeError, match="the tensors are on meta"):
+        longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
+    with pytest.raises(RuntimeError, match="float32, bfloat16 and float16"):
+        longhorn_scan(**{n: v.double() for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
+
+
+def test_meta_tensors_have_shapes():
+    y, hT = longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2, BF16).items()}, return_state=True)
+    assert (y.shape, y.dtype, hT.shape, hT.dtype) == ((1, 2, 3), BF16, (1, 3, 2), F32)
+
+
+def test_max_exponent_is_the_kernels():
+    assert f"v > {scan.MAX_EXPONENT:.1f}f" in native.SOURCE.read_text()
