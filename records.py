@@ -1,0 +1,124 @@
+"""A run's records: what train.py writes, and what every table and figure is drawn from.
+
+    out/<run>/config.json    the run as it ran: settings, derived values, command, commit, versions, device, data
+    out/<run>/log.jsonl      one JSON object a line and event, keys with their units
+    out/<run>/result.json    the outcome, written only when the run finished
+    out/<run>/loss.png       the loss curve
+
+The surprise: a killed process leaves a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the
+log back to its checkpoint, so that the log reads as if nothing had happened.
+
+    python records.py out/longhorn_laptop     # draw loss.png again
+"""
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+
+def write_json(path, record):
+    """Write `record` to `path`, beside and renamed over, so that a reader sees all of it or none."""
+    temporary = Path(f"{path}.tmp-{os.getpid()}")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def read_log(folder, event=None):
+    """The events of a run's log.jsonl, as dicts in order; with `event`, of that kind only. A torn last line is left out."""
+    path = Path(folder) / "log.jsonl"
+    events = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            break
+    return [e for e in events if event in (None, e.get("event"))]
+
+
+class Log:
+    """Appends events to log.jsonl; opened at `step`, it first drops what a run that was killed logged beyond it."""
+
+    def __init__(self, folder, step=0):
+        self.path = Path(folder) / "log.jsonl"
+        kept = [e for e in read_log(folder) if e["step"] <= step] if step else []
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(e) + "\n" for e in kept))
+        os.replace(temporary, self.path)
+        self.file = open(self.path, "a", buffering=1)
+
+    def write(self, event, step, **values):
+        """One line: the event, its step, and values; numbers that are not finite become null, which JSON can hold."""
+        record = {"event": event, "step": step, **values}
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.file.write(json.dumps(record) + "\n")
+        return record
+
+
+def environment():
+    """Commit, versions, machine and command of this process, for config.json."""
+    import torch
+
+    def git(*args):
+        run = subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True)
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    try:
+        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except OSError:  # no git
+        commit = changed = None
+    return {"commit": commit, "uncommitted_changes": None if changed is None else bool(changed),
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]), "python": platform.python_version(),
+            "torch": torch.__version__, "system": platform.platform(), "cpu": cpu_model(), "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "cuda": torch.version.cuda if torch.cuda.is_available() else None}
+
+
+def cpu_model():
+    """The processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def draw_loss(folder):
+    """Draw folder/loss.png: training and validation loss in nats against tokens. Returns its path, or None if there is
+    nothing to draw yet."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    train, val = read_log(folder, "train"), read_log(folder, "eval")
+    if not train and not val:
+        return None
+    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
+    axes.plot([e["tokens"] for e in train], [e["train_loss"] for e in train], lw=0.8, alpha=0.7, label="training")
+    if val:
+        axes.plot([e["tokens"] for e in val], [e["val_loss"] for e in val], "o-", ms=3, label="validation")
+    if val and val[-1]["val_loss"] is not None:
+        axes.annotate(f"{val[-1]['val_loss']:.4f}", (val[-1]["tokens"], val[-1]["val_loss"]), xytext=(0, 8),
+                      textcoords="offset points", ha="right")
+    seen = [loss for loss in (*(e["train_loss"] for e in train), *(e["val_loss"] for e in val)) if loss is not None]
+    if len(seen) > 20:  # the first steps would flatten everything else
+        axes.set_ylim(min(seen) - 0.1, min(max(seen), sorted(seen)[int(len(seen) * 0.95)] + 0.5))
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=Path(folder).name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(folder) / "loss.png"
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__.strip())
+        sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
+    print(draw_loss(sys.argv[1]) or f"{sys.argv[1]} has no log.jsonl with losses to draw")

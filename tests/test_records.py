@@ -1,0 +1,125 @@
+"""records.py: what a reader finds after a run that was killed, went on, or lost its loss. `pytest tests/test_records.py`"""
+
+import json
+import math
+import os
+
+import pytest
+
+import records
+from records import Log, draw_loss, environment, read_log, write_json
+
+
+def is_png(path):
+    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def train_event(step, loss):
+    return {"event": "train", "step": step, "tokens": 64 * step, "train_loss": loss}
+
+
+def write_log(folder, *events, tail=""):
+    (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + tail)
+
+
+def test_events_come_back_in_order_and_by_kind(tmp_path):
+    log = Log(tmp_path)
+    written = [log.write("train", 1, train_loss=2.5), log.write("eval", 1, val_loss=2.0), log.write("train", 2, train_loss=2.25)]
+    assert read_log(tmp_path) == written  # each line is on disk as soon as it was written
+    assert written[0] == {"event": "train", "step": 1, "train_loss": 2.5}
+    assert [e["step"] for e in read_log(tmp_path, "train")] == [1, 2] and len(read_log(tmp_path, "eval")) == 1
+    assert read_log(tmp_path, "skipped") == []
+
+
+def test_no_log_is_no_events(tmp_path):
+    assert read_log(tmp_path) == [] and read_log(tmp_path / "nowhere") == []
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    """However many characters of it a kill left; all of them without the line's end is a whole event."""
+    events, last = [train_event(1, 3.0), train_event(2, 2.0)], json.dumps(train_event(3, 1.0))
+    for cut in range(1, len(last) + 1):
+        write_log(tmp_path, *events, tail=last[:cut])
+        assert read_log(tmp_path) == events + [json.loads(last)] * (cut == len(last))
+
+
+def test_going_on_drops_what_lies_beyond_and_what_was_torn(tmp_path):
+    write_log(tmp_path, *(train_event(step, 1.0) for step in range(1, 8)), tail='{"event": "tr')
+    log = Log(tmp_path, step=5)
+    assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4, 5]
+    log.write("train", 6, train_loss=0.5)
+    assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4, 5, 6] and read_log(tmp_path)[-1]["train_loss"] == 0.5
+    assert all(json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+
+
+def test_going_on_after_nothing_but_a_torn_line(tmp_path):
+    write_log(tmp_path, tail='{"ev')
+    Log(tmp_path, step=3).write("train", 4, train_loss=0.5)
+    assert [e["step"] for e in read_log(tmp_path)] == [4]
+
+
+def test_a_new_run_starts_an_empty_log(tmp_path):
+    write_log(tmp_path, train_event(1, 3.0))
+    Log(tmp_path)
+    assert (tmp_path / "log.jsonl").read_text() == ""
+    assert os.listdir(tmp_path) == ["log.jsonl"]
+
+
+def test_what_is_not_finite_becomes_null(tmp_path):
+    log = Log(tmp_path)
+    record = log.write("train", 1, train_loss=math.nan, grad_norm=math.inf, low=-math.inf, lr=0.0, tokens=0, mfu=None)
+    line = (tmp_path / "log.jsonl").read_text()
+    assert json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) == record
+    assert record["train_loss"] is None and record["grad_norm"] is None and record["low"] is None
+    assert record["lr"] == 0.0 and record["tokens"] == 0 and record["mfu"] is None
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "result.json"
+    write_json(path, {"val_loss": 1.5, "list": [1, 2]})
+    assert json.loads(path.read_text()) == {"val_loss": 1.5, "list": [1, 2]} and path.read_text().endswith("\n")
+    with pytest.raises(TypeError):
+        write_json(path, {"val_loss": object()})
+    assert json.loads(path.read_text())["val_loss"] == 1.5 and os.listdir(tmp_path) == ["result.json"]
+
+
+def test_environment_says_where_it_ran(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--n_layer=2"])
+    where = environment()
+    assert where["command"].endswith("train.py --n_layer=2") and where["cores"] >= 1 and where["cpu"]
+    json.dumps(where)
+    monkeypatch.setenv("PATH", "")  # no git
+    assert environment()["commit"] is None and environment()["uncommitted_changes"] is None
+
+
+def test_a_curve_of_nothing_is_not_drawn(tmp_path):
+    assert draw_loss(tmp_path) is None
+    write_log(tmp_path)
+    assert draw_loss(tmp_path) is None and not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("events", [
+    [train_event(1, 3.0)],
+    [{"event": "eval", "step": 1, "tokens": 64, "val_loss": 3.0}],
+    [train_event(1, None)],
+    [{"event": "eval", "step": 1, "tokens": 64, "val_loss": None}],
+    [train_event(step, None if step % 3 else 9 / step) for step in range(1, 60)]
+    + [{"event": "eval", "step": 60, "tokens": 3840, "val_loss": None}],
+    [*(train_event(step, None) for step in range(1, 60)), {"event": "eval", "step": 5, "tokens": 320, "val_loss": 2.0},
+     {"event": "eval", "step": 60, "tokens": 3840, "val_loss": None}],
+], ids=["one step", "one evaluation", "null", "null evaluation", "many with nulls", "an evaluation, then null"])
+def test_a_curve_is_drawn_of_whatever_there_is(tmp_path, events):
+    write_log(tmp_path, *events)
+    assert draw_loss(tmp_path) == tmp_path / "loss.png" and is_png(tmp_path / "loss.png")
+
+
+def test_as_a_script(tmp_path, monkeypatch, capsys):
+    import runpy
+
+    write_log(tmp_path, train_event(1, 3.0), train_event(2, 2.0))
+    monkeypatch.setattr("sys.argv", ["records.py", str(tmp_path)])
+    runpy.run_path(records.__file__, run_name="__main__")
+    assert capsys.readouterr().out.strip() == str(tmp_path / "loss.png") and is_png(tmp_path / "loss.png")
+    monkeypatch.setattr("sys.argv", ["records.py", str(tmp_path / "nowhere")])
+    runpy.run_path(records.__file__, run_name="__main__")
+    assert "nowhere has no log.jsonl" in capsys.readouterr().out

@@ -1,0 +1,237 @@
+"""sample.py: text from a checkpoint. `pytest tests/test_sample.py`
+
+The surprise: nothing is trained here but one step; a checkpoint of random weights speaks as reproducibly as a good one.
+"""
+
+import io
+import re
+import runpy
+import signal
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+import model
+import sample
+import train
+from configurator import ConfigError
+from data import loader
+from model import LM, ModelConfig
+from sample import Text
+
+TABLE = "".join(sorted(set("hello wörld\n")))
+
+
+class Stream(io.StringIO):
+    """Standard output that remembers its pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def write(self, text):
+        self.pieces += [text] * bool(text)
+        return super().write(text)
+
+
+def make_run(folder, tokenizer="bytes", table=None, family="longhorn", vocab_size=256):
+    """A run's folder with the checkpoint of a tiny random model, as train.py writes it."""
+    torch.manual_seed(0)
+    config = ModelConfig(model=family, n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=vocab_size)
+    tensors, skeleton = checkpoint.flatten({"model": LM(config).state_dict()})
+    folder.mkdir()
+    meta = {"skeleton": skeleton, "config": {**asdict(config), "learning_rate": 1e-3}, "tokenizer": tokenizer, "table": table}
+    checkpoint.save(folder / "checkpoint.safetensors", tensors, meta)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "bytes")
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`python sample.py --key=value ...` in this process: exit code, out, err, and the pieces of out as they were written."""
+    def run(stdin="", **settings):
+        out, err, code = Stream(), io.StringIO(), 0
+        with monkeypatch.context() as patch:
+            for name, stream in (("stdin", io.StringIO(stdin)), ("stdout", out), ("stderr", err)):
+                patch.setattr(sys, name, stream)
+            patch.setattr(sys, "argv", ["sample.py", *(f"--{key}={value}" for key, value in settings.items())])
+            try:
+                runpy.run_path(sample.__file__, run_name="__main__")
+            except SystemExit as stop:
+                code = stop.code or 0
+        return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue(), pieces=out.pieces)
+    return run
+
+
+def refused(result, *words):
+    lines = [line for line in result.err.splitlines() if not line.startswith("scan:")]
+    assert result.code == 2 and len(lines) == 1 and result.out == "", result.err
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def says(monkeypatch, tokens):
+    """Models say these tokens, whatever they are asked; returns the prompts that they see."""
+    prompts = []
+
+    def stream(self, idx, max_new_tokens, **sampling):
+        prompts.append(idx[0].tolist())
+        yield from (torch.tensor([token]) for token in tokens[:max_new_tokens])
+    monkeypatch.setattr(model.LM, "stream", stream)
+    return prompts
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizers
+
+@pytest.mark.parametrize("words", ["plain", "é€😀 und ñ", "\n\t"])
+def test_bytes_become_text_as_soon_as_a_character_is_whole(words):
+    text = Text("bytes")
+    tokens = text.encode(words)
+    assert tokens == list(words.encode())
+    pieces = [text.decode(token) for token in tokens]
+    assert "".join(pieces) == words
+    assert [len(piece) for piece in pieces] == [int(i in ends(words)) for i in range(len(tokens))]
+
+
+def ends(words):
+    """Index of each character's last byte."""
+    return set((np.cumsum([len(c.encode()) for c in words]) - 1).tolist())
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_stream():
+    text = Text("bytes")
+    assert "".join(text.decode(token) for token in [0xC3, 0x28, 0xFF, 0x61]) == "\ufffd(\ufffda"
+    assert text.decode(256) == "" and text.decode(300) == ""  # padding of the vocabulary
+
+
+def test_characters():
+    text = Text("char", TABLE)
+    assert [text.decode(token) for token in text.encode("wörld")] == list("wörld")
+    assert text.decode(len(TABLE)) == ""
+    with pytest.raises(ConfigError, match="'x' is not in"):
+        text.encode("hex")
+
+
+def test_gpt2_tokens_that_split_a_character(monkeypatch):
+    pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80!", b"\xc3"]
+    encoding = SimpleNamespace(n_vocab=len(pieces), decode_single_token_bytes=pieces.__getitem__,
+                               encode=lambda text, allowed_special: [len(text), *allowed_special])
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": encoding}.__getitem__))
+    text = Text("gpt2")
+    assert [text.decode(token) for token in [0, 1, 2, 3, 50303, 4, 0]] == ["a", " ", "", "😀!", "", "", "\ufffda"]
+    assert text.encode("abc") == [3, "<|endoftext|>"]
+
+
+def test_a_tokenizer_that_cannot_be_had_is_one_line(tmp_path, run, monkeypatch):
+    def get_encoding(name):
+        raise OSError("no route\nto host")
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=get_encoding))
+    refused(run(out_dir=make_run(tmp_path / "gpt2", "gpt2")), "GPT-2", "no route to host", "TIKTOKEN_CACHE_DIR")
+    for name in ("words", None):
+        refused(run(out_dir=make_run(tmp_path / str(name), name)), f"{name!r}", "bytes, gpt2 and char")
+
+
+# -------------------------------------------------------------------------------------------------------------- sampling
+
+def test_the_same_seed_says_the_same(out, run):
+    text = lambda **how: run(out_dir=out, prompt="Once", max_new_tokens=40, **how).out
+    first = text()
+    assert first.startswith("Once") and first == text() == text(seed=1337) != text(seed=1)
+    assert text(temperature=0) == text(temperature=0, seed=5) == text(top_k=1, seed=3) == text(top_p=1e-6)
+
+
+def test_what_is_said_is_what_the_model_generates(out, run):
+    """The tokens of `generate` on the loaded model, prompt longer than the training context included."""
+    lm, meta = sample.load_model(out)
+    assert not lm.training and meta["tokenizer"] == "bytes"
+    for prompt in ("ab", "a prompt far longer than the sixteen bytes of context " * 3):
+        idx = torch.tensor([list(prompt.encode())])
+        tokens = lm.generate(idx, 50, temperature=0.8, generator=torch.Generator().manual_seed(1337))[0].tolist()
+        result = run(out_dir=out, prompt=prompt, max_new_tokens=50)
+        assert result.code == 0 and result.out == bytes(tokens).decode(errors="replace") + "\n"
+        assert f"[50 tokens after a prompt of {len(prompt)} in " in result.err
+
+
+def test_a_long_prompt_for_a_family_with_a_cache(tmp_path, run):
+    result = run(out_dir=make_run(tmp_path / "llama", family="llama"), prompt="x" * 50, max_new_tokens=5)
+    assert result.code == 0 and result.out.startswith("x" * 50)
+
+
+def test_text_streams_piece_by_piece(out, run, monkeypatch):
+    says(monkeypatch, list("aé😀b".encode()))
+    result = run(out_dir=out, prompt="P", max_new_tokens=8)
+    assert result.pieces == ["P", "a", "é", "😀", "b", "\n"]
+
+
+def test_a_character_cut_off_at_the_end_does_not_reach_the_next_sample(out, run, monkeypatch):
+    says(monkeypatch, [ord("a"), 0xE2, 0x82])
+    result = run(out_dir=out, prompt="P", max_new_tokens=3, num_samples=2)
+    assert result.out == "Pa\ufffd\n\n---\nPa\ufffd\n"
+
+
+def test_samples_differ(out, run):
+    first, second = run(out_dir=out, prompt="P", max_new_tokens=30, num_samples=2).out.split("\n---\n")
+    assert first.rstrip("\n") != second.rstrip("\n") and first.startswith("P") and second.startswith("P")
+
+
+def test_prompts_from_everywhere(out, tmp_path, run, monkeypatch):
+    prompts = says(monkeypatch, [33])
+    (tmp_path / "prompt.txt").write_text("from a file €\n")
+    for result in (run(out_dir=out, prompt="given = here", max_new_tokens=1), run(out_dir=out, prompt=f"@{tmp_path}/prompt.txt"),
+                   run(out_dir=out, prompt="-", stdin="from stdin")):
+        assert result.code == 0
+    assert [bytes(p).decode() for p in prompts] == ["given = here", "from a file €\n", "from stdin"]
+    refused(run(out_dir=out, prompt="-", stdin=""), "prompt is empty")
+    refused(run(out_dir=out, prompt=f"@{tmp_path}/absent.txt"), "absent.txt")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    refused(run(out_dir=out, prompt=f"@{tmp_path}/binary"), "binary")
+
+
+# ---------------------------------------------------------------------------------------------------------------- errors
+
+def test_mistakes_get_one_line(out, tmp_path, run):
+    refused(run(out_dir=tmp_path / "nothing"), "nothing/checkpoint.safetensors", "no checkpoint")
+    refused(run(out_dir=out, temprature=1), "--temperature")
+    refused(run(out_dir=out, max_new_tokens=0), "max_new_tokens 0")
+    if not torch.cuda.is_available():
+        refused(run(out_dir=out, device="cuda"), "cuda", "--device=cpu")
+    content = bytearray((out / "checkpoint.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "checkpoint.safetensors").write_bytes(content)
+    refused(run(out_dir=tmp_path / "damaged"), "damaged")
+
+
+@pytest.mark.parametrize("how", [{"temperature": -1}, {"top_k": -2}, {"top_p": 0}], ids=str)
+def test_settings_out_of_range_are_refused_before_anything_is_said(out, run, how):
+    refused(run(out_dir=out, prompt="P", **how), f"{next(iter(how))} {next(iter(how.values()))}")
+
+
+# -------------------------------------------------------------------------------------------------- from train to sample
+
+def test_a_trained_character_model_speaks_its_characters(tmp_path, run):
+    rng, folder = np.random.default_rng(0), tmp_path / "characters"
+    folder.mkdir()
+    splits = {split: loader.write_split(folder / f"{split}.bin", [rng.integers(len(TABLE), size=400)], len(TABLE))
+              for split in ("train", "val")}
+    meta = {"dataset": "characters", "vocab_size": len(TABLE), "tokenizer": "char", "table": TABLE}
+    loader.finish(folder, {**meta, "splits": splits})
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        train.main([f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_embd=32", "--block_size=16",
+                    "--batch_tokens=64", "--batch_size=4", "--max_iters=1", "--device=cpu", "--dtype=float32"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    result = run(out_dir=tmp_path / "run", prompt="hello wörld", max_new_tokens=60, temperature=2)
+    assert result.code == 0 and result.out.startswith("hello wörld")
+    assert re.fullmatch(f"[{TABLE}]+", result.out) and len(result.out) > 20
+    refused(run(out_dir=tmp_path / "run", prompt="Hi"), "'H'", "vocabulary")

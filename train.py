@@ -1,0 +1,544 @@
+"""Train a language model of any family: one loop, on one CPU or on many GPUs.
+
+    python train.py config/longhorn_laptop.py
+    python train.py config/longhorn_350m.py --batch_size=8
+    torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
+    torchrun --nnodes=2 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py config/longhorn_350m.py
+
+The surprise: the batch is stated in tokens. How many processes there are and what one of them holds at a time decide
+speed and memory, never the result: the windows of step s are a function of (seed, s) alone, and accumulation follows.
+
+`python train.py --help` lists every setting. Records go to out/<name of the config file>/, see records.py.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import math
+import os
+import platform
+import random
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+import configurator
+import native
+from configurator import ConfigError
+from data.loader import DataError, Tokens, eval_windows, get_batch, n_windows, step_windows
+from model import LM, ModelConfig
+from records import Log, draw_loss, environment, write_json
+
+
+@dataclass
+class TrainConfig(ModelConfig):
+    # --- run
+    out_dir: str = ""  # folder of the records; empty: out/ and the name of the last config file
+    resume: Literal["never", "auto", "must"] = "never"  # go on from the checkpoint in out_dir: auto if there is one
+    seed: int = 1337  # of the weights and of the data's order
+    # --- data
+    dataset: str = "pystdlib"  # a folder of data/, or a path, prepared by its prepare.py
+    vocab_size: int = 0  # 0: the dataset's, rounded up to a multiple of 64
+    batch_tokens: int = 524288  # tokens of one optimiser step, over all processes and micro-batches
+    batch_size: int = 8  # sequences of one micro-batch on one process: as many as fit in memory
+    # --- optimiser
+    max_iters: int = 4800  # optimiser steps
+    learning_rate: float = 6e-4  # peak
+    min_lr: float = -1.0  # at the last step; -1: a tenth of the peak
+    warmup_iters: int = -1  # steps of linear warmup; -1: 5% of max_iters
+    weight_decay: float = 0.1  # on matrices of linear maps and the embedding only
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    grad_clip: float = 1.0  # norm that gradients are clipped to; 0: not at all
+    max_bad_steps: int = 10  # stop after this many steps in a row whose loss or gradient is not finite
+    # --- evaluation and records
+    eval_interval: int = 250  # steps between evaluations; 0: only at the end
+    eval_tokens: int = 0  # validation tokens of one; 0: all of them
+    final_eval_tokens: int = 0  # of the last one, which result.json holds; 0: all of them
+    eval_block_size: int = 0  # tokens of a validation window; 0: block_size
+    eval_batch_size: int = 0  # validation windows at a time; 0: as many tokens as a micro-batch
+    log_interval: int = 10  # steps between lines of the log
+    checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
+    wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
+    wandb_project: str = "longhorn"  # its project
+    # --- system
+    device: str = "auto"  # auto: cuda if there is a GPU, else cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto: bfloat16 where it is fast
+    compile: bool = False  # torch.compile: slower to start, faster a step
+
+
+# What may differ when a run goes on: nothing here changes a loss beyond rounding. All else is refused.
+HARMLESS = {"out_dir", "resume", "batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
+            "eval_batch_size", "log_interval", "checkpoint_interval", "wandb", "wandb_project", "device", "compile",
+            "max_bad_steps", "scan_backend", "dataset"}  # the dataset's content is compared by its hash instead
+
+# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12,
+              "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+# ------------------------------------------------------------------------------------------------------ pure functions
+
+def learning_rate(step, config):
+    """Rate of optimiser step 0 <= step < max_iters: linear warmup from above zero, then a cosine that ends at min_lr."""
+    peak, warmup = config.learning_rate, warmup_steps(config)
+    low = peak / 10 if config.min_lr < 0 else config.min_lr
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step + 1 - warmup) / (config.max_iters - warmup)
+    return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warmup_steps(config):
+    return round(0.05 * config.max_iters) if config.warmup_iters < 0 else config.warmup_iters
+
+
+def peak_flops(device_name):
+    """The device's dense bf16 peak in FLOP/s, or None."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in (device_name or "")), None)
+
+
+def share_of_step(config, rank, world):
+    """(windows a step, this rank's slice of them). Raises ConfigError where the batch cannot be cut so."""
+    if config.batch_tokens < config.block_size or config.batch_tokens % config.block_size:
+        near = max(1, round(config.batch_tokens / config.block_size)) * config.block_size
+        raise ConfigError(f"batch_tokens {config.batch_tokens} is not a multiple of block_size {config.block_size}: "
+                          f"the nearest is {near}")
+    windows = config.batch_tokens // config.block_size
+    if windows % world:
+        more = -(-windows // world) * world * config.block_size
+        raise ConfigError(f"batch_tokens {config.batch_tokens} is {windows} windows of {config.block_size}, which {world} "
+                          f"processes cannot share equally: choose batch_tokens {more} or another number of processes")
+    each = windows // world
+    return windows, slice(rank * each, (rank + 1) * each)
+
+
+def check(config):
+    """Raises ConfigError for values that cannot work, whatever the data and the machine."""
+    for name in ("batch_tokens", "batch_size", "max_iters", "log_interval", "max_bad_steps"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
+    for name in ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_batch_size",
+                 "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"{name} {getattr(config, name)} must be 0 or more")
+    if config.learning_rate <= 0:
+        raise ConfigError(f"learning_rate {config.learning_rate} must be above 0")
+    if config.min_lr > config.learning_rate:
+        raise ConfigError(f"min_lr {config.min_lr} is above learning_rate {config.learning_rate}")
+    if warmup_steps(config) >= config.max_iters > 1:
+        raise ConfigError(f"warmup_iters {config.warmup_iters} leaves nothing of max_iters {config.max_iters}: choose fewer")
+    if not (0 <= config.beta1 < 1 and 0 <= config.beta2 < 1):
+        raise ConfigError(f"beta1 {config.beta1} and beta2 {config.beta2} must be in [0, 1)")
+
+
+def refuse_changes(before, now):
+    """Raises ConfigError when settings that alter the run differ from the checkpoint's; returns the harmless differences."""
+    changed = {key: (before.get(key), value) for key, value in now.items() if before.get(key) != value}
+    serious = {key: values for key, values in changed.items() if key not in HARMLESS}
+    if serious:
+        shown = ", ".join(f"{key} {old!r} -> {new!r}" for key, (old, new) in serious.items())
+        raise ConfigError(f"the checkpoint belongs to another run: {shown}; put these back, or choose another out_dir")
+    return changed
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+def open_device(config):
+    """(device, rank, world size); joins torchrun's process group when started by it."""
+    rank, local = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {kind}: PyTorch sees no GPU; use --device=cpu, or install a CUDA build of torch")
+        if kind == "cuda":
+            kind = f"cuda:{local}"
+        torch.cuda.set_device(kind)
+        torch.set_float32_matmul_precision("high")
+    try:
+        device = torch.device(kind)
+    except RuntimeError:
+        raise ConfigError(f"device {kind!r} is unknown: use cpu, cuda, cuda:1 ...") from None
+    if device.type == "cpu":
+        keep_memory()
+    if world > 1:
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world))))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10))
+    return device, rank, world
+
+
+def keep_memory():
+    """Let glibc keep what is freed: handing activations back to the kernel each step costs a page fault per 4 KB again."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
+def pick_dtype(name, device):
+    """The dtype of autocast; 'auto' takes bfloat16 on hardware that multiplies it natively."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def peak_memory(device):
+    """Bytes at the most so far: the GPU's allocations, or the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Stop:
+    """Turns the first SIGTERM or SIGINT into a request to finish the step; a second SIGINT interrupts at once."""
+
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.ask)
+
+    def ask(self, number, frame):
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+class Bar:
+    """A progress bar on a terminal, plain lines elsewhere; silent on ranks other than 0."""
+
+    def __init__(self, config, start, main):
+        self.bar = None
+        self.main = main
+        if main and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=config.max_iters, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+    def step(self, text=None):
+        if self.bar is not None:
+            self.bar.update(1)
+            if text:
+                self.bar.set_postfix_str(text, refresh=False)
+
+    def line(self, text, always=True):
+        if self.main and self.bar is not None and always:
+            self.bar.write(text)
+        elif self.main and self.bar is None:
+            print(text, flush=True)
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+@torch.no_grad()
+def evaluate(model, compiled, tokens, windows, batch_size, autocast, device, rank=0, world=1):
+    """Mean loss in nats over fixed windows (see eval_windows): the same tokens for every model, batch and rank count.
+
+    `compiled` sees full batches only, so that odd ones at the end do not make it compile again.
+    """
+    model.eval()
+    mine = windows[rank::world]
+    total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+    full = [w for w in mine if w[1] == mine[0][1]]
+    rest = [w for w in mine if w[1] != mine[0][1]]
+    batches = [full[i:i + batch_size] for i in range(0, len(full), batch_size)] + [[w] for w in rest]
+    for batch in batches:
+        length = int(batch[0][1])
+        rows = torch.stack([torch.from_numpy(tokens[s:s + length + 1].astype("int64")) for s, _ in batch]).to(device)
+        with autocast:
+            _, loss = (compiled if len(batch) == batch_size else model)(rows[:, :-1], rows[:, 1:])
+        total += torch.tensor([loss.item() * len(batch) * length, len(batch) * length], dtype=torch.float64)
+    if world > 1:
+        total = total.to(device)
+        dist.all_reduce(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+def main(argv):
+    config = configurator.load(TrainConfig, argv)
+    check(config)
+    name = Path(config.config_files[-1]).stem if config.config_files else config.model
+    config.out_dir = config.out_dir or f"out/{name}"
+    device, rank, world = open_device(config)
+    is_main = rank == 0
+    out = Path(config.out_dir)
+
+    # data
+    folder = Path(config.dataset) if Path(config.dataset).is_dir() else Path(__file__).parent / "data" / config.dataset
+    eval_block = config.eval_block_size or config.block_size
+    data = Tokens(folder, vocab_size=config.vocab_size or None, block_size=config.block_size)
+    config.vocab_size = config.vocab_size or -(-data.vocab_size // 64) * 64
+    windows_per_step, mine = share_of_step(config, rank, world)
+    n_train = n_windows(len(data.train), config.block_size)
+    final_windows = eval_windows(len(data.val), eval_block, config.final_eval_tokens)
+    some_windows = eval_windows(len(data.val), eval_block, config.eval_tokens)
+
+    # model and optimiser
+    random.seed(config.seed), np.random.seed(config.seed), torch.manual_seed(config.seed)
+    dtype = pick_dtype(config.dtype, device)
+    config.dtype = str(dtype).removeprefix("torch.")
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    settings = dataclasses.asdict(config)
+    try:
+        model = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})).to(device)
+        if config.scan_backend:
+            native.choose("scan", config.scan_backend, device.type, False)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(error) from None
+    optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), lr=config.learning_rate,
+                                  betas=(config.beta1, config.beta2), fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    flops = model.flops_per_token()["total"]
+
+    # where it left off
+    path, start, spent, skipped, bad, best = out / "checkpoint.safetensors", 0, 0.0, 0, 0, math.inf
+    if config.resume == "must" and not path.exists():
+        raise ConfigError(f"resume=must: there is no {path}; start with --resume=auto")
+    resuming = config.resume != "never" and path.exists()
+    if resuming:
+        tensors, meta = checkpoint.load(path)
+        state = checkpoint.unflatten(tensors, meta["skeleton"])
+        changes = refuse_changes(meta["config"], settings)
+        if meta["data"] != data.sha256:
+            raise ConfigError(f"the data in {folder} is not what this run was trained on (its sha256 differs): prepare it as "
+                              "before, or choose another out_dir")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        checkpoint.set_rng_state(state["rng"])
+        start, spent, skipped, bad, best = (meta[k] for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
+        if start == config.max_iters and (out / "result.json").exists():
+            if is_main:
+                print(f"{out} is finished already; to train again use --resume=never", flush=True)
+            return
+    if is_main:
+        try:
+            if not resuming:
+                keep_earlier(out)
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another out_dir") from None
+    if world > 1:
+        dist.barrier()
+
+    compiled = torch.compile(model) if config.compile else model
+    ddp = compiled
+    if world > 1:
+        ddp = DistributedDataParallel(compiled, device_ids=[device.index] if device.type == "cuda" else None,
+                                      gradient_as_bucket_view=True)
+    batch_size, per_rank = config.batch_size, windows_per_step // world
+    derived = {"windows_per_step": windows_per_step, "accumulation": -(-per_rank // batch_size), "processes": world,
+               "tokens": config.max_iters * config.batch_tokens, "epochs": config.max_iters * windows_per_step / n_train,
+               "warmup_steps": warmup_steps(config), "device": str(device),
+               "device_name": device_name(device), "parameters": model.parameter_count(), "flops_per_token": flops,
+               "train_tokens": len(data.train), "val_tokens": len(data.val), "decayed": model.decayed()}
+    log = None
+    if is_main:
+        where = environment()
+        write_json(out / "config.json", {"config": settings, "derived": derived, "environment": where, "data": data.meta,
+                                         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
+        log = Log(out, start)
+        if config.wandb != "off":
+            import wandb
+
+            wandb.init(project=config.wandb_project, name=name, config={**settings, **derived}, mode=config.wandb, dir=out)
+    stop, bar = Stop(), Bar(config, start, is_main)
+    counts = derived["parameters"]
+    bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
+             f"tensors with weight decay; {derived['device_name']} x {world}, {config.dtype}")
+    bar.line(f"data: {folder} ({len(data.train):,} training tokens); {config.max_iters:,} steps of {config.batch_tokens:,} "
+             f"tokens = {derived['tokens'] / 1e6:.1f}M ({derived['epochs']:.2f} epochs), "
+             f"{derived['accumulation']} micro-batches a step")
+    if resuming:
+        bar.line(f"going on from {path} at step {start}"
+                 + "".join(f"; {key} was {old!r}, is {new!r}" for key, (old, new) in changes.items()))
+
+    def save(step):
+        if not is_main:
+            return
+        try:
+            tensors, skeleton = checkpoint.flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                                                    "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()})
+            checkpoint.save(path, tensors, {"skeleton": skeleton, "step": step, "tokens": step * config.batch_tokens,
+                                            "seconds": spent + time.perf_counter() - began, "skipped": skipped, "bad": bad,
+                                            "best_val_loss": best, "config": settings, "data": data.sha256,
+                                            "tokenizer": data.meta.get("tokenizer"), "table": data.meta.get("table")})
+        except OSError as error:  # a full disk, say: what was saved before is untouched, and the run goes on
+            bar.line(f"step {step}: checkpoint not written ({error}); the one before stays")
+
+    def validate(step, windows):
+        at_a_time = config.eval_batch_size or max(1, batch_size * config.block_size // eval_block)
+        loss = evaluate(model, compiled, data.val, windows, at_a_time, autocast, device, rank, world)
+        if is_main:
+            values = {"tokens": step * config.batch_tokens, "val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
+                      "seconds": round(spent + time.perf_counter() - began, 3)}
+            log.write("eval", step, **values)
+            if config.wandb != "off":
+                wandb.log(values, step=step)
+            draw_loss(out)
+            bar.line(f"step {step:6d}  validation loss {loss:.4f} over {values['val_tokens']:,} tokens")
+        return loss
+
+    began = since = time.perf_counter()
+    tokens_since, val_loss, aside, saved_at = 0, None, 0.0, start
+    for step in range(start, config.max_iters):
+        lr = learning_rate(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        windows = step_windows(n_train, windows_per_step, config.seed, step)[mine]
+        loss_sum = torch.zeros((), device=device)
+        for i in range(0, per_rank, batch_size):
+            part = windows[i:i + batch_size]
+            x, y = get_batch(data.train, part, config.block_size, device)
+            last = i + batch_size >= per_rank
+            with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
+                with autocast:
+                    _, loss = ddp(x, y)
+                    loss = loss * (len(part) / per_rank)  # the mean over the step's windows, however they are cut
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach().float()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+
+        # every rank must take the same turn: one small message with the loss, and with who was asked to stop
+        shared = torch.stack([loss_sum / world, torch.tensor(float(stop.signal is not None), device=device)])
+        if world > 1:
+            dist.all_reduce(shared)
+        train_loss, asked, norm = shared[0].item(), shared[1].item() > 0, norm.item()
+        overflow = scaler.is_enabled() and math.isfinite(train_loss) and scaler.get_scale() > 1  # float16 finding its scale
+        if math.isfinite(train_loss) and math.isfinite(norm):
+            scaler.step(optimizer)
+            bad = 0
+        else:
+            skipped, bad = skipped + 1, bad + (not overflow)
+            bar.line(f"step {step + 1}: loss {train_loss}, gradient norm {norm}: step skipped ({bad} in a row)")
+            if is_main:
+                log.write("skipped", step + 1, windows=[int(w) for w in windows[:8]], train_loss=train_loss, grad_norm=norm)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if bad >= config.max_bad_steps:
+            bar.close()
+            raise Diverged(f"stopped at step {step + 1}: loss or gradient not finite {bad} times in a row; the last batch began "
+                           f"at token {int(windows[0]) * config.block_size:,} of {folder / 'train.bin'}; the last good "
+                           f"checkpoint is {f'{path}, step {saved_at}' if path.exists() else 'none'}; try a lower learning_rate")
+        done, tokens_since = step + 1, tokens_since + config.batch_tokens
+
+        if is_main and (done % config.log_interval == 0 or done == config.max_iters):
+            now = time.perf_counter()
+            rate = tokens_since / max(now - since - aside, 1e-9)
+            peak = peak_flops(derived["device_name"]) if dtype != torch.float32 else None
+            values = {"tokens": done * config.batch_tokens, "train_loss": train_loss, "lr": lr, "grad_norm": norm,
+                      "tokens_per_second": round(rate), "memory_bytes": peak_memory(device),
+                      "seconds": round(spent + now - began, 3)}
+            if peak:
+                values["mfu"] = round(rate * flops / (peak * world), 4)
+            since, tokens_since, aside = now, 0, 0.0
+            log.write("train", done, **values)
+            if config.wandb != "off":
+                wandb.log(values, step=done)
+            bar.line(f"step {done:6d}  loss {train_loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {rate:,.0f} tokens/s"
+                     + (f"  mfu {values['mfu']:.1%}" if peak else ""), always=False)
+        bar.step(f"loss {train_loss:.3f}")
+
+        at_end, paused = done == config.max_iters, time.perf_counter()
+        if at_end or (config.eval_interval and done % config.eval_interval == 0):
+            val_loss = validate(done, final_windows if at_end else some_windows)
+            best = min(best, val_loss)
+        due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else (
+            config.eval_interval and done % config.eval_interval == 0)
+        if at_end or asked or due:
+            save(done)
+            saved_at = done
+        aside += time.perf_counter() - paused
+        if asked and not at_end:
+            bar.close()
+            if is_main:
+                again = [a for a in sys.argv if not a.startswith("--resume")]
+                print(f"stopped after step {done} of {config.max_iters} and saved {path}; go on with: "
+                      f"{shlex.join([Path(sys.executable).name, *again, '--resume=auto'])}", flush=True)
+            return
+
+    if val_loss is None:  # killed between the last checkpoint and the result
+        val_loss = validate(config.max_iters, final_windows)
+    bar.close()
+    if is_main:
+        seconds = spent + time.perf_counter() - began
+        result = {"model": config.model, "val_loss": val_loss, "val_tokens": int(final_windows[:, 1].sum()),
+                  "best_val_loss": best, "steps": config.max_iters, "skipped_steps": skipped, "tokens": derived["tokens"],
+                  "seconds": round(seconds, 3), "tokens_per_second": round(derived["tokens"] / seconds),
+                  "parameters": counts["total"], "flops": flops * derived["tokens"], "memory_bytes": peak_memory(device),
+                  "processes": world, "device_name": derived["device_name"], "dtype": config.dtype,
+                  "commit": where["commit"], "seed": config.seed}
+        text = f"validation loss {val_loss:.4f} nats per token"
+        size = data.bytes_per_token["val"] if isinstance(data.bytes_per_token, dict) else data.bytes_per_token
+        if size:
+            result["val_bits_per_byte"] = val_loss / math.log(2) / size
+            text += f", {result['val_bits_per_byte']:.4f} bits per byte"
+            if data.meta.get("xz9_bits_per_byte"):
+                text += f" (xz -9 needs {data.meta['xz9_bits_per_byte']:.4f} for the same bytes)"
+        write_json(out / "result.json", result)
+        if config.wandb != "off":
+            wandb.summary.update(result)
+            wandb.finish()
+        print(f"{text}, after {derived['tokens'] / 1e6:.1f}M tokens in {seconds:.0f} s; records in {out}/", flush=True)
+
+
+class Diverged(RuntimeError):
+    """The loss stayed not finite; the message says where and what to do."""
+
+
+def keep_earlier(out):
+    """Move an earlier run's folder aside: nothing is overwritten."""
+    if not (out / "log.jsonl").exists():
+        return
+    number = next(n for n in range(1, 10**6) if not Path(f"{out}.{n}").exists())
+    os.rename(out, f"{out}.{number}")
+    print(f"the earlier run is kept as {out}.{number}", flush=True)
+
+
+def finish_group():
+    """Leave the process group; only after main, when its DistributedDataParallel is gone. Were that the last to hold the
+    group, it would wait for gloo's threads with Python's lock in hand, and they for the lock: no end, now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with configurator.main_error("train.py", DataError, checkpoint.CheckpointError, Diverged):
+        try:
+            main(sys.argv[1:])
+            finish_group()
+        except KeyboardInterrupt:
+            sys.exit("interrupted at once: nothing saved since the last checkpoint")
