@@ -72,8 +72,353 @@ struct NormArgs {                                     // y = x / sqrt(mean(x^2) 
     double eps;
 };
 
-#ifdef __CUDACC__
-// The CUDA kernels' room: scan.py reports "no CUDA kernels yet" until they stand here.
+#if defined(__CUDACC__) || defined(LONGHORN_SHIM)
+
+#ifndef LONGHORN_SHIM                                  // the tests run these kernels on a CPU, see tests/cuda_shim.h
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdio.h>
+#define SHARED_MEMORY dynamic_shared_memory
+#define LAUNCH(kernel, grid, bytes, stream, ...) do {                                                          \
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(bytes));                  \
+    kernel<<<grid, THREADS, bytes, (cudaStream_t)(stream)>>>(__VA_ARGS__); } while (0)
+extern __shared__ __align__(16) float dynamic_shared_memory[];
+#endif
+
+// -------------------------------------------------------------------------------------------------- CUDA: the scan
+// One lane holds P states of one channel in registers; L lanes (a power of two) share a channel when N > P, or when B x D
+// is too small to fill the GPU. A block is THREADS lanes, THREADS / L channels of one batch row, and walks all of T.
+// k and q go through shared memory as float32, zero beyond N (a zero key leaves a state as it is); x, dt, z, dy are read
+// straight from their rows, coalesced since channels are contiguous, a tile of steps ahead of their use.
+
+#ifndef THREADS
+#define THREADS 128
+#endif
+#define TILE 4                                         // steps that the forward reads ahead; divides CHUNK
+#define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
+#define ALL_LANES 0xffffffffu
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+__device__ inline float to_float(float v) { return v; }
+__device__ inline float to_float(bf16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
+__device__ inline float to_float(fp16 v) { return __half2float(__ushort_as_half(v.bits)); }
+__device__ inline void set(float *p, float v) { *p = v; }
+__device__ inline void set(bf16 *p, float v) { p->bits = __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
+__device__ inline void set(fp16 *p, float v) { p->bits = __half_as_ushort(__float2half_rn(v)); }
+
+__device__ inline float exp_clamped(float v) { return exp2f(fminf(v, 88.0f) * 1.44269504f); }   // no inf, so no inf * 0
+__device__ inline float reciprocal(float v) { return __fdividef(1.0f, v); }   // 1 ulp, and no slow path to call
+__device__ inline float sigmoid(float v) { return reciprocal(1.0f + exp_clamped(-v)); }
+
+template <int L> __device__ inline float sum_lanes(float v) {            // over the L lanes of a channel, in all of them
+    #pragma unroll
+    for (int m = L / 2; m > 0; m /= 2) v += __shfl_xor_sync(ALL_LANES, v, m);
+    return v;
+}
+
+// Sums of P values over the channels of a warp, which are L lanes apart. A butterfly that halves the values while it adds:
+// a lane sends one half of its values to the lane m away and adds what comes back to the other. 16 values over 32 lanes
+// take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states first .. first + kept, the same in `copies` lanes.
+template <int P, int L> struct ChannelSums {
+    static const int channels = 32 / L;
+    static const int kept = P > channels ? P / channels : 1;
+    int first = 0;
+    bool writer = true;                                                  // one lane among those that hold the same sums
+    __device__ inline ChannelSums(int lane) {
+        int count = P;
+        #pragma unroll
+        for (int m = 16; m >= L; m /= 2) {
+            if (count > 1) { count /= 2; first += lane & m ? count : 0; } else writer = writer && !(lane & m);
+        }
+    }
+    __device__ inline void operator()(float (&v)[P], int lane) const { run<P, 16>(v, lane); }
+    template <int COUNT, int M> __device__ inline void run(float (&v)[P], int lane) const {
+        if constexpr (M >= L && COUNT > 1) {
+            const bool upper = lane & M;
+            #pragma unroll
+            for (int i = 0; i < COUNT / 2; i++) {
+                const float give = upper ? v[i] : v[i + COUNT / 2], keep = upper ? v[i + COUNT / 2] : v[i];
+                v[i] = keep + __shfl_xor_sync(ALL_LANES, give, M);
+            }
+            run<COUNT / 2, M / 2>(v, lane);
+        } else if constexpr (M >= L) {
+            v[0] += __shfl_xor_sync(ALL_LANES, v[0], M);
+            run<1, M / 2>(v, lane);
+        }
+    }
+};
+
+// Row t of k and q into shared memory by one warp, and |k|^2.
+template <class E, int NP> __device__ inline void stage_keys(const ScanArgs &a, int64_t b, int64_t t, int lane, float *k, float *q, float *kk) {
+    const E *from_k = (const E *)a.k + b * a.k_b + t * a.k_t, *from_q = (const E *)a.q + b * a.q_b + t * a.q_t;
+    float sum = 0;
+    for (int j = lane; j < NP; j += 32) {
+        const bool in = j < a.N && t < a.T;
+        const float kj = in ? to_float(from_k[j]) : 0.0f;
+        k[j] = kj;
+        q[j] = in ? to_float(from_q[j]) : 0.0f;
+        sum += kj * kj;
+    }
+    #pragma unroll
+    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, m);
+    if (lane == 0) *kk = sum;
+}
+
+template <int P, int L> struct ForwardShared { float k[2][TILE][P * L], q[2][TILE][P * L], kk[2][TILE]; };   // two tiles
+
+template <class E, int P, int L> __global__ void __launch_bounds__(THREADS) scan_forward_kernel(const ScanArgs a) {
+    constexpr int NP = P * L, WARPS = THREADS / 32;
+    ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, part = tid % L;
+    const int64_t blocks = (a.D + THREADS / L - 1) / (THREADS / L), block = blockIdx.x % blocks, b = blockIdx.x / blocks;
+    const int64_t c = block * (THREADS / L) + tid / L;
+    const bool live = c < a.D;
+    const int64_t cc = live ? c : a.D - 1;                               // lanes beyond D compute on a copy, and write nothing
+    const E *x = (const E *)a.x + b * a.x_b + cc, *dt = (const E *)a.dt + b * a.dt_b + cc;
+    const E *z = a.z ? (const E *)a.z + b * a.z_b + cc : nullptr;
+    E *y = (E *)a.y + b * a.T * a.D + cc;
+    const float bias = a.bias ? a.bias[cc] : 0.0f, skip = a.skip ? a.skip[cc] : 0.0f;
+    float S[P];
+    #pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int64_t j = part * P + i;
+        S[i] = a.h0 && j < a.N ? a.h0[(b * a.D + cc) * a.N + j] : 0.0f;
+    }
+    E xs[TILE], dts[TILE], zs[TILE];
+    auto read_rows = [&](int64_t t0) {
+        #pragma unroll
+        for (int i = 0; i < TILE; i++) {
+            const int64_t t = t0 + i < a.T ? t0 + i : a.T - 1;
+            xs[i] = x[t * a.x_t];
+            dts[i] = dt[t * a.dt_t];
+            if (z) zs[i] = z[t * a.z_t];
+        }
+    };
+    auto read_keys = [&](int64_t t0, int buffer) {
+        for (int i = warp; i < TILE; i += WARPS)
+            stage_keys<E, NP>(a, b, t0 + i, lane, s.k[buffer][i], s.q[buffer][i], &s.kk[buffer][i]);
+    };
+    read_rows(0);
+    read_keys(0, 0);
+    __syncthreads();
+    int buffer = 0;
+    for (int64_t t0 = 0; t0 < a.T; t0 += TILE, buffer ^= 1) {
+        if (a.chunks && t0 % CHUNK == 0 && live) {
+            float *saved = a.chunks + (b * ((a.T + CHUNK - 1) / CHUNK) + t0 / CHUNK) * a.N * a.D + c;
+            #pragma unroll
+            for (int i = 0; i < P; i++)
+                if (part * P + i < a.N) saved[(part * P + i) * a.D] = S[i];
+        }
+        float xf[TILE], eps_arg[TILE], gate[TILE];
+        #pragma unroll
+        for (int i = 0; i < TILE; i++) {
+            xf[i] = to_float(xs[i]);
+            eps_arg[i] = to_float(dts[i]) + bias;
+            gate[i] = z ? to_float(zs[i]) : 0.0f;
+        }
+        if (t0 + TILE < a.T) {                                           // in flight while this tile is computed
+            read_rows(t0 + TILE);
+            read_keys(t0 + TILE, buffer ^ 1);
+        }
+        #pragma unroll
+        for (int i = 0; i < TILE; i++) {
+            if (t0 + i >= a.T) break;
+            const float *k = s.k[buffer][i] + part * P, *q = s.q[buffer][i] + part * P;
+            const float eps = reciprocal(1.0f + exp_clamped(-eps_arg[i]) + s.kk[buffer][i]);
+            float out = 0.0f;
+            #pragma unroll
+            for (int j = 0; j < P; j++) {
+                S[j] += (eps * k[j]) * (xf[i] - k[j] * S[j]);
+                out += S[j] * q[j];
+            }
+            out = sum_lanes<L>(out) + skip * xf[i];
+            if (z) out *= gate[i] * sigmoid(gate[i]);
+            if (live && part == 0) set(y + (t0 + i) * a.D, out);
+        }
+        __syncthreads();                                                 // the other buffer is full, this one is free
+    }
+    if (live) {
+        #pragma unroll
+        for (int i = 0; i < P; i++)
+            if (part * P + i < a.N) a.hT[(b * a.D + c) * a.N + part * P + i] = S[i];
+    }
+}
+
+// Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what the
+// block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
+template <int P, int L> struct BackwardShared {
+    float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
+    float states[CHUNK / SUB][P][THREADS];
+    float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
+};
+
+template <class E, int P, int L> __global__ void __launch_bounds__(THREADS) scan_backward_kernel(const ScanArgs a) {
+    constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB;
+    BackwardShared<P, L> &s = *(BackwardShared<P, L> *)SHARED_MEMORY;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, part = tid % L;
+    const int64_t blocks = (a.D + THREADS / L - 1) / (THREADS / L), block = blockIdx.x % blocks, b = blockIdx.x / blocks;
+    const int64_t c = block * (THREADS / L) + tid / L, n_chunks = (a.T + CHUNK - 1) / CHUNK;
+    const bool live = c < a.D;
+    const int64_t cc = live ? c : a.D - 1;
+    const E *x = (const E *)a.x + b * a.x_b + cc, *dt = (const E *)a.dt + b * a.dt_b + cc, *dy = (const E *)a.dy + b * a.dy_b + cc;
+    const E *z = a.z ? (const E *)a.z + b * a.z_b + cc : nullptr;
+    const int64_t row = b * a.T * a.D + cc;                              // of dx, ddt and dz: one offset, not three pointers
+    const float bias = a.bias ? a.bias[cc] : 0.0f, skip = a.skip ? a.skip[cc] : 0.0f;
+    const ChannelSums<P, L> channel_sums(lane);
+    float G[P], dskip = 0.0f, dbias = 0.0f;
+    #pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int64_t j = part * P + i;
+        G[i] = a.dhT && live && j < a.N ? a.dhT[(b * a.D + c) * a.N + j] : 0.0f;
+    }
+    for (int64_t chunk = n_chunks - 1; chunk >= 0; chunk--) {
+        const int64_t t0 = chunk * CHUNK;
+        for (int i = warp; i < CHUNK; i += WARPS) stage_keys<E, NP>(a, b, t0 + i, lane, s.k[i], s.q[i], &s.kk[i]);
+        __syncthreads();
+        float S[P];
+        #pragma unroll
+        for (int i = 0; i < P; i++) {
+            const int64_t j = part * P + i;
+            S[i] = j < a.N ? a.chunks[((b * n_chunks + chunk) * a.N + j) * a.D + cc] : 0.0f;
+        }
+        for (int sub = 0; sub < SUBS; sub++) {                           // forward once, keeping a state every SUB steps
+            #pragma unroll
+            for (int i = 0; i < P; i++) s.states[sub][i][tid] = S[i];
+            if (sub + 1 == SUBS) break;
+            #pragma unroll
+            for (int i = 0; i < SUB; i++) {
+                const int r = sub * SUB + i;
+                const int64_t t = t0 + r < a.T ? t0 + r : a.T - 1;       // beyond T the keys are zero and nothing changes
+                const float xt = to_float(x[t * a.x_t]);
+                const float eps = reciprocal(1.0f + exp_clamped(-(to_float(dt[t * a.dt_t]) + bias)) + s.kk[r]);
+                const float *k = s.k[r] + part * P;
+                #pragma unroll
+                for (int j = 0; j < P; j++) S[j] += (eps * k[j]) * (xt - k[j] * S[j]);
+            }
+        }
+        for (int sub = SUBS - 1; sub >= 0; sub--) {
+            float before[SUB][P], xt[SUB], e[SUB], eps[SUB], gated[SUB], sums[P];
+            #pragma unroll
+            for (int j = 0; j < P; j++) S[j] = s.states[sub][j][tid];
+            #pragma unroll
+            for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
+                const int r = sub * SUB + i;
+                const int64_t t = t0 + r < a.T ? t0 + r : a.T - 1;
+                const bool in = t0 + r < a.T && live;
+                const float *k = s.k[r] + part * P, *q = s.q[r] + part * P;
+                const float dyt = in ? to_float(dy[t * a.dy_t]) : 0.0f, zt = z ? to_float(z[t * a.z_t]) : 0.0f;
+                const float sig = sigmoid(zt);
+                xt[i] = to_float(x[t * a.x_t]);
+                e[i] = exp_clamped(-(to_float(dt[t * a.dt_t]) + bias));
+                eps[i] = reciprocal(1.0f + e[i] + s.kk[r]);
+                gated[i] = z ? dyt * zt * sig : dyt;
+                float out = 0.0f;
+                #pragma unroll
+                for (int j = 0; j < P; j++) {
+                    before[i][j] = S[j];
+                    S[j] += (eps[i] * k[j]) * (xt[i] - k[j] * S[j]);
+                    out += S[j] * q[j];
+                    sums[j] = gated[i] * S[j];
+                }
+                if (z) {
+                    out = sum_lanes<L>(out) + skip * xt[i];
+                    if (in && part == 0) set((E *)a.dz + row + t * a.D, dyt * out * sig * (1.0f + zt * (1.0f - sig)));
+                }
+                channel_sums(sums, lane);
+                if (channel_sums.writer)
+                    #pragma unroll
+                    for (int j = 0; j < channel_sums.kept; j++) s.dq[warp][i][part * P + channel_sums.first + j] = sums[j];
+            }
+            #pragma unroll
+            for (int i = SUB - 1; i >= 0; i--) {
+                const int r = sub * SUB + i;
+                const int64_t t = t0 + r;
+                const bool in = t < a.T && live;
+                const float *k = s.k[r] + part * P, *q = s.q[r] + part * P;
+                float dxt = 0.0f, de = 0.0f;                             // de = eps deps: eps^2 alone would underflow
+                #pragma unroll
+                for (int j = 0; j < P; j++) {
+                    const float g = G[j] + gated[i] * q[j], ge = g * eps[i], gek = ge * k[j];
+                    const float kS = k[j] * before[i][j], error = xt[i] - kS;
+                    dxt += gek;
+                    de += gek * error;
+                    sums[j] = live ? ge * (error - kS) : 0.0f;
+                    G[j] = g - k[j] * gek;
+                }
+                channel_sums(sums, lane);
+                if (channel_sums.writer)
+                    #pragma unroll
+                    for (int j = 0; j < channel_sums.kept; j++) s.dk[warp][i][part * P + channel_sums.first + j] = sums[j];
+                dxt = sum_lanes<L>(dxt) + skip * gated[i];
+                de = sum_lanes<L>(de);
+                const float ddtt = in ? de * (eps[i] * e[i]) : 0.0f;
+                float dkk = live && part == 0 ? de * eps[i] : 0.0f;
+                #pragma unroll
+                for (int m = 16; m > 0; m /= 2) dkk += __shfl_xor_sync(ALL_LANES, dkk, m);
+                if (lane == 0) s.dkk[warp][i] = dkk;
+                if (in && part == 0) {
+                    set((E *)a.dx + row + t * a.D, dxt);
+                    set((E *)a.ddt + row + t * a.D, ddtt);
+                }
+                dbias += ddtt;
+                dskip += gated[i] * xt[i];
+            }
+            __syncthreads();
+            for (int i = tid; i < SUB * NP; i += THREADS) {              // this block's row of dk and dq, over its warps in order
+                const int step = i / NP, j = i % NP, r = sub * SUB + step;
+                if (j >= a.N || t0 + r >= a.T) continue;
+                float dk = 0.0f, dq = 0.0f, dkk = 0.0f;
+                #pragma unroll
+                for (int w = 0; w < WARPS; w++) { dk += s.dk[w][step][j]; dq += s.dq[w][step][j]; dkk += s.dkk[w][step]; }
+                const int64_t at = ((block * a.B + b) * a.T + t0 + r) * a.N + j;
+                a.dk[at] = dk - 2.0f * s.k[r][j] * dkk;
+                a.dq[at] = dq;
+            }
+            __syncthreads();                                             // before the next steps overwrite what is read here
+        }
+    }
+    if (live) {
+        #pragma unroll
+        for (int i = 0; i < P; i++)
+            if (a.dh0 && part * P + i < a.N) a.dh0[(b * a.D + c) * a.N + part * P + i] = G[i];
+        if (part == 0 && a.dskip) a.dskip[b * a.D + c] = dskip;
+        if (part == 0 && a.dbias) a.dbias[b * a.D + c] = dbias;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ CUDA: launch, C API
+// scan.py builds one library for a dtype, P and L (SCAN_TYPE, SCAN_P, SCAN_L): three kernels compile in seconds, all
+// combinations would take minutes. Each call returns null, or the launch that failed and CUDA's words.
+
+typedef SCAN_TYPE E;
+static const int P = SCAN_P, L = SCAN_L;
+
+static const char *failed(const char *launch) {
+    static thread_local char words[256];
+    const cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess) return nullptr;
+    snprintf(words, sizeof words, "%s: %s", launch, cudaGetErrorString(error));
+    return words;
+}
+
+extern "C" {
+int64_t longhorn_chunk(void) { return CHUNK; }
+int64_t longhorn_channels_a_block(void) { return THREADS / L; }
+int64_t longhorn_args_size(void) { return sizeof(ScanArgs); }
+const char *longhorn_scan_forward_cuda(const ScanArgs *a, void *stream) {
+    const dim3 grid((unsigned)(a->B * ((a->D + THREADS / L - 1) / (THREADS / L))));
+    LAUNCH((scan_forward_kernel<E, P, L>), grid, sizeof(ForwardShared<P, L>), stream, *a);
+    return failed("scan_forward_kernel");
+}
+const char *longhorn_scan_backward_cuda(const ScanArgs *a, void *stream) {
+    const dim3 grid((unsigned)(a->B * ((a->D + THREADS / L - 1) / (THREADS / L))));
+    LAUNCH((scan_backward_kernel<E, P, L>), grid, sizeof(BackwardShared<P, L>), stream, *a);
+    return failed("scan_backward_kernel");
+}
+}
+
 #else
 
 // ------------------------------------------------------------------------------------------------------ CPU vectors

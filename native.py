@@ -1,8 +1,9 @@
-"""The native library: longhorn_scan.cu built by the C++ compiler on first use, loaded through ctypes.
+"""The native libraries: longhorn_scan.cu built on first use, by the C++ compiler for the CPU, by nvcc for a GPU.
 
-The surprise: nothing is built at install time, and no PyTorch header is used. The library is kept under build/ by a
-hash of source, flags, compiler and CPU; a second process, or a second run, finds it there. $LONGHORN_BUILD_DIR puts it
-elsewhere, $CXX names another compiler.
+The surprise: nothing is built at install time, and no PyTorch header is used; what comes out is loaded through ctypes. A
+library is kept under build/ by a hash of source, flags, compiler and machine; a second process, or a second run, finds
+it there. $LONGHORN_BUILD_DIR puts it elsewhere, $CXX and $NVCC name other compilers. For a GPU there is one library a
+dtype and shape of the state (`cuda_shape`): seconds each, where all of them would take minutes.
 
     python native.py            # build now, and say what came out
 """
@@ -24,6 +25,8 @@ SOURCE = Path(__file__).with_name("longhorn_scan.cu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "cuda", "torch")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
+CUDA_THREADS = 128  # THREADS of longhorn_scan.cu
+CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 # ------------------------------------------------------------------------------------------------------ which body runs
@@ -59,7 +62,9 @@ def say_once(line):
 def unavailable(device):
     """None if the kernels of `device` can run, else the reason, in one line."""
     if device == "cuda":
-        return "PyTorch sees no GPU" if not torch.cuda.is_available() else "the CUDA kernels are not written yet"
+        if not torch.cuda.is_available():
+            return "PyTorch sees no GPU"
+        return None if _nvcc() else "no nvcc found (install the CUDA toolkit, or set NVCC)"
     try:
         library()
     except OSError as error:
@@ -91,28 +96,48 @@ def build(source=SOURCE, folder=None):
     if compiler is None:
         raise OSError("no C++ compiler found (install g++ or clang++, or set CXX)")
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        return _compile([compiler, *_flags(openmp=sys.platform != "darwin")], "cpu", _cpu_name(), source, folder)
+    except OSError:
+        if sys.platform == "darwin":  # Apple's clang has no OpenMP: it was not asked for
+            raise
+    return _compile([compiler, *_flags(openmp=False)], "cpu", _cpu_name(), source, folder)
+
+
+def build_cuda(dtype, P, L, architecture, source=SOURCE, folder=None):
+    """The same by nvcc, for one dtype and shape of the state, and for an architecture such as 'sm_90'."""
+    nvcc = _nvcc()
+    if nvcc is None:
+        raise OSError("no nvcc found (install the CUDA toolkit, or set NVCC)")
+    command = [nvcc, "-O3", "-std=c++17", f"-arch={architecture}", "-shared", "-Xcompiler", "-fPIC",
+               f"-DSCAN_TYPE={CUDA_TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}"]
+    return _compile(command, f"{architecture}_{CUDA_TYPES[dtype]}_{P}x{L}", "", source, folder)
+
+
+def _nvcc():
+    standard = [os.path.join(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [os.environ.get("NVCC"), "nvcc", *standard, "/usr/local/cuda/bin/nvcc"]
+    return next((found for found in map(shutil.which, filter(None, candidates)) if found), None)
+
+
+def _compile(command, tag, machine, source, folder):
+    try:
+        version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise OSError(f"the C++ compiler {compiler!r} does not run: {error}") from None
+        raise OSError(f"the compiler {command[0]!r} does not run: {error}") from None
     folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or SOURCE.with_name("build"))
     folder.mkdir(parents=True, exist_ok=True)
-    text, seconds, words = Path(source).read_bytes(), 0.0, ""
-    attempts = [False] if sys.platform == "darwin" else [True, False]  # Apple's clang has no OpenMP
-    for openmp in attempts:
-        key = hashlib.sha256("\0".join([version, _cpu_name(), *_flags(openmp)]).encode() + text).hexdigest()[:16]
-        path = folder / f"longhorn_scan_cpu_{key}.so"
-        with open(folder / "lock", "w") as lock:
-            _lock(lock)
-            if path.exists():
-                return path, seconds
-            start, temporary = time.perf_counter(), path.with_suffix(f".{os.getpid()}.tmp")
-            run = subprocess.run([compiler, *_flags(openmp), str(source), "-o", str(temporary)], capture_output=True, text=True)
-            seconds += time.perf_counter() - start
-            if run.returncode == 0:
-                os.replace(temporary, path)
-                return path, seconds
-            words = words or run.stderr
-    raise OSError(f"{compiler} could not build {Path(source).name}: {words.strip()[:500]}")
+    key = hashlib.sha256("\0".join([version, machine, *command]).encode() + Path(source).read_bytes()).hexdigest()[:16]
+    path = folder / f"longhorn_scan_{tag}_{key}.so"
+    with open(folder / f"{path.name}.lock", "w") as lock:
+        _lock(lock)
+        if path.exists():
+            return path, 0.0
+        start, temporary = time.perf_counter(), path.with_suffix(f".{os.getpid()}.tmp")
+        run = subprocess.run([*command, str(source), "-o", str(temporary)], capture_output=True, text=True)
+        if run.returncode:
+            raise OSError(f"{command[0]} could not build {Path(source).name}: {run.stderr.strip()[:500]}")
+        os.replace(temporary, path)
+        return path, time.perf_counter() - start
 
 
 def _lock(file):
@@ -156,49 +181,102 @@ def library():
     return lib
 
 
+@functools.cache
+def cuda_library(dtype, P, L, architecture):
+    """The CUDA library of one dtype and shape of the state, built on first use and announced once. Raises OSError."""
+    path, seconds = build_cuda(dtype, P, L, architecture)
+    lib = ctypes.CDLL(str(path))
+    lib.longhorn_args_size.restype = ctypes.c_int64
+    if lib.longhorn_args_size() != ctypes.sizeof(ScanArgs):
+        raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
+    for name in ("longhorn_scan_forward_cuda", "longhorn_scan_backward_cuda"):
+        getattr(lib, name).restype = ctypes.c_char_p
+        getattr(lib, name).argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    say_once(f"scan: cuda {architecture}, {CUDA_TYPES[dtype]}, {P} states a lane, {L} lanes a channel "
+             f"({f'built in {seconds:.1f} s' if seconds else 'cached'})")
+    return lib
+
+
+def cuda_shape(B, D, N, multiprocessors):
+    """(P, L): states a lane holds and lanes that share a channel, P * L >= N.
+
+    One lane a channel does the least work; where that leaves multiprocessors idle a channel is spread over more lanes,
+    down to 4 states each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
+    """
+    states = max(4, 1 << (N - 1).bit_length())
+    P = min(16, states)
+    L = states // P
+    while P > 4 and B * -(-D // (CUDA_THREADS // L)) < 2 * multiprocessors:
+        P, L = P // 2, L * 2
+    return P, L
+
+
 # ------------------------------------------------------------------------------------------------- calling the library
 
-def prepare(args_class, x, **sizes):
-    """The argument struct for x (B, T, D), with sizes, dtype, threads and splits set, and the dtype the kernel computes in."""
-    (B, T, D), threads = x.shape, torch.get_num_threads()
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # float16 is rare on CPUs: converted outside
-    groups, splits = -(-D // library().longhorn_lanes()), 1
-    while B * splits % threads and B * splits < 4 * threads and splits < groups:  # give every thread the same work
-        splits += 1
-    is_bf16 = int(dtype == torch.bfloat16)
-    return args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=is_bf16, **sizes), dtype
+class Kernels:
+    """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels compute rows in."""
+
+    def __init__(self, args_class, x, **sizes):
+        (B, T, D), self.device = x.shape, x.device
+        if x.is_cuda:
+            gpu = torch.cuda.get_device_properties(x.device)
+            P, L = cuda_shape(B, D, sizes["N"], gpu.multi_processor_count)
+            self.library, self.dtype = cuda_library(x.dtype, P, L, f"sm_{gpu.major}{gpu.minor}"), x.dtype
+            splits, threads = -(-D // (CUDA_THREADS // L)), 0  # blocks that share a batch row
+        else:
+            self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype
+            groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
+            while B * splits % threads and B * splits < 4 * threads and splits < groups:  # give every thread the same work
+                splits += 1
+        is_bf16 = int(self.dtype == torch.bfloat16)
+        self.args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=is_bf16, **sizes)
+
+    def __call__(self, function, rows, floats, **buffers):
+        """Point the struct at tensors and call a function of the library; absent tensors (None) stay null.
+
+        rows: (B, T, C) each, taken in `dtype` with their strides, copied only if the last dimension is not contiguous.
+        floats: taken as contiguous float32. buffers: as they are.
+        """
+        def in_place(a):
+            a = a.to(self.dtype)
+            return a if a.stride(2) == 1 or a.shape[2] == 1 else a.contiguous()
+
+        tensors = {n: in_place(a) for n, a in rows.items() if a is not None}
+        for name, a in tensors.items():
+            setattr(self.args, name + "_b", a.stride(0))
+            setattr(self.args, name + "_t", a.stride(1))
+        tensors.update({n: a.float().contiguous() for n, a in floats.items() if a is not None})
+        tensors.update({n: a for n, a in buffers.items() if a is not None})
+        point(self.args, **tensors)  # the dict keeps the copies alive until the function returns
+        words = self.run(function)
+        if words:
+            raise RuntimeError(f"scan: the CUDA launch failed: {words.decode()}")
+
+    def run(self, function):
+        if self.device.type == "cpu":
+            getattr(self.library, function + "_cpu")(ctypes.byref(self.args))
+            return None
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            return getattr(self.library, function + "_cuda")(ctypes.addressof(self.args), stream)
 
 
-def call(function, args, rows, dtype, floats, **buffers):
-    """Point `args` at tensors and call a function of the library; absent tensors (None) stay null.
-
-    rows: (B, T, C) each, taken in `dtype` with their strides, copied only if the last dimension is not contiguous.
-    floats: taken as contiguous float32. buffers: as they are.
-    """
-    def in_place(a):
-        a = a.to(dtype)
-        return a if a.stride(2) == 1 or a.shape[2] == 1 else a.contiguous()
-
-    tensors = {n: in_place(a) for n, a in rows.items() if a is not None}
+def point(args, **tensors):
+    """Write the tensors' addresses into a struct; the caller keeps them alive."""
     for name, a in tensors.items():
-        setattr(args, name + "_b", a.stride(0))
-        setattr(args, name + "_t", a.stride(1))
-    tensors.update({n: a.float().contiguous() for n, a in floats.items() if a is not None})
-    tensors.update({n: a for n, a in buffers.items() if a is not None})
-    for name, a in tensors.items():  # `tensors` also keeps the copies alive until the function returns
         setattr(args, name, a.data_ptr())
-    getattr(library(), function)(ctypes.byref(args))
+    return ctypes.byref(args)
+
+
+def empty(x, *shape, dtype=torch.float32):
+    """An uninitialised tensor on x's device: kernels write every element of what they return."""
+    return torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def autocast_dtype(device):
     """The dtype that autocast asks for on `device`, or None where it is off or, as on meta, does not exist."""
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
-
-
-def empty(x, *shape, dtype=torch.float32):
-    """An uninitialised tensor on x's device: kernels write every element of what they return."""
-    return torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def register_autocast(op, casts):

@@ -36,7 +36,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
         if a is not None and tuple(a.shape) != shape:
             raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
     fits = x.dtype in native.DTYPES and W <= 8
-    if native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":
+    if x.is_cuda or native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":  # cuDNN's is fused already
         padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
         y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)
         y = y.transpose(1, 2)
@@ -71,9 +71,9 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
 
 @torch.library.custom_op("longhorn::conv", mutates_args=())
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
-    args, dtype = native.prepare(native.ConvArgs, x, W=weight.shape[1], silu=int(silu))
-    y = native.empty(x, *x.shape, dtype=dtype)
-    native.call("causal_conv_forward_cpu", args, {"x": x}, dtype, {"weight": weight, "bias": bias, "state": state}, y=y)
+    kernels = native.Kernels(native.ConvArgs, x, W=weight.shape[1], silu=int(silu))
+    y = native.empty(x, *x.shape, dtype=kernels.dtype)
+    kernels("causal_conv_forward", {"x": x}, {"weight": weight, "bias": bias, "state": state}, y=y)
     return y.to(x.dtype)
 
 
@@ -87,12 +87,12 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
                    silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dstate); the last is empty without a state."""
     (B, T, D), W = x.shape, weight.shape[1]
-    args, dtype = native.prepare(native.ConvArgs, x, W=W, silu=int(silu))
-    dx, dweight = native.empty(x, B, T, D, dtype=dtype), native.empty(x, B, W, D)
+    kernels = native.Kernels(native.ConvArgs, x, W=W, silu=int(silu))
+    dx, dweight = native.empty(x, B, T, D, dtype=kernels.dtype), native.empty(x, B, W, D)
     dbias = native.empty(x, B, D)
     dstate = native.empty(x, B, W - 1, D) if state is not None else None
-    native.call("causal_conv_backward_cpu", args, {"x": x, "dy": dy}, dtype, {"weight": weight, "bias": bias, "state": state},
-                dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
+    kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
+            dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dstate = native.empty(x, 0) if dstate is None else dstate
     return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias.sum(0), dstate
 
@@ -131,9 +131,9 @@ def _norm_args(x, dtype, eps):
 @torch.library.custom_op("longhorn::rms_norm", mutates_args=())
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(y, 1 / root mean square of each row)."""
-    args, x = _norm_args(x, dtype, eps), x.contiguous()
+    args, x, weight = _norm_args(x, dtype, eps), x.contiguous(), weight.contiguous()
     y, rstd = native.empty(x, *x.shape, dtype=dtype), native.empty(x, *x.shape[:-1])
-    native.call("rms_norm_forward_cpu", args, {}, None, {"weight": weight}, x=x, y=y, rstd=rstd)
+    native.library().rms_norm_forward_cpu(native.point(args, x=x, weight=weight, y=y, rstd=rstd))
     return y, rstd
 
 
@@ -145,9 +145,9 @@ def _(x, weight, eps, dtype):
 @torch.library.custom_op("longhorn::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dweight)."""
-    args, x, dy = _norm_args(x, dy.dtype, 0.0), x.contiguous(), dy.contiguous()
+    args, x, dy, weight = _norm_args(x, dy.dtype, 0.0), x.contiguous(), dy.contiguous(), weight.contiguous()
     dx, dweight = native.empty(x, *x.shape, dtype=x.dtype), native.empty(x, args.tasks, args.D)
-    native.call("rms_norm_backward_cpu", args, {}, None, {"weight": weight}, x=x, dy=dy, rstd=rstd, dx=dx, dweight=dweight)
+    native.library().rms_norm_backward_cpu(native.point(args, x=x, dy=dy, weight=weight, rstd=rstd, dx=dx, dweight=dweight))
     return dx, dweight.sum(0)
 
 

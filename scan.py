@@ -140,12 +140,12 @@ def _check(x, dt, k, q, D, z, dt_bias, h0):
 def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
           h0: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries - empty unless `save`)."""
-    args, dtype = native.prepare(native.ScanArgs, x, N=k.shape[2])
     (B, T, d), N = x.shape, k.shape[2]
-    y, hT = native.empty(x, B, T, d, dtype=dtype), native.empty(x, B, d, N)
+    kernels = native.Kernels(native.ScanArgs, x, N=N)
+    y, hT = native.empty(x, B, T, d, dtype=kernels.dtype), native.empty(x, B, d, N)
     chunks = native.empty(x, B, -(-T // native.CHUNK), N, d) if save else native.empty(x, 0)
-    native.call("longhorn_scan_forward_cpu", args, {"x": x, "dt": dt, "k": k, "q": q, "z": z}, dtype,
-                {"skip": D, "bias": dt_bias, "h0": h0}, y=y, hT=hT, chunks=chunks if save else None)
+    kernels("longhorn_scan_forward", {"x": x, "dt": dt, "k": k, "q": q, "z": z}, {"skip": D, "bias": dt_bias, "h0": h0},
+            y=y, hT=hT, chunks=chunks if save else None)
     return y.to(x.dtype), hT, chunks
 
 
@@ -162,15 +162,15 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     """[dx, ddt, dk, dq, dD, dz, ddt_bias, dh0]; those of absent arguments are empty."""
     if chunks.numel() == 0:
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
-    args, dtype = native.prepare(native.ScanArgs, x, N=k.shape[2])
     (B, T, d), N = x.shape, k.shape[2]
-    dx, ddt, dz = (native.empty(x, B, T, d, dtype=dtype) if a is not None else None for a in (x, dt, z))
-    dk, dq = native.empty(x, args.splits, B, T, N), native.empty(x, args.splits, B, T, N)
+    kernels = native.Kernels(native.ScanArgs, x, N=N)
+    dx, ddt, dz = (native.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
+    dk, dq = (native.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     dD, dbias = (native.empty(x, B, d) if a is not None else None for a in (D, dt_bias))
     dh0 = native.empty(x, B, d, N) if h0 is not None else None
-    native.call("longhorn_scan_backward_cpu", args, {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}, dtype,
-                {"skip": D, "bias": dt_bias, "chunks": chunks, "dhT": dhT}, dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq,
-                dskip=dD, dbias=dbias, dh0=dh0)
+    kernels("longhorn_scan_backward", {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy},
+            {"skip": D, "bias": dt_bias, "chunks": chunks, "dhT": dhT},
+            dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dskip=dD, dbias=dbias, dh0=dh0)
     none = native.empty(x, 0)
     return [dx.to(x.dtype), ddt.to(x.dtype), dk.sum(0).to(x.dtype), dq.sum(0).to(x.dtype),
             none if dD is None else dD.sum(0), none.clone() if dz is None else dz.to(x.dtype),

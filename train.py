@@ -133,6 +133,8 @@ def check(config):
                  "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{name} {getattr(config, name)} must be 0 or more")
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed {config.seed} must be in 0 .. {2**32 - 1}")
     if config.learning_rate <= 0:
         raise ConfigError(f"learning_rate {config.learning_rate} must be above 0")
     if config.min_lr > config.learning_rate:

@@ -230,13 +230,13 @@ MUTANTS = {  # name: (a piece of longhorn_scan.cu, the same with a mistake that 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
     """One library that holds every broken kernel; the int `broken` in it says which one runs, and 0 is the real one."""
-    text = native.SOURCE.read_text()
+    cuda, marker, text = native.SOURCE.read_text().partition("- CPU vectors\n")
     for number, (name, (right, wrong)) in enumerate(MUTANTS.items(), 1):
         assert text.count(right) == 1, f"{name}: {right!r} stands {text.count(right)} times in longhorn_scan.cu"
         text = text.replace(right, wrong.replace("BROKEN", f"(broken == {number})"))
     folder = tmp_path_factory.mktemp("broken")
     source = folder / "broken.cu"
-    source.write_text('extern "C" { int broken = 0; }\n' + text)
+    source.write_text('extern "C" { int broken = 0; }\n' + cuda + marker + text)
     lib = native.load(native.build(source, folder)[0])
     return lib, ctypes.c_int.in_dll(lib, "broken")
 

@@ -145,18 +145,13 @@ def saved(out):
 
 
 def parts(out):
-    """(tensors and skeleton of what a checkpoint holds, its step), without the generators that nothing seeds."""
+    """((tensors, skeleton) of what a checkpoint holds, its step)."""
     tensors, meta = saved(out)
-    state = checkpoint.unflatten(tensors, meta["skeleton"])
-    state["rng"] = state["rng"]["torch"]
-    return checkpoint.flatten(state), meta["step"]
+    return (tensors, meta["skeleton"]), meta["step"]
 
 
 def assert_same_run(out, undisturbed):
-    """Every tensor of the final checkpoints and every logged number that training computes, bit for bit.
-
-    But for the generators of python and numpy, which training does not use and no seed sets.
-    """
+    """Every tensor of the final checkpoints, random generators included, and every number that training logs, bit for bit."""
     (a, step_a), (b, step_b) = (parts(folder) for folder in (out, undisturbed))
     assert step_a == step_b and a[1] == b[1], "a number, or what there is at all, differs"
     assert [name for name in a[0] if not torch.equal(a[0][name], b[0][name])] == []
@@ -199,8 +194,8 @@ def test_learning_rate(max_iters, warmup, peak, low):
     warm = train.warmup_steps(config)
     assert warm == (round(max_iters / 20) if warmup < 0 else config.warmup_iters)
     assert 0 < rates[0] and rates[-1] == low * peak  # not about
-    assert max(rates) <= peak and (warm == 0 or rates[warm - 1] == pytest.approx(peak, rel=1e-15))
-    assert rates.count(peak) <= 1 or low == 1  # the peak is not held
+    assert max(rates) <= peak * (1 + 1e-15) and (warm == 0 or rates[warm - 1] == pytest.approx(peak, rel=1e-15))
+    assert rates.count(peak) <= 1 or low > 0.999  # the peak is not held
     assert all(a < b for a, b in zip(rates[:warm], rates[1:warm], strict=False))
     assert all(a >= b for a, b in zip(rates[warm:], rates[warm + 1:], strict=False))
 
@@ -281,7 +276,7 @@ def test_records_of_a_finished_run(whole, data):
     derived, where = record["derived"], record["environment"]
     assert derived["windows_per_step"] == 12 and derived["accumulation"] == 1 and derived["processes"] == 1
     assert derived["tokens"] == 12 * 384 and derived["epochs"] == pytest.approx(144 / 124) and derived["warmup_steps"] == 1
-    assert derived["device_name"] == "cpu" and derived["dtype"] == "float32" and derived["train_tokens"] == 4000
+    assert derived["device_name"] == "cpu" and record["config"]["dtype"] == "float32" and derived["train_tokens"] == 4000
     assert "embed.weight" in derived["decayed"] and derived["parameters"]["total"] > 0
     assert {"commit", "uncommitted_changes", "command", "python", "torch", "system", "cpu", "cores", "gpu", "cuda"} <= set(where)
     assert where["torch"] == torch.__version__ and "train.py" in where["command"] and "--max_iters=12" in where["command"]

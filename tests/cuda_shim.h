@@ -1,0 +1,136 @@
+// Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. Two ways to run the threads of a block:
+//   as fibers that hand over at every barrier and shuffle (the default: fast, and the same order each time), or
+//   as threads of the machine (-DSHIM_THREADS), so that ThreadSanitizer names a missing __syncthreads as a data race.
+// Shared memory starts as NaN either way: what is read before it was written shows in the result.
+//
+// What this cannot show: speed, coalescing, and lanes of a warp that drift apart between shuffles in ways a GPU would not.
+// g++ -x c++ -std=c++20 -DLONGHORN_SHIM -DSCAN_TYPE=float -DSCAN_P=4 -DSCAN_L=4 -include tests/cuda_shim.h longhorn_scan.cu
+
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+#include <barrier>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+
+struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
+
+#ifdef SHIM_THREADS
+inline thread_local dim3 threadIdx, blockIdx;
+struct ShimBarrier {
+    std::barrier<> barrier;
+    ShimBarrier(unsigned n) : barrier(n) {}
+    void wait() { barrier.arrive_and_wait(); }
+};
+#else
+inline dim3 threadIdx, blockIdx;
+inline ucontext_t shim_scheduler, *shim_fiber;
+inline void shim_yield() {
+    const dim3 me = threadIdx;
+    swapcontext(shim_fiber, &shim_scheduler);
+    threadIdx = me;
+}
+struct ShimBarrier {
+    unsigned n, arrived = 0, round = 0;
+    ShimBarrier(unsigned n) : n(n) {}
+    void wait() {
+        const unsigned mine = round;
+        if (++arrived == n) { arrived = 0; round++; }
+        while (round == mine) shim_yield();
+    }
+};
+#endif
+
+struct ShimBlock {
+    struct Warp { ShimBarrier barrier{32}; float slots[32]; };
+    ShimBarrier barrier;
+    std::vector<std::unique_ptr<Warp>> warps;
+    std::vector<float> shared;
+    ShimBlock(unsigned threads, size_t bytes) : barrier(threads), shared((bytes + 3) / 4 + 4) {
+        for (unsigned w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());
+        for (auto &v : shared) v = __builtin_nanf("");
+    }
+};
+inline ShimBlock *shim_block;
+
+inline void __syncthreads() { shim_block->barrier.wait(); }
+
+inline float __shfl_xor_sync(unsigned, float v, int mask) {
+    auto &warp = *shim_block->warps[threadIdx.x / 32];
+    const unsigned lane = threadIdx.x % 32;
+    warp.slots[lane] = v;
+    warp.barrier.wait();
+    const float other = warp.slots[lane ^ mask];
+    warp.barrier.wait();
+    return other;
+}
+
+inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline uint32_t shim_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+typedef int cudaError_t;
+typedef void *cudaStream_t;
+
+inline float __half2float(uint16_t h) { _Float16 v; memcpy(&v, &h, 2); return (float)v; }
+inline uint16_t __float2half_rn(float f) { _Float16 v = (_Float16)f; uint16_t h; memcpy(&h, &v, 2); return h; }
+inline uint16_t __ushort_as_half(uint16_t h) { return h; }
+inline uint16_t __half_as_ushort(uint16_t h) { return h; }
+inline uint16_t __float2bfloat16_rn(float f) { uint32_t u = shim_bits(f); return f != f ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
+inline uint16_t __bfloat16_as_ushort(uint16_t h) { return h; }
+enum { cudaSuccess = 0 };
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char *cudaGetErrorString(cudaError_t) { return ""; }
+
+#define SHARED_MEMORY shim_block->shared.data()
+#define LAUNCH(kernel, grid, bytes, stream, ...) shim_launch(kernel, grid, THREADS, bytes, __VA_ARGS__)
+
+template <class Body> void shim_run_block(unsigned threads, Body body) {
+#ifdef SHIM_THREADS
+    std::vector<std::thread> lanes;
+    for (unsigned t = 0; t < threads; t++) lanes.emplace_back([=] { body(t); });
+    for (auto &lane : lanes) lane.join();
+#else
+    static Body *current;
+    static unsigned running;
+    static bool done;
+    const size_t stack = 1 << 18;
+    std::vector<char> stacks(threads * stack);
+    std::vector<ucontext_t> fibers(threads);
+    std::vector<bool> finished(threads, false);
+    current = &body;
+    for (unsigned t = 0; t < threads; t++) {
+        getcontext(&fibers[t]);
+        fibers[t].uc_stack.ss_sp = stacks.data() + t * stack;
+        fibers[t].uc_stack.ss_size = stack;
+        fibers[t].uc_link = &shim_scheduler;
+        makecontext(&fibers[t], (void (*)()) + [] { (*current)(running); done = true; }, 0);
+    }
+    for (unsigned left = threads; left > 0;)
+        for (unsigned t = 0; t < threads; t++) {
+            if (finished[t]) continue;
+            running = t; done = false; shim_fiber = &fibers[t];
+            swapcontext(&shim_scheduler, &fibers[t]);
+            if (done) { finished[t] = true; left--; }
+        }
+#endif
+}
+
+template <class Kernel, class... Args> void shim_launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Args... args) {
+    for (unsigned x = 0; x < grid.x; x++) {
+        ShimBlock block(threads, bytes);
+        shim_block = &block;
+        shim_run_block(threads, [=](unsigned t) {
+            threadIdx = dim3(t);
+            blockIdx = dim3(x);
+            kernel(args...);
+        });
+    }
+}
