@@ -919,11 +919,10 @@ template <class E, int WC> static void conv_backward(const ConvArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_backward_task<E, WC>(a, b, first, last); });
 }
 
-// Picks the instance for the dtype, and for the size that nearly every model uses.
-#define DISPATCH(f, size, common) do {                                                                    \
-    if (a->dtype == BFLOAT16) { if (size == common) f<bf16, common>(*a); else f<bf16, 0>(*a); }            \
-    else                      { if (size == common) f<float, common>(*a); else f<float, 0>(*a); } } while (0)
-
+// Picks the instance for the dtype, and for a size known at compile time where it is one that models use.
+#define DISPATCH(f, size) do { if (a->dtype == BFLOAT16) f<bf16, size>(*a); else f<float, size>(*a); } while (0)
+#define DISPATCH_SCAN(f) do { if (a->N == 16) DISPATCH(f, 16); else if (a->N == 8) DISPATCH(f, 8); else DISPATCH(f, 0); } while (0)
+#define DISPATCH_CONV(f) do { if (a->W == 4) DISPATCH(f, 4); else DISPATCH(f, 0); } while (0)
 #define DISPATCH_NORM(f) do {                                                                                 \
     if (a->x_dtype == BFLOAT16) { if (a->y_dtype == BFLOAT16) f<bf16, bf16>(*a); else f<bf16, float>(*a); }    \
     else                        { if (a->y_dtype == BFLOAT16) f<float, bf16>(*a); else f<float, float>(*a); } } while (0)
@@ -940,10 +939,10 @@ int longhorn_has_openmp(void) {
     return 0;
 #endif
 }
-void longhorn_scan_forward_cpu(const ScanArgs *a) { DISPATCH(scan_forward, a->N, 16); }
-void longhorn_scan_backward_cpu(const ScanArgs *a) { DISPATCH(scan_backward, a->N, 16); }
-void causal_conv_forward_cpu(const ConvArgs *a) { DISPATCH(conv_forward, a->W, 4); }
-void causal_conv_backward_cpu(const ConvArgs *a) { DISPATCH(conv_backward, a->W, 4); }
+void longhorn_scan_forward_cpu(const ScanArgs *a) { DISPATCH_SCAN(scan_forward); }
+void longhorn_scan_backward_cpu(const ScanArgs *a) { DISPATCH_SCAN(scan_backward); }
+void causal_conv_forward_cpu(const ConvArgs *a) { DISPATCH_CONV(conv_forward); }
+void causal_conv_backward_cpu(const ConvArgs *a) { DISPATCH_CONV(conv_backward); }
 void rms_norm_forward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_forward); }
 void rms_norm_backward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_backward); }
 }
