@@ -9,7 +9,7 @@ dataset = "pystdlib"
 
 batch_tokens = 1024
 batch_size = 4
-max_iters = 4600
+max_iters = 4400
 learning_rate = 1.5e-3  # peak
 min_lr = 0.0
 beta2 = 0.99
