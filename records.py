@@ -99,9 +99,14 @@ def draw_loss(folder):
     if not train and not val:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
-    axes.plot([e["tokens"] for e in train], [e["train_loss"] for e in train], lw=0.8, alpha=0.7, label="training")
+    losses = [math.nan if e["train_loss"] is None else e["train_loss"] for e in train]
+    span = max(1, len(losses) // 25)  # a step's loss is that of a few windows: the eye needs their running mean
+    means = [sum(part) / len(part) for part in (losses[max(0, i - span + 1):i + 1] for i in range(len(losses)))]
+    axes.plot([e["tokens"] for e in train], losses, lw=0.6, alpha=0.35, color="tab:blue")
+    label = f"training, mean of {span} lines of the log" if span > 1 else "training"
+    axes.plot([e["tokens"] for e in train], means, lw=1.4, color="tab:blue", label=label)
     if val:
-        axes.plot([e["tokens"] for e in val], [e["val_loss"] for e in val], "o-", ms=3, label="validation")
+        axes.plot([e["tokens"] for e in val], [e["val_loss"] for e in val], "o-", ms=3, color="tab:orange", label="validation")
     if val and val[-1]["val_loss"] is not None:
         axes.annotate(f"{val[-1]['val_loss']:.4f}", (val[-1]["tokens"], val[-1]["val_loss"]), xytext=(0, 8),
                       textcoords="offset points", ha="right")

@@ -9,7 +9,7 @@ dataset = "pystdlib"
 
 batch_tokens = 1024
 batch_size = 4
-max_iters = 4400
+max_iters = 4600
 learning_rate = 1.5e-3  # peak
 min_lr = 0.0
 beta2 = 0.99
@@ -17,4 +17,4 @@ beta2 = 0.99
 eval_interval = 1000
 eval_tokens = 65536
 eval_batch_size = 32
-log_interval = 50
+log_interval = 20

@@ -10,7 +10,7 @@ dataset = "pystdlib"
 
 batch_tokens = 1024
 batch_size = 4
-max_iters = 4400
+max_iters = 4600
 learning_rate = 1.5e-3  # peak
 min_lr = 0.0
 beta2 = 0.99
@@ -19,4 +19,4 @@ eval_interval = 1000
 eval_tokens = 65536
 eval_block_size = 1024
 eval_batch_size = 8
-log_interval = 50
+log_interval = 20
