@@ -18,7 +18,7 @@ train: $(VENV)/main
 	$(PY) sample.py --out_dir=$(RUN) --max_new_tokens=400
 
 test: $(VENV)/main $(VENV)/test lint
-	$(PY) -m pytest -q tests $(ARGS)
+	$(PY) -m pytest -q -rs tests $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .
