@@ -1,6 +1,7 @@
 # Two commands do everything, set-up included:  make train   make test
 #
-#   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config, other settings
+#   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config, other settings (on pystdlib's data)
+#   make train OUT=out/again                                            another folder
 #   make test  ARGS="-k scan -x"                                       some of the tests
 #   make PYTHON=python3.12 ...                                         the interpreter that .venv is made with
 
@@ -8,14 +9,14 @@ PYTHON ?= python3
 CONFIG ?= config/longhorn_laptop.py
 VENV   := .venv
 PY     := $(VENV)/bin/python
-RUN    := out/$(basename $(notdir $(CONFIG)))
+OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
 .PHONY: train test lint bench clean
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
-	$(PY) train.py $(CONFIG) $(ARGS)
-	$(PY) sample.py --out_dir=$(RUN) --max_new_tokens=400
+	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
+	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
 
 test: $(VENV)/main $(VENV)/test lint
 	$(PY) -m pytest -q -rs tests $(ARGS)

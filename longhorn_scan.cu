@@ -1,11 +1,11 @@
-// The native source: the Longhorn scan and the short causal convolution that feeds it.
+// The native source: the Longhorn scan, and on the CPU the short causal convolution that feeds it and RMSNorm.
 //
 //   eps_i = 1 / (1 + exp(-(dt_i + bias_i)) + |k|^2)          = beta / (1 + beta |k|^2), Eq. 6
 //   S_ij += (eps_i k_j) (x_i - k_j S_ij)                       Eq. 7: decay 1 - eps_i k_j^2, input eps_i x_i k_j
 //   y_i   = (sum_j S_ij q_j + D_i x_i) * silu(z_i)             Algorithm 1, Mamba's skip and gate
 //
-// The surprise: one file, two compilers. A C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc is to build
-// the CUDA kernels from it; scan.py does so on first use and calls the plain C interface at the bottom through ctypes.
+// The surprise: one file, two compilers. A C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc builds
+// the CUDA kernels from it; native.py does so on first use and calls the plain C interface at the bottom through ctypes.
 // No PyTorch header is included, so a build takes seconds and no release of PyTorch breaks it.
 //
 // Glossary (paper symbol, our name, shape)
@@ -19,7 +19,7 @@
 #include <stdint.h>
 #include <string.h>
 
-// ---------------------------------------------------------------------------------------------- shared with scan.py
+// ---------------------------------------------------------------------------------------------- shared with native.py
 
 // The state is kept every CHUNK steps for the backward, which recomputes what lies between: 4 / 32 = 1/8 byte per
 // (token, channel, state element). Dividing by the forget gate instead would lose the gradient at large keys.
@@ -108,8 +108,8 @@ __device__ inline void set(float *p, float v) { *p = v; }
 __device__ inline void set(bf16 *p, float v) { p->bits = __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 __device__ inline void set(fp16 *p, float v) { p->bits = __half_as_ushort(__float2half_rn(v)); }
 
-__device__ inline float exp_clamped(float v) { return exp2f(fminf(v, 88.0f) * 1.44269504f); }   // no inf, so no inf * 0
-__device__ inline float reciprocal(float v) { return __fdividef(1.0f, v); }   // 1 ulp, and no slow path to call
+__device__ inline float exp_clamped(float v) { return exp2f((v > 88.0f ? 88.0f : v) * 1.44269504f); }   // fminf loses NaN
+__device__ inline float reciprocal(float v) { return __fdividef(1.0f, v); }   // 2 ulp, and no slow path to call
 __device__ inline float sigmoid(float v) { return reciprocal(1.0f + exp_clamped(-v)); }
 
 template <int L> __device__ inline float sum_lanes(float v) {            // over the L lanes of a channel, in all of them
@@ -389,7 +389,7 @@ template <class E, int P, int L> __global__ void __launch_bounds__(THREADS) scan
 }
 
 // ------------------------------------------------------------------------------------------------ CUDA: launch, C API
-// scan.py builds one library for a dtype, P and L (SCAN_TYPE, SCAN_P, SCAN_L): three kernels compile in seconds, all
+// native.py builds one library for a dtype, P and L (SCAN_TYPE, SCAN_P, SCAN_L): three kernels compile in seconds, all
 // combinations would take minutes. Each call returns null, or the launch that failed and CUDA's words.
 
 typedef SCAN_TYPE E;

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -96,11 +97,11 @@ def build(source=SOURCE, folder=None):
     if compiler is None:
         raise OSError("no C++ compiler found (install g++ or clang++, or set CXX)")
     try:
-        return _compile([compiler, *_flags(openmp=sys.platform != "darwin")], "cpu", _cpu_name(), source, folder)
+        return _compile([*shlex.split(compiler), *_flags(openmp=sys.platform != "darwin")], "cpu", _cpu_name(), source, folder)
     except OSError:
         if sys.platform == "darwin":  # Apple's clang has no OpenMP: it was not asked for
             raise
-    return _compile([compiler, *_flags(openmp=False)], "cpu", _cpu_name(), source, folder)
+    return _compile([*shlex.split(compiler), *_flags(openmp=False)], "cpu", _cpu_name(), source, folder)
 
 
 def build_cuda(dtype, P, L, architecture, source=SOURCE, folder=None):
@@ -121,11 +122,17 @@ def _nvcc():
 
 def _compile(command, tag, machine, source, folder):
     try:
-        version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+        prefix = command[:next(i for i, word in enumerate(command) if word.startswith("-"))]  # $CXX may be "ccache g++"
+        version = subprocess.run([*prefix, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise OSError(f"the compiler {command[0]!r} does not run: {error}") from None
     folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or SOURCE.with_name("build"))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        open(folder / ".writable", "w").close()
+        (folder / ".writable").unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder") from None
     key = hashlib.sha256("\0".join([version, machine, *command]).encode() + Path(source).read_bytes()).hexdigest()[:16]
     path = folder / f"longhorn_scan_{tag}_{key}.so"
     with open(folder / f"{path.name}.lock", "w") as lock:
@@ -177,7 +184,7 @@ def library():
     lib = load(path)
     simd = {16: "avx512", 8: "8 lanes", 4: "4 lanes"}[lib.longhorn_lanes()]
     openmp = "OpenMP" if lib.longhorn_has_openmp() else "one thread (this compiler has no OpenMP)"
-    say_once(f"scan: cpu {simd}, {openmp} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
+    say_once(f"native kernels: cpu {simd}, {openmp} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
     return lib
 
 
@@ -192,7 +199,7 @@ def cuda_library(dtype, P, L, architecture):
     for name in ("longhorn_scan_forward_cuda", "longhorn_scan_backward_cuda"):
         getattr(lib, name).restype = ctypes.c_char_p
         getattr(lib, name).argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    say_once(f"scan: cuda {architecture}, {CUDA_TYPES[dtype]}, {P} states a lane, {L} lanes a channel "
+    say_once(f"native kernels: cuda {architecture}, {CUDA_TYPES[dtype]}, {P} states a lane, {L} lanes a channel "
              f"({f'built in {seconds:.1f} s' if seconds else 'cached'})")
     return lib
 
@@ -203,10 +210,12 @@ def cuda_shape(B, D, N, multiprocessors):
     One lane a channel does the least work; where that leaves multiprocessors idle a channel is spread over more lanes,
     down to 4 states each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
     """
+    if N > 512:
+        raise ValueError(f"scan: the CUDA kernels take up to 512 states a channel, got {N}: use backend='torch'")
     states = max(4, 1 << (N - 1).bit_length())
     P = min(16, states)
     L = states // P
-    while P > 4 and B * -(-D // (CUDA_THREADS // L)) < 2 * multiprocessors:
+    while P > 4 and L < 32 and B * -(-D // (CUDA_THREADS // L)) < 2 * multiprocessors:
         P, L = P // 2, L * 2
     return P, L
 

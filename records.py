@@ -22,10 +22,18 @@ from pathlib import Path
 
 
 def write_json(path, record):
-    """Write `record` to `path`, beside and renamed over, so that a reader sees all of it or none."""
+    """Write `record` to `path`, beside and renamed over, so that a reader sees all of it or none.
+
+    A number at the top level that is not finite becomes null, which JSON can hold.
+    """
+    record = _finite(record)
     temporary = Path(f"{path}.tmp-{os.getpid()}")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def _finite(record):
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def read_log(folder, event=None):
@@ -53,8 +61,7 @@ class Log:
 
     def write(self, event, step, **values):
         """One line: the event, its step, and values; numbers that are not finite become null, which JSON can hold."""
-        record = {"event": event, "step": step, **values}
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        record = _finite({"event": event, "step": step, **values})
         self.file.write(json.dumps(record) + "\n")
         return record
 

@@ -84,8 +84,8 @@ HARMLESS = {"out_dir", "resume", "batch_size", "eval_interval", "eval_tokens", "
             "max_bad_steps", "scan_backend", "dataset"}  # the dataset's content is compared by its hash instead
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12,
-              "RTX 4090": 165e12, "RTX 3090": 71e12}
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+              "L40S": 362e12, "B200": 2250e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 # ------------------------------------------------------------------------------------------------------ pure functions
@@ -126,7 +126,7 @@ def share_of_step(config, rank, world):
 
 def check(config):
     """Raises ConfigError for values that cannot work, whatever the data and the machine."""
-    for name in ("batch_tokens", "batch_size", "max_iters", "log_interval", "max_bad_steps"):
+    for name in ("block_size", "batch_tokens", "batch_size", "max_iters", "log_interval", "max_bad_steps"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
     for name in ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_batch_size",
@@ -167,12 +167,13 @@ def open_device(config):
             raise ConfigError(f"device {kind}: PyTorch sees no GPU; use --device=cpu, or install a CUDA build of torch")
         if kind == "cuda":
             kind = f"cuda:{local}"
-        torch.cuda.set_device(kind)
         torch.set_float32_matmul_precision("high")
     try:
         device = torch.device(kind)
-    except RuntimeError:
-        raise ConfigError(f"device {kind!r} is unknown: use cpu, cuda, cuda:1 ...") from None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError, ValueError):
+        raise ConfigError(f"device {kind!r} is unknown or not there: use cpu, cuda, cuda:1 ...") from None
     if device.type == "cpu":
         keep_memory()
     if world > 1:
@@ -187,8 +188,8 @@ def keep_memory():
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+        if libc.mallopt(m_mmap_threshold, 1 << 30) or libc.mallopt(m_mmap_threshold, 1 << 25):  # the most before glibc 2.35
+            libc.mallopt(m_trim_threshold, (1 << 31) - 1)
 
 
 def pick_dtype(name, device):
@@ -248,8 +249,8 @@ class Bar:
             if text:
                 self.bar.set_postfix_str(text, refresh=False)
 
-    def line(self, text, always=True):
-        if self.main and self.bar is not None and always:
+    def line(self, text, beside_bar=True):
+        if self.main and self.bar is not None and beside_bar:
             self.bar.write(text)
         elif self.main and self.bar is None:
             print(text, flush=True)
@@ -277,7 +278,7 @@ def evaluate(model, compiled, tokens, windows, batch_size, autocast, device, ran
         length = int(batch[0][1])
         rows = torch.stack([torch.from_numpy(tokens[s:s + length + 1].astype("int64")) for s, _ in batch]).to(device)
         with autocast:
-            _, loss = (compiled if len(batch) == batch_size else model)(rows[:, :-1], rows[:, 1:])
+            loss = (compiled if len(batch) == batch_size else model)(rows[:, :-1], rows[:, 1:])[1]
         total += torch.tensor([loss.item() * len(batch) * length, len(batch) * length], dtype=torch.float64)
     if world > 1:
         total = total.to(device)
@@ -341,12 +342,21 @@ def main(argv):
         scaler.load_state_dict(state["scaler"])
         checkpoint.set_rng_state(state["rng"])
         start, spent, skipped, bad, best = (meta[k] for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
+        del tensors, state  # as large as the model and its optimiser
+    if world > 1:
+        seen = [None] * world
+        dist.all_gather_object(seen, (start, config.dtype, data.sha256["train"]))
+        if any(s != seen[0] for s in seen):
+            raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be the same "
+                              "on every node")
+    if resuming:
         if start == config.max_iters and (out / "result.json").exists():
             if is_main:
                 print(f"{out} is finished already; to train again use --resume=never", flush=True)
             return
     if is_main:
         try:
+            lock = take(out)  # noqa: F841  held until the process ends
             if not resuming:
                 keep_earlier(out)
             out.mkdir(parents=True, exist_ok=True)
@@ -388,8 +398,9 @@ def main(argv):
                  + "".join(f"; {key} was {old!r}, is {new!r}" for key, (old, new) in changes.items()))
 
     def save(step):
+        """True where `step` is on disk afterwards, or is another rank's care."""
         if not is_main:
-            return
+            return True
         try:
             tensors, skeleton = checkpoint.flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                                                     "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()})
@@ -397,8 +408,10 @@ def main(argv):
                                             "seconds": spent + time.perf_counter() - began, "skipped": skipped, "bad": bad,
                                             "best_val_loss": best, "config": settings, "data": data.sha256,
                                             "tokenizer": data.meta.get("tokenizer"), "table": data.meta.get("table")})
-        except OSError as error:  # a full disk, say: what was saved before is untouched, and the run goes on
+        except OSError as error:  # a full disk, say: what was saved before is untouched
             bar.line(f"step {step}: checkpoint not written ({error}); the one before stays")
+            return False
+        return True
 
     def validate(step, windows):
         at_a_time = config.eval_batch_size or max(1, batch_size * config.block_size // eval_block)
@@ -427,7 +440,7 @@ def main(argv):
             last = i + batch_size >= per_rank
             with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
                 with autocast:
-                    _, loss = ddp(x, y)
+                    loss = ddp(x, y)[1]  # not the logits: a name would keep them alive into the next forward
                     loss = loss * (len(part) / per_rank)  # the mean over the step's windows, however they are cut
                 scaler.scale(loss).backward()
             loss_sum += loss.detach().float()
@@ -471,7 +484,7 @@ def main(argv):
             if config.wandb != "off":
                 wandb.log(values, step=done)
             bar.line(f"step {done:6d}  loss {train_loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {rate:,.0f} tokens/s"
-                     + (f"  mfu {values['mfu']:.1%}" if peak else ""), always=False)
+                     + (f"  mfu {values['mfu']:.1%}" if peak else ""), beside_bar=False)
         bar.step(f"loss {train_loss:.3f}")
 
         at_end, paused = done == config.max_iters, time.perf_counter()
@@ -481,19 +494,21 @@ def main(argv):
         due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else (
             config.eval_interval and done % config.eval_interval == 0)
         if at_end or asked or due:
-            save(done)
-            saved_at = done
+            saved_at = done if save(done) else saved_at
         aside += time.perf_counter() - paused
         if asked and not at_end:
             bar.close()
-            if is_main:
-                again = [a for a in sys.argv if not a.startswith("--resume")]
-                print(f"stopped after step {done} of {config.max_iters} and saved {path}; go on with: "
-                      f"{shlex.join([Path(sys.executable).name, *again, '--resume=auto'])}", flush=True)
+            if is_main and saved_at == done:
+                again = [sys.executable, *(a for a in sys.argv if not a.startswith("--resume")), "--resume=auto"]
+                how = f"go on with: {shlex.join(again)}" if world == 1 else "go on with the same torchrun line and --resume=auto"
+                print(f"stopped after step {done} of {config.max_iters} and saved {path}; {how}", flush=True)
+            elif is_main:
+                raise Diverged(f"stopped after step {done} without saving it; the last checkpoint is of step {saved_at}")
             return
 
-    if val_loss is None:  # killed between the last checkpoint and the result
+    if val_loss is None:  # killed between the last checkpoint and the result: the log may hold its evaluation already
         val_loss = validate(config.max_iters, final_windows)
+        best = min(best, val_loss)
     bar.close()
     if is_main:
         seconds = spent + time.perf_counter() - began
@@ -509,7 +524,8 @@ def main(argv):
             result["val_bits_per_byte"] = val_loss / math.log(2) / size
             text += f", {result['val_bits_per_byte']:.4f} bits per byte"
             if data.meta.get("xz9_bits_per_byte"):
-                text += f" (xz -9 needs {data.meta['xz9_bits_per_byte']:.4f} for the same bytes)"
+                result["xz9_bits_per_byte"] = data.meta["xz9_bits_per_byte"]
+                text += f" (xz -9 needs {result['xz9_bits_per_byte']:.4f} for the same bytes)"
         write_json(out / "result.json", result)
         if config.wandb != "off":
             wandb.summary.update(result)
@@ -519,6 +535,21 @@ def main(argv):
 
 class Diverged(RuntimeError):
     """The loss stayed not finite; the message says where and what to do."""
+
+
+def take(out):
+    """Lock an out_dir for this process, however it ends: two runs in one folder would mix their records."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(out.parent / f".{out.name}.lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # not a Unix
+        pass
+    except BlockingIOError:
+        raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
+    return lock
 
 
 def keep_earlier(out):

@@ -271,7 +271,7 @@ def main():
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name}={getattr(args, name)}: must be at least 1")
     if args.device == "cuda":
-        sys.exit("bench/scan.py: the CUDA kernels are not written yet; --device=cpu measures the CPU kernels")
+        sys.exit("bench/scan.py: this script does not time the CUDA kernels yet; --device=cpu times the CPU kernels")
     if args.threads:
         torch.set_num_threads(args.threads)
     reason = native.unavailable("cpu")

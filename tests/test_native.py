@@ -235,7 +235,7 @@ def test_what_runs_is_said_once_and_by_one_rank(fresh, monkeypatch, capfd):
     native.library()
     native.library()
     line = capfd.readouterr().err
-    assert re.fullmatch(r"scan: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n", line), line
+    assert re.fullmatch(r"native kernels: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n", line), line
     native.library.cache_clear()
     native.library()
     assert "(cached)" in capfd.readouterr().err
