@@ -100,6 +100,14 @@ def test_extreme_values(shim, monkeypatch, kw):
     assert not failures(a, slack=dict.fromkeys(got, 2e-5))
 
 
+def test_nan_in_the_logits_reaches_the_output(shim, monkeypatch):
+    use(monkeypatch, shim(F32, 4, 4), 4)
+    a = inputs(1, 6, 5, 16)
+    a["dt"][0, 2, 3] = torch.nan
+    y = longhorn_scan(**a, backend="cpu")
+    assert y[0, 2:, 3].isnan().all() and y[0, :2].isfinite().all() and y[0, :, :3].isfinite().all()
+
+
 def native_scan(**a):
     return longhorn_scan(**a, backend="cpu")
 

@@ -679,3 +679,22 @@ def test_help_lists_every_key():
     for field in dataclasses.fields(TrainConfig):
         line = next((line for line in result.out.splitlines() if line.split()[:1] == [f"--{field.name}"]), "")
         assert len(line.split()) > 3, f"--{field.name} is not explained"
+
+
+# ------------------------------------------------------------------------------------------- what must not go unsaid
+
+def test_a_checkpoint_that_could_not_be_written_is_not_announced_as_saved(data, tmp_path):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(checkpoint, "save", full):
+        result = run(arguments(data, tmp_path / "run"), LM=stops_at(3))
+    assert result.code == 2 and "without saving it; the last checkpoint is of step 0" in result.err
+    assert "No space left" in result.out and "go on with" not in result.out
+
+
+def test_two_runs_cannot_share_a_folder(data, tmp_path):
+    held = train.take(tmp_path / "run")
+    refuse(arguments(data, tmp_path / "run"), "another run writes to", "another out_dir")
+    held.close()
+    succeed(arguments(data, tmp_path / "run", max_iters=2))
