@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_name("longhorn_scan.cu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "cuda", "torch")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
+MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of longhorn_scan.cu
 CUDA_THREADS = 128  # THREADS of longhorn_scan.cu
 CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -44,7 +45,7 @@ def choose(op, backend, device, not_native):
     if reason is None and wanted != device:
         reason = f"the tensors are on {device}"
     if reason is None and not_native:
-        reason = "the kernels take float32, bfloat16 and float16, and convolutions up to width 8: use backend='torch'"
+        reason = f"the kernels take float32, bfloat16 and float16, and convolutions up to width {MAX_WIDTH}: use backend='torch'"
     if reason is None:
         return wanted
     if backend is not None:
@@ -127,15 +128,16 @@ def _compile(command, tag, machine, source, folder):
     except (OSError, subprocess.CalledProcessError) as error:
         raise OSError(f"the compiler {command[0]!r} does not run: {error}") from None
     folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or SOURCE.with_name("build"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        open(folder / ".writable", "w").close()
-        (folder / ".writable").unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder") from None
     key = hashlib.sha256("\0".join([version, machine, *command]).encode() + Path(source).read_bytes()).hexdigest()[:16]
     path = folder / f"longhorn_scan_{tag}_{key}.so"
-    with open(folder / f"{path.name}.lock", "w") as lock:
+    if path.exists():  # it was renamed into place whole, so this needs no lock, and no right to write
+        return path, 0.0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"{path.name}.lock", "w")
+    except OSError as error:
+        raise OSError(f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder") from None
+    with lock:
         _lock(lock)
         if path.exists():
             return path, 0.0

@@ -35,7 +35,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
     for name, (a, shape) in wanted.items():
         if a is not None and tuple(a.shape) != shape:
             raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
-    fits = x.dtype in native.DTYPES and W <= 8
+    fits = x.dtype in native.DTYPES and W <= native.MAX_WIDTH
     if x.is_cuda or native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":  # cuDNN's is fused already
         padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
         y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)

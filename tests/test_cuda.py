@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_scan import BF16, EPS, F16, F32, failures, inputs, poison, results  # noqa: F401  (poison is a fixture)
+from test_scan import BF16, EPS, F16, F32, failures, inputs, results
 
 import native
 from scan import longhorn_scan, longhorn_scan_ref
@@ -28,7 +28,8 @@ THREADS = 64  # two warps: enough for sums over warps, and quicker than the 128 
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++")), None)
 CPU_PART = "- CPU vectors\n"  # what follows in longhorn_scan.cu is not the CUDA kernels'
 
-pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")
+pytestmark = [pytest.mark.usefixtures("poison"),
+              pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
 def compile_shim(folder, dtype, P, L, source=native.SOURCE, flags=("-O1",), main=None):

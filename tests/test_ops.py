@@ -22,14 +22,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 property_test = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-@pytest.fixture(autouse=True)
-def poison():
-    """PyTorch fills new memory with NaN in this mode: what a kernel does not write is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def agree(got, true, terms=0.0):
@@ -315,4 +308,4 @@ def test_unknown_backend_and_meta():
 
 
 def test_max_width_is_the_librarys():
-    assert native.library().longhorn_max_width() == 8
+    assert native.library().longhorn_max_width() == native.MAX_WIDTH

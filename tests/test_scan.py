@@ -34,14 +34,7 @@ TINY = 1e-15  # below it a gradient is nothing: at a logit of -88 beta is 1e-38,
 property_test = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-@pytest.fixture(autouse=True)
-def poison():
-    """PyTorch fills new memory with NaN in this mode: what a kernel does not write is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 # ---------------------------------------------------------------------------------------------------- the comparison
