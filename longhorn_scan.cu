@@ -1,23 +1,33 @@
-// The native source: the Longhorn scan, and on the CPU the short causal convolution that feeds it and RMSNorm.
+// The native source: the Longhorn scan and Mamba's, and on the CPU the short causal convolution before them and RMSNorm.
 //
-//   eps_i = 1 / (1 + exp(-(dt_i + bias_i)) + |k|^2)          = beta / (1 + beta |k|^2), Eq. 6
-//   S_ij += (eps_i k_j) (x_i - k_j S_ij)                       Eq. 7: decay 1 - eps_i k_j^2, input eps_i x_i k_j
-//   y_i   = (sum_j S_ij q_j + D_i x_i) * silu(z_i)             Algorithm 1, Mamba's skip and gate
+//   Longhorn   eps_i = 1 / (1 + exp(-(dt_i + bias_i)) + |k|^2)         = beta / (1 + beta |k|^2), Eq. 6
+//              S_ij += (eps_i k_j) (x_i - k_j S_ij)                    Eq. 7: decay 1 - eps_i k_j^2, input eps_i x_i k_j
+//   Exact      S_ij += (eps_i k_j) (x_i - sum_l k_l S_il)              Eq. 6 without the diagonal approximation
+//   Mamba      S_ij  = exp(delta_i A_ij) S_ij + delta_i x_i k_j        delta = softplus(dt + bias); k, q are its B, C
+//   all three  y_i   = (sum_j S_ij q_j + D_i x_i) * silu(z_i)          Algorithm 1, Mamba's skip and gate
 //
-// The surprise: one file, two compilers. A C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc builds
-// the CUDA kernels from it; native.py does so on first use and calls the plain C interface at the bottom through ctypes.
-// No PyTorch header is included, so a build takes seconds and no release of PyTorch breaks it.
+// The surprise: one file, two compilers. A C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc or NVRTC
+// builds the CUDA kernels from it, and the three updates are written once, for a float (a lane of a GPU) and for a vector
+// of channels (the CPU). native.py does so on first use. No header of PyTorch or CUDA is included.
 //
 // Glossary (paper symbol, our name, shape)
-//   x_t     x   (B, T, D)   value to remember              S_t      S   N vectors of LANES channels, float32
-//   W_b x_t dt  (B, T, D)   logit of the step size beta    eps_t    eps step size of the closed form
+//   x_t     x   (B, T, D)   value to remember              S_t      S   N states of a channel, float32
+//   W_b x_t dt  (B, T, D)   logit of the step size beta    eps_t    size step size: eps, or Mamba's delta
 //   k_t     k   (B, T, N)   key, shared by all channels    dL/dS_t  G   gradient flowing in from the future
 //   q_t     q   (B, T, N)   query, shared by all channels  z        z   (B, T, D) gate
 //
-// Order: constants, vectors, kernels, C interface. To check a change: python -m pytest tests/test_scan.py
+// Order: arguments, lanes (GPU) or vectors (CPU), updates, kernels, C interface. To check a change:
+// python -m pytest tests/test_scan.py tests/test_cuda.py
 
+#if defined(__CUDACC__) || defined(LONGHORN_SHIM)
+#define ON_GPU                                         // LONGHORN_SHIM: the tests run these kernels on a CPU, tests/cuda_shim.h
+#endif
+#ifdef __CUDACC_RTC__                                  // NVRTC has no headers at all
+typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; typedef unsigned short uint16_t;
+#else
 #include <stdint.h>
 #include <string.h>
+#endif
 
 // ---------------------------------------------------------------------------------------------- shared with native.py
 
@@ -26,24 +36,27 @@
 #define CHUNK 32
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
+enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
 
 // Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
 struct ScanArgs {
-    int64_t B, T, D, N;
+    int64_t B, T, D, N;                               // with cu: B sequences, packed into one row of T tokens
+    int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
     int64_t dtype;                                    // of x, dt, k, q, z, y and their gradients
     int64_t splits, threads;                          // channel groups are split so that every thread has work
+    const int64_t *cu;                                // (B + 1,): sequence b is the tokens cu[b] .. cu[b + 1]
     const void *x, *dt, *k, *q, *z;                   // (B, T, D | N)
     int64_t x_b, x_t, dt_b, dt_t, k_b, k_t, q_b, q_t, z_b, z_t;
-    const float *skip, *bias, *h0;                    // (D,), (D,), (B, D, N)
+    const float *A, *skip, *bias, *h0;                // (D, N) Mamba's, (D,), (D,), (B, D, N)
     void *y;                                          // (B, T, D) contiguous
-    float *hT, *chunks;                               // (B, D, N); (B, ceil(T / CHUNK), N, D)
+    float *hT, *chunks;                               // (B, D, N); (chunks of all rows, N, D), see Row
     // backward only
     const void *dy;                                   // (B, T, D)
     int64_t dy_b, dy_t;
     const float *dhT;                                 // (B, D, N)
     void *dx, *ddt, *dz;                              // (B, T, D) contiguous
     float *dk, *dq;                                   // (splits, B, T, N), to be summed over splits
-    float *dskip, *dbias;                             // (B, D), to be summed over the batch
+    float *dA, *dskip, *dbias;                        // (B, D, N), (B, D), (B, D), to be summed over the rows
     float *dh0;                                       // (B, D, N)
 };
 
@@ -72,352 +85,56 @@ struct NormArgs {                                     // y = x / sqrt(mean(x^2) 
     double eps;
 };
 
-#if defined(__CUDACC__) || defined(LONGHORN_SHIM)
+#ifdef ON_GPU
+#define MATH static __device__ __forceinline__
+#else
+#define MATH static inline __attribute__((always_inline))
+#endif
 
-#ifndef LONGHORN_SHIM                                  // the tests run these kernels on a CPU, see tests/cuda_shim.h
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdio.h>
+MATH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A batch row, or one of the packed sequences, which are treated as rows of their own length: where its tokens start in
+// the contiguous order of (B, T), how many there are, and where its chunk states start. The chunks of packed sequences
+// leave gaps, so that no prefix sum is needed: cu[b] / CHUNK + b is at least what the sequences before b take.
+struct Row { int64_t start, T, chunk; };
+
+MATH Row row_of(const ScanArgs &a, int64_t b) {
+    if (!a.cu) return {b * a.T, a.T, b * ceil_div(a.T, CHUNK)};
+    return {a.cu[b], a.cu[b + 1] - a.cu[b], a.cu[b] / CHUNK + b};
+}
+MATH int64_t offset(const ScanArgs &a, const Row &row, int64_t b, int64_t stride_b, int64_t stride_t) {
+    return a.cu ? row.start * stride_t : b * stride_b;
+}
+MATH int64_t tokens(const ScanArgs &a) { return a.cu ? a.T : a.B * a.T; }
+
+#ifdef ON_GPU
+
+// ---------------------------------------------------------------------------------------------------- lanes of a GPU
+
+#ifndef LONGHORN_SHIM
 #define SHARED_MEMORY dynamic_shared_memory
-#define LAUNCH(kernel, grid, bytes, stream, ...) do {                                                          \
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(bytes));                  \
-    kernel<<<grid, THREADS, bytes, (cudaStream_t)(stream)>>>(__VA_ARGS__); } while (0)
 extern __shared__ __align__(16) float dynamic_shared_memory[];
+MATH uint16_t round_to_bf16(float v) { uint16_t u; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(u) : "f"(v)); return u; }
+MATH uint16_t round_to_fp16(float v) { uint16_t u; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(u) : "f"(v)); return u; }
+MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(u)); return v; }
+MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
+MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }    // 1 ulp, no slow path
+MATH float maximum(float v, float low) { float m; asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(low)); return m; }
+MATH float minimum(float v, float high) { float m; asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(high)); return m; }
 #endif
-
-// -------------------------------------------------------------------------------------------------- CUDA: the scan
-// One lane holds P states of one channel in registers; L lanes (a power of two) share a channel when N > P, or when B x D
-// is too small to fill the GPU. A block is THREADS lanes, THREADS / L channels of one batch row, and walks all of T.
-// k and q go through shared memory as float32, zero beyond N (a zero key leaves a state as it is); x, dt, z, dy are read
-// straight from their rows, coalesced since channels are contiguous, a tile of steps ahead of their use.
-
-#ifndef THREADS
-#define THREADS 128
-#endif
-#define TILE 4                                         // steps that the forward reads ahead; divides CHUNK
-#define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
-#define ALL_LANES 0xffffffffu
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-__device__ inline float to_float(float v) { return v; }
-__device__ inline float to_float(bf16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
-__device__ inline float to_float(fp16 v) { return __half2float(__ushort_as_half(v.bits)); }
-__device__ inline void set(float *p, float v) { *p = v; }
-__device__ inline void set(bf16 *p, float v) { p->bits = __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
-__device__ inline void set(fp16 *p, float v) { p->bits = __half_as_ushort(__float2half_rn(v)); }
+MATH float to_float(float v) { return v; }
+MATH float to_float(bf16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
+MATH float to_float(fp16 v) { return widen_fp16(v.bits); }
+MATH void set(float *p, float v) { *p = v; }
+MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
+MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
 
-__device__ inline float exp_clamped(float v) { return exp2f((v > 88.0f ? 88.0f : v) * 1.44269504f); }   // fminf loses NaN
-__device__ inline float reciprocal(float v) { return __fdividef(1.0f, v); }   // 2 ulp, and no slow path to call
-__device__ inline float sigmoid(float v) { return reciprocal(1.0f + exp_clamped(-v)); }
-
-template <int L> __device__ inline float sum_lanes(float v) {            // over the L lanes of a channel, in all of them
-    #pragma unroll
-    for (int m = L / 2; m > 0; m /= 2) v += __shfl_xor_sync(ALL_LANES, v, m);
-    return v;
-}
-
-// Sums of P values over the channels of a warp, which are L lanes apart. A butterfly that halves the values while it adds:
-// a lane sends one half of its values to the lane m away and adds what comes back to the other. 16 values over 32 lanes
-// take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states first .. first + kept, the same in `copies` lanes.
-template <int P, int L> struct ChannelSums {
-    static const int channels = 32 / L;
-    static const int kept = P > channels ? P / channels : 1;
-    int first = 0;
-    bool writer = true;                                                  // one lane among those that hold the same sums
-    __device__ inline ChannelSums(int lane) {
-        int count = P;
-        #pragma unroll
-        for (int m = 16; m >= L; m /= 2) {
-            if (count > 1) { count /= 2; first += lane & m ? count : 0; } else writer = writer && !(lane & m);
-        }
-    }
-    __device__ inline void operator()(float (&v)[P], int lane) const { run<P, 16>(v, lane); }
-    template <int COUNT, int M> __device__ inline void run(float (&v)[P], int lane) const {
-        if constexpr (M >= L && COUNT > 1) {
-            const bool upper = lane & M;
-            #pragma unroll
-            for (int i = 0; i < COUNT / 2; i++) {
-                const float give = upper ? v[i] : v[i + COUNT / 2], keep = upper ? v[i + COUNT / 2] : v[i];
-                v[i] = keep + __shfl_xor_sync(ALL_LANES, give, M);
-            }
-            run<COUNT / 2, M / 2>(v, lane);
-        } else if constexpr (M >= L) {
-            v[0] += __shfl_xor_sync(ALL_LANES, v[0], M);
-            run<1, M / 2>(v, lane);
-        }
-    }
-};
-
-// Row t of k and q into shared memory by one warp, and |k|^2.
-template <class E, int NP> __device__ inline void stage_keys(const ScanArgs &a, int64_t b, int64_t t, int lane, float *k, float *q, float *kk) {
-    const E *from_k = (const E *)a.k + b * a.k_b + t * a.k_t, *from_q = (const E *)a.q + b * a.q_b + t * a.q_t;
-    float sum = 0;
-    for (int j = lane; j < NP; j += 32) {
-        const bool in = j < a.N && t < a.T;
-        const float kj = in ? to_float(from_k[j]) : 0.0f;
-        k[j] = kj;
-        q[j] = in ? to_float(from_q[j]) : 0.0f;
-        sum += kj * kj;
-    }
-    #pragma unroll
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, m);
-    if (lane == 0) *kk = sum;
-}
-
-template <int P, int L> struct ForwardShared { float k[2][TILE][P * L], q[2][TILE][P * L], kk[2][TILE]; };   // two tiles
-
-template <class E, int P, int L> __global__ void __launch_bounds__(THREADS) scan_forward_kernel(const ScanArgs a) {
-    constexpr int NP = P * L, WARPS = THREADS / 32;
-    ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, part = tid % L;
-    const int64_t blocks = (a.D + THREADS / L - 1) / (THREADS / L), block = blockIdx.x % blocks, b = blockIdx.x / blocks;
-    const int64_t c = block * (THREADS / L) + tid / L;
-    const bool live = c < a.D;
-    const int64_t cc = live ? c : a.D - 1;                               // lanes beyond D compute on a copy, and write nothing
-    const E *x = (const E *)a.x + b * a.x_b + cc, *dt = (const E *)a.dt + b * a.dt_b + cc;
-    const E *z = a.z ? (const E *)a.z + b * a.z_b + cc : nullptr;
-    E *y = (E *)a.y + b * a.T * a.D + cc;
-    const float bias = a.bias ? a.bias[cc] : 0.0f, skip = a.skip ? a.skip[cc] : 0.0f;
-    float S[P];
-    #pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int64_t j = part * P + i;
-        S[i] = a.h0 && j < a.N ? a.h0[(b * a.D + cc) * a.N + j] : 0.0f;
-    }
-    E xs[TILE], dts[TILE], zs[TILE];
-    auto read_rows = [&](int64_t t0) {
-        #pragma unroll
-        for (int i = 0; i < TILE; i++) {
-            const int64_t t = t0 + i < a.T ? t0 + i : a.T - 1;
-            xs[i] = x[t * a.x_t];
-            dts[i] = dt[t * a.dt_t];
-            if (z) zs[i] = z[t * a.z_t];
-        }
-    };
-    auto read_keys = [&](int64_t t0, int buffer) {
-        for (int i = warp; i < TILE; i += WARPS)
-            stage_keys<E, NP>(a, b, t0 + i, lane, s.k[buffer][i], s.q[buffer][i], &s.kk[buffer][i]);
-    };
-    read_rows(0);
-    read_keys(0, 0);
-    __syncthreads();
-    int buffer = 0;
-    for (int64_t t0 = 0; t0 < a.T; t0 += TILE, buffer ^= 1) {
-        if (a.chunks && t0 % CHUNK == 0 && live) {
-            float *saved = a.chunks + (b * ((a.T + CHUNK - 1) / CHUNK) + t0 / CHUNK) * a.N * a.D + c;
-            #pragma unroll
-            for (int i = 0; i < P; i++)
-                if (part * P + i < a.N) saved[(part * P + i) * a.D] = S[i];
-        }
-        float xf[TILE], eps_arg[TILE], gate[TILE];
-        #pragma unroll
-        for (int i = 0; i < TILE; i++) {
-            xf[i] = to_float(xs[i]);
-            eps_arg[i] = to_float(dts[i]) + bias;
-            gate[i] = z ? to_float(zs[i]) : 0.0f;
-        }
-        if (t0 + TILE < a.T) {                                           // in flight while this tile is computed
-            read_rows(t0 + TILE);
-            read_keys(t0 + TILE, buffer ^ 1);
-        }
-        #pragma unroll
-        for (int i = 0; i < TILE; i++) {
-            if (t0 + i >= a.T) break;
-            const float *k = s.k[buffer][i] + part * P, *q = s.q[buffer][i] + part * P;
-            const float eps = reciprocal(1.0f + exp_clamped(-eps_arg[i]) + s.kk[buffer][i]);
-            float out = 0.0f;
-            #pragma unroll
-            for (int j = 0; j < P; j++) {
-                S[j] += (eps * k[j]) * (xf[i] - k[j] * S[j]);
-                out += S[j] * q[j];
-            }
-            out = sum_lanes<L>(out) + skip * xf[i];
-            if (z) out *= gate[i] * sigmoid(gate[i]);
-            if (live && part == 0) set(y + (t0 + i) * a.D, out);
-        }
-        __syncthreads();                                                 // the other buffer is full, this one is free
-    }
-    if (live) {
-        #pragma unroll
-        for (int i = 0; i < P; i++)
-            if (part * P + i < a.N) a.hT[(b * a.D + c) * a.N + part * P + i] = S[i];
-    }
-}
-
-// Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what the
-// block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
-template <int P, int L> struct BackwardShared {
-    float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
-    float states[CHUNK / SUB][P][THREADS];
-    float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
-};
-
-template <class E, int P, int L> __global__ void __launch_bounds__(THREADS) scan_backward_kernel(const ScanArgs a) {
-    constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB;
-    BackwardShared<P, L> &s = *(BackwardShared<P, L> *)SHARED_MEMORY;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, part = tid % L;
-    const int64_t blocks = (a.D + THREADS / L - 1) / (THREADS / L), block = blockIdx.x % blocks, b = blockIdx.x / blocks;
-    const int64_t c = block * (THREADS / L) + tid / L, n_chunks = (a.T + CHUNK - 1) / CHUNK;
-    const bool live = c < a.D;
-    const int64_t cc = live ? c : a.D - 1;
-    const E *x = (const E *)a.x + b * a.x_b + cc, *dt = (const E *)a.dt + b * a.dt_b + cc, *dy = (const E *)a.dy + b * a.dy_b + cc;
-    const E *z = a.z ? (const E *)a.z + b * a.z_b + cc : nullptr;
-    const int64_t row = b * a.T * a.D + cc;                              // of dx, ddt and dz: one offset, not three pointers
-    const float bias = a.bias ? a.bias[cc] : 0.0f, skip = a.skip ? a.skip[cc] : 0.0f;
-    const ChannelSums<P, L> channel_sums(lane);
-    float G[P], dskip = 0.0f, dbias = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int64_t j = part * P + i;
-        G[i] = a.dhT && live && j < a.N ? a.dhT[(b * a.D + c) * a.N + j] : 0.0f;
-    }
-    for (int64_t chunk = n_chunks - 1; chunk >= 0; chunk--) {
-        const int64_t t0 = chunk * CHUNK;
-        for (int i = warp; i < CHUNK; i += WARPS) stage_keys<E, NP>(a, b, t0 + i, lane, s.k[i], s.q[i], &s.kk[i]);
-        __syncthreads();
-        float S[P];
-        #pragma unroll
-        for (int i = 0; i < P; i++) {
-            const int64_t j = part * P + i;
-            S[i] = j < a.N ? a.chunks[((b * n_chunks + chunk) * a.N + j) * a.D + cc] : 0.0f;
-        }
-        for (int sub = 0; sub < SUBS; sub++) {                           // forward once, keeping a state every SUB steps
-            #pragma unroll
-            for (int i = 0; i < P; i++) s.states[sub][i][tid] = S[i];
-            if (sub + 1 == SUBS) break;
-            #pragma unroll
-            for (int i = 0; i < SUB; i++) {
-                const int r = sub * SUB + i;
-                const int64_t t = t0 + r < a.T ? t0 + r : a.T - 1;       // beyond T the keys are zero and nothing changes
-                const float xt = to_float(x[t * a.x_t]);
-                const float eps = reciprocal(1.0f + exp_clamped(-(to_float(dt[t * a.dt_t]) + bias)) + s.kk[r]);
-                const float *k = s.k[r] + part * P;
-                #pragma unroll
-                for (int j = 0; j < P; j++) S[j] += (eps * k[j]) * (xt - k[j] * S[j]);
-            }
-        }
-        for (int sub = SUBS - 1; sub >= 0; sub--) {
-            float before[SUB][P], xt[SUB], e[SUB], eps[SUB], gated[SUB], sums[P];
-            #pragma unroll
-            for (int j = 0; j < P; j++) S[j] = s.states[sub][j][tid];
-            #pragma unroll
-            for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
-                const int r = sub * SUB + i;
-                const int64_t t = t0 + r < a.T ? t0 + r : a.T - 1;
-                const bool in = t0 + r < a.T && live;
-                const float *k = s.k[r] + part * P, *q = s.q[r] + part * P;
-                const float dyt = in ? to_float(dy[t * a.dy_t]) : 0.0f, zt = z ? to_float(z[t * a.z_t]) : 0.0f;
-                const float sig = sigmoid(zt);
-                xt[i] = to_float(x[t * a.x_t]);
-                e[i] = exp_clamped(-(to_float(dt[t * a.dt_t]) + bias));
-                eps[i] = reciprocal(1.0f + e[i] + s.kk[r]);
-                gated[i] = z ? dyt * zt * sig : dyt;
-                float out = 0.0f;
-                #pragma unroll
-                for (int j = 0; j < P; j++) {
-                    before[i][j] = S[j];
-                    S[j] += (eps[i] * k[j]) * (xt[i] - k[j] * S[j]);
-                    out += S[j] * q[j];
-                    sums[j] = gated[i] * S[j];
-                }
-                if (z) {
-                    out = sum_lanes<L>(out) + skip * xt[i];
-                    if (in && part == 0) set((E *)a.dz + row + t * a.D, dyt * out * sig * (1.0f + zt * (1.0f - sig)));
-                }
-                channel_sums(sums, lane);
-                if (channel_sums.writer)
-                    #pragma unroll
-                    for (int j = 0; j < channel_sums.kept; j++) s.dq[warp][i][part * P + channel_sums.first + j] = sums[j];
-            }
-            #pragma unroll
-            for (int i = SUB - 1; i >= 0; i--) {
-                const int r = sub * SUB + i;
-                const int64_t t = t0 + r;
-                const bool in = t < a.T && live;
-                const float *k = s.k[r] + part * P, *q = s.q[r] + part * P;
-                float dxt = 0.0f, de = 0.0f;                             // de = eps deps: eps^2 alone would underflow
-                #pragma unroll
-                for (int j = 0; j < P; j++) {
-                    const float g = G[j] + gated[i] * q[j], ge = g * eps[i], gek = ge * k[j];
-                    const float kS = k[j] * before[i][j], error = xt[i] - kS;
-                    dxt += gek;
-                    de += gek * error;
-                    sums[j] = live ? ge * (error - kS) : 0.0f;
-                    G[j] = g - k[j] * gek;
-                }
-                channel_sums(sums, lane);
-                if (channel_sums.writer)
-                    #pragma unroll
-                    for (int j = 0; j < channel_sums.kept; j++) s.dk[warp][i][part * P + channel_sums.first + j] = sums[j];
-                dxt = sum_lanes<L>(dxt) + skip * gated[i];
-                de = sum_lanes<L>(de);
-                const float ddtt = in ? de * (eps[i] * e[i]) : 0.0f;
-                float dkk = live && part == 0 ? de * eps[i] : 0.0f;
-                #pragma unroll
-                for (int m = 16; m > 0; m /= 2) dkk += __shfl_xor_sync(ALL_LANES, dkk, m);
-                if (lane == 0) s.dkk[warp][i] = dkk;
-                if (in && part == 0) {
-                    set((E *)a.dx + row + t * a.D, dxt);
-                    set((E *)a.ddt + row + t * a.D, ddtt);
-                }
-                dbias += ddtt;
-                dskip += gated[i] * xt[i];
-            }
-            __syncthreads();
-            for (int i = tid; i < SUB * NP; i += THREADS) {              // this block's row of dk and dq, over its warps in order
-                const int step = i / NP, j = i % NP, r = sub * SUB + step;
-                if (j >= a.N || t0 + r >= a.T) continue;
-                float dk = 0.0f, dq = 0.0f, dkk = 0.0f;
-                #pragma unroll
-                for (int w = 0; w < WARPS; w++) { dk += s.dk[w][step][j]; dq += s.dq[w][step][j]; dkk += s.dkk[w][step]; }
-                const int64_t at = ((block * a.B + b) * a.T + t0 + r) * a.N + j;
-                a.dk[at] = dk - 2.0f * s.k[r][j] * dkk;
-                a.dq[at] = dq;
-            }
-            __syncthreads();                                             // before the next steps overwrite what is read here
-        }
-    }
-    if (live) {
-        #pragma unroll
-        for (int i = 0; i < P; i++)
-            if (a.dh0 && part * P + i < a.N) a.dh0[(b * a.D + c) * a.N + part * P + i] = G[i];
-        if (part == 0 && a.dskip) a.dskip[b * a.D + c] = dskip;
-        if (part == 0 && a.dbias) a.dbias[b * a.D + c] = dbias;
-    }
-}
-
-// ------------------------------------------------------------------------------------------------ CUDA: launch, C API
-// native.py builds one library for a dtype, P and L (SCAN_TYPE, SCAN_P, SCAN_L): three kernels compile in seconds, all
-// combinations would take minutes. Each call returns null, or the launch that failed and CUDA's words.
-
-typedef SCAN_TYPE E;
-static const int P = SCAN_P, L = SCAN_L;
-
-static const char *failed(const char *launch) {
-    static thread_local char words[256];
-    const cudaError_t error = cudaGetLastError();
-    if (error == cudaSuccess) return nullptr;
-    snprintf(words, sizeof words, "%s: %s", launch, cudaGetErrorString(error));
-    return words;
-}
-
-extern "C" {
-int64_t longhorn_chunk(void) { return CHUNK; }
-int64_t longhorn_channels_a_block(void) { return THREADS / L; }
-int64_t longhorn_args_size(void) { return sizeof(ScanArgs); }
-const char *longhorn_scan_forward_cuda(const ScanArgs *a, void *stream) {
-    const dim3 grid((unsigned)(a->B * ((a->D + THREADS / L - 1) / (THREADS / L))));
-    LAUNCH((scan_forward_kernel<E, P, L>), grid, sizeof(ForwardShared<P, L>), stream, *a);
-    return failed("scan_forward_kernel");
-}
-const char *longhorn_scan_backward_cuda(const ScanArgs *a, void *stream) {
-    const dim3 grid((unsigned)(a->B * ((a->D + THREADS / L - 1) / (THREADS / L))));
-    LAUNCH((scan_backward_kernel<E, P, L>), grid, sizeof(BackwardShared<P, L>), stream, *a);
-    return failed("scan_backward_kernel");
-}
-}
+MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * 1.44269504f); }
+MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
 #else
 
@@ -441,19 +158,17 @@ typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t hvec __attribute__((vector_size(LANES * 2)));
 struct bf16 { uint16_t bits; };
 
-#define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
 #define UNROLL _Pragma("GCC unroll 16")               // early enough for arrays of vectors to live in registers
 #endif
 
-INLINE vec splat(float a) { return a - (vec){}; }
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-INLINE int tail(int64_t D, int64_t c) { return D - c < LANES ? (int)(D - c) : LANES; }     // channels of the group at c
+MATH vec splat(float a) { return a - (vec){}; }
+MATH int tail(int64_t D, int64_t c) { return D - c < LANES ? (int)(D - c) : LANES; }     // channels of the group at c
 
-INLINE vec widen(hvec h) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
-INLINE hvec narrow(vec v) {                                              // round to nearest even, NaN stays NaN
+MATH vec widen(hvec h) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
+MATH hvec narrow(vec v) {                                              // round to nearest even, NaN stays NaN
     uvec u = (uvec)v;
     uvec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     uvec nan = (uvec)(v != v);
@@ -461,29 +176,29 @@ INLINE hvec narrow(vec v) {                                              // roun
 }
 
 // n < LANES is the tail of D: the lanes beyond it are read as 0 and never written.
-INLINE vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
-INLINE vec load(const bf16 *p) { hvec v; memcpy(&v, p, sizeof v); return widen(v); }
-INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-INLINE void store(bf16 *p, vec v) { hvec h = narrow(v); memcpy((void *)p, &h, sizeof h); }
-template <class E> INLINE vec load(const E *p, int n) {
+MATH vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
+MATH vec load(const bf16 *p) { hvec v; memcpy(&v, p, sizeof v); return widen(v); }
+MATH void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+MATH void store(bf16 *p, vec v) { hvec h = narrow(v); memcpy((void *)p, &h, sizeof h); }
+template <class E> MATH vec load(const E *p, int n) {
     if (n == LANES) return load(p);
     E padded[LANES] = {};
     memcpy((void *)padded, p, n * sizeof(E));
     return load(padded);
 }
-template <class E> INLINE void store(E *p, vec v, int n) {
+template <class E> MATH void store(E *p, vec v, int n) {
     if (n == LANES) return store(p, v);
     E padded[LANES];
     store(padded, v);
     memcpy((void *)p, padded, n * sizeof(E));
 }
-INLINE float to_float(float a) { return a; }
-INLINE float to_float(bf16 a) { uint32_t u = (uint32_t)a.bits << 16; float f; memcpy(&f, &u, 4); return f; }
+MATH float to_float(float a) { return a; }
+MATH float to_float(bf16 a) { uint32_t u = (uint32_t)a.bits << 16; float f; memcpy(&f, &u, 4); return f; }
 
-INLINE vec select(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+MATH vec select(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
 // e^v to 1 ulp, clamped to [e^-87, e^88] so that neither 0 * inf nor a denormal can arise; NaN stays NaN.
-INLINE vec exp_clamped(vec v) {
+MATH vec exp_clamped(vec v) {
     v = select(v < -87.0f, splat(-87.0f), v);
     v = select(v > 88.0f, splat(88.0f), v);
     const float magic = 12582912.0f;                                     // 1.5 * 2^23: adding it rounds to an integer
@@ -499,11 +214,13 @@ INLINE vec exp_clamped(vec v) {
     ivec scale = ((ivec)shifted << 23) + (127 << 23);                    // the low bits of `shifted` hold n
     return p * (vec)scale;
 }
-INLINE vec sigmoid(vec v) { return 1.0f / (1.0f + exp_clamped(-v)); }
+MATH vec reciprocal(vec v) { return 1.0f / v; }
+MATH vec maximum(vec v, float low) { return select(v < low, splat(low), v); }
+MATH vec select_positive(vec v, vec a, vec b) { return select(v > 0.0f, a, b); }
 
 // LANES rows of LANES lanes -> their LANES sums. Each stage adds the halves of two rows into one, so that 15 additions
 // replace 16 horizontal sums of 4 additions each.
-template <int L> INLINE vec pair_sum(vec a, vec b) {                     // segments of L lanes become segments of L / 2
+template <int L> MATH vec pair_sum(vec a, vec b) {                     // segments of L lanes become segments of L / 2
     ivec low, high;
     for (int i = 0; i < LANES; i++) { low[i] = i / (L / 2) * L + i % (L / 2); high[i] = low[i] + L / 2; }
 #if defined(__clang__)
@@ -518,11 +235,11 @@ template <int L> INLINE vec pair_sum(vec a, vec b) {                     // segm
 #endif
 }
 template <int L> struct RowSum {
-    INLINE vec of(const vec *rows, int count) {
+    MATH vec of(const vec *rows, int count) {
         return pair_sum<2 * LANES / L>(RowSum<L / 2>::of(rows, count / 2), RowSum<L / 2>::of(rows + count / 2, count / 2));
     }
 };
-template <> struct RowSum<1> { INLINE vec of(const vec *rows, int) { return rows[0]; } };
+template <> struct RowSum<1> { MATH vec of(const vec *rows, int) { return rows[0]; } };
 static void row_sums(const vec *rows, int64_t count, float *out) {       // both buffers padded to a multiple of LANES
     for (int64_t r = 0; r < count; r += LANES) {
         vec sums = RowSum<LANES>::of(rows + r, LANES);
@@ -542,22 +259,549 @@ struct Scratch {
     }
 };
 
+#endif
+
+// -------------------------------------------------------------------------------------------------------- the updates
+// V is a float or a vector of channels. An update says
+//   step    what a step of a channel needs, whatever the state      decay  Mamba's forget gate of a state, exp(delta A)
+//   next    S_t from S_{t-1}                                        back   dL/dS_{t-1} from G = dL/dS_t, and sums over j
+//   finish  the gradients of the step's inputs from those sums
+// and, for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it touches a state).
+
+template <class V> MATH V sigmoid(V v) { return reciprocal(1.0f + exp_clamped(-v)); }
+
+template <class V> struct Step { V x, size, slope, aside; };   // slope: d size / d dt, but for factors of size; aside: Exact's
+template <class V> struct Sums { V dx, dsize; };               // over the states of a channel
+template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: of |k|^2, negated; it becomes dk_j -= 2 k_j sum_i dkk_i
+
+template <class V> MATH Step<V> longhorn_step(V x, V dt, float kk) {
+    const V e = exp_clamped(-dt);
+    return {x, reciprocal(1.0f + e + kk), e, x};
+}
+template <class V> MATH StepGrads<V> longhorn_grads(const Step<V> &s, V dx, V de) {      // de = eps deps: eps^2 alone would underflow
+    return {dx, de * (s.size * s.slope), de * s.size};
+}
+
+struct Longhorn {
+    static const bool rates = false, norm = true, whole = false;
+    template <class V> MATH Step<V> step(V x, V dt, float kk, int64_t) { return longhorn_step(x, dt, kk); }
+    template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
+    template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * (s.x - k * S); }
+    template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V, Sums<V> &sums, V &dk, V &) {
+        const V ge = g * s.size, gek = ge * k, kS = k * S, error = s.x - kS;
+        sums.dx += gek;
+        sums.dsize += gek * error;
+        dk += ge * (error - kS);
+        return g - k * gek;
+    }
+    template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &sums, V) {
+        return longhorn_grads(s, sums.dx, sums.dsize);
+    }
+};
+
+struct Exact {                                                 // aside: x - sum_j k_j S_j; pulled: sum_j G_j k_j
+    static const bool rates = false, norm = true, whole = true;
+    template <class V> MATH Step<V> step(V x, V dt, float kk, int64_t) { return longhorn_step(x, dt, kk); }
+    template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
+    template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.aside; }
+    template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V pulled, Sums<V> &, V &dk, V &) {
+        dk += s.size * (g * s.aside - pulled * S);
+        return g - (s.size * pulled) * k;
+    }
+    template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &, V pulled) {
+        return longhorn_grads(s, s.size * pulled, s.size * pulled * s.aside);
+    }
+};
+
+// log(1 + t) for t in [0, 1]: 2 artanh(t / (2 + t)), whose series is exact to a bit after 8 terms, near 0 too.
+template <class V> MATH V log1p_series(V t) {
+    const V s = t * reciprocal(2.0f + t), w = s * s;
+    V p = w * (1.0f / 15.0f) + 1.0f / 13.0f;
+    p = p * w + 1.0f / 11.0f;
+    p = p * w + 1.0f / 9.0f;
+    p = p * w + 1.0f / 7.0f;
+    p = p * w + 1.0f / 5.0f;
+    p = p * w + 1.0f / 3.0f;
+    return (s + s) * (p * w + 1.0f);
+}
+
+struct Mamba {
+    static const bool rates = true, norm = false, whole = false;
+    template <class V> MATH Step<V> step(V x, V dt, float, int64_t softplus) {
+        if (!softplus) return {x, dt, V{} + 1.0f, V{}};
+        const V e = exp_clamped(select_positive(dt, -dt, dt)), r = reciprocal(1.0f + e);
+        const V delta = maximum(dt, 0.0f) + log1p_series(e);
+        return {x, delta, select_positive(dt, r, e * r), V{}};
+    }
+    template <class V> MATH V decay(const Step<V> &s, V rate) { return exp_clamped(s.size * rate); }
+    template <class V> MATH V next(const Step<V> &s, V S, float k, V decay) { return decay * S + (s.size * s.x) * k; }
+    template <class V> MATH V back(const Step<V> &s, V S, float k, V rate, V decay, V g, V, Sums<V> &sums, V &dk, V &drate) {
+        const V ga = g * decay, gaS = ga * S;
+        sums.dx += g * k;
+        sums.dsize += rate * gaS;
+        drate += s.size * gaS;
+        dk += g * (s.size * s.x);
+        return ga;
+    }
+    template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &sums, V) {
+        return {s.size * sums.dx, (sums.dsize + s.x * sums.dx) * s.slope, V{}};
+    }
+};
+
+#ifdef ON_GPU
+
+// -------------------------------------------------------------------------------------------------- CUDA: the scan
+// One lane holds P states of one channel in registers; L lanes (a power of two) share a channel when N > P, or when B x D
+// is too small to fill the GPU. A block is THREADS lanes, THREADS / L channels of one row, and walks all of its T.
+// k and q go through shared memory as float32, zero beyond N (there a state stays zero); x, dt, z, dy are read
+// straight from their rows, coalesced since channels are contiguous, a tile of steps ahead of their use.
+//
+// What limits these kernels is the number of instructions, not memory: hence 32-bit steps and byte strides (an address is
+// one multiply-add), and states that lie in registers in an order that depends on the lane (ChannelSums).
+
+#ifndef THREADS
+#define THREADS 128
+#endif
+#define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
+#define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
+#define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
+#define ALL_LANES 0xffffffffu
+
+template <int L> MATH float sum_lanes(float v) {       // over the L lanes of a channel, in all of them
+    #pragma unroll
+    for (int m = L / 2; m > 0; m /= 2) v += __shfl_xor_sync(ALL_LANES, v, m);
+    return v;
+}
+
+// Sums of P values over the channels of a warp, which are L lanes apart. A butterfly that halves the values while it adds:
+// a lane sends one half of its values to the lane m away and adds what comes back to the other. 16 values over 32 lanes
+// take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states first .. first + kept, the same in `copies` lanes.
+// Which half a lane sends depends on the lane, and choosing costs two selects a value. So the lanes hold their states in
+// different orders, in groups of four: register i is state i ^ order, and the half to send is the upper registers in all.
+template <int P, int L> struct ChannelSums {
+    static const int channels = 32 / L;
+    static const int kept = P > channels ? P / channels : 1;
+    int first, order;
+    bool writer;                                                         // one lane among those that hold the same sums
+    __device__ __forceinline__ ChannelSums(int lane) {
+        first = order = 0;
+        writer = true;
+        int count = P;
+        #pragma unroll
+        for (int m = 16; m >= L; m /= 2) {
+            if (count == 1) { writer = writer && !(lane & m); continue; }
+            count /= 2;
+            first += lane & m ? count : 0;
+            if (count >= 4) order += lane & m ? count : 0;
+        }
+    }
+    __device__ __forceinline__ void operator()(float (&v)[P], int lane) const { run<P, 16>(v, lane); }
+    template <int COUNT, int M> __device__ __forceinline__ void run(float (&v)[P], int lane) const {
+        if constexpr (M >= L && COUNT > 1) {
+            const bool upper = COUNT / 2 < 4 && lane & M;
+            #pragma unroll
+            for (int i = 0; i < COUNT / 2; i++) {
+                const float give = upper ? v[i] : v[i + COUNT / 2], keep = upper ? v[i + COUNT / 2] : v[i];
+                v[i] = keep + __shfl_xor_sync(ALL_LANES, give, M);
+            }
+            run<COUNT / 2, M / 2>(v, lane);
+        } else if constexpr (M >= L) {
+            v[0] += __shfl_xor_sync(ALL_LANES, v[0], M);
+            run<1, M / 2>(v, lane);
+        }
+    }
+};
+
+// A lane's P numbers of a staged row, in its order: four at a time.
+struct alignas(16) Four { float v[4]; };
+template <int P> MATH void read_four(const float *row, int order, float (&to)[P]) {
+    #pragma unroll
+    for (int g = 0; g < P; g += 4) {
+        const Four four = *(const Four *)(row + (g ^ order));
+        #pragma unroll
+        for (int i = 0; i < 4; i++) to[g + i] = four.v[i];
+    }
+}
+
+// Step t of a row: strides are bytes here and fit 32 bits, which native.py sees to.
+template <class E> MATH const E *step_at(const E *row, int t, int stride) { return (const E *)((const char *)row + (int64_t)t * stride); }
+template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((char *)row + (int64_t)t * stride); }
+
+// KEYS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. W lanes read a row.
+template <class U, class E, int NP> struct KeyRows {
+    static const int W = NP < 32 ? NP : 32, COLUMNS = NP / W, ROWS = THREADS / W, PASSES = (KEYS + ROWS - 1) / ROWS;
+    const E *from_k, *from_q;                                            // at this lane's first column
+    int k_t, q_t, N, row, column;
+    E k[PASSES][COLUMNS], q[PASSES][COLUMNS];
+    __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r, int64_t b) {
+        row = threadIdx.x / W; column = threadIdx.x % W;
+        k_t = (int)(a.k_t * sizeof(E)); q_t = (int)(a.q_t * sizeof(E)); N = (int)a.N;
+        from_k = (const E *)a.k + offset(a, r, b, a.k_b, a.k_t) + column;
+        from_q = (const E *)a.q + offset(a, r, b, a.q_b, a.q_t) + column;
+    }
+    __device__ __forceinline__ void load(int t0, int T) {
+        #pragma unroll
+        for (int p = 0; p < PASSES; p++) {
+            const int t = t0 + row + p * ROWS;
+            #pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                k[p][c] = q[p][c] = E{};
+                if (t < T && column + c * W < N && (ROWS <= KEYS || row < KEYS)) {
+                    k[p][c] = step_at(from_k, t, k_t)[c * W];
+                    q[p][c] = step_at(from_q, t, q_t)[c * W];
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ void store(float (*to_k)[NP], float (*to_q)[NP], float *kk) const {
+        #pragma unroll
+        for (int p = 0; p < PASSES; p++) {
+            const int i = row + p * ROWS;
+            const bool in = ROWS <= KEYS || i < KEYS;
+            float sum = 0.0f;
+            #pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                const float v = to_float(k[p][c]);
+                sum += v * v;
+                if (in) { to_k[i][column + c * W] = v; to_q[i][column + c * W] = to_float(q[p][c]); }
+            }
+            if (!U::norm) continue;
+            #pragma unroll
+            for (int m = W / 2; m > 0; m /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, m);
+            if (in && column == 0) kk[i] = sum;
+        }
+    }
+};
+
+// What a lane works on. Lanes beyond D compute on a copy of the last channel, and write nothing.
+template <int L> struct Place {
+    int tid, lane, warp, part;                         // part: which of the L lanes of the channel
+    int64_t block, b, c;                               // block of the row; row; channel
+    bool live;
+    Row row;
+    __device__ __forceinline__ Place(const ScanArgs &a) {
+        tid = threadIdx.x; lane = tid & 31; warp = tid >> 5; part = tid % L;
+        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS / L);
+        block = blockIdx.x % blocks; b = blockIdx.x / blocks;
+        c = block * (THREADS / L) + tid / L;
+        live = c < a.D;
+        if (!live) c = a.D - 1;
+        row = row_of(a, b);
+    }
+};
+
+// A tensor (B, T, D) at a lane's channel: reads step t, or one step after the other.
+template <class E> struct Channel {
+    const E *row;
+    int stride;
+    __device__ __forceinline__ E next(bool in) {
+        const E v = in ? *row : E{};
+        row = step_at(row, 1, stride);
+        return v;
+    }
+    __device__ __forceinline__ Channel(const ScanArgs &a, const Row &r, int64_t b, int64_t c, const void *p, int64_t stride_b, int64_t stride_t) {
+        row = p ? (const E *)p + offset(a, r, b, stride_b, stride_t) + c : nullptr;
+        stride = (int)(stride_t * sizeof(E));
+    }
+    __device__ __forceinline__ E operator()(int t) const { return *step_at(row, t, stride); }
+};
+
+template <class U, int L, int P, class R> MATH void next_states(Step<float> &s, float (&S)[P], const float (&k)[P], R rate) {
+    if (U::whole) {
+        float sum = 0.0f;
+        #pragma unroll
+        for (int j = 0; j < P; j++) sum += k[j] * S[j];
+        s.aside = s.x - sum_lanes<L>(sum);
+    }
+    #pragma unroll
+    for (int j = 0; j < P; j++) S[j] = U::next(s, S[j], k[j], U::decay(s, rate(j)));
+}
+
+template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEYS][P * L], kk[2][KEYS]; };   // two buffers
+
+template <class U, class E, int P, int L> MATH void scan_forward(const ScanArgs &a) {
+    constexpr int NP = P * L;
+    ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
+    const Place<L> at(a);
+    const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
+    const int64_t b = at.b, c = at.c;
+    Channel<E> x(a, at.row, b, c, a.x, a.x_b, a.x_t), dt(a, at.row, b, c, a.dt, a.dt_b, a.dt_t), z(a, at.row, b, c, a.z, a.z_b, a.z_t);
+    const bool gated = a.z, writer = at.live && at.part == 0;
+    E *y = (E *)a.y + at.row.start * a.D + c;
+    const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
+    float S[P], rates[P];
+    #pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int j = at.part * P + i;
+        S[i] = a.h0 && j < N ? a.h0[(b * a.D + c) * N + j] : 0.0f;
+        rates[i] = U::rates && j < N ? a.A[c * N + j] : 0.0f;
+    }
+    E xs[TILE], dts[TILE], zs[TILE];
+    auto read_rows = [&](int t0) {                                       // each in turn: the pointers run along
+        #pragma unroll
+        for (int i = 0; i < TILE; i++) {
+            const bool in = t0 + i < T;
+            xs[i] = x.next(in);
+            dts[i] = dt.next(in);
+            zs[i] = z.next(in && gated);
+        }
+    };
+    KeyRows<U, E, NP> keys(a, at.row, b);
+    keys.load(0, T);
+    read_rows(0);
+    keys.store(s.k[0], s.q[0], s.kk[0]);
+    __syncthreads();
+    int buffer = 0;
+    for (int batch = 0; batch < T; batch += KEYS, buffer ^= 1) {
+        if (a.chunks && batch % CHUNK == 0 && at.live) {
+            float *saved = a.chunks + (at.row.chunk + batch / CHUNK) * N * a.D + c;
+            #pragma unroll
+            for (int i = 0; i < P; i++)
+                if (at.part * P + i < N) saved[(at.part * P + i) * a.D] = S[i];
+        }
+        keys.load(batch + KEYS, T);                                      // in flight while this batch is computed
+        #pragma unroll 1
+        for (int t0 = batch; t0 < batch + KEYS && t0 < T; t0 += TILE) {
+            float xf[TILE], logit[TILE], gate[TILE];
+            #pragma unroll
+            for (int i = 0; i < TILE; i++) {
+                xf[i] = to_float(xs[i]);
+                logit[i] = to_float(dts[i]) + bias;
+                gate[i] = to_float(zs[i]);
+            }
+            read_rows(t0 + TILE);
+            const float *key = s.k[buffer][t0 - batch] + at.part * P, *query = s.q[buffer][t0 - batch] + at.part * P;
+            #pragma unroll
+            for (int i = 0; i < TILE; i++) {
+                float k[P], q[P], out = 0.0f;
+                read_four(key + i * NP, 0, k);
+                read_four(query + i * NP, 0, q);
+                Step<float> step = U::step(xf[i], logit[i], U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus);
+                if (t0 + i >= T) step.size = 0.0f;                       // a step beyond T changes nothing
+                next_states<U, L>(step, S, k, [&](int j) { return rates[j]; });
+                #pragma unroll
+                for (int j = 0; j < P; j++) out += S[j] * q[j];
+                out = sum_lanes<L>(out) + skip * xf[i];
+                out *= gated ? gate[i] * sigmoid(gate[i]) : 1.0f;
+                if (writer && t0 + i < T) set(y, out);
+                y = step_at(y, 1, out_t);
+            }
+        }
+        keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
+        __syncthreads();                                                 // the other buffer is full, this one is free
+    }
+    if (at.live) {
+        #pragma unroll
+        for (int i = 0; i < P; i++)
+            if (at.part * P + i < N) a.hT[(b * a.D + c) * N + at.part * P + i] = S[i];
+    }
+}
+
+// Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what the
+// block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
+template <class U, int P, int L> struct BackwardShared {
+    float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
+    float states[CHUNK / SUB][P][THREADS];
+    float rates[U::rates ? P : 1][THREADS];                              // in registers they would spill
+    float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
+};
+
+template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs &a) {
+    constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB;
+    BackwardShared<U, P, L> &s = *(BackwardShared<U, P, L> *)SHARED_MEMORY;
+    const Place<L> at(a);
+    const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
+    const int64_t b = at.b, c = at.c;
+    const Channel<E> x(a, at.row, b, c, a.x, a.x_b, a.x_t), dt(a, at.row, b, c, a.dt, a.dt_b, a.dt_t), z(a, at.row, b, c, a.z, a.z_b, a.z_t);
+    const Channel<E> dy(a, at.row, b, c, a.dy, a.dy_b, a.dy_t);
+    const int64_t out_row = at.row.start * a.D + c;                      // of dx, ddt and dz: one offset, not three pointers
+    const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
+    const ChannelSums<P, L> channel_sums(at.lane);
+    const int order = channel_sums.order;
+    float G[P], drates[P], dskip = 0.0f, dbias = 0.0f;
+    #pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int j = at.part * P + (i ^ order);
+        G[i] = a.dhT && at.live && j < N ? a.dhT[(b * a.D + c) * N + j] : 0.0f;
+        if (U::rates) s.rates[i][at.tid] = j < N ? a.A[c * N + j] : 0.0f;    // this lane's own: no barrier
+        drates[i] = 0.0f;
+    }
+    auto rate = [&](int j) { return U::rates ? s.rates[j][at.tid] : 0.0f; };
+    KeyRows<U, E, NP> keys(a, at.row, b);
+    auto step_of = [&](int t, int r, bool inside) {
+        Step<float> step = U::step(to_float(x(t)), to_float(dt(t)) + bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
+        if (!inside) step.size = 0.0f;                                   // a step beyond T changes nothing
+        return step;
+    };
+    for (int t0 = ((int)ceil_div(T, CHUNK) - 1) * CHUNK; t0 >= 0; t0 -= CHUNK) {
+        for (int r = 0; r < CHUNK; r += KEYS) {
+            keys.load(t0 + r, T);
+            keys.store(s.k + r, s.q + r, s.kk + r);
+        }
+        __syncthreads();
+        float S[P];
+        #pragma unroll
+        for (int i = 0; i < P; i++) {
+            const int j = at.part * P + (i ^ order);
+            S[i] = j < N ? a.chunks[((at.row.chunk + t0 / CHUNK) * N + j) * a.D + c] : 0.0f;
+        }
+        #pragma unroll 1
+        for (int sub = 0; sub < SUBS; sub++) {                           // forward once, keeping a state every SUB steps
+            #pragma unroll
+            for (int i = 0; i < P; i++) s.states[sub][i][at.tid] = S[i];
+            if (sub + 1 == SUBS) break;
+            #pragma unroll
+            for (int i = 0; i < SUB; i++) {
+                const int r = sub * SUB + i, t = t0 + r < T ? t0 + r : T - 1;
+                float k[P];
+                read_four(s.k[r] + at.part * P, order, k);
+                Step<float> step = step_of(t, r, t0 + r < T);
+                next_states<U, L>(step, S, k, rate);
+            }
+        }
+        #pragma unroll 1
+        for (int sub = SUBS - 1; sub >= 0; sub--) {
+            float before[SUB][P], gated[SUB], sums[P];                   // before[0] is read from s.states again: fewer registers
+            Step<float> steps[SUB];
+            #pragma unroll
+            for (int j = 0; j < P; j++) S[j] = s.states[sub][j][at.tid];
+            #pragma unroll
+            for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
+                const int r = sub * SUB + i, t = t0 + r < T ? t0 + r : T - 1;
+                const bool in = t0 + r < T && at.live;
+                const float dyt = in ? to_float(dy(t)) : 0.0f, zt = z.row ? to_float(z(t)) : 0.0f, sig = sigmoid(zt);
+                float k[P], q[P], out = 0.0f;
+                read_four(s.k[r] + at.part * P, order, k);
+                read_four(s.q[r] + at.part * P, order, q);
+                steps[i] = step_of(t, r, t0 + r < T);
+                gated[i] = z.row ? dyt * zt * sig : dyt;
+                #pragma unroll
+                for (int j = 0; j < P; j++) before[i][j] = S[j];
+                next_states<U, L>(steps[i], S, k, rate);
+                #pragma unroll
+                for (int j = 0; j < P; j++) {
+                    out += S[j] * q[j];
+                    sums[j] = gated[i] * S[j];
+                }
+                if (z.row) {
+                    out = sum_lanes<L>(out) + skip * steps[i].x;
+                    if (in && at.part == 0) set(step_at((E *)a.dz + out_row, t, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
+                }
+                channel_sums(sums, at.lane);
+                if (channel_sums.writer)
+                    #pragma unroll
+                    for (int j = 0; j < channel_sums.kept; j++) s.dq[at.warp][i][at.part * P + channel_sums.first + j] = sums[j];
+            }
+            #pragma unroll
+            for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D: dy and G are zero, so all they add is
+                const int r = sub * SUB + i, t = t0 + r;
+                const bool in = t < T && at.live;
+                float k[P], q[P], pulled = 0.0f;
+                read_four(s.k[r] + at.part * P, order, k);
+                read_four(s.q[r] + at.part * P, order, q);
+                #pragma unroll
+                for (int j = 0; j < P; j++) {
+                    G[j] += gated[i] * q[j];
+                    if (U::whole) pulled += G[j] * k[j];
+                }
+                if (U::whole) pulled = sum_lanes<L>(pulled);
+                Sums<float> over_states = {};
+                #pragma unroll
+                for (int j = 0; j < P; j++) {
+                    sums[j] = 0.0f;
+                    const float S_before = i ? before[i][j] : s.states[sub][j][at.tid];
+                    G[j] = U::back(steps[i], S_before, k[j], rate(j), U::decay(steps[i], rate(j)), G[j], pulled, over_states, sums[j],
+                                   drates[j]);
+                }
+                channel_sums(sums, at.lane);
+                if (channel_sums.writer)
+                    #pragma unroll
+                    for (int j = 0; j < channel_sums.kept; j++) s.dk[at.warp][i][at.part * P + channel_sums.first + j] = sums[j];
+                over_states.dx = sum_lanes<L>(over_states.dx);
+                over_states.dsize = sum_lanes<L>(over_states.dsize);
+                const StepGrads<float> d = U::finish(steps[i], over_states, pulled);
+                if (U::norm) {
+                    float dkk = at.part == 0 ? d.dkk : 0.0f;
+                    #pragma unroll
+                    for (int m = 16; m > 0; m /= 2) dkk += __shfl_xor_sync(ALL_LANES, dkk, m);
+                    if (at.lane == 0) s.dkk[at.warp][i] = dkk;
+                }
+                if (in && at.part == 0) {
+                    set(step_at((E *)a.dx + out_row, t, out_t), d.dx + skip * gated[i]);
+                    set(step_at((E *)a.ddt + out_row, t, out_t), d.ddt);
+                }
+                dbias += in ? d.ddt : 0.0f;
+                dskip += gated[i] * steps[i].x;
+            }
+            __syncthreads();
+            for (int i = at.tid; i < SUB * NP; i += THREADS) {           // this block's row of dk and dq, over its warps in order
+                const int step = i / NP, j = i % NP, r = sub * SUB + step;
+                if (j >= N || t0 + r >= T) continue;
+                float dk = 0.0f, dq = 0.0f, dkk = 0.0f;
+                #pragma unroll
+                for (int w = 0; w < WARPS; w++) {
+                    dk += s.dk[w][step][j];
+                    dq += s.dq[w][step][j];
+                    if (U::norm) dkk += s.dkk[w][step];
+                }
+                const int64_t to = (at.block * tokens(a) + at.row.start + t0 + r) * N + j;
+                a.dk[to] = dk - 2.0f * s.k[r][j] * dkk;
+                a.dq[to] = dq;
+            }
+            __syncthreads();                                             // before the next steps overwrite what is read here
+        }
+    }
+    if (at.live) {
+        #pragma unroll
+        for (int i = 0; i < P; i++) {
+            const int j = at.part * P + (i ^ order);
+            const int64_t to = (b * a.D + c) * N + j;
+            if (a.dh0 && j < N) a.dh0[to] = G[i];
+            if (U::rates && j < N) a.dA[to] = drates[i];
+        }
+        if (at.part == 0 && a.dskip) a.dskip[b * a.D + c] = dskip;
+        if (at.part == 0 && a.dbias) a.dbias[b * a.D + c] = dbias;
+    }
+}
+
+// -------------------------------------------------------------------------------------------- CUDA: what native.py loads
+// One cubin for an update, dtype, P and L: two kernels compile in seconds, all combinations would take minutes.
+
+// Blocks a multiprocessor that the backward's registers must leave room for; where shared memory is less than an H100's it
+// holds two of them anyway, and Mamba's rates and their gradients need the registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+#define BACKWARD_BLOCKS (SCAN_UPDATE::rates || SCAN_UPDATE::whole || SCAN_L > 1 ? 2 : 3)
+#else
+#define BACKWARD_BLOCKS 2
+#endif
+
+extern "C" {
+__global__ void __launch_bounds__(THREADS) forward_kernel(const ScanArgs a) { scan_forward<SCAN_UPDATE, SCAN_TYPE, SCAN_P, SCAN_L>(a); }
+__global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) backward_kernel(const ScanArgs a) { scan_backward<SCAN_UPDATE, SCAN_TYPE, SCAN_P, SCAN_L>(a); }
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, sizeof(ForwardShared<SCAN_P, SCAN_L>), sizeof(BackwardShared<SCAN_UPDATE, SCAN_P, SCAN_L>)};
+}
+
+#else
+
 // --------------------------------------------------------------------------------------------- CPU kernels: the scan
 // NC is the state size known at compile time, or 0: then it is read from the arguments. A task is one batch row and a
 // range of channel groups; within it time goes chunk by chunk and the groups go through the chunk one after another,
 // so that k and q are converted once a chunk, and dk and dq summed over lanes once a chunk instead of once a group.
 
-template <class E> static void load_keys(const ScanArgs &a, int64_t b, int64_t t0, int steps, float *k, float *q, float *kk) {
-    for (int t = 0; t < steps; t++) {
-        const E *ks = (const E *)a.k + b * a.k_b + (t0 + t) * a.k_t, *qs = (const E *)a.q + b * a.q_b + (t0 + t) * a.q_t;
+struct Keys { float *k, *q, *kk; };                    // of a chunk, and |k|^2
+
+template <class E> static void load_keys(const ScanArgs &a, const Row &row, int64_t b, int64_t t0, int steps, const E *ks, const E *qs, Keys to) {
+    ks += offset(a, row, b, a.k_b, a.k_t) + t0 * a.k_t;
+    qs += offset(a, row, b, a.q_b, a.q_t) + t0 * a.q_t;
+    for (int t = 0; t < steps; t++, ks += a.k_t, qs += a.q_t) {
         float sum = 0;
         for (int64_t j = 0; j < a.N; j++) {
             float kj = to_float(ks[j]);
-            k[t * a.N + j] = kj;
-            q[t * a.N + j] = to_float(qs[j]);
+            to.k[t * a.N + j] = kj;
+            to.q[t * a.N + j] = to_float(qs[j]);
             sum += kj * kj;
         }
-        kk[t] = sum;
+        to.kk[t] = sum;
     }
 }
 
@@ -579,9 +823,9 @@ template <class E> static E *stage(const E *from, int64_t stride, int steps, int
     return to;
 }
 
-template <class E> static Tile<E> tile_of(const ScanArgs &a, int64_t b, int64_t t0, int steps, int64_t c, int n, E *room) {
-    auto rows = [&](const void *p, int64_t s_b, int64_t s_t) { return p ? (const E *)p + b * s_b + t0 * s_t + c : nullptr; };
-    auto out = [&](void *p) { return p ? (E *)p + (b * a.T + t0) * a.D + c : nullptr; };
+template <class E> static Tile<E> tile_of(const ScanArgs &a, int64_t b, const Row &row, int64_t t0, int steps, int64_t c, int n, E *room) {
+    auto rows = [&](const void *p, int64_t s_b, int64_t s_t) { return p ? (const E *)p + offset(a, row, b, s_b, s_t) + t0 * s_t + c : nullptr; };
+    auto out = [&](void *p) { return p ? (E *)p + (row.start + t0) * a.D + c : nullptr; };
     Tile<E> tile = {rows(a.x, a.x_b, a.x_t), rows(a.dt, a.dt_b, a.dt_t), rows(a.z, a.z_b, a.z_t), rows(a.dy, a.dy_b, a.dy_t),
                     a.x_t, a.dt_t, a.z_t, a.dy_t, a.D, out(a.y), out(a.dx), out(a.ddt), out(a.dz),
                     a.bias ? load(a.bias + c, n) : vec{}, a.skip ? load(a.skip + c, n) : vec{}};
@@ -596,39 +840,44 @@ template <class E> static Tile<E> tile_of(const ScanArgs &a, int64_t b, int64_t 
     return tile;
 }
 
-template <class E> static void unstage(const ScanArgs &a, const Tile<E> &tile, int64_t b, int64_t t0, int steps, int64_t c, int n) {
+template <class E> static void unstage(const ScanArgs &a, const Tile<E> &tile, const Row &row, int64_t t0, int steps, int64_t c, int n) {
     if (n == LANES) return;
     const E *from[] = {tile.y, tile.dx, tile.ddt, tile.dz};
     void *to[] = {a.y, a.dx, a.ddt, a.dz};
     for (int i = 0; i < 4; i++)
         for (int t = 0; to[i] && t < steps; t++)
-            memcpy((E *)to[i] + (b * a.T + t0 + t) * a.D + c, from[i] + t * LANES, n * sizeof(E));
+            memcpy((E *)to[i] + (row.start + t0 + t) * a.D + c, from[i] + t * LANES, n * sizeof(E));
 }
 
 // (B, D, N) in memory <-> N vectors of channels
-INLINE void load_state(const float *h, int64_t N, int n, vec *S) {
+MATH void load_state(const float *h, int64_t N, int n, vec *S) {
     for (int64_t j = 0; j < N; j++) {
         vec v = {};
         if (h) for (int l = 0; l < n; l++) v[l] = h[l * N + j];
         S[j] = v;
     }
 }
-INLINE void store_state(float *h, int64_t N, int n, const vec *S) {
+MATH void store_state(float *h, int64_t N, int n, const vec *S) {
     for (int64_t j = 0; j < N; j++)
         for (int l = 0; l < n; l++) h[l * N + j] = S[j][l];
 }
 
-template <class E, int NC> static void forward_chunk(const Tile<E> &in, int64_t n_state, int steps, const float *k,
-                                                     const float *q, const float *kk, vec *state) {
+template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in, int64_t n_state, int64_t softplus, int steps, Keys keys,
+                                                              const vec *rates, vec *state) {
     const int64_t N = NC ? NC : n_state;
     vec registers[NC ? NC : 1], *S = NC ? registers : state;
     if (NC) for (int64_t j = 0; j < N; j++) S[j] = state[j];
-    for (int t = 0; t < steps; t++, k += N, q += N) {
-        vec x = load(in.x + t * in.x_t);
-        vec eps = 1.0f / (1.0f + exp_clamped(-(load(in.dt + t * in.dt_t) + in.bias)) + kk[t]);
-        vec out[2] = {in.skip * x, vec{}};                               // two chains hide the latency of the FMA
+    for (int t = 0; t < steps; t++) {
+        const float *k = keys.k + t * N, *q = keys.q + t * N;
+        Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t) + in.bias, keys.kk[t], softplus);
+        vec out[2] = {in.skip * s.x, vec{}};                             // two chains hide the latency of the FMA
+        if (U::whole) {
+            vec sum[2] = {};
+            UNROLL for (int64_t j = 0; j < N; j++) sum[j & 1] += k[j] * S[j];
+            s.aside = s.x - (sum[0] + sum[1]);
+        }
         UNROLL for (int64_t j = 0; j < N; j++) {
-            S[j] += (eps * k[j]) * (x - k[j] * S[j]);
+            S[j] = U::next(s, S[j], k[j], U::rates ? U::decay(s, rates[j]) : vec{});
             out[j & 1] += S[j] * q[j];
         }
         vec o = out[0] + out[1];
@@ -638,134 +887,158 @@ template <class E, int NC> static void forward_chunk(const Tile<E> &in, int64_t 
     if (NC) for (int64_t j = 0; j < N; j++) state[j] = S[j];
 }
 
-template <class E, int NC> static void forward_task(const ScanArgs &a, int64_t b, int64_t first, int64_t last) {
+template <class U, class E, int NC> static void forward_task(const ScanArgs &a, int64_t b, int64_t first, int64_t last) {
     const int64_t N = a.N;
-    Scratch scratch((last - first) * N * LANES + CHUNK * (2 * N + 1) + 4 * CHUNK * LANES);
-    vec *state = scratch.take<vec>((last - first) * N);
-    float *k = scratch.take<float>(CHUNK * N), *q = scratch.take<float>(CHUNK * N), *kk = scratch.take<float>(CHUNK);
+    const Row row = row_of(a, b);
+    Scratch scratch(2 * (last - first) * N * LANES + CHUNK * (2 * N + 1) + 4 * CHUNK * LANES);
+    vec *state = scratch.take<vec>((last - first) * N), *rates = scratch.take<vec>((last - first) * N);
+    Keys keys = {scratch.take<float>(CHUNK * N), scratch.take<float>(CHUNK * N), scratch.take<float>(CHUNK)};
     E *room = scratch.take<E>(4 * CHUNK * LANES);
-    for (int64_t t0 = 0; t0 < a.T; t0 += CHUNK) {
-        int steps = a.T - t0 < CHUNK ? (int)(a.T - t0) : CHUNK;
-        load_keys<E>(a, b, t0, steps, k, q, kk);
+    for (int64_t g = first; g < last; g++) {
+        int64_t c = g * LANES;
+        load_state(a.h0 ? a.h0 + (b * a.D + c) * N : nullptr, N, tail(a.D, c), state + (g - first) * N);
+        if (U::rates) load_state(a.A + c * N, N, tail(a.D, c), rates + (g - first) * N);
+    }
+    for (int64_t t0 = 0; t0 < row.T; t0 += CHUNK) {
+        int steps = row.T - t0 < CHUNK ? (int)(row.T - t0) : CHUNK;
+        load_keys(a, row, b, t0, steps, (const E *)a.k, (const E *)a.q, keys);
         for (int64_t g = first; g < last; g++) {
             int64_t c = g * LANES;
             int n = tail(a.D, c);
             vec *S = state + (g - first) * N;
-            if (t0 == 0) load_state(a.h0 ? a.h0 + (b * a.D + c) * N : nullptr, N, n, S);
             if (a.chunks) {
-                float *saved = a.chunks + (b * ceil_div(a.T, CHUNK) + t0 / CHUNK) * N * a.D + c;
+                float *saved = a.chunks + (row.chunk + t0 / CHUNK) * N * a.D + c;
                 for (int64_t j = 0; j < N; j++) store(saved + j * a.D, S[j], n);
             }
-            Tile<E> tile = tile_of<E>(a, b, t0, steps, c, n, room);
-            forward_chunk<E, NC>(tile, N, steps, k, q, kk, S);
-            unstage(a, tile, b, t0, steps, c, n);
-            if (t0 + steps == a.T) store_state(a.hT + (b * a.D + c) * N, N, n, S);
+            Tile<E> tile = tile_of<E>(a, b, row, t0, steps, c, n, room);
+            forward_chunk<U, E, NC>(tile, N, a.softplus, steps, keys, rates + (g - first) * N, S);
+            unstage(a, tile, row, t0, steps, c, n);
         }
     }
+    for (int64_t g = first; g < last; g++)
+        store_state(a.hT + (b * a.D + g * LANES) * N, N, tail(a.D, g * LANES), state + (g - first) * N);
 }
 
-// Recomputes the states of a chunk into S[0..steps] and walks it backwards. With G = dL/dS_t and S' the state before t:
-//   G += dy q;  dx = eps sum G k;  deps = sum G k (x - k S');  dk = sum G eps (x - 2 k S') - 2 k sum deps eps^2
-//   dq = sum dy S;  ddt = deps eps^2 exp(-(dt + bias));  G *= 1 - eps k^2
-// What is summed over channels (dk, dq, and dkk = deps eps^2) is added up as vectors here.
-template <class E, int NC> static void backward_chunk(const Tile<E> &in, int64_t n_state, int steps, const float *k,
-                                                      const float *q, const float *kk, vec *S, vec *kept, vec *G_state,
-                                                      vec *dk, vec *dq, vec *dkk, vec *dskip, vec *dbias) {
+// What a group of channels has added up so far, walking backwards: N vectors of G = dL/dS_t and of dA; dD and ddt_bias.
+struct Backward { vec *G, *drates, *dskip, *dbias; };
+// What all groups add to in a chunk: vectors, summed over lanes when the last group is done.
+struct KeyGrads { vec *dk, *dq, *dkk; };
+// A chunk recomputed: the states before each step and after the last, Mamba's decays, and a step's values.
+struct Kept { vec *S, *decays; Step<vec> *steps; vec *dy; };
+
+// Recomputes the states of a chunk, and walks it backwards. With S' the state before t and G = dL/dS_t + dy q:
+//   dq = sum dy S;  Longhorn:  dx = eps sum G k;  deps = sum G k (x - k S');  dk = sum G eps (x - 2 k S') - 2 k sum deps eps^2
+//   ddt = deps eps^2 exp(-(dt + bias));  G *= 1 - eps k^2;  the other updates alike, see `back` of each.
+template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in, int64_t n_state, int64_t softplus, int steps, Keys keys,
+                                                               const vec *rates, Kept kept, KeyGrads sum, Backward out) {
     const int64_t N = NC ? NC : n_state;
-    vec *eps_of = kept, *e_of = kept + CHUNK, *dy_of = kept + 2 * CHUNK;
     {
         vec registers[NC ? NC : 1];
-        if (NC) for (int64_t j = 0; j < N; j++) registers[j] = S[j];
+        if (NC) for (int64_t j = 0; j < N; j++) registers[j] = kept.S[j];
         for (int t = 0; t < steps; t++) {
-            const float *kt = k + t * N, *qt = q + t * N;
-            vec x = load(in.x + t * in.x_t), dy = load(in.dy + t * in.dy_t), z = {}, sig = {}, gated = dy;
-            vec e = exp_clamped(-(load(in.dt + t * in.dt_t) + in.bias));
-            vec eps = 1.0f / (1.0f + e + kk[t]);
+            const float *k = keys.k + t * N, *q = keys.q + t * N;
+            Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t) + in.bias, keys.kk[t], softplus);
+            vec dy = load(in.dy + t * in.dy_t), z = {}, sig = {}, gated = dy;
             if (in.z) { z = load(in.z + t * in.z_t); sig = sigmoid(z); gated *= z * sig; }
-            vec out[2] = {in.skip * x, vec{}};
-            vec *before = NC ? registers : S + t * N, *after = S + (t + 1) * N, *dqt = dq + t * N;
-            UNROLL for (int64_t j = 0; j < N; j++) {
-                vec s = before[j];
-                s += (eps * kt[j]) * (x - kt[j] * s);
-                if (NC) registers[j] = s;
-                after[j] = s;
-                dqt[j] += gated * s;
-                out[j & 1] += s * qt[j];
+            vec y[2] = {in.skip * s.x, vec{}};
+            vec *before = NC ? registers : kept.S + t * N, *after = kept.S + (t + 1) * N, *dq = sum.dq + t * N;
+            if (U::whole) {
+                vec of_k[2] = {};
+                UNROLL for (int64_t j = 0; j < N; j++) of_k[j & 1] += k[j] * before[j];
+                s.aside = s.x - (of_k[0] + of_k[1]);
             }
-            if (in.z) store(in.dz + t * in.out_t, dy * (out[0] + out[1]) * sig * (1.0f + z * (1.0f - sig)));
-            eps_of[t] = eps; e_of[t] = e; dy_of[t] = gated;
+            UNROLL for (int64_t j = 0; j < N; j++) {
+                vec decay = {};
+                if (U::rates) { decay = U::decay(s, rates[j]); kept.decays[t * N + j] = decay; }
+                vec S = U::next(s, before[j], k[j], decay);
+                if (NC) registers[j] = S;
+                after[j] = S;
+                dq[j] += gated * S;
+                y[j & 1] += S * q[j];
+            }
+            if (in.z) store(in.dz + t * in.out_t, dy * (y[0] + y[1]) * sig * (1.0f + z * (1.0f - sig)));
+            kept.steps[t] = s; kept.dy[t] = gated;
         }
     }
-    vec registers[NC ? NC : 1], *G = NC ? registers : G_state;
-    if (NC) for (int64_t j = 0; j < N; j++) G[j] = G_state[j];
+    vec registers[NC ? NC : 1], *G = NC ? registers : out.G;
+    if (NC) for (int64_t j = 0; j < N; j++) G[j] = out.G[j];
     for (int t = steps - 1; t >= 0; t--) {
-        const float *kt = k + t * N, *qt = q + t * N;
-        const vec *before = S + t * N;
-        vec *dkt = dk + t * N;
-        vec x = load(in.x + t * in.x_t), eps = eps_of[t], dy = dy_of[t];
-        vec dx[2] = {in.skip * dy, vec{}}, de[2] = {};                   // de = eps deps: eps^2 alone would underflow
-        UNROLL for (int64_t j = 0; j < N; j++) {
-            vec g = G[j] + dy * qt[j], ge = g * eps, gek = ge * kt[j];
-            vec kS = kt[j] * before[j], error = x - kS;
-            dx[j & 1] += gek;
-            de[j & 1] += gek * error;
-            dkt[j] += ge * (error - kS);
-            G[j] = g - kt[j] * gek;
+        const float *k = keys.k + t * N, *q = keys.q + t * N;
+        const vec *before = kept.S + t * N, *decays = kept.decays + t * N, dy = kept.dy[t];
+        const Step<vec> s = kept.steps[t];
+        vec *dk = sum.dk + t * N, pulled = {};
+        Sums<vec> over_states[2] = {};
+        if (U::whole) {
+            vec of_k[2] = {};
+            UNROLL for (int64_t j = 0; j < N; j++) { G[j] += dy * q[j]; of_k[j & 1] += G[j] * k[j]; }
+            pulled = of_k[0] + of_k[1];
         }
-        vec ddt = (de[0] + de[1]) * (eps * e_of[t]);
-        dkk[t] += (de[0] + de[1]) * eps;
-        store(in.dx + t * in.out_t, dx[0] + dx[1]);
-        store(in.ddt + t * in.out_t, ddt);
-        *dbias += ddt;
-        *dskip += dy * x;
+        UNROLL for (int64_t j = 0; j < N; j++) {
+            vec g = U::whole ? G[j] : G[j] + dy * q[j];
+            G[j] = U::back(s, before[j], k[j], U::rates ? rates[j] : vec{}, U::rates ? decays[j] : vec{}, g, pulled, over_states[j & 1],
+                           dk[j], out.drates[U::rates ? j : 0]);
+        }
+        const Sums<vec> both = {over_states[0].dx + over_states[1].dx, over_states[0].dsize + over_states[1].dsize};
+        const StepGrads<vec> d = U::finish(s, both, pulled);
+        if (U::norm) sum.dkk[t] += d.dkk;
+        store(in.dx + t * in.out_t, d.dx + in.skip * dy);
+        store(in.ddt + t * in.out_t, d.ddt);
+        *out.dbias += d.ddt;
+        *out.dskip += dy * s.x;
     }
-    if (NC) for (int64_t j = 0; j < N; j++) G_state[j] = G[j];
+    if (NC) for (int64_t j = 0; j < N; j++) out.G[j] = G[j];
 }
 
-template <class E, int NC> static void backward_task(const ScanArgs &a, int64_t b, int64_t split, int64_t first, int64_t last) {
-    const int64_t N = a.N, groups = last - first, n_chunks = ceil_div(a.T, CHUNK);
-    const int64_t padded = ceil_div(CHUNK * N, LANES) * LANES;
-    Scratch scratch((groups * (N + 2) + (CHUNK + 1) * N + 4 * CHUNK + 2 * padded) * LANES + 2 * CHUNK * N + 2 * CHUNK + padded
-                    + 8 * CHUNK * LANES);
-    vec *G = scratch.take<vec>(groups * N), *S = scratch.take<vec>((CHUNK + 1) * N), *kept = scratch.take<vec>(3 * CHUNK);
+template <class U, class E, int NC> static void backward_task(const ScanArgs &a, int64_t b, int64_t split, int64_t first, int64_t last) {
+    const int64_t N = a.N, groups = last - first;
+    const Row row = row_of(a, b);
+    const int64_t padded = ceil_div(CHUNK * N, LANES) * LANES, with_rates = U::rates ? N : 0;
+    Scratch scratch((groups * (N + 2 * with_rates + 3) + (CHUNK + 1) * N + CHUNK * with_rates + 6 * CHUNK + 2 * padded) * LANES
+                    + 2 * CHUNK * N + 2 * CHUNK + padded + 8 * CHUNK * LANES);
+    vec *G = scratch.take<vec>(groups * N), *rates = scratch.take<vec>(groups * with_rates), *drates = scratch.take<vec>(groups * with_rates + 1);
     vec *dskip = scratch.take<vec>(groups), *dbias = scratch.take<vec>(groups);
-    vec *dk = scratch.take<vec>(padded), *dq = scratch.take<vec>(padded), *dkk = scratch.take<vec>(CHUNK);
-    float *k = scratch.take<float>(CHUNK * N), *q = scratch.take<float>(CHUNK * N), *kk = scratch.take<float>(CHUNK);
+    Kept kept = {scratch.take<vec>((CHUNK + 1) * N), scratch.take<vec>(CHUNK * with_rates), scratch.take<Step<vec>>(CHUNK), scratch.take<vec>(CHUNK)};
+    KeyGrads sum = {scratch.take<vec>(padded), scratch.take<vec>(padded), scratch.take<vec>(CHUNK)};
+    Keys keys = {scratch.take<float>(CHUNK * N), scratch.take<float>(CHUNK * N), scratch.take<float>(CHUNK)};
     float *sums = scratch.take<float>(padded), *sums_kk = scratch.take<float>(CHUNK);
     E *room = scratch.take<E>(8 * CHUNK * LANES);
     for (int64_t g = first; g < last; g++) {
-        int64_t c = g * LANES;
-        load_state(a.dhT ? a.dhT + (b * a.D + c) * N : nullptr, N, tail(a.D, c), G + (g - first) * N);
-        dskip[g - first] = dbias[g - first] = vec{};
+        int64_t c = g * LANES, i = g - first;
+        load_state(a.dhT ? a.dhT + (b * a.D + c) * N : nullptr, N, tail(a.D, c), G + i * N);
+        if (U::rates) load_state(a.A + c * N, N, tail(a.D, c), rates + i * N);
+        for (int64_t j = 0; j < with_rates; j++) drates[i * N + j] = vec{};
+        dskip[i] = dbias[i] = vec{};
     }
-    for (int64_t chunk = n_chunks - 1; chunk >= 0; chunk--) {
+    for (int64_t chunk = ceil_div(row.T, CHUNK) - 1; chunk >= 0; chunk--) {
         int64_t t0 = chunk * CHUNK;
-        int steps = a.T - t0 < CHUNK ? (int)(a.T - t0) : CHUNK;
-        load_keys<E>(a, b, t0, steps, k, q, kk);
-        memset((void *)dk, 0, padded * sizeof(vec));
-        memset((void *)dq, 0, padded * sizeof(vec));
-        memset((void *)dkk, 0, CHUNK * sizeof(vec));
+        int steps = row.T - t0 < CHUNK ? (int)(row.T - t0) : CHUNK;
+        load_keys(a, row, b, t0, steps, (const E *)a.k, (const E *)a.q, keys);
+        memset((void *)sum.dk, 0, padded * sizeof(vec));
+        memset((void *)sum.dq, 0, padded * sizeof(vec));
+        memset((void *)sum.dkk, 0, CHUNK * sizeof(vec));
         for (int64_t g = first; g < last; g++) {
             int64_t c = g * LANES, i = g - first;
             int n = tail(a.D, c);
-            const float *saved = a.chunks + (b * n_chunks + chunk) * N * a.D + c;
-            for (int64_t j = 0; j < N; j++) S[j] = load(saved + j * a.D, n);
-            Tile<E> tile = tile_of<E>(a, b, t0, steps, c, n, room);
-            backward_chunk<E, NC>(tile, N, steps, k, q, kk, S, kept, G + i * N, dk, dq, dkk, dskip + i, dbias + i);
-            unstage(a, tile, b, t0, steps, c, n);
+            const float *saved = a.chunks + (row.chunk + chunk) * N * a.D + c;
+            for (int64_t j = 0; j < N; j++) kept.S[j] = load(saved + j * a.D, n);
+            Tile<E> tile = tile_of<E>(a, b, row, t0, steps, c, n, room);
+            backward_chunk<U, E, NC>(tile, N, a.softplus, steps, keys, rates + i * with_rates, kept, sum,
+                                     {G + i * N, drates + i * with_rates, dskip + i, dbias + i});
+            unstage(a, tile, row, t0, steps, c, n);
         }
-        int64_t out = ((split * a.B + b) * a.T + t0) * N;
-        row_sums(dkk, CHUNK, sums_kk);
-        row_sums(dk, padded, sums);
+        int64_t to = (split * tokens(a) + row.start + t0) * N;
+        row_sums(sum.dkk, CHUNK, sums_kk);
+        row_sums(sum.dk, padded, sums);
         for (int t = 0; t < steps; t++)
-            for (int64_t j = 0; j < N; j++) a.dk[out + t * N + j] = sums[t * N + j] - 2.0f * k[t * N + j] * sums_kk[t];
-        row_sums(dq, padded, sums);
-        memcpy(a.dq + out, sums, steps * N * sizeof(float));
+            for (int64_t j = 0; j < N; j++) a.dk[to + t * N + j] = sums[t * N + j] - 2.0f * keys.k[t * N + j] * sums_kk[t];
+        row_sums(sum.dq, padded, sums);
+        memcpy(a.dq + to, sums, steps * N * sizeof(float));
     }
     for (int64_t g = first; g < last; g++) {
         int64_t c = g * LANES, i = g - first;
         int n = tail(a.D, c);
         if (a.dh0) store_state(a.dh0 + (b * a.D + c) * N, N, n, G + i * N);
+        if (U::rates) store_state(a.dA + (b * a.D + c) * N, N, n, drates + i * N);
         if (a.dskip) store(a.dskip + b * a.D + c, dskip[i], n);
         if (a.dbias) store(a.dbias + b * a.D + c, dbias[i], n);
     }
@@ -845,7 +1118,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
 // --------------------------------------------------------------------------------------------- CPU kernels: RMSNorm
 // A task is a range of rows; in one pass over a row, what PyTorch's eager form does in five and its backward in twelve.
 
-INLINE float lane_sum(vec v) { float s = 0; for (int l = 0; l < LANES; l++) s += v[l]; return s; }
+MATH float lane_sum(vec v) { float s = 0; for (int l = 0; l < LANES; l++) s += v[l]; return s; }
 
 template <class X, class Y> static void norm_forward_rows(const NormArgs &a, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r++) {
@@ -906,11 +1179,11 @@ template <class X, class Y> static void norm_backward(const NormArgs &a) {
     #pragma omp parallel for num_threads((int)a.threads)
     for (int64_t t = 0; t < a.tasks; t++) norm_backward_rows<X, Y>(a, t, a.rows * t / a.tasks, a.rows * (t + 1) / a.tasks);
 }
-template <class E, int NC> static void scan_forward(const ScanArgs &a) {
-    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { forward_task<E, NC>(a, b, first, last); });
+template <class U, class E, int NC> static void scan_forward(const ScanArgs &a) {
+    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { forward_task<U, E, NC>(a, b, first, last); });
 }
-template <class E, int NC> static void scan_backward(const ScanArgs &a) {
-    for_tasks(a, [&](int64_t b, int64_t split, int64_t first, int64_t last) { backward_task<E, NC>(a, b, split, first, last); });
+template <class U, class E, int NC> static void scan_backward(const ScanArgs &a) {
+    for_tasks(a, [&](int64_t b, int64_t split, int64_t first, int64_t last) { backward_task<U, E, NC>(a, b, split, first, last); });
 }
 template <class E, int WC> static void conv_forward(const ConvArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_forward_task<E, WC>(a, b, first, last); });
@@ -921,7 +1194,13 @@ template <class E, int WC> static void conv_backward(const ConvArgs &a) {
 
 // Picks the instance for the dtype, and for a size known at compile time where it is one that models use.
 #define DISPATCH(f, size) do { if (a->dtype == BFLOAT16) f<bf16, size>(*a); else f<float, size>(*a); } while (0)
-#define DISPATCH_SCAN(f) do { if (a->N == 16) DISPATCH(f, 16); else if (a->N == 8) DISPATCH(f, 8); else DISPATCH(f, 0); } while (0)
+#define DISPATCH_STATE(f, U, NC) do { if (a->dtype == BFLOAT16) f<U, bf16, NC>(*a); else f<U, float, NC>(*a); } while (0)
+#define DISPATCH_SCAN(f) do {                                                                                 \
+    if (a->update == EXACT) DISPATCH_STATE(f, Exact, 0);                                                      \
+    else if (a->update == MAMBA) { if (a->N == 16) DISPATCH_STATE(f, Mamba, 16); else DISPATCH_STATE(f, Mamba, 0); } \
+    else if (a->N == 16) DISPATCH_STATE(f, Longhorn, 16);                                                     \
+    else if (a->N == 8) DISPATCH_STATE(f, Longhorn, 8);                                                       \
+    else DISPATCH_STATE(f, Longhorn, 0); } while (0)
 #define DISPATCH_CONV(f) do { if (a->W == 4) DISPATCH(f, 4); else DISPATCH(f, 0); } while (0)
 #define DISPATCH_NORM(f) do {                                                                                 \
     if (a->x_dtype == BFLOAT16) { if (a->y_dtype == BFLOAT16) f<bf16, bf16>(*a); else f<bf16, float>(*a); }    \
@@ -947,4 +1226,4 @@ void rms_norm_forward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_forward); }
 void rms_norm_backward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_backward); }
 }
 
-#endif  // __CUDACC__
+#endif  // ON_GPU

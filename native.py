@@ -22,13 +22,15 @@ from pathlib import Path
 
 import torch
 
+import native_cuda
+
 SOURCE = Path(__file__).with_name("longhorn_scan.cu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "cuda", "torch")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of longhorn_scan.cu
 CUDA_THREADS = 128  # THREADS of longhorn_scan.cu
-CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 
 
 # ------------------------------------------------------------------------------------------------------ which body runs
@@ -66,7 +68,7 @@ def unavailable(device):
     if device == "cuda":
         if not torch.cuda.is_available():
             return "PyTorch sees no GPU"
-        return None if _nvcc() else "no nvcc found (install the CUDA toolkit, or set NVCC)"
+        return native_cuda.missing()
     try:
         library()
     except OSError as error:
@@ -105,20 +107,12 @@ def build(source=SOURCE, folder=None):
     return _compile([*shlex.split(compiler), *_flags(openmp=False)], "cpu", _cpu_name(), source, folder)
 
 
-def build_cuda(dtype, P, L, architecture, source=SOURCE, folder=None):
-    """The same by nvcc, for one dtype and shape of the state, and for an architecture such as 'sm_90'."""
-    nvcc = _nvcc()
-    if nvcc is None:
-        raise OSError("no nvcc found (install the CUDA toolkit, or set NVCC)")
-    command = [nvcc, "-O3", "-std=c++17", f"-arch={architecture}", "-shared", "-Xcompiler", "-fPIC",
-               f"-DSCAN_TYPE={CUDA_TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}"]
-    return _compile(command, f"{architecture}_{CUDA_TYPES[dtype]}_{P}x{L}", "", source, folder)
-
-
-def _nvcc():
-    standard = [os.path.join(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    candidates = [os.environ.get("NVCC"), "nvcc", *standard, "/usr/local/cuda/bin/nvcc"]
-    return next((found for found in map(shutil.which, filter(None, candidates)) if found), None)
+def build_cuda(update, dtype, P, L, architecture, source=SOURCE, folder=None):
+    """The same for a GPU: (path of a cubin, seconds), for one update, dtype and shape of the state, for 'sm_90' or such."""
+    macros = native_cuda.defines(update, dtype, P, L)
+    make = lambda to: native_cuda.compile_cubin(source, to, architecture, macros)
+    name = f"longhorn_scan_{architecture}_{update}_{native_cuda.TYPES[dtype]}_{P}x{L}"
+    return _cached(name, ".cubin", [native_cuda.compiler_version(), architecture, *macros], source, folder, make)
 
 
 def _compile(command, tag, machine, source, folder):
@@ -127,9 +121,19 @@ def _compile(command, tag, machine, source, folder):
         version = subprocess.run([*prefix, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise OSError(f"the compiler {command[0]!r} does not run: {error}") from None
+
+    def make(to):
+        run = subprocess.run([*command, str(source), "-o", str(to)], capture_output=True, text=True)
+        if run.returncode:
+            raise OSError(f"{command[0]} could not build {Path(source).name}: {run.stderr.strip()[:500]}")
+
+    return _cached(f"longhorn_scan_{tag}", ".so", [version, machine, *command], source, folder, make)
+
+
+def _cached(name, suffix, key, source, folder, make):
+    """(path, seconds): what `make` once built from `source`, kept by a hash of `key` and source, built under a lock."""
     folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or SOURCE.with_name("build"))
-    key = hashlib.sha256("\0".join([version, machine, *command]).encode() + Path(source).read_bytes()).hexdigest()[:16]
-    path = folder / f"longhorn_scan_{tag}_{key}.so"
+    path = folder / f"{name}_{hashlib.sha256(chr(0).join(key).encode() + Path(source).read_bytes()).hexdigest()[:16]}{suffix}"
     if path.exists():  # it was renamed into place whole, so this needs no lock, and no right to write
         return path, 0.0
     try:
@@ -142,9 +146,7 @@ def _compile(command, tag, machine, source, folder):
         if path.exists():
             return path, 0.0
         start, temporary = time.perf_counter(), path.with_suffix(f".{os.getpid()}.tmp")
-        run = subprocess.run([*command, str(source), "-o", str(temporary)], capture_output=True, text=True)
-        if run.returncode:
-            raise OSError(f"{command[0]} could not build {Path(source).name}: {run.stderr.strip()[:500]}")
+        make(temporary)
         os.replace(temporary, path)
         return path, time.perf_counter() - start
 
@@ -162,8 +164,9 @@ def _struct(name, fields):
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-ScanArgs = _struct("ScanArgs", """B T D N dtype splits threads *x *dt *k *q *z x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t
-    *skip *bias *h0 *y *hT *chunks *dy dy_b dy_t *dhT *dx *ddt *dz *dk *dq *dskip *dbias *dh0""")
+ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads *cu *x *dt *k *q *z
+    x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y *hT *chunks
+    *dy dy_b dy_t *dhT *dx *ddt *dz *dk *dq *dA *dskip *dbias *dh0""")
 ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *weight *bias *state *y
     *dy dy_b dy_t *dx *dweight *dbias *dstate""")
 NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *weight *rstd *y *dx *dweight &eps")
@@ -191,19 +194,13 @@ def library():
 
 
 @functools.cache
-def cuda_library(dtype, P, L, architecture):
-    """The CUDA library of one dtype and shape of the state, built on first use and announced once. Raises OSError."""
-    path, seconds = build_cuda(dtype, P, L, architecture)
-    lib = ctypes.CDLL(str(path))
-    lib.longhorn_args_size.restype = ctypes.c_int64
-    if lib.longhorn_args_size() != ctypes.sizeof(ScanArgs):
-        raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
-    for name in ("longhorn_scan_forward_cuda", "longhorn_scan_backward_cuda"):
-        getattr(lib, name).restype = ctypes.c_char_p
-        getattr(lib, name).argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    say_once(f"native kernels: cuda {architecture}, {CUDA_TYPES[dtype]}, {P} states a lane, {L} lanes a channel "
+def cuda_module(update, dtype, P, L, architecture, device):
+    """The kernels of one update, dtype and shape of the state on a GPU, built on first use, announced once. Raises OSError."""
+    path, seconds = build_cuda(update, dtype, P, L, architecture)
+    module = native_cuda.Module(path.read_bytes(), ctypes.sizeof(ScanArgs), device=device)
+    say_once(f"native kernels: cuda {architecture}, {update} {native_cuda.TYPES[dtype]}, {P} states a lane, {L} lanes a channel "
              f"({f'built in {seconds:.1f} s' if seconds else 'cached'})")
-    return lib
+    return module
 
 
 def cuda_shape(B, D, N, multiprocessors):
@@ -225,15 +222,24 @@ def cuda_shape(B, D, N, multiprocessors):
 # ------------------------------------------------------------------------------------------------- calling the library
 
 class Kernels:
-    """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels compute rows in."""
+    """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels compute rows in.
 
-    def __init__(self, args_class, x, **sizes):
+    update: of the scan, one of UPDATES; rows: how many there are, if they are packed sequences and not the B of x.
+    """
+
+    def __init__(self, args_class, x, update=None, rows=None, **sizes):
         (B, T, D), self.device = x.shape, x.device
+        B = B if rows is None else rows
+        if update is not None:
+            sizes["update"] = UPDATES.index(update)
         if x.is_cuda:
             gpu = torch.cuda.get_device_properties(x.device)
             P, L = cuda_shape(B, D, sizes["N"], gpu.multi_processor_count)
-            self.library, self.dtype = cuda_library(x.dtype, P, L, f"sm_{gpu.major}{gpu.minor}"), x.dtype
+            self.module, self.dtype = cuda_module(update, x.dtype, P, L, f"sm_{gpu.major}{gpu.minor}", x.device.index), x.dtype
             splits, threads = -(-D // (CUDA_THREADS // L)), 0  # blocks that share a batch row
+            if B * splits >= 2**31:
+                raise ValueError(f"scan: {B} rows of {D} channels take {B * splits} blocks, a GPU starts up to {2**31 - 1}: "
+                                 "split the batch")
         else:
             self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype
             groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
@@ -250,7 +256,8 @@ class Kernels:
         """
         def in_place(a):
             a = a.to(self.dtype)
-            return a if a.stride(2) == 1 or a.shape[2] == 1 else a.contiguous()
+            fits = a.stride(1) * a.itemsize < 2**31  # the CUDA kernels step in bytes of 32 bits
+            return a if fits and (a.stride(2) == 1 or a.shape[2] == 1) else a.contiguous()
 
         tensors = {n: in_place(a) for n, a in rows.items() if a is not None}
         for name, a in tensors.items():
@@ -259,17 +266,15 @@ class Kernels:
         tensors.update({n: a.float().contiguous() for n, a in floats.items() if a is not None})
         tensors.update({n: a for n, a in buffers.items() if a is not None})
         point(self.args, **tensors)  # the dict keeps the copies alive until the function returns
-        words = self.run(function)
-        if words:
-            raise RuntimeError(f"scan: the CUDA launch failed: {words.decode()}")
+        self.run(function)
 
     def run(self, function):
         if self.device.type == "cpu":
             getattr(self.library, function + "_cpu")(ctypes.byref(self.args))
-            return None
+            return
         with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            return getattr(self.library, function + "_cuda")(ctypes.addressof(self.args), stream)
+            kernel = function.removeprefix("longhorn_scan_") + "_kernel"
+            self.module.launch(kernel, self.args.B * self.args.splits, self.args, torch.cuda.current_stream().cuda_stream)
 
 
 def point(args, **tensors):

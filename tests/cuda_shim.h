@@ -4,7 +4,8 @@
 // Shared memory starts as NaN either way: what is read before it was written shows in the result.
 //
 // What this cannot show: speed, coalescing, and lanes of a warp that drift apart between shuffles in ways a GPU would not.
-// g++ -x c++ -std=c++20 -DLONGHORN_SHIM -DSCAN_TYPE=float -DSCAN_P=4 -DSCAN_L=4 -include tests/cuda_shim.h longhorn_scan.cu
+// g++ -x c++ -std=c++20 -DLONGHORN_SHIM -DSCAN_UPDATE=Longhorn -DSCAN_TYPE=float -DSCAN_P=4 -DSCAN_L=4 -include tests/cuda_shim.h ...
+// tests/cuda_driver_shim.h, included after the kernels, has the driver's functions that load and launch them.
 
 #pragma once
 #include <math.h>
@@ -20,6 +21,7 @@
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
+#define __forceinline__ inline
 
 struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
 
@@ -74,23 +76,17 @@ inline float __shfl_xor_sync(unsigned, float v, int mask) {
 }
 
 inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float reciprocal(float v) { return 1.0f / v; }
 inline uint32_t shim_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
-typedef int cudaError_t;
-typedef void *cudaStream_t;
 
-inline float __half2float(uint16_t h) { _Float16 v; memcpy(&v, &h, 2); return (float)v; }
-inline uint16_t __float2half_rn(float f) { _Float16 v = (_Float16)f; uint16_t h; memcpy(&h, &v, 2); return h; }
-inline uint16_t __ushort_as_half(uint16_t h) { return h; }
-inline uint16_t __half_as_ushort(uint16_t h) { return h; }
-inline uint16_t __float2bfloat16_rn(float f) { uint32_t u = shim_bits(f); return f != f ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
-inline uint16_t __bfloat16_as_ushort(uint16_t h) { return h; }
-enum { cudaSuccess = 0 };
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char *cudaGetErrorString(cudaError_t) { return ""; }
+inline uint16_t round_to_bf16(float f) { uint32_t u = shim_bits(f); return f != f ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
+inline uint16_t round_to_fp16(float f) { _Float16 v = (_Float16)f; uint16_t h; memcpy(&h, &v, 2); return h; }
+inline float widen_fp16(uint16_t h) { _Float16 v; memcpy(&v, &h, 2); return (float)v; }
+inline float exp2_fast(float v) { return exp2f(v); }
+inline float maximum(float v, float low) { return v < low ? low : v; }
+inline float minimum(float v, float high) { return v > high ? high : v; }
 
 #define SHARED_MEMORY shim_block->shared.data()
-#define LAUNCH(kernel, grid, bytes, stream, ...) shim_launch(kernel, grid, THREADS, bytes, __VA_ARGS__)
 
 template <class Body> void shim_run_block(unsigned threads, Body body) {
 #ifdef SHIM_THREADS

@@ -17,57 +17,58 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_updates
 import torch
+import torch.utils.checkpoint
 from test_scan import BF16, EPS, F16, F32, failures, inputs, results
 
 import native
-from scan import longhorn_scan, longhorn_scan_ref
+import native_cuda
+from scan import longhorn_scan
 
-SHIM = Path(__file__).with_name("cuda_shim.h")
+SHIM, DRIVER = (Path(__file__).with_name(name) for name in ("cuda_shim.h", "cuda_driver_shim.h"))
 THREADS = 64  # two warps: enough for sums over warps, and quicker than the 128 of a GPU
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++")), None)
-CPU_PART = "- CPU vectors\n"  # what follows in longhorn_scan.cu is not the CUDA kernels'
+CPU_PART = "- CPU kernels: the scan\n"  # what follows in longhorn_scan.cu is not the CUDA kernels'
 
 pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
-def compile_shim(folder, dtype, P, L, source=native.SOURCE, flags=("-O1",), main=None):
-    """The kernels of one dtype and shape as a CPU library (or, with `main`, as a program); returns its path."""
-    out = Path(folder) / f"shim_{native.CUDA_TYPES[dtype]}_{P}_{L}{'' if main is None else '.exe'}"
-    kind = ["-shared", "-fPIC"] if main is None else ["-x", "c++", str(main)]
+def compile_shim(folder, update, dtype, P, L, source=None, flags=("-O1",), kind=("-shared", "-fPIC"), more=""):
+    """The kernels of one update, dtype and shape, with the driver's stand-in, as a CPU library; returns its path."""
+    out = Path(folder) / f"shim_{update}_{native_cuda.TYPES[dtype]}_{P}_{L}"
+    text = f'#include "{SHIM}"\n{source or native.SOURCE.read_text()}\n#include "{DRIVER}"\n{more}'
+    out.with_suffix(".cpp").write_text(text)
     command = [COMPILER, *flags, "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={THREADS}",
-               f"-DSCAN_TYPE={native.CUDA_TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}", "-include", str(SHIM),
-               "-x", "c++", str(source), *kind, "-o", str(out)]
+               *native_cuda.defines(update, dtype, P, L), *kind, str(out.with_suffix(".cpp")), "-o", str(out)]
     run = subprocess.run(command, capture_output=True, text=True)
+    return out, run
+
+
+def load_shim(*args, **kw):
+    path, run = compile_shim(*args, **kw)
     assert run.returncode == 0, run.stderr
-    return out
+    return native_cuda.Module(b"", ctypes.sizeof(native.ScanArgs), native_cuda.declare(ctypes.CDLL(str(path))))
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory):
-    """shim(dtype, P, L): the library, built once."""
+    """shim(update, dtype, P, L): the kernels as native_cuda loads them, built once."""
     folder = tmp_path_factory.mktemp("shim")
-    return functools.cache(lambda dtype, P, L: declare(ctypes.CDLL(str(compile_shim(folder, dtype, P, L)))))
+    return functools.cache(lambda *key: load_shim(folder, *key))
 
 
-def declare(lib):
-    for name in ("longhorn_scan_forward_cuda", "longhorn_scan_backward_cuda"):
-        getattr(lib, name).restype = ctypes.c_char_p
-        getattr(lib, name).argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lib
-
-
-def use(monkeypatch, library, L):
-    """Have longhorn_scan(backend='cpu') call the CUDA kernels of `library`, as it would on a GPU."""
+def use(monkeypatch, module, L):
+    """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU."""
     class ShimKernels(native.Kernels):
-        def __init__(self, args_class, x, **sizes):
+        def __init__(self, args_class, x, update, rows, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
-            splits = -(-D // (THREADS // L))
-            self.args, self.library = args_class(B=B, T=T, D=D, splits=splits, dtype=0, **sizes), None
+            sizes |= dict(splits=-(-D // (THREADS // L)), update=native.UPDATES.index(update))
+            self.args = args_class(B=rows or B, T=T, D=D, **sizes)
 
         def run(self, function):
-            return getattr(library, function + "_cuda")(ctypes.addressof(self.args), None)
+            module.launch(function.removeprefix("longhorn_scan_") + "_kernel", self.args.B * self.args.splits, self.args, None)
 
     monkeypatch.setattr(native, "Kernels", ShimKernels)
 
@@ -81,20 +82,36 @@ SHAPES = [  # dtype, P, L, then B, T, D, N
 
 @pytest.mark.parametrize("dtype,P,L,B,T,D,N", SHAPES)
 def test_agrees_with_the_loop(shim, monkeypatch, dtype, P, L, B, T, D, N):
-    use(monkeypatch, shim(dtype, P, L), L)
+    use(monkeypatch, shim("longhorn", dtype, P, L), L)
     assert not failures(inputs(B, T, D, N, dtype))
+
+
+@pytest.mark.parametrize("update", ("exact", "mamba", "mamba without softplus"))
+@pytest.mark.parametrize("dtype,P,L,B,T,D,N", [(F32, 16, 1, 2, 37, 65, 16), (F32, 4, 4, 1, 33, 18, 13),
+                                               (BF16, 16, 1, 1, 35, 20, 16)])
+def test_other_updates(shim, monkeypatch, update, dtype, P, L, B, T, D, N):
+    use(monkeypatch, shim(update.split()[0], dtype, P, L), L)
+    assert not test_updates.failures_of(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
+
+
+@pytest.mark.parametrize("update", ("longhorn", "mamba"))
+@pytest.mark.parametrize("lengths", [[3, 0, 40, 0], [33, 32, 1], [1, 5]], ids=str)
+def test_packed_sequences(shim, monkeypatch, update, lengths):
+    use(monkeypatch, shim(update, F32, 16, 1), 1)
+    a, cu = test_updates.packed(update, lengths, 70, 16)
+    assert not test_updates.failures_of(update, a, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("without", [("D", "z", "dt_bias", "h0"), ("z",), ("h0", "D")])
 def test_optional_arguments(shim, monkeypatch, without):
-    use(monkeypatch, shim(F32, 4, 4), 4)
+    use(monkeypatch, shim("longhorn", F32, 4, 4), 4)
     assert not failures(inputs(1, 35, 18, 16, without=without))
     assert not failures(inputs(1, 5, 18, 11, without=without), "y")
 
 
 @pytest.mark.parametrize("kw", [dict(key=1e3), dict(logit=1000.0), dict(logit=300.0), dict(key=1e6, logit=1000.0)])
 def test_extreme_values(shim, monkeypatch, kw):
-    use(monkeypatch, shim(F32, 16, 1), 1)
+    use(monkeypatch, shim("longhorn", F32, 16, 1), 1)
     a = inputs(1, 40, 17, 16, **kw)
     got = results(native_scan, a)
     assert not [n for n, v in got.items() if not v.isfinite().all()]
@@ -102,7 +119,7 @@ def test_extreme_values(shim, monkeypatch, kw):
 
 
 def test_nan_in_the_logits_reaches_the_output(shim, monkeypatch):
-    use(monkeypatch, shim(F32, 4, 4), 4)
+    use(monkeypatch, shim("longhorn", F32, 4, 4), 4)
     a = inputs(1, 6, 5, 16)
     a["dt"][0, 2, 3] = torch.nan
     y = longhorn_scan(**a, backend="cpu")
@@ -114,7 +131,7 @@ def native_scan(**a):
 
 
 def test_views_need_no_copy_and_change_nothing(shim, monkeypatch):
-    use(monkeypatch, shim(F32, 4, 4), 4)
+    use(monkeypatch, shim("longhorn", F32, 4, 4), 4)
     a = inputs(2, 20, 10, 16)
     views = dict(a)
     views["x"], views["z"] = torch.cat([a["x"], a["z"]], -1).chunk(2, -1)
@@ -124,7 +141,7 @@ def test_views_need_no_copy_and_change_nothing(shim, monkeypatch):
 
 
 def test_two_runs_agree_to_the_bit(shim, monkeypatch):
-    use(monkeypatch, shim(F32, 16, 1), 1)
+    use(monkeypatch, shim("longhorn", F32, 16, 1), 1)
     a = inputs(2, 40, 70, 16)
     first, second = results(native_scan, a), results(native_scan, a)
     assert all(torch.equal(first[n], second[n]) for n in first)
@@ -133,10 +150,12 @@ def test_two_runs_agree_to_the_bit(shim, monkeypatch):
 MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
     "a warp's sums are left out": ("for (int w = 0; w < WARPS; w++)", "for (int w = 0; w < WARPS - 1; w++)"),
     "butterfly gives the wrong half": ("give = upper ? v[i] : v[i + COUNT / 2]", "give = upper ? v[i + COUNT / 2] : v[i]"),
-    "the next tile overwrites this one": ("read_keys(t0 + TILE, buffer ^ 1);", "read_keys(t0 + TILE, buffer);"),
+    "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);",
+                                      "keys.store(s.k[buffer], s.q[buffer], s.kk[buffer]);"),
     "dk without the -2k deps term": ("dk - 2.0f * s.k[r][j] * dkk", "dk"),
-    "lanes beyond D add to dq": ("const float dyt = in ?", "const float dyt = t0 + r < a.T ?"),
-    "sub-chunk states one too late": ("S[j] = s.states[sub][j][tid]", "S[j] = s.states[sub ? sub - 1 : 0][j][tid]"),
+    "lanes beyond D add to dq": ("const float dyt = in ?", "const float dyt = t0 + r < T ?"),
+    "sub-chunk states one too late": ("S[j] = s.states[sub][j][at.tid]", "S[j] = s.states[sub ? sub - 1 : 0][j][at.tid]"),
+    "steps beyond T change the state": ("if (!inside) step.size = 0.0f;", ""),
 }
 
 
@@ -145,10 +164,13 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     right, wrong = MUTANTS[name]
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
-    source = tmp_path / "broken.cu"
-    source.write_text(cuda.replace(right, wrong) + marker + cpu)
-    use(monkeypatch, declare(ctypes.CDLL(str(compile_shim(tmp_path, F32, 16, 1, source, ("-O0",))))), 1)
-    assert failures(inputs(1, 40, 70, 16))
+    update = "mamba" if "beyond T" in name else "longhorn"
+    module = load_shim(tmp_path, update, F32, 16, 1, cuda.replace(right, wrong) + marker + cpu, ("-O0",))
+    use(monkeypatch, module, 1)
+    if update == "mamba":
+        assert test_updates.failures_of("mamba", test_updates.inputs_of("mamba", 1, 42, 70, 16))
+    else:
+        assert failures(inputs(1, 40, 70, 16))
 
 
 RACE = """
@@ -163,9 +185,10 @@ int main() {
     a.k = a.q = k.data(); a.k_b = a.q_b = T * N; a.k_t = a.q_t = N;
     a.y = y.data(); a.hT = hT.data(); a.chunks = chunks.data();
     a.dy = g.data(); a.dy_b = T * D; a.dy_t = D; a.dx = dx.data(); a.ddt = ddt.data(); a.dk = dk.data(); a.dq = dq.data();
-    longhorn_scan_forward_cuda(&a, nullptr);
+    const dim3 one(1);
+    shim_launch(forward_kernel, one, THREADS, facts[3], a);
     a.T = 9;  // the backward waits 37 times a step
-    longhorn_scan_backward_cuda(&a, nullptr);
+    shim_launch(backward_kernel, one, THREADS, facts[4], a);
     return 0;
 }
 """
@@ -175,17 +198,12 @@ int main() {
 def test_thread_sanitizer_finds_missing_barriers_and_only_those(tmp_path, planted):
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
     if planted:
-        at = cuda.index(f"scan_{planted}_kernel")
-        end = cuda.index("if (live) {\n        #pragma unroll", at)  # the kernel writes its last state: the barrier before it
+        at = cuda.index(f"MATH void scan_{planted}(")
+        end = cuda.index("if (at.live) {\n        #pragma unroll", at)  # the kernel writes its last state: the barrier before it
         at = cuda.rindex("__syncthreads();", at, end)
         cuda = cuda[:at] + cuda[at:].replace("__syncthreads();", "", 1)
-    source = tmp_path / "race.cu"
-    source.write_text(cuda + marker + cpu + RACE)
-    program = tmp_path / "race"
-    command = [COMPILER, "-O1", "-g", "-fsanitize=thread", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-DLONGHORN_SHIM",
-               "-DSHIM_THREADS", f"-DTHREADS={THREADS}", "-DSCAN_TYPE=float", "-DSCAN_P=4", "-DSCAN_L=1", "-include", str(SHIM),
-               "-x", "c++", str(source), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True)
+    program, built = compile_shim(tmp_path, "longhorn", F32, 4, 1, cuda + marker + cpu,
+                                  ("-O1", "-g", "-fsanitize=thread", "-DSHIM_THREADS"), (), RACE)
     if built.returncode and "tsan" in built.stderr:
         pytest.skip("this compiler has no ThreadSanitizer runtime")
     assert built.returncode == 0, built.stderr
@@ -196,32 +214,77 @@ def test_thread_sanitizer_finds_missing_barriers_and_only_those(tmp_path, plante
     assert ("data race" in run.stderr) == (planted is not None), run.stderr[-2000:]
 
 
+def test_a_failed_launch_names_the_kernel(shim, monkeypatch):
+    module = shim("longhorn", F32, 4, 4)
+    use(monkeypatch, module, 4)
+    module.lib.shim_fail(719)
+    with pytest.raises(RuntimeError, match=r"the launch of forward_kernel \(1 blocks of 64 threads.*words of the driver.*719"):
+        longhorn_scan(**inputs(1, 5, 3, 4), backend="cpu")
+
+
+def test_too_much_shared_memory_is_said(shim, monkeypatch):
+    module = shim("longhorn", F32, 4, 4)
+    monkeypatch.setitem(module.shared, "backward_kernel", 300_000)
+    monkeypatch.setattr(module, "ready", set())
+    use(monkeypatch, module, 4)
+    with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory a block, more than this GPU"):
+        results(native_scan, inputs(1, 5, 3, 4))
+
+
+def test_structs_that_disagree_are_refused(shim):
+    module = shim("longhorn", F32, 4, 4)
+    with pytest.raises(OSError, match="change the structs together"):
+        native_cuda.Module(b"", 8, module.lib)
+
+
 # ------------------------------------------------------------------------------------------------------- for real GPUs
 
-needs_nvcc = pytest.mark.skipif(native._nvcc() is None, reason="no nvcc here: the kernels were not compiled for a GPU")
+COMPILERS = {"nvcc": native_cuda.nvcc(), "nvrtc": native_cuda.nvrtc()}
+CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(found is None, reason=f"no {name} here"))
+                  for name, found in COMPILERS.items()]
 
 
-@needs_nvcc
+@pytest.mark.parametrize("update", native.UPDATES)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_nvcc_compiles_without_spills(tmp_path, architecture):
-    command = [native._nvcc(), "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", "-DSCAN_TYPE=bf16",
-               "-DSCAN_P=16", "-DSCAN_L=1", str(native.SOURCE), "-o", str(tmp_path / "out.cubin")]
+def test_compiles_without_spills(tmp_path, architecture, update):
+    if COMPILERS["nvcc"] is None:
+        pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
+    macros = native_cuda.defines(update, BF16, 16, 1)
+    command = [COMPILERS["nvcc"], "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros,
+               str(native.SOURCE), "-o", str(tmp_path / "out.cubin")]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    kernels = re.findall(r"Compiling entry function '\w*?scan_(forward|backward)_kernel", run.stderr)
+    kernels = re.findall(r"Compiling entry function '(\w+)_kernel'", run.stderr)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stderr)]
     registers = dict(zip(kernels, (int(n) for n in re.findall(r"Used (\d+) registers", run.stderr)), strict=True))
     assert sorted(kernels) == ["backward", "forward"] and spills == [0, 0]
-    assert registers["forward"] <= 102 and registers["backward"] <= 255  # 5 and 2 blocks of 128 threads a multiprocessor
+    assert registers["forward"] <= 128 and registers["backward"] <= 255  # 4 and 2 blocks of 128 threads a multiprocessor
 
 
-@needs_nvcc
-def test_build_for_a_gpu_is_cached_and_loads(tmp_path):
-    path, seconds = native.build_cuda(BF16, 16, 1, "sm_90", folder=tmp_path)
-    assert seconds > 0 and native.build_cuda(BF16, 16, 1, "sm_90", folder=tmp_path) == (path, 0.0)
-    lib = ctypes.CDLL(str(path))
-    lib.longhorn_args_size.restype = ctypes.c_int64
-    assert lib.longhorn_args_size() == ctypes.sizeof(native.ScanArgs) and lib.longhorn_channels_a_block() == native.CUDA_THREADS
+@pytest.mark.parametrize("name", CUDA_COMPILERS)
+def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
+    path, seconds = native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path)
+    assert seconds > 0 and native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path) == (path, 0.0)
+    cubin = path.read_bytes()
+    assert cubin[:4] == b"\x7fELF" and all(symbol in cubin for symbol in (b"forward_kernel", b"backward_kernel", b"facts"))
+
+
+@pytest.mark.parametrize("name", CUDA_COMPILERS)
+def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
+    source = tmp_path / "broken.cu"
+    source.write_text("this is no kernel")
+    with pytest.raises(OSError, match="(?s)could not build broken.cu for sm_90:.*this"):
+        native.build_cuda("longhorn", BF16, 16, 1, "sm_90", source, tmp_path)
+    assert not list(tmp_path.glob("*.cubin"))
+
+
+def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_cuda, "nvcc", lambda: None)
+    monkeypatch.setattr(native_cuda, "nvrtc", lambda: None)
+    with pytest.raises(OSError, match="no nvcc and no NVRTC found"):
+        native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path)
 
 
 def test_shape_of_the_state():
@@ -233,20 +296,94 @@ def test_shape_of_the_state():
     assert native.cuda_shape(1, 1536, 16, 132) == (4, 4)  # one long sequence: spread over lanes
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
-@pytest.mark.parametrize("dtype", (F32, BF16, F16))
-@pytest.mark.parametrize("B,T,D,N", [(2, 65, 70, 16), (1, 1000, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (64, 256, 512, 16)])
-def test_on_a_gpu(dtype, B, T, D, N):
-    a = {n: v.cuda() for n, v in inputs(B, T, D, N, dtype).items()}
-    leaf = lambda wide: {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
-    for wide, f, out in ((True, longhorn_scan_ref, []), (False, functools.partial(longhorn_scan, backend="cuda"), [])):
-        b = leaf(wide)
-        y, hT = f(**b, return_state=True)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
+
+
+def gpu_failures(update, a, **kw):
+    """As failures() of test_scan.py, with the truth computed on the GPU too."""
+    fast, slow = test_updates.SCANS[update]
+    a, found = {n: v.cuda() for n, v in a.items()}, []
+    for wide, f in ((True, slow), (False, functools.partial(fast, backend="cuda"))):
+        b = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
+        y, hT = f(**b, return_state=True, **kw)
         loss = (y.double() * torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape))).sum() + hT.double().sum()
-        out += [y, hT, *torch.autograd.grad(loss, list(b.values()))]
-        if wide:
-            true = out
-        else:
-            eps = torch.finfo(dtype).eps
-            for got, want in zip(out, true, strict=True):
-                assert (got.double() - want).norm() <= (0.5 * eps + 64 * EPS) * want.norm()
+        found.append(dict(zip(["y", "hT", *b], [y, hT, *torch.autograd.grad(loss, list(b.values()))], strict=True)))
+    true, got = found
+    bound = {n: 0.5 * torch.finfo(v.dtype).eps * (v.dtype != F32) + 64 * EPS for n, v in got.items()}
+    return {n: v for n in got if not (v := ((got[n].double() - true[n]).norm() / true[n].norm()).item()) <= bound[n]}
+
+
+@on_gpu
+@pytest.mark.parametrize("update", test_updates.SCANS)
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("B,T,D,N", [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128),
+                                     (64, 128, 512, 16)])
+def test_gpu_agrees_with_the_loop(update, dtype, B, T, D, N):
+    assert not gpu_failures(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
+
+
+@on_gpu
+@pytest.mark.parametrize("update", ("longhorn", "mamba"))
+def test_gpu_packed_sequences(update):
+    a, cu = test_updates.packed(update, [3, 0, 100, 33, 64], 70, 16)
+    assert not gpu_failures(update, a, cu_seqlens=cu.cuda())
+
+
+def gpu_inputs(*shape, dtype=BF16):
+    return {n: v.cuda().requires_grad_() for n, v in inputs(*shape, dtype=dtype).items()}
+
+
+def gpu_results(f, a):
+    y, hT = f(**a, return_state=True)
+    return [y.detach(), hT.detach(), *torch.autograd.grad(y.float().sum() + hT.sum(), list(a.values()))]
+
+
+@on_gpu
+def test_gpu_runs_agree_to_the_bit_also_on_another_stream_compiled_and_checkpointed():
+    a = gpu_inputs(4, 200, 300, 16)
+    want = gpu_results(longhorn_scan, a)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        streamed = gpu_results(longhorn_scan, a)
+    torch.cuda.current_stream().wait_stream(side)
+    names = list(a)
+    again = lambda **kw: torch.utils.checkpoint.checkpoint(
+        lambda *v: longhorn_scan(**dict(zip(names, v, strict=True)), return_state=True),
+        *(kw[n] for n in names), use_reentrant=False)
+    compiled = torch.compile(longhorn_scan, fullgraph=True, backend="aot_eager")
+    for got in (gpu_results(longhorn_scan, a), streamed, gpu_results(again, a), gpu_results(compiled, a)):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@on_gpu
+def test_gpu_graph_replays():
+    a = {n: v.detach() for n, v in gpu_inputs(2, 100, 256, 16).items()}
+    longhorn_scan(**a)  # builds and loads the kernels: not allowed while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = longhorn_scan(**a)
+    a["x"].normal_()
+    graph.replay()
+    assert torch.equal(y, longhorn_scan(**a))
+
+
+@on_gpu
+def test_gpu_more_than_two_to_the_31_elements():
+    """The last row of a batch whose tensors pass 2^31 elements equals that row alone."""
+    B, T, D, N = 33, 65536, 1024, 16
+    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+        pytest.skip("needs 60 GB")
+    a = {n: torch.randn(B, T, width, device="cuda", dtype=BF16) for n, width in (("x", D), ("dt", D), ("k", N), ("q", N))}
+    y, hT = longhorn_scan(**a, return_state=True)
+    y_row, h_row = longhorn_scan(**{n: v[-1:] for n, v in a.items()}, return_state=True)
+    assert y.numel() > 2**31 and torch.equal(y[-1:], y_row) and torch.equal(hT[-1:], h_row)
+
+
+@on_gpu
+def test_gpu_autocast():
+    a = gpu_inputs(2, 40, 64, 16, dtype=F32)
+    with torch.autocast("cuda", BF16):
+        y, hT = longhorn_scan(**a, return_state=True)
+        y.float().sum().backward()
+    assert y.dtype == BF16 and hT.dtype == F32 and all(v.grad.dtype == F32 for n, v in a.items())

@@ -1,0 +1,181 @@
+"""The CUDA half of native.py: longhorn_scan.cu becomes a cubin on first use, and the driver loads and launches it.
+
+The compiler is nvcc where there is one, else NVRTC, the compiler library that PyTorch's CUDA wheels bring; either takes
+seconds for the GPU that is present, for one update, dtype and shape of the state. $NVCC names an nvcc,
+$LONGHORN_CUDA_COMPILER=nvrtc passes it over.
+
+The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs of longhorn_scan.cu, mirrored in
+native.py), and ctypes hands it to cuLaunchKernel; so one cubin serves every Python and every PyTorch.
+"""
+
+import ctypes
+import ctypes.util
+import functools
+import glob
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+KERNELS = ("forward_kernel", "backward_kernel")
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
+
+
+# ----------------------------------------------------------------------------------------------------------- compilers
+
+def nvcc():
+    """The path of nvcc, or None: $NVCC, the PATH, $CUDA_HOME and /usr/local/cuda are searched."""
+    if os.environ.get("LONGHORN_CUDA_COMPILER") == "nvrtc":
+        return None
+    standard = [os.path.join(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [os.environ.get("NVCC"), "nvcc", *standard, "/usr/local/cuda/bin/nvcc"]
+    return next((found for found in map(shutil.which, filter(None, candidates)) if found), None)
+
+
+@functools.cache
+def nvrtc():
+    """The NVRTC library, loaded, or None. PyTorch's wheels keep it under nvidia/ beside torch, or in torch/lib."""
+    packages = Path(torch.__file__).parent.parent
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
+    patterns = [packages / "nvidia/*/lib/libnvrtc.so*", packages / "torch/lib/libnvrtc*.so*",
+                *(Path(home) / "lib64/libnvrtc.so*" for home in homes)]
+    found = [path for pattern in patterns for path in sorted(glob.glob(str(pattern))) if "builtins" not in path]
+    for path in [*found, ctypes.util.find_library("nvrtc")]:
+        try:
+            lib = ctypes.CDLL(path) if path else None
+        except OSError:
+            continue
+        if lib:
+            lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+            return lib
+    return None
+
+
+def missing():
+    """None if the kernels can be compiled, else what is missing, in one line."""
+    if nvcc() or nvrtc():
+        return None
+    return "no nvcc and no NVRTC found (install the CUDA toolkit or nvidia-cuda-nvrtc, or set NVCC)"
+
+
+def defines(update, dtype, P, L):
+    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}"]
+
+
+def compile_cubin(source, to, architecture, macros):
+    """Compile `source` for an architecture such as 'sm_90' into the file `to`. Raises OSError with the compiler's words."""
+    path = nvcc()
+    if path:
+        command = [path, "-cubin", "-O3", "-std=c++17", f"-arch={architecture}", *macros, str(source), "-o", str(to)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            raise OSError(f"{path} could not build {Path(source).name} for {architecture}: {run.stderr.strip()[:500]}")
+        return
+    lib = nvrtc()
+    if lib is None:
+        raise OSError(missing())
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *macros]
+    program = ctypes.c_void_p()
+    check = lambda code, what: _check(code, what, lambda c: lib.nvrtcGetErrorString(c).decode(), OSError)
+    check(lib.nvrtcCreateProgram(ctypes.byref(program), Path(source).read_bytes(), b"longhorn_scan.cu", 0, None, None),
+          "nvrtcCreateProgram")
+    try:
+        code = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+        if code:
+            words = _text(lib, program, "ProgramLog")
+            raise OSError(f"NVRTC could not build {Path(source).name} for {architecture}: {words.decode().strip()[:500]}")
+        Path(to).write_bytes(_text(lib, program, "CUBIN"))
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(lib, program, what):
+    size = ctypes.c_size_t()
+    getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(lib, f"nvrtcGet{what}")(program, text)
+    return text.raw
+
+
+def compiler_version():
+    """What the cache of cubins is keyed by."""
+    path = nvcc()
+    if path:
+        return subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    if nvrtc() is None:
+        raise OSError(missing())
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"NVRTC {major.value}.{minor.value}"
+
+
+# -------------------------------------------------------------------------------------------------------------- driver
+
+def _check(code, what, words, error=RuntimeError):
+    if code:
+        raise error(f"scan: {what} failed: {words(code)} (CUDA error {code})")
+
+
+@functools.cache
+def driver():
+    """libcuda, which comes with the GPU's driver. Raises OSError where there is none."""
+    return declare(ctypes.CDLL("libcuda.so.1"))
+
+
+def declare(lib):
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    lib.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    lib.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    lib.cuModuleGetGlobal_v2.argtypes = [pointer, pointer, pointer, ctypes.c_char_p]
+    lib.cuMemcpyDtoH_v2.argtypes = [pointer, pointer, size]
+    lib.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    lib.cuLaunchKernel.argtypes = [pointer, *[number] * 6, number, pointer, pointer, pointer]
+    lib.cuCtxSetCurrent.argtypes = [pointer]
+    lib.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    return lib
+
+
+class Module:
+    """A loaded cubin: `launch` runs one of its kernels. `lib` is the driver; the tests give one that runs on the CPU."""
+
+    def __init__(self, cubin, args_size, lib=None, device=None):
+        self.lib, self.context, self.ready = lib or driver(), ctypes.c_void_p(), set()
+        if device is not None:  # PyTorch computes in the device's primary context; a thread of autograd may not have it yet
+            self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "cuDevicePrimaryCtxRetain")
+            self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
+        module, where, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels")
+        self.functions = {name: ctypes.c_void_p() for name in KERNELS}
+        for name, function in self.functions.items():
+            self.check(self.lib.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
+        self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(where), ctypes.byref(size), module, b"facts"), "facts")
+        facts = (ctypes.c_int64 * (size.value // 8))()
+        self.check(self.lib.cuMemcpyDtoH_v2(facts, where, size.value), "facts")
+        self.chunk, size_there, self.threads, *shared = facts
+        self.shared = dict(zip(KERNELS, shared, strict=True))
+        if size_there != args_size:
+            raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
+
+    def check(self, code, what):
+        def words(code):
+            text = ctypes.c_char_p()
+            self.lib.cuGetErrorString(code, ctypes.byref(text))
+            return text.value.decode() if text.value else "an error it has no words for"
+        _check(code, what, words)
+
+    def launch(self, name, blocks, args, stream):
+        """Run kernel `name` on `blocks` blocks with the struct `args` by value. Raises RuntimeError that names the launch."""
+        function, shared = self.functions[name], self.shared[name]
+        if self.context:
+            self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
+        if name not in self.ready:
+            self.check(self.lib.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared),
+                       f"{name}, which needs {shared / 1024:.1f} KB of shared memory a block, more than this GPU may have")
+            self.ready.add(name)
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        code = self.lib.cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, shared, stream, params, None)
+        self.check(code, f"the launch of {name} ({blocks} blocks of {self.threads} threads, {shared} bytes of shared memory)")

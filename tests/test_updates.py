@@ -1,0 +1,319 @@
+"""The other updates and packed sequences: Mamba's selective scan, the exact Longhorn, cu_seqlens; kernels against the loops.
+
+The comparison is that of test_scan.py, and the loops themselves are held against formulas written otherwise.
+
+    python -m pytest tests/test_updates.py
+"""
+
+import functools
+
+import pytest
+import torch
+from test_scan import BF16, EPS, F16, F32, distance, failures, inputs, results
+
+import native
+from scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def by_our_names(f, softplus):
+    """Mamba's scan under the argument names of longhorn_scan."""
+    def scan(x, dt, k, q, A, D=None, z=None, dt_bias=None, h0=None, return_state=False, cu_seqlens=None, backend=None):
+        return f(x, dt, A, k, q, D, z, dt_bias, softplus, return_state, h0, cu_seqlens, backend)
+    return scan
+
+
+SCANS = {"longhorn": (longhorn_scan, longhorn_scan_ref),
+         "exact": tuple(functools.partial(f, exact=True) for f in (longhorn_scan, longhorn_scan_ref)),
+         "mamba": tuple(by_our_names(f, True) for f in (selective_scan, selective_scan_ref)),
+         "mamba without softplus": tuple(by_our_names(f, False) for f in (selective_scan, selective_scan_ref))}
+EACH = pytest.mark.parametrize("update", list(SCANS)[1:])
+
+
+def inputs_of(update, *shape, **kw):
+    a = inputs(*shape, **kw)
+    if update.startswith("mamba"):
+        a["A"] = -torch.rand(shape[2], shape[3], generator=torch.Generator().manual_seed(5)) * 4
+        if update != "mamba":
+            a["dt"], a["dt_bias"] = a["dt"].abs() / 4, a.get("dt_bias", torch.zeros(shape[2])).abs() / 4  # delta itself: positive
+    return a
+
+
+def failures_of(update, a, **kw):
+    fast, slow = SCANS[update]
+    return failures(a, fast=fast, slow=slow, **kw)
+
+
+@EACH
+@pytest.mark.parametrize("T,D,N", [(1, 17, 16), (31, 5, 3), (32, 16, 16), (33, 33, 8), (70, 17, 4), (129, 20, 16), (40, 3, 1),
+                                   (37, 18, 64)])
+def test_kernels_agree_with_the_loop(update, T, D, N):
+    assert not failures_of(update, inputs_of(update, 2, T, D, N))
+
+
+@EACH
+@pytest.mark.parametrize("dtype", (BF16, F16))
+def test_half_types(update, dtype):
+    assert not failures_of(update, inputs_of(update, 2, 65, 17, 16, dtype=dtype))
+    assert not failures_of(update, inputs_of(update, 1, 33, 5, 3, dtype=dtype))
+
+
+@EACH
+@pytest.mark.parametrize("without", [("D", "z", "dt_bias", "h0"), ("z",), ("h0", "D"), ("dt_bias",)])
+def test_optional_arguments(update, without):
+    a = inputs_of(update, 2, 35, 18, 16, without=without)
+    assert not failures_of(update, {n: v for n, v in a.items() if n not in without})
+    assert not failures_of(update, {n: v for n, v in inputs_of(update, 1, 5, 18, 3, without=without).items() if n not in without},
+                           through="y")
+
+
+@EACH
+@pytest.mark.parametrize("kw", [dict(key=1e-3), dict(key=1e3), dict(logit=1000.0), dict(logit=300.0), dict(logit=30.0),
+                                dict(value=1e6), dict(key=1e3, logit=1000.0)], ids=str)
+def test_extreme_values(update, kw):
+    """Where float32 itself is ill-conditioned the kernels may err four times as much as the loop does in float32."""
+    a = inputs_of(update, 2, 40, 17, 8, **kw)
+    if update == "mamba" and kw.get("logit", 0) > 100:
+        a["dt"] = a["dt"].clamp(max=30)  # a delta of 1000 is no step size: its state overflows in the loop too
+    if update == "mamba without softplus":
+        a["dt"] = a["dt"].clamp(max=30)
+    fast, slow = SCANS[update]
+    true, loop = results(slow, a, wide=True), results(slow, a)
+    got = results(fast, a)
+    assert not [n for n, v in got.items() if not v.isfinite().all()]
+    slack = {n: 4 * distance(loop[n], true[n]) for n in true}
+    assert not failures_of(update, a, slack=slack)
+
+
+@EACH
+def test_finite_inputs_give_finite_results(update):
+    for key in (0.0, 1e-20, 1e10):
+        for logit in (-1000.0, -88.0, 0.0, 20.0):
+            a = inputs_of(update, 1, 34, 17, 16, key=key)
+            a["dt"].fill_(max(logit, 0.0) if update == "mamba without softplus" else logit)
+            got = results(SCANS[update][0], a)
+            assert not [n for n, v in got.items() if not v.isfinite().all()], (key, logit)
+
+
+@EACH
+def test_two_runs_agree_to_the_bit_and_views_with_contiguous(update):
+    a = inputs_of(update, 3, 70, 33, 16)
+    views = dict(a)
+    views["x"], views["z"] = torch.cat([a["x"], a["z"]], -1).chunk(2, -1)
+    views["k"], views["q"] = torch.cat([a["k"], a["q"]], -1).split([16, 16], -1)
+    first, again, viewed = (results(SCANS[update][0], v) for v in (a, a, views))
+    assert all(torch.equal(first[n], again[n]) and torch.equal(first[n], viewed[n]) for n in first)
+
+
+@EACH
+def test_the_loops_pass_gradcheck(update):
+    a = {n: v.double().requires_grad_() for n, v in inputs_of(update, 2, 3, 2, 3).items()}
+    f = lambda *v: SCANS[update][1](**dict(zip(a, v, strict=True)), return_state=True)
+    assert torch.autograd.gradcheck(f, tuple(a.values()))
+
+
+@EACH
+def test_torch_backend_and_compiled_graph(update):
+    a = inputs_of(update, 2, 70, 5, 4)
+    fast, slow = SCANS[update]
+    want, got = results(slow, a, wide=True), results(fast, a, wide=True, backend="torch")
+    assert all(distance(got[n], want[n]) <= 1e-13 for n in want)
+    want = results(fast, a)
+    torch._dynamo.reset()
+    got = results(torch.compile(fast, fullgraph=True, backend="aot_eager"), a)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+@EACH
+def test_autocast_leaves_parameters_in_float32(update):
+    a = {n: v.requires_grad_() for n, v in inputs_of(update, 2, 40, 17, 16).items()}
+    with torch.autocast("cpu", BF16):
+        y, hT = SCANS[update][0](**a, return_state=True)
+        grads = torch.autograd.grad(y.float().sum() + hT.sum(), list(a.values()))
+    rounded = {n: v.detach().to(BF16) if n in ("x", "dt", "k", "q", "z") else v.detach() for n, v in a.items()}
+    want, hT_want = SCANS[update][0](**rounded, return_state=True)
+    assert torch.equal(y, want) and torch.equal(hT, hT_want) and all(g.dtype == F32 for g in grads)
+
+
+@EACH
+def test_opcheck(update):
+    a = inputs_of(update, 1, 34, 3, 2)
+    cu = torch.tensor([0, 33, 34])  # leaves no gap in the chunk states, whose unwritten numbers would differ
+    a["h0"] = torch.zeros(2, 3, 2)
+    names = ("x", "dt", "k", "q", "A", "D", "z", "dt_bias", "h0")
+    args = [a[n].requires_grad_() if n in a else None for n in names]
+    torch.use_deterministic_algorithms(False)
+    name = {"mamba": "mamba_softplus", "mamba without softplus": "mamba"}.get(update, update)
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, cu, name, True))
+
+
+# ------------------------------------------------------------------------------------- the loops against other formulas
+
+def test_selective_scan_against_a_closed_form():
+    """S_T = sum_s (prod_{t > s} exp(delta_t A)) delta_s u_s B_s, from cumulative sums; no recurrence anywhere."""
+    a = {n: v.double() for n, v in inputs_of("mamba", 2, 20, 3, 4).items()}
+    u, A, h0 = a["x"], a["A"], a["h0"]
+    delta = torch.log1p(torch.exp(a["dt"] + a["dt_bias"]))
+    total = torch.cumsum(delta[..., None] * A, 1)  # (B, T, D, N)
+    add = (delta * u)[..., None] * a["k"][:, :, None]
+    y = torch.empty_like(u)
+    for t in range(20):
+        weight = torch.exp(total[:, t, None] - total[:, :t + 1])
+        S = (weight * add[:, :t + 1]).sum(1) + torch.exp(total[:, t]) * h0
+        y[:, t] = ((S * a["q"][:, t, None]).sum(-1) + a["D"] * u[:, t]) * a["z"][:, t] * a["z"][:, t].sigmoid()
+    got, hT = SCANS["mamba"][1](**a, return_state=True)
+    torch.testing.assert_close(got, y, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(hT, S, rtol=1e-10, atol=1e-12)
+
+
+def test_exact_longhorn_is_the_full_matrix_of_eq6():
+    a = {n: v.double() for n, v in inputs(2, 9, 3, 4, without=("D", "z")).items()}
+    S, ys = a["h0"], []
+    for t in range(9):
+        beta, k = (a["dt"][:, t] + a["dt_bias"]).sigmoid(), a["k"][:, t]
+        eps = beta / (1 + beta * (k * k).sum(-1, keepdim=True))  # (B, D)
+        transition = torch.eye(4) - eps[..., None, None] * (k[:, :, None] * k[:, None, :])[:, None]  # (B, D, N, N)
+        S = torch.einsum("bdnm,bdm->bdn", transition, S) + (eps * a["x"][:, t])[..., None] * k[:, None]
+        ys.append((S * a["q"][:, t, None]).sum(-1))
+    y, hT = longhorn_scan_ref(**a, return_state=True, exact=True)
+    torch.testing.assert_close(y, torch.stack(ys, 1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(hT, S, rtol=1e-10, atol=1e-12)
+
+
+def test_exact_and_diagonal_agree_for_one_state_and_differ_for_two():
+    for N, same in ((1, True), (2, False)):
+        a = inputs(1, 6, 3, N)
+        assert torch.allclose(longhorn_scan(**a), longhorn_scan(**a, exact=True), atol=1e-6) is same
+
+
+@pytest.mark.parametrize("softplus", (False, True))
+def test_selective_scan_has_mamba_ssms_signature(softplus):
+    """The arguments of mamba_ssm.ops.selective_scan_interface.selective_scan_fn by name and in their order."""
+    import inspect
+    names = "u delta A B C D z delta_bias delta_softplus return_last_state".split()
+    for f in (selective_scan, selective_scan_ref):
+        assert list(inspect.signature(f).parameters)[:len(names)] == names
+    a = inputs_of("mamba", 2, 12, 5, 3)
+    args = [a["x"], a["dt"].abs(), a["A"], a["k"], a["q"], a["D"], a["z"], a["dt_bias"].abs(), softplus]
+    y, hT = selective_scan(*args, True)
+    assert torch.equal(selective_scan(*args), y) and hT.shape == (2, 5, 3) and hT.dtype == F32
+    want, hT_want = selective_scan_ref(*(v.double() if torch.is_tensor(v) else v for v in args), True)
+    assert distance(y, want) < 16 * EPS and distance(hT, hT_want) < 16 * EPS
+
+
+# ------------------------------------------------------------------------------------------------------ packed sequences
+
+EVERY = pytest.mark.parametrize("update", SCANS)
+
+
+def packed(update, lengths, D, N, dtype=F32):
+    a = inputs_of(update, 1, sum(lengths), D, N, dtype=dtype)
+    a["h0"] = torch.randn(len(lengths), D, N, generator=torch.Generator().manual_seed(3))
+    return a, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+@EVERY
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [32, 32], [31, 33, 1, 64], [3, 0, 40, 0], [0, 7], [70, 5, 64, 20]], ids=str)
+def test_packed_sequences_are_separate_sequences(update, lengths):
+    """The kernels with cu_seqlens, against the float64 loop over each sequence alone; every gradient."""
+    a, cu = packed(update, lengths, 17, 16)
+    assert not failures_of(update, a, cu_seqlens=cu)
+    y, hT = SCANS[update][0](**a, cu_seqlens=cu, return_state=True)
+    for s, (start, end) in enumerate(zip(cu.tolist(), cu.tolist()[1:], strict=False)):
+        if start == end:
+            assert torch.equal(hT[s], a["h0"][s])
+            continue
+        alone = {n: v[:, start:end] if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items()}
+        y_alone, h_alone = SCANS[update][0](**{**alone, "h0": a["h0"][s:s + 1]}, return_state=True)
+        assert torch.equal(y[:, start:end], y_alone) and torch.equal(hT[s:s + 1], h_alone)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype,N", [(BF16, 16), (F16, 3)])
+def test_packed_half_types_and_int32(update, dtype, N):
+    a, cu = packed(update, [9, 40, 16], 20, N, dtype)
+    assert not failures_of(update, a, cu_seqlens=cu.int())
+
+
+def test_packed_without_h0_starts_from_zero():
+    a, cu = packed("longhorn", [8, 12], 5, 4)
+    del a["h0"]
+    y = longhorn_scan(**a, cu_seqlens=cu)
+    assert torch.equal(y, longhorn_scan(**a, h0=torch.zeros(2, 5, 4), cu_seqlens=cu))
+    assert not torch.equal(y, longhorn_scan(**a))
+
+
+def test_packed_compiles_as_one_graph():
+    a, cu = packed("longhorn", [8, 12], 5, 4)
+    want = results(longhorn_scan, a, cu_seqlens=cu)
+    torch._dynamo.reset()
+    got = results(torch.compile(longhorn_scan, fullgraph=True, backend="aot_eager"), a, cu_seqlens=cu)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+@pytest.mark.parametrize("cu,words", [
+    (torch.tensor([0, 5]), ["rise from 0 to T = 20", "[0, 5]"]), (torch.tensor([1, 20]), ["rise from 0"]),
+    (torch.tensor([0, 12, 8, 20]), ["rise from 0", "[0, 12, 8, 20]"]), (torch.tensor([20]), ["(S + 1,)", "(1,)"]),
+    (torch.tensor([0.0, 20.0]), ["int32 or int64", "float32"]), (torch.tensor([0, 20], device="meta"), ["cu_seqlens is on meta"]),
+    (torch.tensor([[0, 20]]), ["(1, 2)"])], ids=str)
+def test_wrong_cu_seqlens_are_one_line(cu, words):
+    a, _ = packed("longhorn", [8, 12], 5, 4)
+    del a["h0"]
+    for f in (longhorn_scan, longhorn_scan_ref):
+        with pytest.raises(ValueError) as error:
+            f(**a, cu_seqlens=cu)
+        assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
+
+
+def test_packed_beside_a_batch_and_h0_of_another_number_are_refused():
+    a, cu = packed("longhorn", [8, 12], 5, 4)
+    with pytest.raises(ValueError, match=r"h0 must be \(2, 5, 4\).*got \(1, 5, 4\)"):
+        longhorn_scan(**{**a, "h0": a["h0"][:1]}, cu_seqlens=cu)
+    twice = {n: torch.cat([v, v]) if v.dim() == 3 else v for n, v in a.items()}
+    with pytest.raises(ValueError, match="B = 2: flatten"):
+        longhorn_scan(**twice, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(A=torch.zeros(3, 5)), ["A must be (5, 3)", "(3, 5)"]), (dict(A=None), ["A must be"]),
+    (dict(B=torch.zeros(2, 12, 4)), ["C must be (2, 12, 4)", "(2, 12, 3)"])])
+def test_misfits_of_selective_scan_are_one_line(change, words):
+    a = inputs_of("mamba", 2, 12, 5, 3)
+    args = {"u": a["x"], "delta": a["dt"], "A": a["A"], "B": a["k"], "C": a["q"]}
+    with pytest.raises(ValueError) as error:
+        selective_scan(**{**args, **change})
+    assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
+
+
+# ------------------------------------------------------------------------------------------- deliberately broken kernels
+
+MUTANTS = {  # update: name, a piece of longhorn_scan.cu, the same with a mistake; CPU kernels and the shared updates
+    "a decay that forgets A's gradient of one step": ("mamba", "drate += s.size * gaS", "drate = s.size * gaS"),
+    "delta without the input's share": ("mamba", "(sums.dsize + s.x * sums.dx) * s.slope", "sums.dsize * s.slope"),
+    "softplus without its derivative": ("mamba", "select_positive(dt, r, e * r)", "V{} + 1.0f"),
+    "a short series of log(1 + t)": ("mamba", "p = p * w + 1.0f / 3.0f;", "p = V{} + 1.0f / 3.0f;"),
+    "dk without delta": ("mamba", "dk += g * (s.size * s.x)", "dk += g * s.x"),
+    "the error of the diagonal": ("exact", "s.aside = s.x - (sum[0] + sum[1]);", "s.aside = s.x;"),
+    "dk without the pull on the state": ("exact", "(g * s.aside - pulled * S)", "(g * s.aside)"),
+    "G without the rank-one pull": ("exact", "return g - (s.size * pulled) * k", "return g"),
+    "sequences run into one another": ("longhorn", "return {a.cu[b], a.cu[b + 1] - a.cu[b], a.cu[b] / CHUNK + b};",
+                                       "return {a.cu[b], a.cu[b + 1] - a.cu[b], a.cu[b] / CHUNK};"),
+    "packed rows read at the batch's stride": ("longhorn", "return a.cu ? row.start * stride_t : b * stride_b;",
+                                               "return b * stride_b;"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_kernels_are_caught(name, tmp_path, monkeypatch):
+    update, right, wrong = MUTANTS[name]
+    text = native.SOURCE.read_text()
+    assert text.count(right) == 1, text.count(right)
+    source = tmp_path / "broken.cu"
+    source.write_text(text.replace(right, wrong))
+    flags = native._flags
+    monkeypatch.setattr(native, "_flags", lambda openmp: ["-O1" if f == "-O3" else f for f in flags(openmp)])
+    lib = native.load(native.build(source, tmp_path)[0])
+    monkeypatch.setattr(native, "library", lambda: lib)
+    a, cu = packed(update, [40, 33, 7], 20, 16)
+    assert failures_of(update, a, cu_seqlens=cu)
