@@ -4,6 +4,7 @@
 #   make train OUT=out/again                                            another folder
 #   make test  ARGS="-k scan -x"                                       some of the tests
 #   make PYTHON=python3.12 ...                                         the interpreter that .venv is made with
+#   make gpu PYTHON=python3                                            what a GPU does here, in 9 minutes; installs nothing
 
 PYTHON ?= python3
 CONFIG ?= config/longhorn_laptop.py
@@ -11,7 +12,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench gpu clean
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
@@ -26,6 +27,12 @@ lint: $(VENV)/main $(VENV)/test
 
 bench: $(VENV)/main
 	$(PY) bench/scan.py --device=cpu $(ARGS)
+
+# With PYTHON=... on the command line that interpreter itself, and nothing is installed; OUT=... for records elsewhere than
+# in results/.
+GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
+gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
+	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
 
 # Installed once: the marks are newer than the lists until a list changes.
 $(VENV)/main: requirements.txt

@@ -3,6 +3,7 @@
     python bench/scan.py --device=cpu              # time: a minute or two, most of it the plain loop
     python bench/scan.py --device=cpu --memory     # memory: bytes kept and peak, T = 1024, 4096, 16384
     python bench/scan.py --T=1024 --B=4 --dtype=bfloat16 --out=record.json
+    python bench/scan.py --device=cuda --save      # a GPU, beside Mamba's scan, GLA and attention: see scan_cuda.py
 
 In this order: the native kernels against the loop in float64 (it refuses to time what is wrong), a warm-up, then all
 bodies in turn, round after round, so that whatever else the machine does falls on all alike; median and quartiles.
@@ -20,19 +21,17 @@ import math
 import sys
 import time
 from pathlib import Path
-from statistics import median, quantiles
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import native  # noqa: E402
 import records  # noqa: E402
+from bench.measure import DTYPES, EPS, compare, make_inputs, spread, values_and_gradients, work  # noqa: E402
 from scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAVED = Path(__file__).resolve().parent.parent / "results" / "scan_cpu.json"
 
 
@@ -71,15 +70,6 @@ BODIES = {"loop over Eq. 1": loop_over_eq1, "plain loop": plain_loop, "longhorn_
           "torch": lambda **a: longhorn_scan(**a, backend="torch"), "cpu": lambda **a: longhorn_scan(**a, backend="cpu")}
 
 
-def make_inputs(B, T, D, N, dtype, extras):
-    g = torch.Generator().manual_seed(0)
-    shapes = dict(x=(B, T, D), dt=(B, T, D), k=(B, T, N), q=(B, T, N))
-    if extras:
-        shapes |= dict(D=(D,), z=(B, T, D), dt_bias=(D,))
-    a = {n: torch.randn(*s, generator=g) for n, s in shapes.items()}
-    return {n: v.to(dtype) if v.dim() == 3 else v for n, v in a.items()}
-
-
 def forward_and_backward(f, a, dy):
     y = f(**a)
     return torch.autograd.grad(y, list(a.values()), dy)
@@ -87,61 +77,26 @@ def forward_and_backward(f, a, dy):
 
 # --------------------------------------------------------------------------------------------------------- correctness
 
-def errors(a):
-    """Relative error of y, hT and each gradient: native kernels against the loop in float64 on the same inputs."""
-    g = torch.Generator().manual_seed(1)
-    B, T, D = a["x"].shape
-    dy = torch.randn(B, T, D, generator=g).to(a["x"].dtype)
-    dhT = torch.randn(B, D, a["k"].shape[2], generator=g)
-
-    def run(f, dtype):
-        args = {n: v.to(dtype or v.dtype).requires_grad_() for n, v in ((n, v.detach().clone()) for n, v in a.items())}
-        y, hT = f(**args, return_state=True)
-        grads = torch.autograd.grad((y, hT), list(args.values()), (dy.to(y.dtype), dhT.to(hT.dtype)))
-        return {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
-
-    true, got = run(longhorn_scan_ref, torch.float64), run(lambda **kw: longhorn_scan(**kw, backend="cpu"), None)
-    return {n: ((got[n].double() - true[n]).norm() / true[n].norm()).item() for n in true}, {n: got[n].dtype for n in got}
-
-
 def check(a):
     """The errors, printed; exits where one is above its type's tolerance (tests/test_scan.py says how it comes about)."""
-    found, dtypes = errors(a)
-    rounding = {n: 0.0 if d == torch.float32 else torch.finfo(d).eps / 2 for n, d in dtypes.items()}
-    bound = {n: 16 * torch.finfo(torch.float32).eps + r for n, r in rounding.items()}
-    print("relative error against the loop in float64: " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()))
-    wrong = [f"{n} {e:.1e} (at most {bound[n]:.1e})" for n, e in found.items() if not e <= bound[n]]
+    true = values_and_gradients(lambda **kw: longhorn_scan_ref(**kw, return_state=True), a, torch.float64)
+    got = values_and_gradients(lambda **kw: longhorn_scan(**kw, return_state=True, backend="cpu"), a)
+    found = compare(got, true, slack=16 * EPS)
+    print("relative error against the loop in float64: " + ", ".join(f"{n} {r['relative_error']:.1e}" for n, r in found.items()))
+    wrong = [f"{n} {r['relative_error']:.1e} (at most {r['tolerance']:.1e})" for n, r in found.items() if not r["right"]]
     if wrong:
         sys.exit(f"bench/scan.py: the native kernels are wrong in {', '.join(wrong)}; not timed. "
                  "Look closer: python -m pytest tests/test_scan.py")
-    return {"relative_error": found, "tolerance": bound}
+    return {what: {n: r[what] for n, r in found.items()} for what in ("relative_error", "tolerance")}
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
 
-def work(B, T, D, N, itemsize, extras):
-    """Bytes that must move and floating-point operations by count: each tensor read or written once, Eq. 7's arithmetic."""
-    wide, narrow, chunks = B * T * D * itemsize, B * T * N * itemsize, 4 * B * math.ceil(T / native.CHUNK) * D * N
-    z = int(extras)
-    forward = (3 + z) * wide + 2 * narrow                  # x, dt, k, q (z) in, y out
-    backward = (3 + z + 2 + z) * wide + 4 * narrow         # x, dt, k, q, dy (z) in, dx, ddt, dk, dq (dz) out
-    states = B * T * D
-    return {"forward": {"bytes": forward, "flops": states * (7 * N + 30)},  # 7 a state; exp, reciprocal, gate: about 30
-            # with autograd the forward writes the chunk states and the backward reads them, and recomputes (9 a state,
-            # dq is added up there) before it walks back (15 a state)
-            "forward_backward": {"bytes": forward + backward + 2 * chunks,
-                                 "flops": states * (7 * N + 30 + 9 * N + 40 + 15 * N + 30)}}
-
-
-def spread(seconds):
-    low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return {"median_seconds": median(seconds), "quartile_seconds": [low, high], "fastest_seconds": min(seconds),
-            "runs": len(seconds)}
-
-
 def time_bodies(B, T, D, N, dtype, extras, repeats, slow_repeats):
     """Every body, forward alone and forward + backward, interleaved. The slow ones run `slow_repeats` times, the kernels
     `repeats` times in each of those rounds."""
+    from tqdm import tqdm
+
     a = make_inputs(B, T, D, N, dtype, extras)
     accuracy = check(a)
     dy = torch.randn(B, T, D, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -252,26 +207,48 @@ def print_memory(rows):
 
 # ---------------------------------------------------------------------------------------------------------------- main
 
-def main():
+def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--B", type=int, help="batch size (8; 1 with --memory)")
-    parser.add_argument("--T", type=int, help="steps (256; 1024, 4096 and 16384 with --memory)")
-    parser.add_argument("--D", type=int, default=512, help="channels (%(default)s)")
-    parser.add_argument("--N", type=int, default=16, help="state size (%(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of x, dt, k, q, z (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=30, help="runs of the native kernels a round (%(default)s)")
-    parser.add_argument("--slow_repeats", type=int, default=5, help="rounds, and runs of every other body (%(default)s)")
-    parser.add_argument("--threads", type=int, help="of PyTorch and the kernels (PyTorch's choice)")
-    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--B", type=int, help="batch size (8; 1 with --memory; cuda: 64K tokens)")
+    parser.add_argument("--T", type=int, help="steps (256; 1024, 4096 and 16384 with --memory; cuda: the preset's)")
+    parser.add_argument("--D", type=int, help="channels (512; cuda: the preset's)")
+    parser.add_argument("--N", type=int, help="state size (16; cuda: the preset's)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of x, dt, k, q, z (float32; cuda: bfloat16)")
     parser.add_argument("--out", help="write the record, JSON, to this file")
-    parser.add_argument("--save", action="store_true", help="write it to results/scan_cpu.json, or results/scan_cpu_memory.json")
-    args = parser.parse_args()
-    for name in ("B", "T", "D", "N", "repeats", "slow_repeats", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
+    parser.add_argument("--save", action="store_true", help="write it to results/scan_cpu.json, results/scan_cpu_memory.json "
+                        "or results/scan_cuda.json")
+    cpu = parser.add_argument_group("with --device=cpu")
+    cpu.add_argument("--repeats", type=int, default=30, help="runs of the native kernels a round (%(default)s)")
+    cpu.add_argument("--slow_repeats", type=int, default=5, help="rounds, and runs of every other body (%(default)s)")
+    cpu.add_argument("--threads", type=int, help="of PyTorch and the kernels (PyTorch's choice)")
+    cpu.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    gpu = parser.add_argument_group("with --device=cuda")
+    gpu.add_argument("--preset", default="paper", choices=("paper", "quick"), help="24 shapes, or 4 of them (%(default)s)")
+    gpu.add_argument("--rounds", type=int, default=10, help="rounds of all contenders in turn (%(default)s)")
+    gpu.add_argument("--budget_s", type=float, default=math.inf, help="start no shape that would end after so many seconds")
+    gpu.add_argument("--without", default="", help="contenders to leave out, separated by commas")
+    gpu.add_argument("--even_if_wrong", action="store_true", help="also time what fails the comparison; it is marked")
+    gpu.add_argument("--instructions_forward", type=float, help="a (token, channel), for the issue floor (4 N + 36)")
+    gpu.add_argument("--instructions_backward", type=float, help="likewise (5 times the forward's)")
+    gpu.add_argument("--dry_run", action="store_true", help="the same code on the CPU at tiny sizes: no measurement")
+    args = parser.parse_args(argv)
+    for name in ("B", "T", "D", "N", "repeats", "slow_repeats", "threads", "rounds", "budget_s", "instructions_forward",
+                 "instructions_backward"):
+        if getattr(args, name) is not None and not getattr(args, name) >= 1:
             parser.error(f"--{name}={getattr(args, name)}: must be at least 1")
+    if args.memory and args.device == "cuda":
+        parser.error("--memory is for --device=cpu: with --device=cuda the peak stands beside every time")
+    return args
+
+
+def main():
+    args = parse()
     if args.device == "cuda":
-        sys.exit("bench/scan.py: this script does not time the CUDA kernels yet; --device=cpu times the CPU kernels")
+        from bench import scan_cuda
+
+        sys.exit(scan_cuda.main(args))
+    args.D, args.N, args.dtype = args.D or 512, args.N or 16, args.dtype or "float32"
     if args.threads:
         torch.set_num_threads(args.threads)
     reason = native.unavailable("cpu")
