@@ -1,0 +1,423 @@
+"""The recurrences of the other families: a loop over time each that is the truth, and chunks of matrix products for speed.
+
+    gated_linear_attention   S_t = diag(e^{g_t}) S_{t-1} + k_t^T v_t             o_t = q_t S_t                     GLA
+    retention                S_t = w S_{t-1} + k_t^T v_t                         o_t = q_t S_t                     RetNet
+                                                                   with a bonus  o_t = q_t (S_{t-1} + u k_t^T v_t) RWKV 5.1
+    delta_rule               S_t = (I - b_t k_t^T k_t) S_{t-1} + b_t k_t^T v_t   o_t = q_t S_t                     DeltaNet
+    wkv4                     o_t = (num_{t-1} + e^{u + k_t} v_t) / (den_{t-1} + e^{u + k_t})                       RWKV-4
+                             num_t = e^{-w} num_{t-1} + e^{k_t} v_t,  den_t = e^{-w} den_{t-1} + e^{k_t}
+
+The surprise: no chunk ever divides by a decay. The textbook form (q e^b)(k e^-b)^T overflows as soon as a gate closes; here
+GLA splits a chunk in halves, again and again, and the later half sees the earlier one through the boundary between them,
+so that both sides carry products of factors <= 1 and the strongest decay is a clean zero.
+
+    name        paper       shape         meaning
+    q, k        q_t, k_t    (B, T, H, K)  query and key; whoever wants a scale puts it into q
+    v           v_t         (B, T, H, V)  value
+    log_decay   log alpha   (B, T, H, K) in GLA, (H,) in retention; <= 0
+    bonus       u           (H,), in wkv4 (D,)
+    beta        beta_t      (B, T, H)     step size of the delta rule
+    state       S           (B, H, K, V)  float32; wkv4's is (num, den, max), (B, D) each
+
+On a GPU flash-linear-attention's kernels are used where they are installed (`choose_kernel`).
+
+Check it: python -m pytest tests/test_linear_attention.py
+"""
+
+import contextlib
+import functools
+import importlib
+
+import torch
+import torch.nn.functional as F
+
+import native
+
+KERNELS = ("torch", "fused")
+FUSED = {"gla": ("fla.ops.gla", "chunk_gla"), "retention": ("fla.ops.simple_gla", "chunk_simple_gla"),
+         "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule")}
+CHUNK = 64  # steps: of 16, 32, 64, 128 the fastest for retention and the delta rule at widths 64
+GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 cost a tenth more
+NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
+
+
+# ------------------------------------------------------------------------------------------------ the truth: a loop each
+
+def _wide(*tensors):
+    """float64 where any tensor is, float32 otherwise."""
+    dtype = torch.float64 if any(a is not None and a.dtype == torch.float64 for a in tensors) else torch.float32
+    return [None if a is None else a.to(dtype) for a in tensors]
+
+
+def _start(q, v, state):
+    return v.new_zeros(q.shape[0], *q.shape[2:], v.shape[3]) if state is None else state  # (B, H, K, V)
+
+
+def gated_linear_attention_ref(q, k, v, log_decay, state=None, kernel=None):
+    """`gated_linear_attention` as a loop over time; differentiable, float64 for float64 inputs. `kernel` is ignored."""
+    dtype = v.dtype
+    q, k, v, log_decay, state = _wide(q, k, v, log_decay, state)
+    S, os = _start(q, v, state), []
+    for q_t, k_t, v_t, g_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), log_decay.unbind(1), strict=True):
+        S = g_t.exp()[..., None] * S + k_t[..., :, None] * v_t[..., None, :]  # (B, H, K, V)
+        os.append((q_t[..., None] * S).sum(-2))  # (B, H, V)
+    return torch.stack(os, 1).to(dtype), S
+
+
+def retention_ref(q, k, v, log_decay, bonus=None, state=None, kernel=None):
+    """`retention` as a loop over time; differentiable, float64 for float64 inputs. `kernel` is ignored."""
+    dtype = v.dtype
+    q, k, v, log_decay, bonus, state = _wide(q, k, v, log_decay, bonus, state)
+    S, w, os = _start(q, v, state), log_decay.exp()[:, None, None], []
+    for q_t, k_t, v_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
+        kv = k_t[..., :, None] * v_t[..., None, :]  # (B, H, K, V)
+        S, before = w * S + kv, S
+        seen = S if bonus is None else before + bonus[:, None, None] * kv
+        os.append((q_t[..., None] * seen).sum(-2))  # (B, H, V)
+    return torch.stack(os, 1).to(dtype), S
+
+
+def delta_rule_ref(q, k, v, beta, state=None, kernel=None):
+    """`delta_rule` as a loop over time; differentiable, float64 for float64 inputs. `kernel` is ignored."""
+    dtype = v.dtype
+    q, k, v, beta, state = _wide(q, k, v, beta, state)
+    S, os = _start(q, v, state), []
+    for q_t, k_t, v_t, b_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), beta.unbind(1), strict=True):
+        error = v_t - (k_t[..., None] * S).sum(-2)  # (B, H, V), what the state does not yet answer to k
+        S = S + (b_t[..., None] * k_t)[..., :, None] * error[..., None, :]  # (B, H, K, V)
+        os.append((q_t[..., None] * S).sum(-2))  # (B, H, V)
+    return torch.stack(os, 1).to(dtype), S
+
+
+def wkv4_ref(k, v, decay, bonus, state=None):
+    """`wkv4` as a loop over time; differentiable, float64 for float64 inputs."""
+    dtype = v.dtype
+    k, v, decay, bonus = _wide(k, v, decay, bonus)
+    num, den, top = _start4(k, state)
+    os = []
+    for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
+        seen = torch.maximum(top, bonus + k_t).detach()  # any shift gives the same result: no gradient through it
+        old, new = (top - seen).exp(), (bonus + k_t - seen).exp()
+        os.append((old * num + new * v_t) / (old * den + new))  # (B, D)
+        kept = torch.maximum(top - decay, k_t).detach()
+        old, new = (top - decay - kept).exp(), (k_t - kept).exp()
+        num, den, top = old * num + new * v_t, old * den + new, kept
+    return torch.stack(os, 1).to(dtype), (num, den, top)
+
+
+def _start4(k, state):
+    zero = torch.zeros_like(k[:, 0])
+    return (zero, zero, zero + NOTHING) if state is None else tuple(a.to(k.dtype) for a in state)  # (B, D) each
+
+
+# ---------------------------------------------------------------------------------------------------------- public ops
+
+def gated_linear_attention(q, k, v, log_decay, state=None, kernel=None):
+    """Gated linear attention (arXiv 2312.06635): S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t, o_t = q_t S_t.
+
+    Args:
+        q, k, log_decay: (B, T, H, K), log_decay <= 0, as strong as one likes; v: (B, T, H, V). Any floating point dtype;
+            float32 inside, under autocast too, float64 for float64 inputs. Nothing is scaled: scale q.
+        state: (B, H, K, V), the S before the first step; None for zeros.
+        kernel: 'torch' or 'fused' (flash-linear-attention, CUDA only); None: see `choose_kernel`.
+
+    Returns:
+        o (B, T, H, V) in v's dtype, and the state (B, H, K, V) after the last step, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: a shape that does not fit, or an unknown kernel, with what was seen.
+        RuntimeError: kernel='fused' where it cannot run, with the reason.
+    """
+    _check("gla", q, k, v, state, log_decay=(log_decay, tuple(q.shape)))
+    chosen = _choose("gla", kernel, v)
+    if q.shape[1] == 1:  # a step of generation: no chunk to make
+        return gated_linear_attention_ref(q, k, v, log_decay, state)
+    if chosen == "fused":
+        return _call_fused("gla", q, k, v, state, g=log_decay.float())
+    return _in_full_precision(_gla, q, k, v, log_decay, state)
+
+
+def retention(q, k, v, log_decay, bonus=None, state=None, kernel=None):
+    """Retention (RetNet, arXiv 2307.08621), with a bonus the attention of RWKV 5.1 (arXiv 2404.05892):
+    S_t = w S_{t-1} + k_t^T v_t; o_t = q_t S_t, or with a bonus u o_t = q_t (S_{t-1} + u k_t^T v_t).
+
+    Args:
+        log_decay: (H,), log w <= 0 of each head, constant in time and differentiable; -1e-3 and -148 are both fine.
+        bonus: (H,) or None.
+        q, k, v, state, kernel, result and errors: as for `gated_linear_attention`.
+    """
+    _check("retention", q, k, v, state, log_decay=(log_decay, (q.shape[2],)), bonus=(bonus, (q.shape[2],)))
+    chosen = _choose("retention", kernel, v)
+    if q.shape[1] == 1:
+        return retention_ref(q, k, v, log_decay, bonus, state)
+    if chosen == "fused":
+        return _fused_retention(q, k, v, log_decay, bonus, state)
+    return _in_full_precision(_retention, q, k, v, log_decay, bonus, state)
+
+
+def delta_rule(q, k, v, beta, state=None, kernel=None):
+    """The delta rule (arXiv 2102.11174; in parallel form 2406.06484): S_t = (I - beta_t k_t^T k_t) S_{t-1}
+    + beta_t k_t^T v_t, o_t = q_t S_t.
+
+    Args:
+        beta: (B, T, H). With beta |k|^2 in [0, 2] no step lengthens the state; beyond, it grows as the equation says.
+        q, k, v, state, kernel, result and errors: as for `gated_linear_attention`.
+    """
+    _check("delta_rule", q, k, v, state, beta=(beta, tuple(q.shape[:3])))
+    chosen = _choose("delta_rule", kernel, v, k.shape[3])
+    if q.shape[1] == 1:
+        return delta_rule_ref(q, k, v, beta, state)
+    if chosen == "fused":
+        return _call_fused("delta_rule", q, k, v, state, beta=beta)
+    return _in_full_precision(_delta_rule, q, k, v, beta, state)
+
+
+def wkv4(k, v, decay, bonus, state=None):
+    """RWKV-4's attention (arXiv 2305.13048): a weighted mean of the values, channel by channel.
+
+    Args:
+        k, v: (B, T, D), any floating point dtype; float32 inside (float64 for float64 inputs), k of +-100 is fine.
+        decay: (D,) w > 0, already the exponential of the parameter; bonus: (D,) u.
+        state: (num, den, max), (B, D) each, meaning num e^max and den e^max; None for an empty one, which is
+            (0, 0, NOTHING), NOTHING = -1e38.
+
+    Returns:
+        o (B, T, D) in v's dtype, and the state after the last step, float32 (float64 for float64 inputs). Gradients flow
+        through num and den; max is a constant, by which num and den have been divided.
+
+    Raises:
+        ValueError: a shape that does not fit, with what was seen.
+    """
+    B, T, D = _sizes("wkv4", k, "k", "(B, T, D)", 3)
+    wanted = {"v": (v, (B, T, D)), "decay": (decay, (D,)), "bonus": (bonus, (D,))}
+    if state is not None:
+        if len(state) != 3:
+            raise ValueError(f"wkv4: state must be (num, den, max), got {len(state)} entries")
+        wanted |= {f"state's {name}": (a, (B, D)) for name, a in zip(("num", "den", "max"), state, strict=True)}
+    _fits("wkv4", f"k {tuple(k.shape)}", k.device, wanted)
+    return wkv4_ref(k, v, decay, bonus, state) if T == 1 else _wkv4(k, v, decay, bonus, state)
+
+
+def _sizes(op, a, name, letters, dims):
+    if a.dim() != dims or min(a.shape) < 1:
+        raise ValueError(f"{op}: {name} must be {letters}, every size at least 1, got {tuple(a.shape)}")
+    return tuple(a.shape)
+
+
+def _fits(op, beside, device, wanted):
+    for name, (a, shape) in wanted.items():
+        if a is None and name in ("state", "bonus"):
+            continue
+        if a is None or tuple(a.shape) != shape:
+            raise ValueError(f"{op}: {name} must be {shape} beside {beside}, got {None if a is None else tuple(a.shape)}")
+        if a.device != device:
+            raise ValueError(f"{op}: {name} is on {a.device}, the first argument on {device}: move them to one device")
+        if not a.dtype.is_floating_point:
+            raise ValueError(f"{op}: {name} must be floating point, got {a.dtype}")
+
+
+def _check(op, q, k, v, state, **wanted):
+    B, T, H, K = _sizes(op, q, "q", "(B, T, H, K)", 4)
+    V = _sizes(op, v, "v", "(B, T, H, V)", 4)[3]
+    wanted |= {"q": (q, (B, T, H, K)), "k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "state": (state, (B, H, K, V))}
+    _fits(op, f"q {(B, T, H, K)}, v {tuple(v.shape)}", q.device, wanted)
+
+
+# ---------------------------------------------------------------------------------------------- chunks, in plain PyTorch
+
+def _in_full_precision(f, q, k, v, *rest):
+    """f on float32 (or float64) tensors with autocast off, where its matrix products would be rounded to 8 bits."""
+    dtype, device = v.dtype, v.device.type
+    off = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+    with off:
+        o, S = f(*_wide(q, k, v, *rest))
+    return o.to(dtype), S
+
+
+def _gla(q, k, v, g, S):
+    """All chunks at once, since the halving makes many small products. Its levels are kept for the backward: 4 times the
+    inputs, as much as retention keeps, and linear in T."""
+    T, C = q.shape[1], min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length())
+    S = _start(q, v, S)
+    pad = (0, 0, 0, 0, 0, -T % C)  # k = v = 0 and a decay of 1 change nothing
+    q, k, v, g = (F.pad(a, pad).unflatten(1, (-1, C)).transpose(2, 3).contiguous() for a in (q, k, v, g))  # (B, n, H, C, K)
+
+    # Blocks of m steps, doubled until one is the chunk. In a block `all_` is the product of its decays, Q the query with
+    # those from the block's first step to its own, Key the key with those after its own, A what the queries see of the keys.
+    all_ = g.exp()  # (B, n, H, C/m, K)
+    Q, Key = (q * all_)[..., None, :], k[..., None, :]  # (B, n, H, C/m, m, K)
+    A, m = (q * k).sum(-1)[..., None, None], 1  # (B, n, H, C/m, m, m)
+    while m < C:
+        (Q1, Q2), (K1, K2), (all1, all2), (A1, A2) = (a.unflatten(3, (-1, 2)).unbind(4) for a in (Q, Key, all_, A))
+        across = (Q2 * K1).sum(-1, keepdim=True) if m == 1 else Q2 @ K1.mT  # all decays from the key's step to the query's
+        A = torch.cat([F.pad(A1, (0, m)), torch.cat([across, A2], -1)], -2)
+        Q = torch.cat([Q1, Q2 * all1[..., None, :]], -2)
+        Key = torch.cat([K1 * all2[..., None, :], K2], -2)
+        all_, m = all1 * all2, 2 * m
+    A, Q, Key = (a.squeeze(3) for a in (A, Q, Key))  # (B, n, H, C, C), (B, n, H, C, K) twice
+
+    starts = []
+    for decay, new in zip(all_.mT.unbind(1), (Key.mT @ v).unbind(1), strict=True):
+        starts.append(S)
+        S = decay * S + new  # (B, H, K, V)
+    o = A @ v + Q @ torch.stack(starts, 1)  # (B, n, H, C, V)
+    return o.transpose(2, 3).flatten(1, 2)[:, :T], S
+
+
+def _chunks(*tensors):
+    """Tuples of (B H, C, .) chunks of (B, T, H, .) tensors. One at a time they stay in the cache, and the tail is a chunk."""
+    return zip(*([c.transpose(1, 2).reshape(-1, c.shape[1], c.shape[3]) for c in a.split(CHUNK, 1)] for a in tensors),
+               strict=True)
+
+
+def _join(os, S, B):
+    """o (B, T, H, V) and S (B, H, K, V) of chunks (B H, C, V) and S (B H, K, V)."""
+    return torch.cat([o.unflatten(0, (B, -1)).transpose(1, 2) for o in os], 1), S.unflatten(0, (B, -1))
+
+
+def _retention(q, k, v, log_decay, bonus, S):
+    B, C = q.shape[0], min(CHUNK, q.shape[1])
+    S, os = _start(q, v, S).flatten(0, 1), []
+    g, i = log_decay.repeat(B)[:, None], torch.arange(C, device=q.device)  # (B H, 1), (C,)
+    late = 0 if bonus is None else 1  # with a bonus a query sees the state before its own step
+    apart = i[:, None] - i - late  # clamped where the mask is, or the exponent is positive and its gradient inf * 0
+    seen = (apart.clamp(min=0) * g[..., None]).exp() * (apart >= 0)  # (B H, C, C)
+    if bonus is not None:
+        seen = seen + torch.diag_embed(bonus.repeat(B)[:, None].expand(-1, C))
+    fade = ((i + 1) * g).exp()[..., None]  # (B H, C, 1), after 1, 2, ... C steps
+    q_fade, k_fade = ((i + 1 - late) * g).exp()[..., None], ((C - 1 - i) * g).exp()[..., None]
+    for q_c, k_c, v_c in _chunks(q, k, v):
+        n = q_c.shape[1]
+        os.append(torch.baddbmm((q_c * q_fade[:, :n]) @ S, q_c @ k_c.mT * seen[:, :n, :n], v_c))  # (B H, n, V)
+        S = torch.baddbmm(fade[:, n - 1:n] * S, (k_c * k_fade[:, C - n:]).mT, v_c)  # (B H, K, V)
+    return _join(os, S, B)
+
+
+def _delta_rule(q, k, v, beta, S):
+    """WY form. The errors e_t = beta_t (v_t - k_t S_{t-1}) of a chunk, S_{t-1} = S + sum_{s<t} k_s^T e_s, solve
+    (I + tril(beta k k^T, -1)) e = beta (v - k S)."""
+    B = q.shape[0]
+    S, os = _start(q, v, S).flatten(0, 1), []
+    for q_c, k_c, v_c, b_c in _chunks(q, k, v, beta[..., None]):
+        coupling = (b_c * (k_c @ k_c.mT)).tril(-1)  # (B H, n, n)
+        wanted = b_c * torch.baddbmm(v_c, k_c, S, alpha=-1)  # (B H, n, V)
+        error = torch.linalg.solve_triangular(coupling, wanted, upper=False, unitriangular=True)
+        os.append(torch.baddbmm(q_c @ S, (q_c @ k_c.mT).tril(), error))
+        S = torch.baddbmm(S, k_c.mT, error)  # (B H, K, V)
+    return _join(os, S, B)
+
+
+def _wkv4(k, v, decay, bonus, state):
+    """About sqrt(T) chunks of sqrt(T) steps: a step is taken in all chunks at once, then one chunk after another is told
+    what went before. The running maximum comes first and without gradients; given it, num and den are linear."""
+    dtype = v.dtype
+    k, v, decay, bonus = _wide(k, v, decay, bonus)
+    T, C = k.shape[1], 1 << k.shape[1].bit_length() // 2
+    num, den, top = _start4(k, state)
+    k, v = (F.pad(a, (0, 0, 0, -T % C), value=fill) for a, fill in ((k, NOTHING), (v, 0.0)))
+    chunks = lambda a: a.unflatten(1, (-1, C))  # (B, n, C, D)
+
+    with torch.no_grad():
+        m, ms, tops, first = torch.full_like(chunks(k)[:, :, 0], NOTHING), [], [], top
+        for k_c in chunks(k).unbind(2):
+            m = torch.maximum(m - decay, k_c)
+            ms.append(m)  # (B, n, D)
+        for m_n in m.unbind(1):
+            tops.append(first)
+            first = torch.maximum(first - C * decay, m_n)  # (B, D)
+        steps = torch.arange(1, C + 1, device=k.device)[:, None]
+        m = torch.maximum(torch.stack(ms, 2), torch.stack(tops, 1)[:, :, None] - steps * decay).flatten(1, 2)  # (B, T, D)
+
+    before = torch.cat([top[:, None], m[:, :-1]], 1)  # (B, T, D)
+    fade, new = (before - decay - m).exp(), (k - m).exp()  # both <= 1
+    x, p, xs, ps = 0.0, 1.0, [], []
+    for f_c, new_c in zip(chunks(fade).unbind(2), torch.stack([chunks(new * v), chunks(new)]).unbind(3), strict=True):
+        x, p = new_c + f_c * x, f_c * p  # (2, B, n, D) num and den without what went before the chunk, (B, n, D)
+        xs.append(x); ps.append(p)
+    S, starts = torch.stack([num, den]), []
+    for x_n, p_n in zip(x.unbind(2), p.unbind(1), strict=True):
+        starts.append(S)
+        S = x_n + p_n * S  # (2, B, D)
+    x = torch.stack(xs, 3) + torch.stack(ps, 2) * torch.stack(starts, 2)[:, :, :, None]  # (2, B, n, C, D)
+    after = x.flatten(2, 3)  # (2, B, T, D)
+    nums, dens = torch.cat([torch.stack([num, den])[:, :, None], after[:, :, :-1]], 2)
+
+    seen = torch.maximum(before, bonus + k).detach()
+    old, new = (before - seen).exp(), (bonus + k - seen).exp()
+    o = (old * nums + new * v) / (old * dens + new)  # (B, T, D)
+    return o[:, :T].to(dtype), (after[0, :, T - 1], after[1, :, T - 1], m[:, T - 1])  # padding goes on lowering the maximum
+
+
+# -------------------------------------------------------------------------------------------------- the fused library
+
+@torch.compiler.assume_constant_result
+def choose_kernel(kernel, op, device, cannot=None):
+    """The one place that decides: 'torch' or 'fused', flash-linear-attention's. None takes the fused one where it can
+    run, and says on CUDA, once, which it took. `cannot` is why the fused one cannot take these tensors, or None.
+
+    Raises ValueError for an unknown kernel, RuntimeError where 'fused' was asked for and cannot run.
+    """
+    if kernel not in (None, *KERNELS):
+        raise ValueError(f"{op}: unknown kernel {kernel!r}: choose one of {', '.join(KERNELS)}, or None")
+    if kernel == "torch":
+        return "torch"
+    reason = f"the tensors are on {device}" if device != "cuda" else _fused(op)[1] or cannot
+    if reason and kernel == "fused":
+        raise RuntimeError(f"{op}: kernel 'fused' cannot run here: {reason}: use kernel='torch'")
+    if device == "cuda":
+        native.say_once(f"{op}: torch ({reason})" if reason else f"{op}: fused (flash-linear-attention)")
+    return "torch" if reason else "fused"
+
+
+@functools.cache
+def _fused(op):
+    """(function, None), or (None, why there is none)."""
+    module, name = FUSED[op]
+    try:
+        return getattr(importlib.import_module(module), name), None
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        what = "is not installed" if missing == "fla" else f"does not find {missing}"
+    except Exception as error:  # it imports Triton and asks it for a driver: anything can come out of that
+        what = f"does not import ({' '.join(str(error).split())[:200]})"
+    return None, f"flash-linear-attention {what}"
+
+
+def _fused_dtype(v):
+    return native.autocast_dtype(v.device.type) or v.dtype
+
+
+def _choose(op, kernel, v, K=0):
+    cannot, dtype = None, _fused_dtype(v)
+    if dtype == torch.float64:
+        cannot = "flash-linear-attention does not compute in float64"
+    elif op == "delta_rule" and dtype == torch.float32:
+        cannot = "flash-linear-attention's delta rule takes bfloat16 and float16"
+    elif op == "delta_rule" and K > 256:
+        cannot = f"flash-linear-attention's delta rule takes keys up to a width of 256, not {K}"
+    return choose_kernel(kernel, op, v.device.type, cannot)
+
+
+def _call_fused(op, q, k, v, state, **rest):
+    dtype, wanted = v.dtype, _fused_dtype(v)
+    q, k, v = (a.to(wanted) for a in (q, k, v))
+    if "beta" in rest:
+        rest["beta"] = rest["beta"].to(wanted)
+    o, S = _fused(op)[0](q=q, k=k, v=v, scale=1.0, initial_state=None if state is None else state.float(),
+                         output_final_state=True, **rest)
+    return o.to(dtype), S
+
+
+def _fused_retention(q, k, v, log_decay, bonus, state):
+    g = log_decay.float()
+    # a constant decay gets no gradient from the library: one that is learnt is spelt out a step
+    rest = {"g": g.expand(*q.shape[:3])} if g.requires_grad and torch.is_grad_enabled() else {"g_gamma": g}
+    if bonus is None:
+        return _call_fused("retention", q, k, v, state, **rest)
+    # The library's query sees its own step, RWKV's the state before it: that is the next step's query, asked one step early.
+    o, S = _call_fused("retention", F.pad(q[:, 1:], (0, 0, 0, 0, 0, 1)), k, v, state, **rest)
+    first = torch.zeros_like(o[:, :1])
+    if state is not None:
+        first = (q[:, 0, ..., None].float() * state.float()).sum(-2)[:, None].to(o.dtype)  # (B, 1, H, V)
+    own = (q.float() * k.float()).sum(-1, keepdim=True) * bonus.float()[:, None] * v.float()  # (B, T, H, V)
+    return (torch.cat([first, o[:, :-1]], 1) + own).to(v.dtype), S
