@@ -40,7 +40,7 @@ def load_model(folder, device="cpu"):
     """(LM in evaluation mode, the checkpoint's meta) of a run's folder. Raises CheckpointError, one line."""
     tensors, meta = checkpoint.load(Path(folder) / "checkpoint.safetensors")
     weights = checkpoint.unflatten(tensors, meta["skeleton"])["model"]
-    names = {f.name for f in dataclasses.fields(ModelConfig)}
+    names = {f.name for f in dataclasses.fields(ModelConfig)} - {"scan_backend", "kernel"}  # this machine's own choice
     lm = LM(ModelConfig(**{k: v for k, v in meta["config"].items() if k in names}))
     lm.load_state_dict(weights)
     return lm.to(device).eval(), meta

@@ -81,7 +81,7 @@ class TrainConfig(ModelConfig):
 # What may differ when a run goes on: nothing here changes a loss beyond rounding. All else is refused.
 HARMLESS = {"out_dir", "resume", "batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
             "eval_batch_size", "log_interval", "checkpoint_interval", "wandb", "wandb_project", "device", "compile",
-            "max_bad_steps", "scan_backend", "dataset"}  # the dataset's content is compared by its hash instead
+            "max_bad_steps", "scan_backend", "kernel", "dataset"}  # the dataset's content is compared by its hash instead
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
@@ -318,6 +318,9 @@ def main(argv):
         model = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})).to(device)
         if config.scan_backend:
             native.choose("scan", config.scan_backend, device.type, False)
+        if config.kernel:  # one token as a trial: what cannot run here says so now, in a line
+            with torch.no_grad(), autocast:
+                model(torch.zeros(1, 1, dtype=torch.long, device=device))
     except (ValueError, RuntimeError) as error:
         raise ConfigError(error) from None
     optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), lr=config.learning_rate,

@@ -1,0 +1,178 @@
+"""What the families of model.py share, and the mixers beside the six of the paper's Table 1: RWKV-4 and DeltaNet.
+
+    RWKV-4     wkv_t = (num' + e^{u + k_t} v_t) / (den' + e^{u + k_t}),  num = e^{-w} num' + e^{k_t} v_t,  den alike
+    DeltaNet   S_t = (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t,  o_t = q_t S_t,  |k| = 1
+
+The surprise: DeltaNet's step is Longhorn's with a learned step size in place of beta / (1 + beta |k|^2). Nothing keeps
+beta |k|^2 below 2 but the normalised keys, which Longhorn does not need.
+
+A branch's methods are listed in model.py, which imports this file.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+
+from linear_attention import delta_rule, wkv4
+from ops import causal_conv1d, conv_state, rms_norm
+
+# ---------------------------------------------------------------------------------------------------- shared by families
+
+
+def dense(fan_in):
+    """PyTorch's default for a linear map: uniform within +-1/sqrt(fan_in)."""
+    return "uniform", fan_in**-0.5
+
+
+def xavier(fan_out, fan_in, gain):
+    """Glorot's uniform for a map (fan_out, fan_in)."""
+    return "uniform", gain * math.sqrt(6 / (fan_in + fan_out))
+
+
+def to_residual(config):
+    """GPT-2's scale for what writes to the residual stream: its variance does not grow with the number of branches."""
+    return "normal", 0.02 / math.sqrt(2 * config.n_layer)
+
+
+def split_heads(config):
+    """Channels a head. Raises ValueError where heads do not divide them."""
+    if config.n_embd % config.n_head:
+        raise ValueError(f"n_embd {config.n_embd} is not a whole number of channels for each of n_head {config.n_head}: choose "
+                         f"an n_head that divides {config.n_embd}")
+    return config.n_embd // config.n_head
+
+
+def head_norm(x, weight=1.0, eps=1e-5, backend=None):
+    """RMSNorm over the channels of each head, without parameters: x (B, T, H, n), times a number or a weight (n,)."""
+    if not isinstance(weight, torch.Tensor):
+        weight = torch.full(x.shape[-1:], weight, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    return rms_norm(x, weight, eps, backend)
+
+
+def norm_backend(config):
+    """The norms have kernels for the CPU only, so that scan_backend matters where it asks for none."""
+    return "torch" if config.scan_backend == "torch" else None
+
+
+def token_shift(x, last):
+    """The token before each: x (B, T, d) one step later, led by `last` (B, d), or by zeros without it."""
+    first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
+    return torch.cat([first, x[:, :-1]], 1)  # (B, T, d)
+
+
+def ramp(n):
+    """0, 1/(n-1), ..., 1 in float64; 0 alone for n = 1."""
+    return torch.arange(n, dtype=torch.float64) / max(1, n - 1)
+
+
+def rwkv_mu(config, layer):
+    """How much of the token before RWKV's channels take at first: (a, {letter: mu (d,)}), a the layer's place in [0, 1].
+
+    Peng et al. 2023, appendix: early channels and late layers look at the present, k less than r. In float64.
+    """
+    a, c = layer / max(1, config.n_layer - 1), 1 - layer / config.n_layer
+    i = torch.arange(config.n_embd, dtype=torch.float64) / config.n_embd
+    return a, {"k": 1 - i**c, "v": 1 - (i**c + 0.3 * a), "r": 1 - i ** (c / 2), "g": 1 - i ** (c / 2)}
+
+
+# --------------------------------------------------------------------------------------------------------------- RWKV-4
+
+class RWKV4TimeMix(nn.Module):
+    """RWKV-4's attention without softmax (Peng et al. 2023, Eq. 11 to 18; the paper's Appendix A.4).
+
+        x_c = x + (x_before - x) * mu_c  for c in r, k, v
+        r, k, v = W_r x_r, W_k x_k, W_v x_v
+        out = W_o (sigmoid(r) * wkv(k, v, w, u)),  w = exp(decay) > 0
+    """
+
+    def __init__(self, config, layer):
+        super().__init__()
+        d, self.layer = config.n_embd, layer
+        self.mu = nn.Parameter(torch.empty(3, d))  # of r, k, v
+        self.decay = nn.Parameter(torch.empty(d))
+        self.bonus = nn.Parameter(torch.empty(d))
+        self.receptance = nn.Linear(d, d, bias=False)
+        self.key = nn.Linear(d, d, bias=False)
+        self.value = nn.Linear(d, d, bias=False)
+        self.output = nn.Linear(d, d, bias=False)
+
+    def forward(self, x, state=None):
+        last, *past = (None, None) if state is None else state
+        change = token_shift(x, last) - x  # (B, T, d)
+        r, k, v = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
+        r, k, v = self.receptance(r), self.key(k), self.value(v)  # (B, T, d) each
+        y, past = wkv4(k, v, self.decay.exp(), self.bonus, None if state is None else past)
+        y = self.output(torch.sigmoid(r) * y)
+        return y, None if state is None else (x[:, -1].clone(), *past)
+
+    def initial_state(self, batch_size, device):
+        zero = torch.zeros(batch_size, self.decay.numel(), device=device)
+        return zero, zero, zero, zero - 1e38  # the last token; numerator, denominator and the exponent that both are over
+
+    def init_table(self, config):
+        d = config.n_embd
+        a, mu = rwkv_mu(config, self.layer)
+        zigzag = (torch.arange(d, dtype=torch.float64) + 1) % 3 - 1
+        return {"mu": ("tensor", torch.stack([mu[c] for c in "rkv"])),
+                "decay": ("tensor", -5 + 8 * ramp(d) ** (0.7 + 1.3 * a)),
+                "bonus": ("tensor", math.log(0.3) + 0.5 * zigzag),
+                "receptance.weight": ("normal", 0.02), "key.weight": ("normal", 0.02), "value.weight": ("normal", 0.02),
+                "output.weight": to_residual(config)}
+
+    def mixing_flops(self, T):
+        # a channel's output: bonus and maximum (2), two exponentials of differences (4), numerator, denominator, ratio (6);
+        # its state: decay and maximum (2), two exponentials (4), numerator and denominator (5)
+        return 23 * self.decay.numel()
+
+    def state_size(self, T):
+        return 4 * self.decay.numel()
+
+
+# ------------------------------------------------------------------------------------------------------------- DeltaNet
+
+class DeltaNet(nn.Module):
+    """The delta rule over heads, with short convolutions (Schlag et al. 2021; Yang et al. 2024).
+
+        q, k, v = silu(causal_conv(W_qkv x));  q, k over their length, a head;  beta = sigmoid(W_b x), one a head
+        S = (I - beta k^T k) S' + beta k^T v;  o = (q / sqrt(n)) S
+        out = W_o (RMSNorm_head(o) * weight)
+    """
+
+    def __init__(self, config, layer):
+        super().__init__()
+        d, self.H, self.W = config.n_embd, config.n_head, config.d_conv
+        self.n = split_heads(config)
+        self.kernel, self.backend, self.norm_backend = config.kernel or None, config.scan_backend or None, norm_backend(config)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(3 * d, self.W))
+        self.beta = nn.Linear(d, self.H, bias=False)
+        self.norm_weight = nn.Parameter(torch.empty(self.n))  # shared by the heads
+        self.out_proj = nn.Linear(d, d, bias=False)
+
+    def forward(self, x, state=None):
+        before, S = (None, None) if state is None else state
+        qkv = self.qkv(x)  # (B, T, 3 d)
+        c = causal_conv1d(qkv, self.conv_weight, None, before, backend=self.backend)  # one call for all three
+        qk, v = c.unflatten(-1, (3 * self.H, self.n)).split([2 * self.H, self.H], 2)  # (B, T, 2 H, n), (B, T, H, n)
+        # x / sqrt(|x|^2 + 1e-6) as the norm with a kernel: divided by the root of the mean square, times n^-1/2
+        q, k = head_norm(qk, self.n**-0.5, 1e-6 / self.n, self.norm_backend).chunk(2, 2)  # (B, T, H, n) each
+        beta = torch.sigmoid(self.beta(x))  # (B, T, H)
+        o, S = delta_rule(q * self.n**-0.5, k, v, beta, S, kernel=self.kernel)  # (B, T, H, n)
+        y = self.out_proj(head_norm(o, self.norm_weight, backend=self.norm_backend).flatten(2))
+        return y, None if state is None else (conv_state(qkv, before, self.W), S)
+
+    def initial_state(self, batch_size, device):
+        return (torch.zeros(batch_size, self.W - 1, 3 * self.H * self.n, device=device),
+                torch.zeros(batch_size, self.H, self.n, self.n, device=device))
+
+    def init_table(self, config):
+        return {"qkv.weight": ("normal", 0.02), "conv_weight": dense(self.W), "beta.weight": ("normal", 0.02),
+                "norm_weight": ("constant", 1.0), "out_proj.weight": to_residual(config)}
+
+    def mixing_flops(self, T):
+        # a state: k S (2), S += (2), q S (2); a value: the error and beta (2), its three convolutions
+        return self.H * self.n * (6 * self.n + 2 + 3 * 2 * self.W)
+
+    def state_size(self, T):
+        return self.H * self.n * (self.n + 3 * (self.W - 1))
