@@ -44,12 +44,14 @@ struct ScanArgs {
     int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
     int64_t dtype;                                    // of x, dt, k, q, z, y and their gradients
     int64_t splits, threads;                          // channel groups are split so that every thread has work
+    int64_t segments, segment_T, reverse;             // CUDA: a row's T may be split, see scan_ends; below, rows are B x segments
     const int64_t *cu;                                // (B + 1,): sequence b is the tokens cu[b] .. cu[b + 1]
     const void *x, *dt, *k, *q, *z;                   // (B, T, D | N)
     int64_t x_b, x_t, dt_b, dt_t, k_b, k_t, q_b, q_t, z_b, z_t;
     const float *A, *skip, *bias, *h0;                // (D, N) Mamba's, (D,), (D,), (B, D, N)
     void *y;                                          // (B, T, D) contiguous
-    float *hT, *chunks;                               // (B, D, N); (chunks of all rows, N, D), see Row
+    float *hT, *chunks;                               // (rows, D, N); (chunks of all rows, N, D), see Row
+    float *decay;                                     // (rows, D, N), with segments: the product of their forget gates
     // backward only
     const void *dy;                                   // (B, T, D)
     int64_t dy_b, dy_t;
@@ -93,18 +95,19 @@ struct NormArgs {                                     // y = x / sqrt(mean(x^2) 
 
 MATH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A batch row, or one of the packed sequences, which are treated as rows of their own length: where its tokens start in
-// the contiguous order of (B, T), how many there are, and where its chunk states start. The chunks of packed sequences
-// leave gaps, so that no prefix sum is needed: cu[b] / CHUNK + b is at least what the sequences before b take.
-struct Row { int64_t start, T, chunk; };
+// A batch row, or a segment of it, or one of the packed sequences; all are treated as rows of their own length: where its
+// tokens start in the contiguous order of (B, T), how many there are, where its chunk states start, and where in the input
+// tensors it is. The chunks of packed sequences leave gaps, so that no prefix sum is needed: cu[b] / CHUNK + b is at least
+// what the sequences before b take.
+struct Row { int64_t start, T, chunk, b, t; };
 
-MATH Row row_of(const ScanArgs &a, int64_t b) {
-    if (!a.cu) return {b * a.T, a.T, b * ceil_div(a.T, CHUNK)};
-    return {a.cu[b], a.cu[b + 1] - a.cu[b], a.cu[b] / CHUNK + b};
+MATH Row row_of(const ScanArgs &a, int64_t r) {
+    if (a.cu) return {a.cu[r], a.cu[r + 1] - a.cu[r], a.cu[r] / CHUNK + r, 0, a.cu[r]};
+    const uint32_t segments = (uint32_t)a.segments, b = (uint32_t)r / segments;      // 64-bit division is a function call on a GPU
+    const int64_t t = ((uint32_t)r - b * segments) * a.segment_T, left = a.T - t;
+    return {b * a.T + t, left < a.segment_T ? left : a.segment_T, b * ceil_div(a.T, CHUNK) + t / CHUNK, (int64_t)b, t};
 }
-MATH int64_t offset(const ScanArgs &a, const Row &row, int64_t b, int64_t stride_b, int64_t stride_t) {
-    return a.cu ? row.start * stride_t : b * stride_b;
-}
+MATH int64_t offset(const Row &row, int64_t stride_b, int64_t stride_t) { return row.b * stride_b + row.t * stride_t; }
 MATH int64_t tokens(const ScanArgs &a) { return a.cu ? a.T : a.B * a.T; }
 
 #ifdef ON_GPU
@@ -263,7 +266,7 @@ struct Scratch {
 
 // -------------------------------------------------------------------------------------------------------- the updates
 // V is a float or a vector of channels. An update says
-//   step    what a step of a channel needs, whatever the state      decay  Mamba's forget gate of a state, exp(delta A)
+//   step    what a step of a channel needs, whatever the state      decay  exp(delta A), Mamba's; forget: the gate, any update's
 //   next    S_t from S_{t-1}                                        back   dL/dS_{t-1} from G = dL/dS_t, and sums over j
 //   finish  the gradients of the step's inputs from those sums
 // and, for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it touches a state).
@@ -286,6 +289,7 @@ struct Longhorn {
     static const bool rates = false, norm = true, whole = false;
     template <class V> MATH Step<V> step(V x, V dt, float kk, int64_t) { return longhorn_step(x, dt, kk); }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
+    template <class V> MATH V forget(const Step<V> &s, float k, V) { return 1.0f - (s.size * k) * k; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * (s.x - k * S); }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V, Sums<V> &sums, V &dk, V &) {
         const V ge = g * s.size, gek = ge * k, kS = k * S, error = s.x - kS;
@@ -303,6 +307,7 @@ struct Exact {                                                 // aside: x - sum
     static const bool rates = false, norm = true, whole = true;
     template <class V> MATH Step<V> step(V x, V dt, float kk, int64_t) { return longhorn_step(x, dt, kk); }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
+    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: native.py makes no segments
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.aside; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V pulled, Sums<V> &, V &dk, V &) {
         dk += s.size * (g * s.aside - pulled * S);
@@ -334,6 +339,7 @@ struct Mamba {
         return {x, delta, select_positive(dt, r, e * r), V{}};
     }
     template <class V> MATH V decay(const Step<V> &s, V rate) { return exp_clamped(s.size * rate); }
+    template <class V> MATH V forget(const Step<V> &, float, V decay) { return decay; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V decay) { return decay * S + (s.size * s.x) * k; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V rate, V decay, V g, V, Sums<V> &sums, V &dk, V &drate) {
         const V ga = g * decay, gaS = ga * S;
@@ -433,11 +439,11 @@ template <class U, class E, int NP> struct KeyRows {
     const E *from_k, *from_q;                                            // at this lane's first column
     int k_t, q_t, N, row, column;
     E k[PASSES][COLUMNS], q[PASSES][COLUMNS];
-    __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r, int64_t b) {
+    __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r) {
         row = threadIdx.x / W; column = threadIdx.x % W;
         k_t = (int)(a.k_t * sizeof(E)); q_t = (int)(a.q_t * sizeof(E)); N = (int)a.N;
-        from_k = (const E *)a.k + offset(a, r, b, a.k_b, a.k_t) + column;
-        from_q = (const E *)a.q + offset(a, r, b, a.q_b, a.q_t) + column;
+        from_k = (const E *)a.k + offset(r, a.k_b, a.k_t) + column;
+        from_q = (const E *)a.q + offset(r, a.q_b, a.q_t) + column;
     }
     __device__ __forceinline__ void load(int t0, int T) {
         #pragma unroll
@@ -476,7 +482,7 @@ template <class U, class E, int NP> struct KeyRows {
 // What a lane works on. Lanes beyond D compute on a copy of the last channel, and write nothing.
 template <int L> struct Place {
     int tid, lane, warp, part;                         // part: which of the L lanes of the channel
-    int64_t block, b, c;                               // block of the row; row; channel
+    int block, b, c;                                   // block of the row; row; channel
     bool live;
     Row row;
     __device__ __forceinline__ Place(const ScanArgs &a) {
@@ -485,7 +491,7 @@ template <int L> struct Place {
         block = blockIdx.x % blocks; b = blockIdx.x / blocks;
         c = block * (THREADS / L) + tid / L;
         live = c < a.D;
-        if (!live) c = a.D - 1;
+        if (!live) c = (int)a.D - 1;
         row = row_of(a, b);
     }
 };
@@ -499,8 +505,8 @@ template <class E> struct Channel {
         row = step_at(row, 1, stride);
         return v;
     }
-    __device__ __forceinline__ Channel(const ScanArgs &a, const Row &r, int64_t b, int64_t c, const void *p, int64_t stride_b, int64_t stride_t) {
-        row = p ? (const E *)p + offset(a, r, b, stride_b, stride_t) + c : nullptr;
+    __device__ __forceinline__ Channel(const Row &r, int c, const void *p, int64_t stride_b, int64_t stride_t) {
+        row = p ? (const E *)p + offset(r, stride_b, stride_t) + c : nullptr;
         stride = (int)(stride_t * sizeof(E));
     }
     __device__ __forceinline__ E operator()(int t) const { return *step_at(row, t, stride); }
@@ -519,22 +525,26 @@ template <class U, int L, int P, class R> MATH void next_states(Step<float> &s, 
 
 template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEYS][P * L], kk[2][KEYS]; };   // two buffers
 
-template <class U, class E, int P, int L> MATH void scan_forward(const ScanArgs &a) {
+// Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
+// after each segment as if it had begun from zero, and the product of its forget gates; `combine` turns these into the state
+// before each segment, and the forward then runs over all segments at once. The backward joins its G alike, `scan_pulls`.
+template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(const ScanArgs &a) {
     constexpr int NP = P * L;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
     const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
-    const int64_t b = at.b, c = at.c;
-    Channel<E> x(a, at.row, b, c, a.x, a.x_b, a.x_t), dt(a, at.row, b, c, a.dt, a.dt_b, a.dt_t), z(a, at.row, b, c, a.z, a.z_b, a.z_t);
-    const bool gated = a.z, writer = at.live && at.part == 0;
+    const int b = at.b, c = at.c;
+    Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), z(at.row, c, a.z, a.z_b, a.z_t);
+    const bool gated = !ENDS && a.z, writer = !ENDS && at.live && at.part == 0;
     E *y = (E *)a.y + at.row.start * a.D + c;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
-    float S[P], rates[P];
+    float S[P], rates[P], forgot[P];
     #pragma unroll
     for (int i = 0; i < P; i++) {
         const int j = at.part * P + i;
-        S[i] = a.h0 && j < N ? a.h0[(b * a.D + c) * N + j] : 0.0f;
-        rates[i] = U::rates && j < N ? a.A[c * N + j] : 0.0f;
+        S[i] = !ENDS && a.h0 && j < N ? a.h0[(b * a.D + c) * N + j] : 0.0f;
+        rates[i] = U::rates && j < N ? a.A[(int64_t)c * N + j] : 0.0f;
+        forgot[i] = 1.0f;
     }
     E xs[TILE], dts[TILE], zs[TILE];
     auto read_rows = [&](int t0) {                                       // each in turn: the pointers run along
@@ -546,14 +556,14 @@ template <class U, class E, int P, int L> MATH void scan_forward(const ScanArgs 
             zs[i] = z.next(in && gated);
         }
     };
-    KeyRows<U, E, NP> keys(a, at.row, b);
+    KeyRows<U, E, NP> keys(a, at.row);
     keys.load(0, T);
     read_rows(0);
     keys.store(s.k[0], s.q[0], s.kk[0]);
     __syncthreads();
     int buffer = 0;
     for (int batch = 0; batch < T; batch += KEYS, buffer ^= 1) {
-        if (a.chunks && batch % CHUNK == 0 && at.live) {
+        if (!ENDS && a.chunks && batch % CHUNK == 0 && at.live) {
             float *saved = a.chunks + (at.row.chunk + batch / CHUNK) * N * a.D + c;
             #pragma unroll
             for (int i = 0; i < P; i++)
@@ -575,10 +585,15 @@ template <class U, class E, int P, int L> MATH void scan_forward(const ScanArgs 
             for (int i = 0; i < TILE; i++) {
                 float k[P], q[P], out = 0.0f;
                 read_four(key + i * NP, 0, k);
-                read_four(query + i * NP, 0, q);
+                if (!ENDS) read_four(query + i * NP, 0, q);
                 Step<float> step = U::step(xf[i], logit[i], U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus);
                 if (t0 + i >= T) step.size = 0.0f;                       // a step beyond T changes nothing
                 next_states<U, L>(step, S, k, [&](int j) { return rates[j]; });
+                if (ENDS) {
+                    #pragma unroll
+                    for (int j = 0; j < P; j++) forgot[j] *= U::forget(step, k[j], U::decay(step, rates[j]));
+                    continue;
+                }
                 #pragma unroll
                 for (int j = 0; j < P; j++) out += S[j] * q[j];
                 out = sum_lanes<L>(out) + skip * xf[i];
@@ -593,7 +608,10 @@ template <class U, class E, int P, int L> MATH void scan_forward(const ScanArgs 
     if (at.live) {
         #pragma unroll
         for (int i = 0; i < P; i++)
-            if (at.part * P + i < N) a.hT[(b * a.D + c) * N + at.part * P + i] = S[i];
+            if (at.part * P + i < N) {
+                a.hT[(b * a.D + c) * N + at.part * P + i] = S[i];
+                if (ENDS) a.decay[(b * a.D + c) * N + at.part * P + i] = forgot[i];
+            }
     }
 }
 
@@ -602,7 +620,7 @@ template <class U, class E, int P, int L> MATH void scan_forward(const ScanArgs 
 template <class U, int P, int L> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
     float states[CHUNK / SUB][P][THREADS];
-    float rates[U::rates ? P : 1][THREADS];                              // in registers they would spill
+    float gated[SUB][THREADS], rates[U::rates ? P : 1][THREADS];         // a lane's own: in registers something would spill
     float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
 };
 
@@ -611,9 +629,9 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
     BackwardShared<U, P, L> &s = *(BackwardShared<U, P, L> *)SHARED_MEMORY;
     const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
-    const int64_t b = at.b, c = at.c;
-    const Channel<E> x(a, at.row, b, c, a.x, a.x_b, a.x_t), dt(a, at.row, b, c, a.dt, a.dt_b, a.dt_t), z(a, at.row, b, c, a.z, a.z_b, a.z_t);
-    const Channel<E> dy(a, at.row, b, c, a.dy, a.dy_b, a.dy_t);
+    const int b = at.b, c = at.c;
+    const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), z(at.row, c, a.z, a.z_b, a.z_t);
+    const Channel<E> dy(at.row, c, a.dy, a.dy_b, a.dy_t);
     const int64_t out_row = at.row.start * a.D + c;                      // of dx, ddt and dz: one offset, not three pointers
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
     const ChannelSums<P, L> channel_sums(at.lane);
@@ -623,17 +641,17 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
     for (int i = 0; i < P; i++) {
         const int j = at.part * P + (i ^ order);
         G[i] = a.dhT && at.live && j < N ? a.dhT[(b * a.D + c) * N + j] : 0.0f;
-        if (U::rates) s.rates[i][at.tid] = j < N ? a.A[c * N + j] : 0.0f;    // this lane's own: no barrier
+        if (U::rates) s.rates[i][at.tid] = j < N ? a.A[(int64_t)c * N + j] : 0.0f;
         drates[i] = 0.0f;
     }
     auto rate = [&](int j) { return U::rates ? s.rates[j][at.tid] : 0.0f; };
-    KeyRows<U, E, NP> keys(a, at.row, b);
     auto step_of = [&](int t, int r, bool inside) {
         Step<float> step = U::step(to_float(x(t)), to_float(dt(t)) + bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
         if (!inside) step.size = 0.0f;                                   // a step beyond T changes nothing
         return step;
     };
     for (int t0 = ((int)ceil_div(T, CHUNK) - 1) * CHUNK; t0 >= 0; t0 -= CHUNK) {
+        KeyRows<U, E, NP> keys(a, at.row);                               // made again for each chunk: fewer registers
         for (int r = 0; r < CHUNK; r += KEYS) {
             keys.load(t0 + r, T);
             keys.store(s.k + r, s.q + r, s.kk + r);
@@ -661,7 +679,7 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
-            float before[SUB][P], gated[SUB], sums[P];                   // before[0] is read from s.states again: fewer registers
+            float before[SUB][P], sums[P];                               // before[0] is read from s.states again: fewer registers
             Step<float> steps[SUB];
             #pragma unroll
             for (int j = 0; j < P; j++) S[j] = s.states[sub][j][at.tid];
@@ -674,14 +692,15 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
                 steps[i] = step_of(t, r, t0 + r < T);
-                gated[i] = z.row ? dyt * zt * sig : dyt;
+                const float gated = z.row ? dyt * zt * sig : dyt;
+                s.gated[i][at.tid] = gated;
                 #pragma unroll
                 for (int j = 0; j < P; j++) before[i][j] = S[j];
                 next_states<U, L>(steps[i], S, k, rate);
                 #pragma unroll
                 for (int j = 0; j < P; j++) {
                     out += S[j] * q[j];
-                    sums[j] = gated[i] * S[j];
+                    sums[j] = gated * S[j];
                 }
                 if (z.row) {
                     out = sum_lanes<L>(out) + skip * steps[i].x;
@@ -696,12 +715,13 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
             for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D: dy and G are zero, so all they add is
                 const int r = sub * SUB + i, t = t0 + r;
                 const bool in = t < T && at.live;
+                const float gated = s.gated[i][at.tid];
                 float k[P], q[P], pulled = 0.0f;
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
                 #pragma unroll
                 for (int j = 0; j < P; j++) {
-                    G[j] += gated[i] * q[j];
+                    G[j] += gated * q[j];
                     if (U::whole) pulled += G[j] * k[j];
                 }
                 if (U::whole) pulled = sum_lanes<L>(pulled);
@@ -727,11 +747,11 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                     if (at.lane == 0) s.dkk[at.warp][i] = dkk;
                 }
                 if (in && at.part == 0) {
-                    set(step_at((E *)a.dx + out_row, t, out_t), d.dx + skip * gated[i]);
+                    set(step_at((E *)a.dx + out_row, t, out_t), d.dx + skip * gated);
                     set(step_at((E *)a.ddt + out_row, t, out_t), d.ddt);
                 }
                 dbias += in ? d.ddt : 0.0f;
-                dskip += gated[i] * steps[i].x;
+                dskip += gated * steps[i].x;
             }
             __syncthreads();
             for (int i = at.tid; i < SUB * NP; i += THREADS) {           // this block's row of dk and dq, over its warps in order
@@ -764,21 +784,92 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
     }
 }
 
-// -------------------------------------------------------------------------------------------- CUDA: what native.py loads
-// One cubin for an update, dtype, P and L: two kernels compile in seconds, all combinations would take minutes.
+// What a segment's own dy leaves of G = dL/dS before its first step, and the product of its forget gates.
+template <class U, class E, int P, int L> MATH void scan_pulls(const ScanArgs &a) {
+    constexpr int NP = P * L;
+    ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;      // one of its two buffers
+    const Place<L> at(a);
+    const int T = (int)at.row.T, N = (int)a.N;
+    const int b = at.b, c = at.c;
+    const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), z(at.row, c, a.z, a.z_b, a.z_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
+    const float bias = a.bias ? a.bias[c] : 0.0f;
+    float G[P], rates[P], forgot[P];
+    #pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int j = at.part * P + i;
+        rates[i] = U::rates && j < N ? a.A[(int64_t)c * N + j] : 0.0f;
+        G[i] = 0.0f;
+        forgot[i] = 1.0f;
+    }
+    KeyRows<U, E, NP> keys(a, at.row);
+    for (int batch = ((int)ceil_div(T, KEYS) - 1) * KEYS; batch >= 0; batch -= KEYS) {
+        keys.load(batch, T);
+        __syncthreads();                                                 // the batch before is read
+        keys.store(s.k[0], s.q[0], s.kk[0]);
+        __syncthreads();
+        const int last = T - batch < KEYS ? T - batch : KEYS;
+        #pragma unroll 4
+        for (int r = last - 1; r >= 0; r--) {
+            const float zt = a.z ? to_float(z(batch + r)) : 0.0f, dyt = at.live ? to_float(dy(batch + r)) : 0.0f;
+            const float gated = a.z ? dyt * zt * sigmoid(zt) : dyt;
+            const Step<float> step = U::step(0.0f, to_float(dt(batch + r)) + bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus);
+            float k[P], q[P];
+            read_four(s.k[0][r] + at.part * P, 0, k);
+            read_four(s.q[0][r] + at.part * P, 0, q);
+            #pragma unroll
+            for (int j = 0; j < P; j++) {
+                const float gate = U::forget(step, k[j], U::decay(step, rates[j]));
+                G[j] = (G[j] + gated * q[j]) * gate;
+                forgot[j] *= gate;
+            }
+        }
+    }
+    if (!at.live) return;
+    #pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int j = at.part * P + i;
+        if (j < N) { a.hT[(b * a.D + c) * N + j] = G[i]; a.decay[(b * a.D + c) * N + j] = forgot[i]; }
+    }
+}
 
-// Blocks a multiprocessor that the backward's registers must leave room for; where shared memory is less than an H100's it
-// holds two of them anyway, and Mamba's rates and their gradients need the registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+// Joins segments: hT[s] = (what enters segment s), from what enters the row (h0, or dhT in reverse) and each segment's own
+// hT and decay. A thread a number of the state.
+MATH void combine(const ScanArgs &a) {
+    const int64_t blocks = ceil_div(a.D * a.N, THREADS), i = blockIdx.x % blocks * THREADS + threadIdx.x, b = blockIdx.x / blocks;
+    if (i >= a.D * a.N) return;
+    const float *enters = a.reverse ? a.dhT : a.h0;
+    float h = enters ? enters[b * a.D * a.N + i] : 0.0f;
+    for (int64_t n = 0; n < a.segments; n++) {
+        const int64_t at = (b * a.segments + (a.reverse ? a.segments - 1 - n : n)) * a.D * a.N + i;
+        const float own = a.hT[at], kept = a.decay[at];
+        a.hT[at] = h;
+        h = kept * h + own;
+    }
+}
+
+// -------------------------------------------------------------------------------------------- CUDA: what native.py loads
+// One cubin for an update, dtype, P and L: five kernels compile in seconds, all combinations would take minutes.
+
+// Blocks a multiprocessor that the registers must leave room for. An H100's shared memory holds three of the backward's,
+// where the compiler finds the registers without spilling; elsewhere two.
+#define FORWARD_BLOCKS (SCAN_L > 1 ? 3 : 4)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 #define BACKWARD_BLOCKS (SCAN_UPDATE::rates || SCAN_UPDATE::whole || SCAN_L > 1 ? 2 : 3)
 #else
 #define BACKWARD_BLOCKS 2
 #endif
 
+#define KERNEL(name, blocks, body) \
+    __global__ void __launch_bounds__(THREADS, blocks) name(const ScanArgs a) { typedef SCAN_UPDATE U; typedef SCAN_TYPE E; body; }
+
 extern "C" {
-__global__ void __launch_bounds__(THREADS) forward_kernel(const ScanArgs a) { scan_forward<SCAN_UPDATE, SCAN_TYPE, SCAN_P, SCAN_L>(a); }
-__global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) backward_kernel(const ScanArgs a) { scan_backward<SCAN_UPDATE, SCAN_TYPE, SCAN_P, SCAN_L>(a); }
-__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, sizeof(ForwardShared<SCAN_P, SCAN_L>), sizeof(BackwardShared<SCAN_UPDATE, SCAN_P, SCAN_L>)};
+KERNEL(forward_kernel, FORWARD_BLOCKS, (scan_forward<U, E, SCAN_P, SCAN_L, false>(a)))
+KERNEL(backward_kernel, BACKWARD_BLOCKS, (scan_backward<U, E, SCAN_P, SCAN_L>(a)))
+KERNEL(ends_kernel, 3, (scan_forward<U, E, SCAN_P, SCAN_L, true>(a)))
+KERNEL(pulls_kernel, 3, (scan_pulls<U, E, SCAN_P, SCAN_L>(a)))
+KERNEL(combine_kernel, 1, (combine(a)))
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, sizeof(ForwardShared<SCAN_P, SCAN_L>),
+                              sizeof(BackwardShared<SCAN_UPDATE, SCAN_P, SCAN_L>)};
 }
 
 #else
@@ -790,9 +881,9 @@ __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, sizeof(ForwardSh
 
 struct Keys { float *k, *q, *kk; };                    // of a chunk, and |k|^2
 
-template <class E> static void load_keys(const ScanArgs &a, const Row &row, int64_t b, int64_t t0, int steps, const E *ks, const E *qs, Keys to) {
-    ks += offset(a, row, b, a.k_b, a.k_t) + t0 * a.k_t;
-    qs += offset(a, row, b, a.q_b, a.q_t) + t0 * a.q_t;
+template <class E> static void load_keys(const ScanArgs &a, const Row &row, int64_t t0, int steps, const E *ks, const E *qs, Keys to) {
+    ks += offset(row, a.k_b, a.k_t) + t0 * a.k_t;
+    qs += offset(row, a.q_b, a.q_t) + t0 * a.q_t;
     for (int t = 0; t < steps; t++, ks += a.k_t, qs += a.q_t) {
         float sum = 0;
         for (int64_t j = 0; j < a.N; j++) {
@@ -823,8 +914,8 @@ template <class E> static E *stage(const E *from, int64_t stride, int steps, int
     return to;
 }
 
-template <class E> static Tile<E> tile_of(const ScanArgs &a, int64_t b, const Row &row, int64_t t0, int steps, int64_t c, int n, E *room) {
-    auto rows = [&](const void *p, int64_t s_b, int64_t s_t) { return p ? (const E *)p + offset(a, row, b, s_b, s_t) + t0 * s_t + c : nullptr; };
+template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int64_t t0, int steps, int64_t c, int n, E *room) {
+    auto rows = [&](const void *p, int64_t s_b, int64_t s_t) { return p ? (const E *)p + offset(row, s_b, s_t) + t0 * s_t + c : nullptr; };
     auto out = [&](void *p) { return p ? (E *)p + (row.start + t0) * a.D + c : nullptr; };
     Tile<E> tile = {rows(a.x, a.x_b, a.x_t), rows(a.dt, a.dt_b, a.dt_t), rows(a.z, a.z_b, a.z_t), rows(a.dy, a.dy_b, a.dy_t),
                     a.x_t, a.dt_t, a.z_t, a.dy_t, a.D, out(a.y), out(a.dx), out(a.ddt), out(a.dz),
@@ -901,7 +992,7 @@ template <class U, class E, int NC> static void forward_task(const ScanArgs &a, 
     }
     for (int64_t t0 = 0; t0 < row.T; t0 += CHUNK) {
         int steps = row.T - t0 < CHUNK ? (int)(row.T - t0) : CHUNK;
-        load_keys(a, row, b, t0, steps, (const E *)a.k, (const E *)a.q, keys);
+        load_keys(a, row, t0, steps, (const E *)a.k, (const E *)a.q, keys);
         for (int64_t g = first; g < last; g++) {
             int64_t c = g * LANES;
             int n = tail(a.D, c);
@@ -910,7 +1001,7 @@ template <class U, class E, int NC> static void forward_task(const ScanArgs &a, 
                 float *saved = a.chunks + (row.chunk + t0 / CHUNK) * N * a.D + c;
                 for (int64_t j = 0; j < N; j++) store(saved + j * a.D, S[j], n);
             }
-            Tile<E> tile = tile_of<E>(a, b, row, t0, steps, c, n, room);
+            Tile<E> tile = tile_of<E>(a, row, t0, steps, c, n, room);
             forward_chunk<U, E, NC>(tile, N, a.softplus, steps, keys, rates + (g - first) * N, S);
             unstage(a, tile, row, t0, steps, c, n);
         }
@@ -1012,7 +1103,7 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
     for (int64_t chunk = ceil_div(row.T, CHUNK) - 1; chunk >= 0; chunk--) {
         int64_t t0 = chunk * CHUNK;
         int steps = row.T - t0 < CHUNK ? (int)(row.T - t0) : CHUNK;
-        load_keys(a, row, b, t0, steps, (const E *)a.k, (const E *)a.q, keys);
+        load_keys(a, row, t0, steps, (const E *)a.k, (const E *)a.q, keys);
         memset((void *)sum.dk, 0, padded * sizeof(vec));
         memset((void *)sum.dq, 0, padded * sizeof(vec));
         memset((void *)sum.dkk, 0, CHUNK * sizeof(vec));
@@ -1021,7 +1112,7 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
             int n = tail(a.D, c);
             const float *saved = a.chunks + (row.chunk + chunk) * N * a.D + c;
             for (int64_t j = 0; j < N; j++) kept.S[j] = load(saved + j * a.D, n);
-            Tile<E> tile = tile_of<E>(a, b, row, t0, steps, c, n, room);
+            Tile<E> tile = tile_of<E>(a, row, t0, steps, c, n, room);
             backward_chunk<U, E, NC>(tile, N, a.softplus, steps, keys, rates + i * with_rates, kept, sum,
                                      {G + i * N, drates + i * with_rates, dskip + i, dbias + i});
             unstage(a, tile, row, t0, steps, c, n);

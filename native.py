@@ -30,6 +30,7 @@ BACKENDS = ("cpu", "cuda", "torch")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of longhorn_scan.cu
 CUDA_THREADS = 128  # THREADS of longhorn_scan.cu
+SEGMENT = 128  # steps: the least that T is split into on a GPU
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 
 
@@ -164,8 +165,8 @@ def _struct(name, fields):
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads *cu *x *dt *k *q *z
-    x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y *hT *chunks
+ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads segments segment_T reverse *cu *x *dt *k *q *z
+    x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y *hT *chunks *decay
     *dy dy_b dy_t *dhT *dx *ddt *dz *dk *dq *dA *dskip *dbias *dh0""")
 ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *weight *bias *state *y
     *dy dy_b dy_t *dx *dweight *dbias *dstate""")
@@ -203,23 +204,32 @@ def cuda_module(update, dtype, P, L, architecture, device):
     return module
 
 
-def cuda_shape(B, D, N, multiprocessors):
-    """(P, L): states a lane holds and lanes that share a channel, P * L >= N.
+def cuda_shape(B, T, D, N, multiprocessors, segments=True):
+    """(P, L, S): states a lane holds, lanes that share a channel (P * L >= N), segments that T is split into.
 
-    One lane a channel does the least work; where that leaves multiprocessors idle a channel is spread over more lanes,
-    down to 4 states each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
+    One lane a channel and one segment do the least work; where that leaves multiprocessors idle, T is split into segments
+    of at least SEGMENT steps, and what is still missing comes from spreading a channel over more lanes, down to 4 states
+    each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
     """
     if N > 512:
         raise ValueError(f"scan: the CUDA kernels take up to 512 states a channel, got {N}: use backend='torch'")
     states = max(4, 1 << (N - 1).bit_length())
     P = min(16, states)
     L = states // P
-    while P > 4 and L < 32 and B * -(-D // (CUDA_THREADS // L)) < 2 * multiprocessors:
+    blocks, wanted = B * -(-D // (CUDA_THREADS // L)), 2 * multiprocessors
+    S = max(1, min(-(-wanted // blocks), T // SEGMENT)) if segments else 1
+    while P > 4 and L < 32 and S * B * -(-D // (CUDA_THREADS // L)) < wanted:
         P, L = P // 2, L * 2
-    return P, L
+    return P, L, S
 
 
 # ------------------------------------------------------------------------------------------------- calling the library
+
+def segment_sizes(T, segments):
+    """Whole chunks for all segments but the last, which none is beyond."""
+    segment_T = -(-T // (segments * CHUNK)) * CHUNK
+    return {"segments": -(-T // segment_T), "segment_T": segment_T}
+
 
 class Kernels:
     """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels compute rows in.
@@ -232,12 +242,14 @@ class Kernels:
         B = B if rows is None else rows
         if update is not None:
             sizes["update"] = UPDATES.index(update)
+        self.segments = 1
         if x.is_cuda:
             gpu = torch.cuda.get_device_properties(x.device)
-            P, L = cuda_shape(B, D, sizes["N"], gpu.multi_processor_count)
+            can_split = rows is None and update != "exact"  # its transition is a matrix, and products of those are N x N
+            P, L, self.segments = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
             self.module, self.dtype = cuda_module(update, x.dtype, P, L, f"sm_{gpu.major}{gpu.minor}", x.device.index), x.dtype
             splits, threads = -(-D // (CUDA_THREADS // L)), 0  # blocks that share a batch row
-            if B * splits >= 2**31:
+            if B * self.segments * splits >= 2**31:
                 raise ValueError(f"scan: {B} rows of {D} channels take {B * splits} blocks, a GPU starts up to {2**31 - 1}: "
                                  "split the batch")
         else:
@@ -245,6 +257,9 @@ class Kernels:
             groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
             while B * splits % threads and B * splits < 4 * threads and splits < groups:  # give every thread the same work
                 splits += 1
+        if update is not None:
+            sizes |= segment_sizes(T, self.segments)
+            self.segments = sizes["segments"]
         is_bf16 = int(self.dtype == torch.bfloat16)
         self.args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=is_bf16, **sizes)
 
@@ -273,8 +288,21 @@ class Kernels:
             getattr(self.library, function + "_cpu")(ctypes.byref(self.args))
             return
         with torch.cuda.device(self.device):
-            kernel = function.removeprefix("longhorn_scan_") + "_kernel"
-            self.module.launch(kernel, self.args.B * self.args.splits, self.args, torch.cuda.current_stream().cuda_stream)
+            self.launch(self.module, function, CUDA_THREADS, torch.cuda.current_stream().cuda_stream)
+
+    def launch(self, module, function, threads, stream):
+        a, kernel = self.args, function.removeprefix("longhorn_scan_") + "_kernel"
+        blocks = a.B * -(-a.D * a.N // threads) if kernel == "combine_kernel" else a.B * a.segments * a.splits
+        module.launch(kernel, blocks, a, stream)
+
+    def entering(self, rows, floats, own, enters, reverse=0):
+        """What enters each segment of T, (rows, segments, D, N): `own` computes each segment's share, combine_kernel joins."""
+        a = self.args
+        share, decay = (empty(next(iter(rows.values())), a.B * a.segments, a.D, a.N) for _ in range(2))
+        self(own, rows, floats, hT=share, decay=decay)
+        self.args.reverse = reverse
+        self("longhorn_scan_combine", {}, {"dhT" if reverse else "h0": enters}, hT=share, decay=decay)
+        return share
 
 
 def point(args, **tensors):

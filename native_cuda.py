@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-KERNELS = ("forward_kernel", "backward_kernel")
+KERNELS = ("forward_kernel", "backward_kernel", "ends_kernel", "pulls_kernel", "combine_kernel")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
@@ -155,8 +155,8 @@ class Module:
         self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(where), ctypes.byref(size), module, b"facts"), "facts")
         facts = (ctypes.c_int64 * (size.value // 8))()
         self.check(self.lib.cuMemcpyDtoH_v2(facts, where, size.value), "facts")
-        self.chunk, size_there, self.threads, *shared = facts
-        self.shared = dict(zip(KERNELS, shared, strict=True))
+        self.chunk, size_there, self.threads, forward, backward = facts
+        self.shared = dict(zip(KERNELS, (forward, backward, forward, forward, 0), strict=True))
         if size_there != args_size:
             raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
 

@@ -265,11 +265,14 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
     (B, T, d), N = x.shape, k.shape[2]
     kernels, cu = _kernels(x, k, cu_seqlens, update)
     rows, n_chunks = _sizes(x, k, cu_seqlens)
-    y, hT = native.empty(x, B, T, d, dtype=kernels.dtype), native.empty(x, rows, d, N)
+    S = kernels.segments
+    y, hT = native.empty(x, B, T, d, dtype=kernels.dtype), native.empty(x, rows * S, d, N)
     chunks = native.empty(x, n_chunks, N, d) if save else native.empty(x, 0)
+    if S > 1:
+        h0 = kernels.entering({"x": x, "dt": dt, "k": k, "q": q}, {"A": A, "bias": dt_bias}, "longhorn_scan_ends", h0)
     kernels("longhorn_scan_forward", {"x": x, "dt": dt, "k": k, "q": q, "z": z},
             {"A": A, "skip": D, "bias": dt_bias, "h0": h0}, y=y, hT=hT, chunks=chunks if save else None, cu=cu)
-    return y.to(x.dtype), hT, chunks
+    return y.to(x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].contiguous(), chunks
 
 
 @_scan.register_fake
@@ -292,14 +295,19 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     rows, _ = _sizes(x, k, cu_seqlens)
     dx, ddt, dz = (native.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
     dk, dq = (native.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
-    dD, dbias = (native.empty(x, rows, d) if a is not None else None for a in (D, dt_bias))
-    dA, dh0 = (native.empty(x, rows, d, N) if a is not None else None for a in (A, h0))
+    S = kernels.segments
+    dD, dbias = (native.empty(x, rows * S, d) if a is not None else None for a in (D, dt_bias))
+    dA, dh0 = (native.empty(x, rows * S, d, N) if a is not None else None for a in (A, h0))
+    if S > 1:
+        dhT = kernels.entering({"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}, {"A": A, "bias": dt_bias},
+                               "longhorn_scan_pulls", dhT, reverse=1)
     kernels("longhorn_scan_backward", {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy},
             {"A": A, "skip": D, "bias": dt_bias, "chunks": chunks, "dhT": dhT},
             dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dA=dA, dskip=dD, dbias=dbias, dh0=dh0, cu=cu)
     grads = [dx.to(x.dtype), ddt.to(x.dtype), dk.sum(0).to(x.dtype), dq.sum(0).to(x.dtype),
              None if dA is None else dA.sum(0), None if dD is None else dD.sum(0), None if dz is None else dz.to(x.dtype),
-             None if dbias is None else dbias.sum(0), dh0]
+             None if dbias is None else dbias.sum(0),
+             dh0 if dh0 is None or S == 1 else dh0.view(rows, S, d, N)[:, 0].contiguous()]
     return [native.empty(x, 0) if g is None else g for g in grads]
 
 

@@ -70,13 +70,15 @@ def steps_of(name):
 
 def count(update, dtype, N, architecture, folder):
     """{'forward' | 'backward': instructions a (token, channel), registers, spills, shared memory}, for a full GPU (L small)."""
-    P, L = native.cuda_shape(4096, 4096, N, 1)
+    P, L, _ = native.cuda_shape(4096, 4096, 4096, N, 1)
     macros, cubin = native_cuda.defines(update, dtype, P, L), Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SOURCE, cubin, architecture, macros)
     chunk, tile, keys, sub = (steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB"))
     result = {}
     for kernel, (total, lengths) in loops(cubin, nvdisasm()).items():
         direction = kernel.removesuffix("_kernel")
+        if direction not in FLOOR:
+            continue
         if direction == "forward":  # batches of keys, tiles of steps in them
             outer, inner = lengths[:2]
             a_step = inner / tile + (outer - inner) / keys
@@ -92,7 +94,8 @@ def count(update, dtype, N, architecture, folder):
         names = re.findall(r"entry function '(\w+)_kernel'", report)
         for name, registers, spills in zip(names, re.findall(r"Used (\d+) registers", report),
                                            re.findall(r"(\d+) bytes spill stores", report), strict=True):
-            result[name] |= {"registers": int(registers), "spilled_bytes": int(spills)}
+            if name in FLOOR:
+                result[name] |= {"registers": int(registers), "spilled_bytes": int(spills)}
     return {"update": update, "dtype": str(dtype).removeprefix("torch."), "N": N, "states_a_lane": P, "lanes_a_channel": L,
             "architecture": architecture, **result}
 

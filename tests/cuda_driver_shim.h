@@ -6,7 +6,11 @@ inline int shim_error = 0;                             // what the next launch a
 int shim_fail(int code) { shim_error = code; return 0; }
 int cuModuleLoadData(void **module, const char *) { *module = nullptr; return 0; }
 int cuModuleGetFunction(void **function, void *, const char *name) {
-    *function = !strcmp(name, "forward_kernel") ? (void *)forward_kernel : !strcmp(name, "backward_kernel") ? (void *)backward_kernel : nullptr;
+    const struct { const char *name; void (*kernel)(ScanArgs); } all[] = {
+        {"forward_kernel", forward_kernel}, {"backward_kernel", backward_kernel}, {"ends_kernel", ends_kernel},
+        {"pulls_kernel", pulls_kernel}, {"combine_kernel", combine_kernel}};
+    *function = nullptr;
+    for (auto &one : all) if (!strcmp(name, one.name)) *function = (void *)one.kernel;
     return *function ? 0 : 500;
 }
 int cuModuleGetGlobal_v2(void **at, size_t *bytes, void *, const char *name) {

@@ -59,16 +59,17 @@ def shim(tmp_path_factory):
     return functools.cache(lambda *key: load_shim(folder, *key))
 
 
-def use(monkeypatch, module, L):
+def use(monkeypatch, module, L, segments=1):
     """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU."""
     class ShimKernels(native.Kernels):
         def __init__(self, args_class, x, update, rows, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
             sizes |= dict(splits=-(-D // (THREADS // L)), update=native.UPDATES.index(update))
-            self.args = args_class(B=rows or B, T=T, D=D, **sizes)
+            sizes |= native.segment_sizes(T, segments)
+            self.args, self.segments = args_class(B=rows or B, T=T, D=D, **sizes), sizes["segments"]
 
         def run(self, function):
-            module.launch(function.removeprefix("longhorn_scan_") + "_kernel", self.args.B * self.args.splits, self.args, None)
+            self.launch(module, function, THREADS, None)
 
     monkeypatch.setattr(native, "Kernels", ShimKernels)
 
@@ -92,6 +93,15 @@ def test_agrees_with_the_loop(shim, monkeypatch, dtype, P, L, B, T, D, N):
 def test_other_updates(shim, monkeypatch, update, dtype, P, L, B, T, D, N):
     use(monkeypatch, shim(update.split()[0], dtype, P, L), L)
     assert not test_updates.failures_of(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
+
+
+@pytest.mark.parametrize("update", ("longhorn", "mamba", "mamba without softplus"))
+@pytest.mark.parametrize("segments,B,T,D,P,L", [(2, 2, 64, 70, 16, 1), (3, 1, 97, 17, 16, 1), (7, 2, 131, 20, 4, 4)])
+def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, P, L):
+    use(monkeypatch, shim(update.split()[0], F32, P, L), L, segments)
+    a = test_updates.inputs_of(update, B, T, D, 13)
+    assert not test_updates.failures_of(update, a)
+    assert not test_updates.failures_of(update, {n: a[n] for n in a if n not in ("h0", "z", "D", "dt_bias")}, through="y")
 
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
@@ -180,14 +190,14 @@ int main() {
     std::vector<float> x(n, 0.5f), k(m, 0.3f), y(n), chunks(2 * N * D), hT(D * N);
     std::vector<float> g(n, 0.1f), dx(n), ddt(n), dk(8 * m), dq(8 * m);
     ScanArgs a = {};
-    a.B = B; a.T = T; a.D = D; a.N = N; a.splits = 8;
+    a.B = B; a.T = a.segment_T = T; a.D = D; a.N = N; a.splits = 8; a.segments = 1;
     a.x = a.dt = x.data(); a.x_b = a.dt_b = T * D; a.x_t = a.dt_t = D;
     a.k = a.q = k.data(); a.k_b = a.q_b = T * N; a.k_t = a.q_t = N;
     a.y = y.data(); a.hT = hT.data(); a.chunks = chunks.data();
     a.dy = g.data(); a.dy_b = T * D; a.dy_t = D; a.dx = dx.data(); a.ddt = ddt.data(); a.dk = dk.data(); a.dq = dq.data();
     const dim3 one(1);
     shim_launch(forward_kernel, one, THREADS, facts[3], a);
-    a.T = 9;  // the backward waits 37 times a step
+    a.T = a.segment_T = 9;  // the backward waits 37 times a step
     shim_launch(backward_kernel, one, THREADS, facts[4], a);
     return 0;
 }
@@ -257,7 +267,7 @@ def test_compiles_without_spills(tmp_path, architecture, update):
     kernels = re.findall(r"Compiling entry function '(\w+)_kernel'", run.stderr)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stderr)]
     registers = dict(zip(kernels, (int(n) for n in re.findall(r"Used (\d+) registers", run.stderr)), strict=True))
-    assert sorted(kernels) == ["backward", "forward"] and spills == [0, 0]
+    assert sorted(kernels) == ["backward", "combine", "ends", "forward", "pulls"] and spills == [0] * 5
     assert registers["forward"] <= 128 and registers["backward"] <= 255  # 4 and 2 blocks of 128 threads a multiprocessor
 
 
@@ -267,7 +277,7 @@ def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     path, seconds = native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path)
     assert seconds > 0 and native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path) == (path, 0.0)
     cubin = path.read_bytes()
-    assert cubin[:4] == b"\x7fELF" and all(symbol in cubin for symbol in (b"forward_kernel", b"backward_kernel", b"facts"))
+    assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*native_cuda.KERNELS, "facts"))
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
@@ -289,11 +299,22 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
 
 def test_shape_of_the_state():
     for N in range(1, 129):
-        for B, D in ((1, 1), (1, 1536), (64, 1536), (512, 2048)):
-            P, L = native.cuda_shape(B, D, N, 132)
+        for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
+            P, L, S = native.cuda_shape(B, T, D, N, 132)
             assert N <= P * L < max(2 * N, 5) and P in (4, 8, 16) and L in (1, 2, 4, 8, 16, 32)
-    assert native.cuda_shape(64, 1536, 16, 132) == (16, 1)  # the paper's shape: one lane a channel
-    assert native.cuda_shape(1, 1536, 16, 132) == (4, 4)  # one long sequence: spread over lanes
+            assert 1 <= S <= max(1, T // native.SEGMENT)
+            assert native.cuda_shape(B, T, D, N, 132, segments=False)[2] == 1
+    assert native.cuda_shape(64, 1024, 1536, 16, 132) == (16, 1, 1)  # the paper's shape: nothing is split
+    assert native.cuda_shape(1, 65536, 1536, 16, 132) == (16, 1, 22)  # one long sequence: segments
+    assert native.cuda_shape(1, 200, 1536, 16, 132) == (4, 4, 1)  # one short sequence: spread over lanes
+
+
+@pytest.mark.parametrize("T", (1, 31, 32, 33, 128, 1000, 65536))
+def test_segments_cover_T_in_whole_chunks(T):
+    for wanted in (1, 2, 3, 7, 22):
+        sizes = native.segment_sizes(T, wanted)
+        S, segment_T = sizes["segments"], sizes["segment_T"]
+        assert 1 <= S <= wanted and segment_T % native.CHUNK == 0 and (S - 1) * segment_T < T <= S * segment_T
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
@@ -317,7 +338,7 @@ def gpu_failures(update, a, **kw):
 @pytest.mark.parametrize("update", test_updates.SCANS)
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("B,T,D,N", [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128),
-                                     (64, 128, 512, 16)])
+                                     (64, 128, 512, 16), (1, 3000, 100, 16)])
 def test_gpu_agrees_with_the_loop(update, dtype, B, T, D, N):
     assert not gpu_failures(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
 

@@ -297,10 +297,8 @@ MUTANTS = {  # update: name, a piece of longhorn_scan.cu, the same with a mistak
     "the error of the diagonal": ("exact", "s.aside = s.x - (sum[0] + sum[1]);", "s.aside = s.x;"),
     "dk without the pull on the state": ("exact", "(g * s.aside - pulled * S)", "(g * s.aside)"),
     "G without the rank-one pull": ("exact", "return g - (s.size * pulled) * k", "return g"),
-    "sequences run into one another": ("longhorn", "return {a.cu[b], a.cu[b + 1] - a.cu[b], a.cu[b] / CHUNK + b};",
-                                       "return {a.cu[b], a.cu[b + 1] - a.cu[b], a.cu[b] / CHUNK};"),
-    "packed rows read at the batch's stride": ("longhorn", "return a.cu ? row.start * stride_t : b * stride_b;",
-                                               "return b * stride_b;"),
+    "chunk states of sequences run into one another": ("longhorn", "a.cu[r] / CHUNK + r, 0,", "a.cu[r] / CHUNK, 0,"),
+    "packed rows read at the first token": ("longhorn", "a.cu[r] / CHUNK + r, 0, a.cu[r]};", "a.cu[r] / CHUNK + r, 0, 0};"),
 }
 
 
