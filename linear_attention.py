@@ -377,7 +377,7 @@ def _fused(op):
         return getattr(importlib.import_module(module), name), None
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        what = "is not installed" if missing == "fla" else f"does not find {missing}"
+        what = "is not installed (pip install -r requirements-gpu.txt)" if missing == "fla" else f"does not find {missing}"
     except Exception as error:  # it imports Triton and asks it for a driver: anything can come out of that
         what = f"does not import ({' '.join(str(error).split())[:200]})"
     return None, f"flash-linear-attention {what}"

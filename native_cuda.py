@@ -38,12 +38,16 @@ def nvcc():
 
 @functools.cache
 def nvrtc():
-    """The NVRTC library, loaded, or None. PyTorch's wheels keep it under nvidia/ beside torch, or in torch/lib."""
+    """The NVRTC library, loaded, or None. PyTorch's wheels keep it under nvidia/ beside torch, or in torch/lib.
+
+    Of several the one of PyTorch's own CUDA version is taken: what a newer one compiles an older driver may not load.
+    """
     packages = Path(torch.__file__).parent.parent
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
     patterns = [packages / "nvidia/*/lib/libnvrtc.so*", packages / "torch/lib/libnvrtc*.so*",
                 *(Path(home) / "lib64/libnvrtc.so*" for home in homes)]
     found = [path for pattern in patterns for path in sorted(glob.glob(str(pattern))) if "builtins" not in path]
+    libraries = []
     for path in [*found, ctypes.util.find_library("nvrtc")]:
         try:
             lib = ctypes.CDLL(path) if path else None
@@ -51,8 +55,15 @@ def nvrtc():
             continue
         if lib:
             lib.nvrtcGetErrorString.restype = ctypes.c_char_p
-            return lib
-    return None
+            libraries.append(lib)
+    return next((lib for lib in libraries if nvrtc_version(lib) == torch.version.cuda), libraries[0] if libraries else None)
+
+
+def nvrtc_version(lib):
+    """Such as '13.0'."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def missing():
@@ -108,9 +119,7 @@ def compiler_version():
         return subprocess.run([path, "--version"], capture_output=True, text=True).stdout
     if nvrtc() is None:
         raise OSError(missing())
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"NVRTC {major.value}.{minor.value}"
+    return f"NVRTC {nvrtc_version(nvrtc())}"
 
 
 # -------------------------------------------------------------------------------------------------------------- driver
@@ -148,7 +157,8 @@ class Module:
             self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "cuDevicePrimaryCtxRetain")
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
         module, where, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels")
+        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels (if the driver is older than "
+                   "nvcc: LONGHORN_CUDA_COMPILER=nvrtc takes the compiler of PyTorch's own CUDA)")
         self.functions = {name: ctypes.c_void_p() for name in KERNELS}
         for name, function in self.functions.items():
             self.check(self.lib.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)

@@ -146,7 +146,11 @@ def check(config):
 
 
 def refuse_changes(before, now):
-    """Raises ConfigError when settings that alter the run differ from the checkpoint's; returns the harmless differences."""
+    """Raises ConfigError when settings that alter the run differ from the checkpoint's; returns the harmless differences.
+
+    A setting that the checkpoint does not know came later: it ran with what is the default now.
+    """
+    before = {f.name: f.default for f in dataclasses.fields(TrainConfig)} | before
     changed = {key: (before.get(key), value) for key, value in now.items() if before.get(key) != value}
     serious = {key: values for key, values in changed.items() if key not in HARMLESS}
     if serious:

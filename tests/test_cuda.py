@@ -271,6 +271,17 @@ def test_compiles_without_spills(tmp_path, architecture, update):
     assert registers["forward"] <= 128 and registers["backward"] <= 255  # 4 and 2 blocks of 128 threads a multiprocessor
 
 
+def test_instructions_a_token_and_channel(tmp_path):
+    """What bounds these kernels, counted in the disassembly; 137 and 588 when this was written."""
+    from bench import instructions
+
+    if COMPILERS["nvcc"] is None and COMPILERS["nvrtc"] is None or instructions.nvdisasm() is None:
+        pytest.skip("no compiler for GPUs or no nvdisasm here: instructions were not counted")
+    found = instructions.count("longhorn", BF16, 16, "sm_90", tmp_path)
+    assert 94 < found["forward"]["instructions"] <= 150 and 432 < found["backward"]["instructions"] <= 620
+    assert found["forward"]["loops"][1] / 4 < found["forward"]["instructions"]  # a tile is 4 steps
+
+
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)

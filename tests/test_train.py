@@ -234,6 +234,10 @@ def test_peak_flops_by_the_drivers_name():
 def test_what_may_change_on_resume():
     before = {"learning_rate": 1e-3, "n_layer": 2, "eval_interval": 5, "out_dir": "a"}
     assert train.refuse_changes(before, dict(before)) == {}
+    older = {key: value for key, value in before.items() if key != "mlp_multiple"}
+    assert train.refuse_changes(older, {**older, "mlp_multiple": 256}) == {}  # an option that the checkpoint did not know yet
+    with pytest.raises(ConfigError, match="mlp_multiple 256 -> 64"):
+        train.refuse_changes(older, {**older, "mlp_multiple": 64})
     harmless = train.refuse_changes(before, {**before, "eval_interval": 7, "out_dir": "b"})
     assert harmless == {"eval_interval": (5, 7), "out_dir": ("a", "b")}
     with pytest.raises(ConfigError, match="learning_rate 0.001 -> 0.01, n_layer 2 -> 3") as caught:
@@ -653,6 +657,8 @@ def test_mistakes_get_one_line(data, tmp_path, changes, words):
 def test_a_gpu_that_is_not_there(data, tmp_path):
     refuse(arguments(data, tmp_path / "run", device="cuda"), "device cuda", "no GPU", "--device=cpu")
     refuse(arguments(data, tmp_path / "run", scan_backend="cuda"), "cuda", "no GPU")
+    refuse(arguments(data, tmp_path / "run", model="gla", kernel="fused"), "kernel 'fused' cannot run here", "kernel='torch'")
+    refuse(arguments(data, tmp_path / "run", model="mamba", kernel="fused"), "kernel 'fused'", "requirements-gpu.txt")
 
 
 def test_more_mistakes_get_one_line(data, tmp_path):
