@@ -363,7 +363,8 @@ def choose_kernel(kernel, op, device, cannot=None):
         return "torch"
     reason = f"the tensors are on {device}" if device != "cuda" else _fused(op)[1] or cannot
     if reason and kernel == "fused":
-        raise RuntimeError(f"{op}: kernel 'fused' cannot run here: {reason}: use kernel='torch'")
+        raise RuntimeError(f"{op}: kernel 'fused' cannot run here: {reason}: use kernel='torch', or pip install -r "
+                           "requirements-gpu.txt on a machine with a GPU")
     if device == "cuda":
         native.say_once(f"{op}: torch ({reason})" if reason else f"{op}: fused (flash-linear-attention)")
     return "torch" if reason else "fused"
@@ -377,7 +378,7 @@ def _fused(op):
         return getattr(importlib.import_module(module), name), None
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        what = "is not installed (pip install -r requirements-gpu.txt)" if missing == "fla" else f"does not find {missing}"
+        what = "is not installed" if missing == "fla" else f"does not find {missing}"
     except Exception as error:  # it imports Triton and asks it for a driver: anything can come out of that
         what = f"does not import ({' '.join(str(error).split())[:200]})"
     return None, f"flash-linear-attention {what}"

@@ -1,0 +1,522 @@
+"""export.py: weights out to transformers and back, and every family through its own folder. `pytest tests/test_export.py`
+
+The surprise: agreement is asked for in logits, gradients aside, with norms, biases and A_log away from their start: a
+weight under a wrong name gives other logits, while a wrong norm weight of 1.0 would not.
+"""
+
+import dataclasses
+import json
+import os
+import pickle
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+import checkpoint
+import export
+import sample
+from configurator import ConfigError, main_error
+from export import from_hf, to_hf
+from model import FAMILIES, LM, ModelConfig
+
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 24, "vocab_size": 64}
+PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}}
+# of the largest logit; in float64 LLaMA's rotary angles stay float32, and transformers' Mamba scans in float32
+CLOSE = {torch.float32: 1e-5, torch.float64: 1e-6}
+
+
+def tiny(family, **changes):
+    """A model whose every tensor matters to the logits and holds no value twice, so that no two can be exchanged unseen."""
+    torch.manual_seed(0)
+    lm = LM(ModelConfig(**{"model": family, **SMALL, **PARITY.get(family, {}), **changes}))
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.add_(torch.empty_like(p).uniform_(-0.2, 0.2))
+    return lm.eval()
+
+
+def tokens(B=2, T=20, V=64):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+def close(a, b, tolerance):
+    assert b.std() > 0.1, "logits too flat to tell models apart"
+    assert (a - b).abs().max() <= tolerance * b.abs().max(), (a - b).abs().max() / b.abs().max()
+
+
+def make_run(folder, lm, **meta):
+    """A run's folder as train.py leaves it: the model beside an optimiser's state, settings of training in the config."""
+    tensors, skeleton = checkpoint.flatten({"model": lm.state_dict(), "optimizer": {"exp_avg": torch.ones(3)}})
+    settings = {**dataclasses.asdict(lm.config), "learning_rate": 1e-3, "out_dir": str(folder)}
+    folder.mkdir()
+    meta = {"skeleton": skeleton, "step": 7, "tokens": 700, "config": settings, "data": {"train": "ab"}, "tokenizer": "bytes",
+            "table": None, **meta}
+    checkpoint.save(folder / "checkpoint.safetensors", tensors, meta)
+    return folder
+
+
+@pytest.fixture
+def run(capsys):
+    """`python export.py --key=value ...` in this process: (exit code, out, err)."""
+    def run(**settings):
+        code = 0
+        capsys.readouterr()
+        try:
+            with main_error("export.py", checkpoint.CheckpointError, ValueError):
+                export.main([f"--{key}={value}" for key, value in settings.items()])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+    return run
+
+
+def refused(result, *words):
+    code, out, err = result
+    assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("export.py: error: "), (code, out, err)
+    assert all(str(word) in err for word in words), err
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+# ------------------------------------------------------------------------------------------------- parity, both directions
+
+@pytest.mark.parametrize("family", PARITY)
+def test_transformers_loads_what_is_written(family, tmp_path, run, transformers):
+    """From the run's folder to AutoModelForCausalLM: the same logits, the same most likely tokens."""
+    lm = tiny(family)
+    code, out, err = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
+    count = sum(p.numel() for p in lm.parameters())
+    megabytes = f"{(tmp_path / 'hf' / 'model.safetensors').stat().st_size / 1e6:.3g}"
+    assert (code, err) == (0, "") and out == (f"wrote {tmp_path}/hf: {count:,} parameters, {megabytes} MB; load it with "
+                                              f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')\n")
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+    with safetensors.safe_open(tmp_path / "hf" / "model.safetensors", "pt") as f:
+        assert f.metadata() == {"format": "pt"}  # without it older versions of transformers refuse the file
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values()), report  # nothing missing, left over or of another shape
+    assert type(theirs).__name__ == export.ARCHITECTURES[family] and theirs.dtype == torch.float32
+    idx = tokens()
+    with torch.no_grad():
+        close(theirs(idx).logits, lm(idx)[0], CLOSE[torch.float32])
+    written = theirs.generate(idx, max_new_tokens=40, do_sample=False)
+    assert torch.equal(written, lm.generate(idx, 40, temperature=0)) and written.shape == (2, 60)  # no token ends the text
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("family", PARITY)
+def test_pure_functions_agree_with_transformers(family, dtype, transformers):
+    lm = tiny(family).to(dtype)
+    config, tensors = to_hf(lm)
+    assert {t.dtype for t in tensors.values()} == {dtype}
+    if family == "mamba":
+        config["residual_in_fp32"] = dtype == torch.float32  # theirs would round a float64 residual
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).to(dtype).eval()
+    result = theirs.load_state_dict({**tensors, "lm_head.weight": tensors[next(iter(tensors))]})
+    assert not result.missing_keys and not result.unexpected_keys
+    with torch.no_grad():
+        close(theirs(tokens()).logits, lm(tokens())[0], CLOSE[torch.float32 if family == "mamba" else dtype])
+    back = from_hf(config, tensors)
+    assert torch.equal(back(tokens())[0], lm(tokens())[0])
+    assert {n: p.dtype for n, p in back.named_parameters()} == {n: dtype for n, _ in lm.named_parameters()}
+
+
+def theirs_at_random(transformers, family, **changes):
+    torch.manual_seed(3)
+    if family == "llama":
+        config = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3, "intermediate_size": 150, "vocab_size": 64,
+                  "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 40}
+    else:
+        config = {"hidden_size": 40, "num_hidden_layers": 4, "state_size": 6, "expand": 3, "conv_kernel": 2, "vocab_size": 64}
+    config = getattr(transformers, {"llama": "LlamaConfig", "mamba": "MambaConfig"}[family])(**{**config, **changes})
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.empty_like(p).uniform_(-0.2, 0.2))
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("family", PARITY)
+def test_a_model_of_transformers_becomes_ours(family, tmp_path, run, transformers):
+    """Saved by transformers, imported, sampled from; then exported again: the same bytes for every tensor."""
+    theirs = theirs_at_random(transformers, family)
+    theirs.save_pretrained(tmp_path / "hf")
+    code, out, err = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run", tokenizer="bytes")
+    assert (code, err) == (0, "") and "go on with python sample.py" in out and family in out
+    lm, meta = sample.load_model(tmp_path / "run")
+    assert meta["tokenizer"] == "bytes" and lm.config.model == family and lm.config.n_layer == {"llama": 3, "mamba": 2}[family]
+    idx = tokens()
+    with torch.no_grad():
+        expected = theirs(idx).logits
+        close(lm(idx)[0], expected, CLOSE[torch.float32])
+        assert torch.equal(export.load(tmp_path / "hf")(idx)[0], lm(idx)[0])
+    theirs.generation_config.eos_token_id = None
+    assert torch.equal(lm.generate(idx, 20, temperature=0), theirs.generate(idx, max_new_tokens=20, do_sample=False))
+    _, again = to_hf(lm)
+    there = theirs.state_dict()
+    there.pop("lm_head.weight")
+    assert again.keys() == there.keys() and all(torch.equal(again[name], there[name]) for name in there)
+
+
+@pytest.mark.parametrize("family", PARITY)
+def test_several_files_and_half_precision(family, tmp_path, transformers):
+    theirs_at_random(transformers, family).to(torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    lm = export.load(tmp_path / "hf")
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        close(lm(tokens())[0], theirs(tokens()).logits, CLOSE[torch.float32])
+
+
+# --------------------------------------------------------------------------------------------------- every family, our format
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_out_and_in_again(family, tmp_path, run):
+    """A run exported and imported is the same model with the same tokenizer; `load` gives it too."""
+    lm, table = tiny(family), "abc\n"
+    make_run(tmp_path / "run", lm, tokenizer="char", table=table)
+    code, out, err = run(out_dir=tmp_path / "run", to=tmp_path / "folder")
+    assert (code, err) == (0, "") and (family in PARITY or f"export.load('{tmp_path}/folder')" in out)
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"}}
+    if family not in PARITY:
+        assert config["model_type"] == "longhorn" and config["model"] == family and config["architectures"] == ["LM"]
+        assert config.keys() == {*export.SETTINGS, "model_type", "architectures", "dtype", "run"}
+        assert safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors").keys() == lm.state_dict().keys()
+    code, out, err = run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
+    assert (code, err) == (0, "") and "sample.py" in out
+    again, meta = sample.load_model(tmp_path / "imported")
+    assert (meta["tokenizer"], meta["table"], meta["step"]) == ("char", table, 7)
+    relevant = set(SMALL) - {"n_head"} | {"model"} | set(PARITY.get(family, {}))
+    assert all(getattr(again.config, name) == getattr(lm.config, name) for name in relevant)
+    loaded = export.load(tmp_path / "folder")
+    assert not loaded.training
+    for other in (again, loaded):
+        assert all(torch.equal(p, q) for p, q in zip(lm.state_dict().values(), other.state_dict().values(), strict=True))
+        assert [p.requires_grad for p in other.parameters()] == [True] * len(list(lm.parameters()))
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
+
+
+def test_the_machines_own_settings_stay_behind():
+    lm = tiny("longhorn", scan_backend="torch")
+    config, tensors = to_hf(lm)
+    assert not {"scan_backend", "kernel"} & config.keys()
+    assert from_hf(config, tensors).config == dataclasses.replace(lm.config, scan_backend="")
+
+
+@pytest.mark.parametrize("family", ["llama", "longhorn"])
+def test_weights_are_copies(family):
+    lm = tiny(family)
+    before = [p.clone() for p in lm.parameters()]
+    config, tensors = to_hf(lm)
+    other = from_hf(config, tensors)
+    for t in tensors.values():
+        t.zero_()
+    for p, q, b in zip(lm.parameters(), other.parameters(), before, strict=True):
+        assert torch.equal(p, b) and torch.equal(q, b)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "longhorn"])
+def test_dtypes(family, dtype, tmp_path, run, transformers):
+    lm = tiny(family)
+    assert run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "folder", dtype=dtype)[0] == 0
+    written = safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors")
+    assert {t.dtype for t in written.values()} == {getattr(torch, dtype)}
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["dtype"] == dtype
+    loaded = export.load(tmp_path / "folder")
+    for name, p in lm.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), p.to(getattr(torch, dtype)).float())
+    if family == "llama":
+        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype="auto").dtype == getattr(torch, dtype)
+
+
+def test_float16_that_overflows_is_refused(tmp_path, run):
+    lm = tiny("longhorn")
+    lm.embed.weight.data[3, 4] = 7e4
+    refused(run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "folder", dtype="float16"), "embed.weight", "bfloat16")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_gpt2_texts_end(tmp_path, run, transformers):
+    make_run(tmp_path / "run", tiny("llama", vocab_size=50304), tokenizer="gpt2")
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf")[0] == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 50256
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+def rope(**how):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **how}}
+
+
+REFUSED = [
+    ("llama", {"num_key_value_heads": 2}, "num_key_value_heads 2", "only 4"),
+    ("llama", {"head_dim": 16}, "head_dim 16", "only 8"),
+    ("llama", {"attention_bias": True}, "attention_bias True", "only False"),
+    ("llama", {"mlp_bias": True}, "mlp_bias True", "only False"),
+    ("llama", {"tie_word_embeddings": False}, "tie_word_embeddings False", "only True"),
+    ("llama", {"tie_word_embeddings": ...}, "tie_word_embeddings False (it is absent)"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'", "only 'silu'"),
+    ("llama", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06", "only 1e-05"),
+    ("llama", {"rms_norm_eps": ...}, "rms_norm_eps 1e-06 (it is absent)"),
+    ("llama", rope(rope_theta=5e5), "rope_theta 500000.0", "only 10000"),
+    ("llama", {"rope_parameters": ..., "rope_theta": 5e5}, "rope_theta 500000.0"),
+    ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn'", "only default"),
+    ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+    ("llama", rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5", "only 1"),
+    ("llama", {"rope_parameters": "llama3"}, "rope_parameters 'llama3'"),
+    ("llama", {"intermediate_size": 80}, "intermediate_size 80", "only 86 or more"),
+    ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
+    ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),
+    ("llama", {"num_hidden_layers": 1}, "model.layers.1.", "no place"),
+    ("llama", {"num_hidden_layers": 10**9}, "1000000000 layers"),
+    ("llama", {"hidden_size": 2**30, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None,
+               "intermediate_size": 2**31 - 1}, "8/3 of hidden_size"),
+    ("llama", {"hidden_size": "32"}, "hidden_size '32'", "whole number"),
+    ("llama", {"vocab_size": True}, "vocab_size True", "whole number"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads 0", "from 1"),
+    ("llama", {"vocab_size": 10**30}, f"vocab_size {10**30}", "whole number"),
+    ("llama", {"hidden_size": ...}, "hidden_size is missing"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
+    ("llama", {"model_type": "mistral"}, "model_type 'mistral'", "llama, mamba and longhorn"),
+    ("llama", {"model_type": ["llama"]}, "model_type ['llama']"),
+    ("llama", {"model_type": ...}, "model_type None"),
+    ("llama", {"model_type": "mamba", "architectures": None}, "is not supported"),
+    ("mamba", {"use_bias": True}, "use_bias True"),
+    ("mamba", {"use_conv_bias": False}, "use_conv_bias False"),
+    ("mamba", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ("mamba", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06", "only 1e-05"),
+    ("mamba", {"tie_word_embeddings": False}, "tie_word_embeddings False"),
+    ("mamba", {"num_hidden_layers": 3}, "num_hidden_layers 3", "even"),
+    ("mamba", {"intermediate_size": 96}, "intermediate_size 96", "only 64"),
+    ("mamba", {"expand": 1.5}, "expand 1.5"),
+    ("mamba", {"time_step_rank": "auto"}, "dt_proj.weight is (64, 3)", "(64, 2)"),
+    ("mamba", {"conv_kernel": 4}, "conv1d.weight is (64, 1, 3)", "(64, 1, 4)"),
+    ("mamba", {"hidden_size": 2**31 - 1, "intermediate_size": ..., "state_size": 2**31 - 1, "expand": 2**31 - 1},
+     "no model has these sizes"),
+    ("longhorn", {"model": "transformer"}, "model 'transformer'", "longhorn, mamba"),
+    ("longhorn", {"model": {}}, "model {}"),
+    ("longhorn", {"model": "mamba"}, "missing"),
+    ("longhorn", {"n_heads": 4}, "the setting n_heads is unknown"),
+    ("longhorn", {"n_embd": 64}, "embed.weight is (64, 32)", "(64, 64)"),
+    ("longhorn", {"n_layer": 0}, "n_layer 0"),
+]
+
+
+@pytest.mark.parametrize("family, changes, words", [(f, c, w) for f, c, *w in REFUSED], ids=lambda x: str(x)[:60])
+def test_what_cannot_be_expressed_is_named(family, changes, words, tmp_path, run):
+    config, tensors = to_hf(tiny(family))
+    config = {k: v for k, v in {**config, **changes}.items() if v is not ...}
+    with pytest.raises(ConfigError) as info:
+        from_hf(config, tensors)
+    assert all(word in str(info.value) for word in words), str(info.value)
+    export.write(tmp_path / "folder", config, tensors)
+    refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), f"{tmp_path}/folder: ", *words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name, words", [
+    ("lm_head.weight", ("lm_head.weight", "tied")),
+    ("model.layers.0.self_attn.q_proj.bias", ("q_proj.bias", "no biases")),
+    ("model.layers.1.self_attn.q_norm.weight", ("q_norm", "no further norms"))])
+def test_tensors_left_over_are_refused(name, words):
+    config, tensors = to_hf(tiny("llama"))
+    with pytest.raises(ConfigError) as info:
+        from_hf(config, {**tensors, name: torch.ones(64, 32)})
+    assert all(word in str(info.value) for word in words)
+
+
+def test_tensors_that_are_no_weights_may_be_there():
+    config, tensors = to_hf(tiny("llama"))
+    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert from_hf(config, {**tensors, **more}).config.n_layer == 2
+
+
+def test_quantised_weights_are_refused():
+    config, tensors = to_hf(tiny("llama"))
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
+    with pytest.raises(ConfigError, match="layers.1.mlp.up_proj.weight is int8"):
+        from_hf(config, tensors)
+
+
+def test_the_rank_of_mambas_step_size():
+    config, _ = to_hf(tiny("mamba", dt_rank=0))
+    assert [export.model_config({**config, "time_step_rank": rank}).dt_rank for rank in ("auto", 2, 3)] == [0, 0, 3]
+
+
+@pytest.mark.parametrize("hidden", [86, 87, 96, 128, 131, 250, 256, 300, 511])
+def test_any_hidden_width_that_mlp_multiple_can_give(hidden):
+    config, _ = to_hf(tiny("llama"))
+    ours = export.model_config({**config, "intermediate_size": hidden})
+    assert export.skeleton(ours).branches[1].branch.w1.out_features == hidden
+
+
+# --------------------------------------------------------------------------------------------------------- files and folders
+
+def test_wrong_settings(tmp_path, run):
+    refused(run(out_dir=tmp_path), "--to", "--from_hf")
+    refused(run(out_dir=tmp_path, to="a", from_hf="b"), "either")
+    refused(run(to="a"), "--out_dir")
+    refused(run(out_dir=tmp_path, to=tmp_path / "hf", tokenizer="gpt2"), "--from_hf")
+    refused(run(out_dir=tmp_path, from_hf=tmp_path, dtype="bfloat16"), "--to")
+    refused(run(out_dir=tmp_path, to="a", dtype="int8"), "float32, bfloat16, float16")
+    refused(run(out_dir=tmp_path, two="a"), "--to")
+
+
+def test_help_says_what_an_import_is_not(capsys):
+    with pytest.raises(SystemExit) as info:
+        export.main(["--help"])
+    assert info.value.code == 0 and "cannot resume" in " ".join(capsys.readouterr().out.split())
+
+
+def test_nothing_is_overwritten_unasked(tmp_path, run):
+    make_run(tmp_path / "run", tiny("longhorn"))
+    make_run(tmp_path / "other", tiny("gla"))
+    to = tmp_path / "folder"
+    to.mkdir()  # an empty one is welcome
+    assert run(out_dir=tmp_path / "run", to=to)[0] == 0
+    before = {p.name: p.read_bytes() for p in to.iterdir()}
+    refused(run(out_dir=tmp_path / "other", to=to), f"{to} is not empty", "--overwrite")
+    assert before == {p.name: p.read_bytes() for p in to.iterdir()}
+    assert run(out_dir=tmp_path / "other", to=to, overwrite="true")[0] == 0
+    assert export.load(to).config.model == "gla" and sorted(os.listdir(to)) == ["config.json", "model.safetensors"]
+    (to / "thesis.tex").write_text("my only copy")
+    refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "thesis.tex", "never overwritten")
+    refused(run(out_dir=tmp_path / "run", to=to / "thesis.tex"), "thesis.tex")
+    refused(run(out_dir=tmp_path / "run", to=tmp_path / "run", overwrite="true"), "checkpoint.safetensors", "never overwritten")
+    assert (to / "thesis.tex").read_text() == "my only copy" and sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
+
+
+def test_an_import_spares_a_training_run(tmp_path, run):
+    assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
+    into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "imported"}
+    assert run(**into)[0] == 0
+    refused(run(**into), "imported is not empty", "--overwrite")
+    (tmp_path / "imported" / "checkpoint.safetensors.tmp-999999999").touch()  # of a writer that was killed
+    assert run(**into, overwrite="true")[0] == 0 and os.listdir(tmp_path / "imported") == ["checkpoint.safetensors"]
+    (tmp_path / "imported" / "log.jsonl").touch()
+    refused(run(**into, overwrite="true"), "log.jsonl", "never overwritten")
+
+
+@pytest.mark.parametrize("fails", ["save_file", "rename"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_failure_leaves_what_was_there(fails, there, tmp_path, run, monkeypatch):
+    make_run(tmp_path / "run", tiny("longhorn"))
+    to = tmp_path / "folder"
+    if there:
+        assert run(out_dir=make_run(tmp_path / "first", tiny("gla")), to=to)[0] == 0
+    entries, rename = sorted(os.listdir(tmp_path)), os.rename
+
+    def save_file(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise safetensors.SafetensorError("No space left on device")
+
+    def no_rename(source, target):
+        if ".tmp-" in str(source):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"save_file": (safetensors.torch, "save_file", save_file), "rename": (os, "rename", no_rename)}[fails])
+        refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
+    assert sorted(os.listdir(tmp_path)) == entries
+    assert not there or export.load(to).config.model == "gla"
+
+
+def test_files_are_readable_by_others_and_links_are_followed(tmp_path, run):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert run(out_dir=make_run(tmp_path / "run", tiny("longhorn")), to=tmp_path / "link")[0] == 0
+    modes = {(tmp_path / "real" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1 and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("writes", ["llama", "longhorn"])
+def test_files_that_are_missing_or_damaged(writes, tmp_path, run):
+    config, tensors = to_hf(tiny(writes))
+    folder = tmp_path / "folder"
+    result = lambda: run(from_hf=folder, out_dir=tmp_path / "out")
+    refused(result(), f"{folder}/config.json", "No such file")
+    export.write(folder, config, tensors)
+    weights, text = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
+    for damage in (b"", weights[:5], weights[:100], weights[:-1], weights + b"0", b"\xff" * 8 + weights[8:],
+                   weights[:40] + b"\x00" + weights[41:], pickle.dumps({"a": 1})):
+        (folder / "model.safetensors").write_bytes(damage)
+        refused(result(), f"{folder}/model.safetensors", "not readable as safetensors")
+    (folder / "model.safetensors").unlink()
+    refused(result(), "model.safetensors", "no weights to read")
+    (folder / "model.safetensors").write_bytes(weights)
+    for damage in ("", text[:-5], "[1]", "\x00", "[" * 100000):
+        (folder / "config.json").write_text(damage)
+        refused(result(), f"{folder}/config.json")
+    (folder / "config.json").write_bytes(b"\xff\xfe{")
+    refused(result(), f"{folder}/config.json", "not JSON")
+    assert not (tmp_path / "out").exists()
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+def test_nothing_is_unpickled(tmp_path, run, monkeypatch):
+    config, tensors = to_hf(tiny("llama"))
+    export.write(tmp_path / "folder", config, tensors)
+    (tmp_path / "folder" / "model.safetensors").unlink()
+    (tmp_path / "folder" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "pytorch_model.bin", "pickle", "not opened")
+    (tmp_path / "folder" / "pytorch_model.bin").rename(tmp_path / "folder" / "model.safetensors")
+    refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "not readable as safetensors")
+    (tmp_path / "run").mkdir()
+    torch.save({"model": Bomb()}, tmp_path / "run" / "checkpoint.safetensors")
+    refused(run(out_dir=tmp_path / "run", to=tmp_path / "hf"), "pickle")
+
+
+@pytest.mark.parametrize("weight_map", [{"a": "../secret.safetensors"}, {"a": "/etc/passwd"}, {"a": 1}, ["a"], None])
+def test_an_index_stays_in_its_folder(weight_map, tmp_path, run):
+    config, tensors = to_hf(tiny("llama"))
+    export.write(tmp_path / "folder", config, tensors)
+    (tmp_path / "folder" / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "index.json", "weight_map")
+
+
+def test_runs_that_cannot_be_exported(tmp_path, run):
+    to = tmp_path / "hf"
+    refused(run(out_dir=tmp_path / "nothing", to=to), "nothing/checkpoint.safetensors", "no checkpoint")
+    lm = tiny("llama")
+    other = {**dataclasses.asdict(lm.config), "model": "mamba"}
+    refused(run(out_dir=make_run(tmp_path / "mixed", lm, config=other), to=to), "mixed/checkpoint.safetensors", "do not fit")
+    make_run(tmp_path / "new", lm, config={**other, "model": "griffin"})
+    refused(run(out_dir=tmp_path / "new", to=to), "griffin", "longhorn, mamba")
+    content = bytearray((tmp_path / "new" / "checkpoint.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "new" / "checkpoint.safetensors").write_bytes(content)
+    refused(run(out_dir=tmp_path / "new", to=to), "checksum")
+    checkpoint.save(tmp_path / "new" / "checkpoint.safetensors", {}, {"some": "thing"})
+    refused(run(out_dir=tmp_path / "new", to=to), "do not fit")
+    assert not to.exists()
+
+
+def test_transformers_is_not_imported_to_export(tmp_path, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
+    assert run(from_hf=tmp_path / "hf", out_dir=tmp_path / "again")[0] == 0
+
+
+def test_an_import_without_a_known_tokenizer_says_so(tmp_path, run):
+    config, tensors = to_hf(tiny("mamba"))
+    export.write(tmp_path / "hf", config, tensors)
+    code, out, _ = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run")
+    assert code == 0 and "--tokenizer" in out and sample.load_model(tmp_path / "run")[1]["tokenizer"] is None
