@@ -345,7 +345,8 @@ def _wkv4(k, v, decay, bonus, state):
     seen = torch.maximum(before, bonus + k).detach()
     old, new = (before - seen).exp(), (bonus + k - seen).exp()
     o = (old * nums + new * v) / (old * dens + new)  # (B, T, D)
-    return o[:, :T].to(dtype), (after[0, :, T - 1], after[1, :, T - 1], m[:, T - 1])  # padding goes on lowering the maximum
+    # copies: views would keep all T alive; padding goes on lowering the maximum, so T - 1 and not the last
+    return o[:, :T].to(dtype), tuple(a[:, T - 1].clone() for a in (after[0], after[1], m))
 
 
 # -------------------------------------------------------------------------------------------------- the fused library

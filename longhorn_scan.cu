@@ -34,6 +34,7 @@ typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; t
 // The state is kept every CHUNK steps for the backward, which recomputes what lies between: 4 / 32 = 1/8 byte per
 // (token, channel, state element). Dividing by the forget gate instead would lose the gradient at large keys.
 #define CHUNK 32
+#define LOG2E 1.44269504f
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
@@ -136,7 +137,8 @@ MATH void set(float *p, float v) { *p = v; }
 MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
 MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
 
-MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * 1.44269504f); }
+MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
+MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
 #else
@@ -198,14 +200,14 @@ template <class E> MATH void store(E *p, vec v, int n) {
 MATH float to_float(float a) { return a; }
 MATH float to_float(bf16 a) { uint32_t u = (uint32_t)a.bits << 16; float f; memcpy(&f, &u, 4); return f; }
 
-MATH vec select(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+MATH vec maximum(vec v, float low) { return v < low ? splat(low) : v; }       // NaN stays NaN
+MATH vec minimum(vec v, float high) { return v > high ? splat(high) : v; }
 
 // e^v to 1 ulp, clamped to [e^-87, e^88] so that neither 0 * inf nor a denormal can arise; NaN stays NaN.
 MATH vec exp_clamped(vec v) {
-    v = select(v < -87.0f, splat(-87.0f), v);
-    v = select(v > 88.0f, splat(88.0f), v);
+    v = minimum(maximum(v, -87.0f), 88.0f);
     const float magic = 12582912.0f;                                     // 1.5 * 2^23: adding it rounds to an integer
-    vec shifted = v * 1.44269504089f + magic;
+    vec shifted = v * LOG2E + magic;
     vec n = shifted - magic;
     vec r = v - n * 0.693359375f + n * 2.12194440e-4f;                   // ln 2 in two parts: r in [-0.35, 0.35]
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;                     // minimax polynomial of Cephes' expf
@@ -218,8 +220,20 @@ MATH vec exp_clamped(vec v) {
     return p * (vec)scale;
 }
 MATH vec reciprocal(vec v) { return 1.0f / v; }
-MATH vec maximum(vec v, float low) { return select(v < low, splat(low), v); }
-MATH vec select_positive(vec v, vec a, vec b) { return select(v > 0.0f, a, b); }
+MATH vec select_positive(vec v, vec a, vec b) { return v > 0.0f ? a : b; }
+
+// 2^v to 1 ulp within [2^-126, 2^127], exactly 1 at 0: Mamba's decay of a step that changes nothing.
+MATH vec exp2_clamped(vec v) {
+    v = minimum(maximum(v, -126.0f), 127.0f);
+    vec shifted = v + 12582912.0f, r = v - (shifted - 12582912.0f);      // as above; r in [-0.5, 0.5], exactly
+    vec p = r * 1.5353362e-4f + 1.3398875e-3f;                           // minimax for (2^r - 1) / r: 2e-9 of 2^r
+    p = p * r + 9.6184374e-3f;
+    p = p * r + 5.5503325e-2f;
+    p = p * r + 2.4022648e-1f;
+    p = p * r + 6.9314720e-1f;
+    p = p * r + 1.0f;
+    return p * (vec)(((ivec)shifted << 23) + (127 << 23));
+}
 
 // LANES rows of LANES lanes -> their LANES sums. Each stage adds the halves of two rows into one, so that 15 additions
 // replace 16 horizontal sums of 4 additions each.
@@ -330,7 +344,7 @@ template <class V> MATH V log1p_series(V t) {
     return (s + s) * (p * w + 1.0f);
 }
 
-struct Mamba {
+struct Mamba {                                                 // rates are A / ln 2: a power of 2 is cheaper
     static const bool rates = true, norm = false, whole = false;
     template <class V> MATH Step<V> step(V x, V dt, float, int64_t softplus) {
         if (!softplus) return {x, dt, V{} + 1.0f, V{}};
@@ -338,7 +352,7 @@ struct Mamba {
         const V delta = maximum(dt, 0.0f) + log1p_series(e);
         return {x, delta, select_positive(dt, r, e * r), V{}};
     }
-    template <class V> MATH V decay(const Step<V> &s, V rate) { return exp_clamped(s.size * rate); }
+    template <class V> MATH V decay(const Step<V> &s, V rate) { return exp2_clamped(s.size * rate); }
     template <class V> MATH V forget(const Step<V> &, float, V decay) { return decay; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V decay) { return decay * S + (s.size * s.x) * k; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V rate, V decay, V g, V, Sums<V> &sums, V &dk, V &drate) {
@@ -350,7 +364,7 @@ struct Mamba {
         return ga;
     }
     template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &sums, V) {
-        return {s.size * sums.dx, (sums.dsize + s.x * sums.dx) * s.slope, V{}};
+        return {s.size * sums.dx, (0.693147181f * sums.dsize + s.x * sums.dx) * s.slope, V{}};
     }
 };
 
@@ -543,7 +557,7 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
     for (int i = 0; i < P; i++) {
         const int j = at.part * P + i;
         S[i] = !ENDS && a.h0 && j < N ? a.h0[(b * a.D + c) * N + j] : 0.0f;
-        rates[i] = U::rates && j < N ? a.A[(int64_t)c * N + j] : 0.0f;
+        rates[i] = U::rates && j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
         forgot[i] = 1.0f;
     }
     E xs[TILE], dts[TILE], zs[TILE];
@@ -641,7 +655,7 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
     for (int i = 0; i < P; i++) {
         const int j = at.part * P + (i ^ order);
         G[i] = a.dhT && at.live && j < N ? a.dhT[(b * a.D + c) * N + j] : 0.0f;
-        if (U::rates) s.rates[i][at.tid] = j < N ? a.A[(int64_t)c * N + j] : 0.0f;
+        if (U::rates) s.rates[i][at.tid] = j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
         drates[i] = 0.0f;
     }
     auto rate = [&](int j) { return U::rates ? s.rates[j][at.tid] : 0.0f; };
@@ -797,7 +811,7 @@ template <class U, class E, int P, int L> MATH void scan_pulls(const ScanArgs &a
     #pragma unroll
     for (int i = 0; i < P; i++) {
         const int j = at.part * P + i;
-        rates[i] = U::rates && j < N ? a.A[(int64_t)c * N + j] : 0.0f;
+        rates[i] = U::rates && j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
         G[i] = 0.0f;
         forgot[i] = 1.0f;
     }
@@ -948,6 +962,10 @@ MATH void load_state(const float *h, int64_t N, int n, vec *S) {
         S[j] = v;
     }
 }
+MATH void load_rates(const float *A, int64_t N, int n, vec *rates) {
+    load_state(A, N, n, rates);
+    for (int64_t j = 0; j < N; j++) rates[j] *= LOG2E;
+}
 MATH void store_state(float *h, int64_t N, int n, const vec *S) {
     for (int64_t j = 0; j < N; j++)
         for (int l = 0; l < n; l++) h[l * N + j] = S[j][l];
@@ -988,7 +1006,7 @@ template <class U, class E, int NC> static void forward_task(const ScanArgs &a, 
     for (int64_t g = first; g < last; g++) {
         int64_t c = g * LANES;
         load_state(a.h0 ? a.h0 + (b * a.D + c) * N : nullptr, N, tail(a.D, c), state + (g - first) * N);
-        if (U::rates) load_state(a.A + c * N, N, tail(a.D, c), rates + (g - first) * N);
+        if (U::rates) load_rates(a.A + c * N, N, tail(a.D, c), rates + (g - first) * N);
     }
     for (int64_t t0 = 0; t0 < row.T; t0 += CHUNK) {
         int steps = row.T - t0 < CHUNK ? (int)(row.T - t0) : CHUNK;
@@ -1096,7 +1114,7 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
     for (int64_t g = first; g < last; g++) {
         int64_t c = g * LANES, i = g - first;
         load_state(a.dhT ? a.dhT + (b * a.D + c) * N : nullptr, N, tail(a.D, c), G + i * N);
-        if (U::rates) load_state(a.A + c * N, N, tail(a.D, c), rates + i * N);
+        if (U::rates) load_rates(a.A + c * N, N, tail(a.D, c), rates + i * N);
         for (int64_t j = 0; j < with_rates; j++) drates[i * N + j] = vec{};
         dskip[i] = dbias[i] = vec{};
     }

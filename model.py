@@ -333,9 +333,9 @@ class Retention(nn.Module):
         """The pairs (even, odd) of the last dimension of x (..., n) turned by angle t * frequency, t like x[..., 0]."""
         m = self.n // 2
         angle = t[..., None] * 10000.0 ** -(torch.arange(m, device=x.device) / max(1, m - 1))  # (..., m), float32
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        even, odd = x[..., ::2], x[..., 1::2]
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+        cos, sin = angle.cos(), angle.sin()
+        even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is turned by T, so that a rounded turn would show
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
 
     def forward(self, x, state=None):
         T = x.shape[1]

@@ -46,10 +46,13 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
 
 
 def conv_state(x, state, W):
-    """The last W - 1 inputs (B, W - 1, D) after x (B, T, D) has followed `state` (or zeros): the next call's state."""
+    """The last W - 1 inputs (B, W - 1, D) after x (B, T, D) has followed `state` (or zeros): the next call's state.
+
+    A copy, so that a kept state does not keep all of x alive.
+    """
     if state is None:
         state = x.new_zeros(x.shape[0], W - 1, x.shape[2])
-    return x[:, x.shape[1] - W + 1:] if x.shape[1] >= W - 1 else torch.cat([state.to(x.dtype), x], 1)[:, x.shape[1]:]
+    return x[:, x.shape[1] - W + 1:].clone() if x.shape[1] >= W - 1 else torch.cat([state.to(x.dtype), x], 1)[:, x.shape[1]:]
 
 
 def rms_norm(x, weight, eps=1e-5, backend=None):

@@ -326,7 +326,7 @@ MISTAKES = [
     ("wkv4", "S = x_n + p_n * S", "S = x_n + S"),
     ("wkv4", "(before - decay - m).exp()", "(before - decay - m).detach().exp()"),
     ("wkv4", "(bonus + k - seen).exp()", "(k - seen).exp()"),
-    ("wkv4", "after[0, :, T - 1], after[1, :, T - 1], m[:, T - 1]", "after[0, :, -1], after[1, :, -1], m[:, -1]"),
+    ("wkv4", "tuple(a[:, T - 1].clone()", "tuple(a[:, -1].clone()"),
     ("wkv4", "m = torch.maximum(torch.stack(ms, 2), torch.stack(tops, 1)[:, :, None] - steps * decay)", "m = torch.stack(ms, 2)"),
 ]
 

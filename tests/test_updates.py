@@ -290,7 +290,10 @@ def test_misfits_of_selective_scan_are_one_line(change, words):
 
 MUTANTS = {  # update: name, a piece of longhorn_scan.cu, the same with a mistake; CPU kernels and the shared updates
     "a decay that forgets A's gradient of one step": ("mamba", "drate += s.size * gaS", "drate = s.size * gaS"),
-    "delta without the input's share": ("mamba", "(sums.dsize + s.x * sums.dx) * s.slope", "sums.dsize * s.slope"),
+    "delta without the input's share": ("mamba", "(0.693147181f * sums.dsize + s.x * sums.dx)",
+                                          "(0.693147181f * sums.dsize)"),
+    "a rate in the wrong base": ("mamba", "(0.693147181f * sums.dsize +", "(sums.dsize +"),
+    "2^r with a short polynomial": ("mamba", "p = p * r + 2.4022648e-1f;", "p = vec{} + 2.4022648e-1f;"),
     "softplus without its derivative": ("mamba", "select_positive(dt, r, e * r)", "V{} + 1.0f"),
     "a short series of log(1 + t)": ("mamba", "p = p * w + 1.0f / 3.0f;", "p = V{} + 1.0f / 3.0f;"),
     "dk without delta": ("mamba", "dk += g * (s.size * s.x)", "dk += g * s.x"),
