@@ -659,8 +659,8 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
         drates[i] = 0.0f;
     }
     auto rate = [&](int j) { return U::rates ? s.rates[j][at.tid] : 0.0f; };
-    auto step_of = [&](int t, int r, bool inside) {
-        Step<float> step = U::step(to_float(x(t)), to_float(dt(t)) + bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
+    auto step_of = [&](E xt, E dtt, int r, bool inside) {
+        Step<float> step = U::step(to_float(xt), to_float(dtt) + bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
         if (!inside) step.size = 0.0f;                                   // a step beyond T changes nothing
         return step;
     };
@@ -687,7 +687,7 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                 const int r = sub * SUB + i, t = t0 + r < T ? t0 + r : T - 1;
                 float k[P];
                 read_four(s.k[r] + at.part * P, order, k);
-                Step<float> step = step_of(t, r, t0 + r < T);
+                Step<float> step = step_of(x(t), dt(t), r, t0 + r < T);
                 next_states<U, L>(step, S, k, rate);
             }
         }
@@ -695,17 +695,26 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
         for (int sub = SUBS - 1; sub >= 0; sub--) {
             float before[SUB][P], sums[P];                               // before[0] is read from s.states again: fewer registers
             Step<float> steps[SUB];
+            E xs[SUB], dts[SUB], zs[SUB], dys[SUB];
+            #pragma unroll
+            for (int i = 0; i < SUB; i++) {                              // all at once: behind a store they would wait for it
+                const int t = t0 + sub * SUB + i < T ? t0 + sub * SUB + i : T - 1;
+                xs[i] = x(t);
+                dts[i] = dt(t);
+                dys[i] = dy(t);
+                zs[i] = z.row ? z(t) : E{};
+            }
             #pragma unroll
             for (int j = 0; j < P; j++) S[j] = s.states[sub][j][at.tid];
             #pragma unroll
             for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
                 const int r = sub * SUB + i, t = t0 + r < T ? t0 + r : T - 1;
                 const bool in = t0 + r < T && at.live;
-                const float dyt = in ? to_float(dy(t)) : 0.0f, zt = z.row ? to_float(z(t)) : 0.0f, sig = sigmoid(zt);
+                const float dyt = in ? to_float(dys[i]) : 0.0f, zt = to_float(zs[i]), sig = sigmoid(zt);
                 float k[P], q[P], out = 0.0f;
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
-                steps[i] = step_of(t, r, t0 + r < T);
+                steps[i] = step_of(xs[i], dts[i], r, t0 + r < T);
                 const float gated = z.row ? dyt * zt * sig : dyt;
                 s.gated[i][at.tid] = gated;
                 #pragma unroll

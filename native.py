@@ -69,6 +69,8 @@ def unavailable(device):
     if device == "cuda":
         if not torch.cuda.is_available():
             return "PyTorch sees no GPU"
+        if torch.cuda.get_device_capability() < (8, 0):
+            return "the kernels need a GPU of compute capability 8.0 (Ampere) or later"
         return native_cuda.missing()
     try:
         library()
@@ -211,8 +213,8 @@ def cuda_shape(B, T, D, N, multiprocessors, segments=True):
     of at least SEGMENT steps, and what is still missing comes from spreading a channel over more lanes, down to 4 states
     each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
     """
-    if N > 512:
-        raise ValueError(f"scan: the CUDA kernels take up to 512 states a channel, got {N}: use backend='torch'")
+    if N > 256:  # the backward of more would not find its shared memory on any GPU
+        raise ValueError(f"scan: the CUDA kernels take up to 256 states a channel, got {N}: use backend='torch'")
     states = max(4, 1 << (N - 1).bit_length())
     P = min(16, states)
     L = states // P

@@ -79,17 +79,16 @@ def defines(update, dtype, P, L):
 
 def compile_cubin(source, to, architecture, macros):
     """Compile `source` for an architecture such as 'sm_90' into the file `to`. Raises OSError with the compiler's words."""
-    path = nvcc()
+    path, lib, words = nvcc(), nvrtc(), missing()  # where nvcc fails, for want of a host compiler say, NVRTC may not
     if path:
-        command = [path, "-cubin", "-O3", "-std=c++17", f"-arch={architecture}", *macros, str(source), "-o", str(to)]
+        command = [path, "-cubin", "-O3", "-std=c++17", "-lineinfo", f"-arch={architecture}", *macros, str(source), "-o", str(to)]
         run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            raise OSError(f"{path} could not build {Path(source).name} for {architecture}: {run.stderr.strip()[:500]}")
-        return
-    lib = nvrtc()
+        if not run.returncode:
+            return
+        words = f"{path} could not build {Path(source).name} for {architecture}: {run.stderr.strip()[:500]}"
     if lib is None:
-        raise OSError(missing())
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", *macros]
+        raise OSError(words)
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--generate-line-info", *macros]
     program = ctypes.c_void_p()
     check = lambda code, what: _check(code, what, lambda c: lib.nvrtcGetErrorString(c).decode(), OSError)
     check(lib.nvrtcCreateProgram(ctypes.byref(program), Path(source).read_bytes(), b"longhorn_scan.cu", 0, None, None),

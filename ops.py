@@ -39,7 +39,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
     if x.is_cuda or native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":  # cuDNN's is fused already
         padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
         y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)
-        y = y.transpose(1, 2)
+        y = y.transpose(1, 2).contiguous()  # the scan reads it in its forward and its backward
         return F.silu(y) if silu else y
     return torch.ops.longhorn.conv(x, weight.float(), None if bias is None else bias.float(),
                                    None if state is None else state.float(), silu)

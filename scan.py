@@ -142,7 +142,8 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         cu_seqlens: (S + 1,) integers 0, ..., T where packed sequences begin and end, as flash-attention's: B is 1, each
             sequence starts from its own h0 (S, D, N) or from zero, and hT is (S, D, N).
         exact: the full transition I - eps k k^T of Eq. 6 instead of its diagonal.
-        backend: 'cpu', 'cuda' or 'torch'; None takes the fastest there is, and says which when it is first used.
+        backend: 'cpu', 'cuda' or 'torch'; None takes the fastest there is, and says which when it is first used. On a GPU
+            up to 256 states; call it once before capturing a CUDA graph, since the first call builds and loads the kernels.
 
     Returns:
         y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32, differentiable.
@@ -272,7 +273,7 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
         h0 = kernels.entering({"x": x, "dt": dt, "k": k, "q": q}, {"A": A, "bias": dt_bias}, "longhorn_scan_ends", h0)
     kernels("longhorn_scan_forward", {"x": x, "dt": dt, "k": k, "q": q, "z": z},
             {"A": A, "skip": D, "bias": dt_bias, "h0": h0}, y=y, hT=hT, chunks=chunks if save else None, cu=cu)
-    return y.to(x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].contiguous(), chunks
+    return y.to(x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), chunks
 
 
 @_scan.register_fake
@@ -307,7 +308,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     grads = [dx.to(x.dtype), ddt.to(x.dtype), dk.sum(0).to(x.dtype), dq.sum(0).to(x.dtype),
              None if dA is None else dA.sum(0), None if dD is None else dD.sum(0), None if dz is None else dz.to(x.dtype),
              None if dbias is None else dbias.sum(0),
-             dh0 if dh0 is None or S == 1 else dh0.view(rows, S, d, N)[:, 0].contiguous()]
+             dh0 if dh0 is None or S == 1 else dh0.view(rows, S, d, N)[:, 0].clone()]
     return [native.empty(x, 0) if g is None else g for g in grads]
 
 

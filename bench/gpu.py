@@ -254,8 +254,13 @@ BUILDS = [("longhorn", 64, 32, 1536, 16, "bfloat16"), ("longhorn", 64, 32, 1536,
           ("mamba", 64, 32, 1536, 16, "bfloat16"), ("longhorn", 64, 32, 1536, 64, "bfloat16"),
           ("mamba", 64, 32, 1536, 64, "bfloat16"), ("mamba", 64, 32, 1536, 16, "float32"),
           ("longhorn", 64, 32, 1536, 16, "float16"), ("exact", 64, 32, 1536, 16, "bfloat16")]
-SMALL = [("longhorn", 2, 70, 150, 16, "float32"), ("longhorn", 2, 70, 150, 16, "bfloat16"),
-         ("longhorn", 1, 40, 70, 64, "bfloat16"), ("mamba", 2, 70, 150, 16, "float32"), ("exact", 2, 70, 150, 16, "float32")]
+# One lane a channel where rows are many, more lanes where few, and the second and last split T into segments.
+SMALL = [("longhorn", 288, 33, 20, 16, "bfloat16"), ("longhorn", 1, 300, 150, 16, "float32"),
+         ("longhorn", 1, 40, 70, 64, "bfloat16"), ("mamba", 2, 70, 150, 16, "float32"), ("exact", 2, 70, 150, 16, "float32"),
+         ("mamba", 1, 300, 150, 16, "bfloat16")]
+# (B, T, D, N) of the tests on a GPU (tests/test_cuda.py), whose kernels `build` compiles side by side beforehand.
+TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
+          (72, 40, 512, 64), (1, 3000, 100, 16)]
 
 
 def one_scan(family, B, T, D, N, dtype, device):
@@ -277,10 +282,23 @@ def one_scan(family, B, T, D, N, dtype, device):
     return seconds
 
 
+def tested_kernels():
+    """The arguments of native.build_cuda for every kernel that the tests will ask for on this GPU."""
+    import torch
+
+    import native
+
+    gpu = torch.cuda.get_device_properties(0)
+    shapes = {(update, *native.cuda_shape(*shape, gpu.multi_processor_count, update != "exact")[:2])
+              for update in native.UPDATES for shape in TESTED}
+    return [(update, dtype, P, L, f"sm_{gpu.major}{gpu.minor}") for update, P, L in sorted(shapes) for dtype in native.DTYPES]
+
+
 def build(emit, dry_run, budget_s):
     """The first call of every kernel that the stages after this one use: it compiles, or finds what was compiled before."""
     from concurrent.futures import ThreadPoolExecutor
 
+    import native
     from bench import measure, scan_cuda
 
     device, failed = scan_cuda.DryRun() if dry_run else scan_cuda.Gpu(), []
@@ -298,6 +316,10 @@ def build(emit, dry_run, budget_s):
     for what in BUILDS[:1]:
         first_call(what)  # alone: the time that a user waits for
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
+        if not dry_run:
+            start = time.perf_counter()
+            built = list(pool.map(lambda kernels: native.build_cuda(*kernels), tested_kernels()))
+            emit(kernels_of_the_tests=len(built), seconds=time.perf_counter() - start)
         list(pool.map(first_call, BUILDS[1:] + SMALL))
     if failed:
         sys.exit(f"{len(failed)} of {len(BUILDS + SMALL)} did not build or run: {failed[0]}")
@@ -329,7 +351,7 @@ GRADIENTS = [("longhorn", PAPER, "bfloat16", {}), ("longhorn", PAPER, "float32",
              ("longhorn", PAPER, "bfloat16", {"key": 1000.0, "logit": 1000.0}), ("longhorn", PAPER, "float32", {"key": 1000.0}),
              ("longhorn", (16, 4096, 1536, 16), "bfloat16", {}), ("longhorn", (64, 1024, 1536, 64), "bfloat16", {}),
              ("exact", PAPER, "bfloat16", {}), ("mamba", PAPER, "float32", {}), ("longhorn", PAPER, "float32", {"logit": 1000.0}),
-             ("longhorn", (1, 65536, 1536, 16), "bfloat16", {})]
+             ("longhorn", (2, 4096, 1536, 16), "bfloat16", {})]  # few rows: T in segments
 
 
 def gradients(emit, dry_run, budget_s):
@@ -626,8 +648,8 @@ def sanitizer(name):
 
 FUNCTIONS = {f.__name__: f for f in (environment, build, gradients, training, small)}
 STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment_summary),
-          Stage("build", 60, lambda c: c.inner("build"), build_summary),
-          Stage("tests", 90, tests, tests_summary, tests_verdict),
+          Stage("build", 70, lambda c: c.inner("build"), build_summary),
+          Stage("tests", 100, tests, tests_summary, tests_verdict),
           Stage("gradients", 60, lambda c: c.inner("gradients"), gradients_summary),
           Stage("benchmark", 130, benchmark, benchmark_summary),
           Stage("training", 180, lambda c: c.inner("training"), training_summary),

@@ -1,9 +1,14 @@
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def pytest_configure():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the tests gets to see what failed so far
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from test_scan import BF16, EPS, F16, F32, failures, inputs, results
 
 import native
 import native_cuda
+from bench.gpu import TESTED
 from scan import longhorn_scan
 
 SHIM, DRIVER = (Path(__file__).with_name(name) for name in ("cuda_shim.h", "cuda_driver_shim.h"))
@@ -35,12 +36,12 @@ pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
-def compile_shim(folder, update, dtype, P, L, source=None, flags=("-O1",), kind=("-shared", "-fPIC"), more=""):
+def compile_shim(folder, update, dtype, P, L, source=None, flags=("-O1",), kind=("-shared", "-fPIC"), more="", threads=THREADS):
     """The kernels of one update, dtype and shape, with the driver's stand-in, as a CPU library; returns its path."""
-    out = Path(folder) / f"shim_{update}_{native_cuda.TYPES[dtype]}_{P}_{L}"
+    out = Path(folder) / f"shim_{update}_{native_cuda.TYPES[dtype]}_{P}_{L}_{threads}"
     text = f'#include "{SHIM}"\n{source or native.SOURCE.read_text()}\n#include "{DRIVER}"\n{more}'
     out.with_suffix(".cpp").write_text(text)
-    command = [COMPILER, *flags, "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={THREADS}",
+    command = [COMPILER, *flags, "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
                *native_cuda.defines(update, dtype, P, L), *kind, str(out.with_suffix(".cpp")), "-o", str(out)]
     run = subprocess.run(command, capture_output=True, text=True)
     return out, run
@@ -59,17 +60,17 @@ def shim(tmp_path_factory):
     return functools.cache(lambda *key: load_shim(folder, *key))
 
 
-def use(monkeypatch, module, L, segments=1):
+def use(monkeypatch, module, L, segments=1, threads=THREADS):
     """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU."""
     class ShimKernels(native.Kernels):
         def __init__(self, args_class, x, update, rows, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
-            sizes |= dict(splits=-(-D // (THREADS // L)), update=native.UPDATES.index(update))
+            sizes |= dict(splits=-(-D // (threads // L)), update=native.UPDATES.index(update))
             sizes |= native.segment_sizes(T, segments)
             self.args, self.segments = args_class(B=rows or B, T=T, D=D, **sizes), sizes["segments"]
 
         def run(self, function):
-            self.launch(module, function, THREADS, None)
+            self.launch(module, function, threads, None)
 
     monkeypatch.setattr(native, "Kernels", ShimKernels)
 
@@ -110,6 +111,13 @@ def test_packed_sequences(shim, monkeypatch, update, lengths):
     use(monkeypatch, shim(update, F32, 16, 1), 1)
     a, cu = test_updates.packed(update, lengths, 70, 16)
     assert not test_updates.failures_of(update, a, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize("P,L,N", [(16, 1, 16), (4, 1, 3)])
+def test_as_many_threads_as_on_a_gpu(tmp_path, monkeypatch, P, L, N):
+    module = load_shim(tmp_path, "longhorn", F32, P, L, threads=native.CUDA_THREADS)
+    use(monkeypatch, module, L, threads=native.CUDA_THREADS)
+    assert not failures(inputs(2, 50, 150, N))
 
 
 @pytest.mark.parametrize("without", [("D", "z", "dt_bias", "h0"), ("z",), ("h0", "D")])
@@ -308,6 +316,12 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
         native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path)
 
 
+def test_shapes_tested_on_a_gpu_reach_every_kernel():
+    """On an H200: the paper's one lane a channel, several, and segments."""
+    chosen = {native.cuda_shape(*shape, 132) for shape in TESTED}
+    assert {(16, 1), (16, 4), (4, 4), (4, 1)} <= {(P, L) for P, L, _ in chosen} and max(S for _, _, S in chosen) > 10
+
+
 def test_shape_of_the_state():
     for N in range(1, 129):
         for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
@@ -338,18 +352,20 @@ def gpu_failures(update, a, **kw):
     for wide, f in ((True, slow), (False, functools.partial(fast, backend="cuda"))):
         b = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
         y, hT = f(**b, return_state=True, **kw)
-        loss = (y.double() * torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape))).sum() + hT.double().sum()
+        weight = torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape)).to(BF16)  # dy, alike in every dtype
+        loss = (y.double() * weight.double()).sum() + hT.double().sum()
         found.append(dict(zip(["y", "hT", *b], [y, hT, *torch.autograd.grad(loss, list(b.values()))], strict=True)))
     true, got = found
-    bound = {n: 0.5 * torch.finfo(v.dtype).eps * (v.dtype != F32) + 64 * EPS for n, v in got.items()}
+    # a decay near 1 that is 2 ulp off is so T times: Mamba's, by an exponential that the hardware approximates
+    drift = 2 * a["x"].shape[1] * EPS * update.startswith("mamba")
+    bound = {n: 0.5 * torch.finfo(v.dtype).eps * (v.dtype != F32) + 64 * EPS + drift for n, v in got.items()}
     return {n: v for n in got if not (v := ((got[n].double() - true[n]).norm() / true[n].norm()).item()) <= bound[n]}
 
 
 @on_gpu
 @pytest.mark.parametrize("update", test_updates.SCANS)
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
-@pytest.mark.parametrize("B,T,D,N", [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128),
-                                     (64, 128, 512, 16), (1, 3000, 100, 16)])
+@pytest.mark.parametrize("B,T,D,N", TESTED)
 def test_gpu_agrees_with_the_loop(update, dtype, B, T, D, N):
     assert not gpu_failures(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
 
