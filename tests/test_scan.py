@@ -235,19 +235,22 @@ def cpu_places(text, piece):
     return places
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory):
-    """One library that holds every broken kernel; the int `broken` in it says which one runs, and 0 is the real one."""
+def build_broken(mutants, folder):
+    """(library, switch): every broken kernel in one library; the int `switch` says which one runs, and 0 is the real one."""
     text = native.SOURCE.read_text()
-    for number, (name, (right, wrong)) in enumerate(MUTANTS.items(), 1):
+    for number, (name, (right, wrong)) in enumerate(mutants.items(), 1):
         places = cpu_places(text, right)
         assert len(places) == 1, f"{name}: {right!r} stands {len(places)} times in longhorn_scan.cu's CPU part"
         text = text[:places[0]] + wrong.replace("BROKEN", f"(broken == {number})") + text[places[0] + len(right):]
-    folder = tmp_path_factory.mktemp("broken")
     source = folder / "broken.cu"
     source.write_text('extern "C" { int broken = 0; }\n' + text)
     lib = native.load(native.build(source, folder)[0])
     return lib, ctypes.c_int.in_dll(lib, "broken")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    return build_broken(MUTANTS, tmp_path_factory.mktemp("broken"))
 
 
 def suspicions(threads=2):

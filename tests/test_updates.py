@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from test_scan import BF16, EPS, F16, F32, distance, failures, inputs, results
+from test_scan import BF16, EPS, F16, F32, build_broken, distance, failures, inputs, results
 
 import native
 from scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
@@ -288,33 +288,33 @@ def test_misfits_of_selective_scan_are_one_line(change, words):
 
 # ------------------------------------------------------------------------------------------- deliberately broken kernels
 
-MUTANTS = {  # update: name, a piece of longhorn_scan.cu, the same with a mistake; CPU kernels and the shared updates
-    "a decay that forgets A's gradient of one step": ("mamba", "drate += s.size * gaS", "drate = s.size * gaS"),
-    "delta without the input's share": ("mamba", "(0.693147181f * sums.dsize + s.x * sums.dx)",
-                                          "(0.693147181f * sums.dsize)"),
-    "a rate in the wrong base": ("mamba", "(0.693147181f * sums.dsize +", "(sums.dsize +"),
-    "2^r with a short polynomial": ("mamba", "p = p * r + 2.4022648e-1f;", "p = vec{} + 2.4022648e-1f;"),
-    "softplus without its derivative": ("mamba", "select_positive(dt, r, e * r)", "V{} + 1.0f"),
-    "a short series of log(1 + t)": ("mamba", "p = p * w + 1.0f / 3.0f;", "p = V{} + 1.0f / 3.0f;"),
-    "dk without delta": ("mamba", "dk += g * (s.size * s.x)", "dk += g * s.x"),
-    "the error of the diagonal": ("exact", "s.aside = s.x - (sum[0] + sum[1]);", "s.aside = s.x;"),
-    "dk without the pull on the state": ("exact", "(g * s.aside - pulled * S)", "(g * s.aside)"),
-    "G without the rank-one pull": ("exact", "return g - (s.size * pulled) * k", "return g"),
-    "chunk states of sequences run into one another": ("longhorn", "a.cu[r] / CHUNK + r, 0,", "a.cu[r] / CHUNK, 0,"),
-    "packed rows read at the first token": ("longhorn", "a.cu[r] / CHUNK + r, 0, a.cu[r]};", "a.cu[r] / CHUNK + r, 0, 0};"),
+MUTANTS = {  # name: (update, a piece of longhorn_scan.cu, the same with a mistake that BROKEN switches on)
+    "a rate's gradient of one step only": ("mamba", "drate += s.size * gaS", "drate = (BROKEN ? V{} : drate) + s.size * gaS"),
+    "delta without the input's share": ("mamba", "+ s.x * sums.dx)", "+ (BROKEN ? 0.0f : 1.0f) * s.x * sums.dx)"),
+    "a rate in the wrong base": ("mamba", "(0.693147181f * sums", "((BROKEN ? 1.0f : 0.693147181f) * sums"),
+    "softplus without its derivative": ("mamba", "select_positive(dt, r, e * r)",
+                                        "(BROKEN ? V{} + 1.0f : select_positive(dt, r, e * r))"),
+    "a short series of log(1 + t)": ("mamba", "p = p * w + 1.0f / 3.0f;", "p = (BROKEN ? V{} : p) * w + 1.0f / 3.0f;"),
+    "2^r with a short polynomial": ("mamba", "p = p * r + 2.4022648e-1f;", "p = (BROKEN ? vec{} : p) * r + 2.4022648e-1f;"),
+    "dk without delta": ("mamba", "dk += g * (s.size * s.x)", "dk += g * ((BROKEN ? V{} + 1.0f : s.size) * s.x)"),
+    "the error of the diagonal": ("exact", "s.x - (sum[0] + sum[1]);", "s.x - (BROKEN ? 0.0f : 1.0f) * (sum[0] + sum[1]);"),
+    "dk without the pull on the state": ("exact", "- pulled * S)", "- (BROKEN ? 0.0f : 1.0f) * pulled * S)"),
+    "G without the rank-one pull": ("exact", "return g - (s.size * pulled)",
+                                    "return g - ((BROKEN ? 0.0f : 1.0f) * s.size * pulled)"),
+    "chunk states run into one another": ("longhorn", "a.cu[r] / CHUNK + r", "a.cu[r] / CHUNK + (BROKEN ? 0 : r)"),
+    "packed rows read at the first token": ("longhorn", ", 0, a.cu[r]};", ", 0, BROKEN ? 0 : a.cu[r]};"),
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_broken_kernels_are_caught(name, tmp_path, monkeypatch):
-    update, right, wrong = MUTANTS[name]
-    text = native.SOURCE.read_text()
-    assert text.count(right) == 1, text.count(right)
-    source = tmp_path / "broken.cu"
-    source.write_text(text.replace(right, wrong))
-    flags = native._flags
-    monkeypatch.setattr(native, "_flags", lambda openmp: ["-O1" if f == "-O3" else f for f in flags(openmp)])
-    lib = native.load(native.build(source, tmp_path)[0])
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    return build_broken({name: pieces for name, (_, *pieces) in MUTANTS.items()}, tmp_path_factory.mktemp("broken"))
+
+
+@pytest.mark.parametrize("number", range(len(MUTANTS) + 1), ids=["as it is", *MUTANTS])
+def test_broken_kernels_are_caught(number, broken, monkeypatch):
+    lib, switch = broken
     monkeypatch.setattr(native, "library", lambda: lib)
-    a, cu = packed(update, [40, 33, 7], 20, 16)
-    assert failures_of(update, a, cu_seqlens=cu)
+    switch.value = number
+    updates = [list(MUTANTS.values())[number - 1][0]] if number else list(SCANS)
+    assert any(failures_of(u, a, cu_seqlens=cu) for u in updates for a, cu in [packed(u, [40, 33, 7], 20, 16)]) == (number > 0)
