@@ -19,8 +19,9 @@ train: $(VENV)/main
 	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
 	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
 
+# Two processes of one thread each: with more threads than cores the kernels' parallel loops wait for one another.
 test: $(VENV)/main $(VENV)/test lint
-	$(PY) -m pytest -q -rs tests $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .

@@ -404,11 +404,24 @@ def export_run(config):
           f"{loader}({config.to!r})")
 
 
+def check_run(run):
+    """config.json's notes on the run, which sample.py goes by. Raises ConfigError where they are not what export.py writes."""
+    whole_or_none = lambda v: v is None or type(v) is int and v >= 0
+    texts_or_none = lambda v: v is None or isinstance(v, (str, list)) and all(isinstance(c, str) for c in v)
+    if not isinstance(run, dict):
+        raise ConfigError(f"run {run!r} of config.json is not a table of settings")
+    for key, right in (("tokenizer", lambda v: v in (None, "bytes", "gpt2", "char")), ("table", texts_or_none),
+                       ("step", whole_or_none), ("tokens", whole_or_none)):
+        if not right(run.get(key)):
+            raise ConfigError(f"run's {key} {str(run[key])[:80]!r} in config.json is not one that export.py writes")
+    return run
+
+
 def import_folder(config):
     check_target(config.out_dir, ("checkpoint.safetensors",), config.overwrite)
     there, tensors = read(config.from_hf)
     lm = build(config.from_hf, there, tensors)
-    run = there.get("run") if isinstance(there.get("run"), dict) else {}
+    run = check_run(there.get("run") or {})
     tokenizer = run.get("tokenizer") if config.tokenizer == "auto" else config.tokenizer
     tensors, structure = checkpoint.flatten({"model": lm.state_dict()})
     meta = {"skeleton": structure, "config": dataclasses.asdict(lm.config), "step": run.get("step") or 0,

@@ -51,8 +51,8 @@ def head_norm(x, weight=1.0, eps=1e-5, backend=None):
 
 
 def norm_backend(config):
-    """The norms have kernels for the CPU only, so that scan_backend matters where it asks for none."""
-    return "torch" if config.scan_backend == "torch" else None
+    """The norms have kernels for the CPU only, so that the settings matter where they ask for none."""
+    return "torch" if "torch" in (config.scan_backend, config.kernel) else None
 
 
 def token_shift(x, last):
@@ -88,6 +88,8 @@ class RWKV4TimeMix(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
+        if config.kernel == "fused":
+            raise RuntimeError("kernel 'fused': nobody's library has RWKV-4's wkv: leave kernel empty")
         d, self.layer = config.n_embd, layer
         self.mu = nn.Parameter(torch.empty(3, d))  # of r, k, v
         self.decay = nn.Parameter(torch.empty(d))
@@ -143,7 +145,8 @@ class DeltaNet(nn.Module):
         super().__init__()
         d, self.H, self.W = config.n_embd, config.n_head, config.d_conv
         self.n = split_heads(config)
-        self.kernel, self.backend, self.norm_backend = config.kernel or None, config.scan_backend or None, norm_backend(config)
+        self.kernel, self.norm_backend = config.kernel or None, norm_backend(config)
+        self.backend = "torch" if config.kernel == "torch" else config.scan_backend or None
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(3 * d, self.W))
         self.beta = nn.Linear(d, self.H, bias=False)

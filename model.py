@@ -168,7 +168,7 @@ class Mamba(ScanBlock):
 def rotate(x, cos, sin):
     """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) turned by position times frequency i."""
     a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # float32 until here, whatever x is
 
 
 class Attention(nn.Module):
@@ -203,8 +203,7 @@ class Attention(nn.Module):
         past = 0 if state is None else state[0].shape[2]
         frequency = 10000.0 ** -(torch.arange(0, d // self.H, 2, device=x.device) / (d // self.H))
         angle = torch.arange(past, past + T, device=x.device)[:, None] * frequency  # (T, n/2), float32
-        cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = (rotate(a, angle.cos(), angle.sin()) for a in (q, k))
         if state is not None:
             k, v = torch.cat([state[0].to(k.dtype), k], 2), torch.cat([state[1].to(v.dtype), v], 2)
         y = self.out_proj(self.attend(q, k, v).transpose(1, 2).reshape(B, T, d))
@@ -521,6 +520,7 @@ class BiasedLayerNorm(LayerNorm):
         self.bias = nn.Parameter(torch.empty(config.n_embd))
 
 
+# RWKV-4's norms have a bias in its published weights and in transformers, which is what it is checked against
 NORMS = {"rwkv": LayerNorm, "rwkv4": BiasedLayerNorm}  # of all the others: RMSNorm
 NORM_OF_EMBEDDING = {"rwkv4"}  # families that norm what enters the first layer
 

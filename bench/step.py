@@ -523,8 +523,12 @@ def write(args, record, stem):
     size = f"_{args.size.lower()}" if args.size else ""
     out = Path(args.out) if args.out else ROOT / "results" / f"{stem}_{args.device}{size}.json" if args.save else None
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        records.write_json(out, finite(record))
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            records.write_json(out, finite(record))
+        except OSError as error:
+            print(f"the record could not be written to {out} ({error.strerror}): choose another --out", file=sys.stderr)
+            return None
         print(f"record: {out}")
     return out
 

@@ -272,13 +272,21 @@ def test_dry_run_of_the_benchmark(tmp_path, capsys):
 
 def test_shapes_beyond_the_budget_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scan_cuda, "check", lambda *a, **k: ([], {}))
-    monkeypatch.setattr(scan_cuda, "measure_shape", lambda shape, *a, **k: (time.sleep(0.2), ([], {}))[1])
-    args = scan.parse(["--device=cuda", "--dry_run", "--budget_s=1", f"--out={tmp_path}/r.json"])
-    args.budget_s = 0.5
+    late = [0.0]  # seconds that the clock runs ahead: each shape takes 100 of them
+
+    def measure_shape(shape, *a, **k):
+        late[0] += 100
+        return [], {}
+
+    clock = SimpleNamespace(**vars(time) | {name: lambda name=name: getattr(time, name)() + late[0]
+                                            for name in ("perf_counter", "monotonic")})
+    monkeypatch.setattr(scan_cuda, "time", clock)
+    monkeypatch.setattr(scan_cuda, "measure_shape", measure_shape)
+    args = scan.parse(["--device=cuda", "--dry_run", "--budget_s=250", f"--out={tmp_path}/r.json"])
     scan_cuda.main(args)
     record = json.loads((tmp_path / "r.json").read_text())
     assert 1 <= len(record["shapes"]) < 4 and len(record["shapes"]) + len(record["left_out"]) == 4
-    assert "budget of 0.5 s" in record["left_out"][0]["reason"] and "left out: B=" in capsys.readouterr().out
+    assert "budget of 250 s" in record["left_out"][0]["reason"] and "left out: B=" in capsys.readouterr().out
 
 
 def test_refusals(tmp_path, monkeypatch, capsys):
@@ -458,8 +466,9 @@ def test_training_step_on_the_cpu():
 
 @pytest.mark.skipif(not (ROOT / "Makefile").exists() or os.name != "posix", reason="make is for Unix")
 def test_make_takes_the_interpreter_it_is_given():
+    ours = ("PYTHON", "OUT", "ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # the last three where make runs these tests
     lines = lambda *arguments: subprocess.run(["make", "-n", "-B", "gpu", *arguments], cwd=ROOT, capture_output=True, text=True,
-                                              env={k: v for k, v in os.environ.items() if k not in ("PYTHON", "OUT")}).stdout
+                                              env={k: v for k, v in os.environ.items() if k not in ours}).stdout
     given = lines("PYTHON=python3", "OUT=elsewhere", "ARGS=--stages=tests")
     assert given.split() == ["python3", "bench/gpu.py", "--out=elsewhere", "--stages=tests"]
     assert ".venv/bin/python bench/gpu.py" in lines() and "pip install" in lines()

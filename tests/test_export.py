@@ -80,7 +80,9 @@ def refused(result, *words):
 
 @pytest.fixture(scope="module")
 def transformers():
-    return pytest.importorskip("transformers")
+    import transformers
+
+    return transformers
 
 
 # ------------------------------------------------------------------------------------------------- parity, both directions
@@ -174,6 +176,18 @@ def test_several_files_and_half_precision(family, tmp_path, transformers):
 
 
 # --------------------------------------------------------------------------------------------------- every family, our format
+
+@pytest.mark.parametrize("notes, words", [
+    ({"tokenizer": ["x"]}, "tokenizer"), ({"tokenizer": "klingon"}, "klingon"), ({"table": 5}, "table"),
+    ({"step": "abc"}, "step"), ({"tokens": -1}, "tokens"), ([1], "table of")])
+def test_notes_that_sample_could_not_use_are_refused(notes, words, tmp_path, run):
+    make_run(tmp_path / "run", tiny("longhorn"), tokenizer="bytes")
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "folder")[0] == 0
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    (tmp_path / "folder" / "config.json").write_text(json.dumps({**config, "run": notes}))
+    code, _, err = run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
+    assert code == 2 and err.count("\n") == 1 and words in err and not (tmp_path / "imported").exists()
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_out_and_in_again(family, tmp_path, run):

@@ -193,8 +193,9 @@ def test_other_precisions_agree_with_float32(family, how):
     """
     lm, other, idx, targets = tiny(family), tiny(family), tokens(2, 24), tokens(2, 24, seed=2)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=how != "float64")
-    tolerance, of_gradients = (0.05, 1.0) if how != "float64" else (1e-5, 1e-3)
-    differ = lambda a, b: ((a - b).norm() / (b.norm() + 1e-3)).item()
+    noisy = {"gla": 0.8, "retnet": 0.5, "rwkv": 0.5}  # a gradient that is not there at all differs by 1
+    tolerance, of_gradients = (0.05, noisy.get(family, 0.2)) if how != "float64" else (1e-5, 1e-3)
+    differ = lambda a, b: ((a - b).norm() / (b.norm() + 1e-6)).item()
     if how == "float64":
         other.double()
     logits, loss = lm(idx, targets)
@@ -505,7 +506,8 @@ def test_matrices_and_the_embedding_decay_and_nothing_else(family):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 2e-6)], ids=str)
 def test_llama_is_transformers_llama(dtype, tolerance):
     """Logits and gradients. In float64 what remains is the rotary angle, which both sides round to float32."""
-    transformers = pytest.importorskip("transformers")
+    import transformers  # in requirements-test.txt: without it these tests fail, they are not left out
+
     d, H, L, V, T = 64, 4, 2, 96, 40
     lm = tiny("llama", n_embd=d, n_head=H, n_layer=L, vocab_size=V, block_size=T)
     with torch.no_grad():
@@ -571,7 +573,8 @@ def shake(lm):
 
 @pytest.mark.parametrize("backend", ["", "torch"], ids=["fastest", "torch"])
 def test_mamba_is_transformers_mamba(backend):
-    transformers = pytest.importorskip("transformers")
+    import transformers  # in requirements-test.txt: without it these tests fail, they are not left out
+
     d, L, V, T, N = 32, 2, 96, 33, 5
     lm = shake(tiny("mamba", n_embd=d, n_layer=L, vocab_size=V, block_size=T, d_state=N, d_conv=3, scan_backend=backend))
     theirs = transformers.MambaForCausalLM(transformers.MambaConfig(
@@ -588,7 +591,8 @@ def test_mamba_is_transformers_mamba(backend):
 
 
 def test_rwkv4_is_transformers_rwkv():
-    transformers = pytest.importorskip("transformers")
+    import transformers  # in requirements-test.txt: without it these tests fail, they are not left out
+
     d, L, V, T = 32, 3, 96, 30
     lm = shake(tiny("rwkv4", n_embd=d, n_layer=L, vocab_size=V, block_size=T, mlp_multiple=1))
     theirs = transformers.RwkvForCausalLM(transformers.RwkvConfig(
@@ -797,7 +801,10 @@ def test_the_torch_kernel_gives_the_same(family):
     results = []
     for kernel in ("", "torch"):
         lm = tiny(family, n_layer=1, kernel=kernel)
-        logits, loss = lm(tokens(2, 24), tokens(2, 24, seed=2))
+        with torch.profiler.profile() as profile:
+            logits, loss = lm(tokens(2, 24), tokens(2, 24, seed=2))
+        ours = {event.key for event in profile.key_averages() if event.key.startswith("longhorn::")}
+        assert not (ours and kernel == "torch"), f"plain PyTorch was asked for, and {ours} ran"
         loss.backward()
         results.append((logits.detach(), {name: p.grad for name, p in lm.named_parameters()}))
     close(results[1][0], results[0][0])
@@ -896,6 +903,11 @@ def test_fused_attention_is_flash_attn_in_its_own_layout(monkeypatch):
         compare(lm, tiny("llama", n_layer=1), 0.05)
     row = lambda n: (2, n, 2, 16)
     assert seen == [([row(T), row(S), row(S)], 0.0, None, True) for T, S in ((20, 20), (7, 7), (1, 8), (12, 20))]
+
+
+def test_there_is_no_fused_rwkv4():
+    with pytest.raises(RuntimeError, match="RWKV-4's wkv: leave kernel empty"):
+        LM(config("rwkv4", kernel="fused"))
 
 
 @pytest.mark.parametrize("family, missing", [("mamba", "mamba_ssm"), ("mamba", "causal_conv1d"), ("llama", "flash_attn")])
