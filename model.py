@@ -31,7 +31,8 @@ import torch.nn.functional as F
 
 import fused
 import mixers
-from linear_attention import gated_linear_attention, retention
+import native
+from linear_attention import choose_kernel, gated_linear_attention, retention
 from mixers import DeltaNet, RWKV4TimeMix, dense, head_norm, norm_backend, ramp, rwkv_mu, split_heads, to_residual, xavier
 from ops import causal_conv1d, conv_state, rms_norm
 from scan import longhorn_scan, selective_scan
@@ -485,6 +486,21 @@ FAMILIES = {
     "deltanet": [DeltaNet, SwiGLU],
     "longhorn_exact": [LonghornExact, LonghornExact],
 }
+
+
+def mixing_by(config, device):
+    """Whose code mixes the tokens of this family on 'cpu' or 'cuda', in a few words: train.py prints it."""
+    if config.model == "llama":
+        return {"": "PyTorch's scaled_dot_product_attention", "torch": "a plain softmax", "fused": "flash-attn"}[config.kernel]
+    if config.model in ("gla", "retnet", "rwkv", "deltanet"):
+        op = {"gla": "gla", "deltanet": "delta_rule"}.get(config.model, "retention")
+        return {"torch": "chunks in PyTorch", "fused": "flash-linear-attention"}[choose_kernel(config.kernel or None, op, device)]
+    if config.model == "rwkv4":
+        return "chunks in PyTorch"
+    if config.model == "mamba" and config.kernel == "fused":
+        return "mamba-ssm"
+    chosen = native.choose("scan", "torch" if config.kernel == "torch" else config.scan_backend or None, device, False)
+    return {"cpu": "longhorn_scan.cu on the CPU", "cuda": "longhorn_scan.cu", "torch": "a loop in PyTorch"}[chosen]
 
 
 # ------------------------------------------------------------------------------------------------------------- skeleton

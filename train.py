@@ -37,7 +37,7 @@ import configurator
 import native
 from configurator import ConfigError
 from data.loader import DataError, Tokens, eval_windows, get_batch, n_windows, step_windows
-from model import LM, ModelConfig
+from model import LM, ModelConfig, mixing_by
 from records import Log, draw_loss, environment, write_json
 
 
@@ -325,6 +325,7 @@ def main(argv):
         if config.kernel:  # one token as a trial: what cannot run here says so now, in a line
             with torch.no_grad(), autocast:
                 model(torch.zeros(1, 1, dtype=torch.long, device=device))
+        mixing = mixing_by(config, device.type)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(error) from None
     optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), lr=config.learning_rate,
@@ -396,7 +397,7 @@ def main(argv):
     stop, bar = Stop(), Bar(config, start, is_main)
     counts = derived["parameters"]
     bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
-             f"tensors with weight decay; {derived['device_name']} x {world}, {config.dtype}")
+             f"tensors with weight decay; {derived['device_name']} x {world}, {config.dtype}; tokens mixed by {mixing}")
     bar.line(f"data: {folder} ({len(data.train):,} training tokens); {config.max_iters:,} steps of {config.batch_tokens:,} "
              f"tokens = {derived['tokens'] / 1e6:.1f}M ({derived['epochs']:.2f} epochs), "
              f"{derived['accumulation']} micro-batches a step")

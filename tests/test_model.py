@@ -905,6 +905,18 @@ def test_fused_attention_is_flash_attn_in_its_own_layout(monkeypatch):
     assert seen == [([row(T), row(S), row(S)], 0.0, None, True) for T, S in ((20, 20), (7, 7), (1, 8), (12, 20))]
 
 
+@EACH_FAMILY
+def test_the_choice_is_said_in_words(family, monkeypatch):
+    """What train.py prints beside the parameters, for each family and kernel; on a GPU with the library as without."""
+    plain, torch_ = (model.mixing_by(config(family, kernel=kernel), "cpu") for kernel in ("", "torch"))
+    scans = family in ("longhorn", "mamba", "longhorn_exact")
+    assert (plain != torch_) == (scans or family == "llama") and all("\n" not in words for words in (plain, torch_))
+    assert plain.startswith("longhorn_scan.cu") == scans
+    if family in ("gla", "retnet", "rwkv", "deltanet"):
+        monkeypatch.setattr(model, "choose_kernel", lambda kernel, op, device: "fused")
+        assert model.mixing_by(config(family), "cuda") == "flash-linear-attention"
+
+
 def test_there_is_no_fused_rwkv4():
     with pytest.raises(RuntimeError, match="RWKV-4's wkv: leave kernel empty"):
         LM(config("rwkv4", kernel="fused"))
