@@ -50,9 +50,14 @@ def head_norm(x, weight=1.0, eps=1e-5, backend=None):
     return rms_norm(x, weight, eps, backend)
 
 
+def scan_backend(config):
+    """The backend that the settings ask of the scan and its convolution, or None: the fastest there is."""
+    return "torch" if config.kernel == "torch" else config.scan_backend or None
+
+
 def norm_backend(config):
     """The norms have kernels for the CPU only, so that the settings matter where they ask for none."""
-    return "torch" if "torch" in (config.scan_backend, config.kernel) else None
+    return "torch" if scan_backend(config) == "torch" else None
 
 
 def token_shift(x, last):
@@ -146,7 +151,7 @@ class DeltaNet(nn.Module):
         d, self.H, self.W = config.n_embd, config.n_head, config.d_conv
         self.n = split_heads(config)
         self.kernel, self.norm_backend = config.kernel or None, norm_backend(config)
-        self.backend = "torch" if config.kernel == "torch" else config.scan_backend or None
+        self.backend = scan_backend(config)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(3 * d, self.W))
         self.beta = nn.Linear(d, self.H, bias=False)

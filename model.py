@@ -82,7 +82,7 @@ class ScanBlock(nn.Module):
         super().__init__()
         d, self.N, self.W = config.n_embd, config.d_state, config.d_conv
         self.d_inner, self.R = config.expand * d, config.dt_rank or math.ceil(d / 16)
-        self.backend = "torch" if config.kernel == "torch" else config.scan_backend or None
+        self.backend = mixers.scan_backend(config)
         self.in_proj = nn.Linear(d, 2 * self.d_inner, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.d_inner, self.W))
         self.conv_bias = nn.Parameter(torch.empty(self.d_inner))
@@ -499,7 +499,7 @@ def mixing_by(config, device):
         return "chunks in PyTorch"
     if config.model == "mamba" and config.kernel == "fused":
         return "mamba-ssm"
-    chosen = native.choose("scan", "torch" if config.kernel == "torch" else config.scan_backend or None, device, False)
+    chosen = native.choose("scan", mixers.scan_backend(config), device, False)
     return {"cpu": "longhorn_scan.cu on the CPU", "cuda": "longhorn_scan.cu", "torch": "a loop in PyTorch"}[chosen]
 
 
