@@ -72,6 +72,7 @@ class TrainConfig(ModelConfig):
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # its project
+    wandb_group: str = ""  # runs shown together there, a sweep's say
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto: bfloat16 where it is fast
@@ -80,8 +81,9 @@ class TrainConfig(ModelConfig):
 
 # What may differ when a run goes on: nothing here changes a loss beyond rounding. All else is refused.
 HARMLESS = {"out_dir", "resume", "batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
-            "eval_batch_size", "log_interval", "checkpoint_interval", "wandb", "wandb_project", "device", "compile",
-            "max_bad_steps", "scan_backend", "kernel", "dataset"}  # the dataset's content is compared by its hash instead
+            "eval_batch_size", "log_interval", "checkpoint_interval", "wandb", "wandb_project", "wandb_group", "device",
+            "compile", "max_bad_steps", "scan_backend", "kernel",
+            "dataset"}  # its content is compared by its hash instead
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
@@ -382,7 +384,8 @@ def main(argv):
     derived = {"windows_per_step": windows_per_step, "accumulation": -(-per_rank // batch_size), "processes": world,
                "tokens": config.max_iters * config.batch_tokens, "epochs": config.max_iters * windows_per_step / n_train,
                "warmup_steps": warmup_steps(config), "device": str(device),
-               "device_name": device_name(device), "parameters": model.parameter_count(), "flops_per_token": flops,
+               "device_name": device_name(device), "threads": torch.get_num_threads(),
+               "parameters": model.parameter_count(), "flops_per_token": flops,
                "train_tokens": len(data.train), "val_tokens": len(data.val), "decayed": model.decayed()}
     log = None
     if is_main:
@@ -393,7 +396,8 @@ def main(argv):
         if config.wandb != "off":
             import wandb
 
-            wandb.init(project=config.wandb_project, name=name, config={**settings, **derived}, mode=config.wandb, dir=out)
+            wandb.init(project=config.wandb_project, group=config.wandb_group or None, name=out.name, mode=config.wandb, dir=out,
+                       config={**settings, **derived})
     stop, bar = Stop(), Bar(config, start, is_main)
     counts = derived["parameters"]
     bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
