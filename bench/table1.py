@@ -245,9 +245,10 @@ def names(text):
 
 def parser():
     top = argparse.ArgumentParser(prog="table1.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    exact = {"allow_abbrev": False}  # --seed is train.py's, not short for --seeds
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="plan the runs and run what has no final record yet",
-                              epilog="any other --key=value is train.py's and goes to every run")
+                              epilog="any other --key=value is train.py's and goes to every run", **exact)
     run.add_argument("--preset", choices=PRESETS, default="laptop")
     run.add_argument("--models", type=names, help="families, joined by commas (default: the six of Table 1)")
     run.add_argument("--sizes", type=names, help="of the preset: " + "; ".join(f"{n}: {', '.join(p.sizes)}"
@@ -260,7 +261,7 @@ def parser():
     run.add_argument("--nproc", type=int, default=0, help="processes of a run, by torchrun (default 1; paper: one a GPU)")
     run.add_argument("--out", type=Path, help="folder of the sweep (default: out/table1_<preset>)")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
-    show = commands.add_parser("report", help="tables, figures, fits and report.html, from the records alone")
+    show = commands.add_parser("report", help="tables, figures, fits and report.html, from the records alone", **exact)
     show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/table1_laptop", help="default: out/table1_laptop")
     show.add_argument("--out", type=Path, help="where to write (default: the sweep's own folder)")
     return top
