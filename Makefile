@@ -47,4 +47,4 @@ $(VENV)/test: requirements-test.txt $(VENV)/main
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build out data/pystdlib/*.bin data/pystdlib/meta.json
+	rm -rf $(VENV) build out data/pystdlib/*.bin data/pystdlib/meta.json data/pystdlib_packages

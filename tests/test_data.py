@@ -458,6 +458,93 @@ def test_pystdlib_roots(library, tmp_path):
     refused(lambda: pystdlib.prepare(tmp_path / "x", roots=["/no/where"], **options), "/no/where", "not a folder")
 
 
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """A library of long modules, packages with folders in them, and a folder too large to be one."""
+    root = tmp_path / "shelf"
+    sizes = {f"module{i}.py": 900 + i for i in range(10)} | {f"short{i}.py": 60 for i in range(5)}
+    for i in range(12):
+        sizes |= {f"package{i}/b.py": 300 + i, f"package{i}/a.py": 250, f"package{i}/inner/c.py": 240, f"package{i}/0.py": 10}
+    for i in range(40):
+        sizes |= {f"large/test_{i}.py": 500 + i, f"large/sub{i % 3}/x{i}.py": 40}
+    for number, (name, size) in enumerate(sizes.items()):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{number:4}" + "y" * (size - 4))  # each content once
+    monkeypatch.setattr(pystdlib, "SHELF_BYTES", 2000)
+    monkeypatch.setattr(pystdlib, "LONG", 700)
+    return root
+
+
+def document_of(name):
+    """The document that a file of `shelf` belongs to, by the rule in words."""
+    folder = name.split("/")[0]
+    if folder == "large":
+        return "/".join(name.split("/")[:2]) + "/" * ("sub" in name)
+    return folder + "/" if "/" in name else name
+
+
+def test_packages_are_whole_documents_in_one_split(shelf, tmp_path):
+    tokens, new = pystdlib.prepare(tmp_path / "out", stdlib=shelf, documents="package", val_fraction=0.3)
+    assert new and set(tokens.meta["splits"]["train"]) >= {"bytes", "files", "documents"}
+    names = {path.read_bytes(): path.relative_to(shelf).as_posix() for path in shelf.rglob("*.py")}
+    train, val = ([names[content] for content in files_of(part)] for part in (tokens.train, tokens.val))
+    assert sorted(train + val) == sorted(names.values())
+    assert not {document_of(name) for name in train} & {document_of(name) for name in val}
+    for part in (train, val):  # a document's files stand together, in the order of their paths
+        seen = [document_of(name) for name in part]
+        starts = [i for i in range(len(seen)) if i == 0 or seen[i] != seen[i - 1]]
+        assert len(starts) == len(set(seen))
+        for a, b in zip(starts, [*starts[1:], len(seen)], strict=True):
+            assert part[a:b] == sorted(part[a:b])
+    assert "package3/inner/c.py" in train + val and document_of("package3/inner/c.py") == "package3/"
+
+    whole = tokens.val.astype(np.uint8).tobytes()
+    held, documents = tokens.meta["documents"]["val"], list(dict.fromkeys(document_of(name) for name in val))
+    assert [d["name"] for d in held] == documents
+    assert [d["start"] for d in held] == np.cumsum([0, *(d["tokens"] for d in held)])[:-1].tolist()
+    for d in held:
+        content = whole[d["start"]:d["start"] + d["tokens"]]
+        mine = [name for name in val if document_of(name) == d["name"]]
+        assert content == b"".join((shelf / name).read_bytes() + b"\0" for name in mine) and d["tokens"] > 700
+    assert held[-1]["start"] + held[-1]["tokens"] == len(whole)
+    assert [d["name"] for d in held] == sorted((d["name"] for d in held), key=lambda n: hashlib.sha256(n.encode()).digest())
+
+    sizes = sorted(d["tokens"] for d in held)
+    said = tokens.meta["splits"]["val"]["documents"]
+    assert (said["count"], said["shortest"], said["longest"]) == (len(sizes), sizes[0], sizes[-1])
+    assert said["longer_than_700"] == len(sizes) and said["median"] in sizes
+    assert 0.3 <= len(tokens.val) / (len(tokens.val) + len(tokens.train)) < 0.4
+
+
+def test_a_folder_of_one_byte_too_many_is_a_shelf(monkeypatch):
+    files = [("p/a.py", None, 40, ""), ("p/q/b.py", None, 58, ""), ("c.py", None, 500, "")]
+    for limit, names in ((100, ["c.py", "p/"]), (99, ["c.py", "p/a.py", "p/q/"]), (58, ["c.py", "p/a.py", "p/q/b.py"])):
+        monkeypatch.setattr(pystdlib, "SHELF_BYTES", limit)  # each file counts the byte that ends it
+        found = pystdlib.join_packages(files)
+        assert [d[0] for d in found] == names and sum(d[2] for d in found) == 601
+
+
+def test_packages_are_deterministic_and_the_default_knows_nothing_of_them(shelf, tmp_path):
+    options = {"stdlib": shelf, "val_fraction": 0.3}
+    a, _ = pystdlib.prepare(tmp_path / "a", documents="package", **options)
+    b, _ = pystdlib.prepare(tmp_path / "b", documents="package", **options)
+    assert a.sha256 == b.sha256 and a.meta["inputs"] == b.meta["inputs"] and a.meta["documents"] == b.meta["documents"]
+    assert not pystdlib.prepare(tmp_path / "b", documents="package", **options)[1]
+    files, new = pystdlib.prepare(tmp_path / "b", **options)  # another recipe, the same fraction
+    assert new and files.meta["inputs"] != a.meta["inputs"]
+    assert not any("documents" in part for part in (files.meta, files.meta["recipe"], files.meta["splits"]["val"]))
+    rooted, _ = pystdlib.prepare(tmp_path / "c", roots=[shelf], stdlib=ROOT / "config", documents="package", val_fraction=0.3)
+    assert {d["name"].split("/")[0] for d in rooted.meta["documents"]["val"]} == {"1:shelf"}
+    refused(lambda: pystdlib.prepare(tmp_path / "d", stdlib=ROOT / "config", documents="package"), "held out from 701 bytes")
+
+
+def test_what_earlier_runs_were_trained_on_has_not_changed(library, tmp_path):
+    """The default's tokens and the hash of its inputs, from before --documents was there: else no checkpoint could go on."""
+    tokens, _ = pystdlib.prepare(tmp_path / "out", stdlib=library, val_fraction=0.1)
+    assert tokens.meta["inputs"][:16] == "0b0928cd45922f7b" and tokens.sha256["val"][:16] == "b9c7363e707f0293"
+    assert inspect.signature(pystdlib.prepare).parameters["documents"].default == "file" and pystdlib.VAL_FRACTION["file"] == 0.02
+
+
 def test_pystdlib_refusals(library, tmp_path):
     refused(lambda: pystdlib.prepare(tmp_path / "x", stdlib=library, val_fraction=1.5), "--val_fraction 1.5")
     refused(lambda: pystdlib.prepare(tmp_path / "x", stdlib=library, val_fraction=1e-6), "1e-06", "another fraction")

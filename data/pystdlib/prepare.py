@@ -12,8 +12,16 @@ larger than a quarter of the validation set goes to train, since a single genera
 
 meta.json also records what `xz -9` needs for the validation bytes: a language model worth its steps beats that.
 
+--documents=package makes long documents of the same files, for what a model remembers over 64K tokens. A document is a
+package: all files of a folder and of the folders in it, in the order of their paths. A folder of more than 4 MiB is no
+package but a shelf (the library itself, its `test`, a tree in --roots): each file and each folder on it is looked at by
+itself. The split is by document, in the order of sha256(path), so that no package is in both parts; and to be held out a
+document must be longer than 65,536 bytes: one sequence of that length and its next token. meta.json says how long the
+documents are and where those of val.bin begin.
+
     python data/pystdlib/prepare.py                                        # seconds
     python data/pystdlib/prepare.py --roots .venv/lib/python3.11/site-packages ~/linux --out data/big
+    python data/pystdlib/prepare.py --documents=package --out data/pystdlib_packages
 """
 
 import argparse
@@ -33,6 +41,9 @@ from data.loader import DataError, file_sha256, finish, finished, preparing, run
 RECIPE = 1  # goes up when the same files would give other tokens
 SEPARATOR = b"\0"  # ends each file; no source file holds one (those that do are skipped as binary)
 VOCAB_SIZE = 256
+VAL_FRACTION = {"file": 0.02, "package": 0.05}  # a fiftieth of the library would be five long documents
+SHELF_BYTES = 4 << 20  # a folder of more is no document: of the standard library only `test`, with half of all bytes
+LONG = 65_536  # tokens of the longest sequences that a held-out document is to give
 ROOT_EXTENSIONS = (
     ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .S .rs .go .java .js .ts .tsx .rb .pl .lua .sh .m .swift .kt "
     ".scala .hs .ml .jl .r .sql .proto .cmake .md .rst"
@@ -75,23 +86,61 @@ def collect(roots):
     return files, skipped
 
 
-def split_by_file(files, val_fraction):
-    """Deterministic shuffle and split; see the top of the file. Returns the lists train, val, in shuffled order."""
-    shuffled = sorted(files, key=lambda file: hashlib.sha256(file[0].encode("utf-8", "surrogateescape")).digest())
-    wanted = val_fraction * sum(file[2] for file in files)
+def split_by_name(items, val_fraction, shortest=0):
+    """Deterministic shuffle and split; see the top of the file.
+
+    Args: items: tuples that begin with (name, _, bytes): files, or documents; shortest: bytes below which none is held out.
+    Returns: the lists train, val, in shuffled order. Raises: DataError where one of them would be empty.
+    """
+    shuffled = sorted(items, key=lambda item: hashlib.sha256(item[0].encode("utf-8", "surrogateescape")).digest())
+    wanted = val_fraction * sum(item[2] for item in items)
     train, val, held = [], [], 0
-    for file in shuffled:
-        if held < wanted and file[2] <= wanted / 4:
-            val.append(file)
-            held += file[2]
+    for item in shuffled:
+        if held < wanted and shortest <= item[2] <= wanted / 4:
+            val.append(item)
+            held += item[2]
         else:
-            train.append(file)
+            train.append(item)
     if not val or not train:
+        what = f"documents, held out from {shortest:,} bytes on," if shortest else "files"
         raise DataError(
-            f"{len(files)} files with {sum(file[2] for file in files):,} bytes do not give a train and a validation "
+            f"{len(items)} {what} with {sum(item[2] for item in items):,} bytes do not give a train and a validation "
             f"set at --val_fraction {val_fraction:g}: choose another fraction, or add --roots"
         )
     return train, val
+
+
+def join_packages(files):
+    """Joins files into documents, a package each; see the top of the file.
+
+    Args: files: as `collect` gives them, names with slashes.
+    Returns: [(name, files, bytes), ...]; a folder's name ends in a slash, its files stand in the order of their names,
+    and its bytes count the zero that ends each.
+    """
+    folders = {}  # of each folder, the bytes in it and below
+    for name, _, size, _ in files:
+        parts = name.split("/")
+        for depth in range(len(parts)):
+            above = "/".join(parts[:depth] + [""])  # "" is the top, "/" no folder's name
+            folders[above] = folders.get(above, 0) + size + len(SEPARATOR)
+
+    def document(name):
+        parts = name.split("/")
+        paths = ["/".join(parts[:depth] + [""]) for depth in range(1, len(parts))]  # never the top: it is no package
+        return next((path for path in paths if folders[path] <= SHELF_BYTES), name)
+
+    documents = {}
+    for file in sorted(files):
+        documents.setdefault(document(file[0]), []).append(file)
+    return [(name, members, sum(f[2] + len(SEPARATOR) for f in members)) for name, members in documents.items()]
+
+
+def lengths(documents):
+    """How long documents are, for meta.json, in tokens."""
+    sizes = sorted(document[2] for document in documents)
+    quarters = [sizes[round(q * (len(sizes) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)]
+    return dict(zip(("shortest", "quarter", "median", "three_quarters", "longest"), quarters, strict=True)) | {
+        "count": len(sizes), f"longer_than_{LONG}": sum(size > LONG for size in sizes)}
 
 
 def contents(files):
@@ -118,12 +167,14 @@ def xz9_bits_per_byte(pieces):
     return 8 * (n_out + len(squeezer.flush())) / n_in
 
 
-def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=0.02, force=False, stdlib=None):
+def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file"):
     """Writes the dataset into `out`, unless it stands there already; returns (Tokens, False if nothing was done).
 
-    Args: roots: more folders of source; extensions: of the files taken from them; stdlib: the standard library's folder
-    (the running interpreter's by default). Raises: DataError, one line for the user.
+    Args: roots: more folders of source; extensions: of the files taken from them; val_fraction: of the bytes, None:
+    VAL_FRACTION's; stdlib: the standard library's folder (the running interpreter's by default); documents: 'file' or
+    'package'. Raises: DataError, one line for the user.
     """
+    val_fraction = VAL_FRACTION[documents] if val_fraction is None else val_fraction
     if not 0 < val_fraction < 1:
         raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
     stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
@@ -137,12 +188,16 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=0.02, force=
         files, skipped = collect(sources)
         if not files:
             raise DataError(f"no source files below {stdlib}: this Python carries no library source; use another")
-        listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}\n"
+        listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}" + ", packages" * (documents == "package") + "\n"
         listing += "".join(f"{digest} {name}\n" for name, _, _, digest in files)
         inputs = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
         if not force and (tokens := finished(folder, inputs)):
             return tokens, False
-        train, val = split_by_file(files, val_fraction)
+        if documents == "package":
+            parts = split_by_name(join_packages(files), val_fraction, LONG + 1)
+            train, val = ([file for document in part for file in document[1]] for part in parts)
+        else:
+            train, val = split_by_name(files, val_fraction)
         splits = {}
         for split, members in (("train", train), ("val", val)):
             splits[split] = write_split(folder / f"{split}.bin", contents(members), VOCAB_SIZE)
@@ -168,6 +223,15 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=0.02, force=
             },
             "inputs": inputs,  # hash of every file's name and content and of the recipe
         }
+        if documents == "package":
+            meta["recipe"]["documents"] = f"packages: whole folders of at most {SHELF_BYTES} bytes, and single files"
+            for split, part in zip(("train", "val"), parts, strict=True):
+                splits[split]["documents"] = lengths(part)
+            starts = np.cumsum([0, *(document[2] for document in parts[1])]).tolist()
+            meta["documents"] = {"val": [  # what bench/extrapolation.py cuts its sequences from
+                {"name": document[0], "start": start, "tokens": document[2]}
+                for document, start in zip(parts[1], starts, strict=False)
+            ]}  # fmt: skip
         return finish(folder, meta), True
 
 
@@ -177,11 +241,14 @@ def main():
     parser.add_argument(
         "--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT", help="of files in --roots (default: source)"
     )
-    parser.add_argument("--val_fraction", type=float, default=0.02, help="of the bytes, to hold out (default 0.02)")
+    parser.add_argument(
+        "--documents", choices=list(VAL_FRACTION), default="file", help="what is kept together: file (default) or package"
+    )
+    parser.add_argument("--val_fraction", type=float, help="of the bytes, to hold out (default 0.02; packages: 0.05)")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
     parser.add_argument("--force", action="store_true", help="prepare even what stands there already")
     args = parser.parse_args()
-    tokens, new = prepare(args.out, args.roots, args.extensions, args.val_fraction, args.force)
+    tokens, new = prepare(args.out, args.roots, args.extensions, args.val_fraction, args.force, documents=args.documents)
     recipe, splits = tokens.meta["recipe"], tokens.meta["splits"]
     more = f" and {len(args.roots)} more folder{'s'[: len(args.roots) > 1]}" if args.roots else ""
     done = "" if new else " (already prepared; --force prepares again)"
@@ -190,6 +257,12 @@ def main():
         f"{splits['train']['tokens']:,} bytes to train on, {splits['val']['tokens']:,} held out{done}"
     )
     xz = tokens.meta["xz9_bits_per_byte"]
+    if args.documents == "package":
+        held = splits["val"]["documents"]
+        print(
+            f"{splits['train']['documents']['count']:,} documents to train on, {held['count']} held out, of "
+            f"{held['shortest']:,} to {held['longest']:,} bytes"
+        )
     print(f"xz -9 needs {xz:.3f} bits per held-out byte" if xz else "xz: this Python was built without lzma")
 
 
