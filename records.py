@@ -40,10 +40,13 @@ def read_log(folder, event=None):
     """The events of a run's log.jsonl, as dicts in order; with `event`, of that kind only. A torn last line is left out."""
     path = Path(folder) / "log.jsonl"
     events = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             events.append(json.loads(line))
         except ValueError:
+            break
+        if not isinstance(events[-1], dict):
+            del events[-1]
             break
     return [e for e in events if event in (None, e.get("event"))]
 

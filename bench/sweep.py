@@ -81,9 +81,11 @@ def read_plan(folder):
     path = Path(folder) / "plan.json"
     try:
         plan = json.loads(path.read_text())
-        if isinstance(plan["cells"], dict) and all(isinstance(c, dict) for c in plan["cells"].values()):
-            return plan
-        raise ValueError("cells are not a table")
+        if not isinstance(plan["cells"], dict) or not all(isinstance(c, dict) for c in plan["cells"].values()):
+            raise ValueError("cells are not a table")
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in plan["cells"]):
+            raise ValueError("a cell lies outside of the sweep")
+        return plan
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -312,6 +314,12 @@ def read_run(folder, at):
             raise BadRecord(f"{name} is damaged (not a table)")
         return record
 
+    def number(table, key, least=0.0):
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < 1e300:  # NaN is not
+            raise BadRecord(f"{key} is {str(value)[:40]}: not a number above {least:g}")
+        return value
+
     if not (folder / "result.json").exists():
         events = read_log(folder)
         raise BadRecord(f"not finished (step {events[-1].get('step')})" if events else "not run")
@@ -323,8 +331,13 @@ def read_run(folder, at):
         raise BadRecord(f"log.jsonl is damaged ({error})") from None
     try:
         config, derived, where = record["config"], record["derived"], record["environment"]
-        if not isinstance(result["val_loss"], (int, float)) or not math.isfinite(result["val_loss"]):
+        if not isinstance(result["val_loss"], (int, float)) or result["val_loss"] != result["val_loss"]:
             raise BadRecord(f"its loss is {result['val_loss']}: it diverged")
+        guessing = math.log(number(config, "vocab_size", 1))
+        if number(result, "val_loss") >= guessing:
+            raise BadRecord(f"its loss {result['val_loss']:.4g} is no better than guessing, {guessing:.3f}: it diverged")
+        for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
+            number(result, key)
         for key, got, wanted in [("model", result["model"], config["model"]), ("seed", result["seed"], config["seed"]),
                                  ("commit", result["commit"], where["commit"]),
                                  ("steps", result["steps"], config["max_iters"]),
@@ -335,18 +348,22 @@ def read_run(folder, at):
                           ("steps", "max_iters")]:
             if key in at and at[key] != config[name]:
                 raise BadRecord(f"another run's records: {name} is {config[name]}, the plan says {at[key]}")
+        if Path(config["out_dir"]).name != folder.name:
+            raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
+        if any(not isinstance(tokens, int) or tokens < 1 for tokens, _ in curve):
+            raise BadRecord("log.jsonl is damaged (tokens that are no number)")
         if not curve or curve[-1] != (result["tokens"], result["val_loss"]):
             raise BadRecord("log.jsonl does not end with the loss in result.json")
-        splits = record["data"]["splits"]
+        splits, on_cpu = record["data"]["splits"], result["device_name"] == "cpu"
         commit = where["commit"] and where["commit"] + ("+" if where["uncommitted_changes"] else "")
         return Run(name=folder.name, folder=folder, model=config["model"], size=at.get("size", ""), context=config["block_size"],
                    tokens=result["tokens"], learning_rate=config["learning_rate"], seed=config["seed"],
                    parameters=result["parameters"], embedding=derived["parameters"]["embedding"], flops=result["flops"],
                    seconds=result["seconds"], loss=result["val_loss"], bits_per_byte=result.get("val_bits_per_byte"),
-                   curve=curve, device=where["gpu"] or where["cpu"], processes=result["processes"], commit=commit,
-                   data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config, result=result,
+                   curve=curve, device=where["cpu"] if on_cpu else result["device_name"], processes=result["processes"],
+                   commit=commit, data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config, result=result,
                    environment=where, at=at)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise BadRecord(f"its records lack {error}") from None
 
 

@@ -23,12 +23,11 @@ from pathlib import Path
 from statistics import median
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "bench")]
-
-import sweep  # noqa: E402
-from sweep import Cell  # noqa: E402
+sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
+from bench import sweep  # noqa: E402
+from bench.sweep import Cell  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of Table 1
@@ -369,7 +368,7 @@ def same_commit(folder):
 
 
 def write_report(folder, out=None):
-    import report
+    from bench import report
 
     for path in report.write(folder, out).values():
         print(f"wrote {path}")

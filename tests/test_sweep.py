@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from bench import sweep, table1
+from bench.sweep import Cell
+from configurator import ConfigError
+
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "bench")]
-
-import sweep  # noqa: E402
-import table1  # noqa: E402
-from sweep import Cell  # noqa: E402
-
-from configurator import ConfigError  # noqa: E402
 
 # Notes in its folder when it began and ended, its GPU and its threads; saves `at` when asked to stop, and goes on from it.
 STAND_IN = textwrap.dedent("""
@@ -93,8 +90,8 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in):
 
 
 RUNNER = """
-import sys; sys.path[:0] = [{bench!r}, {repo!r}]
-import sweep
+import sys; sys.path.insert(0, {repo!r})
+from bench import sweep
 cells = [sweep.Cell(f"c{{i}}", ["--steps=40"]) for i in range(4)]
 try:
     print("failed", sweep.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
@@ -104,7 +101,7 @@ except KeyboardInterrupt as stopped:
 
 
 def start(folder, script):
-    text = RUNNER.format(bench=str(REPO / "bench"), repo=str(REPO), folder=str(folder), script=str(script))
+    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=str(script))
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -141,7 +138,7 @@ def test_a_plan_is_added_to_and_a_broken_one_is_named(tmp_path):
     sweep.write_plan(tmp_path, [Cell("b", ["y"], {"seed": 2})])
     plan = sweep.read_plan(tmp_path)
     assert plan["preset"] == "laptop" and plan["cells"] == {"a": {"seed": 1, "argv": ["x"]}, "b": {"seed": 2, "argv": ["y"]}}
-    for damage in ('{"cells": ', "[]", '{"cells": [1]}', '{"cells": {"a": 1}}'):
+    for damage in ('{"cells": ', "[]", '{"cells": [1]}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}'):
         (tmp_path / "plan.json").write_text(damage)
         with pytest.raises(ConfigError, match="plan.json cannot be read"):
             sweep.read_plan(tmp_path)
