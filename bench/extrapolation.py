@@ -56,9 +56,9 @@ FIRST_NORM, NORM_SEQUENCES = 16, 8  # the first position at which states are mea
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # Table 1's, and the contrast of Section 5.4
 CORPUS = "pystdlib_packages"
 PRESETS = {
-    # 1.5M parameters, 3.1M tokens: two at a time, 4 minutes of two quiet cores; reading 7 x 262,144 a minute or so, LLaMA more
+    # 1.5M parameters, 2.0M tokens each; reading 7 x 262,144 tokens takes a minute or so, LLaMA more
     "laptop": {"jobs": 2, "lengths": [256 << i for i in range(7)], "eval_tokens": 262144, "train": dict(
-        block_size=256, max_iters=3000, eval_interval=1000, eval_tokens=65536, final_eval_tokens=262144, eval_block_size=256,
+        block_size=256, max_iters=2000, eval_interval=1000, eval_tokens=65536, final_eval_tokens=262144, eval_block_size=256,
         eval_batch_size=32)},
     # 20M parameters, 39M tokens: 5e15 FLOPs a family, 100 s at a twentieth of an H200's peak; reading them is 3e14 a family
     "gpu": {"jobs": 1, "lengths": [2048 << i for i in range(6)], "eval_tokens": 0, "train": dict(
