@@ -252,7 +252,9 @@ class Bar:
     def end(self, cell, seconds, done):
         result = json.loads((self.folder / cell.name / "result.json").read_text())
         left = self.left()
-        outcome = f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else "done"
+        known = [f"{words} {result[key]:.4f}" for key, words in (("val_loss", "validation loss"), ("accuracy", "accuracy"))
+                 if isinstance(result.get(key), float)]
+        outcome = known[0] if known else "done"
         self.line(f"{cell.name}: {outcome}, {seconds:.0f} s ({done} of {len(self.cells)}"
                   + (f", about {left:.0f} min left)" if left else ")"))
 
