@@ -4,6 +4,7 @@
 #   make train OUT=out/again                                            another folder
 #   make test  ARGS="-k scan -x"                                       some of the tests
 #   make PYTHON=python3.12 ...                                         the interpreter that .venv is made with
+#   make chaos                                                         every fault for long: half an hour; as root also a cut cable
 #   make gpu PYTHON=python3                                            what a GPU does here, in 9 minutes; installs nothing
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
-.PHONY: train test lint bench gpu clean
+.PHONY: train test chaos lint bench gpu clean
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
@@ -22,6 +23,10 @@ train: $(VENV)/main
 # Two processes of one thread each: with more threads than cores the kernels' parallel loops wait for one another.
 test: $(VENV)/main $(VENV)/test lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
+
+# The long forms of tests/test_chaos.py, one at a time.
+chaos: $(VENV)/main $(VENV)/test
+	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .

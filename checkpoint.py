@@ -6,6 +6,12 @@
     tensors, meta = load("out/run/checkpoint.safetensors")
     state = unflatten(tensors, meta["skeleton"])
 
+A run's folder holds several, kept by `Keeper` and written while training goes on:
+
+    checkpoint.safetensors          the newest
+    checkpoint-500.safetensors      the one before it, saved after step 500; as many of these as are to be kept
+    best.safetensors                of all that were saved, the one with the lowest validation loss
+
 A checkpoint is a safetensors file that any safetensors reader opens: tensors as bytes, the rest as JSON in its header.
 The header also holds the file's length and a CRC-32 over every byte of the file (its own 8 digits read as zeros).
 CRC-32 because the enemy is a torn write or a bad disk: it finds any damage within 32 bits, all else but for one in
@@ -17,16 +23,21 @@ random name and renames that: a kill leaves it behind, unrecognisable, the mode 
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import re
+import shutil
+import threading
 import zlib
+from pathlib import Path
 
 import numpy as np
 import safetensors
 import torch
 
 VERSION = 1
+NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
@@ -86,11 +97,7 @@ def save(path, tensors, meta):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(tmp)
         raise
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself is on disk only now
-    finally:
-        os.close(folder)
+    _sync_folder(path)  # the rename itself is on disk only now
 
 
 def load(path, device="cpu"):
@@ -154,6 +161,140 @@ def _remove_leftovers(path):
                     os.unlink(os.path.join(folder, entry))
             except PermissionError:
                 pass  # alive, another user's
+
+
+def _sync_folder(path):
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _second_name(path, name):
+    """Give the file at `path` a second name, in place of what bears it; where there are no hard links, a copy."""
+    _remove_leftovers(name)
+    tmp = f"{name}.tmp-{os.getpid()}"
+    try:
+        try:
+            os.link(path, tmp)
+        except OSError:
+            with open(path, "rb") as source, open(tmp, "wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 22)
+                copy.flush()
+                os.fsync(copy.fileno())
+        os.replace(tmp, name)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(tmp)  # a rename between two names of one file leaves both
+    _sync_folder(name)
+
+
+def _earlier(folder):
+    """{step: path} of the checkpoints before the newest."""
+    found = ((re.fullmatch(r"checkpoint-(\d+)\.safetensors", p.name), p) for p in Path(folder).glob("checkpoint-*.safetensors"))
+    return {int(match[1]): p for match, p in found if match}
+
+
+def candidates(folder):
+    """The checkpoints to go on from, in that order: the newest, those before it, and the best."""
+    earlier = _earlier(folder)
+    found = [Path(folder) / NEWEST, *(earlier[step] for step in sorted(earlier, reverse=True)), Path(folder) / BEST]
+    return [path for path in found if path.exists()]
+
+
+def load_first(paths):
+    """Load the first of `paths` that is whole: (path, tensors, meta, [a line on each that had to be passed over]).
+
+    Raises CheckpointError where none is.
+    """
+    errors = []
+    for path in paths:
+        try:
+            return path, *load(path), errors
+        except CheckpointError as error:
+            errors.append(str(error))
+    raise CheckpointError(errors[0] + (f" (the {len(errors) - 1} others here cannot be read either)" if errors[1:] else ""))
+
+
+class Keeper:
+    """Saves the checkpoints of one run's folder, keeps the last `keep` of them and the best, and deletes the others.
+
+    With `background`, `save` returns when the tensors are copied to memory of its own (as much again as a checkpoint), and
+    a thread writes them; then `result` says how it ended. A good checkpoint stands under some name at every moment.
+    """
+
+    def __init__(self, folder, keep=2, background=True):
+        self.folder, self.keep, self.background = Path(folder), keep, background
+        self.newest = None  # step of checkpoint.safetensors, where that is a good one
+        self.best = None  # [loss, step] of best.safetensors
+        self.thread, self.ended, self.copies = None, None, {}
+
+    def went_on_from(self, path, meta):
+        """Tell it which checkpoint the run was resumed from."""
+        self.newest, self.best = meta["step"] if path.name == NEWEST else None, meta.get("best")
+        if self.best and self.best[1] == meta["step"] and path.name != BEST:
+            _second_name(path, self.folder / BEST)  # the kill may have come between the two
+
+    def save(self, state, meta, loss=None, first=lambda: None):
+        """Save `state` (see flatten) and `meta`, which has "step"; `loss` is the validation loss of this state, if known.
+
+        Waits for the write before it, whose `result` should have been asked for. `first` is called before anything is
+        written. Raises TypeError for what cannot be stored.
+        """
+        self._join()
+        tensors, skeleton = flatten(state)
+        is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best[0])
+        best = [loss, meta["step"]] if is_best else self.best
+        meta = {**meta, "skeleton": skeleton, "best": best}
+        if not self.background:
+            return self._write(tensors, meta, is_best, first)
+        for name, t in tensors.items():
+            copy = self.copies.get(name)
+            if copy is None or copy.shape != t.shape or copy.dtype != t.dtype:
+                copy = self.copies[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+            copy.copy_(t.detach(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.thread = threading.Thread(target=self._write, args=({n: self.copies[n] for n in tensors}, meta, is_best, first),
+                                       name="checkpoint")  # no daemon: an error elsewhere does not cut a write short
+        self.thread.start()
+
+    def _write(self, tensors, meta, is_best, first):
+        newest, step = self.folder / NEWEST, meta["step"]
+        try:
+            first()
+            if self.keep > 1 and self.newest is not None and newest.exists():
+                _second_name(newest, self.folder / f"checkpoint-{self.newest}.safetensors")
+            save(newest, tensors, meta)
+            self.newest = step
+            if is_best:
+                _second_name(newest, self.folder / BEST)
+            self.best = meta["best"]
+            earlier = _earlier(self.folder)
+            kept = sorted(s for s in earlier if s < step)[-(self.keep - 1):] if self.keep > 1 else []
+            for s, path in earlier.items():
+                if s not in kept:  # too old; or beyond this step, from before the run fell back
+                    path.unlink(missing_ok=True)
+            self.ended = step, None
+        except Exception as error:
+            self.ended = step, error
+
+    def _join(self):
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def result(self, wait=False):
+        """(step, None or the OSError) of the last write, once; None while it goes on. With `wait`, waits for its end."""
+        if wait:
+            self._join()
+        if self.thread is not None and self.thread.is_alive():
+            return None
+        ended, self.ended = self.ended, None
+        if ended and ended[1] is not None and not isinstance(ended[1], OSError):
+            raise ended[1]
+        return ended
 
 
 def flatten(state):

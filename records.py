@@ -11,6 +11,8 @@ log back to its checkpoint, so that the log reads as if nothing had happened.
     python records.py out/longhorn_laptop     # draw loss.png again
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -37,22 +39,26 @@ def _finite(record):
 
 
 def read_log(folder, event=None):
-    """The events of a run's log.jsonl, as dicts in order; with `event`, of that kind only. A torn last line is left out."""
+    """The events of a run's log.jsonl, as dicts in order; with `event`, of that kind only. A torn last line is left out,
+    and where a disk has damaged an earlier one, all from there on."""
     path = Path(folder) / "log.jsonl"
     events = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            events.append(json.loads(line))
-        except ValueError:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
             break
-        if not isinstance(events[-1], dict):
-            del events[-1]
+        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
             break
+        events.append(found)
     return [e for e in events if event in (None, e.get("event"))]
 
 
 class Log:
-    """Appends events to log.jsonl; opened at `step`, it first drops what a run that was killed logged beyond it."""
+    """Appends events to log.jsonl; opened at `step`, it first drops what a run that was killed logged beyond it.
+
+    `unwritten` holds the lines that the disk refused, because it is full say: the next write tries them again, in order.
+    """
 
     def __init__(self, folder, step=0):
         self.path = Path(folder) / "log.jsonl"
@@ -60,13 +66,35 @@ class Log:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(e) + "\n" for e in kept))
         os.replace(temporary, self.path)
-        self.file = open(self.path, "a", buffering=1)
+        self.file = open(self.path, "ab", buffering=0)
+        self.unwritten = []
 
     def write(self, event, step, **values):
-        """One line: the event, its step, and values; numbers that are not finite become null, which JSON can hold."""
+        """One line: the event, its step, and values; numbers that are not finite become null, which JSON can hold.
+
+        Raises OSError where the disk refuses it; the line is then in `unwritten`, and none in the file is torn.
+        """
         record = _finite({"event": event, "step": step, **values})
-        self.file.write(json.dumps(record) + "\n")
+        self.unwritten.append(json.dumps(record).encode() + b"\n")
+        self.flush()
         return record
+
+    def sync(self):
+        """See what is written to the disk: no checkpoint is to be there before the log that leads to it."""
+        with contextlib.suppress(OSError):
+            os.fsync(self.file.fileno())
+
+    def flush(self):
+        """Write what is unwritten. Raises as `write` does."""
+        while self.unwritten:
+            end = os.fstat(self.file.fileno()).st_size
+            try:
+                if self.file.write(self.unwritten[0]) < len(self.unwritten[0]):  # what was left on the disk
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                os.ftruncate(self.file.fileno(), end)
+                raise
+            del self.unwritten[0]
 
 
 def environment():

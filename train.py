@@ -4,6 +4,7 @@
     python train.py config/longhorn_350m.py --batch_size=8
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --nnodes=2 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py config/longhorn_350m.py
+    torchrun --standalone --nproc_per_node=8 --max-restarts=9 train.py config/longhorn_350m.py --resume=auto
 
 The surprise: the batch is stated in tokens. How many processes there are and what one of them holds at a time decide
 speed and memory, never the result: the windows of step s are a function of (seed, s) alone, and accumulation follows.
@@ -19,10 +20,10 @@ import math
 import os
 import platform
 import random
-import shlex
-import signal
+import statistics
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,11 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import configurator
+import faults
 import native
 from configurator import ConfigError
 from data.loader import DataError, Tokens, eval_windows, get_batch, n_windows, step_windows
 from model import LM, ModelConfig, mixing_by
-from records import Log, draw_loss, environment, write_json
+from records import Log, draw_loss, environment, read_log, write_json
 
 
 @dataclass
@@ -52,6 +54,7 @@ class TrainConfig(ModelConfig):
     vocab_size: int = 0  # 0: the dataset's, rounded up to a multiple of 64
     batch_tokens: int = 524288  # tokens of one optimiser step, over all processes and micro-batches
     batch_size: int = 8  # sequences of one micro-batch on one process: as many as fit in memory
+    auto_micro_batch: bool = False  # halve batch_size at the start until a micro-batch fits in every process's memory
     # --- optimiser
     max_iters: int = 4800  # optimiser steps
     learning_rate: float = 6e-4  # peak
@@ -61,7 +64,8 @@ class TrainConfig(ModelConfig):
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # norm that gradients are clipped to; 0: not at all
-    max_bad_steps: int = 10  # stop after this many steps in a row whose loss or gradient is not finite
+    max_bad_steps: int = 10  # stop after this many steps in a row whose loss or gradient is not finite, or a spike
+    spike_factor: float = 0.0  # roll back at a loss above this x the median of the last 50 steps; 0: never
     # --- evaluation and records
     eval_interval: int = 250  # steps between evaluations; 0: only at the end
     eval_tokens: int = 0  # validation tokens of one; 0: all of them
@@ -70,6 +74,8 @@ class TrainConfig(ModelConfig):
     eval_batch_size: int = 0  # validation windows at a time; 0: as many tokens as a micro-batch
     log_interval: int = 10  # steps between lines of the log
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
+    keep_checkpoints: int = 2  # how many of the last are kept, beside the best
+    async_checkpoint: bool = True  # write them while training goes on, from a copy in memory
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # its project
     wandb_group: str = ""  # runs shown together there, a sweep's say
@@ -77,12 +83,15 @@ class TrainConfig(ModelConfig):
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto: bfloat16 where it is fast
     compile: bool = False  # torch.compile: slower to start, faster a step
+    timeout_minutes: float = 10.0  # how long processes wait for one another before they give up
+    stop_exit_code: int = 0  # after SIGTERM, SIGINT or SIGUSR1 and a checkpoint; another, where a scheduler starts again by it
 
 
 # What may differ when a run goes on: nothing here changes a loss beyond rounding. All else is refused.
 HARMLESS = {"out_dir", "resume", "batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
             "eval_batch_size", "log_interval", "checkpoint_interval", "wandb", "wandb_project", "wandb_group", "device",
-            "compile", "max_bad_steps", "scan_backend", "kernel",
+            "compile", "max_bad_steps", "scan_backend", "kernel", "auto_micro_batch", "spike_factor", "keep_checkpoints",
+            "async_checkpoint", "timeout_minutes", "stop_exit_code",
             "dataset"}  # its content is compared by its hash instead
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
@@ -128,7 +137,7 @@ def share_of_step(config, rank, world):
 
 def check(config):
     """Raises ConfigError for values that cannot work, whatever the data and the machine."""
-    for name in ("block_size", "batch_tokens", "batch_size", "max_iters", "log_interval", "max_bad_steps"):
+    for name in ("block_size", "batch_tokens", "batch_size", "max_iters", "log_interval", "max_bad_steps", "keep_checkpoints"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
     for name in ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_batch_size",
@@ -145,6 +154,14 @@ def check(config):
         raise ConfigError(f"warmup_iters {config.warmup_iters} leaves nothing of max_iters {config.max_iters}: choose fewer")
     if not (0 <= config.beta1 < 1 and 0 <= config.beta2 < 1):
         raise ConfigError(f"beta1 {config.beta1} and beta2 {config.beta2} must be in [0, 1)")
+    if config.spike_factor and config.spike_factor <= 1:
+        raise ConfigError(f"spike_factor {config.spike_factor} must be above 1, or 0 for no roll-back")
+    if not 0 < config.timeout_minutes <= 1e6:
+        raise ConfigError(f"timeout_minutes {config.timeout_minutes} must be above 0, and at most a million")
+    if not 0 <= config.stop_exit_code < 128:
+        raise ConfigError(f"stop_exit_code {config.stop_exit_code} must be in 0 .. 127")
+    if config.resume == "never" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise ConfigError("resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto")
 
 
 def refuse_changes(before, now):
@@ -185,7 +202,7 @@ def open_device(config):
     if world > 1:
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world))))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10))
+        faults.Peers.join("nccl" if device.type == "cuda" else "gloo", datetime.timedelta(minutes=config.timeout_minutes))
     return device, rank, world
 
 
@@ -224,20 +241,6 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Stop:
-    """Turns the first SIGTERM or SIGINT into a request to finish the step; a second SIGINT interrupts at once."""
-
-    def __init__(self):
-        self.signal = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.ask)
-
-    def ask(self, number, frame):
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = number
-
-
 class Bar:
     """A progress bar on a terminal, plain lines elsewhere; silent on ranks other than 0."""
 
@@ -259,7 +262,7 @@ class Bar:
         if self.main and self.bar is not None and beside_bar:
             self.bar.write(text)
         elif self.main and self.bar is None:
-            print(text, flush=True)
+            faults.say(text)
 
     def close(self):
         if self.bar is not None:
@@ -308,6 +311,7 @@ def main(argv):
     folder = Path(config.dataset) if Path(config.dataset).is_dir() else Path(__file__).parent / "data" / config.dataset
     eval_block = config.eval_block_size or config.block_size
     data = Tokens(folder, vocab_size=config.vocab_size or None, block_size=config.block_size)
+    stamps = {tokens.filename: faults.stamp(tokens) for tokens in (data.train, data.val)}
     config.vocab_size = config.vocab_size or -(-data.vocab_size // 64) * 64
     windows_per_step, mine = share_of_step(config, rank, world)
     n_train = n_windows(len(data.train), config.block_size)
@@ -335,24 +339,39 @@ def main(argv):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     flops = model.flops_per_token()["total"]
 
+    per_rank = windows_per_step // world
+    if config.auto_micro_batch:
+        most = torch.tensor(faults.most_that_fit(model, min(config.batch_size, per_rank), config, autocast, optimizer)).to(device)
+        if world > 1:
+            dist.all_reduce(most, dist.ReduceOp.MIN)
+        if most == 0:
+            raise faults.Stopped(f"not even a micro-batch of 1 x {config.block_size} tokens fits in memory: {faults.SMALLER}")
+        config.batch_size = settings["batch_size"] = most.item()
+
     # where it left off
-    path, start, spent, skipped, bad, best = out / "checkpoint.safetensors", 0, 0.0, 0, 0, math.inf
-    if config.resume == "must" and not path.exists():
-        raise ConfigError(f"resume=must: there is no {path}; start with --resume=auto")
-    resuming = config.resume != "never" and path.exists()
-    if resuming:
-        tensors, meta = checkpoint.load(path)
+    def restore(tensors, meta):
         state = checkpoint.unflatten(tensors, meta["skeleton"])
-        changes = refuse_changes(meta["config"], settings)
-        if meta["data"] != data.sha256:
-            raise ConfigError(f"the data in {folder} is not what this run was trained on (its sha256 differs): prepare it as "
-                              "before, or choose another out_dir")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
         checkpoint.set_rng_state(state["rng"])
+
+    path, start, spent, skipped, bad, best = out / checkpoint.NEWEST, 0, 0.0, 0, 0, math.inf
+    recent = deque(maxlen=faults.SPIKE_MEDIAN)  # losses that a spike is measured by
+    found = checkpoint.candidates(out)
+    if config.resume == "must" and not found:
+        raise ConfigError(f"resume=must: there is no {path}; start with --resume=auto")
+    resuming = config.resume != "never" and bool(found)
+    if resuming:
+        origin, tensors, meta, damaged = checkpoint.load_first(found)
+        changes = refuse_changes(meta["config"], settings)
+        if meta["data"] != data.sha256:
+            raise ConfigError(f"the data in {folder} is not what this run was trained on (its sha256 differs): prepare it as "
+                              "before, or choose another out_dir")
+        restore(tensors, meta)
         start, spent, skipped, bad, best = (meta[k] for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
-        del tensors, state  # as large as the model and its optimiser
+        recent.extend(meta.get("recent", []))
+        del tensors  # as large as the model and its optimiser
     if world > 1:
         seen = [None] * world
         dist.all_gather_object(seen, (start, config.dtype, data.sha256["train"]))
@@ -364,11 +383,14 @@ def main(argv):
             if is_main:
                 print(f"{out} is finished already; to train again use --resume=never", flush=True)
             return
+    keeper = checkpoint.Keeper(out, config.keep_checkpoints, config.async_checkpoint)
     if is_main:
         try:
-            lock = take(out)  # noqa: F841  held until the process ends
+            lock = faults.take(out)  # noqa: F841  held until the process ends
             if not resuming:
-                keep_earlier(out)
+                faults.keep_earlier(out)
+            else:
+                keeper.went_on_from(origin, meta)
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another out_dir") from None
@@ -380,7 +402,7 @@ def main(argv):
     if world > 1:
         ddp = DistributedDataParallel(compiled, device_ids=[device.index] if device.type == "cuda" else None,
                                       gradient_as_bucket_view=True)
-    batch_size, per_rank = config.batch_size, windows_per_step // world
+    batch_size = config.batch_size
     derived = {"windows_per_step": windows_per_step, "accumulation": -(-per_rank // batch_size), "processes": world,
                "tokens": config.max_iters * config.batch_tokens, "epochs": config.max_iters * windows_per_step / n_train,
                "warmup_steps": warmup_steps(config), "device": str(device),
@@ -390,15 +412,19 @@ def main(argv):
     log = None
     if is_main:
         where = environment()
-        write_json(out / "config.json", {"config": settings, "derived": derived, "environment": where, "data": data.meta,
-                                         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
-        log = Log(out, start)
+        try:
+            write_json(out / "config.json", {"config": settings, "derived": derived, "environment": where, "data": data.meta,
+                                             "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
+            log = Log(out, start)
+        except OSError as error:
+            raise ConfigError(f"cannot write the records to {out} ({error.strerror}): make room, or choose another "
+                              "out_dir") from None
         if config.wandb != "off":
             import wandb
 
             wandb.init(project=config.wandb_project, group=config.wandb_group or None, name=out.name, mode=config.wandb, dir=out,
                        config={**settings, **derived})
-    stop, bar = Stop(), Bar(config, start, is_main)
+    stop, bar = faults.Stop(), Bar(config, start, is_main)
     counts = derived["parameters"]
     bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
              f"tensors with weight decay; {derived['device_name']} x {world}, {config.dtype}; tokens mixed by {mixing}")
@@ -406,24 +432,45 @@ def main(argv):
              f"tokens = {derived['tokens'] / 1e6:.1f}M ({derived['epochs']:.2f} epochs), "
              f"{derived['accumulation']} micro-batches a step")
     if resuming:
-        bar.line(f"going on from {path} at step {start}"
+        for line in damaged:
+            bar.line(f"passed over: {line}")
+        logged = max((e["step"] for e in read_log(out, "train")), default=0) if is_main else start
+        if start - logged >= meta["config"]["log_interval"]:
+            bar.line(f"log.jsonl lacks what came after step {logged}: the disk did not take it")
+        bar.line(f"going on from {origin} at step {start}"
                  + "".join(f"; {key} was {old!r}, is {new!r}" for key, (old, new) in changes.items()))
 
-    def save(step):
-        """True where `step` is on disk afterwards, or is another rank's care."""
-        if not is_main:
-            return True
-        try:
-            tensors, skeleton = checkpoint.flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                                                    "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()})
-            checkpoint.save(path, tensors, {"skeleton": skeleton, "step": step, "tokens": step * config.batch_tokens,
-                                            "seconds": spent + time.perf_counter() - began, "skipped": skipped, "bad": bad,
-                                            "best_val_loss": best, "config": settings, "data": data.sha256,
-                                            "tokenizer": data.meta.get("tokenizer"), "table": data.meta.get("table")})
-        except OSError as error:  # a full disk, say: what was saved before is untouched
+    def save(step, loss):
+        """Begin to save the state after `step`, whose validation loss is `loss` if it is known; `settle` says how it ended."""
+        if is_main:
+            settle(wait=True)
+            keeper.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                         "rng": checkpoint.rng_state()},
+                        {"step": step, "tokens": step * config.batch_tokens, "seconds": spent + time.perf_counter() - began,
+                         "skipped": skipped, "bad": bad, "best_val_loss": best, "recent": list(recent), "config": settings,
+                         "data": data.sha256, "tokenizer": data.meta.get("tokenizer"), "table": data.meta.get("table")},
+                        loss, first=log.sync)
+            settle()
+
+    def settle(wait=False):
+        """Take note of a checkpoint that is on disk by now, or could not be written."""
+        nonlocal saved_at
+        step, error = keeper.result(wait) or (saved_at, None)
+        if error:  # a full disk, say: what was saved before is untouched
             bar.line(f"step {step}: checkpoint not written ({error}); the one before stays")
-            return False
-        return True
+        else:
+            saved_at = step
+
+    def record(event, step, **values):
+        """A line of the log. A disk that does not take it does not end training: it is tried again with the next."""
+        try:
+            behind = len(log.unwritten)
+            log.write(event, step, **values)
+            if behind:
+                bar.line(f"step {step}: the log is whole again")
+        except OSError as error:
+            if not behind:
+                bar.line(f"step {step}: log.jsonl takes no line ({error.strerror}): kept in memory until it does")
 
     def validate(step, windows):
         at_a_time = config.eval_batch_size or max(1, batch_size * config.block_size // eval_block)
@@ -431,12 +478,37 @@ def main(argv):
         if is_main:
             values = {"tokens": step * config.batch_tokens, "val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
                       "seconds": round(spent + time.perf_counter() - began, 3)}
-            log.write("eval", step, **values)
+            record("eval", step, **values)
             if config.wandb != "off":
                 wandb.log(values, step=step)
-            draw_loss(out)
+            with contextlib.suppress(OSError):  # a picture is not worth a run
+                draw_loss(out)
             bar.line(f"step {step:6d}  validation loss {loss:.4f} over {values['val_tokens']:,} tokens")
         return loss
+
+    def roll_back(step, loss):
+        """Take back the weights of the last checkpoint; of the one before it when a spike comes right after the last one."""
+        settle(wait=True)
+        if world > 1:
+            dist.barrier()  # what the others load is written
+        there = [p for p in checkpoint.candidates(out) if p.name != checkpoint.BEST]
+        said = (f"step {step}: loss {loss:.4f} is above spike_factor {config.spike_factor:g} x the median of the last "
+                f"{len(recent)} steps, {statistics.median(recent):.4f}")
+        if not there:
+            bar.line(f"{said}: step skipped, there is no checkpoint to go back to")
+            to = None
+        else:
+            origin, tensors, meta, damaged = checkpoint.load_first(there[min(bad, len(there)) - 1:])
+            restore(tensors, meta)
+            to = meta["step"]
+            if origin.name != checkpoint.NEWEST:
+                keeper.newest = None  # it led here
+            for line in damaged:
+                bar.line(f"passed over: {line}")
+            bar.line(f"{said}: back to the weights of {origin}, step {to}; the batches of the {step - to} steps since are passed "
+                     "over")
+        if is_main:
+            record("rollback", step, to_step=to, train_loss=loss, median_loss=statistics.median(recent))
 
     began = since = time.perf_counter()
     tokens_since, val_loss, aside, saved_at = 0, None, 0.0, start
@@ -445,17 +517,28 @@ def main(argv):
         for group in optimizer.param_groups:
             group["lr"] = lr
         windows = step_windows(n_train, windows_per_step, config.seed, step)[mine]
-        loss_sum = torch.zeros((), device=device)
-        for i in range(0, per_rank, batch_size):
-            part = windows[i:i + batch_size]
-            x, y = get_batch(data.train, part, config.block_size, device)
-            last = i + batch_size >= per_rank
-            with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
-                with autocast:
-                    loss = ddp(x, y)[1]  # not the logits: a name would keep them alive into the next forward
-                    loss = loss * (len(part) / per_rank)  # the mean over the step's windows, however they are cut
-                scaler.scale(loss).backward()
-            loss_sum += loss.detach().float()
+        loss_sum, full = torch.zeros((), device=device), False
+        faults.unchanged(data.train, stamps)
+        try:
+            for i in range(0, per_rank, batch_size):
+                part = windows[i:i + batch_size]
+                x, y = get_batch(data.train, part, config.block_size, device)
+                last = i + batch_size >= per_rank
+                with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
+                    with autocast:
+                        loss = ddp(x, y)[1]  # not the logits: a name would keep them alive into the next forward
+                        loss = loss * (len(part) / per_rank)  # the mean over the step's windows, however they are cut
+                    scaler.scale(loss).backward()
+                loss_sum += loss.detach().float()
+        except RuntimeError as error:
+            if not faults.out_of_memory(error):
+                raise
+            full = True  # the search below must begin after this block: the error's frames hold the activations
+        if full:
+            x = y = loss = None
+            optimizer.zero_grad(set_to_none=True)
+            raise faults.Stopped(f"step {step + 1}: " + faults.too_large(
+                model, min(batch_size, per_rank), per_rank, config, autocast, optimizer, world))
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
@@ -465,21 +548,28 @@ def main(argv):
             dist.all_reduce(shared)
         train_loss, asked, norm = shared[0].item(), shared[1].item() > 0, norm.item()
         overflow = scaler.is_enabled() and math.isfinite(train_loss) and scaler.get_scale() > 1  # float16 finding its scale
-        if math.isfinite(train_loss) and math.isfinite(norm):
+        spike = faults.is_spike(train_loss, recent, config.spike_factor)
+        if spike:
+            bad += 1
+            roll_back(step + 1, train_loss)
+        elif math.isfinite(train_loss) and math.isfinite(norm):
             scaler.step(optimizer)
+            recent.append(train_loss)
             bad = 0
         else:
             skipped, bad = skipped + 1, bad + (not overflow)
             bar.line(f"step {step + 1}: loss {train_loss}, gradient norm {norm}: step skipped ({bad} in a row)")
             if is_main:
-                log.write("skipped", step + 1, windows=[int(w) for w in windows[:8]], train_loss=train_loss, grad_norm=norm)
+                record("skipped", step + 1, windows=[int(w) for w in windows[:8]], train_loss=train_loss, grad_norm=norm)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         if bad >= config.max_bad_steps:
+            settle(wait=True)
             bar.close()
-            raise Diverged(f"stopped at step {step + 1}: loss or gradient not finite {bad} times in a row; the last batch began "
-                           f"at token {int(windows[0]) * config.block_size:,} of {folder / 'train.bin'}; the last good "
-                           f"checkpoint is {f'{path}, step {saved_at}' if path.exists() else 'none'}; try a lower learning_rate")
+            raise faults.Stopped(
+                f"stopped at step {step + 1}: loss or gradient not finite, or a spike, {bad} times in a row; the last batch "
+                f"began at token {int(windows[0]) * config.block_size:,} of {folder / 'train.bin'}; the last good checkpoint is "
+                f"{f'{path}, step {saved_at}' if path.exists() else 'none'}; try a lower learning_rate")
         done, tokens_since = step + 1, tokens_since + config.batch_tokens
 
         if is_main and (done % config.log_interval == 0 or done == config.max_iters):
@@ -492,7 +582,7 @@ def main(argv):
             if peak:
                 values["mfu"] = round(rate * flops / (peak * world), 4)
             since, tokens_since, aside = now, 0, 0.0
-            log.write("train", done, **values)
+            record("train", done, **values)
             if config.wandb != "off":
                 wandb.log(values, step=done)
             bar.line(f"step {done:6d}  loss {train_loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {rate:,.0f} tokens/s"
@@ -500,23 +590,25 @@ def main(argv):
         bar.step(f"loss {train_loss:.3f}")
 
         at_end, paused = done == config.max_iters, time.perf_counter()
-        if at_end or (config.eval_interval and done % config.eval_interval == 0):
+        evaluated = at_end or (config.eval_interval and done % config.eval_interval == 0)
+        if evaluated:
+            faults.unchanged(data.val, stamps)
             val_loss = validate(done, final_windows if at_end else some_windows)
             best = min(best, val_loss)
         due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else (
             config.eval_interval and done % config.eval_interval == 0)
-        if at_end or asked or due:
-            saved_at = done if save(done) else saved_at
+        if at_end or asked or due and not spike:  # a roll-back leaves nothing new to save
+            save(done, val_loss if evaluated else None)
+        settle(wait=at_end or asked)
         aside += time.perf_counter() - paused
         if asked and not at_end:
             bar.close()
-            if is_main and saved_at == done:
-                again = [sys.executable, *(a for a in sys.argv if not a.startswith("--resume")), "--resume=auto"]
-                how = f"go on with: {shlex.join(again)}" if world == 1 else "go on with the same torchrun line and --resume=auto"
-                print(f"stopped after step {done} of {config.max_iters} and saved {path}; {how}", flush=True)
-            elif is_main:
-                raise Diverged(f"stopped after step {done} without saving it; the last checkpoint is of step {saved_at}")
-            return
+            if is_main and saved_at < done:
+                raise faults.Stopped(f"stopped after step {done} without saving it; the last checkpoint is of step {saved_at}")
+            if is_main:
+                faults.say(f"stopped after step {done} of {config.max_iters} and saved {path}; go on with: "
+                           + faults.again_with(world, "--resume=auto"))
+            return config.stop_exit_code
 
     if val_loss is None:  # killed between the last checkpoint and the result: the log may hold its evaluation already
         val_loss = validate(config.max_iters, final_windows)
@@ -538,39 +630,17 @@ def main(argv):
             if data.meta.get("xz9_bits_per_byte"):
                 result["xz9_bits_per_byte"] = data.meta["xz9_bits_per_byte"]
                 text += f" (xz -9 needs {result['xz9_bits_per_byte']:.4f} for the same bytes)"
-        write_json(out / "result.json", result)
+        try:
+            log.flush()
+            write_json(out / "result.json", result)
+        except OSError as error:
+            raise faults.Stopped(
+                f"training is done and its last checkpoint is of step {saved_at}, but the records could not be finished "
+                f"({error.strerror}): make room, then " + faults.again_with(world, "--resume=auto")) from None
         if config.wandb != "off":
             wandb.summary.update(result)
             wandb.finish()
-        print(f"{text}, after {derived['tokens'] / 1e6:.1f}M tokens in {seconds:.0f} s; records in {out}/", flush=True)
-
-
-class Diverged(RuntimeError):
-    """The loss stayed not finite; the message says where and what to do."""
-
-
-def take(out):
-    """Lock an out_dir for this process, however it ends: two runs in one folder would mix their records."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(out.parent / f".{out.name}.lock", "w")
-    try:
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # not a Unix
-        pass
-    except BlockingIOError:
-        raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
-    return lock
-
-
-def keep_earlier(out):
-    """Move an earlier run's folder aside: nothing is overwritten."""
-    if not (out / "log.jsonl").exists():
-        return
-    number = next(n for n in range(1, 10**6) if not Path(f"{out}.{n}").exists())
-    os.rename(out, f"{out}.{number}")
-    print(f"the earlier run is kept as {out}.{number}", flush=True)
+        faults.say(f"{text}, after {derived['tokens'] / 1e6:.1f}M tokens in {seconds:.0f} s; records in {out}/")
 
 
 def finish_group():
@@ -581,9 +651,15 @@ def finish_group():
 
 
 if __name__ == "__main__":
-    with configurator.main_error("train.py", DataError, checkpoint.CheckpointError, Diverged):
+    with configurator.main_error("train.py", DataError, checkpoint.CheckpointError, faults.Stopped):
         try:
-            main(sys.argv[1:])
+            code = main(sys.argv[1:])
             finish_group()
+            sys.exit(code)
         except KeyboardInterrupt:
-            sys.exit("interrupted at once: nothing saved since the last checkpoint")
+            print("interrupted at once: nothing saved since the last checkpoint", file=sys.stderr, flush=True)
+            os._exit(130)  # an exit would wait for a checkpoint that is being written, and for other processes
+        except RuntimeError as error:
+            if not faults.Peers.are_meant(error):
+                raise
+            raise faults.Stopped(faults.Peers.lost(error)) from None

@@ -38,13 +38,9 @@ import configurator  # noqa: E402
 from bench.mqar_mixers import recall_model  # noqa: E402
 from bench.mqar_task import Task, generate, overlap  # noqa: E402
 from configurator import ConfigError  # noqa: E402
+from faults import Stop, keep_earlier, take  # noqa: E402
 from records import Log, environment, write_json  # noqa: E402
 from train import device_name, open_device, peak_memory, pick_dtype  # noqa: E402
-
-try:
-    from faults import Stop, keep_earlier, take
-except ImportError:  # before train.py's faults had a file of their own
-    from train import Stop, keep_earlier, take
 
 
 @dataclass

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 
 import checkpoint
 import configurator
+import faults
 import model
 import train
 from configurator import ConfigError
@@ -271,7 +272,8 @@ def test_config_files(file):
 # -------------------------------------------------------------------------------------------------------------- records
 
 def test_records_of_a_finished_run(whole, data):
-    files = ["checkpoint.safetensors", "config.json", "log.jsonl", "loss.png", "result.json"]
+    files = ["best.safetensors", "checkpoint-10.safetensors", "checkpoint.safetensors",
+             "config.json", "log.jsonl", "loss.png", "result.json"]
     assert sorted(p.name for p in whole.iterdir()) == files
     record = json.loads((whole / "config.json").read_text())
     assert set(record["config"]) == {f.name for f in dataclasses.fields(TrainConfig)}
@@ -481,13 +483,27 @@ def test_what_a_resume_refuses_and_what_it_takes(whole, data, tmp_path):
     assert left == {p.name: p.read_bytes() for p in out.iterdir() if p.name != "config.json"}
 
 
-def test_a_damaged_checkpoint_is_not_gone_on_from(whole, data, tmp_path):
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["damaged", "cut short", "missing"])
+def test_a_damaged_checkpoint_is_not_gone_on_from(whole, data, tmp_path, how):
+    """The one before it is, and the rest of the log goes; where no other is left, the run does not start."""
     out = tmp_path / "run"
     shutil.copytree(whole, out)
-    content = bytearray((out / "checkpoint.safetensors").read_bytes())
-    content[-100] ^= 1
-    (out / "checkpoint.safetensors").write_bytes(content)
-    refuse(arguments(data, out, resume="auto"), "checkpoint.safetensors", "damaged")
+    newest = out / "checkpoint.safetensors"
+    {"damaged": lambda: damage(newest), "cut short": lambda: os.truncate(newest, 3000), "missing": newest.unlink}[how]()
+    result = succeed(arguments(data, out, resume="auto"))
+    assert how == "missing" or f"passed over: {newest}: " in result.out and how in result.out
+    assert f"going on from {out / 'checkpoint-10.safetensors'} at step 10" in result.out
+    assert_same_run(out, whole)
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.iterdir())
+    for path in out.glob("*.safetensors"):
+        path.write_bytes(b"junk")
+    refuse(arguments(data, out, resume="auto"), f"{newest}: cut short", "2 others here cannot be read either")
 
 
 # ------------------------------------------------------------------------------------------- signals, on real processes
@@ -700,7 +716,7 @@ def test_a_checkpoint_that_could_not_be_written_is_not_announced_as_saved(data, 
 
 
 def test_two_runs_cannot_share_a_folder(data, tmp_path):
-    held = train.take(tmp_path / "run")
+    held = faults.take(tmp_path / "run")
     refuse(arguments(data, tmp_path / "run"), "another run writes to", "another out_dir")
     held.close()
     succeed(arguments(data, tmp_path / "run", max_iters=2))

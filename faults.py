@@ -1,0 +1,225 @@
+"""What goes wrong in a week of training, and what train.py does about it.
+
+    another process silent    Peers         within timeout_minutes a line says whose answer is missing
+    a loss that leaps         is_spike      loss > spike_factor x median of the last 50: back to the last good checkpoint
+    memory runs out           most_that_fit halves the micro-batch until forward and backward fit
+    a data file changes       unchanged     before a step reads it
+    a signal                  Stop          finish the step, save, exit
+    two runs in one folder    take          the second is refused
+
+The surprise: an error's traceback holds the activations of every frame it names. Memory that ran out is free again only
+when the error is forgotten, so the search for a smaller micro-batch begins after the `except` block, not in it.
+
+    python -m pytest tests/test_chaos.py          make chaos: the same, for long
+"""
+
+import contextlib
+import math
+import os
+import platform
+import shlex
+import signal
+import statistics
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from configurator import ConfigError
+from data.loader import DataError
+
+SPIKE_MEDIAN, SPIKE_LEAST = 50, 10  # losses that a spike is measured by: the last so many, once there are so many
+SMALLER = "choose a smaller block_size or model, or --dtype=bfloat16"
+
+
+class Stopped(RuntimeError):
+    """A run that cannot go on by itself; the message, one line, says why, what is saved, and how to go on."""
+
+
+def is_spike(loss, recent, factor):
+    """Whether a finite loss is above `factor` x the median of the recent ones; never while there are few, or factor is 0."""
+    return bool(factor) and len(recent) >= SPIKE_LEAST and math.isfinite(loss) and loss > factor * statistics.median(recent)
+
+
+class Peers:
+    """The other processes of the run: how to join them, and who of them does not answer."""
+
+    store, seconds = None, 5.0  # of the roll call
+
+    @classmethod
+    def join(cls, backend, wait):
+        """Join them; `wait` is the timeout of whatever is done together."""
+        store, rank, world = next(dist.rendezvous("env://", timeout=wait))
+        cls.store = fresh(store, rank, world, wait)
+        dist.init_process_group(backend, store=dist.PrefixStore("group", cls.store), rank=rank, world_size=world, timeout=wait)
+
+    @classmethod
+    def are_meant(cls, error):
+        """Whether a RuntimeError tells of an exchange between processes that failed."""
+        return cls.store is not None and (isinstance(error, dist.DistError) or "gloo" in str(error))
+
+    @classmethod
+    def lost(cls, error):
+        """A line on an exchange that failed: who says it, and who did not answer. Takes a roll call of some seconds."""
+        rank, world, present, reached = dist.get_rank(), dist.get_world_size(), {dist.get_rank()}, []
+
+        def call():
+            with contextlib.suppress(RuntimeError):
+                cls.store.set(f"here/{rank}", "")
+                while len(present) < world:
+                    present.update(r for r in range(world) if cls.store.check([f"here/{r}"]))
+                    reached.append(True)
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=call, daemon=True)  # a store whose process hangs would not let go of us
+        thread.start()
+        thread.join(cls.seconds)
+        missing = [r for r in range(world) if r not in present] if reached else [0]  # rank 0, or torchrun, holds the store
+        who = f"no answer from rank {', '.join(map(str, missing))}" if missing else "all others answer by now"
+        what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return (f"rank {rank} on {platform.node()}: {who} ({what[:200]}); the run goes on from its last checkpoint with the same "
+                "line and --resume=auto, which torchrun --max-restarts gives by itself")
+
+
+def fresh(store, rank, world, wait):
+    """A part of the store that no earlier attempt wrote to.
+
+    torchrun keeps one store over its restarts, and PyTorch 2.13 puts every attempt's addresses under the same names: who
+    reads before the other has written connects to the dead. So each process asks under a name of its own, just made up, and
+    rank 0 answers whoever asks, until all who are alive have taken up its answer.
+    """
+    mine, until = uuid.uuid4().hex, time.monotonic() + wait.total_seconds()
+    store.set(f"longhorn/asks/{rank}", mine)
+    if rank:
+        token = store.get(f"longhorn/{mine}").decode()
+        store.set(f"longhorn/{token}/{rank}", "here")
+        return dist.PrefixStore(token, store)
+    while missing := [r for r in range(1, world) if not store.check([f"longhorn/{mine}/{r}"])]:
+        if time.monotonic() > until:
+            raise Stopped(f"no answer from rank {', '.join(map(str, missing))} within {wait}: start it, or raise timeout_minutes")
+        for r in missing:
+            if store.check([f"longhorn/asks/{r}"]):
+                store.set(f"longhorn/{store.get(f'longhorn/asks/{r}').decode()}", mine)
+        time.sleep(0.02)
+    return dist.PrefixStore(mine, store)
+
+
+def out_of_memory(error):
+    """Whether a RuntimeError says that memory ran out: the GPU's, or the CPU's where a limit is set."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def fits(model, windows, config, autocast, held=0):
+    """Whether forward and backward of a micro-batch of so many windows fit in memory, beside `held` bytes for other things."""
+    device, parameters, fit = next(model.parameters()).device, list(model.parameters()), True
+    try:
+        rest = torch.empty(held, dtype=torch.uint8, device=device)
+        x = torch.zeros(windows, config.block_size, dtype=torch.long, device=device)
+        with autocast:
+            loss = model(x, x)[1]
+        torch.autograd.grad(loss, parameters, allow_unused=True)  # not backward(): other processes are not to hear of it
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        fit = False
+    rest = x = loss = None  # noqa: F841  for the next try
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return fit
+
+
+def most_that_fit(model, windows, config, autocast, optimizer):
+    """The largest of windows, windows / 2, windows / 4 ... that fit as a micro-batch; 0 where not even one does."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    held = size + (0 if optimizer.state else 2 * size)  # gradients that add up, and what AdamW will keep
+    while windows and not fits(model, windows, config, autocast, held):
+        windows //= 2
+    return windows
+
+
+def too_large(model, windows, per_rank, config, autocast, optimizer, world):
+    """A line on a micro-batch of so many windows that memory did not hold: what it does hold, and the command line for it."""
+    text = f"a micro-batch of {windows} x {config.block_size} tokens does not fit in memory"
+    less = most_that_fit(model, windows // 2, config, autocast, optimizer)
+    if not less:
+        return f"{text}, nor does a smaller one: {SMALLER}"
+    return (f"{text}; {less} x {config.block_size} does, with {-(-per_rank // less)} micro-batches a step and the same result: "
+            + again_with(world, f"--batch_size={less}", "--resume=auto") + " (--auto_micro_batch finds it by itself)")
+
+
+def stamp(tokens):
+    """What changes when the file behind a memmap is replaced, cut or written to."""
+    try:
+        s = os.stat(tokens.filename)
+        return s.st_ino, s.st_size, s.st_mtime_ns
+    except OSError as error:
+        return error.strerror
+
+
+def unchanged(tokens, stamps):
+    """Raises DataError where a split's file is not the one that the run began with: a truncated one would end the process
+    without a word, another one would be learned from."""
+    now, before = stamp(tokens), stamps[tokens.filename]
+    if now != before:
+        what = now if isinstance(now, str) else f"{before[1]:,} bytes then, {now[1]:,} now" if now[1] != before[1] else \
+            "replaced" if now[0] != before[0] else "written to"
+        raise DataError(f"{tokens.filename} was changed under the running job ({what}): put back the file that was there, or "
+                        "prepare it again, and go on from the last checkpoint with --resume=auto")
+
+
+def again_with(world, *changes):
+    """The command line that goes on from here with some settings changed."""
+    names = tuple(change.partition("=")[0] for change in changes)
+    if world > 1:
+        return "the same torchrun line with " + " ".join(changes)
+    return shlex.join([sys.executable, *(a for a in sys.argv if a.partition("=")[0] not in names), *changes])
+
+
+def say(text):
+    """Print a line, if that can be done: what standard output goes to may be a file on the full disk."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+class Stop:
+    """Turns the first SIGTERM, SIGUSR1 (Slurm's warning) or SIGINT into a request to finish the step; a second SIGINT
+    interrupts at once."""
+
+    def __init__(self):
+        self.signal = None
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), self.ask)
+
+    def ask(self, number, frame):
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+def take(out):
+    """Lock an out_dir for this process, however it ends: two runs in one folder would mix their records."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(out.parent / f".{out.name}.lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # not a Unix
+        pass
+    except BlockingIOError:
+        raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
+    return lock
+
+
+def keep_earlier(out):
+    """Move an earlier run's folder aside: nothing is overwritten."""
+    if not (out / "log.jsonl").exists():
+        return
+    number = next(n for n in range(1, 10**6) if not Path(f"{out}.{n}").exists())
+    os.rename(out, f"{out}.{number}")
+    print(f"the earlier run is kept as {out}.{number}", flush=True)

@@ -1,0 +1,743 @@
+"""Training that nothing can kill: every fault is injected for real, and the run must end as if nothing had happened.
+
+    bit for bit = every tensor of the last checkpoint, and every line of log.jsonl but for seconds, speed and memory
+
+The surprise: most processes here are forked from one that has imported PyTorch already, so that a process to kill costs
+a twentieth of a second and not three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
+
+    python -m pytest tests/test_chaos.py      a shortened form of everything
+    make chaos                                fifty kills instead of a few, two hosts with a cable between them: half an hour
+"""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_train import LONG, TINY, arguments, assert_same_run, events, losses, refuse, run, saved, stops_at, succeed, write_data
+
+import checkpoint
+import configurator
+import faults
+import records
+from data import loader
+from model import LM
+from scan import longhorn_scan, longhorn_scan_ref
+from train import TrainConfig
+
+ROOT = Path(checkpoint.__file__).resolve().parent
+CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
+KILLS = 50 if CHAOS else 4
+TIMING = ("seconds", "tokens_per_second", "memory_bytes")
+RUN = {**LONG, "eval_interval": 100, "checkpoint_interval": 20, "dtype": "float32"}
+root = os.name == "posix" and os.geteuid() == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As many as the forked processes have: the same sums in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------- processes to disturb
+
+def child(argv, env, output, patches):
+    """train.py ARGV in a forked process; `patches` make its disk slow or its memory small."""
+    os.environ.update(env)
+    with open(output, "ab") as f:
+        os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
+    if "slow_disk" in patches:
+        fsync = os.fsync
+        os.fsync = lambda fd: (time.sleep(patches["slow_disk"]), fsync(fd))
+    if "memory" in patches:
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + patches["memory"],) * 2)
+    torch.set_num_threads(1)
+    sys.argv = ["train.py", *argv]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+class Run:
+    """Ranks of one run: started, watched, killed."""
+
+    def __init__(self, context, folder, argv, world, env, patches):
+        self.output = [folder / f"rank{rank}.txt" for rank in range(world)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.ranks = []
+        for rank, output in enumerate(self.output):
+            output.write_text("")
+            ranks = {} if world == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                                           "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            self.ranks.append(context.Process(target=child, args=(argv, {**env, **ranks}, output, patches)))
+            self.ranks[-1].start()
+
+    def send(self, number, *ranks):
+        for rank in ranks or range(len(self.ranks)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ranks[rank].pid, number)
+
+    def alive(self):
+        return all(r.is_alive() for r in self.ranks)
+
+    def end(self, timeout=200):
+        """Exit codes, once all have ended by themselves."""
+        deadline = time.time() + timeout
+        for r in self.ranks:
+            r.join(max(0.1, deadline - time.time()))
+        codes = [r.exitcode for r in self.ranks]
+        assert None not in codes, f"still running after {timeout} s: {codes} {self.said()}"
+        return codes
+
+    def said(self, rank=0):
+        return self.output[rank].read_text()
+
+    def until(self, condition, what, timeout=200):
+        """Wait for the condition; False if a rank ended before."""
+        deadline = time.time() + timeout
+        while not condition():
+            if not self.alive():
+                return bool(condition())
+            assert time.time() < deadline, f"no {what} after {timeout} s: {self.said()}"
+            time.sleep(0.002)
+        return True
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    """A process that has imported everything, to fork from."""
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1"):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["test_chaos", "matplotlib.pyplot", "matplotlib.backends.backend_agg"])
+        multiprocessing.forkserver.ensure_running()
+        yield context
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.fixture
+def launch(nursery, tmp_path_factory):
+    """launch(argv, world=1): a Run; none outlives its test."""
+    runs = []
+
+    def launch(argv, world=1, env=None, **patches):
+        runs.append(Run(nursery, tmp_path_factory.mktemp("said"), argv, world, env or {}, patches))
+        return runs[-1]
+    yield launch
+    for r in runs:
+        r.send(signal.SIGKILL)
+        r.end()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data") / "words")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery, data, tmp_path_factory):
+    """undisturbed(world): the folder of a run of RUN by so many processes that nobody disturbed."""
+    folders = {}
+
+    def undisturbed(world):
+        if world not in folders:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            folders[world] = folder / "run"
+            r = Run(nursery, folder, arguments(data, folders[world], RUN, batch_size=4 // world), world, {}, {})
+            assert r.end() == [0] * world, r.said()
+        return folders[world]
+    return undisturbed
+
+
+def log_lines(out):
+    """log.jsonl without what depends on the clock; every line must be whole."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in e.items() if k not in TIMING} for e in lines]
+
+
+def assert_bit_for_bit(out, other):
+    assert log_lines(out) == log_lines(other)
+    assert_same_run(out, other)
+    names = [sorted(p.name for p in folder.glob("*.safetensors*")) for folder in (out, other)]
+    assert names[0] == names[1], names
+    best = [checkpoint.load(folder / "best.safetensors") for folder in (out, other)]
+    assert best[0][1]["step"] == best[1][1]["step"] and all(torch.equal(best[0][0][n], t) for n, t in best[1][0].items())
+
+
+def logged(out):
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return json.loads((out / "log.jsonl").read_text().splitlines()[-1])["step"]
+    return 0
+
+
+def writing(out):
+    """Whether a checkpoint is on its way to the disk."""
+    return any(".tmp-" in name and name.split(".tmp-")[0].endswith(".safetensors")
+               for name in (os.listdir(out) if out.exists() else ()))
+
+
+# ------------------------------------------------------------------------------------------------------- kill -9, often
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
+    """In the middle of a write, right at the start, anywhere; a whole node, or one of two processes."""
+    chance, number, torn, kills = random.Random(world), 0, 0, 0
+    out = tmp_path / "run0"
+    argv = lambda: [*arguments(data, out, RUN, batch_size=4 // world), "--resume=auto", "--timeout_minutes=1"]
+    while kills < (KILLS if world == 1 else KILLS if CHAOS else 3):
+        r = launch(argv(), world, slow_disk=0.01)
+        if kills % 5 == 4:
+            time.sleep(chance.uniform(0, 0.5))
+        else:
+            target = logged(out) + chance.randrange(1, 45)
+            if r.until(lambda t=target, out=out: logged(out) >= t, "progress") and kills % 2 == 0:
+                r.until(lambda out=out: writing(out), "checkpoint")
+                time.sleep(chance.uniform(0, 0.02))
+        ended = not r.alive()
+        victims = range(world) if world == 1 or chance.random() < 0.5 else [chance.randrange(world)]
+        r.send(signal.SIGKILL, *victims)
+        codes = r.end()
+        if ended and codes == [0] * world:  # it was faster: the next one is killed in a run of its own
+            assert_bit_for_bit(out, undisturbed(world))
+            number += 1
+            out = tmp_path / f"run{number}"
+            continue
+        kills += 1
+        torn += writing(out)
+        for rank in set(range(world)) - set(victims):
+            line = r.said(rank).splitlines()[-1]  # unless the kill came before they had met
+            assert "no answer from rank" in line and "--resume=auto" in line or not logged(out), line
+    if not (out / "result.json").exists():
+        r = launch(argv(), world)
+        assert r.end() == [0] * world, r.said()
+    assert_bit_for_bit(out, undisturbed(world))
+    assert torn >= (KILLS // 5 if CHAOS else 1), "no kill struck in the middle of a write"
+
+
+def test_from_two_processes_to_one_to_four(undisturbed, launch, data, tmp_path):
+    out = tmp_path / "run"
+    for world, until in ((2, 120), (1, 250), (4, 400)):
+        r = launch([*arguments(data, out, RUN, batch_size=4 // world), "--resume=auto"], world)
+        if until < 400:
+            assert r.until(lambda u=until: logged(out) >= u, "progress")
+            r.send(signal.SIGTERM, world - 1)
+        assert r.end() == [0] * world, r.said()
+    assert list(events(out)) == list(range(1, 401))
+    worst = max(abs(a / b - 1) for a, b in zip(losses(out), losses(undisturbed(1)), strict=True))
+    assert worst < 1e-3, worst  # other batches differ by 0.1 and more
+
+
+@pytest.mark.parametrize("stopped", [1, 0] if CHAOS else [1])
+def test_a_process_that_hangs_is_named(launch, data, tmp_path, stopped):
+    r = launch([*arguments(data, tmp_path / "run", RUN, batch_size=2, eval_interval=0), "--timeout_minutes=0.1"], 2)
+    assert r.until(lambda: logged(tmp_path / "run") >= 50, "progress")
+    began = time.time()
+    r.send(signal.SIGSTOP, stopped)
+    r.ranks[1 - stopped].join(120)
+    assert r.ranks[1 - stopped].exitcode == 2 and 5 < time.time() - began < 100
+    line = r.said(1 - stopped).splitlines()[-1]
+    assert f"rank {1 - stopped} on " in line and f"no answer from rank {stopped}" in line and "Timed out" in line, line
+
+
+# ------------------------------------------------------------------------------------------------------------- torchrun
+
+def torchrun(*how):
+    return [sys.executable, "-m", "torch.distributed.run", *how, str(ROOT / "train.py")]
+
+
+def workers_of(pid):
+    """Ids of a process's children, by their rank."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            env = dict(e.split("=", 1) for e in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in e)
+            if "RANK" in env:
+                found[int(env["RANK"])] = int(child)
+    return found
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(command): a process of its own, its output in a file; none outlives its test."""
+    started = []
+
+    def start(command, **env):
+        output = tmp_path / f"said{len(started)}.txt"
+        with open(output, "w") as f:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT, start_new_session=True,
+                                       env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+        process.said = output.read_text
+        started.append(process)
+        return process
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until(condition, what, process, timeout=240):
+    deadline = time.time() + timeout
+    while not condition():
+        assert process.poll() is None, f"ended with {process.returncode} before {what}: {process.said()[-3000:]}"
+        assert time.time() < deadline, f"no {what} after {timeout} s: {process.said()[-3000:]}"
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, tmp_path):
+    """Its second attempt goes on from the last checkpoint; SIGTERM to torchrun itself then saves, and one more ends it."""
+    out = tmp_path / "run"
+    argv = [*arguments(data, out, RUN, batch_size=2), "--resume=auto"]
+    agent = start([*torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2"), *argv])
+    wait_until(lambda: logged(out) >= 50, "progress", agent)
+    os.kill(workers_of(agent.pid)[1], signal.SIGKILL)
+    wait_until(lambda: "going on from" in agent.said(), "restart", agent)
+    step = int(agent.said().split("going on from")[1].split(" at step ")[1].split()[0])
+    assert step >= 40 and step % 20 == 0 and "rank 0 on " in agent.said()
+    wait_until(lambda: logged(out) > step + 50, "progress", agent)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(120) != 0 and "stopped after step" in agent.said()  # torchrun does not pass the workers' 0 on
+    stopped = saved(out)[1]["step"]
+    assert stopped == max(events(out)) and f"stopped after step {stopped} " in agent.said()
+    r = launch(argv, 2)
+    assert r.end() == [0, 0], r.said()
+    assert log_lines(out) == log_lines(undisturbed(2))
+    assert_same_run(out, undisturbed(2))
+
+
+def test_torchrun_that_would_begin_anew_is_refused(data, tmp_path):
+    with mock.patch.dict(os.environ, TORCHELASTIC_MAX_RESTARTS="2"):
+        refuse(arguments(data, tmp_path / "run"), "resume=never", "--max-restarts", "--resume=auto")
+
+
+def can_netns():
+    if not (root and shutil.which("ip") and CHAOS):
+        return False
+    made = subprocess.run(["ip", "netns", "add", "longhorn_probe"], capture_output=True).returncode == 0
+    return made and subprocess.run(["ip", "netns", "del", "longhorn_probe"], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces joined by a cable: a function that runs `ip` in one of them."""
+    ip = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True)
+    hosts = [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
+    try:
+        for host in hosts:
+            ip("netns", "add", host)
+        ip("link", "add", "lh0", "netns", hosts[0], "type", "veth", "peer", "name", "lh1", "netns", hosts[1])
+        for i, host in enumerate(hosts):
+            ip("-n", host, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"lh{i}")
+            ip("-n", host, "link", "set", f"lh{i}", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+        yield hosts, ip
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+
+
+@pytest.mark.skipif(not can_netns(), reason="make chaos only, as root, with iproute2's network namespaces")
+def test_two_hosts_survive_a_cut_cable(undisturbed, two_hosts, start, data, tmp_path):
+    """torchrun on each, in a loop as a service manager would have it; both end the run once the cable is back."""
+    hosts, ip = two_hosts
+    out = tmp_path / "run"
+    argv = [*arguments(data, out, {**RUN, "batch_size": 2, "max_iters": 400}), "--resume=auto", "--timeout_minutes=0.1"]
+    nodes = []
+    for i, host in enumerate(hosts):
+        command = torchrun("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=chaos",
+                           "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
+                           f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")
+        loop = 'for i in 1 2 3 4 5 6 7 8; do "$@" && exit 0; sleep 1; done; exit 1'
+        nodes.append(start(["ip", "netns", "exec", host, "bash", "-c", loop, "_", *command, *argv],
+                           GLOO_SOCKET_IFNAME=f"lh{i}", TP_SOCKET_IFNAME=f"lh{i}"))
+    wait_until(lambda: logged(out) >= 100, "progress", nodes[0])
+    ip("-n", hosts[1], "link", "set", "lh1", "down")
+    wait_until(lambda: "no answer from rank" in nodes[0].said() + nodes[1].said(), "complaint", nodes[0])
+    ip("-n", hosts[1], "link", "set", "lh1", "up")
+    for node in nodes:
+        assert node.wait(240) == 0, [n.said()[-3000:] for n in nodes]
+    assert "going on from" in nodes[0].said() + nodes[1].said()
+    assert log_lines(out) == log_lines(undisturbed(2))
+    assert_same_run(out, undisturbed(2))
+
+
+# ------------------------------------------------------------------------------------------------------------ divergence
+
+def spoiled(folder, steps, base):
+    """An LM whose loss is a hundred times too large on the batches of these steps (from 0), whenever they come."""
+    tokens = torch.from_numpy(np.fromfile(folder / "train.bin", dtype=np.uint16).astype(np.int64))
+    size, per_step = base["block_size"], base["batch_tokens"] // base["block_size"]
+    count = loader.n_windows(len(tokens), size)
+    assert (max(steps) + 1) * per_step <= count, "the batches come again"
+    first = [loader.step_windows(count, per_step, 1337, step)[0] * size for step in steps]
+    bad = torch.stack([tokens[f:f + size] for f in first])
+
+    class Spoiled(LM):
+        def forward(self, idx, targets=None, **how):
+            logits, loss = super().forward(idx, targets, **how)
+            if self.training and (idx[:, None] == bad).all(-1).any():
+                loss = loss * 100
+            return logits, loss
+    return Spoiled
+
+
+SPIKES = {**LONG, "max_iters": 60, "checkpoint_interval": 10, "eval_interval": 0, "spike_factor": 3.0}
+
+
+def test_a_spike_goes_back_to_the_last_checkpoint_and_past_the_batch(data, tmp_path):
+    versions, out = {}, tmp_path / "run"
+    save = checkpoint.save
+
+    def keep(path, tensors, meta):
+        versions[meta["step"]] = {name: t.clone() for name, t in tensors.items() if name.startswith("model")}
+        save(path, tensors, meta)
+
+    LM = spoiled(data, [34], SPIKES)
+    with mock.patch.object(checkpoint, "save", keep):
+        result = succeed(arguments(data, out, SPIKES, checkpoint_interval=10), LM=LM)
+    spikes = events(out, "rollback")
+    assert list(spikes) == [35] and spikes[35]["to_step"] == 30 and spikes[35]["train_loss"] > 50 * spikes[35]["median_loss"]
+    assert "step 35: loss " in result.out and "above spike_factor 3 x the median" in result.out and "step 30;" in result.out
+    assert 35 not in versions and 40 in versions  # nothing new to save in that step
+    assert losses(out)[34] > 100 and max(losses(out)[35:]) < 6
+
+    stopped = tmp_path / "stopped"  # killed in between or not, it is the same run
+    succeed(arguments(data, stopped, SPIKES, checkpoint_interval=10), LM=type("Stops", (stops_at(33), LM), {}))
+    succeed(arguments(data, stopped, SPIKES, checkpoint_interval=10, resume="auto"), LM=LM)
+    assert events(stopped, "rollback")[35]["to_step"] == 33  # where it was saved last
+    stopped = tmp_path / "later"
+    succeed(arguments(data, stopped, SPIKES, checkpoint_interval=10), LM=type("Stops", (stops_at(38), LM), {}))
+    succeed(arguments(data, stopped, SPIKES, checkpoint_interval=10, resume="auto"), LM=LM)
+    assert log_lines(stopped) == log_lines(out)
+    assert_same_run(stopped, out)
+
+
+def test_a_spike_right_after_a_roll_back_goes_further_back(data, tmp_path):
+    out = tmp_path / "run"
+    succeed(arguments(data, out, SPIKES), LM=spoiled(data, [34, 35, 36, 50], SPIKES))
+    assert {step: e["to_step"] for step, e in events(out, "rollback").items()} == {35: 30, 36: 20, 37: 20, 51: 50}
+    out = tmp_path / "early"  # with nothing to go back to the step is left out
+    result = succeed(arguments(data, out, SPIKES, checkpoint_interval=0), LM=spoiled(data, [34], SPIKES))
+    assert events(out, "rollback")[35]["to_step"] is None and "no checkpoint to go back to" in result.out
+    refuse(arguments(data, out, SPIKES, max_bad_steps=3), "a spike, 3 times in a row", LM=spoiled(data, [34, 35, 36], SPIKES))
+    succeed(arguments(data, tmp_path / "off", SPIKES, spike_factor=0), LM=spoiled(data, [34], SPIKES))
+    assert not events(tmp_path / "off", "rollback")
+    refuse(arguments(data, out, SPIKES, spike_factor=0.5), "spike_factor 0.5", "above 1", "0 for no roll-back")
+
+
+@settings(deadline=None)
+@given(st.floats(allow_nan=True), st.lists(st.floats(0.1, 10), max_size=60), st.one_of(st.just(0.0), st.floats(1.01, 100)))
+def test_the_rule_for_a_spike(loss, recent, factor):
+    found = faults.is_spike(loss, recent, factor)
+    assert found == (factor > 0 and len(recent) >= 10 and math.isfinite(loss) and loss > factor * float(np.median(recent)))
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+def small_memory(limit):
+    """An LM that runs out of memory in training with more than so many sequences, as PyTorch says it of a GPU."""
+    class Small(LM):
+        seen = []
+
+        def forward(self, idx, targets=None, **how):
+            if self.training and len(idx) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            Small.seen.append(len(idx))
+            return super().forward(idx, targets, **how)
+    return Small
+
+
+def test_out_of_memory_names_what_fits_and_how(data, tmp_path):
+    line = refuse(arguments(data, tmp_path / "run"), "micro-batch of 12 x 32", "3 x 32 does", "4 micro-batches a step",
+                  "--batch_size=3", "--resume=auto", "--auto_micro_batch", LM=small_memory(5))
+    assert "--batch_size=12" not in line
+    refuse(arguments(data, tmp_path / "run"), "12 x 32", "nor does a smaller one", "block_size", LM=small_memory(0))
+    refuse(arguments(data, tmp_path / "run", auto_micro_batch=True), "not even", "1 x 32", "block_size", LM=small_memory(0))
+
+
+def test_auto_micro_batch(data, tmp_path):
+    LM = small_memory(7)
+    succeed(arguments(data, tmp_path / "run", auto_micro_batch=True, batch_size=64, eval_interval=0), LM=LM)
+    assert max(LM.seen) <= 7 or 12 in LM.seen
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["config"]["batch_size"] == 6 and record["derived"]["accumulation"] == 2
+    succeed(arguments(data, tmp_path / "by_hand", batch_size=6, eval_interval=0))
+    assert losses(tmp_path / "run") == losses(tmp_path / "by_hand")  # the search leaves no trace
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_memory_that_really_runs_out(launch, data, tmp_path):
+    large = {**TINY, "block_size": 512, "batch_tokens": 512 * 32, "batch_size": 32, "max_iters": 1, "eval_interval": 0}
+    r = launch(arguments(data, tmp_path / "run", large), memory=60 << 20)
+    assert r.end() == [2], r.said()
+    line = r.said().splitlines()[-1]
+    assert "micro-batch of 32 x 512 tokens does not fit" in line and "--batch_size=" in line and "Traceback" not in r.said()
+    fits = int(line.split("--batch_size=")[1].split()[0])
+    r = launch([*arguments(data, tmp_path / "run", {**large, "batch_size": fits}), "--resume=auto"], memory=60 << 20)
+    assert r.end() == [0], r.said()
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+
+def test_slurms_warning_saves_and_exits_as_asked(undisturbed, data, tmp_path):
+    result = run(arguments(data, tmp_path / "run", stop_exit_code=75), LM=stops_at(7, signal.SIGUSR1))
+    assert result.code == 75 and "stopped after step 7 of 12" in result.out and saved(tmp_path / "run")[1]["step"] == 7
+    refuse(arguments(data, tmp_path / "run", stop_exit_code=200), "stop_exit_code 200", "0 .. 127")
+
+
+def test_a_second_interrupt_ends_at_once(launch, data, tmp_path):
+    out = tmp_path / "run"
+    r = launch(arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0), slow_disk=60)
+    assert r.until(lambda: logged(out) >= 20, "progress")
+    r.send(signal.SIGINT)
+    assert r.until(lambda: writing(out) or (out / "log.jsonl").stat().st_size == 0 or not time.sleep(1), "stop")
+    began = time.time()
+    r.send(signal.SIGINT)
+    assert r.end(40) == [130] and time.time() - began < 40 and "interrupted at once" in r.said()
+
+
+SRUN = """#!/bin/bash
+# a stand-in: two tasks, and Slurm's warning once the log has lines; what follows the options is the command
+shift
+for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & pids+=($!); done
+until [ -s "$OUT/log.jsonl" ] && [ $(wc -l < "$OUT/log.jsonl") -ge 30 ]; do sleep 0.05; done
+[ -e "$OUT/warned" ] || { touch "$OUT/warned"; kill -USR1 ${pids[@]}; }
+code=0; for pid in ${pids[@]}; do wait $pid || code=$?; done; exit $code
+"""
+
+
+def test_the_slurm_script(undisturbed, start, data, tmp_path):
+    """Under stand-ins for Slurm's commands: warned, it saves and queues again; the second time it ends the run."""
+    assert subprocess.run(["bash", "-n", ROOT / "deploy" / "slurm.sh"]).returncode == 0
+    if not CHAOS:
+        return
+    folder, out = tmp_path / "bin", tmp_path / "run"
+    folder.mkdir()
+    (folder / "srun").write_text(SRUN)
+    (folder / "scontrol").write_text(f'#!/bin/bash\n[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/queued\n')
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1",
+           "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "here"}
+    argv = [a for a in arguments(data, out, RUN, batch_size=2) if not a.startswith("--out_dir")]
+    for queued in (1, 1):
+        job = start(["bash", str(ROOT / "deploy" / "slurm.sh"), str(out), *argv], **env)
+        assert job.wait(240) == 0, job.said()
+        assert len((tmp_path / "queued").read_text().splitlines()) == queued
+    assert f"requeue {os.getpid()}" in (tmp_path / "queued").read_text()
+    assert log_lines(out) == log_lines(undisturbed(2))
+
+
+def test_the_kubernetes_job():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / "deploy" / "kubernetes.yaml").read_text())
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    command = container["command"]
+    config = configurator.load(TrainConfig, [str(ROOT / a) if a.startswith("config/") else a
+                                             for a in command[command.index("train.py") + 1:]])
+    assert config.resume == "auto" and job["kind"] == "Job"
+    assert config.out_dir.startswith(container["volumeMounts"][0]["mountPath"])
+
+
+# ------------------------------------------------------------------------------------------------------------- full disk
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(megabytes): a file system of that size."""
+    mounted = []
+
+    def small_disk(megabytes):
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True).returncode:
+            pytest.skip("cannot mount a small file system here")
+        mounted.append(folder)
+        return folder
+    if not root or sys.platform != "linux":
+        pytest.skip("only root can mount a small file system")
+    yield small_disk
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder])
+
+
+def fill(disk):
+    with open(disk / "filler", "wb", buffering=0) as f, contextlib.suppress(OSError):
+        while True:
+            f.write(bytes(4096))
+
+
+def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_path):
+    """Full for a while: the run goes on, and its records are whole. Full to the end: it says so, and ends after a resume."""
+    disk = small_disk(4)
+    out = disk / "run"
+    r = launch(arguments(data, out, RUN))
+    assert r.until(lambda: logged(out) >= 30, "progress")
+    fill(disk)
+    assert r.until(lambda: "takes no line" in r.said() and "checkpoint not written" in r.said(), "complaint"), r.said()
+    checkpoint.load(out / "checkpoint.safetensors")
+    (disk / "filler").unlink()
+    assert r.end() == [0], r.said()
+    assert "the log is whole again" in r.said() and r.said().count("takes no line") == 1
+    assert log_lines(out) == log_lines(undisturbed(1))
+    assert_same_run(out, undisturbed(1))
+
+    out = disk / "again"
+    r = launch(arguments(data, out, RUN))
+    assert r.until(lambda: logged(out) >= 30, "progress")
+    fill(disk)
+    assert r.end() == [2], r.said()
+    assert "No space left" in r.said().splitlines()[-1] and "--resume=auto" in r.said().splitlines()[-1], r.said()
+    assert not (out / "result.json").exists()
+    step = saved(out)[1]["step"]
+    (disk / "filler").unlink()
+    r = launch([*arguments(data, out, RUN), "--resume=auto"])
+    assert r.end() == [0] and f"at step {step}" in r.said(), r.said()
+    assert log_lines(out) == log_lines(undisturbed(1))
+    assert_same_run(out, undisturbed(1))
+
+
+def test_a_full_disk_while_preparing(small_disk):
+    disk = small_disk(2)
+    command = [sys.executable, str(ROOT / "data" / "pystdlib" / "prepare.py"), "--out", str(disk / "d")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "No space left" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not any(p.suffix in (".bin", ".part") or p.name == "meta.json" for p in (disk / "d").iterdir())
+
+
+# ------------------------------------------------------------------------------------------------- data under a running job
+
+@pytest.mark.parametrize("how, words", [
+    ("cut", ["train.bin", "8,000 bytes then, 7,000 now"]), ("gone", ["train.bin", "No such file"]),
+    ("replaced", ["train.bin", "replaced"]), ("written", ["val.bin", "written to"])])
+def test_data_that_change_under_the_run(data, tmp_path, how, words):
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+
+    class Changes(LM):
+        calls = 0
+
+        def forward(self, idx, targets=None, **keys):
+            Changes.calls += self.training
+            if self.training and Changes.calls == 7:
+                if how == "cut":
+                    os.truncate(folder / "train.bin", 7000)
+                elif how == "gone":
+                    (folder / "train.bin").unlink()
+                elif how == "replaced":
+                    shutil.copy2(folder / "train.bin", folder / "new")
+                    os.replace(folder / "new", folder / "train.bin")
+                else:
+                    with open(folder / "val.bin", "r+b") as f:
+                        f.write(b"a")
+            return super().forward(idx, targets, **keys)
+
+    refuse(arguments(folder, tmp_path / "run"), "changed under the running job", "--resume=auto", *words, LM=Changes)
+    assert saved(tmp_path / "run")[1]["step"] == 5  # the last good one
+
+
+# --------------------------------------------------------------------------------------------------- whatever they are given
+
+few = settings(deadline=None, max_examples=1000 if CHAOS else 80, database=None,
+               suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+words = st.one_of(st.text(max_size=20), st.sampled_from(
+    ["n_layer", "learning_rate", "x", "_y", "=", "==", "1", "1e999", "-1", "'a'", "True", "(", ")", "[]", "{", ":", "\n", "\n ",
+     "import os", "def f(): pass", "del n_layer", "n_layer = n_layer", "raise SystemExit", "1/0", "\0", "\\", "#", "\ufeff",
+     "lambda: 0", "global n_layer", "return", "yield", "float('nan')", "10**5000", "n_layer = 10**5000", "[0] * 3"]))
+
+
+@few
+@given(st.lists(words, max_size=8).map(" ".join).map(str.encode) | st.binary(max_size=60))
+def test_any_config_file_gives_a_config_or_one_line(tmp_path, source):
+    (tmp_path / "c.py").write_bytes(source)
+    try:
+        configurator.load(TrainConfig, [str(tmp_path / "c.py")])
+    except configurator.ConfigError as error:
+        assert str(error) and len(str(error).splitlines()) == 1
+
+
+lines = st.one_of(
+    st.binary(max_size=30), st.text(max_size=20).map(str.encode),
+    st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+                 lambda s: st.lists(s, max_size=3) | st.dictionaries(st.sampled_from(["event", "step", "x"]), s, max_size=3),
+                 max_leaves=6).map(lambda x: json.dumps(x).encode()))
+
+
+@few
+@given(st.lists(lines, max_size=5).map(b"\n".join))
+def test_any_log_is_read_as_far_as_it_is_one(tmp_path, content):
+    (tmp_path / "log.jsonl").write_bytes(content)
+    events = records.read_log(tmp_path)
+    assert all(isinstance(e["step"], int) for e in events)
+    records.read_log(tmp_path, "train")
+    records.Log(tmp_path, 5)
+    assert [e["step"] for e in records.read_log(tmp_path)] == [e["step"] for e in events if e["step"] <= 5]
+
+
+VIEWS = {"as is": lambda t: t, "turned": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+         "expanded": lambda t: t[:1].expand_as(t), "strided": lambda t: t.repeat_interleave(2, -1)[..., ::2]}
+NUMBERS = (0.0, 1.0, -1.0, 1e30, -1e30, 1e-40, math.inf, -math.inf, math.nan)
+KINDS = (*[torch.float32] * 3, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64)
+sizes = st.tuples(*[st.integers(0, 5)] * 3)
+views = st.sampled_from(list(VIEWS))
+shapes = st.one_of(sizes, st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple))
+tensors = st.builds(lambda shape, dtype, value, view: VIEWS[view](torch.full(shape, value, dtype=torch.float64).to(dtype)),
+                    shapes, st.sampled_from(KINDS), st.sampled_from(NUMBERS), views)
+odd = st.dictionaries(st.sampled_from(["x", "dt", "k", "q", "D", "z", "dt_bias", "h0"]), st.none() | tensors, max_size=2)
+
+
+@few
+@given(sizes, st.integers(0, 4), odd, st.booleans(), views, st.sampled_from(NUMBERS),
+       st.none() | st.lists(st.integers(-1, 6), max_size=4))
+def test_any_arguments_of_the_scan_give_its_result_or_a_ValueError(shape, N, others, exact, view, value, cuts):
+    (B, T, D), view = shape, VIEWS[view]
+    g = torch.Generator().manual_seed(0)
+    a = {"x": view(torch.randn(B, T, D, generator=g)) * value, "dt": view(torch.randn(B, T, D, generator=g)),
+         "k": view(torch.randn(B, T, N, generator=g)), "q": view(torch.randn(B, T, N, generator=g)), **others}
+    a["cu_seqlens"] = None if cuts is None else torch.tensor(cuts, dtype=torch.int64)
+    try:
+        y, hT = longhorn_scan(**a, return_state=True, exact=exact)
+    except ValueError as error:
+        assert str(error).startswith("scan: ")
+        with pytest.raises(ValueError):
+            longhorn_scan_ref(**a, return_state=True, exact=exact)
+        return
+    assert y.shape == a["x"].shape and hT.dtype in (torch.float32, torch.float64)
+    if all(t is None or not t.is_floating_point() or t.isfinite().all() and t.abs().max() < 1e3 and t.dtype == torch.float32
+           for t in a.values()):
+        torch.testing.assert_close(y, longhorn_scan_ref(**a, exact=exact), rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_builds_a_shell_or_unpickles():
+    """What the promise of safety rests on, in every file of the project; wandb is off unless asked."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/**/*.py")]:
+        text = path.read_text()
+        for word in ("shell=True", "os.system(", "os.popen(", "pickle.load", "torch.load(", "yaml.load(", "marshal."):
+            assert word not in text, f"{word} in {path}"
+        if path.name != "configurator.py":
+            assert "exec(compile" not in text, path
+    assert TrainConfig.wandb == "off"
+    for name in ("requirements.txt", "requirements-test.txt"):
+        for line in (ROOT / name).read_text().splitlines():
+            wanted = line.split("#")[0].split(";")[0].strip()
+            assert not wanted or "==" in wanted or wanted == "nvidia-cuda-nvrtc", f"{name}: {wanted} is not pinned"
