@@ -234,7 +234,8 @@ def draw_fit(axes, entries, row, title, style, limits):
         axes.plot([r.tokens for r in e.runs + e.ladder], [r.loss for r in e.runs + e.ladder], marker, ls="none", ms=5,
                   color=colour, alpha=strength, markeredgecolor="white", markeredgewidth=0.5)
         with contextlib.suppress(fit.CannotFit):
-            grid = np.geomspace(budgets[0], budgets[-1], 40) if len(budgets) > 1 else np.array(budgets, float)
+            last = max(r.tokens for r in e.runs + e.ladder)  # no further: beyond its runs the line would be a prophecy
+            grid = np.geomspace(budgets[0], last, 40) if last > budgets[0] else np.array([last], float)
             law = row["fit"].predict(e.parameters - (0 if row["embeddings"] else e.runs[0].embedding), grid)
             axes.plot(grid, law, color=colour, lw=1.2, alpha=strength)
             ends.append((grid[-1], law[-1], e.size, colour))
