@@ -164,11 +164,12 @@ def _remove_leftovers(path):
 
 
 def _sync_folder(path):
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with contextlib.suppress(OSError):  # some file systems cannot; the rename is then merely less durable
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _second_name(path, name):

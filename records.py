@@ -13,6 +13,7 @@ log back to its checkpoint, so that the log reads as if nothing had happened.
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -107,9 +108,11 @@ def environment():
 
     try:
         commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+        code = git("diff", "HEAD", "--", "*.py", "*.cu")
     except OSError:  # no git
-        commit = changed = None
+        commit = changed = code = None
     return {"commit": commit, "uncommitted_changes": None if changed is None else bool(changed),
+            "changed_code": hashlib.sha256(code.encode()).hexdigest()[:12] if code else None,
             "command": shlex.join([Path(sys.executable).name, *sys.argv]), "python": platform.python_version(),
             "torch": torch.__version__, "system": platform.platform(), "cpu": cpu_model(), "cores": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

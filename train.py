@@ -507,6 +507,12 @@ def main(argv):
                 bar.line(f"passed over: {line}")
             bar.line(f"{said}: back to the weights of {origin}, step {to}; the batches of the {step - to} steps since are passed "
                      "over")
+        if world > 1:
+            seen = [None] * world
+            dist.all_gather_object(seen, to)
+            if len(set(seen)) > 1:
+                raise faults.Stopped(f"step {step}: the ranks went back to checkpoints of different steps ({seen}): out_dir must "
+                                     "be the same on every node")
         if is_main:
             record("rollback", step, to_step=to, train_loss=loss, median_loss=statistics.median(recent))
 

@@ -431,7 +431,8 @@ def table(found):
     r, texts = found[0], {x["text"]["sha256"] for x in found}
     lines += ["", in_words(r["text"]) + ("" if len(texts) == 1 else "; NOT all curves are of the same text: do not compare them")
               + f". {r['device']}, {r['threads']} threads, {r['dtype']}, torch {r['environment']['torch']}, {r['date'][:10]}, "
-              f"commit {(r['environment']['commit'] or 'none')[:10]}; one run of training each."]
+              f"commit {(r['environment']['commit'] or 'none')[:10]}; one run of training each, of commit "
+              + ", ".join(sorted({(x["checkpoint"]["commit"] or "none")[:10] for x in found})) + "."]
     return "\n".join(lines) + "\n"
 
 
@@ -555,12 +556,15 @@ def save(folder, args, out):
 
 def run(args):
     """Trains a preset's families, reads on with each, reports. What has been trained is not trained again."""
-    from bench.sweep import Cell, run_cells
+    from bench.sweep import Cell, run_cells, version, write_plan
+    from bench.table1 import same_commit
     from data.pystdlib.prepare import prepare
 
     prepare(ROOT / "data" / CORPUS, documents="package")
     preset, runs = PRESETS[args.preset], Path(args.runs or ROOT / "out" / f"extrapolation_{args.preset}")
-    failed = run_cells([Cell(name, argv) for name, argv in plan(args.preset)], runs, args.jobs or preset["jobs"])
+    cells = [Cell(name, argv) for name, argv in plan(args.preset)]
+    write_plan(runs, cells, preset=args.preset, commit=version(same_commit(runs)))  # refuses what other code has begun
+    failed = run_cells(cells, runs, args.jobs or preset["jobs"])
     for name, why in failed.items():
         print(f"{name} was not trained: {why}", file=sys.stderr)
     out = Path(args.out or ROOT / "results" / f"extrapolation_{args.preset}")

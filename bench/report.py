@@ -348,7 +348,7 @@ def reproduce_blocks(found):
             days.append(str(json.loads((r.folder / "config.json").read_text())["time"])[:10])
     commits = sorted({r.commit for r in runs if r.commit}) or [str(plan.get("commit") or "unknown")]
     devices = sorted({f"{r.device}, {plural(r.processes, 'process', 'processes')}" for r in runs})
-    lines = [f"run: python bench/table1.py run --preset={plan.get('preset') or '...'}",
+    lines = [f"run: {plan.get('command') or 'python bench/table1.py run --preset=' + str(plan.get('preset') or '...')}",
              f"report, from the records alone: python bench/table1.py report {found.folder.name}",
              f"commit: {listed(commits)}" + (" (+: with changes that were not committed)" if commits[0].endswith("+") else ""),
              f"machine: {listed(devices) if devices else plan.get('machine') or 'unknown'}",

@@ -66,6 +66,7 @@ class Entry:
     ladder: list = field(default_factory=list)  # [Run] at the chosen rate and other budgets
     rate: float = None
     tried: list = field(default_factory=list)  # rates whose first seed ended or diverged
+    lost: list = field(default_factory=list)  # rates that were tried and have no usable record
     planned: int = 0  # seeds that the plan has at the chosen rate
     notes: list = field(default_factory=list)
 
@@ -79,7 +80,7 @@ class Entry:
     @property
     def edge(self):
         """Which of the tried rates the chosen one is, where a better one may lie beyond it; or None."""
-        if not self.runs or min(self.tried) < self.rate < max(self.tried):
+        if not self.runs or min(self.tried + self.lost) < self.rate < max(self.tried + self.lost):
             return None
         return "only one" if len(self.tried) == 1 else "lowest" if self.rate == min(self.tried) else "highest"
 
@@ -117,19 +118,28 @@ def collect(folder):
         else:
             groups.setdefault((at["model"], at["size"], at["context"]), []).append((name, at))
     runs = [r for r in runs if r.name not in left_out]
-    entries = [choose(key, cells, [r for r in runs if (r.model, r.size, r.context) == key], left_out)
-               for key, cells in groups.items()]
+    own = {key: [r for r in runs if (r.model, r.size, r.context) == key] for key in groups}
+    entries = [choose(key, cells, own[key], left_out, common_budget(own, *key[1:])) for key, cells in groups.items()]
     entries.sort(key=lambda e: (size_order(entries, e.size), e.context, family_order(e.model)))
     return plan, entries, runs, left_out
 
 
-def choose(key, cells, runs, left_out):
-    """The Entry of one family, size and context: the rate whose first seed ended lowest, with all its seeds and budgets."""
+def common_budget(own, size, context):
+    """The most training tokens that every family with runs of a size and context saw; None where there is no such number."""
+    seen = [{r.tokens for r in runs if r.at.get("stage") != "ladder"} for key, runs in own.items() if key[1:] == (size, context)]
+    return max(set.intersection(*filter(None, seen)), default=None) if any(seen) else None
+
+
+def choose(key, cells, runs, left_out, budget=None):
+    """The Entry of one family, size and context: the rate whose first seed ended lowest, with all its seeds and budgets.
+
+    budget: tokens of the runs that count; None: the most that this family saw.
+    """
     entry = Entry(*key)
     full = [r for r in runs if r.at.get("stage") != "ladder"]
     if not full:
         return entry
-    budget = max(r.tokens for r in full)
+    budget = budget or max(r.tokens for r in full)
     for r in full:
         if r.tokens != budget:
             entry.notes.append(f"{r.name} saw {r.tokens:,} tokens where others saw {budget:,}: not averaged")
@@ -147,6 +157,7 @@ def choose(key, cells, runs, left_out):
     entry.tried = sorted({*at_rates[first], *diverged, entry.rate})
     lost = sorted({at["learning_rate"] for name, at in cells if at.get("stage") == "rate" and "learning_rate" in at}
                   - set(entry.tried))
+    entry.lost = lost
     if lost:
         entry.notes.append(f"learning rate {', '.join(f'{r:g}' for r in lost)} was planned and has no usable run")
     entry.runs = sorted((r for r in full if r.learning_rate == entry.rate), key=lambda r: r.seed)
@@ -217,7 +228,9 @@ def winners(entries):
     """{(size, context): compare.Winner} over the families that have a run there."""
     found = {}
     for column in columns_of(entries):
-        found[column] = compare.winner({e.model: e.losses for e in entries if (e.size, e.context) == column and e.runs})
+        budgets = {e.tokens for e in entries if (e.size, e.context) == column and e.runs}
+        found[column] = compare.Winner(None, "the families saw different numbers of tokens: nothing to compare", {}) if len(
+            budgets) > 1 else compare.winner({e.model: e.losses for e in entries if (e.size, e.context) == column and e.runs})
     return found
 
 

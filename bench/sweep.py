@@ -14,6 +14,7 @@ bench/table1.py and bench/extrapolation.py plan and report; running and reading 
 
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
@@ -37,6 +38,10 @@ SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip"
                    "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype")
 
 
+# Settings that train.py works out, or that may differ from the command line's without changing the result.
+WORKED_OUT = {"vocab_size", "batch_size", "dtype", "device", "dataset", "out_dir", "resume"}
+
+
 @dataclass
 class Cell:
     """One run: `name` is its folder, `argv` what its script gets, `at` its coordinates (model, size, seed ...), and
@@ -49,9 +54,25 @@ class Cell:
 
     def command(self, folder, nproc=1, script="train.py"):
         """Its command line, to be run at the top of the repository."""
-        python = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        python = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *patience(nproc)]
         return [*(python if nproc > 1 else python[:1]), script, *self.argv, f"--out_dir={beside(folder) / self.name}",
                 "--resume=auto"]
+
+
+@functools.cache
+def patience(nproc):
+    """torchrun's option that leaves a worker more than 30 s to save when it is asked to stop, where it has that."""
+    if nproc == 1:
+        return ()
+    from torch.distributed.run import get_args_parser
+
+    return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
+
+
+def version(environment):
+    """Of the code that ran: the commit, and a + with a hash where Python or CUDA files differed from it; None outside of git."""
+    code = environment["changed_code"] if "changed_code" in environment else environment["uncommitted_changes"] and "changed"
+    return environment["commit"] and environment["commit"] + (f"+{code}" if code else "")
 
 
 def beside(folder):
@@ -68,11 +89,19 @@ def finished(folder, cell):
 # ------------------------------------------------------------------------------------------------------------------ plan
 
 def write_plan(folder, cells, **about):
-    """Adds the cells to folder/plan.json, beside those that stand there, with what is true of the whole sweep (`about`)."""
+    """Adds the cells to folder/plan.json, beside those that stand there, with what is true of the whole sweep (`about`).
+
+    Raises ConfigError where a cell of the same name has begun with other arguments.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
     new = {c.name: {**c.at, "argv": c.argv} for c in cells}
+    for c in cells:
+        before = old["cells"].get(c.name, {}).get("argv", c.argv)
+        if sorted(before) != sorted(c.argv) and (folder / c.name / "config.json").exists():
+            other = sorted(set(before) ^ set(c.argv))
+            raise ConfigError(f"{c.name} in {folder} ran with other arguments ({' '.join(other)}): choose another --out")
     write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
 
 
@@ -119,8 +148,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     def ask(number, frame):
         asked.append(number)
         for process, _, _, _ in running.values():
-            with contextlib.suppress(ProcessLookupError):  # the group: a cell by torchrun has children
-                os.killpg(process.pid, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+            stop_group(process.pid, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
 
     before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
     bar = Bar(cells, folder, jobs)
@@ -131,7 +159,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
                 cell = waiting.pop(0)
                 env = {**os.environ, "PYTHONUNBUFFERED": "1"}
                 if gpus:
-                    mine = gpus if nproc > 1 else [gpus[slot % len(gpus)]]
+                    mine = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
                     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
                 else:
                     env.setdefault("OMP_NUM_THREADS", str(max(1, threads // nproc)))
@@ -142,6 +170,8 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
                                                       stdin=subprocess.DEVNULL, start_new_session=True,
                                                       preexec_fn=stop_with_parent, pass_fds=lock), cell, slot,
                                      time.perf_counter())
+                if asked:  # since the loop looked
+                    stop_group(running[slot][0].pid, signal.SIGTERM)
             time.sleep(0.2)
             for process, cell, slot, began in list(running.values()):
                 bar.show([c for _, c, _, _ in running.values()])
@@ -159,8 +189,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
         for s, handler in before.items():
             signal.signal(s, handler)
         for process, _, _, _ in running.values():  # only after an error of our own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+            stop_group(process.pid, signal.SIGTERM)
         for fd in lock:
             os.close(fd)
     if asked:
@@ -187,6 +216,18 @@ def stop_with_parent():
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
+def stop_group(pid, number):
+    """Send a signal to a cell's process group; SIGKILL also to the groups of its children, which torchrun gives their own."""
+    found = [pid]
+    if number == signal.SIGKILL:
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
+    for each in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(each, number)
+
+
 def take_sweep(folder):
     """Lock the sweep's folder. The cells inherit the lock: after a kill, the next sweep waits until they have saved."""
     try:
@@ -207,8 +248,10 @@ def take_sweep(folder):
 
 
 def last_words(path, code):
-    """Why a cell failed: the last line it printed, and how it ended."""
-    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip()]
+    """Why a cell failed: the last line it printed, of an error if one names it so, and how it ended."""
+    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
+    began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
+    lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
     how = f"signal {-code}" if code < 0 else f"exit {code}" if code else "stopped before its end"
     return f"{lines[-1][:240] if lines else 'it printed nothing'} ({how}; all of it in {path})"
 
@@ -297,6 +340,16 @@ class Run:
     at: dict  # the plan's coordinates
 
 
+def means(text, value):
+    """Whether a setting's text on the command line stands for the value in a record."""
+    if isinstance(value, bool):
+        return text.lower() in ("true", "yes", "1") if value else text.lower() in ("false", "no", "0")
+    if isinstance(value, (int, float)):
+        with contextlib.suppress(ValueError):
+            return float(text) == value
+    return text == str(value)
+
+
 class BadRecord(ValueError):
     """A run whose records cannot be trusted; the message says why."""
 
@@ -350,6 +403,9 @@ def read_run(folder, at):
                           ("steps", "max_iters")]:
             if key in at and at[key] != config[name]:
                 raise BadRecord(f"another run's records: {name} is {config[name]}, the plan says {at[key]}")
+        for key, text in (a[2:].split("=", 1) for a in at.get("argv", ()) if a.startswith("--") and "=" in a):
+            if key in config and key not in WORKED_OUT and not means(text, config[key]):
+                raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
         if Path(config["out_dir"]).name != folder.name:
             raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
         if any(not isinstance(tokens, int) or tokens < 1 for tokens, _ in curve):
@@ -357,14 +413,13 @@ def read_run(folder, at):
         if not curve or curve[-1] != (result["tokens"], result["val_loss"]):
             raise BadRecord("log.jsonl does not end with the loss in result.json")
         splits, on_cpu = record["data"]["splits"], result["device_name"] == "cpu"
-        commit = where["commit"] and where["commit"] + ("+" if where["uncommitted_changes"] else "")
         return Run(name=folder.name, folder=folder, model=config["model"], size=at.get("size", ""), context=config["block_size"],
                    tokens=result["tokens"], learning_rate=config["learning_rate"], seed=config["seed"],
                    parameters=result["parameters"], embedding=derived["parameters"]["embedding"], flops=result["flops"],
                    seconds=result["seconds"], loss=result["val_loss"], bits_per_byte=result.get("val_bits_per_byte"),
                    curve=curve, device=where["cpu"] if on_cpu else result["device_name"], processes=result["processes"],
-                   commit=commit, data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config, result=result,
-                   environment=where, at=at)
+                   commit=version(where), data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config,
+                   result=result, environment=where, at=at)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadRecord(f"its records lack {error}") from None
 

@@ -16,6 +16,7 @@ seeds and budgets follow at the rate that won. One rate for all, as published, m
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ PRESETS = {
         sizes={"130K": ("--n_layer=2", "--n_head=1", "--n_embd=64"), "460K": ("--n_layer=2", "--n_head=2", "--n_embd=128"),
                "1.5M": ("--n_layer=3", "--n_head=3", "--n_embd=192")},
         ladder={"130K": (320, 3200), "460K": (320,), "1.5M": (320,)},
-        args=("--eval_block_size=256", "--eval_batch_size=32", "--eval_tokens=131072", "--final_eval_tokens=131072",
+        args=("--eval_block_size=0", "--eval_batch_size=32", "--eval_tokens=131072", "--final_eval_tokens=131072",
               "--log_interval=32")),
     "gpu": Preset(
         config="120m", contexts=(1024,), steps=512, seeds=(1337,), minutes=20, lrs=(2e-3,),
@@ -91,7 +92,7 @@ def cell(preset, extra, stage, model, size, context, steps, rate, seed):
     """One Cell; steps and rate None: as the config has them."""
     argv = [*config_arguments(preset, model, size), *extra]
     given = load(argv)
-    steps, rate = steps or given.max_iters, rate or given.learning_rate
+    steps, rate = steps or given.max_iters, float(f"{rate or given.learning_rate:g}")  # as the name has it
     argv += [f"--block_size={context}", f"--max_iters={steps}", f"--learning_rate={rate:g}", f"--seed={seed}"]
     if context != given.block_size:  # as many tokens in memory as before
         argv.append(f"--batch_size={max(1, given.batch_size * given.block_size // context)}")
@@ -122,9 +123,14 @@ def more_cells(preset, best, extra=()):
 
 
 def best_rates(cells, folder):
-    """{(model, size, context): rate} of the lowest validation loss among the finished cells."""
-    best = {}
-    for c in cells:
+    """{(model, size, context): rate} of the lowest validation loss among the finished cells, those of an earlier command's
+    rates included."""
+    mine, best = {c.name for c in cells}, {}
+    asked = {(c.at["model"], c.at["size"], c.at["context"], c.at["steps"], c.at["seed"]) for c in cells}
+    plan = sweep.read_plan(folder)["cells"] if (Path(folder) / "plan.json").exists() else {}
+    before = [Cell(name, at["argv"], at) for name, at in plan.items() if name not in mine and at.get("stage") == "rate"
+              and tuple(at.get(k) for k in ("model", "size", "context", "steps", "seed")) in asked]
+    for c in [*cells, *before]:
         try:
             loss = sweep.read_run(Path(folder) / c.name, c.at).loss
         except sweep.BadRecord:
@@ -226,14 +232,16 @@ def print_plan(preset, cells, later, jobs, nproc, gpus):
 
 # ---------------------------------------------------------------------------------------------------------- command line
 
-def numbers(kind):
+def numbers(kind, least=None):
+    """A parser of numbers joined by commas, each above 0, or at least `least`."""
     def parse(text):
         try:
             values = tuple(kind(float(v)) if kind is int else kind(v) for v in text.split(","))
         except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas") from None
-        if any(v <= 0 for v in values) and kind is float or len(set(values)) != len(values):
-            raise argparse.ArgumentTypeError(f"{text!r}: each number once, rates above 0")
+        if len(set(values)) != len(values) or any(v <= 0 if least is None else v < least for v in values):
+            limit = "above 0" if least is None else f"{least} or more"
+            raise argparse.ArgumentTypeError(f"{text!r}: each number once, and {limit}")
         return values
     return parse
 
@@ -253,7 +261,7 @@ def parser():
     run.add_argument("--sizes", type=names, help="of the preset: " + "; ".join(f"{n}: {', '.join(p.sizes)}"
                                                                                for n, p in PRESETS.items()))
     run.add_argument("--contexts", type=numbers(int), help="tokens of a training window")
-    run.add_argument("--seeds", type=numbers(int), help="the first one also chooses the learning rate")
+    run.add_argument("--seeds", type=numbers(int, least=0), help="the first one also chooses the learning rate")
     run.add_argument("--lrs", type=numbers(float), help="peak learning rates to choose from, for each family and size")
     run.add_argument("--tokens", type=numbers(int), help="training tokens of a run of the table; other budgets follow in ratio")
     run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one a GPU; on a CPU one a core)")
@@ -293,6 +301,9 @@ def chosen(args):
 def run(args, extra):
     preset = chosen(args)
     folder = args.out or REPO / "out" / f"table1_{args.preset}"
+    if min(args.jobs, args.nproc) < 0:
+        raise ConfigError(f"--jobs={args.jobs}, --nproc={args.nproc}: 0 or more")
+    extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e for e in extra]
     if any(e.startswith("--wandb=") and not e.endswith("=off") for e in extra):
         extra = [*extra, f"--wandb_group={folder.name}"]
     gpus = sweep.visible_gpus()
@@ -300,6 +311,7 @@ def run(args, extra):
     jobs = args.jobs or (1 if nproc > 1 else len(gpus) or sweep.cores())
     first = first_cells(preset, extra)
     check_data(first, args.dry_run)
+    check_settings(first)
     is_paper = args.preset == "paper" and not args.tokens and not extra and not args.lrs
     where = same_commit(folder)
 
@@ -321,7 +333,8 @@ def run(args, extra):
             print(f"nothing was run; the first of them would be: python {' '.join(first[0].command(folder)[1:])}")
         return 0
 
-    about = {"preset": args.preset, "paper": is_paper, "commit": where["commit"], "machine": where["gpu"] or where["cpu"],
+    about = {"preset": args.preset, "paper": is_paper, "commit": sweep.version(where),
+             "command": shlex.join(["python", "bench/table1.py", *sys.argv[1:]]), "machine": where["gpu"] or where["cpu"],
              "cores": sweep.cores()}
     sweep.write_plan(folder, first, **about)
     failed = sweep.run_cells(first, folder, jobs, nproc)
@@ -352,18 +365,31 @@ def check_data(cells, dry_run):
             print(f"before it can run: {error}")
 
 
+def check_settings(cells):
+    """Raises ConfigError where the configs differ in what must not differ within a sweep."""
+    found = {}
+    for c in cells:
+        config = load(c.argv)
+        for key in sweep.SAME_IN_A_SWEEP:
+            other, value = found.setdefault(key, (c.at["model"], getattr(config, key)))
+            if value != getattr(config, key):
+                raise ConfigError(f"{key} is {value} in {other}'s config and {getattr(config, key)} in {c.at['model']}'s: such "
+                                  f"runs are not compared; give --{key}=... for all, or change a config")
+
+
 def same_commit(folder):
-    """This checkout's environment. Raises ConfigError where the sweep has runs of another commit: they would not compare."""
+    """This checkout's environment. Raises ConfigError where the sweep has runs of other code: they would not compare."""
     from records import environment
 
     where = environment()
     if (folder / "plan.json").exists():
         plan = sweep.read_plan(folder)
-        begun = any((folder / name / "result.json").exists() for name in plan["cells"])
-        if begun and plan.get("commit") != where["commit"]:
-            old, new = str(plan.get("commit"))[:12], str(where["commit"])[:12]
-            raise ConfigError(f"{folder} was begun at commit {old}, this is {new}: runs of two commits are not compared; check "
-                              "that commit out, or choose another --out")
+        begun = any((folder / name / "config.json").exists() for name in plan["cells"])
+        if begun and plan.get("commit") != sweep.version(where):
+            old, new = (c if c is None or "+" not in c else f"{c[:12]} with changes {c.split('+')[1]}"
+                        for c in (plan.get("commit"), sweep.version(where)))
+            raise ConfigError(f"{folder} was begun at commit {old}, this is {new}: runs of different code are not compared; go "
+                              "back to that code, or choose another --out")
     return where
 
 

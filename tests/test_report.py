@@ -524,3 +524,45 @@ def test_the_page_in_a_browser(whole, tmp_path):
         assert len(t["images"]) == 4 + 3 + 7 and all(t["images"]) and t["font"] >= 16 and t["asked"] == []
     console = [line for line in run.stderr.splitlines() if ":CONSOLE" in line]
     assert len(console) == 1 and "heard" in console[0], console
+
+
+def longer_runs(folder, model, keep):
+    """Runs of a family at twice the tokens, much better, beside its others or in their place."""
+    plan = json.loads((folder / "plan.json").read_text())
+    for name, at in list(plan["cells"].items()):
+        if at["model"] == model and at["stage"] != "ladder":
+            longer = name.replace(f"{STEPS}steps", f"{2 * STEPS}steps")
+            plan["cells"][longer] = {**at, "steps": 2 * STEPS}
+            make_run(folder / longer, model, SIZES[at["size"]], at["context"], 2 * STEPS, at["learning_rate"], at["seed"],
+                     1.0 + at["seed"] / 1e6)
+            if not keep:
+                del plan["cells"][name]
+                shutil.rmtree(folder / name)
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_families_are_compared_at_the_tokens_that_all_of_them_saw(tmp_path, keep):
+    make_sweep(tmp_path, models=("longhorn", "mamba"), sizes={"460K": SIZES["460K"]}, ladder=())
+    before = report.analyse(tmp_path, bootstrap=0)
+    longer_runs(tmp_path, "mamba", keep)
+    found = report.analyse(tmp_path, bootstrap=0)
+    tokens = {e.model: e.tokens for e in found.entries}
+    won = found.won["460K", 256]
+    if keep:
+        assert tokens == {"longhorn": STEPS * BATCH, "mamba": STEPS * BATCH}
+        assert won == before.won["460K", 256]
+        assert any("not averaged" in n for e in found.entries for n in e.notes)
+    else:
+        assert tokens == {"longhorn": STEPS * BATCH, "mamba": 2 * STEPS * BATCH}
+        assert won.family is None and "different numbers of tokens" in won.reason
+
+
+def test_records_that_are_not_what_the_plan_asked_for(tmp_path):
+    names = make_sweep(tmp_path, models=("longhorn",), sizes={"460K": SIZES["460K"]}, ladder=())
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    plan["cells"][names[0]]["argv"] += ["--n_layer=3", "--min_lr=0", "--dtype=auto", "--vocab_size=0"]  # as it ran
+    plan["cells"][names[1]]["argv"] += ["--n_layer=9"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    runs, left_out = sweep.read_runs(tmp_path)
+    assert left_out == {names[1]: "another run's records: n_layer is 3, the plan says 9"} and len(runs) == len(names) - 1

@@ -79,14 +79,20 @@ def test_so_many_at_a_time(tmp_path, stand_in, jobs):
     assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, sweep.cores() // jobs)))
 
 
-def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in):
+def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     cells = [Cell(f"c{i}", ["--steps=8"]) for i in range(4)]
     sweep.run_cells(cells, tmp_path, jobs=2, script=str(stand_in), gpus=["4", "7"])
     seen = [json.loads((tmp_path / c.name / "env").read_text())["CUDA_VISIBLE_DEVICES"] for c in cells]
     assert set(seen[:2]) == {"4", "7"} and set(seen) == {"4", "7"}
     command = cells[0].command(REPO / "out/x", nproc=8)
     assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8"]
-    assert command[5:] == ["train.py", "--steps=8", "--out_dir=out/x/c0", "--resume=auto"]
+    assert command[-4:] == ["train.py", "--steps=8", "--out_dir=out/x/c0", "--resume=auto"]
+    cells = [Cell(f"t{i}", ["--steps=8"]) for i in range(2)]
+    python = sweep.sys.executable
+    monkeypatch.setattr(Cell, "command", lambda c, folder, *_: [python, str(stand_in), *c.argv, f"--out_dir={folder / c.name}"])
+    sweep.run_cells(cells, tmp_path, jobs=2, nproc=2, script=str(stand_in), gpus=["0", "1", "2", "3"])
+    seen = {json.loads((tmp_path / c.name / "env").read_text())["CUDA_VISIBLE_DEVICES"] for c in cells}
+    assert seen == {"0,1", "2,3"}
 
 
 RUNNER = """
@@ -239,7 +245,8 @@ def test_command_line_choices(tmp_path):
 @pytest.mark.parametrize("argv, word", [
     (["run", "--seed=3"], "--seed=3"), (["run", "more"], "more"), (["run", "--wandb"], "--wandb"),
     (["run", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"), (["report", "nowhere"], "holds no sweep"),
-    (["run", "--lrs=1e-3,x"], "numbers are expected"), (["run", "--lrs=0"], "above 0"), (["run", "--seeds=1,1"], "once")])
+    (["run", "--lrs=1e-3,x"], "numbers are expected"), (["run", "--lrs=0"], "above 0"), (["run", "--seeds=1,1"], "once"),
+    (["run", "--contexts=0"], "above 0"), (["run", "--seeds=-1"], "0 or more"), (["run", "--jobs=-1"], "0 or more")])
 def test_mistakes_get_one_line(argv, word, capsys):
     with pytest.raises(SystemExit) as stop:
         table1.main(argv)
@@ -252,5 +259,48 @@ def test_a_sweep_of_another_commit_is_not_gone_on_with(tmp_path):
     table1.same_commit(tmp_path)  # nothing finished yet: fine
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "result.json").write_text("{}")
+    (tmp_path / "a" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="was begun at commit 000000000000"):
         table1.same_commit(tmp_path)
+
+
+def test_the_version_of_the_code():
+    """A README that was edited is no other code, a model.py is; old records know only that something was."""
+    assert sweep.version({"commit": "c", "uncommitted_changes": True, "changed_code": None}) == "c"
+    assert sweep.version({"commit": "c", "uncommitted_changes": True, "changed_code": "12ab"}) == "c+12ab"
+    assert sweep.version({"commit": "c", "uncommitted_changes": True}) == "c+changed"
+    assert sweep.version({"commit": "c", "uncommitted_changes": False}) == "c"
+    assert sweep.version({"commit": None, "uncommitted_changes": None, "changed_code": None}) is None
+
+
+def test_a_cell_that_began_keeps_its_arguments(tmp_path):
+    sweep.write_plan(tmp_path, [Cell("a", ["--d_state=8"])])
+    sweep.write_plan(tmp_path, [Cell("a", ["--d_state=16"])])  # nothing ran yet
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="ran with other arguments"):
+        sweep.write_plan(tmp_path, [Cell("a", ["--d_state=8"])])
+    sweep.write_plan(tmp_path, [Cell("a", ["--d_state=16"])])
+
+
+def test_a_rate_is_the_one_in_its_name():
+    preset = table1.chosen(table1.parser().parse_args(["run", "--models=longhorn", "--sizes=130K", "--lrs=0.0031622777"]))
+    (c,) = table1.first_cells(preset)
+    assert table1.load(c.argv).learning_rate == c.at["learning_rate"] == 0.00316228 and "lr0.00316228_" in c.name
+
+
+def test_configs_that_differ_are_named_before_anything_runs():
+    cells = [Cell("a", ["config/longhorn_laptop.py"], {"model": "longhorn"}),
+             Cell("b", ["config/llama_laptop.py", "--batch_tokens=2048"], {"model": "llama"})]
+    with pytest.raises(ConfigError, match="batch_tokens is 1024 in longhorn's config and 2048 in llama's"):
+        table1.check_settings(cells)
+
+
+def test_the_best_rate_may_be_one_of_an_earlier_command(tmp_path, monkeypatch):
+    at = {"stage": "rate", "model": "gla", "size": "S", "context": 256, "steps": 9, "seed": 1}
+    old = [Cell(f"r{rate}", [], {**at, "learning_rate": rate}) for rate in (1e-3, 3e-3)]
+    sweep.write_plan(tmp_path, [*old, Cell("long", [], {**at, "steps": 99, "learning_rate": 5e-3})])
+    losses = {"r0.001": 2.0, "r0.003": 1.0, "r0.02": 3.0, "long": 0.5}
+    monkeypatch.setattr(sweep, "read_run", lambda folder, at: type("Run", (), {"loss": losses[folder.name]}))
+    new = [Cell("r0.02", [], {**at, "learning_rate": 2e-2})]
+    assert table1.best_rates(new, tmp_path) == {("gla", "S", 256): 3e-3}
