@@ -250,16 +250,20 @@ class Keeper:
         meta = {**meta, "skeleton": skeleton, "best": best}
         if not self.background:
             return self._write(tensors, meta, is_best, first)
-        for name, t in tensors.items():
-            copy = self.copies.get(name)
-            if copy is None or copy.shape != t.shape or copy.dtype != t.dtype:
-                copy = self.copies[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-            copy.copy_(t.detach(), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.thread = threading.Thread(target=self._write, args=({n: self.copies[n] for n in tensors}, meta, is_best, first),
-                                       name="checkpoint")  # no daemon: an error elsewhere does not cut a write short
-        self.thread.start()
+        try:
+            for name, t in tensors.items():
+                copy = self.copies.get(name)
+                if copy is None or copy.shape != t.shape or copy.dtype != t.dtype:
+                    copy = self.copies[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+                copy.copy_(t.detach(), non_blocking=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            copies = {n: self.copies[n] for n in tensors}
+            self.thread = threading.Thread(target=self._write, args=(copies, meta, is_best, first), name="checkpoint")
+            self.thread.start()  # no daemon: an error elsewhere does not cut a write short
+        except (RuntimeError, MemoryError):  # no memory for the copies, or for a thread: then without them
+            self.thread, self.copies = None, {}
+            self._write(tensors, meta, is_best, first)
 
     def _write(self, tensors, meta, is_best, first):
         newest, step = self.folder / NEWEST, meta["step"]

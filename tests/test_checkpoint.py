@@ -311,3 +311,16 @@ def _scan(folder):
             try: e.stat()
             except FileNotFoundError: continue
             yield e
+
+
+@pytest.mark.parametrize("missing", ["thread", "memory"])
+def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, missing):
+    def refuse(*args, **how):
+        raise RuntimeError("can't start new thread" if missing == "thread" else "can't allocate memory")
+
+    monkeypatch.setattr(*((checkpoint.threading.Thread, "start") if missing == "thread" else (torch, "empty")), refuse)
+    keeper = checkpoint.Keeper(tmp_path)
+    keeper.save({"w": torch.arange(3.0)}, {"step": 5}, loss=1.0)
+    assert keeper.result() == (5, None)
+    tensors, meta = checkpoint.load(tmp_path / checkpoint.NEWEST)
+    assert tensors["w"].tolist() == [0, 1, 2] and meta["step"] == 5 and (tmp_path / checkpoint.BEST).exists()
