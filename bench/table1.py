@@ -97,7 +97,7 @@ def cell(preset, extra, stage, model, size, context, steps, rate, seed):
     if context != given.block_size:  # as many tokens in memory as before
         argv.append(f"--batch_size={max(1, given.batch_size * given.block_size // context)}")
     if "eval_interval" not in "".join(extra) and preset.steps:
-        argv.append(f"--eval_interval={-(-steps // 5)}")
+        argv.append(f"--eval_interval={-(-steps // 3)}")
     at = {"stage": stage, "model": model, "size": size, "context": context, "steps": steps, "learning_rate": rate, "seed": seed}
     return Cell(f"{model}_{size}_{context}_{steps}steps_lr{rate:g}_seed{seed}", argv, at)
 
@@ -209,7 +209,7 @@ def hours(seconds):
 
 def print_plan(preset, cells, later, jobs, nproc, gpus):
     """The plan as a table: a line a family, size, context and budget; then the whole."""
-    print(f"{'model':15}{'size':>6}{'context':>9}{'parameters':>13}{'tokens':>10}{'FLOPs':>11}{'a run':>9}  runs")
+    print(f"{'model':15}{'size':>6}{'context':>9}{'parameters':>13}{'tokens':>10}{'FLOPs':>11}{'a run':>12}  runs")
     lines = {}
     for c in cells + later:
         lines.setdefault((c.at["model"], c.at["size"], c.at["context"], c.at["steps"]), []).append(c)
@@ -220,7 +220,7 @@ def print_plan(preset, cells, later, jobs, nproc, gpus):
         what = " + ".join([f"rates {', '.join(f'{r:g}' for r in rates)}"] * bool(rates)
                           + [f"{seeds} more at the best rate" if rates else f"{seeds} at the best rate"] * bool(seeds))
         print(f"{model:15}{size:>6}{context:>9,}{a['parameters'] / 1e6:>12.3g}M{a['tokens'] / 1e6:>9,.3g}M{a['flops']:>11.2g}"
-              f"{hours(group[0].seconds):>9}  {what}")
+              f"{hours(group[0].seconds):>12}  {what}")
     total, flops = sum(c.seconds for c in cells + later), sum(c.at["flops"] for c in cells + later)
     where = f"{len(gpus)} GPU(s)" if gpus else f"{sweep.cores()} CPU core(s)"
     print(f"{len(cells + later)} runs, {flops:.2g} FLOPs, about {hours(total / jobs)} on {where}, {jobs} at a time"

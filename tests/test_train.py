@@ -720,3 +720,20 @@ def test_two_runs_cannot_share_a_folder(data, tmp_path):
     refuse(arguments(data, tmp_path / "run"), "another run writes to", "another out_dir")
     held.close()
     succeed(arguments(data, tmp_path / "run", max_iters=2))
+
+
+def test_what_wandb_is_told(data, tmp_path, monkeypatch):
+    """Asked for, and only then: the run under its folder's name, grouped as a sweep wants it, and the losses that the log has."""
+    told = {"log": []}
+    stand_in = SimpleNamespace(init=lambda **how: told.update(init=how), finish=lambda: told.update(finished=True),
+                                     log=lambda values, step: told["log"].append((step, values)), summary={})
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    succeed(arguments(data, tmp_path / "quiet"))
+    assert told == {"log": []}
+    succeed(arguments(data, tmp_path / "loud", wandb="offline", wandb_group="table1", wandb_project="p"))
+    how = told["init"]
+    assert (how["name"], how["group"], how["project"], how["mode"]) == ("loud", "table1", "p", "offline")
+    assert how["config"]["seed"] == 1337 and told["finished"]
+    wanted = [(step, e["train_loss"]) for step, e in events(tmp_path / "loud").items()]
+    assert [(step, v["train_loss"]) for step, v in told["log"] if "train_loss" in v] == wanted
+    assert stand_in.summary == json.loads((tmp_path / "loud" / "result.json").read_text())
