@@ -4,7 +4,7 @@
 #   make train OUT=out/again                                            another folder
 #   make test  ARGS="-k scan -x"                                       some of the tests
 #   make PYTHON=python3.12 ...                                         the interpreter that .venv is made with
-#   make chaos                                                         every fault for long: half an hour; as root also a cut cable
+#   make chaos                                                         every fault for long; as root also a cut cable
 #   make gpu PYTHON=python3                                            what a GPU does here, in 9 minutes; installs nothing
 
 PYTHON ?= python3
