@@ -227,7 +227,8 @@ def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
         for rank in set(range(world)) - set(victims):
             line = (r.said(rank).splitlines() or [""])[-1]
             met = "micro-batches a step" in r.said(0)  # a kill before that leaves the other nobody to miss
-            assert "no answer from rank" in line and "--resume=auto" in line or not met, line
+            done = codes[rank] == 0  # its part of the last step was behind it
+            assert "no answer from rank" in line and "--resume=auto" in line or not met or done, (line, codes)
     if not (out / "result.json").exists():
         r = launch(argv(), world)
         assert r.end() == [0] * world, r.said()
