@@ -225,7 +225,7 @@ def run(args, extra):
         command = cells[0].command(folder, script="bench/mqar.py")
         print(f"nothing was run; the first of them would be: python {' '.join(command[1:])}")
         return 0
-    sweep.write_plan(folder, cells, preset=args.preset, commit=where["commit"], machine=where["gpu"] or where["cpu"],
+    sweep.write_plan(folder, cells, preset=args.preset, commit=sweep.version(where), machine=where["gpu"] or where["cpu"],
                      cores=sweep.cores())
     failed = sweep.run_cells(cells, folder, jobs, script="bench/mqar.py", gpus=gpus)
     write_report(folder)
