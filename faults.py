@@ -109,8 +109,9 @@ def fresh(store, rank, world, wait):
 
 
 def out_of_memory(error):
-    """Whether a RuntimeError says that memory ran out: the GPU's, or the CPU's where a limit is set."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether an exception says that memory ran out: PyTorch has a class of its own for a GPU's, and words only for a CPU's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        words in str(error).lower() for words in ("not enough memory", "can't allocate memory", "out of memory"))
 
 
 def fits(model, windows, config, autocast, held=0):

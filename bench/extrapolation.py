@@ -47,6 +47,7 @@ from bench.scan import peak_since_reset, reset_peak  # noqa: E402
 from checkpoint import CheckpointError  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import DataError, Tokens  # noqa: E402
+from faults import out_of_memory  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from records import environment, write_json  # noqa: E402
 from sample import load_model  # noqa: E402
@@ -221,12 +222,6 @@ def needed_bytes(lm, T, batch_size, chunk, dtype):
     itemsize = torch.finfo(dtype).bits // 8 if grows else 4
     B = batch_size * max(1, chunk // T)
     return 2 * B * lm.state_size(T) * itemsize + grows * (T > chunk) * chunk * T * (1 + itemsize)
-
-
-def out_of_memory(error):
-    """Whether an exception says so: PyTorch has a class of its own for a GPU's, and words only for a CPU's."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        words in str(error).lower() for words in ("not enough memory", "can't allocate memory", "out of memory"))
 
 
 def reset(device):
@@ -556,8 +551,7 @@ def save(folder, args, out):
 
 def run(args):
     """Trains a preset's families, reads on with each, reports. What has been trained is not trained again."""
-    from bench.sweep import Cell, run_cells, version, write_plan
-    from bench.table1 import same_commit
+    from bench.sweep import Cell, run_cells, same_commit, version, write_plan
     from data.pystdlib.prepare import prepare
 
     prepare(ROOT / "data" / CORPUS, documents="package")

@@ -30,8 +30,7 @@ sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
 from bench import sweep  # noqa: E402
-from bench.sweep import Cell  # noqa: E402
-from bench.table1 import hours, names, numbers, same_commit  # noqa: E402
+from bench.sweep import Cell, hours, names, numbers, same_commit  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
@@ -228,19 +227,14 @@ def run(args, extra):
     sweep.write_plan(folder, cells, preset=args.preset, commit=sweep.version(where), machine=where["gpu"] or where["cpu"],
                      cores=sweep.cores())
     failed = sweep.run_cells(cells, folder, jobs, script="bench/mqar.py", gpus=gpus)
-    write_report(folder)
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why}")
-    if failed:
-        print(f"{len(failed)} of {len(cells)} runs failed: holes in the report; the same command tries them again")
-    return 1 if failed else 0
+    sweep.say_written(write_report(folder))
+    return sweep.say_failed(failed, cells)
 
 
 def write_report(folder, out=None):
     from bench import mqar_report
 
-    for path in mqar_report.write(folder, out).values():
-        print(f"wrote {path}")
+    return mqar_report.write(folder, out)
 
 
 def main(argv):
@@ -252,21 +246,9 @@ def main(argv):
             mqar_train.main(argv[1:])
         return 0
     args, extra = parser().parse_known_args(argv)
-    with configurator.main_error("mqar.py"):
-        if args.command == "report":
-            if extra:
-                raise ConfigError(f"unknown option {extra[0]}: --help lists them")
-            write_report(args.folder, args.out)
-            return 0
-        if bad := [e for e in extra if not e.startswith("--") or "=" not in e]:
-            raise ConfigError(f"unknown argument {bad[0]}: settings of a run are given as --key=value")
-        if taken := [e for e in extra if e[2:].split("=")[0] in ("mixer", "T", "n_embd", "learning_rate", "seed", "out_dir",
-                                                                 "resume")]:
-            raise ConfigError(f"{taken[0]}: the sweep sets that; see --mixers, --Ts, --widths, --lrs, --seeds, --out")
-        try:
-            return run(args, extra)
-        except KeyboardInterrupt as stopped:
-            raise ConfigError(f"stopped: {stopped or 'the same command goes on'}") from None
+    return sweep.run_or_report("mqar.py", args, extra, run, write_report,
+                               ("mixer", "T", "n_embd", "learning_rate", "seed", "out_dir", "resume"),
+                               "--mixers, --Ts, --widths, --lrs, --seeds, --out")
 
 
 if __name__ == "__main__":

@@ -38,21 +38,7 @@ def name_of(mixer):
 
 def read_cell(folder, at):
     """config.json, result.json of a finished run and the plan's coordinates in one table. Raises BadRecord."""
-    folder = Path(folder)
-
-    def load(name):
-        try:
-            record = json.loads((folder / name).read_text())
-        except (OSError, ValueError) as error:
-            raise BadRecord(f"{name} is missing or damaged ({' '.join(str(error).split())})") from None
-        if not isinstance(record, dict):
-            raise BadRecord(f"{name} is damaged (not a table)")
-        return record
-
-    if not (folder / "result.json").exists():
-        events = read_log(folder)
-        raise BadRecord(f"not finished (step {events[-1].get('step')})" if events else "not run")
-    result, record = load("result.json"), load("config.json")
+    result, record = sweep.finished_records(folder)
     try:
         config, where = record["config"], record["environment"]
         for key in ("mixer", "T", "n_embd", "learning_rate", "seed"):

@@ -12,6 +12,7 @@ renames into place as its last act; whatever else died, the same command goes on
 bench/table1.py and bench/extrapolation.py plan and report; running and reading are here.
 """
 
+import argparse
 import contextlib
 import ctypes
 import functools
@@ -30,8 +31,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from configurator import ConfigError  # noqa: E402
-from records import read_log, write_json  # noqa: E402
+from configurator import ConfigError, main_error  # noqa: E402
+from records import environment, read_log, write_json  # noqa: E402
 
 # Settings that make two runs comparable: where they differ, something else than the cell's own coordinates was changed.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
@@ -69,10 +70,10 @@ def patience(nproc):
     return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
 
 
-def version(environment):
+def version(ran_in):
     """Of the code that ran: the commit, and a + with a hash where Python or CUDA files differed from it; None outside of git."""
-    code = environment["changed_code"] if "changed_code" in environment else environment["uncommitted_changes"] and "changed"
-    return environment["commit"] and environment["commit"] + (f"+{code}" if code else "")
+    code = ran_in["changed_code"] if "changed_code" in ran_in else ran_in["uncommitted_changes"] and "changed"
+    return ran_in["commit"] and ran_in["commit"] + (f"+{code}" if code else "")
 
 
 def beside(folder):
@@ -119,6 +120,20 @@ def read_plan(folder):
         raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): delete it and give `run` again, finished cells stay") from None
+
+
+def same_commit(folder):
+    """This checkout's environment. Raises ConfigError where the sweep has runs of other code: they would not compare."""
+    where = environment()
+    if (folder / "plan.json").exists():
+        plan = read_plan(folder)
+        begun = any((folder / name / "config.json").exists() for name in plan["cells"])
+        if begun and plan.get("commit") != version(where):
+            old, new = (c if c is None or "+" not in c else f"{c[:12]} with changes {c.split('+')[1]}"
+                        for c in (plan.get("commit"), version(where)))
+            raise ConfigError(f"{folder} was begun at commit {old}, this is {new}: runs of different code are not compared; go "
+                              "back to that code, or choose another --out")
+    return where
 
 
 # ------------------------------------------------------------------------------------------------------------------- run
@@ -354,8 +369,8 @@ class BadRecord(ValueError):
     """A run whose records cannot be trusted; the message says why."""
 
 
-def read_run(folder, at):
-    """The Run in a folder. Raises BadRecord where a file is missing, torn, or at odds with another or with the plan."""
+def finished_records(folder):
+    """result.json and config.json of a run, as tables. Raises BadRecord where it is not finished, or one is damaged."""
     folder = Path(folder)
 
     def load(name):
@@ -364,10 +379,20 @@ def read_run(folder, at):
         except FileNotFoundError:
             raise BadRecord(f"no {name}") from None
         except (OSError, ValueError) as error:
-            raise BadRecord(f"{name} is damaged ({error})") from None
+            raise BadRecord(f"{name} is damaged ({' '.join(str(error).split())})") from None
         if not isinstance(record, dict):
             raise BadRecord(f"{name} is damaged (not a table)")
         return record
+
+    if not (folder / "result.json").exists():
+        events = read_log(folder)
+        raise BadRecord(f"not finished (step {events[-1].get('step')})" if events else "not run")
+    return load("result.json"), load("config.json")
+
+
+def read_run(folder, at):
+    """The Run in a folder. Raises BadRecord where a file is missing, torn, or at odds with another or with the plan."""
+    folder = Path(folder)
 
     def number(table, key, least=0.0):
         value = table[key]
@@ -375,10 +400,7 @@ def read_run(folder, at):
             raise BadRecord(f"{key} is {str(value)[:40]}: not a number above {least:g}")
         return value
 
-    if not (folder / "result.json").exists():
-        events = read_log(folder)
-        raise BadRecord(f"not finished (step {events[-1].get('step')})" if events else "not run")
-    result, record = load("result.json"), load("config.json")
+    result, record = finished_records(folder)
     try:
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         curve = [(e["tokens"], e["val_loss"]) for e in lines if e["event"] == "eval"]
@@ -450,3 +472,66 @@ def read_runs(folder):
                 left_out[run.name] = "not comparable: " + ", ".join(other)
         runs = [r for r in runs if r.name not in left_out]
     return runs, left_out
+
+
+# ---------------------------------------------------------------------------------------------------------- command line
+
+def numbers(kind, least=None):
+    """A parser of numbers joined by commas, each above 0, or at least `least`."""
+    def parse(text):
+        try:
+            values = tuple(kind(float(v)) if kind is int else kind(v) for v in text.split(","))
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas") from None
+        if len(set(values)) != len(values) or any(v <= 0 if least is None else v < least for v in values):
+            limit = "above 0" if least is None else f"{least} or more"
+            raise argparse.ArgumentTypeError(f"{text!r}: each number once, and {limit}")
+        return values
+    return parse
+
+
+def names(text):
+    return tuple(dict.fromkeys(n for n in text.split(",") if n))
+
+
+def hours(seconds):
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+
+
+def run_or_report(prog, args, extra, run, write, sets, see):
+    """The main of a sweep's script: its exit code. `run(args, extra)` gets settings for every run as `extra`.
+
+    Args: write(folder, out) draws the report and returns its files; sets: keys that the sweep itself gives each run, and `see`
+    the options for them.
+    """
+    with main_error(prog):
+        if args.command == "report":
+            if extra:
+                raise ConfigError(f"unknown option {extra[0]}: --help lists them")
+            return say_written(write(args.folder, args.out))
+        for e in extra:
+            if not e.startswith("--") or "=" not in e:
+                raise ConfigError(f"unknown argument {e}: settings of a run are given as --key=value")
+            if e[2:].split("=")[0] in sets:
+                raise ConfigError(f"{e}: the sweep sets that; see {see}")
+        if args.jobs < 0:
+            raise ConfigError(f"--jobs={args.jobs}: 0 or more")
+        try:
+            return run(args, extra)
+        except KeyboardInterrupt as stopped:
+            raise ConfigError(f"stopped: {stopped or 'the same command goes on'}") from None
+
+
+def say_written(paths):
+    for path in paths.values():
+        print(f"wrote {path}")
+    return 0
+
+
+def say_failed(failed, cells):
+    """The failures, last of all that a sweep says; its exit code."""
+    for name, why in failed.items():
+        print(f"FAILED {name}: {why}")
+    if failed:
+        print(f"{len(failed)} of {len(cells)} runs failed: holes in the report; the same command tries them again")
+    return 1 if failed else 0

@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
 from bench import sweep  # noqa: E402
-from bench.sweep import Cell  # noqa: E402
+from bench.sweep import Cell, hours, names, numbers, same_commit  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of Table 1
@@ -203,10 +203,6 @@ def estimate(cells, threads, nproc=1):
 START_SECONDS = 5.0  # importing PyTorch, reading the data, building or loading the kernels
 
 
-def hours(seconds):
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
-
-
 def print_plan(preset, cells, later, jobs, nproc, gpus):
     """The plan as a table: a line a family, size, context and budget; then the whole."""
     print(f"{'model':15}{'size':>6}{'context':>9}{'parameters':>13}{'tokens':>10}{'FLOPs':>11}{'a run':>12}  runs")
@@ -231,24 +227,6 @@ def print_plan(preset, cells, later, jobs, nproc, gpus):
 
 
 # ---------------------------------------------------------------------------------------------------------- command line
-
-def numbers(kind, least=None):
-    """A parser of numbers joined by commas, each above 0, or at least `least`."""
-    def parse(text):
-        try:
-            values = tuple(kind(float(v)) if kind is int else kind(v) for v in text.split(","))
-        except (ValueError, OverflowError):
-            raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas") from None
-        if len(set(values)) != len(values) or any(v <= 0 if least is None else v < least for v in values):
-            limit = "above 0" if least is None else f"{least} or more"
-            raise argparse.ArgumentTypeError(f"{text!r}: each number once, and {limit}")
-        return values
-    return parse
-
-
-def names(text):
-    return tuple(dict.fromkeys(n for n in text.split(",") if n))
-
 
 def parser():
     top = argparse.ArgumentParser(prog="table1.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -301,8 +279,8 @@ def chosen(args):
 def run(args, extra):
     preset = chosen(args)
     folder = args.out or REPO / "out" / f"table1_{args.preset}"
-    if min(args.jobs, args.nproc) < 0:
-        raise ConfigError(f"--jobs={args.jobs}, --nproc={args.nproc}: 0 or more")
+    if args.nproc < 0:
+        raise ConfigError(f"--nproc={args.nproc}: 0 or more")
     extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e for e in extra]
     if any(e.startswith("--wandb=") and not e.endswith("=off") for e in extra):
         extra = [*extra, f"--wandb_group={folder.name}"]
@@ -344,12 +322,8 @@ def run(args, extra):
         c.seconds = seconds[c.at["model"], c.at["size"], c.at["context"], c.at["steps"]]
     sweep.write_plan(folder, follow)
     failed |= sweep.run_cells(follow, folder, jobs, nproc)
-    write_report(folder)
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why}")
-    if failed:
-        print(f"{len(failed)} of {len(first + follow)} runs failed: holes in the report; the same command tries them again")
-    return 1 if failed else 0
+    sweep.say_written(write_report(folder))
+    return sweep.say_failed(failed, first + follow)
 
 
 def check_data(cells, dry_run):
@@ -377,48 +351,17 @@ def check_settings(cells):
                                   f"runs are not compared; give --{key}=... for all, or change a config")
 
 
-def same_commit(folder):
-    """This checkout's environment. Raises ConfigError where the sweep has runs of other code: they would not compare."""
-    from records import environment
-
-    where = environment()
-    if (folder / "plan.json").exists():
-        plan = sweep.read_plan(folder)
-        begun = any((folder / name / "config.json").exists() for name in plan["cells"])
-        if begun and plan.get("commit") != sweep.version(where):
-            old, new = (c if c is None or "+" not in c else f"{c[:12]} with changes {c.split('+')[1]}"
-                        for c in (plan.get("commit"), sweep.version(where)))
-            raise ConfigError(f"{folder} was begun at commit {old}, this is {new}: runs of different code are not compared; go "
-                              "back to that code, or choose another --out")
-    return where
-
-
 def write_report(folder, out=None):
     from bench import report
 
-    for path in report.write(folder, out).values():
-        print(f"wrote {path}")
+    return report.write(folder, out)
 
 
 def main(argv):
     args, extra = parser().parse_known_args(argv)
-    with configurator.main_error("table1.py"):
-        if args.command == "report":
-            if extra:
-                raise ConfigError(f"unknown option {extra[0]}: --help lists them")
-            write_report(args.folder, args.out)
-            return 0
-        bad = [e for e in extra if not e.startswith("--") or "=" not in e]
-        if bad:
-            raise ConfigError(f"unknown argument {bad[0]}: settings of train.py are given as --key=value")
-        taken = [e for e in extra if e[2:].split("=")[0] in ("out_dir", "resume", "model", "seed", "max_iters", "block_size",
-                                                             "learning_rate")]
-        if taken:
-            raise ConfigError(f"{taken[0]}: the sweep sets that; see --models, --seeds, --tokens, --contexts, --lrs, --out")
-        try:
-            return run(args, extra)
-        except KeyboardInterrupt as stopped:
-            raise ConfigError(f"stopped: {stopped or 'the same command goes on'}") from None
+    return sweep.run_or_report("table1.py", args, extra, run, write_report,
+                               ("out_dir", "resume", "model", "seed", "max_iters", "block_size", "learning_rate"),
+                               "--models, --seeds, --tokens, --contexts, --lrs, --out")
 
 
 if __name__ == "__main__":

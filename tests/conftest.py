@@ -21,3 +21,14 @@ def poison():
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For a module that says so: sums in the same order as in processes of one thread, and no fight over a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -42,21 +42,13 @@ from model import LM
 from scan import longhorn_scan, longhorn_scan_ref
 from train import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(checkpoint.__file__).resolve().parent
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 KILLS = 50 if CHAOS else 4
 TIMING = ("seconds", "tokens_per_second", "memory_bytes")
 RUN = {**LONG, "eval_interval": 100, "checkpoint_interval": 20, "dtype": "float32"}
 root = os.name == "posix" and os.geteuid() == 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As many as the forked processes have: the same sums in the same order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------------------------- processes to disturb

@@ -31,18 +31,11 @@ from bench.mqar_task import PAIRS, Examples, Task, distinct, generate, overlap, 
 from configurator import ConfigError
 from model import ModelConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REPO = Path(__file__).resolve().parent.parent
 EACH_MIXER = pytest.mark.parametrize("mixer", MIXERS)
 NEW = {"short BaseConv": mqar_mixers.BaseConv, "long BaseConv": mqar_mixers.LongBaseConv, "Hyena": mqar_mixers.Hyena,
        "Based": mqar_mixers.TaylorAttention, "attention": mqar_mixers.Attention}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the task

@@ -19,15 +19,8 @@ import model
 from bench import online_learning as ol
 from bench.online_learning import ROW, UPDATES, Mistake
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 9
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def draw(N=4, d=3, seed=0, **given):

@@ -39,6 +39,7 @@ from data import loader
 from model import LM
 from train import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(train.__file__).resolve().parent
 quick = settings(deadline=None, max_examples=200, database=None)
 
@@ -47,15 +48,6 @@ TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens
         "learning_rate": 3e-3, "eval_interval": 5, "log_interval": 1, "dtype": "float32", "device": "cpu"}
 LONG = {**TINY, "n_embd": 16, "block_size": 16, "batch_tokens": 64, "batch_size": 4, "max_iters": 400, "learning_rate": 1e-3,
         "eval_interval": 150, "checkpoint_interval": 40}  # about two seconds, to be disturbed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Processes with as many threads as each other add in the same order; and the machine may be busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_data(folder, seed=0, train=4000, val=700, vocab_size=256, **meta):
