@@ -123,6 +123,9 @@ MATH uint16_t round_to_fp16(float v) { uint16_t u; asm("cvt.rn.f16.f32 %0, %1;" 
 MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(u)); return v; }
 MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
 MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }    // 1 ulp, no slow path
+MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
+MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
+MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
 MATH float maximum(float v, float low) { float m; asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(low)); return m; }
 MATH float minimum(float v, float high) { float m; asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(high)); return m; }
 #endif
@@ -133,6 +136,16 @@ struct fp16 { uint16_t bits; };
 MATH float to_float(float v) { return v; }
 MATH float to_float(bf16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
 MATH float to_float(fp16 v) { return widen_fp16(v.bits); }
+
+// A number read ahead of its use, as its bits in a whole register: halves of registers cost an instruction when they are moved.
+template <class E> struct Ahead { uint32_t bits; };
+MATH Ahead<float> read(const float *p) { return {read_32(p)}; }
+MATH Ahead<bf16> read(const bf16 *p) { return {read_16(p)}; }
+MATH Ahead<fp16> read(const fp16 *p) { return {read_16(p)}; }
+MATH float to_float(Ahead<float> v) { return __uint_as_float(v.bits); }
+MATH float to_float(Ahead<bf16> v) { return __uint_as_float(v.bits << 16); }
+MATH float to_float(Ahead<fp16> v) { return widen_fp16((uint16_t)v.bits); }
+
 MATH void set(float *p, float v) { *p = v; }
 MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
 MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
@@ -444,51 +457,59 @@ template <int P> MATH void read_four(const float *row, int order, float (&to)[P]
 }
 
 // Step t of a row: strides are bytes here and fit 32 bits, which native.py sees to.
-template <class E> MATH const E *step_at(const E *row, int t, int stride) { return (const E *)((const char *)row + (int64_t)t * stride); }
-template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((char *)row + (int64_t)t * stride); }
+template <class E> MATH const E *step_at(const E *row, int t, int stride) { return (const E *)((const char *)row + wide_product(t, stride)); }
+template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((char *)row + wide_product(t, stride)); }
 
-// KEYS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. W lanes read a row.
+// KEYS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four numbers
+// of a row, or GROUPS times four, W items a row; first come all items of k, then those of q.
 template <class U, class E, int NP> struct KeyRows {
-    static const int W = NP < 32 ? NP : 32, COLUMNS = NP / W, ROWS = THREADS / W, PASSES = (KEYS + ROWS - 1) / ROWS;
-    const E *from_k, *from_q;                                            // at this lane's first column
-    int k_t, q_t, N, row, column;
-    E k[PASSES][COLUMNS], q[PASSES][COLUMNS];
+    static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = KEYS * W, PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
+    const E *from;                                                       // at this lane's row and column of k or, in its turn, of q
+    int stride, row, left;                                               // left: columns from this lane's on
+    const E *from_q;                                                     // where a pass reads k or q, not both
+    int stride_q;
+    E v[PASSES][GROUPS][4];
     __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r) {
-        row = threadIdx.x / W; column = threadIdx.x % W;
-        k_t = (int)(a.k_t * sizeof(E)); q_t = (int)(a.q_t * sizeof(E)); N = (int)a.N;
-        from_k = (const E *)a.k + offset(r, a.k_b, a.k_t) + column;
+        const int column = threadIdx.x % W * 4;
+        const bool of_k = PASSES > 1 || threadIdx.x < ITEMS;
         from_q = (const E *)a.q + offset(r, a.q_b, a.q_t) + column;
+        stride_q = (int)(a.q_t * sizeof(E));
+        from = of_k ? (const E *)a.k + offset(r, a.k_b, a.k_t) + column : from_q;
+        stride = of_k ? (int)(a.k_t * sizeof(E)) : stride_q;
+        row = threadIdx.x % ITEMS / W;
+        left = threadIdx.x < 2 * ITEMS ? (int)a.N - column : 0;
     }
     __device__ __forceinline__ void load(int t0, int T) {
         #pragma unroll
         for (int p = 0; p < PASSES; p++) {
-            const int t = t0 + row + p * ROWS;
+            const bool q_turn = PASSES > 1 && p * THREADS >= ITEMS;
+            const int t = t0 + row + p * THREADS % ITEMS / W, here = t < T ? left : 0;
+            const E *at = q_turn ? step_at(from_q, t, stride_q) : step_at(from, t, stride);
             #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                k[p][c] = q[p][c] = E{};
-                if (t < T && column + c * W < N && (ROWS <= KEYS || row < KEYS)) {
-                    k[p][c] = step_at(from_k, t, k_t)[c * W];
-                    q[p][c] = step_at(from_q, t, q_t)[c * W];
-                }
-            }
+            for (int g = 0; g < GROUPS; g++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) v[p][g][i] = g * 4 * W + i < here ? at[g * 4 * W + i] : E{};
         }
     }
     __device__ __forceinline__ void store(float (*to_k)[NP], float (*to_q)[NP], float *kk) const {
         #pragma unroll
         for (int p = 0; p < PASSES; p++) {
-            const int i = row + p * ROWS;
-            const bool in = ROWS <= KEYS || i < KEYS;
+            const int item = threadIdx.x + p * THREADS, row = item / W % KEYS, column = item % W * 4;
             float sum = 0.0f;
             #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                const float v = to_float(k[p][c]);
-                sum += v * v;
-                if (in) { to_k[i][column + c * W] = v; to_q[i][column + c * W] = to_float(q[p][c]); }
+            for (int g = 0; g < GROUPS; g++) {
+                Four four;
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    four.v[i] = to_float(v[p][g][i]);
+                    sum += four.v[i] * four.v[i];
+                }
+                if (item < 2 * ITEMS) *(Four *)((item < ITEMS ? to_k : to_q)[row] + g * 4 * W + column) = four;
             }
-            if (!U::norm) continue;
+            if (!U::norm || p * THREADS >= ITEMS) continue;
             #pragma unroll
             for (int m = W / 2; m > 0; m /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, m);
-            if (in && column == 0) kk[i] = sum;
+            if (item < ITEMS && column == 0) kk[row] = sum;
         }
     }
 };
@@ -510,20 +531,15 @@ template <int L> struct Place {
     }
 };
 
-// A tensor (B, T, D) at a lane's channel: reads step t, or one step after the other.
+// A tensor (B, T, D) at a lane's channel: reads step t.
 template <class E> struct Channel {
     const E *row;
     int stride;
-    __device__ __forceinline__ E next(bool in) {
-        const E v = in ? *row : E{};
-        row = step_at(row, 1, stride);
-        return v;
-    }
     __device__ __forceinline__ Channel(const Row &r, int c, const void *p, int64_t stride_b, int64_t stride_t) {
-        row = p ? (const E *)p + offset(r, stride_b, stride_t) + c : nullptr;
+        row = (const E *)p + offset(r, stride_b, stride_t) + c;
         stride = (int)(stride_t * sizeof(E));
     }
-    __device__ __forceinline__ E operator()(int t) const { return *step_at(row, t, stride); }
+    __device__ __forceinline__ Ahead<E> operator()(int t) const { return read(step_at(row, t, stride)); }
 };
 
 template <class U, int L, int P, class R> MATH void next_states(Step<float> &s, float (&S)[P], const float (&k)[P], R rate) {
@@ -548,8 +564,9 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
     const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.c;
-    Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), z(at.row, c, a.z, a.z_b, a.z_t);
     const bool gated = !ENDS && a.z, writer = !ENDS && at.live && at.part == 0;
+    const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t);
+    const Channel<E> z = gated ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     E *y = (E *)a.y + at.row.start * a.D + c;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
     float S[P], rates[P], forgot[P];
@@ -560,28 +577,30 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
         rates[i] = U::rates && j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
         forgot[i] = 1.0f;
     }
-    E xs[TILE], dts[TILE], zs[TILE];
-    auto read_rows = [&](int t0) {                                       // each in turn: the pointers run along
+    Ahead<E> xs[TILE], dts[TILE], zs[TILE];
+    auto read_rows = [&](int t0) {                                       // beyond T the last again
         #pragma unroll
         for (int i = 0; i < TILE; i++) {
-            const bool in = t0 + i < T;
-            xs[i] = x.next(in);
-            dts[i] = dt.next(in);
-            zs[i] = z.next(in && gated);
+            const int t = t0 + i < T ? t0 + i : T - 1;
+            xs[i] = x(t);
+            dts[i] = dt(t);
+            if (!ENDS) zs[i] = z(t);
         }
     };
     KeyRows<U, E, NP> keys(a, at.row);
     keys.load(0, T);
-    read_rows(0);
+    if (T > 0) read_rows(0);                                             // a packed sequence may be empty
     keys.store(s.k[0], s.q[0], s.kk[0]);
     __syncthreads();
     int buffer = 0;
     for (int batch = 0; batch < T; batch += KEYS, buffer ^= 1) {
         if (!ENDS && a.chunks && batch % CHUNK == 0 && at.live) {
-            float *saved = a.chunks + (at.row.chunk + batch / CHUNK) * N * a.D + c;
+            float *saved = a.chunks + ((at.row.chunk + batch / CHUNK) * N + at.part * P) * a.D + c;
             #pragma unroll
-            for (int i = 0; i < P; i++)
-                if (at.part * P + i < N) saved[(at.part * P + i) * a.D] = S[i];
+            for (int i = 0; i < P; i++) {
+                if (at.part * P + i < N) *saved = S[i];
+                saved = step_at(saved, 1, (int)(a.D * sizeof(float)));
+            }
         }
         keys.load(batch + KEYS, T);                                      // in flight while this batch is computed
         #pragma unroll 1
@@ -591,7 +610,7 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
             for (int i = 0; i < TILE; i++) {
                 xf[i] = to_float(xs[i]);
                 logit[i] = to_float(dts[i]) + bias;
-                gate[i] = to_float(zs[i]);
+                gate[i] = ENDS ? 0.0f : to_float(zs[i]);
             }
             read_rows(t0 + TILE);
             const float *key = s.k[buffer][t0 - batch] + at.part * P, *query = s.q[buffer][t0 - batch] + at.part * P;
@@ -601,7 +620,7 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
                 read_four(key + i * NP, 0, k);
                 if (!ENDS) read_four(query + i * NP, 0, q);
                 Step<float> step = U::step(xf[i], logit[i], U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus);
-                if (t0 + i >= T) step.size = 0.0f;                       // a step beyond T changes nothing
+                if (U::rates && t0 + i >= T) step.size = 0.0f;           // a step beyond T changes nothing: of others k is 0
                 next_states<U, L>(step, S, k, [&](int j) { return rates[j]; });
                 if (ENDS) {
                     #pragma unroll
@@ -611,9 +630,8 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
                 #pragma unroll
                 for (int j = 0; j < P; j++) out += S[j] * q[j];
                 out = sum_lanes<L>(out) + skip * xf[i];
-                out *= gated ? gate[i] * sigmoid(gate[i]) : 1.0f;
-                if (writer && t0 + i < T) set(y, out);
-                y = step_at(y, 1, out_t);
+                if (gated) out *= gate[i] * sigmoid(gate[i]);
+                if (writer && t0 + i < T) set(step_at(y, t0 + i, out_t), out);
             }
         }
         keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
@@ -644,9 +662,9 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
     const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.c;
-    const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), z(at.row, c, a.z, a.z_b, a.z_t);
-    const Channel<E> dy(at.row, c, a.dy, a.dy_b, a.dy_t);
-    const int64_t out_row = at.row.start * a.D + c;                      // of dx, ddt and dz: one offset, not three pointers
+    const bool gate = a.z;
+    const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
+    const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
     const ChannelSums<P, L> channel_sums(at.lane);
     const int order = channel_sums.order;
@@ -659,9 +677,9 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
         drates[i] = 0.0f;
     }
     auto rate = [&](int j) { return U::rates ? s.rates[j][at.tid] : 0.0f; };
-    auto step_of = [&](E xt, E dtt, int r, bool inside) {
+    auto step_of = [&](Ahead<E> xt, Ahead<E> dtt, int r, bool inside) {
         Step<float> step = U::step(to_float(xt), to_float(dtt) + bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
-        if (!inside) step.size = 0.0f;                                   // a step beyond T changes nothing
+        if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
         return step;
     };
     for (int t0 = ((int)ceil_div(T, CHUNK) - 1) * CHUNK; t0 >= 0; t0 -= CHUNK) {
@@ -693,29 +711,30 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
+            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.D + c) * (int64_t)sizeof(E);      // in dx, ddt and dz
             float before[SUB][P], sums[P];                               // before[0] is read from s.states again: fewer registers
             Step<float> steps[SUB];
-            E xs[SUB], dts[SUB], zs[SUB], dys[SUB];
+            Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];
             #pragma unroll
-            for (int i = 0; i < SUB; i++) {                              // all at once: behind a store they would wait for it
+            for (int i = 0; i < SUB; i++) {                              // all at once, ahead of their use
                 const int t = t0 + sub * SUB + i < T ? t0 + sub * SUB + i : T - 1;
                 xs[i] = x(t);
                 dts[i] = dt(t);
                 dys[i] = dy(t);
-                zs[i] = z.row ? z(t) : E{};
+                zs[i] = z(t);
             }
             #pragma unroll
             for (int j = 0; j < P; j++) S[j] = s.states[sub][j][at.tid];
             #pragma unroll
             for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
-                const int r = sub * SUB + i, t = t0 + r < T ? t0 + r : T - 1;
+                const int r = sub * SUB + i;
                 const bool in = t0 + r < T && at.live;
                 const float dyt = in ? to_float(dys[i]) : 0.0f, zt = to_float(zs[i]), sig = sigmoid(zt);
                 float k[P], q[P], out = 0.0f;
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
                 steps[i] = step_of(xs[i], dts[i], r, t0 + r < T);
-                const float gated = z.row ? dyt * zt * sig : dyt;
+                const float gated = gate ? dyt * zt * sig : dyt;
                 s.gated[i][at.tid] = gated;
                 #pragma unroll
                 for (int j = 0; j < P; j++) before[i][j] = S[j];
@@ -725,9 +744,9 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                     out += S[j] * q[j];
                     sums[j] = gated * S[j];
                 }
-                if (z.row) {
+                if (gate) {
                     out = sum_lanes<L>(out) + skip * steps[i].x;
-                    if (in && at.part == 0) set(step_at((E *)a.dz + out_row, t, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
+                    if (in && at.part == 0) set(step_at((E *)((char *)a.dz + out_at), i, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
                 }
                 channel_sums(sums, at.lane);
                 if (channel_sums.writer)
@@ -770,26 +789,26 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                     if (at.lane == 0) s.dkk[at.warp][i] = dkk;
                 }
                 if (in && at.part == 0) {
-                    set(step_at((E *)a.dx + out_row, t, out_t), d.dx + skip * gated);
-                    set(step_at((E *)a.ddt + out_row, t, out_t), d.ddt);
+                    set(step_at((E *)((char *)a.dx + out_at), i, out_t), d.dx + skip * gated);
+                    set(step_at((E *)((char *)a.ddt + out_at), i, out_t), d.ddt);
                 }
                 dbias += in ? d.ddt : 0.0f;
                 dskip += gated * steps[i].x;
             }
             __syncthreads();
-            for (int i = at.tid; i < SUB * NP; i += THREADS) {           // this block's row of dk and dq, over its warps in order
-                const int step = i / NP, j = i % NP, r = sub * SUB + step;
-                if (j >= N || t0 + r >= T) continue;
-                float dk = 0.0f, dq = 0.0f, dkk = 0.0f;
+            #pragma unroll
+            for (int n = 0; n < (2 * SUB * NP + THREADS - 1) / THREADS; n++) {      // this block's rows of dk and dq, over its warps in order
+                const int i = at.tid + n * THREADS, step = i / NP % SUB, j = i % NP, r = sub * SUB + step;
+                const bool of_k = i < SUB * NP;
+                if (i >= 2 * SUB * NP || j >= N || t0 + r >= T) continue;
+                float sum = 0.0f, dkk = 0.0f;
                 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
-                    dk += s.dk[w][step][j];
-                    dq += s.dq[w][step][j];
+                    sum += (of_k ? s.dk : s.dq)[w][step][j];
                     if (U::norm) dkk += s.dkk[w][step];
                 }
                 const int64_t to = (at.block * tokens(a) + at.row.start + t0 + r) * N + j;
-                a.dk[to] = dk - 2.0f * s.k[r][j] * dkk;
-                a.dq[to] = dq;
+                (of_k ? a.dk : a.dq)[to] = of_k ? sum - 2.0f * s.k[r][j] * dkk : sum;
             }
             __syncthreads();                                             // before the next steps overwrite what is read here
         }
@@ -814,7 +833,8 @@ template <class U, class E, int P, int L> MATH void scan_pulls(const ScanArgs &a
     const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N;
     const int b = at.b, c = at.c;
-    const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), z(at.row, c, a.z, a.z_b, a.z_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
+    const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
+    const Channel<E> z = a.z ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : dy;
     const float bias = a.bias ? a.bias[c] : 0.0f;
     float G[P], rates[P], forgot[P];
     #pragma unroll
@@ -833,7 +853,7 @@ template <class U, class E, int P, int L> MATH void scan_pulls(const ScanArgs &a
         const int last = T - batch < KEYS ? T - batch : KEYS;
         #pragma unroll 4
         for (int r = last - 1; r >= 0; r--) {
-            const float zt = a.z ? to_float(z(batch + r)) : 0.0f, dyt = at.live ? to_float(dy(batch + r)) : 0.0f;
+            const float zt = to_float(z(batch + r)), dyt = at.live ? to_float(dy(batch + r)) : 0.0f;
             const float gated = a.z ? dyt * zt * sigmoid(zt) : dyt;
             const Step<float> step = U::step(0.0f, to_float(dt(batch + r)) + bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus);
             float k[P], q[P];

@@ -170,10 +170,11 @@ MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
     "butterfly gives the wrong half": ("give = upper ? v[i] : v[i + COUNT / 2]", "give = upper ? v[i + COUNT / 2] : v[i]"),
     "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);",
                                       "keys.store(s.k[buffer], s.q[buffer], s.kk[buffer]);"),
-    "dk without the -2k deps term": ("dk - 2.0f * s.k[r][j] * dkk", "dk"),
+    "dk without the -2k deps term": ("sum - 2.0f * s.k[r][j] * dkk : sum", "sum : sum"),
     "lanes beyond D add to dq": ("const float dyt = in ?", "const float dyt = t0 + r < T ?"),
     "sub-chunk states one too late": ("S[j] = s.states[sub][j][at.tid]", "S[j] = s.states[sub ? sub - 1 : 0][j][at.tid]"),
-    "steps beyond T change the state": ("if (!inside) step.size = 0.0f;", ""),
+    "steps beyond T change the state": ("if (U::rates && !inside) step.size = 0.0f;", ""),
+    "keys beyond T are not zero": ("< here ? at[g * 4 * W + i] : E{};", "< left ? (t < T ? at : from)[g * 4 * W + i] : E{};"),
 }
 
 
@@ -182,7 +183,7 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     right, wrong = MUTANTS[name]
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
-    update = "mamba" if "beyond T" in name else "longhorn"
+    update = "mamba" if "steps beyond T" in name else "longhorn"
     module = load_shim(tmp_path, update, F32, 16, 1, cuda.replace(right, wrong) + marker + cpu, ("-O0",))
     use(monkeypatch, module, 1)
     if update == "mamba":
