@@ -63,9 +63,9 @@ class Tokens:
 
     Raises DataError, one line each: folder, bin or meta.json missing, a file whose size is not the recorded one, an
     unknown dtype, an empty split, a block longer than a split, a vocabulary larger than the model's, token ids outside
-    the dataset's own vocabulary. That last check reads a split whole up to 200M tokens; of a longer one (OpenWebText
-    has 9 billion) it reads 256 evenly spaced slices of 65,536 tokens and trusts the largest id that prepare.py
-    recorded for the rest.
+    the dataset's own vocabulary, content that is not what was prepared. These last two read a split whole up to 200M
+    tokens; of a longer one (OpenWebText has 9 billion) 256 evenly spaced slices of 65,536 tokens are looked at for such
+    ids, and the rest is taken as prepare.py recorded it; `verify()` reads all.
     """
 
     def __init__(self, folder, vocab_size=None, block_size=None):
@@ -105,6 +105,8 @@ class Tokens:
                 f"{path} holds token id {largest}, outside its vocabulary of {self.vocab_size:,} (ids 0 to "
                 f"{self.vocab_size - 1}): {again}"
             )
+        if n_tokens <= FULL_CHECK_TOKENS:
+            self._check_content(split)
         return tokens
 
     def _bytes_per_token(self):
@@ -118,12 +120,15 @@ class Tokens:
     def verify(self):
         """Reads both files whole and compares their sha256 with meta.json's; DataError where they differ."""
         for split in SPLITS:
-            path = self.folder / f"{split}.bin"
-            if self.sha256[split] and file_sha256(path) != self.sha256[split]:
-                raise DataError(
-                    f"{path} is not the file meta.json describes (its sha256 differs): prepare it again "
-                    f"({_prepare_command(self.folder, force=True)})"
-                )
+            self._check_content(split)
+
+    def _check_content(self, split):
+        path, recorded = self.folder / f"{split}.bin", self.meta["splits"][split].get("sha256")
+        if recorded and file_sha256(path) != recorded:
+            raise DataError(
+                f"{path} is not the file meta.json describes (its sha256 differs): prepare it again "
+                f"({_prepare_command(self.folder, force=True)})"
+            )
 
 
 def _prepare_command(folder, force=False):
@@ -143,16 +148,30 @@ def _read_meta(folder):
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        ok = isinstance(meta["vocab_size"], int) and meta["vocab_size"] > 0
-        ok = ok and all(isinstance(meta["splits"][split]["tokens"], int) for split in SPLITS)
-        dtype = meta["dtype"]
-    except (ValueError, KeyError, TypeError):
+        ok = _well_formed(meta)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ok = False
     if not ok:
-        raise DataError(f"{path} is damaged (no dtype, vocab_size or tokens to be read): prepare again ({how})")
-    if dtype not in DTYPES:
-        raise DataError(f"{path} says dtype {dtype!r}: the loader reads {' or '.join(DTYPES)}; prepare again ({how})")
+        raise DataError(f"{path} is damaged (a field is missing, or not what a prepare.py writes): prepare again ({how})")
+    if meta["dtype"] not in DTYPES:
+        raise DataError(f"{path} says dtype {meta['dtype']!r}: the loader reads {' or '.join(DTYPES)}; prepare again ({how})")
     return meta
+
+
+def _well_formed(meta):
+    """Whether all fields that are computed with are what they should be: else training ends hours later, or says nonsense.
+
+    Raises KeyError, TypeError or AttributeError where one cannot be reached.
+    """
+    count = lambda n, least=0: type(n) is int and least <= n < 2**63  # not isinstance: a bool is no count
+    ratio = lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max
+    splits = [meta["splits"][split] for split in SPLITS]
+    counts = [split.get(key) for split in splits for key in ("max_token", "bytes")]
+    ratios = [meta.get(key) for key in ("bytes_per_token", "xz9_bits_per_byte")]
+    texts = [*(meta.get(key) for key in ("tokenizer", "table")), *(split.get("sha256") for split in splits)]
+    return (count(meta["vocab_size"], 1) and isinstance(meta["dtype"], str) and all(count(s["tokens"]) for s in splits)
+            and all(n is None or count(n) for n in counts) and all(x is None or ratio(x) for x in ratios)
+            and all(text is None or isinstance(text, str) for text in texts))
 
 
 def _largest(tokens):

@@ -220,7 +220,7 @@ def test_not_prepared_names_the_command(tmp_path):
     refused(lambda: Tokens(folder), f"python {folder / 'prepare.py'}")
 
 
-def test_damaged_folders(tmp_path):
+def test_damaged_folders(tmp_path, monkeypatch):
     def fresh(name, **options):
         return write_folder(tmp_path / name, **options)
 
@@ -246,11 +246,46 @@ def test_damaged_folders(tmp_path):
         folder = fresh(f"json{number}")
         (folder / "meta.json").write_text(text)
         refused(lambda folder=folder: Tokens(folder), "meta.json is damaged")
+    (folder / "meta.json").write_text('{"x":' + "[" * 100_000 + "]" * 100_000 + "}")
+    refused(lambda: Tokens(folder), "meta.json is damaged")
 
     folder = fresh("swapped")  # the right size, other content
     content = (folder / "val.bin").read_bytes()
     (folder / "val.bin").write_bytes(content[2:] + content[:2])
-    refused(Tokens(folder).verify, "sha256 differs")
+    refused(lambda: Tokens(folder), "val.bin is not the file", "sha256 differs")
+    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)  # of a large one only verify() reads all
+    refused(Tokens(folder).verify, "val.bin is not the file", "sha256 differs")
+
+
+WRONG = {  # of meta.json; of its train split
+    "vocab_size": ["256", True, None, 256.0, 0, -1, 2**70], "dtype": [None, 16, ["uint16"], {}],
+    "bytes_per_token": ["1", True, -1, 0, [1], math.nan, math.inf, 10**400],
+    "xz9_bits_per_byte": ["1.5", False, -1.5, 0, {}, math.nan, math.inf, 10**400],
+    "tokenizer": [5, ["x"]], "table": [5, ["x"]], "splits": [None, [], {"train": {"tokens": 1000}}, {"train": 5, "val": 5}],
+}
+WRONG_IN_SPLIT = {"tokens": ["1000", True, None, -1, 1000.0, 10**400], "bytes": ["1000", True, -1, 1000.0, 10**400],
+                  "sha256": [5, ["x"]], "max_token": ["255", True, 255.0, []]}
+
+
+@pytest.mark.parametrize("field", [*WRONG, *WRONG_IN_SPLIT])
+def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
+    path = write_folder(tmp_path) / "meta.json"
+    text = path.read_text()
+    for wrong in WRONG.get(field) or WRONG_IN_SPLIT[field]:
+        meta = json.loads(text)
+        (meta if field in WRONG else meta["splits"]["train"])[field] = wrong
+        path.write_text(json.dumps(meta))
+        refused(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
+
+
+def test_fields_that_need_not_be_there_may_be_null(tmp_path):
+    folder = write_folder(tmp_path, bytes_per_token=None, xz9_bits_per_byte=None, tokenizer=None, table=None)
+    splits = json.loads((folder / "meta.json").read_text())["splits"]
+    null = dict.fromkeys(("sha256", "max_token", "bytes"))
+    edit_meta(folder, splits={name: {**split, **null} for name, split in splits.items()})
+    assert Tokens(folder).bytes_per_token is None
+    edit_meta(folder, bytes_per_token=2.5, xz9_bits_per_byte=1, tokenizer="bytes", table="ab")
+    assert Tokens(folder).bytes_per_token == 2.5
 
 
 def test_an_empty_split_cannot_be_finished(tmp_path):
