@@ -104,7 +104,7 @@ def load(path, device="cpu"):
     """Read a checkpoint: ({name: tensor on `device`}, meta). Every byte is checked before a tensor is made.
 
     Raises CheckpointError, one line, for a file that is missing, cut short, damaged, of another kind (pickles of
-    torch.save among them: never unpickled) or of an unknown format version.
+    torch.save among them: never unpickled), of an unknown format version, or whose meta is no dict.
     """
     path = os.fspath(path)
     try:
@@ -129,12 +129,22 @@ def load(path, device="cpu"):
         with safetensors.safe_open(path, "pt", device=str(device)) as f:
             # cloned: on the CPU the library's tensors are windows onto the file, which may change under us
             tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
-            return tensors, json.loads(f.metadata()["meta"])
+            return tensors, _read_meta(path, f.metadata())
     except OSError as error:
         hint = ": no checkpoint was saved here" if error.errno == errno.ENOENT else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: not readable as safetensors: {error}") from error
+    except (safetensors.SafetensorError, TypeError) as error:  # TypeError: a shape beyond 64 bits
+        raise CheckpointError(f"{path}: not readable as safetensors: {' '.join(str(error).split())}") from error
+
+
+def _read_meta(path, header):
+    try:
+        meta = json.loads(header["meta"])
+    except (KeyError, ValueError, RecursionError):  # the sum is right, so it was written so
+        meta = None
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{path}: not a checkpoint of this project (its header holds no meta that can be read)")
+    return meta
 
 
 def _check_kind(path, first, size):
@@ -355,8 +365,23 @@ def unflatten(tensors, skeleton):
 
     try:
         return build(skeleton)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError) as error:  # SyntaxError: np.dtype
         raise CheckpointError(f"checkpoint and skeleton do not fit: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def fitting(path):
+    """`with fitting(path): model.load_state_dict(...)`: putting a state back that does not fit raises CheckpointError, one line.
+
+    Memory that runs out is no misfit, and passes.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__  # the first line of load_state_dict's says nothing
+        raise CheckpointError(f"{path}: does not fit this run ({words[:200]})") from error
 
 
 def rng_state():

@@ -95,7 +95,8 @@ def main_error(prog, *errors):
     try:
         yield
     except (ConfigError, *errors) as error:
-        print(f"{prog}: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a full disk behind stderr: the exit code still says it
+            print(f"{prog}: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

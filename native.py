@@ -8,6 +8,7 @@ dtype and shape of the state (`cuda_shape`): seconds each, where all of them wou
     python native.py            # build now, and say what came out
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -60,7 +61,8 @@ def choose(op, backend, device, not_native):
 @functools.cache
 def say_once(line):
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk behind stderr: nothing to end a run for
+            print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -27,12 +27,31 @@ from pathlib import Path
 def write_json(path, record):
     """Write `record` to `path`, beside and renamed over, so that a reader sees all of it or none.
 
-    A number at the top level that is not finite becomes null, which JSON can hold.
+    A number at the top level that is not finite becomes null, which JSON can hold. Raises TypeError for what JSON cannot
+    hold, OSError for the disk's refusals; then the old file is untouched.
     """
-    record = _finite(record)
+    _replace(path, json.dumps(_finite(record), indent=1) + "\n")
+
+
+def _replace(path, text):
+    """Write `text` beside `path` and rename it over, both on the disk when it returns."""
+    path = Path(path)
     temporary = Path(f"{path}.tmp-{os.getpid()}")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())  # or a power cut after the rename leaves an empty file
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some file systems cannot; the rename is then merely less durable
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _finite(record):
@@ -64,9 +83,7 @@ class Log:
     def __init__(self, folder, step=0):
         self.path = Path(folder) / "log.jsonl"
         kept = [e for e in read_log(folder) if e["step"] <= step] if step else []
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(e) + "\n" for e in kept))
-        os.replace(temporary, self.path)
+        _replace(self.path, "".join(json.dumps(e) + "\n" for e in kept))
         self.file = open(self.path, "ab", buffering=0)
         self.unwritten = []
 
@@ -136,7 +153,11 @@ def draw_loss(folder):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    train, val = read_log(folder, "train"), read_log(folder, "eval")
+    def events(kind, loss):  # only those that have what is drawn
+        return [e for e in read_log(folder, kind) if isinstance(e.get("tokens"), (int, float))
+                and isinstance(e.get(loss, ""), (int, float, type(None)))]
+
+    train, val = events("train", "train_loss"), events("eval", "val_loss")
     if not train and not val:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
@@ -154,7 +175,7 @@ def draw_loss(folder):
     seen = [loss for loss in (*(e["train_loss"] for e in train), *(e["val_loss"] for e in val)) if loss is not None]
     if len(seen) > 20:  # the first steps would flatten everything else
         axes.set_ylim(min(seen) - 0.1, min(max(seen), sorted(seen)[int(len(seen) * 0.95)] + 0.5))
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=Path(folder).name)
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=Path(folder).name.replace("$", r"\$"))  # $ starts a formula
     axes.grid(alpha=0.3)
     axes.legend()
     path = Path(folder) / "loss.png"

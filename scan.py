@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import native
 
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; there eps is 0 anyway
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 # ------------------------------------------------------------------------------------------------ the truth: a loop each
@@ -200,6 +201,14 @@ def _shape(a):
 def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
     names = ("u", "delta", "B", "C", "delta_bias") if mamba else ("x", "dt", "k", "q", "dt_bias")
     nx, ndt, nk, nq, nbias = names
+    given = {nx: x, ndt: dt, nk: k, nq: q, "A": A, "D": D, "z": z, nbias: dt_bias, "h0": h0, "cu_seqlens": cu_seqlens}
+    for name, a in given.items():  # first: the shape of what is no strided tensor may be an error of its own
+        if a is None:
+            continue
+        if not isinstance(a, Tensor):
+            raise ValueError(f"scan: {name} must be a torch.Tensor, got {type(a).__name__}")
+        if a.layout != torch.strided or a.is_nested:
+            raise ValueError(f"scan: {name} must be a strided tensor, got {'nested' if a.is_nested else a.layout}")
     if x is None or k is None or x.dim() != 3 or k.dim() != 3 or min(*x.shape, *k.shape) < 1:
         raise ValueError(f"scan: {nx} must be (B, T, D) and {nk} (B, T, N), every size at least 1, got {nx} {_shape(x)}, "
                          f"{nk} {_shape(k)}")
@@ -218,9 +227,9 @@ def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
             raise ValueError(f"scan: {name} must be {shape} beside {nx} {_shape(x)} and {nk} {_shape(k)}, got {_shape(a)}")
         if a.device != x.device:
             raise ValueError(f"scan: {name} is on {a.device}, {nx} on {x.device}: move them to one device")
-    for name, a in {nx: x, **{name: a for name, (a, _) in wanted.items()}}.items():
-        if a is not None and not a.dtype.is_floating_point:
-            raise ValueError(f"scan: {name} must be floating point, got {a.dtype}")
+    for name, a in given.items():
+        if a is not None and name != "cu_seqlens" and a.dtype not in FLOATS:
+            raise ValueError(f"scan: {name} must be floating point of 16, 32 or 64 bits, got {a.dtype}")
 
 
 def _check_cu_seqlens(cu, B, T, device):
@@ -230,8 +239,10 @@ def _check_cu_seqlens(cu, B, T, device):
                          f"{cu.dtype} beside B = {B}: flatten (B, T, D) to (1, B T, D)")
     if cu.device != device:
         raise ValueError(f"scan: cu_seqlens is on {cu.device}, the rest on {device}: move them to one device")
-    if torch.compiler.is_compiling() or cu.is_meta:
+    if torch.compiler.is_compiling():
         return len(cu) - 1
+    if cu.is_meta:
+        raise ValueError("scan: cu_seqlens is on meta, where it has no values: the scan needs them")
     right = (cu[0] == 0) & (cu[-1] == T) & (cu[1:] >= cu[:-1]).all()
     if cu.is_cuda:
         torch._assert_async(right, f"scan: cu_seqlens must rise from 0 to T = {T}")

@@ -1,5 +1,6 @@
 """checkpoint.py under kills, damage and malice. `pytest tests/test_checkpoint.py`"""
 import errno
+import functools
 import math
 import os
 import pickle
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -139,10 +141,41 @@ def test_what_cannot_be_stored_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("skeleton", [{"tensor": "x"}, {"foo": 1}, {"dict": 3},
-                                      {"array": "t", "dtype": "O", "shape": []}])
+                                      {"array": "t", "dtype": "O", "shape": []}, {"array": "none", "dtype": "u1", "shape": [8]},
+                                      {"array": "t", "dtype": "f8,(", "shape": []},
+                                      functools.reduce(lambda deep, _: [deep], range(100_000), [])],
+                         ids=["no tensor", "no kind", "no pairs", "objects", "no array", "syntax", "too deep"])
 def test_a_foreign_skeleton_is_refused(skeleton):
     with pytest.raises(CheckpointError, match="do not fit"):
-        unflatten({"t": torch.zeros(8, dtype=torch.uint8)}, skeleton)
+        unflatten({"t": torch.zeros(8, dtype=torch.uint8), "none": None}, skeleton)
+
+
+def test_a_state_that_does_not_fit_is_one_line():
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def said(act):
+        with pytest.raises(CheckpointError, match=r"^out/c: does not fit this run \(.+\)$") as info, checkpoint.fitting("out/c"):
+            act()
+        assert "\n" not in str(info.value) and len(str(info.value)) < 250
+        return str(info.value)
+
+    assert "size mismatch for weight" in said(lambda: model.load_state_dict(torch.nn.Linear(2, 4).state_dict()))
+    said(lambda: model.load_state_dict({f"layer{i}": torch.zeros(1) for i in range(99)}))
+    said(lambda: model.load_state_dict([]))
+    said(lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}))
+    said(lambda: optimizer.load_state_dict({"state": {}}))
+    said(lambda: unflatten({}, {"tensor": "x"}))
+    for part in ("python", "numpy", "torch"):
+        for odd in (None, 3, "x", [], (), (3, (-1,) * 625, None), {}):
+            said(lambda part=part, odd=odd: set_rng_state({**rng_state(), part: odd}))
+    said(lambda: set_rng_state({}))
+
+    def raising(error): raise error
+    assert said(lambda: raising(KeyError())) == "out/c: does not fit this run (KeyError)"
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt(), OSError()):
+        with pytest.raises(type(error)), checkpoint.fitting("out/c"):
+            raise error
 
 
 @pytest.mark.parametrize("make", [
@@ -240,6 +273,36 @@ def test_other_files_are_refused(tmp_path):
         assert "not a checkpoint of this project" in refusal(tmp_path / "c")
 
 
+def forge(path, meta, entry="", data=b""):
+    """A file with the right sum whose header holds the JSON `meta` and `entry`."""
+    start = checkpoint.START
+    rest = f"{meta}}}{entry}}}"
+    length = len(start % (1, 0, 0)) + len(rest)
+    first = length.to_bytes(8, "little")
+    header = lambda crc: (start % (1, 8 + length + len(data), crc) + rest).encode()
+    path.write_bytes(first + header(zlib.crc32(first + header(0) + data)) + data)
+
+
+FORGED = {
+    "no meta": ('"other":"{}"',), "meta no JSON": ('"meta":"{"',), "a list": ('"meta":"[]"',), "a number": ('"meta":"3"',),
+    "null": ('"meta":"null"',), "meta no string": ('"meta":3',), "digits": (f'"meta":"{"1" * 5000}"',),
+    "too deep": (f'"meta":"{"[" * 100_000 + "]" * 100_000}"',),
+    "a shape beyond 64 bits": ('"meta":"{}"', f',"x":{{"dtype":"I8","shape":[0,{2**63}],"data_offsets":[0,0]}}'),
+    "another dtype": ('"meta":"{}"', ',"x":{"dtype":"\\n9","shape":[1],"data_offsets":[0,1]}', b"0"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_an_odd_file_with_the_right_sum_is_refused(tmp_path, case):
+    forge(tmp_path / "c", '"meta":"{}"', ',"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}', b"7")
+    assert load(tmp_path / "c") == ({"x": torch.tensor([55], dtype=torch.int8)}, {})
+    forge(tmp_path / "c", *FORGED[case])
+    said = refusal(tmp_path / "c")
+    save(tmp_path / "d", {}, {"step": 3})
+    path, _, meta, passed = checkpoint.load_first([tmp_path / "c", tmp_path / "d"])
+    assert (path, meta) == (tmp_path / "d", {"step": 3}) and passed == [f"{tmp_path / 'c'}{said}"]
+
+
 def test_a_failed_save_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
     path = tmp_path / "c"
     save(path, {"x": torch.zeros(3)}, {"step": 1})
@@ -324,3 +387,22 @@ def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, mi
     assert keeper.result() == (5, None)
     tensors, meta = checkpoint.load(tmp_path / checkpoint.NEWEST)
     assert tensors["w"].tolist() == [0, 1, 2] and meta["step"] == 5 and (tmp_path / checkpoint.BEST).exists()
+
+
+def test_what_a_checkpoint_costs_is_measured_on_what_train_saves(tmp_path):
+    from bench import checkpoint as costs
+    from train import TrainConfig
+
+    state = costs.state_of(TrainConfig(n_layer=1, n_head=1, n_embd=16), torch.device("cpu"))
+    assert all({"exp_avg", "exp_avg_sq"} <= set(moments) for moments in state["optimizer"]["state"].values())
+    found = costs.measure(state, tmp_path, 2)
+    for way, times in found.items():
+        assert len(times["pause"]) == len(times["on_disk"]) == 2
+        assert all(0 < pause <= disk for pause, disk in zip(times["pause"], times["on_disk"], strict=True))
+        tensors, meta = checkpoint.load(tmp_path / way / checkpoint.NEWEST)
+        assert meta["step"] == 2
+        loaded = checkpoint.unflatten(tensors, meta["skeleton"])
+        assert all(torch.equal(t, state["model"][name]) for name, t in loaded["model"].items())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        costs.measure(state, tmp_path / "file", 1)

@@ -192,6 +192,13 @@ def test_main_error_is_one_line_and_exit_code_2():
     assert done.stderr == "train.py: error: unknown key '--m'; --help lists all keys\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_main_error_keeps_its_exit_code_where_nothing_can_be_said():
+    code = "import configurator\nwith configurator.main_error('p'): raise configurator.ConfigError('no')"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=full).returncode == 2
+
+
 def test_main_error_takes_the_errors_it_is_given_and_no_others(capsys):
     class Ours(ValueError): pass
     with pytest.raises(SystemExit), configurator.main_error("p", Ours):

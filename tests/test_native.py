@@ -246,6 +246,14 @@ def test_what_runs_is_said_once_and_by_one_rank(fresh, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_what_cannot_be_said_ends_nothing():
+    code = "import native; native.say_once('a'); native.say_once('b'); print('went on')"
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert (run.returncode, run.stdout) == (0, "went on\n")
+
+
 def test_a_cpu_run_never_looks_for_nvcc_or_builds_for_torch(fresh, monkeypatch):
     monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: pytest.fail(f"ran {a}"))
     longhorn_scan(*scan_inputs(), backend="torch")

@@ -1,5 +1,6 @@
 """records.py: what a reader finds after a run that was killed, went on, or lost its loss. `pytest tests/test_records.py`"""
 
+import errno
 import json
 import math
 import os
@@ -83,6 +84,34 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert json.loads(path.read_text())["val_loss"] == 1.5 and os.listdir(tmp_path) == ["result.json"]
 
 
+def test_a_log_and_a_record_are_on_the_disk_before_they_replace(tmp_path, monkeypatch):
+    write_log(tmp_path, train_event(1, 3.0))
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, real=real, name=name: (calls.append(name), real(*a)))
+    Log(tmp_path, step=1)
+    assert calls == ["fsync", "replace", "fsync"]
+    write_json(tmp_path / "result.json", {})
+    assert calls == ["fsync", "replace", "fsync"] * 2
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_refused_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch, name):
+    write_log(tmp_path, train_event(1, 3.0))
+    write_json(tmp_path / "result.json", {"val_loss": 1.5})
+
+    def full(*_): raise OSError(errno.ENOSPC, "disk full")
+    with monkeypatch.context() as m:
+        m.setattr(os, name, full)
+        with pytest.raises(OSError, match="disk full"):
+            write_json(tmp_path / "result.json", {"val_loss": 2.5})
+        with pytest.raises(OSError, match="disk full"):
+            Log(tmp_path, step=1)
+    assert sorted(os.listdir(tmp_path)) == ["log.jsonl", "result.json"] and read_log(tmp_path) == [train_event(1, 3.0)]
+    assert json.loads((tmp_path / "result.json").read_text()) == {"val_loss": 1.5}
+
+
 def test_environment_says_where_it_ran(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--n_layer=2"])
     where = environment()
@@ -111,6 +140,23 @@ def test_a_curve_of_nothing_is_not_drawn(tmp_path):
 def test_a_curve_is_drawn_of_whatever_there_is(tmp_path, events):
     write_log(tmp_path, *events)
     assert draw_loss(tmp_path) == tmp_path / "loss.png" and is_png(tmp_path / "loss.png")
+
+
+@pytest.mark.parametrize("name", [r"a$\frac$b", "cost$^$x", "one$", r"a\$\frac$b"])
+def test_a_curve_in_a_folder_of_any_name(tmp_path, name):
+    (tmp_path / name).mkdir()
+    write_log(tmp_path / name, train_event(1, 3.0))
+    assert is_png(draw_loss(tmp_path / name))
+
+
+def test_lines_without_a_loss_or_tokens_are_left_out_of_the_curve(tmp_path):
+    odd = [{"event": kind, "step": 1, **values} for kind in ("train", "eval") for values in (
+        {}, {"tokens": 64}, {"train_loss": 3.0, "val_loss": 3.0}, {"tokens": 64, "train_loss": "x", "val_loss": [3.0]},
+        {"tokens": None, "train_loss": 3.0, "val_loss": 3.0})]
+    write_log(tmp_path, *odd)
+    assert draw_loss(tmp_path) is None
+    write_log(tmp_path, train_event(1, 3.0), {"event": "eval", "step": 1, "tokens": 64, "val_loss": 3.0}, *odd)
+    assert is_png(draw_loss(tmp_path))
 
 
 def test_as_a_script(tmp_path, monkeypatch, capsys):

@@ -701,6 +701,41 @@ def test_misfits_are_one_line(f, case):
     assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
 
 
+def nested(*shape):
+    return torch.nested.nested_tensor(list(torch.zeros(shape)))
+
+
+NO_TENSORS = {
+    "numpy": lambda a: a.numpy(), "list": lambda a: a.tolist(), "string": lambda a: "x", "number": lambda a: 1.0,
+    "sparse": lambda a: a.to_sparse(), "compressed": lambda a: a[0].to_sparse_csr() if a.dim() > 2 else a.to_sparse(),
+    "mkldnn": lambda a: a.to_mkldnn(), "nested": lambda a: nested(*a.shape) if a.dim() > 1 else nested(1, 1),
+    "jagged": lambda a: torch.nested.nested_tensor([torch.zeros(2, 3)] * 2, layout=torch.jagged),
+    "quantised": lambda a: torch.quantize_per_tensor(a, 0.1, 0, torch.qint8),
+    "float8": lambda a: a.to(torch.float8_e4m3fn), "float8 e5m2": lambda a: a.to(torch.float8_e5m2),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, on nested, sparse and quantised tensors
+@pytest.mark.parametrize("kind", NO_TENSORS)
+def test_what_is_no_tensor_of_floats_is_one_line(kind):
+    a, A = inputs(2, 4, 3, 2), -torch.ones(3, 2)
+    for name in a:
+        for f in (longhorn_scan, longhorn_scan_ref):
+            with pytest.raises(ValueError, match=rf"^scan: {name} must be [^\n]*$"):
+                f(**{**a, name: NO_TENSORS[kind](a[name])})
+    for f in (scan.selective_scan, scan.selective_scan_ref):
+        with pytest.raises(ValueError, match=r"^scan: A must be [^\n]*$"):
+            f(a["x"], a["dt"], NO_TENSORS[kind](A), a["k"], a["q"])
+        with pytest.raises(ValueError, match=r"^scan: delta must be [^\n]*$"):
+            f(a["x"], NO_TENSORS[kind](a["dt"]), A, a["k"], a["q"])
+
+
+@pytest.mark.parametrize("cu", [[0, 4], "04", 4, torch.tensor([0, 4]).numpy(), torch.tensor([0, 4]).to_sparse()], ids=type)
+def test_cu_seqlens_that_are_no_tensor_are_one_line(cu):
+    with pytest.raises(ValueError, match=r"^scan: cu_seqlens must be [^\n]*$"):
+        longhorn_scan(**inputs(1, 4, 3, 2), cu_seqlens=cu)
+
+
 def test_unknown_backend():
     with pytest.raises(ValueError, match="unknown backend 'gpu': choose one of cpu, cuda, torch"):
         longhorn_scan(**inputs(1, 2, 3, 2), backend="gpu")
@@ -722,6 +757,8 @@ def test_cpu_backend_of_tensors_elsewhere_and_of_float64():
 def test_meta_tensors_have_shapes():
     y, hT = longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2, BF16).items()}, return_state=True)
     assert (y.shape, y.dtype, hT.shape, hT.dtype) == ((1, 2, 3), BF16, (1, 3, 2), F32)
+    with pytest.raises(ValueError, match="cu_seqlens is on meta"):
+        longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2).items()}, cu_seqlens=torch.zeros(2).long().to("meta"))
 
 
 def test_max_exponent_is_the_kernels():
