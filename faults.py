@@ -14,6 +14,7 @@ when the error is forgotten, so the search for a smaller micro-batch begins afte
 """
 
 import contextlib
+import errno
 import math
 import os
 import platform
@@ -40,6 +41,12 @@ class Stopped(RuntimeError):
     """A run that cannot go on by itself; the message, one line, says why, what is saved, and how to go on."""
 
 
+class Lost(Stopped):
+    """Another process is gone or silent: the same command may well succeed, so that the exit code is one to start again by."""
+
+    EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
+
+
 def is_spike(loss, recent, factor):
     """Whether a finite loss is above `factor` x the median of the recent ones; never while there are few, or factor is 0."""
     return bool(factor) and len(recent) >= SPIKE_LEAST and math.isfinite(loss) and loss > factor * statistics.median(recent)
@@ -52,10 +59,17 @@ class Peers:
 
     @classmethod
     def join(cls, backend, wait):
-        """Join them; `wait` is the timeout of whatever is done together."""
-        store, rank, world = next(dist.rendezvous("env://", timeout=wait))
-        cls.store = fresh(store, rank, world, wait)
-        dist.init_process_group(backend, store=dist.PrefixStore("group", cls.store), rank=rank, world_size=world, timeout=wait)
+        """Join them; `wait` is the timeout of whatever is done together. Raises Lost where they do not all come."""
+        try:
+            store, rank, world = next(dist.rendezvous("env://", timeout=wait))
+            cls.store = fresh(store, rank, world, wait)
+            own = dist.PrefixStore("group", cls.store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=wait)
+        except Stopped:
+            raise
+        except RuntimeError as error:  # dist's errors are RuntimeErrors, but not all of them are DistErrors
+            raise Lost(f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} processes met within {wait} "
+                       f"({first_line(error)}): start them all, or raise timeout_minutes") from None
 
     @classmethod
     def are_meant(cls, error):
@@ -79,10 +93,25 @@ class Peers:
         thread.start()
         thread.join(cls.seconds)
         missing = [r for r in range(world) if r not in present] if reached else [0]  # rank 0, or torchrun, holds the store
-        who = f"no answer from rank {', '.join(map(str, missing))}" if missing else "all others answer by now"
-        what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return (f"rank {rank} on {platform.node()}: {who} ({what[:200]}); the run goes on from its last checkpoint with the same "
-                "line and --resume=auto, which torchrun --max-restarts gives by itself")
+        who = (f"no answer from rank {', '.join(map(str, missing))} within {cls.seconds:g} s" if missing else
+               "all others answer by now")
+        return (f"rank {rank} on {platform.node()}: {who} ({first_line(error)}); the run goes on from its last checkpoint with "
+                "the same line and --resume=auto, which torchrun --max-restarts gives by itself")
+
+
+def first_line(error, limit=200):
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:limit]
+
+
+def leave(error):
+    """End this process with the exit code of Lost, once a checkpoint on its way to the disk is there. Without Python's own exit:
+    the threads of a broken process group would abort it, now and then."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    with contextlib.suppress(OSError):
+        print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+    os._exit(Lost.EXIT_CODE)
 
 
 def fresh(store, rank, world, wait):
@@ -100,7 +129,7 @@ def fresh(store, rank, world, wait):
         return dist.PrefixStore(token, store)
     while missing := [r for r in range(1, world) if not store.check([f"longhorn/{mine}/{r}"])]:
         if time.monotonic() > until:
-            raise Stopped(f"no answer from rank {', '.join(map(str, missing))} within {wait}: start it, or raise timeout_minutes")
+            raise Lost(f"no answer from rank {', '.join(map(str, missing))} within {wait}: start it, or raise timeout_minutes")
         for r in missing:
             if store.check([f"longhorn/asks/{r}"]):
                 store.set(f"longhorn/{store.get(f'longhorn/asks/{r}').decode()}", mine)
@@ -123,7 +152,7 @@ def fits(model, windows, config, autocast, held=0):
         with autocast:
             loss = model(x, x)[1]
         torch.autograd.grad(loss, parameters, allow_unused=True)  # not backward(): other processes are not to hear of it
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         fit = False
@@ -187,19 +216,31 @@ def say(text):
 
 
 class Stop:
-    """Turns the first SIGTERM, SIGUSR1 (Slurm's warning) or SIGINT into a request to finish the step; a second SIGINT
-    interrupts at once."""
+    """Turns the first SIGTERM, SIGUSR1 (Slurm's warning) or SIGINT into a request to finish the step. A SIGINT after that ends
+    the process at once, whatever it is doing: a thread hears of it, since Python's own handlers wait for a collective to return.
+    """
 
     def __init__(self):
         self.signal = None
+        heard, tell = os.pipe()
+        os.set_blocking(tell, False)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), self.ask)
+        threading.Thread(target=self.listen, args=(heard,), daemon=True).start()
 
     def ask(self, number, frame):
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = number
+        self.signal = self.signal or number
+
+    def listen(self, heard):
+        asked = False
+        while numbers := os.read(heard, 1):
+            if asked and numbers[0] == signal.SIGINT:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"interrupted at once: nothing saved since the last checkpoint\n")
+                os._exit(130)  # an exit would wait for a checkpoint that is being written, and for other processes
+            asked = asked or numbers[0] in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", 0))
 
 
 def take(out):
@@ -214,13 +255,25 @@ def take(out):
         pass
     except BlockingIOError:
         raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
+    except OSError as error:  # some network file systems have no locks
+        say(f"{out} cannot be locked ({error.strerror}): see to it that no other run writes there")
     return lock
 
 
 def keep_earlier(out):
-    """Move an earlier run's folder aside: nothing is overwritten."""
+    """Move an earlier run's folder aside: nothing is overwritten. Into itself, where it is a mount point and has to stay."""
     if not (out / "log.jsonl").exists():
         return
-    number = next(n for n in range(1, 10**6) if not Path(f"{out}.{n}").exists())
-    os.rename(out, f"{out}.{number}")
-    print(f"the earlier run is kept as {out}.{number}", flush=True)
+    number = next(n for n in range(1, 10**6) if not Path(f"{out}.{n}").exists() and not (out / f"earlier.{n}").exists())
+    kept = Path(f"{out}.{number}")
+    try:
+        os.rename(out, kept)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EXDEV):
+            raise
+        kept = out / f"earlier.{number}"
+        kept.mkdir()
+        for entry in list(out.iterdir()):
+            if not entry.name.startswith("earlier."):
+                os.rename(entry, kept / entry.name)
+    print(f"the earlier run is kept as {kept}", flush=True)

@@ -69,7 +69,7 @@ class TrainConfig(ModelConfig):
     # --- evaluation and records
     eval_interval: int = 250  # steps between evaluations; 0: only at the end
     eval_tokens: int = 0  # validation tokens of one; 0: all of them
-    final_eval_tokens: int = 0  # of the last one, which result.json holds; 0: all of them
+    final_eval_tokens: int = 0  # of the last one, whose loss is the result's; 0: all of them. The best is told by eval_tokens
     eval_block_size: int = 0  # tokens of a validation window; 0: block_size
     eval_batch_size: int = 0  # validation windows at a time; 0: as many tokens as a micro-batch
     log_interval: int = 10  # steps between lines of the log
@@ -127,6 +127,9 @@ def share_of_step(config, rank, world):
         raise ConfigError(f"batch_tokens {config.batch_tokens} is not a multiple of block_size {config.block_size}: "
                           f"the nearest is {near}")
     windows = config.batch_tokens // config.block_size
+    if windows > 2**24:
+        raise ConfigError(f"batch_tokens {config.batch_tokens} is {windows:,} windows of {config.block_size}: a step takes up to "
+                          f"{2**24:,}")
     if windows % world:
         more = -(-windows // world) * world * config.block_size
         raise ConfigError(f"batch_tokens {config.batch_tokens} is {windows} windows of {config.block_size}, which {world} "
@@ -144,6 +147,10 @@ def check(config):
                  "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{name} {getattr(config, name)} must be 0 or more")
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, (int, float)) and (value != value or abs(value) > 2**48):
+            shown = value if isinstance(value, float) or abs(value) < 10**20 else f"of {value.bit_length()} bits"
+            raise ConfigError(f"{name} {shown} is out of range: at most {2**48:,}")
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed {config.seed} must be in 0 .. {2**32 - 1}")
     if config.learning_rate <= 0:
@@ -299,6 +306,7 @@ def evaluate(model, compiled, tokens, windows, batch_size, autocast, device, ran
 # ------------------------------------------------------------------------------------------------------------ training
 
 def main(argv):
+    stop = faults.Stop()  # before anything that takes long
     config = configurator.load(TrainConfig, argv)
     check(config)
     name = Path(config.config_files[-1]).stem if config.config_files else config.model
@@ -312,6 +320,7 @@ def main(argv):
     eval_block = config.eval_block_size or config.block_size
     data = Tokens(folder, vocab_size=config.vocab_size or None, block_size=config.block_size)
     stamps = {tokens.filename: faults.stamp(tokens) for tokens in (data.train, data.val)}
+    written = [list(stamp[1:]) for stamp in stamps.values()]  # sizes and times of the two files
     config.vocab_size = config.vocab_size or -(-data.vocab_size // 64) * 64
     windows_per_step, mine = share_of_step(config, rank, world)
     n_train = n_windows(len(data.train), config.block_size)
@@ -356,6 +365,13 @@ def main(argv):
         scaler.load_state_dict(state["scaler"])
         checkpoint.set_rng_state(state["rng"])
 
+    if is_main:  # the lock first: what is read here must not be written to
+        try:
+            lock = faults.take(out)  # noqa: F841  held until the process ends
+        except OSError as error:
+            raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another out_dir") from None
+    if world > 1:
+        dist.barrier()
     path, start, spent, skipped, bad, best = out / checkpoint.NEWEST, 0, 0.0, 0, 0, math.inf
     recent = deque(maxlen=faults.SPIKE_MEDIAN)  # losses that a spike is measured by
     found = checkpoint.candidates(out)
@@ -364,13 +380,18 @@ def main(argv):
     resuming = config.resume != "never" and bool(found)
     if resuming:
         origin, tensors, meta, damaged = checkpoint.load_first(found)
-        changes = refuse_changes(meta["config"], settings)
-        if meta["data"] != data.sha256:
+        with checkpoint.fitting(origin):
+            before, trained_on = dict(meta["config"]), meta["data"]
+        changes = refuse_changes(before, settings)
+        if trained_on != data.sha256:
             raise ConfigError(f"the data in {folder} is not what this run was trained on (its sha256 differs): prepare it as "
                               "before, or choose another out_dir")
-        restore(tensors, meta)
-        start, spent, skipped, bad, best = (meta[k] for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
-        recent.extend(meta.get("recent", []))
+        if is_main and meta.get("stamps", written) != written:
+            data.verify()  # copied, or written to while nobody looked: of 18 GB that takes a minute
+        with checkpoint.fitting(origin):
+            restore(tensors, meta)
+            start, spent, skipped, bad, best = (meta[k] + 0 for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
+            recent.extend(meta.get("recent", []))
         del tensors  # as large as the model and its optimiser
     if world > 1:
         seen = [None] * world
@@ -386,11 +407,11 @@ def main(argv):
     keeper = checkpoint.Keeper(out, config.keep_checkpoints, config.async_checkpoint)
     if is_main:
         try:
-            lock = faults.take(out)  # noqa: F841  held until the process ends
             if not resuming:
                 faults.keep_earlier(out)
             else:
-                keeper.went_on_from(origin, meta)
+                with checkpoint.fitting(origin):
+                    keeper.went_on_from(origin, meta)
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another out_dir") from None
@@ -424,7 +445,7 @@ def main(argv):
 
             wandb.init(project=config.wandb_project, group=config.wandb_group or None, name=out.name, mode=config.wandb, dir=out,
                        config={**settings, **derived})
-    stop, bar = faults.Stop(), Bar(config, start, is_main)
+    bar = Bar(config, start, is_main)
     counts = derived["parameters"]
     bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
              f"tensors with weight decay; {derived['device_name']} x {world}, {config.dtype}; tokens mixed by {mixing}")
@@ -448,14 +469,16 @@ def main(argv):
                          "rng": checkpoint.rng_state()},
                         {"step": step, "tokens": step * config.batch_tokens, "seconds": spent + time.perf_counter() - began,
                          "skipped": skipped, "bad": bad, "best_val_loss": best, "recent": list(recent), "config": settings,
-                         "data": data.sha256, "tokenizer": data.meta.get("tokenizer"), "table": data.meta.get("table")},
+                         "data": data.sha256, "stamps": written, "tokenizer": data.meta.get("tokenizer"),
+                         "table": data.meta.get("table")},
                         loss, first=log.sync)
             settle()
 
     def settle(wait=False):
         """Take note of a checkpoint that is on disk by now, or could not be written."""
-        nonlocal saved_at
+        nonlocal saved_at, unsaved
         step, error = keeper.result(wait) or (saved_at, None)
+        unsaved = error or unsaved
         if error:  # a full disk, say: what was saved before is untouched
             bar.line(f"step {step}: checkpoint not written ({error}); the one before stays")
         else:
@@ -472,17 +495,24 @@ def main(argv):
             if not behind:
                 bar.line(f"step {step}: log.jsonl takes no line ({error.strerror}): kept in memory until it does")
 
-    def validate(step, windows):
+    def loss_over(windows):
         at_a_time = config.eval_batch_size or max(1, batch_size * config.block_size // eval_block)
-        loss = evaluate(model, compiled, data.val, windows, at_a_time, autocast, device, rank, world)
+        try:
+            return evaluate(model, compiled, data.val, windows, at_a_time, autocast, device, rank, world)
+        except (RuntimeError, MemoryError) as error:
+            if not faults.out_of_memory(error):
+                raise
+        raise faults.Stopped(f"an evaluation of {at_a_time} x {eval_block} tokens at a time does not fit in memory: "
+                             + faults.again_with(world, f"--eval_batch_size={max(1, at_a_time // 2)}", "--resume=auto"))
+
+    def validate(step, windows):
+        loss = loss_over(windows)
         if is_main:
             values = {"tokens": step * config.batch_tokens, "val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
                       "seconds": round(spent + time.perf_counter() - began, 3)}
             record("eval", step, **values)
             if config.wandb != "off":
                 wandb.log(values, step=step)
-            with contextlib.suppress(OSError):  # a picture is not worth a run
-                draw_loss(out)
             bar.line(f"step {step:6d}  validation loss {loss:.4f} over {values['val_tokens']:,} tokens")
         return loss
 
@@ -516,35 +546,51 @@ def main(argv):
         if is_main:
             record("rollback", step, to_step=to, train_loss=loss, median_loss=statistics.median(recent))
 
-    began = since = time.perf_counter()
-    tokens_since, val_loss, aside, saved_at = 0, None, 0.0, start
-    for step in range(start, config.max_iters):
-        lr = learning_rate(step, config)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        windows = step_windows(n_train, windows_per_step, config.seed, step)[mine]
-        loss_sum, full = torch.zeros((), device=device), False
-        faults.unchanged(data.train, stamps)
+    def gradients(windows):
+        """Adds up the gradients of this process's windows: their share of the loss, or None where memory does not hold a
+        micro-batch. What an error's frames held is free again once this has returned."""
         try:
-            for i in range(0, per_rank, batch_size):
+            loss_sum = torch.zeros((), device=device)
+            for i in range(0, len(windows), batch_size):
                 part = windows[i:i + batch_size]
                 x, y = get_batch(data.train, part, config.block_size, device)
-                last = i + batch_size >= per_rank
+                last = i + batch_size >= len(windows)
                 with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
                     with autocast:
                         loss = ddp(x, y)[1]  # not the logits: a name would keep them alive into the next forward
                         loss = loss * (len(part) / per_rank)  # the mean over the step's windows, however they are cut
                     scaler.scale(loss).backward()
                 loss_sum += loss.detach().float()
-        except RuntimeError as error:
+            return loss_sum
+        except (RuntimeError, MemoryError) as error:
             if not faults.out_of_memory(error):
                 raise
-            full = True  # the search below must begin after this block: the error's frames hold the activations
-        if full:
-            x = y = loss = None
+            return None
+
+    if world > 1:
+        # DDP orders its buckets anew after its first backward, and three gradients added in another order are not the same to
+        # the bit: so that a resumed run has the same order as one that never stopped, the first is none of a step's.
+        first = step_windows(n_train, windows_per_step, config.seed, 0)[mine][:batch_size]
+        if gradients(first) is None:
+            raise faults.Stopped(faults.too_large(model, len(first), per_rank, config, autocast, optimizer, world))
+        optimizer.zero_grad(set_to_none=True)
+
+    began = since = time.perf_counter()
+    tokens_since, val_loss, aside, saved_at, unsaved = 0, None, 0.0, start, None
+    for step in range(start, config.max_iters):
+        lr = learning_rate(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        windows = step_windows(n_train, windows_per_step, config.seed, step)[mine]
+        faults.unchanged(data.train, stamps)
+        while (loss_sum := gradients(windows)) is None:  # memory does not hold it
             optimizer.zero_grad(set_to_none=True)
-            raise faults.Stopped(f"step {step + 1}: " + faults.too_large(
-                model, min(batch_size, per_rank), per_rank, config, autocast, optimizer, world))
+            if not config.auto_micro_batch or world > 1 or batch_size == 1:  # of several processes the others are a step ahead
+                raise faults.Stopped(f"step {step + 1}: " + faults.too_large(
+                    model, min(batch_size, per_rank), per_rank, config, autocast, optimizer, world))
+            batch_size = -(-min(batch_size, per_rank) // 2)
+            bar.line(f"step {step + 1}: memory does not hold the micro-batch that it held before: {batch_size} from here on")
+            record("micro_batch", step + 1, batch_size=batch_size)
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
@@ -559,7 +605,13 @@ def main(argv):
             bad += 1
             roll_back(step + 1, train_loss)
         elif math.isfinite(train_loss) and math.isfinite(norm):
-            scaler.step(optimizer)
+            try:
+                scaler.step(optimizer)
+            except (RuntimeError, MemoryError) as error:
+                if not faults.out_of_memory(error):
+                    raise
+                raise faults.Stopped(f"step {step + 1}: no memory for the two moments that AdamW keeps of each weight, whatever "
+                                     "the micro-batch: choose a smaller model, or more memory") from None
             recent.append(train_loss)
             bad = 0
         else:
@@ -599,28 +651,40 @@ def main(argv):
         evaluated = at_end or (config.eval_interval and done % config.eval_interval == 0)
         if evaluated:
             faults.unchanged(data.val, stamps)
-            val_loss = validate(done, final_windows if at_end else some_windows)
-            best = min(best, val_loss)
+            val_loss = compared = validate(done, final_windows if at_end else some_windows)
+            if at_end and done > config.eval_interval > 0 and not np.array_equal(final_windows, some_windows):
+                compared = loss_over(some_windows)  # the best is the best on the same tokens
+            best = min(best, compared)
         due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else (
             config.eval_interval and done % config.eval_interval == 0)
         if at_end or asked or due and not spike:  # a roll-back leaves nothing new to save
-            save(done, val_loss if evaluated else None)
+            save(done, compared if evaluated else None)
+        if is_main and evaluated:
+            with contextlib.suppress(Exception):  # no picture is worth a run
+                draw_loss(out)
         settle(wait=at_end or asked)
         aside += time.perf_counter() - paused
         if asked and not at_end:
             bar.close()
             if is_main and saved_at < done:
-                raise faults.Stopped(f"stopped after step {done} without saving it; the last checkpoint is of step {saved_at}")
+                raise faults.Stopped(f"stopped after step {done} without saving it ({unsaved}); the last checkpoint is of step "
+                                     f"{saved_at}")
             if is_main:
                 faults.say(f"stopped after step {done} of {config.max_iters} and saved {path}; go on with: "
                            + faults.again_with(world, "--resume=auto"))
             return config.stop_exit_code
 
-    if val_loss is None:  # killed between the last checkpoint and the result: the log may hold its evaluation already
-        val_loss = validate(config.max_iters, final_windows)
-        best = min(best, val_loss)
+    if val_loss is None:  # killed between the last checkpoint and the result: the log holds its evaluation, if the disk took it
+        last = [e.get("val_loss") for e in read_log(out, "eval") if e["step"] == config.max_iters]
+        val_loss = last[-1] if last and last[-1] is not None else validate(config.max_iters, final_windows)
+        if is_main:
+            with contextlib.suppress(Exception):
+                draw_loss(out)
     bar.close()
     if is_main:
+        if saved_at < config.max_iters:
+            raise faults.Stopped(f"training is done, but its last checkpoint is of step {saved_at} ({unsaved}): make room, then "
+                                 + faults.again_with(world, "--resume=auto"))
         seconds = spent + time.perf_counter() - began
         result = {"model": config.model, "val_loss": val_loss, "val_tokens": int(final_windows[:, 1].sum()),
                   "best_val_loss": best, "steps": config.max_iters, "skipped_steps": skipped, "tokens": derived["tokens"],
@@ -662,10 +726,9 @@ if __name__ == "__main__":
             code = main(sys.argv[1:])
             finish_group()
             sys.exit(code)
-        except KeyboardInterrupt:
-            print("interrupted at once: nothing saved since the last checkpoint", file=sys.stderr, flush=True)
-            os._exit(130)  # an exit would wait for a checkpoint that is being written, and for other processes
+        except faults.Lost as error:
+            faults.leave(error)
         except RuntimeError as error:
             if not faults.Peers.are_meant(error):
                 raise
-            raise faults.Stopped(faults.Peers.lost(error)) from None
+            faults.leave(faults.Peers.lost(error))

@@ -10,6 +10,8 @@ a twentieth of a second and not three. The fork runs train.py as `__main__`; tor
 """
 
 import contextlib
+import errno
+import inspect
 import json
 import math
 import multiprocessing
@@ -23,6 +25,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -31,11 +34,27 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_train import LONG, TINY, arguments, assert_same_run, events, losses, refuse, run, saved, stops_at, succeed, write_data
+from test_data import documents, tiny_encoding, write_jsonl
+from test_train import (
+    LONG,
+    TINY,
+    arguments,
+    assert_same_run,
+    events,
+    losses,
+    poisoned,
+    refuse,
+    run,
+    saved,
+    stops_at,
+    succeed,
+    write_data,
+)
 
 import checkpoint
 import configurator
 import faults
+import model
 import records
 from data import loader
 from model import LM
@@ -54,16 +73,18 @@ root = os.name == "posix" and os.geteuid() == 0
 # ------------------------------------------------------------------------------------------------- processes to disturb
 
 def child(argv, env, output, patches):
-    """train.py ARGV in a forked process; `patches` make its disk slow or its memory small."""
+    """train.py ARGV in a forked process; `patches` make its disk slow, its memory small, or LM = patches["LM"](rank)."""
     os.environ.update(env)
     with open(output, "ab") as f:
         os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
     if "slow_disk" in patches:
         fsync = os.fsync
-        os.fsync = lambda fd: (time.sleep(patches["slow_disk"]), fsync(fd))
+        os.fsync = lambda fd: (Path(patches.get("once", "/")).exists() and time.sleep(patches["slow_disk"]), fsync(fd))
     if "memory" in patches:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + patches["memory"],) * 2)
+    if "LM" in patches:
+        model.LM = patches["LM"](int(env.get("RANK", 0)))
     torch.set_num_threads(1)
     sys.argv = ["train.py", *argv]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
@@ -228,6 +249,21 @@ def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
     assert torn >= (KILLS // 10 if CHAOS else 1), "no kill struck in the middle of a write"
 
 
+def test_three_processes_go_on_bit_for_bit(launch, data, tmp_path):
+    """Of three gradients the order in which they are added shows."""
+    argv = lambda out: [*arguments(data, out, RUN, batch_tokens=96, batch_size=1, max_iters=60, checkpoint_interval=10,
+                                   eval_interval=30), "--resume=auto"]
+    r = launch(argv(tmp_path / "whole"), 3)
+    assert r.end() == [0, 0, 0], r.said()
+    r = launch(argv(tmp_path / "run"), 3)
+    assert r.until(lambda: logged(tmp_path / "run") >= 25, "progress")
+    r.send(signal.SIGKILL)
+    r.end()
+    r = launch(argv(tmp_path / "run"), 3)
+    assert r.end() == [0, 0, 0] and "going on from" in r.said(), r.said()
+    assert_bit_for_bit(tmp_path / "run", tmp_path / "whole")
+
+
 def test_from_two_processes_to_one_to_four(undisturbed, launch, data, tmp_path):
     out = tmp_path / "run"
     for world, until in ((2, 120), (1, 250), (4, 400)):
@@ -248,9 +284,18 @@ def test_a_process_that_hangs_is_named(launch, data, tmp_path, stopped):
     began = time.time()
     r.send(signal.SIGSTOP, stopped)
     r.ranks[1 - stopped].join(120)
-    assert r.ranks[1 - stopped].exitcode == 2 and 5 < time.time() - began < 100
+    assert r.ranks[1 - stopped].exitcode == faults.Lost.EXIT_CODE and 5 < time.time() - began < 100
     line = r.said(1 - stopped).splitlines()[-1]
     assert f"rank {1 - stopped} on " in line and f"no answer from rank {stopped}" in line and "Timed out" in line, line
+
+
+def test_a_process_that_nobody_joins_says_so(launch, data, tmp_path):
+    for rank in (0, 1):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
+        r = launch([*arguments(data, tmp_path / "run", RUN), "--timeout_minutes=0.05"], env=env)
+        assert r.end() == [faults.Lost.EXIT_CODE], r.said()
+        lines = [line for line in r.said().splitlines() if line.startswith("train.py: error: ")]
+        assert f"rank {rank}: not all 2 processes met within" in lines[-1] and "Traceback" not in r.said(), r.said()
 
 
 # ------------------------------------------------------------------------------------------------------------- torchrun
@@ -440,6 +485,23 @@ def test_a_spike_right_after_a_roll_back_goes_further_back(data, tmp_path):
     refuse(arguments(data, out, SPIKES, spike_factor=0.5), "spike_factor 0.5", "above 1", "0 for no roll-back")
 
 
+def not_finite(of, how, here):
+    """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 30 on rank `of`, or on both (None)."""
+    return poisoned({6, 7, 31}, how) if of in (None, here) else LM  # the first batch is before the steps, see DDP in train.py
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_path, how):
+    """Were it not, the weights of the two would part, and all losses after it."""
+    for of in (0, 1, None):
+        r = launch(arguments(data, tmp_path / str(of), RUN, batch_size=2, max_iters=60), 2, LM=partial(not_finite, of, how))
+        assert r.end() == [0, 0], r.said()
+        assert list(events(tmp_path / str(of), "skipped")) == [5, 6, 30] and r.said().count("step skipped") == 3
+        assert json.loads((tmp_path / str(of) / "result.json").read_text())["skipped_steps"] == 3
+        assert_same_run(tmp_path / str(of), tmp_path / "0")
+        assert losses(tmp_path / str(of))[30:] == losses(tmp_path / "0")[30:]
+
+
 @settings(deadline=None)
 @given(st.floats(allow_nan=True), st.lists(st.floats(0.1, 10), max_size=60), st.one_of(st.just(0.0), st.floats(1.01, 100)))
 def test_the_rule_for_a_spike(loss, recent, factor):
@@ -470,6 +532,41 @@ def test_out_of_memory_names_what_fits_and_how(data, tmp_path):
     refuse(arguments(data, tmp_path / "run", auto_micro_batch=True), "not even", "1 x 32", "block_size", LM=small_memory(0))
 
 
+class Fails(LM):
+    """Runs out of memory in this pass through the model, counted from 1; with `there`, only where that holds of the model."""
+    at, error, calls, there = 0, MemoryError("unable to allocate"), 0, staticmethod(lambda model: True)
+
+    def forward(self, idx, targets=None, **how):
+        cls = type(self)
+        cls.calls += cls.there(self)
+        if cls.calls == cls.at and cls.there(self):
+            raise type(cls.error)(*cls.error.args)  # a new one: its traceback would keep the run's lock
+        return super().forward(idx, targets, **how)
+
+
+def failing(**what):
+    return type("Failing", (Fails,), {"calls": 0, **what})
+
+
+def test_every_way_to_run_out_of_memory_gets_its_line(data, tmp_path):
+    gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    refuse(arguments(data, tmp_path / "run"), "step 3: a micro-batch of 12 x 32", "6 x 32 does", LM=failing(at=3))
+    evaluating = staticmethod(lambda model: not model.training)
+    refuse(arguments(data, tmp_path / "run"), "an evaluation of 12 x 32 tokens at a time", "--eval_batch_size=6", "--resume=auto",
+           LM=failing(at=1, error=gpu, there=evaluating))
+    with mock.patch.object(torch.optim.AdamW, "step", side_effect=gpu):
+        refuse(arguments(data, tmp_path / "run"), "step 1: no memory for the two moments", "smaller model")
+
+
+def test_auto_micro_batch_goes_on_with_less_when_memory_runs_out_later(data, tmp_path):
+    LM = failing(at=9, error=torch.OutOfMemoryError("out of memory"), there=staticmethod(lambda model: model.training))
+    result = succeed(arguments(data, tmp_path / "run", auto_micro_batch=True, eval_interval=0), LM=LM)
+    found = events(tmp_path / "run", "micro_batch")
+    assert [e["batch_size"] for e in found.values()] == [6] and "6 from here on" in result.out
+    succeed(arguments(data, tmp_path / "whole", eval_interval=0))
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
 def test_auto_micro_batch(data, tmp_path):
     LM = small_memory(7)
     succeed(arguments(data, tmp_path / "run", auto_micro_batch=True, batch_size=64, eval_interval=0), LM=LM)
@@ -478,6 +575,20 @@ def test_auto_micro_batch(data, tmp_path):
     assert record["config"]["batch_size"] == 6 and record["derived"]["accumulation"] == 2
     succeed(arguments(data, tmp_path / "by_hand", batch_size=6, eval_interval=0))
     assert losses(tmp_path / "run") == losses(tmp_path / "by_hand")  # the search leaves no trace
+
+
+def one_is_smaller(here):
+    return small_memory(3 - 2 * here)
+
+
+def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, tmp_path):
+    changes = {"base": RUN, "max_iters": 20, "eval_interval": 0}
+    r = launch(arguments(data, tmp_path / "run", batch_size=2, auto_micro_batch=True, **changes), 2, LM=one_is_smaller)
+    assert r.end() == [0, 0], r.said()
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["config"]["batch_size"] == 1 and record["derived"]["accumulation"] == 2
+    r = launch(arguments(data, tmp_path / "by_hand", batch_size=1, **changes), 2)
+    assert r.end() == [0, 0] and losses(tmp_path / "run") == losses(tmp_path / "by_hand")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
@@ -503,13 +614,56 @@ def test_slurms_warning_saves_and_exits_as_asked(undisturbed, data, tmp_path):
 
 def test_a_second_interrupt_ends_at_once(launch, data, tmp_path):
     out = tmp_path / "run"
-    r = launch(arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0), slow_disk=60)
+    r = launch(arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0), slow_disk=60, once=tmp_path / "slow")
     assert r.until(lambda: logged(out) >= 20, "progress")
+    (tmp_path / "slow").touch()
     r.send(signal.SIGINT)
     assert r.until(lambda: writing(out) or (out / "log.jsonl").stat().st_size == 0 or not time.sleep(1), "stop")
     began = time.time()
     r.send(signal.SIGINT)
     assert r.end(40) == [130] and time.time() - began < 40 and "interrupted at once" in r.said()
+
+
+def test_a_signal_before_the_first_step(data, tmp_path):
+    class Early(LM):
+        def __init__(self, *args):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            super().__init__(*args)
+
+    result = succeed(arguments(data, tmp_path / "run"), LM=Early)
+    assert "stopped after step 1 of 12" in result.out and saved(tmp_path / "run")[1]["step"] == 1
+
+
+def test_a_second_interrupt_does_not_wait_for_the_others(launch, data, tmp_path):
+    out = tmp_path / "run"
+    r = launch([*arguments(data, out, RUN, batch_size=2, eval_interval=0), "--timeout_minutes=5"], 2)
+    assert r.until(lambda: logged(out) >= 20, "progress")
+    r.send(signal.SIGSTOP, 1)
+    time.sleep(0.5)
+    r.send(signal.SIGINT, 0)
+    time.sleep(0.5)
+    assert r.ranks[0].is_alive()
+    r.send(signal.SIGINT, 0)
+    r.ranks[0].join(20)
+    assert r.ranks[0].exitcode == 130 and "interrupted at once" in r.said()
+
+
+SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "here"}
+
+
+@pytest.mark.parametrize("code, again", [(0, True), (75, True), (137, True), (138, True), (143, True), (1, False), (2, False)])
+def test_what_slurm_queues_again(tmp_path, code, again):
+    for name, does in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >> {tmp_path}/queued; echo 127.0.0.1')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, **SLURM, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", str(ROOT / "deploy" / "slurm.sh"), str(tmp_path / "run")]
+    assert subprocess.run(script, env=env).returncode == (0 if again else code)
+    assert ("requeue" in (tmp_path / "queued").read_text()) == again
+    (tmp_path / "queued").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text("{}")
+    assert subprocess.run(script, env=env).returncode == code and "requeue" not in (tmp_path / "queued").read_text()
 
 
 SRUN = """#!/bin/bash
@@ -533,8 +687,7 @@ def test_the_slurm_script(undisturbed, start, data, tmp_path):
     (folder / "scontrol").write_text(f'#!/bin/bash\n[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/queued\n')
     for path in folder.iterdir():
         path.chmod(0o755)
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1",
-           "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "here"}
+    env = {**SLURM, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
     argv = [a for a in arguments(data, out, RUN, batch_size=2) if not a.startswith("--out_dir")]
     for queued in (1, 1):
         job = start(["bash", str(ROOT / "deploy" / "slurm.sh"), str(out), *argv], **env)
@@ -553,6 +706,72 @@ def test_the_kubernetes_job():
                                              for a in command[command.index("train.py") + 1:]])
     assert config.resume == "auto" and job["kind"] == "Job"
     assert config.out_dir.startswith(container["volumeMounts"][0]["mountPath"])
+
+
+# ------------------------------------------------------------------------------------------------------ the run's own folder
+
+def test_nothing_is_read_before_the_folder_is_locked(data, tmp_path):
+    """Or a run that is about to save would be taken for one without a checkpoint, and moved aside."""
+    out, candidates, asked = tmp_path / "run", checkpoint.candidates, []
+
+    def look(folder):
+        asked.append(folder)
+        with pytest.raises(configurator.ConfigError, match="another run writes to"):
+            faults.take(out)
+        return candidates(folder)
+
+    with mock.patch.object(checkpoint, "candidates", look):
+        succeed(arguments(data, out, resume="auto"))
+    assert asked
+    lock = faults.take(out)
+    refuse(arguments(data, out), "another run writes to", str(out))
+    lock.close()
+
+
+def test_an_out_dir_that_cannot_be_moved_or_locked(data, tmp_path):
+    """A mount point stays where it is; a network file system may have no locks."""
+    out = tmp_path / "run"
+    succeed(arguments(data, out))
+    rename = os.rename
+    busy = lambda a, b: rename(a, b) if Path(a) != out else (_ for _ in ()).throw(OSError(errno.EBUSY, "Device or resource busy"))
+    for number in (1, 2):
+        before = log_lines(out)
+        with mock.patch.object(os, "rename", busy), mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "No locks")):
+            result = succeed(arguments(data, out, seed=number))
+        assert f"kept as {out / f'earlier.{number}'}" in result.out and "cannot be locked (No locks)" in result.out
+        assert log_lines(out / f"earlier.{number}") == before != log_lines(out)
+
+
+def test_a_result_that_was_lost_is_made_again_without_a_second_evaluation(data, tmp_path):
+    out = tmp_path / "run"
+    succeed(arguments(data, out))
+    before, result = log_lines(out), json.loads((out / "result.json").read_text())
+    (out / "result.json").unlink()
+    succeed(arguments(data, out, resume="auto"))
+    again = json.loads((out / "result.json").read_text())
+    assert log_lines(out) == before and [again[k] for k in ("val_loss", "steps")] == [result[k] for k in ("val_loss", "steps")]
+
+
+@pytest.mark.parametrize("change", [{"max_iters": 10**400}, {"n_embd": 10**24}, {"vocab_size": 10**19}, {"learning_rate": "nan"},
+                                    {"eval_block_size": 10**25}, {"batch_tokens": 384 * 10**9}, {"grad_clip": "inf"}], ids=str)
+def test_numbers_beyond_reason(data, tmp_path, change):
+    (name, value), = change.items()
+    value = f"float('{value}')" if isinstance(value, str) else value
+    (tmp_path / "c.py").write_text(f"{name} = {value}\n")
+    argv = [a for a in arguments(data, tmp_path / "run") if not a.startswith(f"--{name}=")]
+    refuse([str(tmp_path / "c.py"), *argv], name)
+
+
+def test_a_checkpoint_of_another_shape_gets_one_line(data, tmp_path):
+    out = tmp_path / "run"
+    succeed(arguments(data, out, keep_checkpoints=1, eval_interval=0), LM=stops_at(5))
+    tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
+    for broken in ({**meta, "step": "five"}, {k: v for k, v in meta.items() if k != "bad"}, {**meta, "config": 7}):
+        checkpoint.save(out / "checkpoint.safetensors", tensors, broken)
+        refuse(arguments(data, out, keep_checkpoints=1, eval_interval=0, resume="auto"), str(out / "checkpoint.safetensors"))
+    name = next(n for n in tensors if n.endswith("embed.weight"))
+    checkpoint.save(out / "checkpoint.safetensors", {**tensors, name: tensors[name][:5]}, meta)
+    refuse(arguments(data, out, keep_checkpoints=1, eval_interval=0, resume="auto"), "does not fit this run")
 
 
 # ------------------------------------------------------------------------------------------------------------- full disk
@@ -612,6 +831,29 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
     assert_same_run(out, undisturbed(1))
 
 
+def test_a_disk_too_full_for_the_last_checkpoint_only(launch, small_disk, data):
+    """Where the small records still fit, result.json must not say that the run is finished."""
+    disk = small_disk(12)
+    out = disk / "run"
+    large = {**RUN, "n_embd": 64, "max_iters": 200}
+    r = launch(arguments(data, out, large))
+    assert r.until(lambda: logged(out) >= 60, "progress")
+    fill(disk)
+    os.truncate(disk / "filler", (disk / "filler").stat().st_size - 300_000)
+    assert r.end() == [2], r.said()
+    line = r.said().splitlines()[-1]
+    assert "its last checkpoint is of step" in line and "--resume=auto" in line and not (out / "result.json").exists()
+    (disk / "filler").unlink()
+    r = launch([*arguments(data, out, large), "--resume=auto"])
+    assert r.end() == [0] and saved(out)[1]["step"] == 200 and (out / "result.json").exists(), r.said()
+
+
+def test_no_picture_is_worth_a_run(data, tmp_path):
+    with mock.patch.object(records, "draw_loss", side_effect=ImportError("failed to map segment")):
+        succeed(arguments(data, tmp_path / "run"))
+    assert not (tmp_path / "run" / "loss.png").exists()
+
+
 def test_a_full_disk_while_preparing(small_disk):
     disk = small_disk(2)
     command = [sys.executable, str(ROOT / "data" / "pystdlib" / "prepare.py"), "--out", str(disk / "d")]
@@ -649,6 +891,98 @@ def test_data_that_change_under_the_run(data, tmp_path, how, words):
 
     refuse(arguments(folder, tmp_path / "run"), "changed under the running job", "--resume=auto", *words, LM=Changes)
     assert saved(tmp_path / "run")[1]["step"] == 5  # the last good one
+
+
+def test_large_data_that_changed_while_the_run_was_down(data, tmp_path, monkeypatch):
+    """Content of a large file is not looked at whenever it is opened, but where its size or time is not the checkpoint's."""
+    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)
+    folder, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(data, folder)
+    succeed(arguments(folder, out), LM=stops_at(5))
+    times = (folder / "train.bin").stat()
+    with open(folder / "train.bin", "r+b") as f:
+        f.write(b"a")
+    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file meta.json describes")
+    shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
+    verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
+    monkeypatch.setattr(loader.Tokens, "verify", verified)
+    succeed(arguments(folder, out, resume="auto"), LM=stops_at(7))
+    assert verified.call_count == 1
+    succeed(arguments(folder, out, resume="auto"), LM=stops_at(9))
+    assert verified.call_count == 1 and times.st_mtime_ns != (folder / "train.bin").stat().st_mtime_ns
+
+
+# ------------------------------------------------------------------------------------------------------- killed preparations
+
+# The process ends itself at its n-th opening, renaming or removal of something in the folder; 0: it counts them.
+DOOMED = """
+import os, signal, sys
+folder, source, at, seen = sys.argv[1], sys.argv[2], int(sys.argv[3]), 0
+
+def watch(event, args):
+    global seen
+    if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and folder in str(args[0]):
+        seen += 1
+        if seen == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+"""
+PYSTDLIB = """
+from data.pystdlib import prepare
+prepare.prepare(folder, stdlib=source, val_fraction=0.2)
+print(seen)
+"""
+OPENWEBTEXT = """
+from data.openwebtext import prepare
+prepare.prepare(folder, [source], encoding=tiny_encoding(), val_fraction=0.2, shard_documents=40, cache_dir=source + ".cache")
+print(seen)
+"""
+
+
+@pytest.mark.parametrize("code", [PYSTDLIB, OPENWEBTEXT], ids=["pystdlib", "openwebtext"])
+def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch, code):
+    """At any of its steps, in turn of two sources that give files of the same sizes: what is left is whole, or unfinished."""
+    for name, word in (("one", "of"), ("two", "if")):
+        if code is OPENWEBTEXT:
+            pytest.importorskip("datasets"), pytest.importorskip("tiktoken")
+            write_jsonl(tmp_path / f"{name}.jsonl", [text.replace(" of ", f" {word} ") for text in documents(90)])
+        for i in range(40 if code is PYSTDLIB else 0):
+            path = tmp_path / name / f"p{i % 4}" / f"m{i}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"# {i} {word}\n" * 50)
+    source = [tmp_path / ("one" + ".jsonl" * (code is OPENWEBTEXT)), tmp_path / ("two" + ".jsonl" * (code is OPENWEBTEXT))]
+    code = DOOMED + (inspect.getsource(tiny_encoding) if code is OPENWEBTEXT else "") + code
+    for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):  # content is for us to look at
+        monkeypatch.setattr(loader, name, value)
+
+    def prepare(folder, source, at=0):
+        done = subprocess.run([sys.executable, "-c", code, str(folder), str(source), str(at)], cwd=ROOT, capture_output=True,
+                              text=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        return done
+
+    steps = [int(prepare(tmp_path / f"whole{i}", source[i]).stdout.split()[-1]) for i in (0, 1)]
+    sound = [loader.Tokens(tmp_path / f"whole{i}").sha256 for i in (0, 1)]
+    sizes = [[(tmp_path / f"whole{i}" / f"{split}.bin").stat().st_size for split in loader.SPLITS] for i in (0, 1)]
+    assert steps[0] == steps[1] > 8 and sizes[0] == sizes[1] and sound[0] != sound[1]
+    chance, folder, kills = random.Random(0), tmp_path / "d", 0
+    moments = list(range(1, steps[0] + 1))
+    chance.shuffle(moments)
+    for i, at in enumerate(moments if CHAOS or steps[0] < 25 else moments[:4]):
+        if i % 3 == 0:  # over a whole one
+            assert prepare(folder, source[0]).returncode == 0
+            assert loader.Tokens(folder).sha256 == sound[0]
+        kills += prepare(folder, source[1 if i % 3 == 0 else i % 2], at).returncode != 0
+        try:
+            left = loader.Tokens(folder)
+        except loader.DataError as error:
+            assert "prepare" in str(error)
+        else:
+            left.verify()
+            assert left.sha256 in sound
+    assert kills > i / 2 and prepare(folder, source[1]).returncode == 0
+    assert loader.Tokens(folder).sha256 == sound[1]
+    assert {p.name for p in folder.iterdir()} == {"train.bin", "val.bin", "meta.json", ".lock"}
 
 
 # --------------------------------------------------------------------------------------------------- whatever they are given

@@ -70,7 +70,7 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_so_many_at_a_time(tmp_path, stand_in, jobs):
-    cells = [Cell(f"c{i}", ["--steps=6"]) for i in range(6)]
+    cells = [Cell(f"c{i}", ["--steps=15"]) for i in range(6)]
     assert sweep.run_cells(cells, tmp_path, jobs=jobs, script=str(stand_in), gpus=[]) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
     most = max(sum(began <= t < ended for began, ended in spans) for t, _ in spans)

@@ -697,13 +697,25 @@ def test_help_lists_every_key():
 
 # ------------------------------------------------------------------------------------------- what must not go unsaid
 
+def test_the_best_is_the_best_on_the_same_tokens(data, tmp_path):
+    """The last evaluation is over other tokens: of random ones, say, where the loss is another."""
+    for name, changes in (("all", {}), ("same", {"final_eval_tokens": 64})):
+        succeed(arguments(data, tmp_path / name, eval_tokens=64, **changes))
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("all", "same")]
+    assert results[0]["best_val_loss"] == results[1]["best_val_loss"] == results[1]["val_loss"] != results[0]["val_loss"]
+    best = [checkpoint.load(tmp_path / name / "best.safetensors")[1] for name in ("all", "same")]
+    assert best[0]["best"] == best[1]["best"] == [results[1]["val_loss"], 12]
+    assert [e["val_tokens"] for e in events(tmp_path / "all", "eval").values()] == [64, 64, 699]
+
+
 def test_a_checkpoint_that_could_not_be_written_is_not_announced_as_saved(data, tmp_path):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     with mock.patch.object(checkpoint, "save", full):
         result = run(arguments(data, tmp_path / "run"), LM=stops_at(3))
-    assert result.code == 2 and "without saving it; the last checkpoint is of step 0" in result.err
+    assert result.code == 2 and "without saving it ([Errno 28] No space left on device); the last checkpoint is of step 0" in (
+        result.err)
     assert "No space left" in result.out and "go on with" not in result.out
 
 
