@@ -193,14 +193,14 @@ def draw(report, path):
         here = [r for r in rows if r["T"] == T]
         widths = sorted({r["n_embd"] for r in here})
         top, below = axes[:, column]
-        for i, m in enumerate(mixers):
+        for i, m in enumerate(m for m in mixers if any(r["mixer"] == m for r in here)):
             mine = [r for r in here if r["mixer"] == m]
             y, off = [r["accuracy"] for r in mine], [[r["accuracy"] - r["lowest"] for r in mine],
                                                      [r["highest"] - r["accuracy"] for r in mine]]
             thick = {"lw": 2.4 if m == "longhorn" else 1.3, "color": colour[m], "capsize": 2, "marker": "o", "ms": 4}
             if len(widths) > 1:
                 top.errorbar([r["n_embd"] for r in mine], y, off, **thick)
-            elif mine:
+            else:
                 top.barh(-i, y, xerr=off, color=colour[m], height=0.7)
                 top.text(y[0] + 0.02 if y[0] < 0.5 else 0.02, -i, f"{name_of(m)} {percent(y[0])}", va="center", fontsize=8,
                          color="black" if y[0] < 0.5 else "white")
@@ -211,8 +211,9 @@ def draw(report, path):
             top.set_xticks(widths, widths)
             top.minorticks_off()
         else:
-            top.set(xlabel="recall", title=title, xlim=(0, 1.03), yticks=[])
+            top.set(xlabel="recall", title=title, xlim=(0, 1.03), yticks=[], ylim=(0.5 - len(mixers), 0.5))
         below.set(xscale="log", xlabel="numbers of state a sequence at T", ylabel="recall", ylim=(-0.03, 1.03))
+        below.xaxis.set_minor_formatter("")
         for a in (top, below):
             a.grid(alpha=0.3)
             a.set_axisbelow(True)
