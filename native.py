@@ -323,8 +323,7 @@ def empty(x, *shape, dtype=torch.float32):
 
 def autocast_dtype(device):
     """The dtype that autocast asks for on `device`, or None where it is off or, as on meta, does not exist."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def register_autocast(op, casts):

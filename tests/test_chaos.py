@@ -6,7 +6,7 @@ The surprise: most processes here are forked from one that has imported PyTorch 
 a twentieth of a second and not three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
 
     python -m pytest tests/test_chaos.py      a shortened form of everything
-    make chaos                                fifty kills instead of a few, two hosts with a cable between them: half an hour
+    make chaos                                fifty kills instead of a few, two hosts with a cable between them: minutes
 """
 
 import contextlib
