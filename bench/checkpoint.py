@@ -7,8 +7,8 @@
     pause    until Keeper.save returns: all of the write, or the copy to memory alone
     on disk  until the file is flushed and renamed
 
-The surprise: a checkpoint in the background is on disk no sooner; the copy comes on top. What it saves is the waiting.
-Both ways take turns on the same state, weights and AdamW's two moments, and in the same folder: disks differ more than runs.
+The surprise: the pause of the background's way does not depend on the disk at all; when the file is there does, and differs from
+run to run. Both ways take turns on the same state, weights and AdamW's two moments, in the same folder.
 """
 
 import argparse
