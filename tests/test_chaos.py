@@ -485,6 +485,21 @@ def test_a_spike_right_after_a_roll_back_goes_further_back(data, tmp_path):
     refuse(arguments(data, out, SPIKES, spike_factor=0.5), "spike_factor 0.5", "above 1", "0 for no roll-back")
 
 
+def spoiled_anywhere(folder, steps, base, here):
+    return spoiled(folder, steps, base)
+
+
+def test_two_processes_roll_back_together(launch, data, tmp_path):
+    """The bad window is on rank 0 alone; both go back, and the losses after it are those of one process."""
+    succeed(arguments(data, tmp_path / "one", SPIKES), LM=spoiled(data, [34, 50], SPIKES))
+    r = launch(arguments(data, tmp_path / "two", SPIKES, batch_size=2), 2, LM=partial(spoiled_anywhere, data, [34, 50], SPIKES))
+    assert r.end() == [0, 0], r.said()
+    one, two = (events(tmp_path / name, "rollback") for name in ("one", "two"))
+    assert {s: e["to_step"] for s, e in one.items()} == {s: e["to_step"] for s, e in two.items()} == {35: 30, 51: 50}
+    sound = [i for i in range(60) if i not in (34, 50)]  # in those one process spoils its whole micro-batch, two half of the step
+    np.testing.assert_allclose(*(np.array(losses(tmp_path / name))[sound] for name in ("two", "one")), rtol=1e-3)
+
+
 def not_finite(of, how, here):
     """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 30 on rank `of`, or on both (None)."""
     return poisoned({6, 7, 31}, how) if of in (None, here) else LM  # the first batch is before the steps, see DDP in train.py
