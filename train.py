@@ -588,6 +588,8 @@ def main(argv):
             if not config.auto_micro_batch or world > 1 or batch_size == 1:  # of several processes the others are a step ahead
                 raise faults.Stopped(f"step {step + 1}: " + faults.too_large(
                     model, min(batch_size, per_rank), per_rank, config, autocast, optimizer, world))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             batch_size = -(-min(batch_size, per_rank) // 2)
             bar.line(f"step {step + 1}: memory does not hold the micro-batch that it held before: {batch_size} from here on")
             record("micro_batch", step + 1, batch_size=batch_size)
@@ -675,8 +677,11 @@ def main(argv):
             return config.stop_exit_code
 
     if val_loss is None:  # killed between the last checkpoint and the result: the log holds its evaluation, if the disk took it
-        last = [e.get("val_loss") for e in read_log(out, "eval") if e["step"] == config.max_iters]
-        val_loss = last[-1] if last and last[-1] is not None else validate(config.max_iters, final_windows)
+        same = {"step": config.max_iters, "val_tokens": int(final_windows[:, 1].sum())}
+        known = [next((e.get("val_loss") for e in read_log(out, "eval") if same.items() <= e.items()), None) if is_main else None]
+        if world > 1:
+            dist.broadcast_object_list(known)
+        val_loss = validate(config.max_iters, final_windows) if known[0] is None else known[0]
         if is_main:
             with contextlib.suppress(Exception):
                 draw_loss(out)

@@ -757,14 +757,19 @@ def test_an_out_dir_that_cannot_be_moved_or_locked(data, tmp_path):
         assert log_lines(out / f"earlier.{number}") == before != log_lines(out)
 
 
-def test_a_result_that_was_lost_is_made_again_without_a_second_evaluation(data, tmp_path):
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_result_that_was_lost_is_made_again_without_a_second_evaluation(launch, data, tmp_path, world):
     out = tmp_path / "run"
-    succeed(arguments(data, out))
+    argv = arguments(data, out, RUN, batch_size=4 // world, max_iters=20, eval_interval=10)
+    assert launch(argv, world).end() == [0] * world
     before, result = log_lines(out), json.loads((out / "result.json").read_text())
     (out / "result.json").unlink()
-    succeed(arguments(data, out, resume="auto"))
+    assert launch([*argv, "--resume=auto"], world).end() == [0] * world
     again = json.loads((out / "result.json").read_text())
     assert log_lines(out) == before and [again[k] for k in ("val_loss", "steps")] == [result[k] for k in ("val_loss", "steps")]
+    (out / "result.json").unlink()  # and where the last one is to be over other tokens, there is one
+    assert launch([*argv, "--resume=auto", "--final_eval_tokens=64"], world).end() == [0] * world
+    assert json.loads((out / "result.json").read_text())["val_tokens"] == 64 and len(log_lines(out)) == len(before) + 1
 
 
 @pytest.mark.parametrize("change", [{"max_iters": 10**400}, {"n_embd": 10**24}, {"vocab_size": 10**19}, {"learning_rate": "nan"},
