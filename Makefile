@@ -24,9 +24,9 @@ train: $(VENV)/main
 test: $(VENV)/main $(VENV)/test lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
-# The long forms of tests/test_chaos.py, one at a time.
+# The long forms of these, one at a time.
 chaos: $(VENV)/main $(VENV)/test
-	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py $(ARGS)
+	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_fuzz.py $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .
