@@ -663,7 +663,8 @@ def parse(argv=None):
     parser.add_argument("--out", default=str(ROOT / "results"), help="folder of the records (results/)")
     parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds of all stages together (%(default)s)")
     parser.add_argument("--stages", default="", help=f"some of them, separated by commas: {', '.join(s.name for s in STAGES)}")
-    parser.add_argument("--dry_run", action="store_true", help="the same stages on the CPU at tiny sizes: no measurement")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true",
+                        help="the same stages on the CPU at tiny sizes: no measurement")
     parser.add_argument("--stage", choices=FUNCTIONS, help="run one stage in this process (make gpu calls it so)")
     parser.add_argument("--record", help="with --stage: append its records to this file, JSON lines")
     args = parser.parse_args(argv)
