@@ -36,6 +36,8 @@ import numpy as np
 import safetensors
 import torch
 
+from records import sync_folder
+
 VERSION = 1
 NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -97,7 +99,7 @@ def save(path, tensors, meta):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(tmp)
         raise
-    _sync_folder(path)  # the rename itself is on disk only now
+    sync_folder(os.path.dirname(path) or ".")  # the rename itself is on disk only now
 
 
 def load(path, device="cpu"):
@@ -173,15 +175,6 @@ def _remove_leftovers(path):
                 pass  # alive, another user's
 
 
-def _sync_folder(path):
-    with contextlib.suppress(OSError):  # some file systems cannot; the rename is then merely less durable
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
 def _second_name(path, name):
     """Give the file at `path` a second name, in place of what bears it; where there are no hard links, a copy."""
     _remove_leftovers(name)
@@ -198,7 +191,7 @@ def _second_name(path, name):
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(tmp)  # a rename between two names of one file leaves both
-    _sync_folder(name)
+    sync_folder(os.path.dirname(name) or ".")
 
 
 def _earlier(folder):

@@ -46,12 +46,17 @@ def _replace(path, text):
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # some file systems cannot; the rename is then merely less durable
-        folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder):
+    """Flush a folder to disk: a rename in it is there only then. Some file systems cannot; renames are merely less durable."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(handle)
         finally:
-            os.close(folder)
+            os.close(handle)
 
 
 def _finite(record):

@@ -24,6 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+from records import sync_folder  # noqa: E402
+
 try:
     import fcntl
 except ImportError:  # not a Unix: two preparations of one folder at once are then the user's care
@@ -319,19 +322,10 @@ def replacing(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-        _fsync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def _fsync_folder(folder):
-    with contextlib.suppress(OSError):  # some file systems cannot; the rename is then merely less durable
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def write_split(path, chunks, vocab_size):
