@@ -74,7 +74,7 @@ struct ConvArgs {                                     // y_t = silu(bias + sum_i
     const void *dy;
     int64_t dy_b, dy_t;
     void *dx;                                         // (B, T, D) contiguous
-    float *dweight, *dbias;                           // (B, W, D), (B, D), to be summed over the batch
+    float *dweight, *dbias;                           // (rows, W, D), (rows, D), to be summed: a row a batch row, CUDA: a tile
     float *dstate;                                    // (B, W - 1, D)
 };
 
@@ -890,30 +890,179 @@ MATH void combine(const ScanArgs &a) {
     }
 }
 
+// -------------------------------------------------------------------------------------- CUDA: the short causal convolution
+// A lane is a channel over CONV_TILE steps of a row: what limits these is memory, so the W - 1 inputs before a tile are read
+// again (they are in the cache) and all tiles run at once. CONV_AHEAD rows are read before the first of them is used.
+
+#define CONV_TILE 64
+#define CONV_AHEAD 8
+
+template <class E, int W> struct ConvPlace {
+    int T, tile, t0, t1, c;                            // tile: which of all rows'; it covers the steps t0 .. t1
+    int64_t b;
+    bool live;
+    const E *x;
+    int stride;
+    float weight[W], bias;
+    const float *state;
+    __device__ __forceinline__ ConvPlace(const ConvArgs &a) {
+        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS), tiles = (unsigned)ceil_div(a.T, CONV_TILE);
+        tile = blockIdx.x / blocks;
+        T = (int)a.T; t0 = tile % tiles * CONV_TILE; t1 = T - t0 < CONV_TILE ? T : t0 + CONV_TILE;
+        b = tile / tiles;
+        c = (int)(blockIdx.x % blocks) * THREADS + threadIdx.x;
+        live = c < a.D;
+        if (!live) c = (int)a.D - 1;
+        x = (const E *)a.x + b * a.x_b + c;
+        stride = (int)(a.x_t * sizeof(E));
+        bias = a.bias ? a.bias[c] : 0.0f;
+        state = a.state ? a.state + b * (W - 1) * a.D + c : nullptr;
+        #pragma unroll
+        for (int i = 0; i < W; i++) weight[i] = a.weight[(int64_t)c * W + i];
+    }
+    // window[1 ..] become the inputs of the W - 1 steps before t0; then `slide` makes room for the next
+    __device__ __forceinline__ void before(const ConvArgs &a, float (&window)[W]) const {
+        #pragma unroll
+        for (int i = 1; i < W; i++) {
+            const int t = t0 - W + i;
+            window[i] = t >= 0 ? to_float(read(step_at(x, t, stride))) : state ? state[(t + W - 1) * a.D] : 0.0f;
+        }
+    }
+    template <bool INSIDE> __device__ __forceinline__ void read_ahead(const E *from, int step, int t, Ahead<E> (&to)[CONV_AHEAD]) const {
+        #pragma unroll
+        for (int i = 0; i < CONV_AHEAD; i++) to[i] = read(step_at(from, INSIDE || t + i < T ? t + i : T - 1, step));
+    }
+    __device__ __forceinline__ float sum(const float (&window)[W]) const {
+        float p = bias;
+        #pragma unroll
+        for (int i = 0; i < W; i++) p += weight[i] * window[i];
+        return p;
+    }
+};
+
+template <int W> MATH void slide(float (&window)[W], float next) {
+    #pragma unroll
+    for (int i = 0; i + 1 < W; i++) window[i] = window[i + 1];
+    window[W - 1] = next;
+}
+
+// INSIDE: all CONV_AHEAD steps are the tile's, so that nothing needs to be asked a step.
+template <bool INSIDE, class E, int W> MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, float (&window)[W], E *y) {
+    Ahead<E> xs[CONV_AHEAD];
+    float ys[CONV_AHEAD];
+    at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++) {
+        slide(window, to_float(xs[i]));
+        const float p = at.sum(window);
+        ys[i] = a.silu ? p * sigmoid(p) : p;
+    }
+    if (!at.live) return;
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++)
+        if (INSIDE || t + i < at.t1) set(step_at(y, t + i, (int)(a.D * sizeof(E))), ys[i]);
+}
+
+template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
+    const ConvPlace<E, W> at(a);
+    E *y = (E *)a.y + at.b * a.T * a.D + at.c;
+    float window[W];
+    at.before(a, window);
+    #pragma unroll 1
+    for (int t = at.t0; t < at.t1; t += CONV_AHEAD) {
+        if (t + CONV_AHEAD <= at.t1) conv_forward_steps<true>(a, at, t, window, y);
+        else conv_forward_steps<false>(a, at, t, window, y);
+    }
+}
+
+// Forwards in time too: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so a tile walks W - 1 steps
+// beyond its end, whose sums are its neighbour's. The steps before 0 are the state's.
+template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
+
+template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, ConvSums<W> &s) {
+    const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
+    E *dx = (E *)a.dx + at.b * a.T * a.D + at.c;
+    Ahead<E> xs[CONV_AHEAD], dys[CONV_AHEAD];
+    float dxs[CONV_AHEAD];
+    at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
+    at.template read_ahead<INSIDE>(dy, (int)(a.dy_t * sizeof(E)), t, dys);
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++) {
+        slide(s.window, to_float(xs[i]));
+        const float p = at.sum(s.window), gate = sigmoid(p), slope = a.silu ? gate * (1.0f + p * (1.0f - gate)) : 1.0f;
+        slide(s.dp, INSIDE || t + i < at.T ? to_float(dys[i]) * slope : 0.0f);
+        const float own = INSIDE || t + i < at.t1 ? s.dp[W - 1] : 0.0f;
+        dxs[i] = 0.0f;
+        #pragma unroll
+        for (int j = 0; j < W; j++) {
+            dxs[i] += at.weight[j] * s.dp[W - 1 - j];
+            s.dweight[j] += own * s.window[j];
+        }
+        s.dbias += own;
+    }
+    if (!at.live) return;
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++) {
+        const int to = t + i - W + 1;                                    // the step whose gradients are complete
+        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.D * sizeof(E))), dxs[i]);
+        else if (to < 0 && a.dstate) a.dstate[(at.b * (W - 1) + to + W - 1) * a.D + at.c] = dxs[i];
+    }
+}
+
+template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
+    const ConvPlace<E, W> at(a);
+    ConvSums<W> s = {};
+    at.before(a, s.window);
+    #pragma unroll 1
+    for (int t = at.t0; t < at.t1 + W - 1; t += CONV_AHEAD) {
+        if (t > at.t0 && t + CONV_AHEAD <= at.t1) conv_backward_steps<true>(a, at, t, s);
+        else conv_backward_steps<false>(a, at, t, s);
+    }
+    if (!at.live) return;
+    #pragma unroll
+    for (int i = 0; i < W; i++) a.dweight[((int64_t)at.tile * W + i) * a.D + at.c] = s.dweight[i];
+    if (a.dbias) a.dbias[(int64_t)at.tile * a.D + at.c] = s.dbias;
+}
+
 // -------------------------------------------------------------------------------------------- CUDA: what native.py loads
-// One cubin for an update, dtype, P and L: five kernels compile in seconds, all combinations would take minutes.
+// One cubin for an update, dtype, P and L, or for a dtype and width of the convolution: a few kernels compile in seconds, all
+// combinations would take minutes. `facts`: what native.py must agree with, and each kernel's shared memory.
+
+#define KERNEL(name, blocks, Args, body) \
+    __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
+
+#ifdef SCAN_UPDATE
+typedef SCAN_UPDATE U;
+typedef SCAN_TYPE E;
 
 // Blocks a multiprocessor that the registers must leave room for. An H100's shared memory holds three of the backward's,
 // where the compiler finds the registers without spilling; elsewhere two.
 #define FORWARD_BLOCKS (SCAN_L > 1 ? 3 : 4)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-#define BACKWARD_BLOCKS (SCAN_UPDATE::rates || SCAN_UPDATE::whole || SCAN_L > 1 ? 2 : 3)
+#define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > 1 ? 2 : 3)
 #else
 #define BACKWARD_BLOCKS 2
 #endif
 
-#define KERNEL(name, blocks, body) \
-    __global__ void __launch_bounds__(THREADS, blocks) name(const ScanArgs a) { typedef SCAN_UPDATE U; typedef SCAN_TYPE E; body; }
-
 extern "C" {
-KERNEL(forward_kernel, FORWARD_BLOCKS, (scan_forward<U, E, SCAN_P, SCAN_L, false>(a)))
-KERNEL(backward_kernel, BACKWARD_BLOCKS, (scan_backward<U, E, SCAN_P, SCAN_L>(a)))
-KERNEL(ends_kernel, 3, (scan_forward<U, E, SCAN_P, SCAN_L, true>(a)))
-KERNEL(pulls_kernel, 3, (scan_pulls<U, E, SCAN_P, SCAN_L>(a)))
-KERNEL(combine_kernel, 1, (combine(a)))
-__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, sizeof(ForwardShared<SCAN_P, SCAN_L>),
-                              sizeof(BackwardShared<SCAN_UPDATE, SCAN_P, SCAN_L>)};
+KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false>(a)))
+KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L>(a)))
+KERNEL(ends_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, true>(a)))
+KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L>(a)))
+KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
+#define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L>)
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, FORWARD_BYTES, sizeof(BackwardShared<U, SCAN_P, SCAN_L>),
+                              FORWARD_BYTES, FORWARD_BYTES, 0};
 }
+#endif
+
+#ifdef CONV_WIDTH
+extern "C" {
+KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)))
+KERNEL(conv_backward_kernel, 7, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
+__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, 0, 0};
+}
+#endif
 
 #else
 

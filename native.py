@@ -3,7 +3,7 @@
 The surprise: nothing is built at install time, and no PyTorch header is used; what comes out is loaded through ctypes. A
 library is kept under build/ by a hash of source, flags, compiler and machine; a second process, or a second run, finds
 it there. $LONGHORN_BUILD_DIR puts it elsewhere, $CXX and $NVCC name other compilers. For a GPU there is one library a
-dtype and shape of the state (`cuda_shape`): seconds each, where all of them would take minutes.
+dtype and shape of the state (`cuda_shape`) or width of the convolution: seconds each, where all would take minutes.
 
     python native.py            # build now, and say what came out
 """
@@ -31,6 +31,7 @@ BACKENDS = ("cpu", "cuda", "torch")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of longhorn_scan.cu
 CUDA_THREADS = 128  # THREADS of longhorn_scan.cu
+CONV_TILE = 64  # steps that one thread of the CUDA convolution takes; CONV_TILE of longhorn_scan.cu
 SEGMENT = 128  # steps: the least that T is split into on a GPU
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 
@@ -114,9 +115,18 @@ def build(source=SOURCE, folder=None):
 
 def build_cuda(update, dtype, P, L, architecture, source=SOURCE, folder=None):
     """The same for a GPU: (path of a cubin, seconds), for one update, dtype and shape of the state, for 'sm_90' or such."""
-    macros = native_cuda.defines(update, dtype, P, L)
-    make = lambda to: native_cuda.compile_cubin(source, to, architecture, macros)
     name = f"longhorn_scan_{architecture}_{update}_{native_cuda.TYPES[dtype]}_{P}x{L}"
+    return _cubin(name, architecture, native_cuda.defines(update, dtype, P, L), source, folder)
+
+
+def build_cuda_conv(dtype, W, architecture, source=SOURCE, folder=None):
+    """The same for the convolution of one dtype and width."""
+    name = f"causal_conv_{architecture}_{native_cuda.TYPES[dtype]}_{W}"
+    return _cubin(name, architecture, native_cuda.conv_defines(dtype, W), source, folder)
+
+
+def _cubin(name, architecture, macros, source, folder):
+    make = lambda to: native_cuda.compile_cubin(source, to, architecture, macros)
     return _cached(name, ".cubin", [native_cuda.compiler_version(), architecture, *macros], source, folder, make)
 
 
@@ -201,10 +211,22 @@ def library():
 @functools.cache
 def cuda_module(update, dtype, P, L, architecture, device):
     """The kernels of one update, dtype and shape of the state on a GPU, built on first use, announced once. Raises OSError."""
-    path, seconds = build_cuda(update, dtype, P, L, architecture)
-    module = native_cuda.Module(path.read_bytes(), ctypes.sizeof(ScanArgs), device=device)
-    say_once(f"native kernels: cuda {architecture}, {update} {native_cuda.TYPES[dtype]}, {P} states a lane, {L} lanes a channel "
-             f"({f'built in {seconds:.1f} s' if seconds else 'cached'})")
+    built = build_cuda(update, dtype, P, L, architecture)
+    what = f"{update} {native_cuda.TYPES[dtype]}, {P} states a lane, {L} lanes a channel"
+    return _load_cuda(what, *built, native_cuda.SCAN_KERNELS, ScanArgs, architecture, device)
+
+
+@functools.cache
+def cuda_conv_module(dtype, W, architecture, device):
+    """The same for the convolution of one dtype and width."""
+    built = build_cuda_conv(dtype, W, architecture)
+    what = f"convolution {native_cuda.TYPES[dtype]} of width {W}"
+    return _load_cuda(what, *built, native_cuda.CONV_KERNELS, ConvArgs, architecture, device)
+
+
+def _load_cuda(what, path, seconds, kernels, args_class, architecture, device):
+    module = native_cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args_class), device=device)
+    say_once(f"native kernels: cuda {architecture}, {what} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
     return module
 
 
@@ -238,7 +260,8 @@ def segment_sizes(T, segments):
 class Kernels:
     """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels compute rows in.
 
-    update: of the scan, one of UPDATES; rows: how many there are, if they are packed sequences and not the B of x.
+    update: of the scan, one of UPDATES, or None for the convolution; rows: how many there are, if they are packed sequences
+    and not the B of x.
     """
 
     def __init__(self, args_class, x, update=None, rows=None, **sizes):
@@ -246,16 +269,21 @@ class Kernels:
         B = B if rows is None else rows
         if update is not None:
             sizes["update"] = UPDATES.index(update)
-        self.segments = 1
+        self.segments = 1  # that T is split into; the convolution's tiles
         if x.is_cuda:
-            gpu = torch.cuda.get_device_properties(x.device)
-            can_split = rows is None and update != "exact"  # its transition is a matrix, and products of those are N x N
-            P, L, self.segments = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
-            self.module, self.dtype = cuda_module(update, x.dtype, P, L, f"sm_{gpu.major}{gpu.minor}", x.device.index), x.dtype
-            splits, threads = -(-D // (CUDA_THREADS // L)), 0  # blocks that share a batch row
+            gpu, threads, self.dtype = torch.cuda.get_device_properties(x.device), 0, x.dtype
+            architecture = f"sm_{gpu.major}{gpu.minor}"
+            if update is None:
+                L, self.segments = 1, -(-T // CONV_TILE)
+                self.module = cuda_conv_module(x.dtype, sizes["W"], architecture, x.device.index)
+            else:
+                can_split = rows is None and update != "exact"  # its transition is a matrix, and products of those are N x N
+                P, L, self.segments = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
+                self.module = cuda_module(update, x.dtype, P, L, architecture, x.device.index)
+            splits = -(-D // (CUDA_THREADS // L))  # blocks that share a batch row
             if B * self.segments * splits >= 2**31:
-                raise ValueError(f"scan: {B} rows of {D} channels take {B * splits} blocks, a GPU starts up to {2**31 - 1}: "
-                                 "split the batch")
+                raise ValueError(f"scan: {B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "
+                                 f"{2**31 - 1}: split the batch")
         else:
             self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype
             groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
@@ -295,9 +323,10 @@ class Kernels:
             self.launch(self.module, function, CUDA_THREADS, torch.cuda.current_stream().cuda_stream)
 
     def launch(self, module, function, threads, stream):
-        a, kernel = self.args, function.removeprefix("longhorn_scan_") + "_kernel"
-        blocks = a.B * -(-a.D * a.N // threads) if kernel == "combine_kernel" else a.B * a.segments * a.splits
-        module.launch(kernel, blocks, a, stream)
+        a, kernel = self.args, function.removeprefix("longhorn_scan_").removeprefix("causal_") + "_kernel"
+        blocks = a.B * -(-a.D * a.N // threads) if kernel == "combine_kernel" else a.B * self.segments * a.splits
+        if blocks:
+            module.launch(kernel, blocks, a, stream)
 
     def entering(self, rows, floats, own, enters, reverse=0):
         """What enters each segment of T, (rows, segments, D, N): `own` computes each segment's share, combine_kernel joins."""

@@ -1,11 +1,11 @@
 """The CUDA half of native.py: longhorn_scan.cu becomes a cubin on first use, and the driver loads and launches it.
 
 The compiler is nvcc where there is one, else NVRTC, the compiler library that PyTorch's CUDA wheels bring; either takes
-seconds for the GPU that is present, for one update, dtype and shape of the state. $NVCC names an nvcc,
-$LONGHORN_CUDA_COMPILER=nvrtc passes it over.
+seconds for the GPU that is present, for one update, dtype and shape of the state, or for one dtype and width of the
+convolution. $NVCC names an nvcc, $LONGHORN_CUDA_COMPILER=nvrtc passes it over.
 
-The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs of longhorn_scan.cu, mirrored in
-native.py), and ctypes hands it to cuLaunchKernel; so one cubin serves every Python and every PyTorch.
+The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs or ConvArgs of longhorn_scan.cu, mirrored
+in native.py), and ctypes hands it to cuLaunchKernel; so one cubin serves every Python and every PyTorch.
 """
 
 import ctypes
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-KERNELS = ("forward_kernel", "backward_kernel", "ends_kernel", "pulls_kernel", "combine_kernel")
+SCAN_KERNELS = ("forward_kernel", "backward_kernel", "ends_kernel", "pulls_kernel", "combine_kernel")
+CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
@@ -75,6 +76,10 @@ def missing():
 
 def defines(update, dtype, P, L):
     return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}"]
+
+
+def conv_defines(dtype, W):
+    return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={W}"]
 
 
 def compile_cubin(source, to, architecture, macros):
@@ -148,9 +153,9 @@ def declare(lib):
 
 
 class Module:
-    """A loaded cubin: `launch` runs one of its kernels. `lib` is the driver; the tests give one that runs on the CPU."""
+    """A loaded cubin with these kernels: `launch` runs one. `lib` is the driver; the tests give one that runs on the CPU."""
 
-    def __init__(self, cubin, args_size, lib=None, device=None):
+    def __init__(self, cubin, kernels, args_size, lib=None, device=None):
         self.lib, self.context, self.ready = lib or driver(), ctypes.c_void_p(), set()
         if device is not None:  # PyTorch computes in the device's primary context; a thread of autograd may not have it yet
             self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "cuDevicePrimaryCtxRetain")
@@ -158,14 +163,14 @@ class Module:
         module, where, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
         self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels (if the driver is older than "
                    "nvcc: LONGHORN_CUDA_COMPILER=nvrtc takes the compiler of PyTorch's own CUDA)")
-        self.functions = {name: ctypes.c_void_p() for name in KERNELS}
+        self.functions = {name: ctypes.c_void_p() for name in kernels}
         for name, function in self.functions.items():
             self.check(self.lib.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
         self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(where), ctypes.byref(size), module, b"facts"), "facts")
         facts = (ctypes.c_int64 * (size.value // 8))()
         self.check(self.lib.cuMemcpyDtoH_v2(facts, where, size.value), "facts")
-        self.chunk, size_there, self.threads, forward, backward = facts
-        self.shared = dict(zip(KERNELS, (forward, backward, forward, forward, 0), strict=True))
+        self.steps, size_there, self.threads, *shared = facts  # steps of a chunk, or of a tile
+        self.shared = dict(zip(kernels, shared, strict=True))
         if size_there != args_size:
             raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
 

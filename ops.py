@@ -4,7 +4,8 @@
     rms_norm         y = x / sqrt(mean(x^2) + eps) * w                every family's
 
 The surprise: on two cores these two took a quarter of a training step in eager PyTorch: it transposes for the first and
-passes over memory seventeen times for the second. The kernels in longhorn_scan.cu make it two passes each.
+passes over memory seventeen times for the second. The kernels in longhorn_scan.cu make it two passes each. On a GPU the
+convolution's run too; RMSNorm's is PyTorch's own there.
 """
 
 import torch
@@ -36,7 +37,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
         if a is not None and tuple(a.shape) != shape:
             raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
     fits = x.dtype in native.DTYPES and W <= native.MAX_WIDTH
-    if x.is_cuda or native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":  # cuDNN's is fused already
+    if native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":
         padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
         y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)
         y = y.transpose(1, 2).contiguous()  # the scan reads it in its forward and its backward
@@ -91,9 +92,9 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
     """(dx, dweight, dbias, dstate); the last is empty without a state."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = native.Kernels(native.ConvArgs, x, W=W, silu=int(silu))
-    dx, dweight = native.empty(x, B, T, D, dtype=kernels.dtype), native.empty(x, B, W, D)
-    dbias = native.empty(x, B, D)
-    dstate = native.empty(x, B, W - 1, D) if state is not None else None
+    dx, rows = native.empty(x, B, T, D, dtype=kernels.dtype), B * kernels.segments
+    dweight, dbias = native.empty(x, rows, W, D), native.empty(x, rows, D)
+    dstate = torch.zeros_like(state) if state is not None else None  # where there is no step at all
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dstate = native.empty(x, 0) if dstate is None else dstate

@@ -5,14 +5,16 @@
     make gpu OUT=elsewhere ARGS="--stages=training"
 
 Stages, each a process of its own with a time limit; what one lacks is said and skipped, and what fails stops no other:
-environment, build, tests, gradients, benchmark, training, memcheck, racecheck, initcheck. Out come gpu.json (written after
-every stage), gpu.log (all output), and scan_cuda.json and .png from bench/scan.py. Exit status 1 if any stage failed.
+environment, build, tests, gradients, benchmark, convolution, training, memcheck, racecheck, initcheck. Out come gpu.json
+(written after every stage), gpu.log (all output), and scan_cuda.json and .png from bench/scan.py. Exit status 1 if any
+stage failed.
 
 The surprise: a stage hands its numbers over a file, line by line, so one that is killed half way keeps what it had found.
 """
 
 import argparse
 import datetime
+import functools
 import importlib
 import importlib.util
 import json
@@ -437,6 +439,75 @@ def gradients_summary(found, text):
             + ("" if kept is None else f"; keeps {kept:.3f} bytes a token, channel and state"))
 
 
+# ---------------------------------------------------------------------------------------------------- stage: convolution
+
+def convolution(emit, dry_run, budget_s):
+    """The short convolution with SiLU at the models' widths: ours, PyTorch's and causal-conv1d's, round after round."""
+    import torch
+
+    import fused
+    from bench import measure, scan_cuda
+    from ops import causal_conv1d
+
+    device = scan_cuda.DryRun() if dry_run else scan_cuda.Gpu()
+    bandwidth, lost = device.copy_bandwidth(), []
+    contenders = {"ours": lambda **a: causal_conv1d(**a, backend=device.backend),
+                  "torch": lambda **a: causal_conv1d(**a, backend="torch")}
+    try:
+        theirs = fused.load("causal-conv1d", "causal_conv1d", "causal_conv1d_fn")
+        contenders["causal_conv1d"] = functools.partial(fused.mamba_conv, theirs)
+    except RuntimeError as error:
+        emit(contender="causal_conv1d", left_out=measure.in_one_line(error))
+    for B, T, D in [(2, 80, 48)] if dry_run else [(64, 1024, 1536), (16, 4096, 1536), (8, 1024, 2048)]:
+        both = torch.randn(B, T, 2 * D, device=device.name).bfloat16()  # x is half of a projection, as in the models
+        a = {"x": both[..., :D], "weight": torch.randn(D, 4, device=device.name), "bias": torch.randn(D, device=device.name)}
+        dy, steps, seconds = torch.randn_like(both[..., D:]), {}, {}
+        for name, f in contenders.items():
+            try:
+                steps[name], seconds[name] = conv_steps(f, a, dy.contiguous()), []
+            except Exception as error:
+                emit(contender=name, B=B, T=T, D=D, reason=measure.in_one_line(error))
+                lost += [f"{name} at B={B} T={T} D={D}: {measure.in_one_line(error)}"] * (name == "ours")
+        for _ in range(3 if dry_run else 20):
+            for name in steps:
+                seconds[name].append(device.laps(*steps[name]))
+        for name, laps in seconds.items():
+            if not laps:
+                continue
+            row = {}
+            for what, passes, times in zip(("forward", "backward"), (2, 3), zip(*laps, strict=True), strict=True):
+                row[what] = measure.spread(times)
+                row[what]["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / row[what]["median_seconds"]
+            emit(contender=name, B=B, T=T, D=D, **row)
+            print(f"{name} B={B} T={T} D={D}: " + ", ".join(f"{what} {r['median_seconds'] * 1e3:.3f} ms, "
+                  f"{r['share_of_bandwidth']:.0%} of the copy bandwidth" for what, r in row.items()), flush=True)
+    if lost:
+        sys.exit(lost[0])
+
+
+def conv_steps(f, a, dy):
+    """(forward, backward) as calls without arguments, both run once."""
+    import torch
+
+    args, kept = {n: v.detach().requires_grad_() for n, v in a.items()}, {}
+
+    def forward():
+        kept["y"] = f(**args)
+
+    def backward():
+        torch.autograd.grad(kept["y"], list(args.values()), dy)
+
+    forward(), backward()
+    return forward, backward
+
+
+def convolution_summary(found, text):
+    rows = [r for r in found if "forward" in r]
+    words = [f"{r['contender']} " + " / ".join(f"{r[p]['median_seconds'] * 1e3:.2f}" for p in ("forward", "backward"))
+             for r in rows if all(r[n] == rows[0][n] for n in "BTD")]
+    return f"ms forward / backward: {', '.join(words) or 'none'}"
+
+
 # ------------------------------------------------------------------------------------------------------- stage: training
 
 def training(emit, dry_run, budget_s):
@@ -646,12 +717,13 @@ def sanitizer(name):
     return Stage(name, 40, command, summary, verdict)
 
 
-FUNCTIONS = {f.__name__: f for f in (environment, build, gradients, training, small)}
+FUNCTIONS = {f.__name__: f for f in (environment, build, gradients, convolution, training, small)}
 STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment_summary),
           Stage("build", 70, lambda c: c.inner("build"), build_summary),
           Stage("tests", 100, tests, tests_summary, tests_verdict),
           Stage("gradients", 60, lambda c: c.inner("gradients"), gradients_summary),
           Stage("benchmark", 130, benchmark, benchmark_summary),
+          Stage("convolution", 30, lambda c: c.inner("convolution"), convolution_summary),
           Stage("training", 180, lambda c: c.inner("training"), training_summary),
           sanitizer("memcheck"), sanitizer("racecheck"), sanitizer("initcheck")]
 

@@ -1,14 +1,24 @@
 // The few functions of the CUDA driver that native_cuda.py calls, for the kernels that stand above this file: they are
 // "loaded" by name and run on the CPU by cuda_shim.h. So the tests go the whole way, through the launch.
 
+#ifdef CONV_WIDTH
+typedef ConvArgs Args;
+#else
+typedef ScanArgs Args;
+#endif
+
 extern "C" {
 inline int shim_error = 0;                             // what the next launch answers
 int shim_fail(int code) { shim_error = code; return 0; }
 int cuModuleLoadData(void **module, const char *) { *module = nullptr; return 0; }
 int cuModuleGetFunction(void **function, void *, const char *name) {
-    const struct { const char *name; void (*kernel)(ScanArgs); } all[] = {
+    const struct { const char *name; void (*kernel)(Args); } all[] = {
+#ifdef CONV_WIDTH
+        {"conv_forward_kernel", conv_forward_kernel}, {"conv_backward_kernel", conv_backward_kernel}};
+#else
         {"forward_kernel", forward_kernel}, {"backward_kernel", backward_kernel}, {"ends_kernel", ends_kernel},
         {"pulls_kernel", pulls_kernel}, {"combine_kernel", combine_kernel}};
+#endif
     *function = nullptr;
     for (auto &one : all) if (!strcmp(name, one.name)) *function = (void *)one.kernel;
     return *function ? 0 : 500;
@@ -25,7 +35,7 @@ int cuGetErrorString(int, const char **words) { *words = "words of the driver"; 
 int cuLaunchKernel(void *function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned bytes, void *,
                    void **params, void **) {
     if (shim_error) { const int code = shim_error; shim_error = 0; return code; }
-    shim_launch((void (*)(ScanArgs))function, dim3(x), threads, bytes, *(const ScanArgs *)params[0]);
+    shim_launch((void (*)(Args))function, dim3(x), threads, bytes, *(const Args *)params[0]);
     return 0;
 }
 }

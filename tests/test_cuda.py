@@ -20,11 +20,13 @@ import pytest
 import test_updates
 import torch
 import torch.utils.checkpoint
+from test_ops import conv_agrees, conv_inputs, graded
 from test_scan import BF16, EPS, F16, F32, failures, inputs, results
 
 import native
 import native_cuda
 from bench.gpu import TESTED
+from ops import causal_conv1d
 from scan import longhorn_scan
 
 SHIM, DRIVER = (Path(__file__).with_name(name) for name in ("cuda_shim.h", "cuda_driver_shim.h"))
@@ -36,38 +38,43 @@ pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
-def compile_shim(folder, update, dtype, P, L, source=None, flags=("-O1",), kind=("-shared", "-fPIC"), more="", threads=THREADS):
-    """The kernels of one update, dtype and shape, with the driver's stand-in, as a CPU library; returns its path."""
-    out = Path(folder) / f"shim_{update}_{native_cuda.TYPES[dtype]}_{P}_{L}_{threads}"
+def compile_shim(folder, macros, source=None, flags=("-O1",), kind=("-shared", "-fPIC"), more="", threads=THREADS):
+    """The kernels that `macros` choose, with the driver's stand-in, as a CPU library; returns its path."""
+    out = Path(folder) / ("shim" + "".join(macros).replace("-D", "_").replace("=", "_") + f"_{threads}")
     text = f'#include "{SHIM}"\n{source or native.SOURCE.read_text()}\n#include "{DRIVER}"\n{more}'
     out.with_suffix(".cpp").write_text(text)
     command = [COMPILER, *flags, "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
-               *native_cuda.defines(update, dtype, P, L), *kind, str(out.with_suffix(".cpp")), "-o", str(out)]
+               *macros, *kind, str(out.with_suffix(".cpp")), "-o", str(out)]
     run = subprocess.run(command, capture_output=True, text=True)
     return out, run
 
 
-def load_shim(*args, **kw):
-    path, run = compile_shim(*args, **kw)
+def load_shim(folder, update, *key, **kw):
+    """update, dtype, P, L for the scan's kernels; "conv", dtype, W for the convolution's."""
+    conv = update == "conv"
+    path, run = compile_shim(folder, native_cuda.conv_defines(*key) if conv else native_cuda.defines(update, *key), **kw)
     assert run.returncode == 0, run.stderr
-    return native_cuda.Module(b"", ctypes.sizeof(native.ScanArgs), native_cuda.declare(ctypes.CDLL(str(path))))
+    kernels, args = (native_cuda.CONV_KERNELS, native.ConvArgs) if conv else (native_cuda.SCAN_KERNELS, native.ScanArgs)
+    return native_cuda.Module(b"", kernels, ctypes.sizeof(args), native_cuda.declare(ctypes.CDLL(str(path))))
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory):
-    """shim(update, dtype, P, L): the kernels as native_cuda loads them, built once."""
+    """shim(update, dtype, P, L) or shim("conv", dtype, W): the kernels as native_cuda loads them, built once."""
     folder = tmp_path_factory.mktemp("shim")
     return functools.cache(lambda *key: load_shim(folder, *key))
 
 
-def use(monkeypatch, module, L, segments=1, threads=THREADS):
-    """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU."""
+def use(monkeypatch, module, L=1, segments=1, threads=THREADS):
+    """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU; T in `segments`, but for a convolution's."""
     class ShimKernels(native.Kernels):
-        def __init__(self, args_class, x, update, rows, **sizes):
+        def __init__(self, args_class, x, update=None, rows=None, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
-            sizes |= dict(splits=-(-D // (threads // L)), update=native.UPDATES.index(update))
-            sizes |= native.segment_sizes(T, segments)
-            self.args, self.segments = args_class(B=rows or B, T=T, D=D, **sizes), sizes["segments"]
+            sizes |= dict(splits=-(-D // (threads // L)))
+            if update is not None:
+                sizes |= dict(update=native.UPDATES.index(update)) | native.segment_sizes(T, segments)
+            self.segments = sizes["segments"] if update is not None else -(-T // native.CONV_TILE)
+            self.args = args_class(B=rows or B, T=T, D=D, **sizes)
 
         def run(self, function):
             self.launch(module, function, threads, None)
@@ -184,12 +191,56 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
     update = "mamba" if "steps beyond T" in name else "longhorn"
-    module = load_shim(tmp_path, update, F32, 16, 1, cuda.replace(right, wrong) + marker + cpu, ("-O0",))
-    use(monkeypatch, module, 1)
+    use(monkeypatch, load_shim(tmp_path, update, F32, 16, 1, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",)))
     if update == "mamba":
         assert test_updates.failures_of("mamba", test_updates.inputs_of("mamba", 1, 42, 70, 16))
     else:
         assert failures(inputs(1, 40, 70, 16))
+
+
+def conv_failures(dtype, W, B, T, D, **kw):
+    """What the convolution gets wrong, with every gradient, with and without the optional arguments."""
+    a, bare = conv_inputs(B, T, D, W, dtype), conv_inputs(B, T, D, W, dtype, bias=False, state=False)
+    found = conv_agrees(a, **kw), conv_agrees(bare, silu=False, **kw)
+    return [] if found == (True, True) else found
+
+
+@pytest.mark.parametrize("dtype,W,T,D", [
+    (F32, 4, 64, 65), (F32, 4, 65, 5), (F32, 4, 62, 70), (F32, 4, 3, 3), (F32, 4, 1, 66), (F32, 4, 200, 9), (F32, 1, 70, 5),
+    (F32, 2, 129, 5), (F32, 8, 133, 5), (F32, 8, 2, 5), (BF16, 4, 130, 70), (BF16, 3, 33, 40), (F16, 4, 67, 40)])
+def test_convolution(shim, monkeypatch, dtype, W, T, D):
+    use(monkeypatch, shim("conv", dtype, W))
+    assert not conv_failures(dtype, W, 2, T, D)
+
+
+def test_convolution_of_views_and_of_nothing(shim, monkeypatch):
+    use(monkeypatch, shim("conv", F32, 4))
+    a = conv_inputs(2, 70, 10, 4)
+    view = torch.cat([a["x"], a["x"] * torch.nan], -1).chunk(2, -1)[0]
+    first, second = graded(causal_conv1d, a), graded(causal_conv1d, {**a, "x": view})
+    assert not view.is_contiguous() and all(torch.equal(first[n], second[n]) for n in first)
+    empty = graded(causal_conv1d, {**a, "x": a["x"][:, :0]})
+    assert empty["y"].shape == (2, 0, 10) and not any(empty["d" + n].any() for n in a)
+
+
+CONV_MUTANTS = {
+    "the inputs before a tile one too late": ("const int t = t0 - W + i;", "const int t = t0 - W + i + (t0 > 0);"),
+    "the state is forgotten": (": state ? state[(t + W - 1) * a.D] : 0.0f;", ": 0.0f;"),
+    "a tile adds its neighbour's steps to dweight": ("own = INSIDE || t + i < at.t1 ?", "own = INSIDE || t + i < at.T ?"),
+    "steps beyond T have a gradient": ("INSIDE || t + i < at.T ? to_float(dys[i]) * slope", "true ? to_float(dys[i]) * slope"),
+    "the last W - 1 steps of a tile get no gradient": ("t < at.t1 + W - 1; t += CONV_AHEAD", "t < at.t1; t += CONV_AHEAD"),
+    "dx of a tile's first steps is its neighbour's": ("if (t > at.t0 && t + CONV_AHEAD <= at.t1) conv_backward",
+                                                      "if (t > 0 && t + CONV_AHEAD <= at.t1) conv_backward"),
+}
+
+
+@pytest.mark.parametrize("name", CONV_MUTANTS)
+def test_broken_convolutions_are_caught(tmp_path, monkeypatch, name):
+    right, wrong = CONV_MUTANTS[name]
+    cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
+    assert cuda.count(right) == 1 and marker
+    use(monkeypatch, load_shim(tmp_path, "conv", F32, 4, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",)))
+    assert conv_failures(F32, 4, 2, 130, 9)
 
 
 RACE = """
@@ -221,7 +272,7 @@ def test_thread_sanitizer_finds_missing_barriers_and_only_those(tmp_path, plante
         end = cuda.index("if (at.live) {\n        #pragma unroll", at)  # the kernel writes its last state: the barrier before it
         at = cuda.rindex("__syncthreads();", at, end)
         cuda = cuda[:at] + cuda[at:].replace("__syncthreads();", "", 1)
-    program, built = compile_shim(tmp_path, "longhorn", F32, 4, 1, cuda + marker + cpu,
+    program, built = compile_shim(tmp_path, native_cuda.defines("longhorn", F32, 4, 1), cuda + marker + cpu,
                                   ("-O1", "-g", "-fsanitize=thread", "-DSHIM_THREADS"), (), RACE)
     if built.returncode and "tsan" in built.stderr:
         pytest.skip("this compiler has no ThreadSanitizer runtime")
@@ -253,7 +304,7 @@ def test_too_much_shared_memory_is_said(shim, monkeypatch):
 def test_structs_that_disagree_are_refused(shim):
     module = shim("longhorn", F32, 4, 4)
     with pytest.raises(OSError, match="change the structs together"):
-        native_cuda.Module(b"", 8, module.lib)
+        native_cuda.Module(b"", native_cuda.SCAN_KERNELS, 8, module.lib)
 
 
 # ------------------------------------------------------------------------------------------------------- for real GPUs
@@ -263,20 +314,24 @@ CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(found is None, rea
                   for name, found in COMPILERS.items()]
 
 
+def compiled(folder, architecture, macros):
+    """({kernel: registers}, bytes spilled by each), from nvcc's report."""
+    command = [COMPILERS["nvcc"], "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros,
+               str(native.SOURCE), "-o", str(folder / "out.cubin")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    kernels = re.findall(r"Compiling entry function '(\w+)_kernel'", run.stderr)
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", run.stderr)]
+    return dict(zip(kernels, registers, strict=True)), [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stderr)]
+
+
 @pytest.mark.parametrize("update", native.UPDATES)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_compiles_without_spills(tmp_path, architecture, update):
     if COMPILERS["nvcc"] is None:
         pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
-    macros = native_cuda.defines(update, BF16, 16, 1)
-    command = [COMPILERS["nvcc"], "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros,
-               str(native.SOURCE), "-o", str(tmp_path / "out.cubin")]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    kernels = re.findall(r"Compiling entry function '(\w+)_kernel'", run.stderr)
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stderr)]
-    registers = dict(zip(kernels, (int(n) for n in re.findall(r"Used (\d+) registers", run.stderr)), strict=True))
-    assert sorted(kernels) == ["backward", "combine", "ends", "forward", "pulls"] and spills == [0] * 5
+    registers, spills = compiled(tmp_path, architecture, native_cuda.defines(update, BF16, 16, 1))
+    assert sorted(registers) == ["backward", "combine", "ends", "forward", "pulls"] and spills == [0] * 5
     assert registers["forward"] <= 128 and registers["backward"] <= 255  # 4 and 2 blocks of 128 threads a multiprocessor
 
 
@@ -291,13 +346,22 @@ def test_instructions_a_token_and_channel(tmp_path):
     assert found["forward"]["loops"][1] / 4 < found["forward"]["instructions"]  # a tile is 4 steps
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_convolution_compiles_without_spills(tmp_path, architecture):
+    if COMPILERS["nvcc"] is None:
+        pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
+    registers, spills = compiled(tmp_path, architecture, native_cuda.conv_defines(BF16, 4))
+    assert sorted(registers) == ["conv_backward", "conv_forward"] and spills == [0, 0]
+    assert max(registers.values()) <= 72  # 7 blocks of 128 threads a multiprocessor
+
+
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
     path, seconds = native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path)
     assert seconds > 0 and native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path) == (path, 0.0)
     cubin = path.read_bytes()
-    assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*native_cuda.KERNELS, "facts"))
+    assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*native_cuda.SCAN_KERNELS, "facts"))
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)

@@ -45,7 +45,7 @@ def graded(f, args, dy=None, **kw):
     y = f(**args, **kw)
     if dy is None:
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(BF16)
-    grads = torch.autograd.grad(y, list(args.values()), dy.to(y.dtype))
+    grads = torch.autograd.grad(y, list(args.values()), dy.to(y))
     return {"y": y.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
 
 
@@ -71,8 +71,9 @@ def conv_true(x, weight, bias=None, state=None, silu=True):
     return F.silu(y) if silu else y
 
 
-def conv_agrees(a, **kw):
-    got, true = graded(causal_conv1d, a, **kw), graded(conv_true, double(a), **kw)
+def conv_agrees(a, device="cpu", **kw):
+    got = {n: v.cpu() for n, v in graded(causal_conv1d, {n: v.to(device) for n, v in a.items()}, **kw).items()}
+    true = graded(conv_true, double(a), **kw)
     # dweight and dbias sum over batch and time, where terms may cancel and their rounding errors do not
     terms = {"dweight": true["dx"].norm().item() * 0.1, "dbias": true["dx"].norm().item() * 0.1}
     wrong = [n for n in true if not agree(got[n], true[n], terms.get(n, 0.0))]
@@ -94,6 +95,37 @@ def test_conv_every_width_and_short_inputs(W, T):
 def test_conv_every_channel_count_and_dtype(D, dtype):
     assert conv_agrees(conv_inputs(3, 40, D, 4, dtype)) is True
     assert conv_agrees(conv_inputs(3, 40, D, 3, dtype, bias=False), silu=False) is True
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("B,T,D,W", [(2, 65, 70, 4), (1, 1, 5, 4), (3, 300, 256, 3), (2, 130, 33, 8), (1, 7, 9, 1), (1, 9, 5, 9)])
+def test_gpu_conv(dtype, B, T, D, W):
+    for kw in (dict(), dict(bias=False, state=False)):
+        for silu in (True, False):
+            assert conv_agrees(conv_inputs(B, T, D, W, dtype, **kw), "cuda", silu=silu) is True
+
+
+@on_gpu
+def test_gpu_conv_of_views_repeats_to_the_bit_and_compiles():
+    a = {n: v.cuda() for n, v in conv_inputs(4, 200, 96, 4, BF16).items()}
+    wide = torch.cat([a["x"], a["x"] * torch.nan], -1)
+    want, compiled = graded(causal_conv1d, a), torch.compile(causal_conv1d, fullgraph=True)
+    for f, x in ((causal_conv1d, a["x"]), (causal_conv1d, wide.chunk(2, -1)[0]), (compiled, a["x"])):
+        got = graded(f, {**a, "x": x})
+        assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+@on_gpu
+def test_gpu_conv_of_more_than_two_to_the_31_elements():
+    B, T, D = 33, 65536, 1024
+    if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GB")
+    x, weight = torch.randn(B, T, D, device="cuda", dtype=BF16), torch.randn(D, 4, device="cuda")
+    assert x.numel() > 2**31 and torch.equal(causal_conv1d(x, weight)[-1:], causal_conv1d(x[-1:], weight))
 
 
 def test_conv_nine_wide_is_not_native():
