@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import gpu, measure, scan, scan_cuda
+from bench import gpu, instructions, measure, scan, scan_cuda
 from bench.gpu import Context, Skip, Stage
 from bench.scan_cuda import LeftOut, Shape
 
@@ -251,6 +251,72 @@ def test_budgets():
     assert scan_cuda.fits(100, 90, 10) and not scan_cuda.fits(100, 90.1, 10) and scan_cuda.fits(float("inf"), 1e9, 1e9)
     assert scan_cuda.runs_for(0.001, 10) == 10 and scan_cuda.runs_for(0.4, 10) == 5
     assert scan_cuda.runs_for(100, 10) == 3 and scan_cuda.runs_for(100, 2) == 2 and scan_cuda.runs_for(0, 10) == 10
+
+
+# ---------------------------------------------------------------------------------------------------------- instructions
+
+# As nvdisasm writes it: 2 instructions, then chunks of 4 and in each, states of 10, then 2, and what stands behind EXIT.
+SASS = """
+.section\t.text.selective_scan,"ax",@progbits
+.text.selective_scan:
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/              @!P0 BRA `(.L_x_9) ;
+.L_x_1:
+        /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0030*/                   MUFU.EX2 R2, R2 ;
+.L_x_2:
+        /*0040*/                   MUFU.EX2 R3, R3 ;
+        /*0050*/               @P1 BRA `(.L_x_3) ;
+        /*0060*/                   LDS.64 R4, [R5+0x10] ;
+        /*0070*/                   BRA.DIV UR4, `(.L_x_10) ;
+.L_x_11:
+        /*0080*/                   SHFL.UP PT, R4, R4, 0x1, RZ ;
+        /*0090*/              @!P2 STS.64 [R5+0x10], R4 ;
+.L_x_3:
+        /*00a0*/               @P3 BRA `(.L_x_4) ;
+        /*00b0*/                   REDG.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR20][R78.64], R4 ;
+.L_x_4:
+        /*00c0*/                   LDL.LU R4, [R1+0x4]                                     (*"SpillRefill"*) ;
+        /*00d0*/               @P4 BRA `(.L_x_2) ;
+        /*00e0*/                   LDS R4, [R5] ;
+        /*00f0*/               @P5 BRA `(.L_x_1) ;
+.L_x_9:
+        /*0100*/                   STG.E.64 desc[UR8][R28.64], R36 ;
+        /*0110*/                   EXIT ;
+.L_x_10:
+        /*0120*/                   SHFL.UP PT, R4, R4, 0x1, RZ ;
+        /*0130*/                   BRA `(.L_x_11) ;
+"""
+
+
+def test_instructions_are_counted_by_loop():
+    code = instructions.kernels(SASS)["selective_scan"]
+    assert len(code.instructions) == 18 and code.in_all == 20 and code.loops == [(2, 15), (4, 13)]
+    assert code.skipped == [(2, 15), (6, 9), (11, 11)]  # not BRA.DIV, which leads behind EXIT
+    found = code.totals(code.weights(0.5, 1, 4))
+    assert found["instructions"] == 4 * 0.5 + 4 * 1 + 10 * 4
+    assert found["pipes"] == {"special": 1 + 4, "shuffles": 4, "shared": 4 * 2 + 1, "local": 4, "atomics": 4, "barriers": 1}
+    with pytest.raises(ValueError, match="2 loops in the disassembly of a kernel that has 3"):
+        code.weights(1, 1, 1, 1)
+
+
+def test_instructions_of_mamba_ssm():
+    # 128 threads of 16 tokens, T = 4096: two chunks; 64 states. LDS, BRA.DIV, SHFL and STS are for one warp of four, REDG for all
+    found = instructions.ssm_count(instructions.kernels(SASS)["selective_scan"], 64, 128, 4096)
+    assert found["all_entered"] == round(4 / 32 + 4 / 16 + 10 * 4, 1) == 40.4
+    assert found["instructions"] == round(4 / 32 + 4 / 16 + 6 * 4 + 4 * 4 / 4, 1) == 28.4
+    assert found["pipes"] == {"special": 4.1, "shuffles": 1, "shared": 2.1, "local": 4, "atomics": 4, "barriers": 0.1}
+    assert [instructions.ssm_threads(T) for T in instructions.SSM_T] == [64, 128, 128]
+    row = lambda forward, backward: {"forward": {"instructions": forward}, "backward": {"instructions": backward}}
+    assert instructions.ratios(row(100, 500), row(400, 800)) == {"forward": 0.25, "backward": 0.625, "both": 0.5}
+
+
+def test_instructions_say_what_is_missing(tmp_path, monkeypatch):
+    assert "has no csrc/selective_scan: unpack" in instructions.ssm_missing(tmp_path)
+    (tmp_path / "csrc" / "selective_scan").mkdir(parents=True)
+    (tmp_path / "csrc" / "selective_scan" / "selective_scan_bwd_kernel.cuh").write_text("")
+    monkeypatch.setattr(instructions.native_cuda, "nvcc", lambda: None)
+    assert "--mamba_ssm needs nvcc" in instructions.ssm_missing(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ bench/scan.py, outside
