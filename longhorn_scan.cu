@@ -150,6 +150,7 @@ MATH void set(float *p, float v) { *p = v; }
 MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
 MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
 
+MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }       // 2 a - b, for which nvcc takes two additions
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
 MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
@@ -233,6 +234,7 @@ MATH vec exp_clamped(vec v) {
     return p * (vec)scale;
 }
 MATH vec reciprocal(vec v) { return 1.0f / v; }
+MATH vec twice_less(vec a, vec b) { return 2.0f * a - b; }
 MATH vec select_positive(vec v, vec a, vec b) { return v > 0.0f ? a : b; }
 
 // 2^v to 1 ulp within [2^-126, 2^127], exactly 1 at 0: Mamba's decay of a step that changes nothing.
@@ -294,7 +296,8 @@ struct Scratch {
 // -------------------------------------------------------------------------------------------------------- the updates
 // V is a float or a vector of channels. An update says
 //   step    what a step of a channel needs, whatever the state      decay  exp(delta A), Mamba's; forget: the gate, any update's
-//   next    S_t from S_{t-1}                                        back   dL/dS_{t-1} from G = dL/dS_t, and sums over j
+//   next    S_t from S_{t-1}                                        keep   what `back` is given of S_{t-1}: `next` has it anyway
+//   back    dL/dS_{t-1} from G = dL/dS_t, and sums over j
 //   finish  the gradients of the step's inputs from those sums
 // and, for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it touches a state).
 
@@ -318,11 +321,12 @@ struct Longhorn {
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
     template <class V> MATH V forget(const Step<V> &s, float k, V) { return 1.0f - (s.size * k) * k; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * (s.x - k * S); }
-    template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V, Sums<V> &sums, V &dk, V &) {
-        const V ge = g * s.size, gek = ge * k, kS = k * S, error = s.x - kS;
+    template <class V> MATH V keep(const Step<V> &s, V S, float k) { return s.x - k * S; }        // `next` computes it too
+    template <class V> MATH V back(const Step<V> &s, V error, float k, V, V, V g, V, Sums<V> &sums, V &dk, V &) {
+        const V ge = g * s.size, gek = ge * k;
         sums.dx += gek;
         sums.dsize += gek * error;
-        dk += ge * (error - kS);
+        dk += ge * twice_less(error, s.x);                     // x - 2 k S
         return g - k * gek;
     }
     template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &sums, V) {
@@ -336,6 +340,7 @@ struct Exact {                                                 // aside: x - sum
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
     template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: native.py makes no segments
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.aside; }
+    template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V pulled, Sums<V> &, V &dk, V &) {
         dk += s.size * (g * s.aside - pulled * S);
         return g - (s.size * pulled) * k;
@@ -368,6 +373,7 @@ struct Mamba {                                                 // rates are A / 
     template <class V> MATH V decay(const Step<V> &s, V rate) { return exp2_clamped(s.size * rate); }
     template <class V> MATH V forget(const Step<V> &, float, V decay) { return decay; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V decay) { return decay * S + (s.size * s.x) * k; }
+    template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V rate, V decay, V g, V, Sums<V> &sums, V &dk, V &drate) {
         const V ga = g * decay, gaS = ga * S;
         sums.dx += g * k;
@@ -451,6 +457,20 @@ template <int P> MATH void read_four(const float *row, int order, float (&to)[P]
     #pragma unroll
     for (int g = 0; g < P; g += 4) {
         const Four four = *(const Four *)(row + (g ^ order));
+        #pragma unroll
+        for (int i = 0; i < 4; i++) to[g + i] = four.v[i];
+    }
+}
+
+// A lane's own numbers in shared memory, four at a time: `all` is [P / 4][THREADS].
+template <int P> MATH void put_own(Four (*all)[THREADS], int tid, const float (&from)[P]) {
+    #pragma unroll
+    for (int g = 0; g < P; g += 4) all[g / 4][tid] = {{from[g], from[g + 1], from[g + 2], from[g + 3]}};
+}
+template <int P> MATH void get_own(const Four (*all)[THREADS], int tid, float (&to)[P]) {
+    #pragma unroll
+    for (int g = 0; g < P; g += 4) {
+        const Four four = all[g / 4][tid];
         #pragma unroll
         for (int i = 0; i < 4; i++) to[g + i] = four.v[i];
     }
@@ -553,18 +573,22 @@ template <class U, int L, int P, class R> MATH void next_states(Step<float> &s, 
     for (int j = 0; j < P; j++) S[j] = U::next(s, S[j], k[j], U::decay(s, rate(j)));
 }
 
+// WHOLE, of the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a gate, so that
+// nothing need be asked a step. Nearly every call is so, and asking takes a tenth of the backward's instructions.
+
 template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEYS][P * L], kk[2][KEYS]; };   // two buffers
 
 // Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
 // after each segment as if it had begun from zero, and the product of its forget gates; `combine` turns these into the state
 // before each segment, and the forward then runs over all segments at once. The backward joins its G alike, `scan_pulls`.
-template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(const ScanArgs &a) {
+template <class U, class E, int P, int L, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
     constexpr int NP = P * L;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
     const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.c;
-    const bool gated = !ENDS && a.z, writer = !ENDS && at.live && at.part == 0;
+    const bool live = WHOLE || at.live, gated = WHOLE || (!ENDS && a.z), writer = !ENDS && live && at.part == 0;
+    auto within = [&](int t) { return WHOLE || t < T; };
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t);
     const Channel<E> z = gated ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     E *y = (E *)a.y + at.row.start * a.D + c;
@@ -579,9 +603,10 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
     }
     Ahead<E> xs[TILE], dts[TILE], zs[TILE];
     auto read_rows = [&](int t0) {                                       // beyond T the last again
+        const int first = t0 < T - TILE ? t0 : T - TILE;
         #pragma unroll
         for (int i = 0; i < TILE; i++) {
-            const int t = t0 + i < T ? t0 + i : T - 1;
+            const int t = WHOLE ? first + i : t0 + i < T ? t0 + i : T - 1;
             xs[i] = x(t);
             dts[i] = dt(t);
             if (!ENDS) zs[i] = z(t);
@@ -594,7 +619,7 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
     __syncthreads();
     int buffer = 0;
     for (int batch = 0; batch < T; batch += KEYS, buffer ^= 1) {
-        if (!ENDS && a.chunks && batch % CHUNK == 0 && at.live) {
+        if (!ENDS && a.chunks && batch % CHUNK == 0 && live) {
             float *saved = a.chunks + ((at.row.chunk + batch / CHUNK) * N + at.part * P) * a.D + c;
             #pragma unroll
             for (int i = 0; i < P; i++) {
@@ -604,7 +629,7 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
         }
         keys.load(batch + KEYS, T);                                      // in flight while this batch is computed
         #pragma unroll 1
-        for (int t0 = batch; t0 < batch + KEYS && t0 < T; t0 += TILE) {
+        for (int t0 = batch; t0 < batch + KEYS && within(t0); t0 += TILE) {
             float xf[TILE], logit[TILE], gate[TILE];
             #pragma unroll
             for (int i = 0; i < TILE; i++) {
@@ -620,7 +645,7 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
                 read_four(key + i * NP, 0, k);
                 if (!ENDS) read_four(query + i * NP, 0, q);
                 Step<float> step = U::step(xf[i], logit[i], U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus);
-                if (U::rates && t0 + i >= T) step.size = 0.0f;           // a step beyond T changes nothing: of others k is 0
+                if (U::rates && !within(t0 + i)) step.size = 0.0f;       // a step beyond T changes nothing: of others k is 0
                 next_states<U, L>(step, S, k, [&](int j) { return rates[j]; });
                 if (ENDS) {
                     #pragma unroll
@@ -631,13 +656,13 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
                 for (int j = 0; j < P; j++) out += S[j] * q[j];
                 out = sum_lanes<L>(out) + skip * xf[i];
                 if (gated) out *= gate[i] * sigmoid(gate[i]);
-                if (writer && t0 + i < T) set(step_at(y, t0 + i, out_t), out);
+                if (writer && within(t0 + i)) set(step_at(y, t0 + i, out_t), out);
             }
         }
         keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
         __syncthreads();                                                 // the other buffer is full, this one is free
     }
-    if (at.live) {
+    if (live) {
         #pragma unroll
         for (int i = 0; i < P; i++)
             if (at.part * P + i < N) {
@@ -651,18 +676,19 @@ template <class U, class E, int P, int L, bool ENDS> MATH void scan_forward(cons
 // block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
 template <class U, int P, int L> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
-    float states[CHUNK / SUB][P][THREADS];
+    Four states[CHUNK / SUB][P / 4][THREADS];
     float gated[SUB][THREADS], rates[U::rates ? P : 1][THREADS];         // a lane's own: in registers something would spill
     float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
 };
 
-template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs &a) {
+template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
     constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB;
     BackwardShared<U, P, L> &s = *(BackwardShared<U, P, L> *)SHARED_MEMORY;
     const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.c;
-    const bool gate = a.z;
+    const bool gate = WHOLE || a.z, live = WHOLE || at.live;
+    auto within = [&](int t) { return WHOLE || t < T; };
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
     const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
@@ -672,7 +698,7 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
     #pragma unroll
     for (int i = 0; i < P; i++) {
         const int j = at.part * P + (i ^ order);
-        G[i] = a.dhT && at.live && j < N ? a.dhT[(b * a.D + c) * N + j] : 0.0f;
+        G[i] = a.dhT && live && j < N ? a.dhT[(b * a.D + c) * N + j] : 0.0f;
         if (U::rates) s.rates[i][at.tid] = j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
         drates[i] = 0.0f;
     }
@@ -697,47 +723,46 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
         }
         #pragma unroll 1
         for (int sub = 0; sub < SUBS; sub++) {                           // forward once, keeping a state every SUB steps
-            #pragma unroll
-            for (int i = 0; i < P; i++) s.states[sub][i][at.tid] = S[i];
+            put_own(s.states[sub], at.tid, S);
             if (sub + 1 == SUBS) break;
             #pragma unroll
             for (int i = 0; i < SUB; i++) {
-                const int r = sub * SUB + i, t = t0 + r < T ? t0 + r : T - 1;
+                const int r = sub * SUB + i, t = within(t0 + r) ? t0 + r : T - 1;
                 float k[P];
                 read_four(s.k[r] + at.part * P, order, k);
-                Step<float> step = step_of(x(t), dt(t), r, t0 + r < T);
+                Step<float> step = step_of(x(t), dt(t), r, within(t0 + r));
                 next_states<U, L>(step, S, k, rate);
             }
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
             const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.D + c) * (int64_t)sizeof(E);      // in dx, ddt and dz
-            float before[SUB][P], sums[P];                               // before[0] is read from s.states again: fewer registers
+            float kept[SUB][P], sums[P], dkk[SUB];                       // kept[0] is made from s.states again: fewer registers
             Step<float> steps[SUB];
             Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];
             #pragma unroll
             for (int i = 0; i < SUB; i++) {                              // all at once, ahead of their use
-                const int t = t0 + sub * SUB + i < T ? t0 + sub * SUB + i : T - 1;
+                const int r = t0 + sub * SUB + i, t = within(r) ? r : T - 1;
                 xs[i] = x(t);
                 dts[i] = dt(t);
                 dys[i] = dy(t);
                 zs[i] = z(t);
             }
-            #pragma unroll
-            for (int j = 0; j < P; j++) S[j] = s.states[sub][j][at.tid];
+            get_own(s.states[sub], at.tid, S);
             #pragma unroll
             for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
                 const int r = sub * SUB + i;
-                const bool in = t0 + r < T && at.live;
+                const bool in = within(t0 + r) && live;
+                __syncwarp();                                            // or else steps are mixed until registers spill
                 const float dyt = in ? to_float(dys[i]) : 0.0f, zt = to_float(zs[i]), sig = sigmoid(zt);
                 float k[P], q[P], out = 0.0f;
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
-                steps[i] = step_of(xs[i], dts[i], r, t0 + r < T);
+                steps[i] = step_of(xs[i], dts[i], r, within(t0 + r));
                 const float gated = gate ? dyt * zt * sig : dyt;
                 s.gated[i][at.tid] = gated;
                 #pragma unroll
-                for (int j = 0; j < P; j++) before[i][j] = S[j];
+                for (int j = 0; j < P; j++) kept[i][j] = U::keep(steps[i], S[j], k[j]);
                 next_states<U, L>(steps[i], S, k, rate);
                 #pragma unroll
                 for (int j = 0; j < P; j++) {
@@ -755,8 +780,9 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
             }
             #pragma unroll
             for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D: dy and G are zero, so all they add is
-                const int r = sub * SUB + i, t = t0 + r;
-                const bool in = t < T && at.live;
+                const int r = sub * SUB + i;
+                const bool in = within(t0 + r) && live;
+                __syncwarp();
                 const float gated = s.gated[i][at.tid];
                 float k[P], q[P], pulled = 0.0f;
                 read_four(s.k[r] + at.part * P, order, k);
@@ -768,11 +794,15 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                 }
                 if (U::whole) pulled = sum_lanes<L>(pulled);
                 Sums<float> over_states = {};
+                if (i == 0) {
+                    get_own(s.states[sub], at.tid, kept[0]);
+                    #pragma unroll
+                    for (int j = 0; j < P; j++) kept[0][j] = U::keep(steps[0], kept[0][j], k[j]);
+                }
                 #pragma unroll
                 for (int j = 0; j < P; j++) {
                     sums[j] = 0.0f;
-                    const float S_before = i ? before[i][j] : s.states[sub][j][at.tid];
-                    G[j] = U::back(steps[i], S_before, k[j], rate(j), U::decay(steps[i], rate(j)), G[j], pulled, over_states, sums[j],
+                    G[j] = U::back(steps[i], kept[i][j], k[j], rate(j), U::decay(steps[i], rate(j)), G[j], pulled, over_states, sums[j],
                                    drates[j]);
                 }
                 channel_sums(sums, at.lane);
@@ -782,12 +812,7 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                 over_states.dx = sum_lanes<L>(over_states.dx);
                 over_states.dsize = sum_lanes<L>(over_states.dsize);
                 const StepGrads<float> d = U::finish(steps[i], over_states, pulled);
-                if (U::norm) {
-                    float dkk = at.part == 0 ? d.dkk : 0.0f;
-                    #pragma unroll
-                    for (int m = 16; m > 0; m /= 2) dkk += __shfl_xor_sync(ALL_LANES, dkk, m);
-                    if (at.lane == 0) s.dkk[at.warp][i] = dkk;
-                }
+                dkk[i] = d.dkk;
                 if (in && at.part == 0) {
                     set(step_at((E *)((char *)a.dx + out_at), i, out_t), d.dx + skip * gated);
                     set(step_at((E *)((char *)a.ddt + out_at), i, out_t), d.ddt);
@@ -795,25 +820,32 @@ template <class U, class E, int P, int L> MATH void scan_backward(const ScanArgs
                 dbias += in ? d.ddt : 0.0f;
                 dskip += gated * steps[i].x;
             }
+            if (U::norm) {                                               // SUB = 4 values a channel: too few for orders
+                const ChannelSums<SUB, L> step_sums(at.lane);
+                step_sums(dkk, at.lane);
+                if (step_sums.writer && at.part == 0)
+                    #pragma unroll
+                    for (int j = 0; j < step_sums.kept; j++) s.dkk[at.warp][step_sums.first + j] = dkk[j];
+            }
             __syncthreads();
             #pragma unroll
             for (int n = 0; n < (2 * SUB * NP + THREADS - 1) / THREADS; n++) {      // this block's rows of dk and dq, over its warps in order
                 const int i = at.tid + n * THREADS, step = i / NP % SUB, j = i % NP, r = sub * SUB + step;
                 const bool of_k = i < SUB * NP;
-                if (i >= 2 * SUB * NP || j >= N || t0 + r >= T) continue;
-                float sum = 0.0f, dkk = 0.0f;
+                if (i >= 2 * SUB * NP || j >= N || !within(t0 + r)) continue;
+                float sum = 0.0f, sum_kk = 0.0f;
                 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
                     sum += (of_k ? s.dk : s.dq)[w][step][j];
-                    if (U::norm) dkk += s.dkk[w][step];
+                    if (U::norm) sum_kk += s.dkk[w][step];
                 }
                 const int64_t to = (at.block * tokens(a) + at.row.start + t0 + r) * N + j;
-                (of_k ? a.dk : a.dq)[to] = of_k ? sum - 2.0f * s.k[r][j] * dkk : sum;
+                (of_k ? a.dk : a.dq)[to] = of_k ? sum - 2.0f * s.k[r][j] * sum_kk : sum;
             }
             __syncthreads();                                             // before the next steps overwrite what is read here
         }
     }
-    if (at.live) {
+    if (live) {
         #pragma unroll
         for (int i = 0; i < P; i++) {
             const int j = at.part * P + (i ^ order);
@@ -1026,7 +1058,7 @@ template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
 
 // -------------------------------------------------------------------------------------------- CUDA: what native.py loads
 // One cubin for an update, dtype, P and L, or for a dtype and width of the convolution: a few kernels compile in seconds, all
-// combinations would take minutes. `facts`: what native.py must agree with, and each kernel's shared memory.
+// combinations would take minutes. `facts`: what native.py must agree with, a block's channels, each kernel's shared memory.
 
 #define KERNEL(name, blocks, Args, body) \
     __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
@@ -1045,14 +1077,17 @@ typedef SCAN_TYPE E;
 #endif
 
 extern "C" {
-KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false>(a)))
-KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L>(a)))
-KERNEL(ends_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, true>(a)))
+KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false, false>(a)))
+KERNEL(forward_whole_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false, true>(a)))
+KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, false>(a)))
+KERNEL(backward_whole_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, true>(a)))
+KERNEL(ends_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, true, false>(a)))
 KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L>)
-__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, FORWARD_BYTES, sizeof(BackwardShared<U, SCAN_P, SCAN_L>),
-                              FORWARD_BYTES, FORWARD_BYTES, 0};
+#define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L>)
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L, FORWARD_BYTES, FORWARD_BYTES,
+                              BACKWARD_BYTES, BACKWARD_BYTES, FORWARD_BYTES, FORWARD_BYTES, 0};
 }
 #endif
 
@@ -1060,7 +1095,7 @@ __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, FORWARD_BYTES, s
 extern "C" {
 KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)))
 KERNEL(conv_backward_kernel, 7, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
-__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, 0, 0};
+__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 0};
 }
 #endif
 
@@ -1262,7 +1297,7 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
         }
         UNROLL for (int64_t j = 0; j < N; j++) {
             vec g = U::whole ? G[j] : G[j] + dy * q[j];
-            G[j] = U::back(s, before[j], k[j], U::rates ? rates[j] : vec{}, U::rates ? decays[j] : vec{}, g, pulled, over_states[j & 1],
+            G[j] = U::back(s, U::keep(s, before[j], k[j]), k[j], U::rates ? rates[j] : vec{}, U::rates ? decays[j] : vec{}, g, pulled, over_states[j & 1],
                            dk[j], out.drates[U::rates ? j : 0]);
         }
         const Sums<vec> both = {over_states[0].dx + over_states[1].dx, over_states[0].dsize + over_states[1].dsize};

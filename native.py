@@ -324,6 +324,8 @@ class Kernels:
 
     def launch(self, module, function, threads, stream):
         a, kernel = self.args, function.removeprefix("longhorn_scan_").removeprefix("causal_") + "_kernel"
+        if kernel in ("forward_kernel", "backward_kernel") and a.z and not a.cu and not a.T % CHUNK and not a.D % module.channels:
+            kernel = kernel.replace("_kernel", "_whole_kernel")
         blocks = a.B * -(-a.D * a.N // threads) if kernel == "combine_kernel" else a.B * self.segments * a.splits
         if blocks:
             module.launch(kernel, blocks, a, stream)

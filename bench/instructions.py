@@ -42,9 +42,9 @@ import records  # noqa: E402
 
 # Instructions a (token, channel) that no arrangement of Eq. 7 avoids on one lane a channel, N states:
 #   forward   4 N: eps k, x - k S, S +=, y +=, and 2 N / 4 loads of k and q; step size 7, gate 6, skip 1, bias 1, in and out 7
-#   backward  the forward's 4 N again for the states; S again with dq and y (5 N); back 9 N (G, dx 2, deps 3, dk 2, G);
+#   backward  3 N for the states; again with dq and y (5 N); back 8 N (G, eps G, its product with k, dx, deps, dk 2, G);
 #             sums of dk and dq over 32 channels, 2 (N shuffles, N additions); 5 passes over k or q, N / 4 loads each; 60 else
-FLOOR = {"forward": lambda N: 4 * N + N // 2 + 22, "backward": lambda N: 18 * N + 4 * N + 5 * N // 4 + 60}
+FLOOR = {"forward": lambda N: 4 * N + N // 2 + 22, "backward": lambda N: 16 * N + 4 * N + 5 * N // 4 + 60}
 PIPES = {"special": ("MUFU",), "shuffles": ("SHFL",), "shared": ("LDS", "STS", "ATOMS"), "local": ("LDL", "STL"),
          "atomics": ("RED", "REDG", "ATOM", "ATOMG"), "barriers": ("BAR",)}  # special: exponentials, reciprocals, logarithms
 SAVED = Path(__file__).resolve().parent.parent / "results" / "instructions.json"
@@ -128,7 +128,10 @@ def steps_of(name):
 
 
 def count(update, dtype, N, architecture, folder):
-    """{'forward' | 'backward': instructions a (token, channel), registers, spills, shared memory}, for a full GPU (L small)."""
+    """{'forward' | 'backward': instructions a (token, channel), registers, spills}, for a full GPU (L small).
+
+    Of the kernels that run where T, D and the gate leave nothing to ask; "with_a_rest" is the count of those that ask.
+    """
     P, L, _ = native.cuda_shape(4096, 4096, 4096, N, 1)
     macros, cubin = native_cuda.defines(update, dtype, P, L), Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SOURCE, cubin, architecture, macros)
@@ -137,18 +140,18 @@ def count(update, dtype, N, architecture, folder):
              # chunks; in them the sub-chunks backwards, the states of all but the last forwards, the rows of dk and dq
              "backward": (1 / chunk, 1 / sub, (1 - sub / chunk) / sub)}
     result = {}
-    for kernel, code in disassembled(cubin).items():
-        direction = kernel.removesuffix("_kernel")
-        if direction in times:
-            found = code.totals(code.weights(0, *(L * often for often in times[direction])))
-            result[direction] = {**found, "floor": FLOOR[direction](N), "in_all": code.in_all,
-                                 "loops": [last - first + 1 for first, last in code.loops]}
+    codes = disassembled(cubin)
+    for direction, often in times.items():
+        whole, asking = (codes[f"{direction}{kind}_kernel"] for kind in ("_whole", ""))
+        found, rest = (code.totals(code.weights(0, *(L * n for n in often))) for code in (whole, asking))
+        result[direction] = {**found, "floor": FLOOR[direction](N), "with_a_rest": rest["instructions"], "in_all": whole.in_all,
+                             "loops": [last - first + 1 for first, last in whole.loops]}
     if native_cuda.nvcc():
         command = [native_cuda.nvcc(), "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros]
         run = subprocess.run([*command, str(native.SOURCE), "-o", str(cubin)], capture_output=True, text=True, check=True)
         for kernel, report in compiler_report(run.stderr).items():
-            if kernel.removesuffix("_kernel") in result:
-                result[kernel.removesuffix("_kernel")] |= {n: report[n] for n in ("registers", "spilled_bytes")}
+            if kernel.removesuffix("_whole_kernel") in result:
+                result[kernel.removesuffix("_whole_kernel")] |= {n: report[n] for n in ("registers", "spilled_bytes")}
     return {"update": update, "dtype": str(dtype).removeprefix("torch."), "N": N, "states_a_lane": P, "lanes_a_channel": L,
             "architecture": architecture, **result}
 

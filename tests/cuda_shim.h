@@ -64,6 +64,7 @@ struct ShimBlock {
 inline ShimBlock *shim_block;
 
 inline void __syncthreads() { shim_block->barrier.wait(); }
+inline void __syncwarp() {}                            // none here orders anything: it holds the compiler for a GPU back
 
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
     auto &warp = *shim_block->warps[threadIdx.x / 32];
@@ -76,6 +77,7 @@ inline float __shfl_xor_sync(unsigned, float v, int mask) {
 }
 
 inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float reciprocal(float v) { return 1.0f / v; }
 inline uint32_t shim_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 

@@ -55,8 +55,8 @@ def test_floors_of_the_papers_shape():
     floor = scan_cuda.floors(shape, 2, 4.3e12, issue)
     assert floor["forward"]["memory"] == pytest.approx((8 * 1536 + 64) * 524288 / 4.3e12) == pytest.approx(1.5e-3, rel=0.01)
     assert floor["forward"]["issue"] == pytest.approx(100 * 524288 * 1536 / 32 / issue) == pytest.approx(2.4e-3, rel=0.01)
-    assert floor["backward"]["issue"] == pytest.approx(5 * floor["forward"]["issue"])
-    assert floor["forward_backward"]["issue"] == pytest.approx(6 * floor["forward"]["issue"])
+    assert floor["backward"]["issue"] == pytest.approx(4 * floor["forward"]["issue"])
+    assert floor["forward_backward"]["issue"] == pytest.approx(5 * floor["forward"]["issue"])
     given = scan_cuda.floors(shape, 2, None, issue, forward=50, backward=60)
     assert given["forward"] == {"memory": None, "issue": pytest.approx(floor["forward"]["issue"] / 2)}
     assert given["forward_backward"]["issue"] == pytest.approx(1.1 * floor["forward"]["issue"])

@@ -197,7 +197,7 @@ def test_scratch_memory_is_written_before_it_is_read():
 MUTANTS = {  # name: (a piece of longhorn_scan.cu, the same with a mistake that BROKEN switches on)
     "dk without the -2k deps term": ("2.0f * keys.k[t * N + j] * sums_kk[t]",
                                      "(BROKEN ? 0.0f : 2.0f) * keys.k[t * N + j] * sums_kk[t]"),
-    "dk without the factor 2 on k S": ("ge * (error - kS)", "ge * (BROKEN ? error : error - kS)"),
+    "dk without the factor 2 on k S": ("ge * twice_less(error, s.x)", "ge * (BROKEN ? error : twice_less(error, s.x))"),
     "gradients from the state after the step": ("*before = kept.S + t * N, *decays",
                                                 "*before = kept.S + (t + (BROKEN ? 1 : 0)) * N, *decays"),
     "dq from the state before the step": ("gated * S;", "gated * (BROKEN ? kept.S[t * N + j] : S);"),
