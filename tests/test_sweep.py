@@ -70,7 +70,7 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_so_many_at_a_time(tmp_path, stand_in, jobs):
-    cells = [Cell(f"c{i}", ["--steps=15"]) for i in range(6)]
+    cells = [Cell(f"c{i}", ["--steps=15"]) for i in range(2 * jobs)]
     assert sweep.run_cells(cells, tmp_path, jobs=jobs, script=str(stand_in), gpus=[]) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
     most = max(sum(began <= t < ended for began, ended in spans) for t, _ in spans)
@@ -98,7 +98,7 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 RUNNER = """
 import sys; sys.path.insert(0, {repo!r})
 from bench import sweep
-cells = [sweep.Cell(f"c{{i}}", ["--steps=40"]) for i in range(4)]
+cells = [sweep.Cell(f"c{{i}}", ["--steps=30"] if i < 2 else []) for i in range(4)]  # two to be disturbed
 try:
     print("failed", sweep.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
 except KeyboardInterrupt as stopped:
@@ -213,7 +213,8 @@ def test_equal_compute_lies_on_a_diagonal():
     preset = table1.PRESETS["laptop"]
     first = table1.first_cells(preset)
     best = {(c.at["model"], c.at["size"], c.at["context"]): c.at["learning_rate"] for c in first}
-    cells = first + table1.more_cells(preset, best)
+    cells = [c for c in first + table1.more_cells(preset, best)
+             if c.at["model"] == "longhorn" or c.at["size"] == "130K"]  # of the other families a size each: they are measured
     for _ in table1.estimate(cells, 1):
         pass
     flops = {(c.at["size"], c.at["steps"]): c.at["flops"] for c in cells if c.at["model"] == "longhorn"}
