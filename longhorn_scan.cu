@@ -581,10 +581,14 @@ template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEY
 // Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
 // after each segment as if it had begun from zero, and the product of its forget gates; `combine` turns these into the state
 // before each segment, and the forward then runs over all segments at once. The backward joins its G alike, `scan_pulls`.
+// What lies behind the last segment, or for G before the first, nobody asks for: those blocks have nothing to do.
+MATH bool is_segment(const ScanArgs &a, int row, int64_t which) { return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which; }
+
 template <class U, class E, int P, int L, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
     constexpr int NP = P * L;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
     const Place<L> at(a);
+    if (ENDS && is_segment(a, at.b, a.segments - 1)) return;
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.c;
     const bool live = WHOLE || at.live, gated = WHOLE || (!ENDS && a.z), writer = !ENDS && live && at.part == 0;
@@ -863,6 +867,7 @@ template <class U, class E, int P, int L> MATH void scan_pulls(const ScanArgs &a
     constexpr int NP = P * L;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;      // one of its two buffers
     const Place<L> at(a);
+    if (is_segment(a, at.b, 0)) return;
     const int T = (int)at.row.T, N = (int)a.N;
     const int b = at.b, c = at.c;
     const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
@@ -916,7 +921,8 @@ MATH void combine(const ScanArgs &a) {
     float h = enters ? enters[b * a.D * a.N + i] : 0.0f;
     for (int64_t n = 0; n < a.segments; n++) {
         const int64_t at = (b * a.segments + (a.reverse ? a.segments - 1 - n : n)) * a.D * a.N + i;
-        const float own = a.hT[at], kept = a.decay[at];
+        const bool last = n == a.segments - 1;
+        const float own = last ? 0.0f : a.hT[at], kept = last ? 0.0f : a.decay[at];
         a.hT[at] = h;
         h = kept * h + own;
     }
