@@ -378,10 +378,12 @@ def test_convolution_compiles_without_spills(tmp_path, architecture):
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
-    path, seconds = native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path)
-    assert seconds > 0 and native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path) == (path, 0.0)
-    cubin = path.read_bytes()
-    assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*native_cuda.SCAN_KERNELS, "facts"))
+    for build, what, kernels in ((native.build_cuda, ("longhorn", BF16, 16, 1), native_cuda.SCAN_KERNELS),
+                                 (native.build_cuda_conv, (BF16, 4), native_cuda.CONV_KERNELS)):
+        path, seconds = build(*what, "sm_90", folder=tmp_path)
+        assert seconds > 0 and build(*what, "sm_90", folder=tmp_path) == (path, 0.0)
+        cubin = path.read_bytes()
+        assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*kernels, "facts"))
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
