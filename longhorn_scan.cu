@@ -126,6 +126,12 @@ MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f
 MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
+// if ? a : b, which nvcc may turn into branches, and then it must ask before each shuffle whether the warp has drifted apart
+MATH float pick(int if_, float a, float b) {
+    float v;
+    asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }" : "=f"(v) : "r"(if_), "f"(a), "f"(b));
+    return v;
+}
 MATH float maximum(float v, float low) { float m; asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(low)); return m; }
 MATH float minimum(float v, float high) { float m; asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(high)); return m; }
 #endif
@@ -390,8 +396,10 @@ struct Mamba {                                                 // rates are A / 
 #ifdef ON_GPU
 
 // -------------------------------------------------------------------------------------------------- CUDA: the scan
-// One lane holds P states of one channel in registers; L lanes (a power of two) share a channel when N > P, or when B x D
-// is too small to fill the GPU. A block is THREADS lanes, THREADS / L channels of one row, and walks all of its T.
+// One lane holds P states of C channels in registers, for L lanes (a power of two) share these C: at N = 16 two lanes hold 8
+// states of two channels each, which halves what a lane reads of k and q, and what is left to sum over channels, against 16
+// states of one. What a channel needs once, whatever the state, the lane does that owns it. More lanes share where N is larger,
+// or B x D too small to fill the GPU. A block is THREADS lanes, THREADS / L * C channels of one row, and walks all of its T.
 // k and q go through shared memory as float32, zero beyond N (there a state stays zero); x, dt, z, dy are read
 // straight from their rows, coalesced since channels are contiguous, a tile of steps ahead of their use.
 //
@@ -406,13 +414,21 @@ struct Mamba {                                                 // rates are A / 
 #define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
 #define ALL_LANES 0xffffffffu
 
-template <int L> MATH float sum_lanes(float v) {       // over the L lanes of a channel, in all of them
+// The L lanes of C channels (C is 1 or 2) each hold a part of a sum for every channel: a lane gets the sum of the one it owns,
+// which is number 0 for it; number 1 is its neighbour's.
+template <int L, int C> MATH float sum_states(const float (&v)[C]) {
+    float own = v[0];
+    if constexpr (C == 2) own += __shfl_xor_sync(ALL_LANES, v[1], 1);
     #pragma unroll
-    for (int m = L / 2; m > 0; m /= 2) v += __shfl_xor_sync(ALL_LANES, v, m);
-    return v;
+    for (int m = L / 2; m >= C; m /= 2) own += __shfl_xor_sync(ALL_LANES, own, m);
+    return own;
+}
+template <int C> MATH void share(float own, float (&all)[C]) {           // the neighbour's, beside a lane's own
+    all[0] = own;
+    if constexpr (C == 2) all[1] = __shfl_xor_sync(ALL_LANES, own, 1);
 }
 
-// Sums of P values over the channels of a warp, which are L lanes apart. A butterfly that halves the values while it adds:
+// Sums of P values over the lanes of a warp that are L apart: they hold the same states, of other channels. A butterfly that halves the values while it adds:
 // a lane sends one half of its values to the lane m away and adds what comes back to the other. 16 values over 32 lanes
 // take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states first .. first + kept, the same in `copies` lanes.
 // Which half a lane sends depends on the lane, and choosing costs two selects a value. So the lanes hold their states in
@@ -437,10 +453,10 @@ template <int P, int L> struct ChannelSums {
     __device__ __forceinline__ void operator()(float (&v)[P], int lane) const { run<P, 16>(v, lane); }
     template <int COUNT, int M> __device__ __forceinline__ void run(float (&v)[P], int lane) const {
         if constexpr (M >= L && COUNT > 1) {
-            const bool upper = COUNT / 2 < 4 && lane & M;
+            const int upper = COUNT / 2 < 4 ? lane & M : 0;
             #pragma unroll
             for (int i = 0; i < COUNT / 2; i++) {
-                const float give = upper ? v[i] : v[i + COUNT / 2], keep = upper ? v[i + COUNT / 2] : v[i];
+                const float give = pick(upper, v[i], v[i + COUNT / 2]), keep = pick(upper, v[i + COUNT / 2], v[i]);
                 v[i] = keep + __shfl_xor_sync(ALL_LANES, give, M);
             }
             run<COUNT / 2, M / 2>(v, lane);
@@ -534,19 +550,24 @@ template <class U, class E, int NP> struct KeyRows {
     }
 };
 
-// What a lane works on. Lanes beyond D compute on a copy of the last channel, and write nothing.
-template <int L> struct Place {
-    int tid, lane, warp, part;                         // part: which of the L lanes of the channel
-    int block, b, c;                                   // block of the row; row; channel
-    bool live;
+// What a lane works on. Channels beyond D are computed as a copy of the last one, and not written.
+template <int L, int C> struct Place {
+    int tid, lane, warp, part;                         // part: which of the L lanes that share C channels
+    int block, b;                                      // block of the row; row
+    int channel[C];                                    // own, neighbour's
+    bool live[C], owner;                               // owner: of the lanes that own the channel, the one to write
     Row row;
     __device__ __forceinline__ Place(const ScanArgs &a) {
         tid = threadIdx.x; lane = tid & 31; warp = tid >> 5; part = tid % L;
-        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS / L);
+        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS / L * C);
         block = blockIdx.x % blocks; b = blockIdx.x / blocks;
-        c = block * (THREADS / L) + tid / L;
-        live = c < a.D;
-        if (!live) c = (int)a.D - 1;
+        owner = part < C;
+        #pragma unroll
+        for (int n = 0; n < C; n++) {
+            channel[n] = block * (THREADS / L * C) + tid / L * C + (part % C ^ n);
+            live[n] = channel[n] < a.D;
+            if (!live[n]) channel[n] = (int)a.D - 1;
+        }
         row = row_of(a, b);
     }
 };
@@ -562,15 +583,25 @@ template <class E> struct Channel {
     __device__ __forceinline__ Ahead<E> operator()(int t) const { return read(step_at(row, t, stride)); }
 };
 
-template <class U, int L, int P, class R> MATH void next_states(Step<float> &s, float (&S)[P], const float (&k)[P], R rate) {
+// S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
+template <class U, int L, int P, int C, class R> MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
-        float sum = 0.0f;
+        float sum[C] = {}, aside[C];
         #pragma unroll
-        for (int j = 0; j < P; j++) sum += k[j] * S[j];
-        s.aside = s.x - sum_lanes<L>(sum);
+        for (int i = 0; i < C * P; i++) sum[i / P] += k[i % P] * S[i];
+        share<C>(s[0].x - sum_states<L, C>(sum), aside);
+        #pragma unroll
+        for (int n = 0; n < C; n++) s[n].aside = aside[n];
     }
     #pragma unroll
-    for (int j = 0; j < P; j++) S[j] = U::next(s, S[j], k[j], U::decay(s, rate(j)));
+    for (int i = 0; i < C * P; i++) S[i] = U::next(s[i / P], S[i], k[i % P], U::decay(s[i / P], rate(i)));
+}
+template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
+    float x[C], size[C];
+    share<C>(own.x, x);
+    share<C>(own.size, size);
+    #pragma unroll
+    for (int n = 0; n < C; n++) all[n] = n ? Step<float>{x[n], size[n], 0.0f, 0.0f} : own;
 }
 
 // WHOLE, of the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a gate, so that
@@ -584,25 +615,26 @@ template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEY
 // What lies behind the last segment, or for G before the first, nobody asks for: those blocks have nothing to do.
 MATH bool is_segment(const ScanArgs &a, int row, int64_t which) { return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which; }
 
-template <class U, class E, int P, int L, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
+template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
     constexpr int NP = P * L;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
-    const Place<L> at(a);
+    const Place<L, C> at(a);
     if (ENDS && is_segment(a, at.b, a.segments - 1)) return;
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
-    const int b = at.b, c = at.c;
-    const bool live = WHOLE || at.live, gated = WHOLE || (!ENDS && a.z), writer = !ENDS && live && at.part == 0;
+    const int b = at.b, c = at.channel[0];
+    const bool gated = WHOLE || (!ENDS && a.z), writer = !ENDS && (WHOLE || at.live[0]) && at.owner;
     auto within = [&](int t) { return WHOLE || t < T; };
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t);
     const Channel<E> z = gated ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     E *y = (E *)a.y + at.row.start * a.D + c;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
-    float S[P], rates[P], forgot[P];
+    float S[C * P], rates[C * P], forgot[C * P];
     #pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int j = at.part * P + i;
-        S[i] = !ENDS && a.h0 && j < N ? a.h0[(b * a.D + c) * N + j] : 0.0f;
-        rates[i] = U::rates && j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
+    for (int i = 0; i < C * P; i++) {
+        const int j = at.part * P + i % P;
+        const int64_t own = at.channel[i / P];
+        S[i] = !ENDS && a.h0 && j < N ? a.h0[(b * a.D + own) * N + j] : 0.0f;
+        rates[i] = U::rates && j < N ? LOG2E * a.A[own * N + j] : 0.0f;
         forgot[i] = 1.0f;
     }
     Ahead<E> xs[TILE], dts[TILE], zs[TILE];
@@ -623,14 +655,16 @@ template <class U, class E, int P, int L, bool ENDS, bool WHOLE> MATH void scan_
     __syncthreads();
     int buffer = 0;
     for (int batch = 0; batch < T; batch += KEYS, buffer ^= 1) {
-        if (!ENDS && a.chunks && batch % CHUNK == 0 && live) {
-            float *saved = a.chunks + ((at.row.chunk + batch / CHUNK) * N + at.part * P) * a.D + c;
+        if (!ENDS && a.chunks && batch % CHUNK == 0)
             #pragma unroll
-            for (int i = 0; i < P; i++) {
-                if (at.part * P + i < N) *saved = S[i];
-                saved = step_at(saved, 1, (int)(a.D * sizeof(float)));
+            for (int n = 0; n < C; n++) {
+                float *saved = a.chunks + ((at.row.chunk + batch / CHUNK) * N + at.part * P) * a.D + at.channel[n];
+                #pragma unroll
+                for (int i = 0; i < P; i++) {
+                    if ((WHOLE || at.live[n]) && at.part * P + i < N) *saved = S[n * P + i];
+                    saved = step_at(saved, 1, (int)(a.D * sizeof(float)));
+                }
             }
-        }
         keys.load(batch + KEYS, T);                                      // in flight while this batch is computed
         #pragma unroll 1
         for (int t0 = batch; t0 < batch + KEYS && within(t0); t0 += TILE) {
@@ -645,20 +679,21 @@ template <class U, class E, int P, int L, bool ENDS, bool WHOLE> MATH void scan_
             const float *key = s.k[buffer][t0 - batch] + at.part * P, *query = s.q[buffer][t0 - batch] + at.part * P;
             #pragma unroll
             for (int i = 0; i < TILE; i++) {
-                float k[P], q[P], out = 0.0f;
+                float k[P], q[P], sum[C] = {};
                 read_four(key + i * NP, 0, k);
                 if (!ENDS) read_four(query + i * NP, 0, q);
-                Step<float> step = U::step(xf[i], logit[i], U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus);
+                Step<float> step = U::step(xf[i], logit[i], U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus), steps[C];
                 if (U::rates && !within(t0 + i)) step.size = 0.0f;       // a step beyond T changes nothing: of others k is 0
-                next_states<U, L>(step, S, k, [&](int j) { return rates[j]; });
+                share_step<C>(step, steps);
+                next_states<U, L>(steps, S, k, [&](int i) { return rates[i]; });
                 if (ENDS) {
                     #pragma unroll
-                    for (int j = 0; j < P; j++) forgot[j] *= U::forget(step, k[j], U::decay(step, rates[j]));
+                    for (int j = 0; j < C * P; j++) forgot[j] *= U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
                     continue;
                 }
                 #pragma unroll
-                for (int j = 0; j < P; j++) out += S[j] * q[j];
-                out = sum_lanes<L>(out) + skip * xf[i];
+                for (int j = 0; j < C * P; j++) sum[j / P] += S[j] * q[j % P];
+                float out = sum_states<L, C>(sum) + skip * xf[i];
                 if (gated) out *= gate[i] * sigmoid(gate[i]);
                 if (writer && within(t0 + i)) set(step_at(y, t0 + i, out_t), out);
             }
@@ -666,64 +701,66 @@ template <class U, class E, int P, int L, bool ENDS, bool WHOLE> MATH void scan_
         keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
         __syncthreads();                                                 // the other buffer is full, this one is free
     }
-    if (live) {
-        #pragma unroll
-        for (int i = 0; i < P; i++)
-            if (at.part * P + i < N) {
-                a.hT[(b * a.D + c) * N + at.part * P + i] = S[i];
-                if (ENDS) a.decay[(b * a.D + c) * N + at.part * P + i] = forgot[i];
-            }
+    #pragma unroll
+    for (int i = 0; i < C * P; i++) {
+        const int j = at.part * P + i % P;
+        const int64_t to = (b * a.D + at.channel[i / P]) * N + j;
+        if (j >= N || !(WHOLE || at.live[i / P])) continue;
+        a.hT[to] = S[i];
+        if (ENDS) a.decay[to] = forgot[i];
     }
 }
 
 // Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what the
 // block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
-template <class U, int P, int L> struct BackwardShared {
+template <class U, int P, int L, int C> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
-    Four states[CHUNK / SUB][P / 4][THREADS];
-    float gated[SUB][THREADS], rates[U::rates ? P : 1][THREADS];         // a lane's own: in registers something would spill
+    Four states[CHUNK / SUB][C * P / 4][THREADS];
+    float gated[SUB][THREADS], rates[U::rates ? C * P : 1][THREADS];     // a lane's own: in registers something would spill
     float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
 };
 
-template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
+template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
     constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB;
-    BackwardShared<U, P, L> &s = *(BackwardShared<U, P, L> *)SHARED_MEMORY;
-    const Place<L> at(a);
+    BackwardShared<U, P, L, C> &s = *(BackwardShared<U, P, L, C> *)SHARED_MEMORY;
+    const Place<L, C> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
-    const int b = at.b, c = at.c;
-    const bool gate = WHOLE || a.z, live = WHOLE || at.live;
+    const int b = at.b, c = at.channel[0];
+    const bool gate = WHOLE || a.z, live = WHOLE || at.live[0];
     auto within = [&](int t) { return WHOLE || t < T; };
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
     const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
     const ChannelSums<P, L> channel_sums(at.lane);
     const int order = channel_sums.order;
-    float G[P], drates[P], dskip = 0.0f, dbias = 0.0f;
+    float G[C * P], drates[C * P], dskip = 0.0f, dbias = 0.0f;
     #pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int j = at.part * P + (i ^ order);
-        G[i] = a.dhT && live && j < N ? a.dhT[(b * a.D + c) * N + j] : 0.0f;
-        if (U::rates) s.rates[i][at.tid] = j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
+    for (int i = 0; i < C * P; i++) {
+        const int j = at.part * P + (i % P ^ order);
+        const int64_t own = at.channel[i / P];
+        G[i] = a.dhT && (WHOLE || at.live[i / P]) && j < N ? a.dhT[(b * a.D + own) * N + j] : 0.0f;
+        if (U::rates) s.rates[i][at.tid] = j < N ? LOG2E * a.A[own * N + j] : 0.0f;
         drates[i] = 0.0f;
     }
-    auto rate = [&](int j) { return U::rates ? s.rates[j][at.tid] : 0.0f; };
-    auto step_of = [&](Ahead<E> xt, Ahead<E> dtt, int r, bool inside) {
+    auto rate = [&](int i) { return U::rates ? s.rates[i][at.tid] : 0.0f; };
+    auto step_of = [&](Ahead<E> xt, Ahead<E> dtt, int r, bool inside, Step<float> (&all)[C]) {
         Step<float> step = U::step(to_float(xt), to_float(dtt) + bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
-        return step;
+        share_step<C>(step, all);
     };
     for (int t0 = ((int)ceil_div(T, CHUNK) - 1) * CHUNK; t0 >= 0; t0 -= CHUNK) {
         KeyRows<U, E, NP> keys(a, at.row);                               // made again for each chunk: fewer registers
+        #pragma unroll 1
         for (int r = 0; r < CHUNK; r += KEYS) {
             keys.load(t0 + r, T);
             keys.store(s.k + r, s.q + r, s.kk + r);
         }
         __syncthreads();
-        float S[P];
+        float S[C * P];
         #pragma unroll
-        for (int i = 0; i < P; i++) {
-            const int j = at.part * P + (i ^ order);
-            S[i] = j < N ? a.chunks[((at.row.chunk + t0 / CHUNK) * N + j) * a.D + c] : 0.0f;
+        for (int i = 0; i < C * P; i++) {
+            const int j = at.part * P + (i % P ^ order);
+            S[i] = j < N ? a.chunks[((at.row.chunk + t0 / CHUNK) * N + j) * a.D + at.channel[i / P]] : 0.0f;
         }
         #pragma unroll 1
         for (int sub = 0; sub < SUBS; sub++) {                           // forward once, keeping a state every SUB steps
@@ -734,15 +771,16 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 const int r = sub * SUB + i, t = within(t0 + r) ? t0 + r : T - 1;
                 float k[P];
                 read_four(s.k[r] + at.part * P, order, k);
-                Step<float> step = step_of(x(t), dt(t), r, within(t0 + r));
+                Step<float> step[C];
+                step_of(x(t), dt(t), r, within(t0 + r), step);
                 next_states<U, L>(step, S, k, rate);
             }
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
             const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.D + c) * (int64_t)sizeof(E);      // in dx, ddt and dz
-            float kept[SUB][P], sums[P], dkk[SUB];                       // kept[0] is made from s.states again: fewer registers
-            Step<float> steps[SUB];
+            float kept[SUB][C * P], dkk[SUB];                            // kept[0] is made from s.states again: fewer registers
+            Step<float> steps[SUB][C];
             Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];
             #pragma unroll
             for (int i = 0; i < SUB; i++) {                              // all at once, ahead of their use
@@ -759,75 +797,78 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 const bool in = within(t0 + r) && live;
                 __syncwarp();                                            // or else steps are mixed until registers spill
                 const float dyt = in ? to_float(dys[i]) : 0.0f, zt = to_float(zs[i]), sig = sigmoid(zt);
-                float k[P], q[P], out = 0.0f;
+                float k[P], q[P], gated[C], sum[C] = {}, dq[P] = {};
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
-                steps[i] = step_of(xs[i], dts[i], r, within(t0 + r));
-                const float gated = gate ? dyt * zt * sig : dyt;
-                s.gated[i][at.tid] = gated;
+                step_of(xs[i], dts[i], r, within(t0 + r), steps[i]);
+                share<C>(gate ? dyt * zt * sig : dyt, gated);
+                s.gated[i][at.tid] = gated[0];
                 #pragma unroll
-                for (int j = 0; j < P; j++) kept[i][j] = U::keep(steps[i], S[j], k[j]);
+                for (int j = 0; j < C * P; j++) kept[i][j] = U::keep(steps[i][j / P], S[j], k[j % P]);
                 next_states<U, L>(steps[i], S, k, rate);
                 #pragma unroll
-                for (int j = 0; j < P; j++) {
-                    out += S[j] * q[j];
-                    sums[j] = gated * S[j];
+                for (int j = 0; j < C * P; j++) {
+                    sum[j / P] += S[j] * q[j % P];
+                    dq[j % P] += gated[j / P] * S[j];
                 }
                 if (gate) {
-                    out = sum_lanes<L>(out) + skip * steps[i].x;
-                    if (in && at.part == 0) set(step_at((E *)((char *)a.dz + out_at), i, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
+                    const float out = sum_states<L, C>(sum) + skip * steps[i][0].x;
+                    if (in && at.owner) set(step_at((E *)((char *)a.dz + out_at), i, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
                 }
-                channel_sums(sums, at.lane);
+                channel_sums(dq, at.lane);
                 if (channel_sums.writer)
                     #pragma unroll
-                    for (int j = 0; j < channel_sums.kept; j++) s.dq[at.warp][i][at.part * P + channel_sums.first + j] = sums[j];
+                    for (int j = 0; j < channel_sums.kept; j++) s.dq[at.warp][i][at.part * P + channel_sums.first + j] = dq[j];
             }
             #pragma unroll
             for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D: dy and G are zero, so all they add is
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
                 __syncwarp();
-                const float gated = s.gated[i][at.tid];
-                float k[P], q[P], pulled = 0.0f;
+                float k[P], q[P], gated[C], dk[P] = {}, pulled[C] = {};
+                #pragma unroll
+                for (int n = 0; n < C; n++) gated[n] = s.gated[i][at.tid ^ n];
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
                 #pragma unroll
-                for (int j = 0; j < P; j++) {
-                    G[j] += gated * q[j];
-                    if (U::whole) pulled += G[j] * k[j];
+                for (int j = 0; j < C * P; j++) {
+                    G[j] += gated[j / P] * q[j % P];
+                    if (U::whole) pulled[j / P] += G[j] * k[j % P];
                 }
-                if (U::whole) pulled = sum_lanes<L>(pulled);
-                Sums<float> over_states = {};
+                if (U::whole) share<C>(sum_states<L, C>(pulled), pulled);
                 if (i == 0) {
                     get_own(s.states[sub], at.tid, kept[0]);
                     #pragma unroll
-                    for (int j = 0; j < P; j++) kept[0][j] = U::keep(steps[0], kept[0][j], k[j]);
+                    for (int j = 0; j < C * P; j++) kept[0][j] = U::keep(steps[0][j / P], kept[0][j], k[j % P]);
                 }
+                Sums<float> over_states[C] = {};
                 #pragma unroll
-                for (int j = 0; j < P; j++) {
-                    sums[j] = 0.0f;
-                    G[j] = U::back(steps[i], kept[i][j], k[j], rate(j), U::decay(steps[i], rate(j)), G[j], pulled, over_states, sums[j],
-                                   drates[j]);
+                for (int j = 0; j < C * P; j++) {
+                    const int n = j / P;
+                    G[j] = U::back(steps[i][n], kept[i][j], k[j % P], rate(j), U::decay(steps[i][n], rate(j)), G[j], pulled[n],
+                                   over_states[n], dk[j % P], drates[j]);
                 }
-                channel_sums(sums, at.lane);
+                channel_sums(dk, at.lane);
                 if (channel_sums.writer)
                     #pragma unroll
-                    for (int j = 0; j < channel_sums.kept; j++) s.dk[at.warp][i][at.part * P + channel_sums.first + j] = sums[j];
-                over_states.dx = sum_lanes<L>(over_states.dx);
-                over_states.dsize = sum_lanes<L>(over_states.dsize);
-                const StepGrads<float> d = U::finish(steps[i], over_states, pulled);
-                dkk[i] = d.dkk;
-                if (in && at.part == 0) {
-                    set(step_at((E *)((char *)a.dx + out_at), i, out_t), d.dx + skip * gated);
+                    for (int j = 0; j < channel_sums.kept; j++) s.dk[at.warp][i][at.part * P + channel_sums.first + j] = dk[j];
+                float dx[C], dsize[C];
+                #pragma unroll
+                for (int n = 0; n < C; n++) { dx[n] = over_states[n].dx; dsize[n] = over_states[n].dsize; }
+                const Sums<float> own = {sum_states<L, C>(dx), sum_states<L, C>(dsize)};
+                const StepGrads<float> d = U::finish(steps[i][0], own, pulled[0]);
+                dkk[i] = L == C || at.owner ? d.dkk : 0.0f;
+                if (in && at.owner) {
+                    set(step_at((E *)((char *)a.dx + out_at), i, out_t), d.dx + skip * gated[0]);
                     set(step_at((E *)((char *)a.ddt + out_at), i, out_t), d.ddt);
                 }
                 dbias += in ? d.ddt : 0.0f;
-                dskip += gated * steps[i].x;
+                dskip += gated[0] * steps[i][0].x;
             }
             if (U::norm) {                                               // SUB = 4 values a channel: too few for orders
-                const ChannelSums<SUB, L> step_sums(at.lane);
+                const ChannelSums<SUB, 1> step_sums(at.lane);
                 step_sums(dkk, at.lane);
-                if (step_sums.writer && at.part == 0)
+                if (step_sums.writer)
                     #pragma unroll
                     for (int j = 0; j < step_sums.kept; j++) s.dkk[at.warp][step_sums.first + j] = dkk[j];
             }
@@ -849,35 +890,34 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
             __syncthreads();                                             // before the next steps overwrite what is read here
         }
     }
-    if (live) {
-        #pragma unroll
-        for (int i = 0; i < P; i++) {
-            const int j = at.part * P + (i ^ order);
-            const int64_t to = (b * a.D + c) * N + j;
-            if (a.dh0 && j < N) a.dh0[to] = G[i];
-            if (U::rates && j < N) a.dA[to] = drates[i];
-        }
-        if (at.part == 0 && a.dskip) a.dskip[b * a.D + c] = dskip;
-        if (at.part == 0 && a.dbias) a.dbias[b * a.D + c] = dbias;
+    #pragma unroll
+    for (int i = 0; i < C * P; i++) {
+        const int j = at.part * P + (i % P ^ order);
+        const int64_t to = (b * a.D + at.channel[i / P]) * N + j;
+        if (j >= N || !(WHOLE || at.live[i / P])) continue;
+        if (a.dh0) a.dh0[to] = G[i];
+        if (U::rates) a.dA[to] = drates[i];
     }
+    if (live && at.owner && a.dskip) a.dskip[b * a.D + c] = dskip;
+    if (live && at.owner && a.dbias) a.dbias[b * a.D + c] = dbias;
 }
 
 // What a segment's own dy leaves of G = dL/dS before its first step, and the product of its forget gates.
-template <class U, class E, int P, int L> MATH void scan_pulls(const ScanArgs &a) {
+template <class U, class E, int P, int L, int C> MATH void scan_pulls(const ScanArgs &a) {
     constexpr int NP = P * L;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;      // one of its two buffers
-    const Place<L> at(a);
+    const Place<L, C> at(a);
     if (is_segment(a, at.b, 0)) return;
     const int T = (int)at.row.T, N = (int)a.N;
-    const int b = at.b, c = at.c;
+    const int b = at.b, c = at.channel[0];
     const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
     const Channel<E> z = a.z ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : dy;
     const float bias = a.bias ? a.bias[c] : 0.0f;
-    float G[P], rates[P], forgot[P];
+    float G[C * P], rates[C * P], forgot[C * P];
     #pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int j = at.part * P + i;
-        rates[i] = U::rates && j < N ? LOG2E * a.A[(int64_t)c * N + j] : 0.0f;
+    for (int i = 0; i < C * P; i++) {
+        const int j = at.part * P + i % P;
+        rates[i] = U::rates && j < N ? LOG2E * a.A[(int64_t)at.channel[i / P] * N + j] : 0.0f;
         G[i] = 0.0f;
         forgot[i] = 1.0f;
     }
@@ -890,25 +930,26 @@ template <class U, class E, int P, int L> MATH void scan_pulls(const ScanArgs &a
         const int last = T - batch < KEYS ? T - batch : KEYS;
         #pragma unroll 4
         for (int r = last - 1; r >= 0; r--) {
-            const float zt = to_float(z(batch + r)), dyt = at.live ? to_float(dy(batch + r)) : 0.0f;
-            const float gated = a.z ? dyt * zt * sigmoid(zt) : dyt;
-            const Step<float> step = U::step(0.0f, to_float(dt(batch + r)) + bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus);
-            float k[P], q[P];
+            const float zt = to_float(z(batch + r)), dyt = at.live[0] ? to_float(dy(batch + r)) : 0.0f;
+            float k[P], q[P], gated[C];
+            share<C>(a.z ? dyt * zt * sigmoid(zt) : dyt, gated);
+            Step<float> steps[C];
+            share_step<C>(U::step(0.0f, to_float(dt(batch + r)) + bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
             read_four(s.k[0][r] + at.part * P, 0, k);
             read_four(s.q[0][r] + at.part * P, 0, q);
             #pragma unroll
-            for (int j = 0; j < P; j++) {
-                const float gate = U::forget(step, k[j], U::decay(step, rates[j]));
-                G[j] = (G[j] + gated * q[j]) * gate;
+            for (int j = 0; j < C * P; j++) {
+                const float gate = U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
+                G[j] = (G[j] + gated[j / P] * q[j % P]) * gate;
                 forgot[j] *= gate;
             }
         }
     }
-    if (!at.live) return;
     #pragma unroll
-    for (int i = 0; i < P; i++) {
-        const int j = at.part * P + i;
-        if (j < N) { a.hT[(b * a.D + c) * N + j] = G[i]; a.decay[(b * a.D + c) * N + j] = forgot[i]; }
+    for (int i = 0; i < C * P; i++) {
+        const int j = at.part * P + i % P;
+        const int64_t to = (b * a.D + at.channel[i / P]) * N + j;
+        if (j < N && at.live[i / P]) { a.hT[to] = G[i]; a.decay[to] = forgot[i]; }
     }
 }
 
@@ -1063,7 +1104,7 @@ template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
 }
 
 // -------------------------------------------------------------------------------------------- CUDA: what native.py loads
-// One cubin for an update, dtype, P and L, or for a dtype and width of the convolution: a few kernels compile in seconds, all
+// One cubin for an update, dtype, P, L and C, or for a dtype and width of the convolution: a few kernels compile in seconds, all
 // combinations would take minutes. `facts`: what native.py must agree with, a block's channels, each kernel's shared memory.
 
 #define KERNEL(name, blocks, Args, body) \
@@ -1075,24 +1116,24 @@ typedef SCAN_TYPE E;
 
 // Blocks a multiprocessor that the registers must leave room for. An H100's shared memory holds three of the backward's,
 // where the compiler finds the registers without spilling; elsewhere two.
-#define FORWARD_BLOCKS (SCAN_L > 1 ? 3 : 4)
+#define FORWARD_BLOCKS (U::rates || SCAN_L > SCAN_C ? 3 : 4)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-#define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > 1 ? 2 : 3)
+#define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > SCAN_C ? 2 : 3)
 #else
 #define BACKWARD_BLOCKS 2
 #endif
 
 extern "C" {
-KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false, false>(a)))
-KERNEL(forward_whole_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false, true>(a)))
-KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, false>(a)))
-KERNEL(backward_whole_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, true>(a)))
-KERNEL(ends_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, true, false>(a)))
-KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L>(a)))
+KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, false, false>(a)))
+KERNEL(forward_whole_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, false, true>(a)))
+KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
+KERNEL(backward_whole_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
+KERNEL(ends_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, false>(a)))
+KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L>)
-#define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L>)
-__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L, FORWARD_BYTES, FORWARD_BYTES,
+#define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C>)
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, FORWARD_BYTES, FORWARD_BYTES,
                               BACKWARD_BYTES, BACKWARD_BYTES, FORWARD_BYTES, FORWARD_BYTES, 0};
 }
 #endif

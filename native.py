@@ -113,10 +113,10 @@ def build(source=SOURCE, folder=None):
     return _compile([*shlex.split(compiler), *_flags(openmp=False)], "cpu", _cpu_name(), source, folder)
 
 
-def build_cuda(update, dtype, P, L, architecture, source=SOURCE, folder=None):
-    """The same for a GPU: (path of a cubin, seconds), for one update, dtype and shape of the state, for 'sm_90' or such."""
-    name = f"longhorn_scan_{architecture}_{update}_{native_cuda.TYPES[dtype]}_{P}x{L}"
-    return _cubin(name, architecture, native_cuda.defines(update, dtype, P, L), source, folder)
+def build_cuda(update, dtype, shape, architecture, source=SOURCE, folder=None):
+    """The same for a GPU: (path of a cubin, seconds), for one update, dtype and `cuda_shape`, for 'sm_90' or such."""
+    name = f"longhorn_scan_{architecture}_{update}_{native_cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
+    return _cubin(name, architecture, native_cuda.defines(update, dtype, *shape), source, folder)
 
 
 def build_cuda_conv(dtype, W, architecture, source=SOURCE, folder=None):
@@ -209,10 +209,10 @@ def library():
 
 
 @functools.cache
-def cuda_module(update, dtype, P, L, architecture, device):
+def cuda_module(update, dtype, shape, architecture, device):
     """The kernels of one update, dtype and shape of the state on a GPU, built on first use, announced once. Raises OSError."""
-    built = build_cuda(update, dtype, P, L, architecture)
-    what = f"{update} {native_cuda.TYPES[dtype]}, {P} states a lane, {L} lanes a channel"
+    built = build_cuda(update, dtype, shape, architecture)
+    what = f"{update} {native_cuda.TYPES[dtype]}, {{}} states of {{2}} channels a lane, which {{1}} lanes share".format(*shape)
     return _load_cuda(what, *built, native_cuda.SCAN_KERNELS, ScanArgs, architecture, device)
 
 
@@ -231,11 +231,11 @@ def _load_cuda(what, path, seconds, kernels, args_class, architecture, device):
 
 
 def cuda_shape(B, T, D, N, multiprocessors, segments=True):
-    """(P, L, S): states a lane holds, lanes that share a channel (P * L >= N), segments that T is split into.
+    """((P, L, C), S): L lanes share C channels, each with P states of every one (P * L >= N); T is split into S segments.
 
-    One lane a channel and one segment do the least work; where that leaves multiprocessors idle, T is split into segments
-    of at least SEGMENT steps, and what is still missing comes from spreading a channel over more lanes, down to 4 states
-    each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
+    As many lanes as channels, with 16 states each, and one segment do the least work; where that leaves multiprocessors idle,
+    T is split into segments of at least SEGMENT steps, and what is still missing comes from spreading a channel over more
+    lanes, down to 4 states each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
     """
     if N > 256:  # the backward of more would not find its shared memory on any GPU
         raise ValueError(f"scan: the CUDA kernels take up to 256 states a channel, got {N}: use backend='torch'")
@@ -246,7 +246,8 @@ def cuda_shape(B, T, D, N, multiprocessors, segments=True):
     S = max(1, min(-(-wanted // blocks), T // SEGMENT)) if segments else 1
     while P > 4 and L < 32 and S * B * -(-D // (CUDA_THREADS // L)) < wanted:
         P, L = P // 2, L * 2
-    return P, L, S
+    pairs = L == 1 and P > 4  # half the states of two channels instead of all of one: the same registers and blocks
+    return ((P // 2, 2, 2) if pairs else (P, L, 1)), S
 
 
 # ------------------------------------------------------------------------------------------------- calling the library
@@ -274,13 +275,14 @@ class Kernels:
             gpu, threads, self.dtype = torch.cuda.get_device_properties(x.device), 0, x.dtype
             architecture = f"sm_{gpu.major}{gpu.minor}"
             if update is None:
-                L, self.segments = 1, -(-T // CONV_TILE)
+                channels, self.segments = CUDA_THREADS, -(-T // CONV_TILE)
                 self.module = cuda_conv_module(x.dtype, sizes["W"], architecture, x.device.index)
             else:
                 can_split = rows is None and update != "exact"  # its transition is a matrix, and products of those are N x N
-                P, L, self.segments = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
-                self.module = cuda_module(update, x.dtype, P, L, architecture, x.device.index)
-            splits = -(-D // (CUDA_THREADS // L))  # blocks that share a batch row
+                shape, self.segments = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
+                self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
+                channels = CUDA_THREADS // shape[1] * shape[2]  # a block's
+            splits = -(-D // channels)  # blocks that share a batch row
             if B * self.segments * splits >= 2**31:
                 raise ValueError(f"scan: {B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "
                                  f"{2**31 - 1}: split the batch")

@@ -75,8 +75,9 @@ def missing():
     return "no nvcc and no NVRTC found (install the CUDA toolkit or nvidia-cuda-nvrtc, or set NVCC)"
 
 
-def defines(update, dtype, P, L):
-    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}"]
+def defines(update, dtype, P, L, C=1):
+    """The macros that choose the scan's kernels: L lanes share C channels, each with P states of every one."""
+    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}", f"-DSCAN_C={C}"]
 
 
 def conv_defines(dtype, W):

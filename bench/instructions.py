@@ -132,18 +132,18 @@ def count(update, dtype, N, architecture, folder):
 
     Of the kernels that run where T, D and the gate leave nothing to ask; "with_a_rest" is the count of those that ask.
     """
-    P, L, _ = native.cuda_shape(4096, 4096, 4096, N, 1)
-    macros, cubin = native_cuda.defines(update, dtype, P, L), Path(folder) / "kernels.cubin"
+    (P, L, C), _ = native.cuda_shape(4096, 4096, 4096, N, 1)
+    macros, cubin = native_cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SOURCE, cubin, architecture, macros)
     chunk, tile, keys, sub = (steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB"))
     times = {"forward": (1 / keys, 1 / tile),  # batches of keys, tiles of steps in them
-             # chunks; in them the sub-chunks backwards, the states of all but the last forwards, the rows of dk and dq
-             "backward": (1 / chunk, 1 / sub, (1 - sub / chunk) / sub)}
+             # chunks; in them the sub-chunks backwards, the states of all but the last forwards, batches of keys
+             "backward": (1 / chunk, 1 / sub, (1 - sub / chunk) / sub, 1 / keys)}
     result = {}
     codes = disassembled(cubin)
     for direction, often in times.items():
         whole, asking = (codes[f"{direction}{kind}_kernel"] for kind in ("_whole", ""))
-        found, rest = (code.totals(code.weights(0, *(L * n for n in often))) for code in (whole, asking))
+        found, rest = (code.totals(code.weights(0, *(L / C * n for n in often))) for code in (whole, asking))
         result[direction] = {**found, "floor": FLOOR[direction](N), "with_a_rest": rest["instructions"], "in_all": whole.in_all,
                              "loops": [last - first + 1 for first, last in whole.loops]}
     if native_cuda.nvcc():
@@ -152,7 +152,7 @@ def count(update, dtype, N, architecture, folder):
         for kernel, report in compiler_report(run.stderr).items():
             if kernel.removesuffix("_whole_kernel") in result:
                 result[kernel.removesuffix("_whole_kernel")] |= {n: report[n] for n in ("registers", "spilled_bytes")}
-    return {"update": update, "dtype": str(dtype).removeprefix("torch."), "N": N, "states_a_lane": P, "lanes_a_channel": L,
+    return {"update": update, "dtype": str(dtype).removeprefix("torch."), "N": N, "states_a_lane": P, "lanes": L, "channels": C,
             "architecture": architecture, **result}
 
 

@@ -88,6 +88,7 @@ inline float exp2_fast(float v) { return exp2f(v); }
 inline uint32_t read_16(const void *p) { uint16_t u; memcpy(&u, p, 2); return u; }
 inline uint32_t read_32(const void *p) { uint32_t u; memcpy(&u, p, 4); return u; }
 inline int64_t wide_product(int a, int b) { return (int64_t)a * b; }
+inline float pick(int if_, float a, float b) { return if_ ? a : b; }
 inline float maximum(float v, float low) { return v < low ? low : v; }
 inline float minimum(float v, float high) { return v > high ? high : v; }
 

@@ -50,7 +50,7 @@ def compile_shim(folder, macros, source=None, flags=("-O1",), kind=("-shared", "
 
 
 def load_shim(folder, update, *key, **kw):
-    """update, dtype, P, L for the scan's kernels; "conv", dtype, W for the convolution's."""
+    """update, dtype, P, L, C for the scan's kernels; "conv", dtype, W for the convolution's."""
     conv = update == "conv"
     path, run = compile_shim(folder, native_cuda.conv_defines(*key) if conv else native_cuda.defines(update, *key), **kw)
     assert run.returncode == 0, run.stderr
@@ -60,55 +60,59 @@ def load_shim(folder, update, *key, **kw):
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory):
-    """shim(update, dtype, P, L) or shim("conv", dtype, W): the kernels as native_cuda loads them, built once."""
+    """shim(update, dtype, P, L, C) or shim("conv", dtype, W): the kernels as native_cuda loads them, built once."""
     folder = tmp_path_factory.mktemp("shim")
     return functools.cache(lambda *key: load_shim(folder, *key))
 
 
-def use(monkeypatch, module, L=1, segments=1, threads=THREADS):
+def use(monkeypatch, module, segments=1):
     """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU; T in `segments`, but for a convolution's."""
     class ShimKernels(native.Kernels):
         def __init__(self, args_class, x, update=None, rows=None, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
-            sizes |= dict(splits=-(-D // (threads // L)))
+            sizes |= dict(splits=-(-D // module.channels))
             if update is not None:
                 sizes |= dict(update=native.UPDATES.index(update)) | native.segment_sizes(T, segments)
             self.segments = sizes["segments"] if update is not None else -(-T // native.CONV_TILE)
             self.args = args_class(B=rows or B, T=T, D=D, **sizes)
 
         def run(self, function):
-            self.launch(module, function, threads, None)
+            self.launch(module, function, module.threads, None)
 
     monkeypatch.setattr(native, "Kernels", ShimKernels)
 
 
-SHAPES = [  # dtype, P, L, then B, T, D, N
-    (F32, 16, 1, 2, 33, 65, 16), (F32, 16, 1, 1, 65, 7, 16), (F32, 16, 1, 1, 70, 3, 13), (F32, 4, 4, 2, 37, 21, 16),
-    (F32, 4, 4, 1, 1, 5, 9), (F32, 4, 1, 1, 8, 66, 3), (F32, 4, 1, 2, 31, 3, 1), (F32, 16, 4, 1, 34, 17, 64),
-    (F32, 4, 32, 1, 35, 3, 128), (BF16, 16, 1, 1, 64, 40, 16), (BF16, 8, 4, 1, 33, 18, 32), (F16, 8, 2, 2, 32, 33, 16),
-    (F32, 16, 1, 2, 64, 128, 16), (F32, 4, 4, 1, 96, 32, 13), (BF16, 16, 4, 1, 32, 16, 64),  # whole chunks and blocks
+PAIRS = (8, 2, 2)  # P, L, C: what a GPU runs at N = 16
+SHAPES = [  # dtype, (P, L, C), then B, T, D, N
+    (F32, PAIRS, 2, 33, 65, 16), (F32, PAIRS, 1, 65, 7, 16), (F32, PAIRS, 1, 70, 3, 13), (F32, PAIRS, 1, 33, 1, 10),
+    (F32, (16, 1, 1), 2, 33, 65, 16), (F32, (4, 2, 2), 1, 34, 67, 7), (F32, (8, 4, 2), 1, 37, 21, 30),
+    (F32, (4, 4, 1), 2, 37, 21, 16), (F32, (4, 4, 1), 1, 1, 5, 9), (F32, (4, 1, 1), 1, 8, 66, 3), (F32, (4, 1, 1), 2, 31, 3, 1),
+    (F32, (16, 4, 1), 1, 34, 17, 64), (F32, (4, 32, 1), 1, 35, 3, 128), (BF16, PAIRS, 1, 64, 40, 16),
+    (BF16, (8, 4, 1), 1, 33, 18, 32), (F16, PAIRS, 2, 32, 33, 16),
+    (F32, PAIRS, 2, 64, 128, 16), (F32, (4, 4, 1), 1, 96, 32, 13), (BF16, (16, 4, 1), 1, 32, 16, 64),  # whole chunks and blocks
 ]
 
 
-@pytest.mark.parametrize("dtype,P,L,B,T,D,N", SHAPES)
-def test_agrees_with_the_loop(shim, monkeypatch, dtype, P, L, B, T, D, N):
-    use(monkeypatch, shim("longhorn", dtype, P, L), L)
+@pytest.mark.parametrize("dtype,shape,B,T,D,N", SHAPES)
+def test_agrees_with_the_loop(shim, monkeypatch, dtype, shape, B, T, D, N):
+    use(monkeypatch, shim("longhorn", dtype, *shape))
     assert not failures(inputs(B, T, D, N, dtype))
 
 
 @pytest.mark.parametrize("update", ("exact", "mamba", "mamba without softplus"))
-@pytest.mark.parametrize("dtype,P,L,B,T,D,N", [(F32, 16, 1, 2, 37, 65, 16), (F32, 4, 4, 1, 33, 18, 13),
-                                               (BF16, 16, 1, 1, 35, 20, 16), (F32, 4, 4, 2, 64, 16, 16)])
-def test_other_updates(shim, monkeypatch, update, dtype, P, L, B, T, D, N):
-    use(monkeypatch, shim(update.split()[0], dtype, P, L), L)
+@pytest.mark.parametrize("dtype,shape,B,T,D,N", [(F32, PAIRS, 2, 37, 65, 16), (F32, (4, 4, 1), 1, 33, 18, 13),
+                                                 (F32, (4, 4, 2), 1, 35, 19, 13), (BF16, PAIRS, 1, 35, 20, 16),
+                                                 (F32, PAIRS, 2, 64, 64, 16)])
+def test_other_updates(shim, monkeypatch, update, dtype, shape, B, T, D, N):
+    use(monkeypatch, shim(update.split()[0], dtype, *shape))
     assert not test_updates.failures_of(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
 
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba", "mamba without softplus"))
-@pytest.mark.parametrize("segments,B,T,D,P,L", [(2, 2, 64, 70, 16, 1), (3, 1, 97, 17, 16, 1), (7, 2, 131, 20, 4, 4),
-                                                (2, 1, 96, 64, 16, 1)])
-def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, P, L):
-    use(monkeypatch, shim(update.split()[0], F32, P, L), L, segments)
+@pytest.mark.parametrize("segments,B,T,D,shape", [(2, 2, 64, 70, PAIRS), (3, 1, 97, 17, PAIRS), (7, 2, 131, 20, (4, 4, 1)),
+                                                  (2, 1, 96, 64, PAIRS)])
+def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape):
+    use(monkeypatch, shim(update.split()[0], F32, *shape), segments)
     a = test_updates.inputs_of(update, B, T, D, 13)
     assert not test_updates.failures_of(update, a)
     assert not test_updates.failures_of(update, {n: a[n] for n in a if n not in ("h0", "z", "D", "dt_bias")}, through="y")
@@ -117,28 +121,27 @@ def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, P, L):
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 @pytest.mark.parametrize("lengths", [[3, 0, 40, 0], [33, 32, 1], [1, 5]], ids=str)
 def test_packed_sequences(shim, monkeypatch, update, lengths):
-    use(monkeypatch, shim(update, F32, 16, 1), 1)
+    use(monkeypatch, shim(update, F32, *PAIRS))
     a, cu = test_updates.packed(update, lengths, 70, 16)
     assert not test_updates.failures_of(update, a, cu_seqlens=cu)
 
 
-@pytest.mark.parametrize("P,L,N", [(16, 1, 16), (4, 1, 3)])
-def test_as_many_threads_as_on_a_gpu(tmp_path, monkeypatch, P, L, N):
-    module = load_shim(tmp_path, "longhorn", F32, P, L, threads=native.CUDA_THREADS)
-    use(monkeypatch, module, L, threads=native.CUDA_THREADS)
+@pytest.mark.parametrize("shape,N", [(PAIRS, 16), ((4, 1, 1), 3)])
+def test_as_many_threads_as_on_a_gpu(tmp_path, monkeypatch, shape, N):
+    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, *shape, threads=native.CUDA_THREADS))
     assert not failures(inputs(2, 50, 150, N))
 
 
 @pytest.mark.parametrize("without", [("D", "z", "dt_bias", "h0"), ("z",), ("h0", "D")])
 def test_optional_arguments(shim, monkeypatch, without):
-    use(monkeypatch, shim("longhorn", F32, 4, 4), 4)
+    use(monkeypatch, shim("longhorn", F32, 4, 4))
     assert not failures(inputs(1, 35, 18, 16, without=without))
     assert not failures(inputs(1, 5, 18, 11, without=without), "y")
 
 
 @pytest.mark.parametrize("kw", [dict(key=1e3), dict(logit=1000.0), dict(logit=300.0), dict(key=1e6, logit=1000.0)])
 def test_extreme_values(shim, monkeypatch, kw):
-    use(monkeypatch, shim("longhorn", F32, 16, 1), 1)
+    use(monkeypatch, shim("longhorn", F32, *PAIRS))
     a = inputs(1, 40, 17, 16, **kw)
     got = results(native_scan, a)
     assert not [n for n, v in got.items() if not v.isfinite().all()]
@@ -146,7 +149,7 @@ def test_extreme_values(shim, monkeypatch, kw):
 
 
 def test_nan_in_the_logits_reaches_the_output(shim, monkeypatch):
-    use(monkeypatch, shim("longhorn", F32, 4, 4), 4)
+    use(monkeypatch, shim("longhorn", F32, 4, 4))
     a = inputs(1, 6, 5, 16)
     a["dt"][0, 2, 3] = torch.nan
     y = longhorn_scan(**a, backend="cpu")
@@ -160,7 +163,7 @@ def native_scan(**a):
 @pytest.mark.parametrize("T,D,without,whole", [(64, 128, (), True), (63, 128, (), False), (64, 127, (), False),
                                                (64, 128, ("z",), False)])
 def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(shim, monkeypatch, T, D, without, whole):
-    module, launched = shim("longhorn", F32, 16, 1), []
+    module, launched = shim("longhorn", F32, *PAIRS), []
     use(monkeypatch, module)
     launch = module.launch
     monkeypatch.setattr(module, "launch", lambda name, *rest: (launched.append(name), launch(name, *rest)))
@@ -174,7 +177,7 @@ def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(shim, monkeypa
 
 
 def test_views_need_no_copy_and_change_nothing(shim, monkeypatch):
-    use(monkeypatch, shim("longhorn", F32, 4, 4), 4)
+    use(monkeypatch, shim("longhorn", F32, 4, 4))
     a = inputs(2, 20, 10, 16)
     views = dict(a)
     views["x"], views["z"] = torch.cat([a["x"], a["z"]], -1).chunk(2, -1)
@@ -184,7 +187,7 @@ def test_views_need_no_copy_and_change_nothing(shim, monkeypatch):
 
 
 def test_two_runs_agree_to_the_bit(shim, monkeypatch):
-    use(monkeypatch, shim("longhorn", F32, 16, 1), 1)
+    use(monkeypatch, shim("longhorn", F32, *PAIRS))
     a = inputs(2, 40, 70, 16)
     first, second = results(native_scan, a), results(native_scan, a)
     assert all(torch.equal(first[n], second[n]) for n in first)
@@ -192,12 +195,15 @@ def test_two_runs_agree_to_the_bit(shim, monkeypatch):
 
 MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
     "a warp's sums are left out": ("for (int w = 0; w < WARPS; w++)", "for (int w = 0; w < WARPS - 1; w++)"),
-    "butterfly gives the wrong half": ("give = upper ? v[i] : v[i + COUNT / 2]", "give = upper ? v[i + COUNT / 2] : v[i]"),
+    "butterfly gives the wrong half": ("pick(upper, v[i], v[i + COUNT / 2])", "pick(upper, v[i + COUNT / 2], v[i])"),
     "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);",
                                       "keys.store(s.k[buffer], s.q[buffer], s.kk[buffer]);"),
     "dk without the -2k deps term": ("sum - 2.0f * s.k[r][j] * sum_kk : sum", "sum : sum"),
     "lanes beyond D add to dq": ("const float dyt = in ?", "const float dyt = t0 + r < T ?"),
     "sub-chunk states one too late": ("get_own(s.states[sub], at.tid, S)", "get_own(s.states[sub ? sub - 1 : 0], at.tid, S)"),
+    "a lane gives away its own channel's sum": ("own += __shfl_xor_sync(ALL_LANES, v[1], 1);",
+                                                "own += __shfl_xor_sync(ALL_LANES, v[0], 1);"),
+    "the neighbour's gradient is its own": ("gated[n] = s.gated[i][at.tid ^ n];", "gated[n] = s.gated[i][at.tid];"),
     "the gradient of |k|^2 at another step": ("s.dkk[at.warp][step_sums.first + j]", "s.dkk[at.warp][(step_sums.first + j) ^ 1]"),
     "steps beyond T change the state": ("if (U::rates && !inside) step.size = 0.0f;", ""),
     "keys beyond T are not zero": ("< here ? at[g * 4 * W + i] : E{};", "< left ? (t < T ? at : from)[g * 4 * W + i] : E{};"),
@@ -210,7 +216,7 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
     update = "mamba" if "steps beyond T" in name else "longhorn"
-    use(monkeypatch, load_shim(tmp_path, update, F32, 16, 1, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",)))
+    use(monkeypatch, load_shim(tmp_path, update, F32, *PAIRS, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",)))
     if update == "mamba":
         assert test_updates.failures_of("mamba", test_updates.inputs_of("mamba", 1, 42, 70, 16))
     else:
@@ -288,10 +294,10 @@ def test_thread_sanitizer_finds_missing_barriers_and_only_those(tmp_path, plante
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
     if planted:
         at = cuda.index(f"MATH void scan_{planted}(")
-        end = cuda.index("if (live) {\n        #pragma unroll", at)  # the kernel writes its last state: the barrier before it
+        end = cuda.index("const int64_t to = (b * a.D", at)  # the kernel writes its last state: the barrier before it
         at = cuda.rindex("__syncthreads();", at, end)
         cuda = cuda[:at] + cuda[at:].replace("__syncthreads();", "", 1)
-    program, built = compile_shim(tmp_path, native_cuda.defines("longhorn", F32, 4, 1), cuda + marker + cpu,
+    program, built = compile_shim(tmp_path, native_cuda.defines("longhorn", F32, 4, 2, 2), cuda + marker + cpu,
                                   ("-O1", "-g", "-fsanitize=thread", "-DSHIM_THREADS"), (), RACE)
     if built.returncode and "tsan" in built.stderr:
         pytest.skip("this compiler has no ThreadSanitizer runtime")
@@ -305,7 +311,7 @@ def test_thread_sanitizer_finds_missing_barriers_and_only_those(tmp_path, plante
 
 def test_a_failed_launch_names_the_kernel(shim, monkeypatch):
     module = shim("longhorn", F32, 4, 4)
-    use(monkeypatch, module, 4)
+    use(monkeypatch, module)
     module.lib.shim_fail(719)
     with pytest.raises(RuntimeError, match=r"the launch of forward_kernel \(1 blocks of 64 threads.*words of the driver.*719"):
         longhorn_scan(**inputs(1, 5, 3, 4), backend="cpu")
@@ -315,7 +321,7 @@ def test_too_much_shared_memory_is_said(shim, monkeypatch):
     module = shim("longhorn", F32, 4, 4)
     monkeypatch.setitem(module.shared, "backward_kernel", 300_000)
     monkeypatch.setattr(module, "ready", set())
-    use(monkeypatch, module, 4)
+    use(monkeypatch, module)
     with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory a block, more than this GPU"):
         results(native_scan, inputs(1, 5, 3, 4))
 
@@ -349,20 +355,22 @@ def compiled(folder, architecture, macros):
 def test_compiles_without_spills(tmp_path, architecture, update):
     if COMPILERS["nvcc"] is None:
         pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
-    registers, spills = compiled(tmp_path, architecture, native_cuda.defines(update, BF16, 16, 1))
+    registers, spills = compiled(tmp_path, architecture, native_cuda.defines(update, BF16, *PAIRS))
     assert sorted(f"{name}_kernel" for name in registers) == sorted(native_cuda.SCAN_KERNELS) and not any(spills)
     for kind in ("", "_whole"):
-        assert registers["forward" + kind] <= 128 and registers["backward" + kind] <= 255  # 4 and 2 blocks of 128 threads
+        # blocks of 128 threads a multiprocessor: 4 of the forward, Mamba's 3; 2 of the backward, and 3 on an H100
+        assert registers["forward" + kind] <= (168 if update == "mamba" else 128)
+        assert registers["backward" + kind] <= (168 if update == "longhorn" and architecture == "sm_90" else 255)
 
 
 def test_instructions_a_token_and_channel(tmp_path):
-    """What bounds these kernels, counted in the disassembly; 115 and 463 when this was written."""
+    """What bounds these kernels, counted in the disassembly; 116 and 445 when this was written."""
     from bench import instructions
 
     if COMPILERS["nvcc"] is None and COMPILERS["nvrtc"] is None or instructions.nvdisasm() is None:
         pytest.skip("no compiler for GPUs or no nvdisasm here: instructions were not counted")
     found = instructions.count("longhorn", BF16, 16, "sm_90", tmp_path)
-    assert 94 < found["forward"]["instructions"] <= 125 and 400 < found["backward"]["instructions"] <= 500
+    assert 94 < found["forward"]["instructions"] <= 125 and 400 < found["backward"]["instructions"] <= 480
     assert found["forward"]["loops"][1] / 4 < found["forward"]["instructions"]  # a tile is 4 steps
 
 
@@ -378,7 +386,7 @@ def test_convolution_compiles_without_spills(tmp_path, architecture):
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
-    for build, what, kernels in ((native.build_cuda, ("longhorn", BF16, 16, 1), native_cuda.SCAN_KERNELS),
+    for build, what, kernels in ((native.build_cuda, ("longhorn", BF16, PAIRS), native_cuda.SCAN_KERNELS),
                                  (native.build_cuda_conv, (BF16, 4), native_cuda.CONV_KERNELS)):
         path, seconds = build(*what, "sm_90", folder=tmp_path)
         assert seconds > 0 and build(*what, "sm_90", folder=tmp_path) == (path, 0.0)
@@ -392,7 +400,7 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch, name):
     source = tmp_path / "broken.cu"
     source.write_text("this is no kernel")
     with pytest.raises(OSError, match="(?s)could not build broken.cu for sm_90:.*this"):
-        native.build_cuda("longhorn", BF16, 16, 1, "sm_90", source, tmp_path)
+        native.build_cuda("longhorn", BF16, PAIRS, "sm_90", source, tmp_path)
     assert not list(tmp_path.glob("*.cubin"))
 
 
@@ -400,25 +408,25 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(native_cuda, "nvcc", lambda: None)
     monkeypatch.setattr(native_cuda, "nvrtc", lambda: None)
     with pytest.raises(OSError, match="no nvcc and no NVRTC found"):
-        native.build_cuda("longhorn", BF16, 16, 1, "sm_90", folder=tmp_path)
+        native.build_cuda("longhorn", BF16, PAIRS, "sm_90", folder=tmp_path)
 
 
 def test_shapes_tested_on_a_gpu_reach_every_kernel():
     """On an H200: the paper's one lane a channel, several, and segments."""
     chosen = {native.cuda_shape(*shape, 132) for shape in TESTED}
-    assert {(16, 1), (16, 4), (4, 4), (4, 1)} <= {(P, L) for P, L, _ in chosen} and max(S for _, _, S in chosen) > 10
+    assert {PAIRS, (16, 4, 1), (4, 4, 1), (4, 1, 1)} <= {shape for shape, _ in chosen} and max(S for _, S in chosen) > 10
 
 
 def test_shape_of_the_state():
     for N in range(1, 129):
         for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
-            P, L, S = native.cuda_shape(B, T, D, N, 132)
-            assert N <= P * L < max(2 * N, 5) and P in (4, 8, 16) and L in (1, 2, 4, 8, 16, 32)
+            (P, L, C), S = native.cuda_shape(B, T, D, N, 132)
+            assert N <= P * L < max(2 * N, 5) and P in (4, 8, 16) and L in (1, 2, 4, 8, 16, 32) and C in (1, 2) and C * P <= 16
             assert 1 <= S <= max(1, T // native.SEGMENT)
-            assert native.cuda_shape(B, T, D, N, 132, segments=False)[2] == 1
-    assert native.cuda_shape(64, 1024, 1536, 16, 132) == (16, 1, 1)  # the paper's shape: nothing is split
-    assert native.cuda_shape(1, 65536, 1536, 16, 132) == (16, 1, 22)  # one long sequence: segments
-    assert native.cuda_shape(1, 200, 1536, 16, 132) == (4, 4, 1)  # one short sequence: spread over lanes
+            assert native.cuda_shape(B, T, D, N, 132, segments=False)[1] == 1
+    assert native.cuda_shape(64, 1024, 1536, 16, 132) == (PAIRS, 1)  # the paper's shape: nothing is split
+    assert native.cuda_shape(1, 65536, 1536, 16, 132) == (PAIRS, 22)  # one long sequence: segments
+    assert native.cuda_shape(1, 200, 1536, 16, 132) == ((4, 4, 1), 1)  # one short sequence: spread over lanes
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 128, 1000, 65536))
