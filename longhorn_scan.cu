@@ -158,6 +158,8 @@ MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
 
 MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }       // 2 a - b, for which nvcc takes two additions
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
+MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // where 1 / (1 + inf) = 0 is what is wanted
+MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E, -LOG2E * bias)); }     // e^-(v + bias), or inf
 MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
@@ -239,6 +241,8 @@ MATH vec exp_clamped(vec v) {
     ivec scale = ((ivec)shifted << 23) + (127 << 23);                    // the low bits of `shifted` hold n
     return p * (vec)scale;
 }
+MATH vec exp_or_inf(vec v) { return exp_clamped(v); }
+MATH vec exp_minus(vec v, vec bias) { return exp_clamped(-(v + bias)); }
 MATH vec reciprocal(vec v) { return 1.0f / v; }
 MATH vec twice_less(vec a, vec b) { return 2.0f * a - b; }
 MATH vec select_positive(vec v, vec a, vec b) { return v > 0.0f ? a : b; }
@@ -307,15 +311,15 @@ struct Scratch {
 //   finish  the gradients of the step's inputs from those sums
 // and, for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it touches a state).
 
-template <class V> MATH V sigmoid(V v) { return reciprocal(1.0f + exp_clamped(-v)); }
+template <class V> MATH V sigmoid(V v) { return reciprocal(1.0f + exp_or_inf(-v)); }
 
 template <class V> struct Step { V x, size, slope, aside; };   // slope: d size / d dt, but for factors of size; aside: Exact's
 template <class V> struct Sums { V dx, dsize; };               // over the states of a channel
 template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: of |k|^2, negated; it becomes dk_j -= 2 k_j sum_i dkk_i
 
-template <class V> MATH Step<V> longhorn_step(V x, V dt, float kk) {
-    const V e = exp_clamped(-dt);
-    return {x, reciprocal(1.0f + e + kk), e, x};
+template <class V> MATH Step<V> longhorn_step(V x, V dt, V bias, float kk) {
+    const V e = exp_minus(dt, bias);
+    return {x, reciprocal(1.0f + e + kk), minimum(e, 1.7e38f), x};       // size * slope: 0 where e is inf, not 0 * inf
 }
 template <class V> MATH StepGrads<V> longhorn_grads(const Step<V> &s, V dx, V de) {      // de = eps deps: eps^2 alone would underflow
     return {dx, de * (s.size * s.slope), de * s.size};
@@ -323,7 +327,7 @@ template <class V> MATH StepGrads<V> longhorn_grads(const Step<V> &s, V dx, V de
 
 struct Longhorn {
     static const bool rates = false, norm = true, whole = false;
-    template <class V> MATH Step<V> step(V x, V dt, float kk, int64_t) { return longhorn_step(x, dt, kk); }
+    template <class V> MATH Step<V> step(V x, V dt, V bias, float kk, int64_t) { return longhorn_step(x, dt, bias, kk); }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
     template <class V> MATH V forget(const Step<V> &s, float k, V) { return 1.0f - (s.size * k) * k; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * (s.x - k * S); }
@@ -342,7 +346,7 @@ struct Longhorn {
 
 struct Exact {                                                 // aside: x - sum_j k_j S_j; pulled: sum_j G_j k_j
     static const bool rates = false, norm = true, whole = true;
-    template <class V> MATH Step<V> step(V x, V dt, float kk, int64_t) { return longhorn_step(x, dt, kk); }
+    template <class V> MATH Step<V> step(V x, V dt, V bias, float kk, int64_t) { return longhorn_step(x, dt, bias, kk); }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
     template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: native.py makes no segments
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.aside; }
@@ -370,7 +374,8 @@ template <class V> MATH V log1p_series(V t) {
 
 struct Mamba {                                                 // rates are A / ln 2: a power of 2 is cheaper
     static const bool rates = true, norm = false, whole = false;
-    template <class V> MATH Step<V> step(V x, V dt, float, int64_t softplus) {
+    template <class V> MATH Step<V> step(V x, V logit, V bias, float, int64_t softplus) {
+        const V dt = logit + bias;
         if (!softplus) return {x, dt, V{} + 1.0f, V{}};
         const V e = exp_clamped(select_positive(dt, -dt, dt)), r = reciprocal(1.0f + e);
         const V delta = maximum(dt, 0.0f) + log1p_series(e);
@@ -668,11 +673,11 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
         keys.load(batch + KEYS, T);                                      // in flight while this batch is computed
         #pragma unroll 1
         for (int t0 = batch; t0 < batch + KEYS && within(t0); t0 += TILE) {
-            float xf[TILE], logit[TILE], gate[TILE];
+            float xf[TILE], dtf[TILE], gate[TILE];
             #pragma unroll
             for (int i = 0; i < TILE; i++) {
                 xf[i] = to_float(xs[i]);
-                logit[i] = to_float(dts[i]) + bias;
+                dtf[i] = to_float(dts[i]);
                 gate[i] = ENDS ? 0.0f : to_float(zs[i]);
             }
             read_rows(t0 + TILE);
@@ -682,7 +687,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                 float k[P], q[P], sum[C] = {};
                 read_four(key + i * NP, 0, k);
                 if (!ENDS) read_four(query + i * NP, 0, q);
-                Step<float> step = U::step(xf[i], logit[i], U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus), steps[C];
+                Step<float> step = U::step(xf[i], dtf[i], bias, U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus), steps[C];
                 if (U::rates && !within(t0 + i)) step.size = 0.0f;       // a step beyond T changes nothing: of others k is 0
                 share_step<C>(step, steps);
                 next_states<U, L>(steps, S, k, [&](int i) { return rates[i]; });
@@ -744,7 +749,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     }
     auto rate = [&](int i) { return U::rates ? s.rates[i][at.tid] : 0.0f; };
     auto step_of = [&](Ahead<E> xt, Ahead<E> dtt, int r, bool inside, Step<float> (&all)[C]) {
-        Step<float> step = U::step(to_float(xt), to_float(dtt) + bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
+        Step<float> step = U::step(to_float(xt), to_float(dtt), bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
         share_step<C>(step, all);
     };
@@ -934,7 +939,7 @@ template <class U, class E, int P, int L, int C> MATH void scan_pulls(const Scan
             float k[P], q[P], gated[C];
             share<C>(a.z ? dyt * zt * sigmoid(zt) : dyt, gated);
             Step<float> steps[C];
-            share_step<C>(U::step(0.0f, to_float(dt(batch + r)) + bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
+            share_step<C>(U::step(0.0f, to_float(dt(batch + r)), bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
             read_four(s.k[0][r] + at.part * P, 0, k);
             read_four(s.q[0][r] + at.part * P, 0, q);
             #pragma unroll
@@ -1141,7 +1146,12 @@ __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L
 #ifdef CONV_WIDTH
 extern "C" {
 KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)))
-KERNEL(conv_backward_kernel, 7, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // where 72 registers would spill
+#define CONV_BLOCKS 6
+#else
+#define CONV_BLOCKS 7
+#endif
+KERNEL(conv_backward_kernel, CONV_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
 __device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 0};
 }
 #endif
@@ -1238,7 +1248,7 @@ template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in,
     if (NC) for (int64_t j = 0; j < N; j++) S[j] = state[j];
     for (int t = 0; t < steps; t++) {
         const float *k = keys.k + t * N, *q = keys.q + t * N;
-        Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t) + in.bias, keys.kk[t], softplus);
+        Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t), in.bias, keys.kk[t], softplus);
         vec out[2] = {in.skip * s.x, vec{}};                             // two chains hide the latency of the FMA
         if (U::whole) {
             vec sum[2] = {};
@@ -1306,7 +1316,7 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
         if (NC) for (int64_t j = 0; j < N; j++) registers[j] = kept.S[j];
         for (int t = 0; t < steps; t++) {
             const float *k = keys.k + t * N, *q = keys.q + t * N;
-            Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t) + in.bias, keys.kk[t], softplus);
+            Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t), in.bias, keys.kk[t], softplus);
             vec dy = load(in.dy + t * in.dy_t), z = {}, sig = {}, gated = dy;
             if (in.z) { z = load(in.z + t * in.z_t); sig = sigmoid(z); gated *= z * sig; }
             vec y[2] = {in.skip * s.x, vec{}};

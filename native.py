@@ -225,7 +225,8 @@ def cuda_conv_module(dtype, W, architecture, device):
 
 
 def _load_cuda(what, path, seconds, kernels, args_class, architecture, device):
-    module = native_cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args_class), device=device)
+    with torch.cuda.device(device):
+        module = native_cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args_class), device=device)
     say_once(f"native kernels: cuda {architecture}, {what} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
     return module
 
@@ -282,9 +283,12 @@ class Kernels:
                 shape, self.segments = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
                 self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
                 channels = CUDA_THREADS // shape[1] * shape[2]  # a block's
+            if T >= 2**31 - CUDA_THREADS or D * 4 >= 2**31:  # a kernel counts steps, and bytes from one to the next, in 32 bits
+                raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to {2**31 - CUDA_THREADS - 1} and "
+                                 f"{2**29 - 1}: use backend='torch'")
             splits = -(-D // channels)  # blocks that share a batch row
             if B * self.segments * splits >= 2**31:
-                raise ValueError(f"scan: {B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "
+                raise ValueError(f"{B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "
                                  f"{2**31 - 1}: split the batch")
         else:
             self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype

@@ -22,10 +22,10 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
         x: (B, T, D) float32, bfloat16 or float16; weight: (D, W), W >= 1; bias: (D,).
         state: (B, W - 1, D), the inputs before the first; None for zeros.
         silu: apply SiLU to the result.
-        backend: as for `longhorn_scan`.
+        backend: as for `longhorn_scan`; on a GPU call it once before capturing a CUDA graph.
 
     Returns:
-        y (B, T, D) in x's dtype. The state that follows is `conv_state(x, state, W)`.
+        y (B, T, D) in x's dtype, differentiable once. The state that follows is `conv_state(x, state, W)`.
     """
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] < 1:
         raise ValueError(f"causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x {tuple(x.shape)}, "
@@ -36,6 +36,8 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
     for name, (a, shape) in wanted.items():
         if a is not None and tuple(a.shape) != shape:
             raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
+        if a is not None and a.device != x.device:
+            raise ValueError(f"causal_conv1d: {name} is on {a.device}, x on {x.device}: move them to one device")
     fits = x.dtype in native.DTYPES and W <= native.MAX_WIDTH
     if native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":
         padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
@@ -94,7 +96,7 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
     kernels = native.Kernels(native.ConvArgs, x, W=W, silu=int(silu))
     dx, rows = native.empty(x, B, T, D, dtype=kernels.dtype), B * kernels.segments
     dweight, dbias = native.empty(x, rows, W, D), native.empty(x, rows, D)
-    dstate = torch.zeros_like(state) if state is not None else None  # where there is no step at all
+    dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: where there is no step at all
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dstate = native.empty(x, 0) if dstate is None else dstate

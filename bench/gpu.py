@@ -256,8 +256,10 @@ BUILDS = [("longhorn", 64, 32, 1536, 16, "bfloat16"), ("longhorn", 64, 32, 1536,
           ("mamba", 64, 32, 1536, 16, "bfloat16"), ("longhorn", 64, 32, 1536, 64, "bfloat16"),
           ("mamba", 64, 32, 1536, 64, "bfloat16"), ("mamba", 64, 32, 1536, 16, "float32"),
           ("longhorn", 64, 32, 1536, 16, "float16"), ("exact", 64, 32, 1536, 16, "bfloat16")]
-# One lane a channel where rows are many, more lanes where few, and the second and last split T into segments.
-SMALL = [("longhorn", 288, 33, 20, 16, "bfloat16"), ("longhorn", 1, 300, 150, 16, "float32"),
+# As many lanes as channels where rows are many, more lanes where few, whole chunks and blocks or a rest; T of 256 and more is
+# split into segments.
+SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 16, "float32"),
+         ("longhorn", 288, 33, 20, 16, "bfloat16"), ("longhorn", 1, 300, 150, 16, "float32"),
          ("longhorn", 1, 40, 70, 64, "bfloat16"), ("mamba", 2, 70, 150, 16, "float32"), ("exact", 2, 70, 150, 16, "float32"),
          ("mamba", 1, 300, 150, 16, "bfloat16")]
 # (B, T, D, N) of the tests on a GPU (tests/test_cuda.py), whose kernels `build` compiles side by side beforehand.
@@ -320,8 +322,9 @@ def build(emit, dry_run, budget_s):
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
         if not dry_run:
             start = time.perf_counter()
-            built = list(pool.map(lambda kernels: native.build_cuda(*kernels), tested_kernels()))
-            emit(kernels_of_the_tests=len(built), seconds=time.perf_counter() - start)
+            scans = pool.map(lambda kernels: native.build_cuda(*kernels), tested_kernels())
+            convolutions = pool.map(lambda dtype: native.build_cuda_conv(dtype, 4, tested_kernels()[0][-1]), native.DTYPES)
+            emit(kernels_of_the_tests=len([*scans, *convolutions]), seconds=time.perf_counter() - start)
         list(pool.map(first_call, BUILDS[1:] + SMALL))
     if failed:
         sys.exit(f"{len(failed)} of {len(BUILDS + SMALL)} did not build or run: {failed[0]}")
@@ -335,8 +338,11 @@ def build_summary(found, text):
 
 
 def small(emit, dry_run, budget_s):
-    """A few small scans, forward and backward: what the sanitizer watches."""
+    """A few small scans and convolutions, forward and backward: what the sanitizer watches."""
+    import torch
+
     from bench import scan_cuda
+    from ops import causal_conv1d
 
     class Small(scan_cuda.Gpu):
         def __init__(self):  # no buffers: they would be watched too
@@ -344,6 +350,13 @@ def small(emit, dry_run, budget_s):
 
     for what in SMALL:
         emit(scan=what, seconds=one_scan(*what, scan_cuda.DryRun() if dry_run else Small()))
+    device = "cpu" if dry_run else "cuda"
+    for T in (1, 70, 128):
+        a = {"x": torch.randn(2, T, 70).bfloat16(), "weight": torch.randn(70, 4), "state": torch.randn(2, 3, 70)}
+        results = conv_steps(causal_conv1d, {n: v.to(device) for n, v in a.items()}, torch.ones(2, T, 70, device=device))[2]
+        if not all(v.isfinite().all() for v in results.values()):
+            raise RuntimeError(f"the convolution at T={T}: a result is not finite")
+        emit(convolution=T)
 
 
 # ------------------------------------------------------------------------------------------------------ stage: gradients
@@ -461,19 +474,24 @@ def convolution(emit, dry_run, budget_s):
     for B, T, D in [(2, 80, 48)] if dry_run else [(64, 1024, 1536), (16, 4096, 1536), (8, 1024, 2048)]:
         both = torch.randn(B, T, 2 * D, device=device.name).bfloat16()  # x is half of a projection, as in the models
         a = {"x": both[..., :D], "weight": torch.randn(D, 4, device=device.name), "bias": torch.randn(D, device=device.name)}
-        dy, steps, seconds = torch.randn_like(both[..., D:]), {}, {}
+        dy, steps, seconds = torch.randn_like(a["x"]).contiguous(), {}, {}
         for name, f in contenders.items():
             try:
-                steps[name], seconds[name] = conv_steps(f, a, dy.contiguous()), []
+                *steps[name], got = conv_steps(f, a, dy)
+                seconds[name] = []
+                if name == "ours":  # before it is timed
+                    true = conv_steps(contenders["torch"], {n: v.double() for n, v in a.items()}, dy)[2]
+                    wrong = [n for n, v in measure.compare(got, true, 64 * measure.EPS).items() if not v["right"]]
+                    lost += [f"wrong at B={B} T={T} D={D}: {', '.join(wrong)}"] * bool(wrong)
+                    del true
+                del got
             except Exception as error:
                 emit(contender=name, B=B, T=T, D=D, reason=measure.in_one_line(error))
                 lost += [f"{name} at B={B} T={T} D={D}: {measure.in_one_line(error)}"] * (name == "ours")
         for _ in range(3 if dry_run else 20):
-            for name in steps:
-                seconds[name].append(device.laps(*steps[name]))
+            for name in seconds:
+                seconds[name].append([device.laps(step)[0] for step in steps[name]])
         for name, laps in seconds.items():
-            if not laps:
-                continue
             row = {}
             for what, passes, times in zip(("forward", "backward"), (2, 3), zip(*laps, strict=True), strict=True):
                 row[what] = measure.spread(times)
@@ -486,19 +504,20 @@ def convolution(emit, dry_run, budget_s):
 
 
 def conv_steps(f, a, dy):
-    """(forward, backward) as calls without arguments, both run once."""
+    """(forward, backward) of f(**a) as calls without arguments, and what they gave by name."""
     import torch
 
     args, kept = {n: v.detach().requires_grad_() for n, v in a.items()}, {}
 
     def forward():
         kept["y"] = f(**args)
+        return kept["y"]
 
     def backward():
-        torch.autograd.grad(kept["y"], list(args.values()), dy)
+        return torch.autograd.grad(kept["y"], list(args.values()), dy.to(kept["y"].dtype))
 
-    forward(), backward()
-    return forward, backward
+    results = {"y": forward().detach(), **{f"d{n}": g for n, g in zip(args, backward(), strict=True)}}
+    return forward, backward, results
 
 
 def convolution_summary(found, text):

@@ -380,7 +380,7 @@ def test_convolution_compiles_without_spills(tmp_path, architecture):
         pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
     registers, spills = compiled(tmp_path, architecture, native_cuda.conv_defines(BF16, 4))
     assert sorted(registers) == ["conv_backward", "conv_forward"] and spills == [0, 0]
-    assert max(registers.values()) <= 72  # 7 blocks of 128 threads a multiprocessor
+    assert max(registers.values()) <= (80 if architecture == "sm_100" else 72)  # 6 or 7 blocks of 128 threads a multiprocessor
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)

@@ -101,8 +101,9 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: 
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", (F32, BF16, F16))
-@pytest.mark.parametrize("B,T,D,W", [(2, 65, 70, 4), (1, 1, 5, 4), (3, 300, 256, 3), (2, 130, 33, 8), (1, 7, 9, 1), (1, 9, 5, 9)])
+@pytest.mark.parametrize("dtype,B,T,D,W", [
+    *((dtype, 2, 65, 70, 4) for dtype in (F32, BF16, F16)), *((dtype, 3, 300, 256, 4) for dtype in (F32, BF16, F16)),
+    (BF16, 1, 1, 5, 4), (F32, 2, 130, 33, 8), (BF16, 1, 7, 9, 1), (F32, 1, 9, 5, 9)])
 def test_gpu_conv(dtype, B, T, D, W):
     for kw in (dict(), dict(bias=False, state=False)):
         for silu in (True, False):
@@ -184,6 +185,15 @@ def test_conv_views_equal_contiguous_to_the_bit(dtype):
     assert torch.equal(g, h)
 
 
+def test_conv_states_of_any_strides():
+    a = conv_inputs(2, 12, 5, 4)
+    want = graded(causal_conv1d, a)
+    wide = torch.cat([a["state"], a["state"]], 2)[..., :5]
+    for state in (a["state"].transpose(1, 2).contiguous().transpose(1, 2), wide):
+        got = graded(causal_conv1d, {**a, "state": state})
+        assert not state.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+
+
 def test_conv_extreme_values_stay_finite():
     a = conv_inputs(1, 10, 17, 4)
     for scale in (1e-30, 1e3, 1e6, 1e15):
@@ -198,6 +208,8 @@ def test_conv_misfits_are_one_line():
         with pytest.raises(ValueError) as error:
             causal_conv1d(**{**a, **change})
         assert words in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="bias is on meta, x on cpu: move them to one device"):
+        causal_conv1d(**{**a, "bias": a["bias"].to("meta")})
 
 
 # ---------------------------------------------------------------------------------------------------------------- RMSNorm
