@@ -123,6 +123,14 @@ MATH uint16_t round_to_fp16(float v) { uint16_t u; asm("cvt.rn.f16.f32 %0, %1;" 
 MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(u)); return v; }
 MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
 MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }    // 1 ulp, no slow path
+// A store under a predicate. Of `if (here)` nvcc may make two copies of a loop, one for the lanes that write and one for those that
+// do not: the lanes of a warp then go through them one after the other.
+MATH void store_32(int here, void *p, float v) {
+    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(here), "l"(p), "f"(v) : "memory");
+}
+MATH void store_16(int here, void *p, uint16_t v) {
+    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(here), "l"(p), "h"(v) : "memory");
+}
 MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
@@ -155,6 +163,13 @@ MATH float to_float(Ahead<fp16> v) { return widen_fp16((uint16_t)v.bits); }
 MATH void set(float *p, float v) { *p = v; }
 MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
 MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
+MATH void set_if(int here, float *p, float v) { store_32(here, p, v); }
+MATH void set_if(int here, bf16 *p, float v) { store_16(here, p, round_to_bf16(v)); }
+MATH void set_if(int here, fp16 *p, float v) { store_16(here, p, round_to_fp16(v)); }
+template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       // SOME: it depends on the lane
+    if constexpr (SOME) set_if(here, p, v);
+    else if (here) set(p, v);
+}
 
 MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }       // 2 a - b, for which nvcc takes two additions
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
@@ -700,7 +715,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                 for (int j = 0; j < C * P; j++) sum[j / P] += S[j] * q[j % P];
                 float out = sum_states<L, C>(sum) + skip * xf[i];
                 if (gated) out *= gate[i] * sigmoid(gate[i]);
-                if (writer && within(t0 + i)) set(step_at(y, t0 + i, out_t), out);
+                write<(L > C)>(writer && within(t0 + i), step_at(y, t0 + i, out_t), out);
             }
         }
         keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
@@ -736,6 +751,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
     const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
+    const int64_t all = WHOLE ? a.B * a.T : tokens(a);
     const ChannelSums<P, L> channel_sums(at.lane);
     const int order = channel_sums.order;
     float G[C * P], drates[C * P], dskip = 0.0f, dbias = 0.0f;
@@ -818,7 +834,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 }
                 if (gate) {
                     const float out = sum_states<L, C>(sum) + skip * steps[i][0].x;
-                    if (in && at.owner) set(step_at((E *)((char *)a.dz + out_at), i, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
+                    write<(L > C)>(in && at.owner, step_at((E *)((char *)a.dz + out_at), i, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
                 }
                 channel_sums(dq, at.lane);
                 if (channel_sums.writer)
@@ -863,9 +879,13 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 const Sums<float> own = {sum_states<L, C>(dx), sum_states<L, C>(dsize)};
                 const StepGrads<float> d = U::finish(steps[i][0], own, pulled[0]);
                 dkk[i] = L == C || at.owner ? d.dkk : 0.0f;
-                if (in && at.owner) {
-                    set(step_at((E *)((char *)a.dx + out_at), i, out_t), d.dx + skip * gated[0]);
-                    set(step_at((E *)((char *)a.ddt + out_at), i, out_t), d.ddt);
+                E *dx_at = step_at((E *)((char *)a.dx + out_at), i, out_t), *ddt_at = step_at((E *)((char *)a.ddt + out_at), i, out_t);
+                if constexpr (L > C) {
+                    set_if(in && at.owner, dx_at, d.dx + skip * gated[0]);
+                    set_if(in && at.owner, ddt_at, d.ddt);
+                } else if (in) {
+                    set(dx_at, d.dx + skip * gated[0]);
+                    set(ddt_at, d.ddt);
                 }
                 dbias += in ? d.ddt : 0.0f;
                 dskip += gated[0] * steps[i][0].x;
@@ -883,14 +903,15 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 const int i = at.tid + n * THREADS, step = i / NP % SUB, j = i % NP, r = sub * SUB + step;
                 const bool of_k = i < SUB * NP;
                 if (i >= 2 * SUB * NP || j >= N || !within(t0 + r)) continue;
+                const float *rows = (of_k ? s.dk[0][step] : s.dq[0][step]) + j;
                 float sum = 0.0f, sum_kk = 0.0f;
                 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
-                    sum += (of_k ? s.dk : s.dq)[w][step][j];
+                    sum += rows[w * SUB * NP];
                     if (U::norm) sum_kk += s.dkk[w][step];
                 }
-                const int64_t to = (at.block * tokens(a) + at.row.start + t0 + r) * N + j;
-                (of_k ? a.dk : a.dq)[to] = of_k ? sum - 2.0f * s.k[r][j] * sum_kk : sum;
+                if (U::norm) sum -= pick(of_k, 2.0f * s.k[r][j] * sum_kk, 0.0f);
+                (of_k ? a.dk : a.dq)[(at.block * all + at.row.start + t0 + r) * N + j] = sum;
             }
             __syncthreads();                                             // before the next steps overwrite what is read here
         }

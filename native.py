@@ -247,8 +247,8 @@ def cuda_shape(B, T, D, N, multiprocessors, segments=True):
     S = max(1, min(-(-wanted // blocks), T // SEGMENT)) if segments else 1
     while P > 4 and L < 32 and S * B * -(-D // (CUDA_THREADS // L)) < wanted:
         P, L = P // 2, L * 2
-    pairs = L == 1 and P > 4  # half the states of two channels instead of all of one: the same registers and blocks
-    return ((P // 2, 2, 2) if pairs else (P, L, 1)), S
+    pairs = P > 4 and L < 32  # half the states of two channels instead of all of one: the same registers and blocks
+    return ((P // 2, L * 2, 2) if pairs else (P, L, 1)), S
 
 
 # ------------------------------------------------------------------------------------------------- calling the library
