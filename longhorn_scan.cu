@@ -174,7 +174,8 @@ template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       
 MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }       // 2 a - b, for which nvcc takes two additions
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
 MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // where 1 / (1 + inf) = 0 is what is wanted
-MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E, -LOG2E * bias)); }     // e^-(v + bias), or inf
+// e^-(v + bias), or inf; rounded as if v were, to 2^-24 of bias: an addition less than v + bias first, which would cancel exactly
+MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E, -LOG2E * bias)); }
 MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
@@ -448,14 +449,13 @@ template <int C> MATH void share(float own, float (&all)[C]) {           // the 
     if constexpr (C == 2) all[1] = __shfl_xor_sync(ALL_LANES, own, 1);
 }
 
-// Sums of P values over the lanes of a warp that are L apart: they hold the same states, of other channels. A butterfly that halves the values while it adds:
-// a lane sends one half of its values to the lane m away and adds what comes back to the other. 16 values over 32 lanes
-// take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states first .. first + kept, the same in `copies` lanes.
+// Sums of P values over the lanes of a warp that are L apart: they hold the same states, of other channels. A butterfly that
+// halves the values while it adds: a lane sends one half of its values to the lane m away and adds what comes back to the other.
+// 16 values over 32 lanes take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states first .. first + kept.
 // Which half a lane sends depends on the lane, and choosing costs two selects a value. So the lanes hold their states in
 // different orders, in groups of four: register i is state i ^ order, and the half to send is the upper registers in all.
 template <int P, int L> struct ChannelSums {
-    static const int channels = 32 / L;
-    static const int kept = P > channels ? P / channels : 1;
+    static const int kept = P > 32 / L ? P * L / 32 : 1;
     int first, order;
     bool writer;                                                         // one lane among those that hold the same sums
     __device__ __forceinline__ ChannelSums(int lane) {
@@ -822,7 +822,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
                 step_of(xs[i], dts[i], r, within(t0 + r), steps[i]);
-                share<C>(gate ? dyt * zt * sig : dyt, gated);
+                share<C>(gate ? dyt * (zt * sig) : dyt, gated);
                 s.gated[i][at.tid] = gated[0];
                 #pragma unroll
                 for (int j = 0; j < C * P; j++) kept[i][j] = U::keep(steps[i][j / P], S[j], k[j % P]);
@@ -845,7 +845,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
             for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D: dy and G are zero, so all they add is
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
-                __syncwarp();
+                __syncwarp();                                            // the same, and the neighbour's s.gated is there
                 float k[P], q[P], gated[C], dk[P] = {}, pulled[C] = {};
                 #pragma unroll
                 for (int n = 0; n < C; n++) gated[n] = s.gated[i][at.tid ^ n];
@@ -956,9 +956,9 @@ template <class U, class E, int P, int L, int C> MATH void scan_pulls(const Scan
         const int last = T - batch < KEYS ? T - batch : KEYS;
         #pragma unroll 4
         for (int r = last - 1; r >= 0; r--) {
-            const float zt = to_float(z(batch + r)), dyt = at.live[0] ? to_float(dy(batch + r)) : 0.0f;
+            const float zt = to_float(z(batch + r)), dyt = pick(at.live[0], to_float(dy(batch + r)), 0.0f);
             float k[P], q[P], gated[C];
-            share<C>(a.z ? dyt * zt * sigmoid(zt) : dyt, gated);
+            share<C>(a.z ? dyt * (zt * sigmoid(zt)) : dyt, gated);
             Step<float> steps[C];
             share_step<C>(U::step(0.0f, to_float(dt(batch + r)), bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
             read_four(s.k[0][r] + at.part * P, 0, k);

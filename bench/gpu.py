@@ -319,7 +319,7 @@ def build(emit, dry_run, budget_s):
 
     for what in BUILDS[:1]:
         first_call(what)  # alone: the time that a user waits for
-    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         if not dry_run:
             start = time.perf_counter()
             scans = pool.map(lambda kernels: native.build_cuda(*kernels), tested_kernels())

@@ -64,7 +64,7 @@ struct ShimBlock {
 inline ShimBlock *shim_block;
 
 inline void __syncthreads() { shim_block->barrier.wait(); }
-inline void __syncwarp() {}                            // none here orders anything: it holds the compiler for a GPU back
+inline void __syncwarp() {}                            // no need of one here: the shuffles before it are barriers already
 
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
     auto &warp = *shim_block->warps[threadIdx.x / 32];

@@ -372,6 +372,12 @@ def test_instructions_a_token_and_channel(tmp_path):
     found = instructions.count("longhorn", BF16, 16, "sm_90", tmp_path)
     assert 94 < found["forward"]["instructions"] <= 125 and 400 < found["backward"]["instructions"] <= 480
     assert found["forward"]["loops"][1] / 4 < found["forward"]["instructions"]  # a tile is 4 steps
+    # where the compiler lets the lanes of a warp part, it asks before each shuffle whether they have, and may run a loop twice
+    several = native.build_cuda("longhorn", BF16, (4, 4, 1), "sm_90", folder=tmp_path)[0]
+    for cubin in (tmp_path / "kernels.cubin", several):
+        codes = instructions.disassembled(cubin)
+        assert set(codes) >= set(native_cuda.SCAN_KERNELS)
+        assert not [name for name, code in codes.items() if any("BRA.DIV" in i for i in code.instructions)]
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
