@@ -114,7 +114,7 @@ def test_gpu_conv(dtype, B, T, D, W):
 def test_gpu_conv_of_views_repeats_to_the_bit_and_compiles():
     a = {n: v.cuda() for n, v in conv_inputs(4, 200, 96, 4, BF16).items()}
     wide = torch.cat([a["x"], a["x"] * torch.nan], -1)
-    want, compiled = graded(causal_conv1d, a), torch.compile(causal_conv1d, fullgraph=True)
+    want, compiled = graded(causal_conv1d, a), torch.compile(causal_conv1d, fullgraph=True, backend="aot_eager")
     for f, x in ((causal_conv1d, a["x"]), (causal_conv1d, wide.chunk(2, -1)[0]), (compiled, a["x"])):
         got = graded(f, {**a, "x": x})
         assert all(torch.equal(got[n], want[n]) for n in want)
