@@ -123,8 +123,8 @@ MATH uint16_t round_to_fp16(float v) { uint16_t u; asm("cvt.rn.f16.f32 %0, %1;" 
 MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(u)); return v; }
 MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
 MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }    // 1 ulp, no slow path
-// A store under a predicate. Of `if (here)` nvcc may make two copies of a loop, one for the lanes that write and one for those that
-// do not: the lanes of a warp then go through them one after the other.
+// A store under a predicate. Of `if (here)` nvcc may make two copies of a loop, one for the lanes that write and one for those
+// that do not: the lanes of a warp then go through them one after the other.
 MATH void store_32(int here, void *p, float v) {
     asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(here), "l"(p), "f"(v) : "memory");
 }
@@ -134,7 +134,7 @@ MATH void store_16(int here, void *p, uint16_t v) {
 MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
-// if ? a : b, which nvcc may turn into branches, and then it must ask before each shuffle whether the warp has drifted apart
+// if ? a : b, which nvcc may make branches of, and then it must ask before each shuffle whether the warp has drifted apart
 MATH float pick(int if_, float a, float b) {
     float v;
     asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }" : "=f"(v) : "r"(if_), "f"(a), "f"(b));
@@ -174,7 +174,7 @@ template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       
 MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }       // 2 a - b, for which nvcc takes two additions
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
 MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // where 1 / (1 + inf) = 0 is what is wanted
-// e^-(v + bias), or inf; rounded as if v were, to 2^-24 of bias: an addition less than v + bias first, which would cancel exactly
+// e^-(v + bias), or inf. In one fma, so v + bias is off by 2^-24 of the bias where the two cancel.
 MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E, -LOG2E * bias)); }
 MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }

@@ -91,22 +91,23 @@ def _(x, weight, bias, state, silu):
 @torch.library.custom_op("longhorn::conv_backward", mutates_args=())
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dstate); the last is empty without a state."""
+    """(dx, dweight, dbias, dstate); the last two are empty without a bias and a state."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = native.Kernels(native.ConvArgs, x, W=W, silu=int(silu))
     dx, rows = native.empty(x, B, T, D, dtype=kernels.dtype), B * kernels.segments
-    dweight, dbias = native.empty(x, rows, W, D), native.empty(x, rows, D)
+    dweight, dbias = native.empty(x, rows, W, D), native.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: where there is no step at all
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dstate = native.empty(x, 0) if dstate is None else dstate
-    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias.sum(0), dstate
+    dbias = native.empty(x, 0) if dbias is None else dbias.sum(0)
+    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate
 
 
 @_conv_backward.register_fake
 def _(dy, x, weight, bias, state, silu):
     D, W = weight.shape
-    return (native.empty(x, *x.shape, dtype=x.dtype), native.empty(x, D, W), native.empty(x, D),
+    return (native.empty(x, *x.shape, dtype=x.dtype), native.empty(x, D, W), native.empty(x, D if bias is not None else 0),
             native.empty(x, x.shape[0], W - 1, D) if state is not None else native.empty(x, 0))
 
 

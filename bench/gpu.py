@@ -322,8 +322,9 @@ def build(emit, dry_run, budget_s):
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         if not dry_run:
             start = time.perf_counter()
-            scans = pool.map(lambda kernels: native.build_cuda(*kernels), tested_kernels())
-            convolutions = pool.map(lambda dtype: native.build_cuda_conv(dtype, 4, tested_kernels()[0][-1]), native.DTYPES)
+            wanted = tested_kernels()
+            scans = pool.map(lambda kernels: native.build_cuda(*kernels), wanted)
+            convolutions = pool.map(lambda dtype: native.build_cuda_conv(dtype, 4, wanted[0][-1]), native.DTYPES)
             emit(kernels_of_the_tests=len([*scans, *convolutions]), seconds=time.perf_counter() - start)
         list(pool.map(first_call, BUILDS[1:] + SMALL))
     if failed:

@@ -364,7 +364,7 @@ def test_compiles_without_spills(tmp_path, architecture, update):
 
 
 def test_instructions_a_token_and_channel(tmp_path):
-    """What bounds these kernels, counted in the disassembly; 116 and 445 when this was written."""
+    """What bounds these kernels, counted in the disassembly; 114 and 440 when this was written."""
     from bench import instructions
 
     if COMPILERS["nvcc"] is None and COMPILERS["nvrtc"] is None or instructions.nvdisasm() is None:
