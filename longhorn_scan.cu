@@ -134,6 +134,17 @@ MATH void store_16(int here, void *p, uint16_t v) {
 MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
+// A copy from global to shared memory that goes on while the lane does other things: begun, closed into a group with those
+// begun since the last, awaited by its own lane; other lanes see it behind a barrier after that.
+template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
+    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(global) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(global), "n"(BYTES) : "memory");
+}
+// A number that nvcc knows nothing of: or else it computes what follows from it long before, in registers that are scarce.
+MATH int fresh(int n) { asm volatile("" : "+r"(n)); return n; }
+MATH void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> MATH void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }   // but the last LEFT groups
 // if ? a : b, which nvcc may make branches of, and then it must ask before each shuffle whether the warp has drifted apart
 MATH float pick(int if_, float a, float b) {
     float v;
@@ -520,32 +531,53 @@ template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((ch
 // of a row, or GROUPS times four, W items a row; first come all items of k, then those of q.
 template <class U, class E, int NP> struct KeyRows {
     static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = KEYS * W, PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
+    struct Raw { struct alignas(4 * sizeof(E)) { E v[4]; } item[PASSES][GROUPS][THREADS]; };
     const E *from;                                                       // at this lane's row and column of k or, in its turn, of q
     int stride, row, left;                                               // left: columns from this lane's on
     const E *from_q;                                                     // where a pass reads k or q, not both
     int stride_q;
     E v[PASSES][GROUPS][4];
     __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r) {
-        const int column = threadIdx.x % W * 4;
-        const bool of_k = PASSES > 1 || threadIdx.x < ITEMS;
+        const int lane = fresh(threadIdx.x);
+        const int column = lane % W * 4;
+        const bool of_k = PASSES > 1 || lane < ITEMS;
         from_q = (const E *)a.q + offset(r, a.q_b, a.q_t) + column;
         stride_q = (int)(a.q_t * sizeof(E));
         from = of_k ? (const E *)a.k + offset(r, a.k_b, a.k_t) + column : from_q;
         stride = of_k ? (int)(a.k_t * sizeof(E)) : stride_q;
-        row = threadIdx.x % ITEMS / W;
-        left = threadIdx.x < 2 * ITEMS ? (int)a.N - column : 0;
+        row = lane % ITEMS / W;
+        left = lane < 2 * ITEMS ? (int)a.N - column : 0;
+    }
+    __device__ __forceinline__ const E *at_step(int t, int p) const {
+        return PASSES > 1 && p * THREADS >= ITEMS ? step_at(from_q, t, stride_q) : step_at(from, t, stride);
     }
     __device__ __forceinline__ void load(int t0, int T) {
         #pragma unroll
         for (int p = 0; p < PASSES; p++) {
-            const bool q_turn = PASSES > 1 && p * THREADS >= ITEMS;
             const int t = t0 + row + p * THREADS % ITEMS / W, here = t < T ? left : 0;
-            const E *at = q_turn ? step_at(from_q, t, stride_q) : step_at(from, t, stride);
+            const E *at = at_step(t, p);
             #pragma unroll
             for (int g = 0; g < GROUPS; g++)
                 #pragma unroll
                 for (int i = 0; i < 4; i++) v[p][g][i] = g * 4 * W + i < here ? at[g * 4 * W + i] : E{};
         }
+    }
+    // The same by way of shared memory, where all KEYS rows and all columns are there: begun here, taken once they have arrived.
+    __device__ __forceinline__ void begin(Raw &raw, int t0) const {
+        #pragma unroll
+        for (int p = 0; p < PASSES; p++)
+            #pragma unroll
+            for (int g = 0; g < GROUPS; g++)
+                if (2 * ITEMS >= THREADS || threadIdx.x < 2 * ITEMS)
+                    copy_begin<4 * sizeof(E)>(&raw.item[p][g][threadIdx.x], at_step(t0 + row + p * THREADS % ITEMS / W, p) + g * 4 * W);
+    }
+    __device__ __forceinline__ void take(const Raw &raw) {
+        #pragma unroll
+        for (int p = 0; p < PASSES; p++)
+            #pragma unroll
+            for (int g = 0; g < GROUPS; g++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) v[p][g][i] = raw.item[p][g][threadIdx.x].v[i];
     }
     __device__ __forceinline__ void store(float (*to_k)[NP], float (*to_q)[NP], float *kk) const {
         #pragma unroll
@@ -603,6 +635,42 @@ template <class E> struct Channel {
     __device__ __forceinline__ Ahead<E> operator()(int t) const { return read(step_at(row, t, stride)); }
 };
 
+// Rows of TENSORS (B, T, D) tensors on their way to a warp, ROWS steps of its channels a stage, by asynchronous copies of 16
+// bytes a lane. They need no registers while they are on their way; and a warp has six scoreboards to wait by, which reads ahead
+// into registers share with all else that takes long, so that what waits for a shuffle may find itself waiting for memory.
+struct Source { const void *p; int64_t stride_b, stride_t; };
+template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
+    static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
+    static const int EACH = ROWS * PIECES;                               // pieces of a tensor in a stage
+    static const int TOGETHER = EACH < 32 ? 32 / EACH : 1, PASSES = EACH < 32 ? 1 : EACH / 32;     // tensors a pass, passes a tensor
+    static const int SETS = (TENSORS + TOGETHER - 1) / TOGETHER;         // of tensors that are fetched together
+    static const bool fits = BYTES >= 16;
+    struct alignas(16) Stage { E row[TENSORS][ROWS][CHANNELS]; };
+    const char *from[SETS];                                              // this lane's piece of its row, at step 0
+    int stride[SETS], lane;
+    __device__ __forceinline__ WarpRows(int lane, const Row &r, int channel, const Source (&all)[TENSORS]) : lane(lane) {
+        #pragma unroll
+        for (int s = 0; s < SETS; s++) {
+            #pragma unroll
+            for (int n = 0; n < TOGETHER && s * TOGETHER + n < TENSORS; n++) {
+                if (n && lane / EACH != n) continue;
+                const Source &one = all[s * TOGETHER + n];
+                from[s] = (const char *)((const E *)one.p + offset(r, one.stride_b, one.stride_t) + channel);
+                stride[s] = (int)(one.stride_t * sizeof(E));
+            }
+            from[s] = step_at(from[s], lane / PIECES % ROWS, stride[s]) + lane % PIECES * 16;
+        }
+    }
+    template <int FIRST = TENSORS> __device__ __forceinline__ void begin(Stage &stage, int t) const {    // of the FIRST tensors at least
+        #pragma unroll
+        for (int s = 0; s * TOGETHER < FIRST; s++)
+            #pragma unroll
+            for (int p = 0; p < PASSES; p++)
+                if ((s + 1) * TOGETHER <= TENSORS || lane / EACH < TENSORS - s * TOGETHER)
+                    copy_begin<16>((char *)&stage + ((s * PASSES + p) * 32 + lane) * 16, step_at(from[s], t + p * (32 / PIECES), stride[s]));
+    }
+};
+
 // S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
 template <class U, int L, int P, int C, class R> MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
@@ -627,7 +695,13 @@ template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
 // WHOLE, of the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a gate, so that
 // nothing need be asked a step. Nearly every call is so, and asking takes a tenth of the backward's instructions.
 
+#define STAGES 4                                       // of the forward's rows, TILE steps each; divides KEYS / TILE
 template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEYS][P * L], kk[2][KEYS]; };   // two buffers
+template <class U, class E, int P, int L, int C> struct WholeShared : ForwardShared<P, L> {
+    typedef WarpRows<E, L, C, 3, TILE> Rows;                             // of x, dt, z
+    typename Rows::Stage rows[THREADS / 32][STAGES];
+    typename KeyRows<U, E, P * L>::Raw raw;
+};
 
 // Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
 // after each segment as if it had begun from zero, and the product of its forget gates; `combine` turns these into the state
@@ -636,13 +710,16 @@ template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEY
 MATH bool is_segment(const ScanArgs &a, int row, int64_t which) { return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which; }
 
 template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
+    typedef WholeShared<U, E, P, L, C> Shared;
     constexpr int NP = P * L;
+    constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
+    Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
     const Place<L, C> at(a);
     if (ENDS && is_segment(a, at.b, a.segments - 1)) return;
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.channel[0];
-    const bool gated = WHOLE || (!ENDS && a.z), writer = !ENDS && (WHOLE || at.live[0]) && at.owner;
+    const bool gated = !ENDS && (WHOLE || a.z), writer = !ENDS && (WHOLE || at.live[0]) && at.owner;
     auto within = [&](int t) { return WHOLE || t < T; };
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t);
     const Channel<E> z = gated ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
@@ -669,8 +746,22 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
         }
     };
     KeyRows<U, E, NP> keys(a, at.row);
-    keys.load(0, T);
-    if (T > 0) read_rows(0);                                             // a packed sequence may be empty
+    const int own = at.channel[0] % Shared::Rows::CHANNELS;              // among the warp's channels
+    const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}});
+    auto begin_rows = [&](int t) {
+        rows.template begin<ENDS ? 2 : 3>(async.rows[at.warp][t / TILE % STAGES], t < T ? t : T - TILE);
+        copy_group();
+    };
+    if constexpr (ASYNC) {
+        keys.begin(async.raw, 0);
+        #pragma unroll
+        for (int n = 0; n < STAGES - 1; n++) begin_rows(n * TILE);
+        copy_wait<STAGES - 2>();
+        keys.take(async.raw);
+    } else {
+        keys.load(0, T);
+        if (T > 0) read_rows(0);                                         // a packed sequence may be empty
+    }
     keys.store(s.k[0], s.q[0], s.kk[0]);
     __syncthreads();
     int buffer = 0;
@@ -685,17 +776,24 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                     saved = step_at(saved, 1, (int)(a.D * sizeof(float)));
                 }
             }
-        keys.load(batch + KEYS, T);                                      // in flight while this batch is computed
+        if constexpr (ASYNC) keys.begin(async.raw, batch + KEYS < T ? batch + KEYS : batch);
+        else keys.load(batch + KEYS, T);                                 // in flight while this batch is computed
         #pragma unroll 1
         for (int t0 = batch; t0 < batch + KEYS && within(t0); t0 += TILE) {
             float xf[TILE], dtf[TILE], gate[TILE];
+            if constexpr (ASYNC) {
+                copy_wait<STAGES - 2>();
+                __syncwarp();                                            // all lanes' copies are there, and the stage before is read
+                begin_rows(t0 + (STAGES - 1) * TILE);
+            }
             #pragma unroll
             for (int i = 0; i < TILE; i++) {
-                xf[i] = to_float(xs[i]);
-                dtf[i] = to_float(dts[i]);
-                gate[i] = ENDS ? 0.0f : to_float(zs[i]);
+                auto &now = async.rows[at.warp][t0 / TILE % STAGES].row;
+                xf[i] = ASYNC ? to_float(now[0][i][own]) : to_float(xs[i]);
+                dtf[i] = ASYNC ? to_float(now[1][i][own]) : to_float(dts[i]);
+                gate[i] = ENDS ? 0.0f : ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]);
             }
-            read_rows(t0 + TILE);
+            if (!ASYNC) read_rows(t0 + TILE);
             const float *key = s.k[buffer][t0 - batch] + at.part * P, *query = s.q[buffer][t0 - batch] + at.part * P;
             #pragma unroll
             for (int i = 0; i < TILE; i++) {
@@ -718,9 +816,11 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                 write<(L > C)>(writer && within(t0 + i), step_at(y, t0 + i, out_t), out);
             }
         }
+        if constexpr (ASYNC) keys.take(async.raw);                       // begun before rows that have been awaited
         keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
         __syncthreads();                                                 // the other buffer is full, this one is free
     }
+    if (ASYNC) copy_wait<0>();                                           // none may arrive when the block is gone
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
@@ -733,16 +833,25 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
 
 // Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what the
 // block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
-template <class U, int P, int L, int C> struct BackwardShared {
+template <class U, int P, int L, int C, int STATES> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
-    Four states[CHUNK / SUB][C * P / 4][THREADS];
+    Four states[STATES][C * P / 4][THREADS];
     float gated[SUB][THREADS], rates[U::rates ? C * P : 1][THREADS];     // a lane's own: in registers something would spill
     float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
 };
+template <class U, class E, int P, int L, int C, int STATES> struct AsyncBackwardShared : BackwardShared<U, P, L, C, STATES> {
+    typedef WarpRows<E, L, C, 4, SUB> Rows;                              // of x, dt, z, dy
+    typename Rows::Stage rows[THREADS / 32][2];
+    typename KeyRows<U, E, P * L>::Raw raw[CHUNK / KEYS];
+};
 
 template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
-    constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB;
-    BackwardShared<U, P, L, C> &s = *(BackwardShared<U, P, L, C> *)SHARED_MEMORY;
+    typedef WarpRows<E, L, C, 4, SUB> Rows;
+    constexpr bool ASYNC = WHOLE && Rows::fits;
+    constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB, STATES = ASYNC ? SUBS - 1 : SUBS;
+    typedef AsyncBackwardShared<U, E, P, L, C, STATES> Shared;
+    BackwardShared<U, P, L, C, STATES> &s = *(BackwardShared<U, P, L, C, STATES> *)SHARED_MEMORY;
+    Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
     const Place<L, C> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.channel[0];
@@ -764,64 +873,133 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
         drates[i] = 0.0f;
     }
     auto rate = [&](int i) { return U::rates ? s.rates[i][at.tid] : 0.0f; };
-    auto step_of = [&](Ahead<E> xt, Ahead<E> dtt, int r, bool inside, Step<float> (&all)[C]) {
+    auto step_of = [&](auto xt, auto dtt, int r, bool inside, Step<float> (&all)[C]) {
         Step<float> step = U::step(to_float(xt), to_float(dtt), bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
         share_step<C>(step, all);
     };
-    for (int t0 = ((int)ceil_div(T, CHUNK) - 1) * CHUNK; t0 >= 0; t0 -= CHUNK) {
+    // Stages of rows follow one another as the walk below asks for them: the sub-chunks of a chunk forwards but for the last, x and
+    // dt alone; then all of them backwards. The next is on its way while one is worked on, that of the next chunk too.
+    const int own = c % Rows::CHANNELS;                                  // among the warp's channels
+    const Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
+    int stage = 0;
+    auto begin_keys = [&](int t0) {
+        const KeyRows<U, E, NP> keys(a, at.row);
+        #pragma unroll
+        for (int r = 0; r < CHUNK; r += KEYS) keys.begin(async.raw[r / KEYS], t0 + r);
+    };
+    auto arrived = [&]() {                                               // the stage asked for last: for the whole warp
+        copy_wait<0>();
+        __syncwarp();
+        stage ^= 1;
+    };
+    auto states_before = [&](int t0, int n) {                            // of channel n, where the forward kept them
+        return a.chunks + ((at.row.chunk + t0 / CHUNK) * N + at.part * P) * a.D + at.channel[n];
+    };
+    auto begin_states = [&](Four (*to)[THREADS], int t0) {
+        t0 = fresh(t0);
+        #pragma unroll
+        for (int n = 0; n < C; n++) {
+            const float *from = states_before(t0, n);
+            #pragma unroll
+            for (int i = 0; i < P; i++) {
+                copy_begin<4>(&to[(n * P + (i ^ order)) / 4][at.tid].v[i % 4], from);
+                from = step_at(from, 1, (int)(a.D * sizeof(float)));
+            }
+        }
+    };
+    // Where in s.states those before sub-chunk `sub` are. If ASYNC there is no room for the first, which come again from memory
+    // once those of later sub-chunks have been read, into their places: this chunk's and the next chunk's.
+    constexpr int HERE = SUBS - 2, NEXT = SUBS - 3;
+    auto place_of = [](int sub) { return !ASYNC ? sub : sub ? sub - 1 : HERE; };
+    const int last = ((int)ceil_div(T, CHUNK) - 1) * CHUNK;
+    if constexpr (ASYNC) {
+        begin_keys(last);
+        if (last >= 0) begin_states(s.states[NEXT], last);
+        rows.template begin<2>(async.rows[at.warp][1], last);
+        copy_group();
+    }
+    for (int t0 = last; t0 >= 0; t0 -= CHUNK) {
+        float S[C * P];
         KeyRows<U, E, NP> keys(a, at.row);                               // made again for each chunk: fewer registers
+        if constexpr (ASYNC) {
+            copy_wait<0>();
+            get_own(s.states[NEXT], at.tid, S);
+        } else {
+            #pragma unroll
+            for (int i = 0; i < C * P; i++) {
+                const int j = at.part * P + (i % P ^ order);
+                S[i] = j < N ? states_before(t0, i / P)[(i % P ^ order) * a.D] : 0.0f;
+            }
+            put_own(s.states[0], at.tid, S);
+        }
         #pragma unroll 1
         for (int r = 0; r < CHUNK; r += KEYS) {
-            keys.load(t0 + r, T);
+            if constexpr (ASYNC) keys.take(async.raw[r / KEYS]);
+            else keys.load(t0 + r, T);
             keys.store(s.k + r, s.q + r, s.kk + r);
         }
+        if (ASYNC && t0) begin_keys(t0 - CHUNK);
         __syncthreads();
-        float S[C * P];
-        #pragma unroll
-        for (int i = 0; i < C * P; i++) {
-            const int j = at.part * P + (i % P ^ order);
-            S[i] = j < N ? a.chunks[((at.row.chunk + t0 / CHUNK) * N + j) * a.D + at.channel[i / P]] : 0.0f;
-        }
         #pragma unroll 1
-        for (int sub = 0; sub < SUBS; sub++) {                           // forward once, keeping a state every SUB steps
-            put_own(s.states[sub], at.tid, S);
-            if (sub + 1 == SUBS) break;
+        for (int sub = 0; sub + 1 < SUBS; sub++) {                       // forward once, keeping a state every SUB steps
+            if constexpr (ASYNC) {
+                arrived();
+                if (sub + 2 < SUBS) rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);
+                else rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);
+                copy_group();
+            }
+            auto &now = async.rows[at.warp][stage].row;
             #pragma unroll
             for (int i = 0; i < SUB; i++) {
                 const int r = sub * SUB + i, t = within(t0 + r) ? t0 + r : T - 1;
                 float k[P];
                 read_four(s.k[r] + at.part * P, order, k);
                 Step<float> step[C];
-                step_of(x(t), dt(t), r, within(t0 + r), step);
+                if constexpr (ASYNC) step_of(now[0][i][own], now[1][i][own], r, true, step);
+                else step_of(x(t), dt(t), r, within(t0 + r), step);
                 next_states<U, L>(step, S, k, rate);
             }
+            put_own(s.states[place_of(sub + 1)], at.tid, S);
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
             const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.D + c) * (int64_t)sizeof(E);      // in dx, ddt and dz
-            float kept[SUB][C * P], dkk[SUB];                            // kept[0] is made from s.states again: fewer registers
+            float kept[SUB][C * P], dkk[SUB];
             Step<float> steps[SUB][C];
             Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];
-            #pragma unroll
-            for (int i = 0; i < SUB; i++) {                              // all at once, ahead of their use
-                const int r = t0 + sub * SUB + i, t = within(r) ? r : T - 1;
-                xs[i] = x(t);
-                dts[i] = dt(t);
-                dys[i] = dy(t);
-                zs[i] = z(t);
+            if constexpr (ASYNC) {
+                arrived();
+                if (sub == 1) {                                          // the states of later sub-chunks have been read
+                    begin_states(s.states[HERE], t0);
+                    if (t0) begin_states(s.states[NEXT], t0 - CHUNK);
+                }
+                rows.begin(async.rows[at.warp][stage ^ 1], sub ? t0 + (sub - 1) * SUB : t0 ? t0 - CHUNK : 0);
+                copy_group();
+            } else {
+                #pragma unroll
+                for (int i = 0; i < SUB; i++) {                          // all at once, ahead of their use
+                    const int r = t0 + sub * SUB + i, t = within(r) ? r : T - 1;
+                    xs[i] = x(t);
+                    dts[i] = dt(t);
+                    dys[i] = dy(t);
+                    zs[i] = z(t);
+                }
             }
-            get_own(s.states[sub], at.tid, S);
+            auto &now = async.rows[at.warp][stage].row;
+            get_own(s.states[place_of(sub)], at.tid, S);
             #pragma unroll
             for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
                 __syncwarp();                                            // or else steps are mixed until registers spill
-                const float dyt = in ? to_float(dys[i]) : 0.0f, zt = to_float(zs[i]), sig = sigmoid(zt);
+                const float zt = ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]), sig = sigmoid(zt);
+                const float dyt = !in ? 0.0f : ASYNC ? to_float(now[3][i][own]) : to_float(dys[i]);
                 float k[P], q[P], gated[C], sum[C] = {}, dq[P] = {};
                 read_four(s.k[r] + at.part * P, order, k);
                 read_four(s.q[r] + at.part * P, order, q);
-                step_of(xs[i], dts[i], r, within(t0 + r), steps[i]);
+                if constexpr (ASYNC) step_of(now[0][i][own], now[1][i][own], r, true, steps[i]);
+                else step_of(xs[i], dts[i], r, within(t0 + r), steps[i]);
                 share<C>(gate ? dyt * (zt * sig) : dyt, gated);
                 s.gated[i][at.tid] = gated[0];
                 #pragma unroll
@@ -857,8 +1035,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                     if (U::whole) pulled[j / P] += G[j] * k[j % P];
                 }
                 if (U::whole) share<C>(sum_states<L, C>(pulled), pulled);
-                if (i == 0) {
-                    get_own(s.states[sub], at.tid, kept[0]);
+                if (i == 0) {                                            // made again: fewer registers
+                    get_own(s.states[place_of(sub)], at.tid, kept[0]);
                     #pragma unroll
                     for (int j = 0; j < C * P; j++) kept[0][j] = U::keep(steps[0][j / P], kept[0][j], k[j % P]);
                 }
@@ -916,6 +1094,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
             __syncthreads();                                             // before the next steps overwrite what is read here
         }
     }
+    if (ASYNC) copy_wait<0>();                                           // none may arrive when the block is gone
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + (i % P ^ order);
@@ -929,15 +1108,19 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
 }
 
 // What a segment's own dy leaves of G = dL/dS before its first step, and the product of its forget gates.
-template <class U, class E, int P, int L, int C> MATH void scan_pulls(const ScanArgs &a) {
+template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pulls(const ScanArgs &a) {
+    typedef WholeShared<U, E, P, L, C> Shared;
     constexpr int NP = P * L;
+    constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;      // one of its two buffers
+    Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
     const Place<L, C> at(a);
     if (is_segment(a, at.b, 0)) return;
     const int T = (int)at.row.T, N = (int)a.N;
     const int b = at.b, c = at.channel[0];
+    const bool gate = WHOLE || a.z, live = WHOLE || at.live[0];
     const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
-    const Channel<E> z = a.z ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : dy;
+    const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : dy;
     const float bias = a.bias ? a.bias[c] : 0.0f;
     float G[C * P], rates[C * P], forgot[C * P];
     #pragma unroll
@@ -947,35 +1130,61 @@ template <class U, class E, int P, int L, int C> MATH void scan_pulls(const Scan
         G[i] = 0.0f;
         forgot[i] = 1.0f;
     }
+    auto step_back = [&](int r, float dtt, float zt, float dyt) {        // over row r of the batch of keys
+        float k[P], q[P], gated[C];
+        dyt = pick(live, dyt, 0.0f);
+        share<C>(gate ? dyt * (zt * sigmoid(zt)) : dyt, gated);
+        Step<float> steps[C];
+        share_step<C>(U::step(0.0f, dtt, bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
+        read_four(s.k[0][r] + at.part * P, 0, k);
+        read_four(s.q[0][r] + at.part * P, 0, q);
+        #pragma unroll
+        for (int j = 0; j < C * P; j++) {
+            const float kept = U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
+            G[j] = (G[j] + gated[j / P] * q[j % P]) * kept;
+            forgot[j] *= kept;
+        }
+    };
     KeyRows<U, E, NP> keys(a, at.row);
+    const int own = c % Shared::Rows::CHANNELS;                          // among the warp's channels
+    const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
+    auto begin_rows = [&](int t) { rows.begin(async.rows[at.warp][(t / TILE + STAGES) % STAGES], t < 0 ? 0 : t); copy_group(); };
+    if constexpr (ASYNC) {
+        keys.begin(async.raw, T - KEYS);
+        #pragma unroll
+        for (int n = 1; n < STAGES; n++) begin_rows(T - n * TILE);
+        copy_wait<STAGES - 2>();
+    }
     for (int batch = ((int)ceil_div(T, KEYS) - 1) * KEYS; batch >= 0; batch -= KEYS) {
-        keys.load(batch, T);
+        if constexpr (ASYNC) keys.take(async.raw);                       // begun before rows that have been awaited
+        else keys.load(batch, T);
         __syncthreads();                                                 // the batch before is read
         keys.store(s.k[0], s.q[0], s.kk[0]);
         __syncthreads();
-        const int last = T - batch < KEYS ? T - batch : KEYS;
-        #pragma unroll 4
-        for (int r = last - 1; r >= 0; r--) {
-            const float zt = to_float(z(batch + r)), dyt = pick(at.live[0], to_float(dy(batch + r)), 0.0f);
-            float k[P], q[P], gated[C];
-            share<C>(a.z ? dyt * (zt * sigmoid(zt)) : dyt, gated);
-            Step<float> steps[C];
-            share_step<C>(U::step(0.0f, to_float(dt(batch + r)), bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
-            read_four(s.k[0][r] + at.part * P, 0, k);
-            read_four(s.q[0][r] + at.part * P, 0, q);
-            #pragma unroll
-            for (int j = 0; j < C * P; j++) {
-                const float gate = U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
-                G[j] = (G[j] + gated[j / P] * q[j % P]) * gate;
-                forgot[j] *= gate;
+        if constexpr (ASYNC) {
+            keys.begin(async.raw, batch ? batch - KEYS : 0);
+            #pragma unroll 1
+            for (int t = batch + KEYS - TILE; t >= batch; t -= TILE) {
+                copy_wait<STAGES - 2>();
+                __syncwarp();                                            // as in the forward
+                begin_rows(t - (STAGES - 1) * TILE);
+                auto &now = async.rows[at.warp][t / TILE % STAGES].row;
+                #pragma unroll
+                for (int i = TILE - 1; i >= 0; i--)
+                    step_back(t - batch + i, to_float(now[0][i][own]), to_float(now[1][i][own]), to_float(now[2][i][own]));
             }
+        } else {
+            const int last = T - batch < KEYS ? T - batch : KEYS;
+            #pragma unroll 4
+            for (int r = last - 1; r >= 0; r--) step_back(r, to_float(dt(batch + r)), to_float(z(batch + r)), to_float(dy(batch + r)));
         }
     }
+    if (ASYNC) copy_wait<0>();
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
         const int64_t to = (b * a.D + at.channel[i / P]) * N + j;
-        if (j < N && at.live[i / P]) { a.hT[to] = G[i]; a.decay[to] = forgot[i]; }
+        if (j < N && (WHOLE || at.live[i / P])) { a.hT[to] = G[i]; a.decay[to] = forgot[i]; }
     }
 }
 
@@ -1131,7 +1340,8 @@ template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
 
 // -------------------------------------------------------------------------------------------- CUDA: what native.py loads
 // One cubin for an update, dtype, P, L and C, or for a dtype and width of the convolution: a few kernels compile in seconds, all
-// combinations would take minutes. `facts`: what native.py must agree with, a block's channels, each kernel's shared memory.
+// combinations would take minutes. `facts`: what native.py must agree with, a block's channels, the states
+// of a channel, each kernel's shared memory.
 
 #define KERNEL(name, blocks, Args, body) \
     __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
@@ -1144,7 +1354,7 @@ typedef SCAN_TYPE E;
 // where the compiler finds the registers without spilling; elsewhere two.
 #define FORWARD_BLOCKS (U::rates || SCAN_L > SCAN_C ? 3 : 4)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-#define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > SCAN_C ? 2 : 3)
+#define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > SCAN_C || sizeof(E) == 4 ? 2 : 3)
 #else
 #define BACKWARD_BLOCKS 2
 #endif
@@ -1155,12 +1365,17 @@ KERNEL(forward_whole_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_
 KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
 KERNEL(backward_whole_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
 KERNEL(ends_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, false>(a)))
-KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C>(a)))
+KERNEL(ends_whole_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, true>(a)))
+KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
+KERNEL(pulls_whole_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L>)
-#define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C>)
-__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, FORWARD_BYTES, FORWARD_BYTES,
-                              BACKWARD_BYTES, BACKWARD_BYTES, FORWARD_BYTES, FORWARD_BYTES, 0};
+#define WHOLE_BYTES sizeof(WholeShared<U, E, SCAN_P, SCAN_L, SCAN_C>)
+#define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB>)
+#define WHOLE_BACKWARD_BYTES sizeof(AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1>)
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, SCAN_P * SCAN_L, FORWARD_BYTES, WHOLE_BYTES,
+                              BACKWARD_BYTES, WHOLE_BACKWARD_BYTES, FORWARD_BYTES, WHOLE_BYTES, FORWARD_BYTES,
+                              WHOLE_BYTES, 0};
 }
 #endif
 
@@ -1173,7 +1388,7 @@ KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)
 #define CONV_BLOCKS 7
 #endif
 KERNEL(conv_backward_kernel, CONV_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
-__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 0};
+__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 0, 0};
 }
 #endif
 

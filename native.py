@@ -33,7 +33,12 @@ MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of longhorn_scan.cu
 CUDA_THREADS = 128  # THREADS of longhorn_scan.cu
 CONV_TILE = 64  # steps that one thread of the CUDA convolution takes; CONV_TILE of longhorn_scan.cu
 SEGMENT = 128  # steps: the least that T is split into on a GPU
+LONE, JOINING = 1.5, {"forward": 0.9, "backward": 0.25}  # see cuda_segments
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
+FETCHED = {  # by the kernels that have a variant for whole chunks and blocks: these rows
+    "forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy"), "ends_kernel": ("x", "dt"),
+    "pulls_kernel": ("dt", "z", "dy"),
+}
 
 
 # ------------------------------------------------------------------------------------------------------ which body runs
@@ -231,24 +236,39 @@ def _load_cuda(what, path, seconds, kernels, args_class, architecture, device):
     return module
 
 
+@functools.cache
 def cuda_shape(B, T, D, N, multiprocessors, segments=True):
-    """((P, L, C), S): L lanes share C channels, each with P states of every one (P * L >= N); T is split into S segments.
+    """(P, L, C): L lanes share C channels, each with P states of every one (P * L >= N).
 
-    As many lanes as channels, with 16 states each, and one segment do the least work; where that leaves multiprocessors idle,
-    T is split into segments of at least SEGMENT steps, and what is still missing comes from spreading a channel over more
-    lanes, down to 4 states each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
+    As many lanes as channels, with 16 states each, do the least work. Where that leaves multiprocessors idle, T is split
+    (`cuda_segments`, if `segments`), and what is still missing comes from spreading a channel over more lanes, down to 4
+    states each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
     """
     if N > 256:  # the backward of more would not find its shared memory on any GPU
         raise ValueError(f"scan: the CUDA kernels take up to 256 states a channel, got {N}: use backend='torch'")
     states = max(4, 1 << (N - 1).bit_length())
     P = min(16, states)
     L = states // P
-    blocks, wanted = B * -(-D // (CUDA_THREADS // L)), 2 * multiprocessors
-    S = max(1, min(-(-wanted // blocks), T // SEGMENT)) if segments else 1
-    while P > 4 and L < 32 and S * B * -(-D // (CUDA_THREADS // L)) < wanted:
+    most = max(1, T // SEGMENT) if segments else 1
+    while P > 4 and L < 32 and most * B * -(-D // (CUDA_THREADS // L)) < 2 * multiprocessors:
         P, L = P // 2, L * 2
     pairs = P > 4 and L < 32  # half the states of two channels instead of all of one: the same registers and blocks
-    return ((P // 2, L * 2, 2) if pairs else (P, L, 1)), S
+    return (P // 2, L * 2, 2) if pairs else (P, L, 1)
+
+
+@functools.cache
+def cuda_segments(blocks, T, multiprocessors, joining):
+    """Into how many segments of at least SEGMENT steps T is best split, for a kernel of `blocks` blocks a segment.
+
+    joining: what the pass that joins the segments takes, of the kernel's own time. A multiprocessor with n blocks takes n
+    times as long as one of a full GPU, but never less than LONE: a block alone waits for itself. Not measured: by the
+    schedules of bench/schedule.py.
+    """
+    time = lambda n: max(LONE, -(-n // multiprocessors))
+    cost = lambda S: (time(S * blocks) + (S > 1) * joining * time((S - 1) * blocks)) / S
+    every = range(1, max(1, T // SEGMENT) + 1)
+    best = min(map(cost, every))
+    return next(S for S in every if cost(S) <= 1.05 * best)  # each costs memory too
 
 
 # ------------------------------------------------------------------------------------------------- calling the library
@@ -263,10 +283,10 @@ class Kernels:
     """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels compute rows in.
 
     update: of the scan, one of UPDATES, or None for the convolution; rows: how many there are, if they are packed sequences
-    and not the B of x.
+    and not the B of x; direction: of the scan, for its segments of T.
     """
 
-    def __init__(self, args_class, x, update=None, rows=None, **sizes):
+    def __init__(self, args_class, x, update=None, rows=None, direction="forward", **sizes):
         (B, T, D), self.device = x.shape, x.device
         B = B if rows is None else rows
         if update is not None:
@@ -280,9 +300,12 @@ class Kernels:
                 self.module = cuda_conv_module(x.dtype, sizes["W"], architecture, x.device.index)
             else:
                 can_split = rows is None and update != "exact"  # its transition is a matrix, and products of those are N x N
-                shape, self.segments = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
+                shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
                 self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
                 channels = CUDA_THREADS // shape[1] * shape[2]  # a block's
+                if can_split:
+                    blocks = B * -(-D // channels)
+                    self.segments = cuda_segments(blocks, T, gpu.multi_processor_count, JOINING[direction])
             if T >= 2**31 - CUDA_THREADS or D * 4 >= 2**31:  # a kernel counts steps, and bytes from one to the next, in 32 bits
                 raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to {2**31 - CUDA_THREADS - 1} and "
                                  f"{2**29 - 1}: use backend='torch'")
@@ -330,11 +353,21 @@ class Kernels:
 
     def launch(self, module, function, threads, stream):
         a, kernel = self.args, function.removeprefix("longhorn_scan_").removeprefix("causal_") + "_kernel"
-        if kernel in ("forward_kernel", "backward_kernel") and a.z and not a.cu and not a.T % CHUNK and not a.D % module.channels:
+        if kernel in FETCHED and self.is_whole(module, FETCHED[kernel]):
             kernel = kernel.replace("_kernel", "_whole_kernel")
         blocks = a.B * -(-a.D * a.N // threads) if kernel == "combine_kernel" else a.B * self.segments * a.splits
         if blocks:
             module.launch(kernel, blocks, a, stream)
+
+    def is_whole(self, module, rows):
+        """Whether nothing need be asked a step: whole chunks and blocks, `rows` there and aligned to be fetched by 16 bytes,
+        k and q by fours."""
+        a, size = self.args, self.dtype.itemsize
+        if a.cu or a.T % CHUNK or a.D % module.channels or a.N != module.states:
+            return False
+        fetched = {**dict.fromkeys(rows, 16), "k": 4 * size, "q": 4 * size}
+        return all(getattr(a, n) and not (getattr(a, n) | getattr(a, n + "_b") * size | getattr(a, n + "_t") * size) % part
+                   for n, part in fetched.items())
 
     def entering(self, rows, floats, own, enters, reverse=0):
         """What enters each segment of T, (rows, segments, D, N): `own` computes each segment's share, combine_kernel joins."""

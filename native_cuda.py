@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "backward_whole_kernel", "ends_kernel",
-                "pulls_kernel", "combine_kernel")
+                "ends_whole_kernel", "pulls_kernel", "pulls_whole_kernel", "combine_kernel")
 CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -171,7 +171,8 @@ class Module:
         self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(where), ctypes.byref(size), module, b"facts"), "facts")
         facts = (ctypes.c_int64 * (size.value // 8))()
         self.check(self.lib.cuMemcpyDtoH_v2(facts, where, size.value), "facts")
-        self.steps, size_there, self.threads, self.channels, *shared = facts  # steps of a chunk, or of a tile; channels a block
+        # steps of a chunk, or of a tile; channels a block; states a channel, with those that pad them
+        self.steps, size_there, self.threads, self.channels, self.states, *shared = facts
         self.shared = dict(zip(kernels, shared, strict=True))
         if size_there != args_size:
             raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")

@@ -253,10 +253,10 @@ def _check_cu_seqlens(cu, B, T, device):
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
-def _kernels(x, k, cu_seqlens, update):
+def _kernels(x, k, cu_seqlens, update, direction):
     """The kernels for these arguments, and cu_seqlens as they take it."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
-    kernels = native.Kernels(native.ScanArgs, x, update.removesuffix("_softplus"), rows, N=k.shape[2],
+    kernels = native.Kernels(native.ScanArgs, x, update.removesuffix("_softplus"), rows, direction, N=k.shape[2],
                              softplus=int(update.endswith("_softplus")))
     return kernels, None if cu_seqlens is None else cu_seqlens.long().contiguous()
 
@@ -275,7 +275,7 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
           save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries - empty unless `save`)."""
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, cu_seqlens, update)
+    kernels, cu = _kernels(x, k, cu_seqlens, update, "forward")
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     y, hT = native.empty(x, B, T, d, dtype=kernels.dtype), native.empty(x, rows * S, d, N)
@@ -303,7 +303,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     if chunks.numel() == 0:
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, cu_seqlens, update)
+    kernels, cu = _kernels(x, k, cu_seqlens, update, "backward")
     rows, _ = _sizes(x, k, cu_seqlens)
     dx, ddt, dz = (native.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
     dk, dq = (native.empty(x, kernels.args.splits, B, T, N) for _ in range(2))

@@ -293,7 +293,7 @@ def tested_kernels():
     import native
 
     gpu = torch.cuda.get_device_properties(0)
-    shapes = {(update, native.cuda_shape(*shape, gpu.multi_processor_count, update != "exact")[0])
+    shapes = {(update, native.cuda_shape(*shape, gpu.multi_processor_count, update != "exact"))
               for update in native.UPDATES for shape in TESTED}
     return [(update, dtype, shape, f"sm_{gpu.major}{gpu.minor}") for update, shape in sorted(shapes) for dtype in native.DTYPES]
 

@@ -45,8 +45,9 @@ import records  # noqa: E402
 #   backward  3 N for the states; again with dq and y (5 N); back 8 N (G, eps G, its product with k, dx, deps, dk 2, G);
 #             sums of dk and dq over 32 channels, 2 (N shuffles, N additions); 5 passes over k or q, N / 4 loads each; 60 else
 FLOOR = {"forward": lambda N: 4 * N + N // 2 + 22, "backward": lambda N: 16 * N + 4 * N + 5 * N // 4 + 60}
-PIPES = {"special": ("MUFU",), "shuffles": ("SHFL",), "shared": ("LDS", "STS", "ATOMS"), "local": ("LDL", "STL"),
-         "atomics": ("RED", "REDG", "ATOM", "ATOMG"), "barriers": ("BAR",)}  # special: exponentials, reciprocals, logarithms
+PIPES = {"special": ("MUFU",),  # exponentials, reciprocals, logarithms
+         "shuffles": ("SHFL",), "shared": ("LDS", "STS", "ATOMS"), "copies": ("LDGSTS",),
+         "local": ("LDL", "STL"), "atomics": ("RED", "REDG", "ATOM", "ATOMG"), "barriers": ("BAR",)}
 SAVED = Path(__file__).resolve().parent.parent / "results" / "instructions.json"
 
 
@@ -132,7 +133,7 @@ def count(update, dtype, N, architecture, folder):
 
     Of the kernels that run where T, D and the gate leave nothing to ask; "with_a_rest" is the count of those that ask.
     """
-    (P, L, C), _ = native.cuda_shape(4096, 4096, 4096, N, 1)
+    P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
     macros, cubin = native_cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SOURCE, cubin, architecture, macros)
     chunk, tile, keys, sub = (steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB"))
@@ -143,7 +144,10 @@ def count(update, dtype, N, architecture, folder):
     codes = disassembled(cubin)
     for direction, often in times.items():
         whole, asking = (codes[f"{direction}{kind}_kernel"] for kind in ("_whole", ""))
-        found, rest = (code.totals(code.weights(0, *(L / C * n for n in often))) for code in (whole, asking))
+        weights = whole.weights(0, *(L / C * n for n in often))
+        for at in once_a_chunk(whole):
+            weights[at] *= sub / chunk
+        found, rest = whole.totals(weights), asking.totals(asking.weights(0, *(L / C * n for n in often)))
         result[direction] = {**found, "floor": FLOOR[direction](N), "with_a_rest": rest["instructions"], "in_all": whole.in_all,
                              "loops": [last - first + 1 for first, last in whole.loops]}
     if native_cuda.nvcc():
@@ -154,6 +158,14 @@ def count(update, dtype, N, architecture, folder):
                 result[kernel.removesuffix("_whole_kernel")] |= {n: report[n] for n in ("registers", "spilled_bytes")}
     return {"update": update, "dtype": str(dtype).removeprefix("torch."), "N": N, "states_a_lane": P, "lanes": L, "channels": C,
             "architecture": architecture, **result}
+
+
+def once_a_chunk(code):
+    """The instructions of the loop over sub-chunks that one of them enters: it fetches states, four bytes at a time."""
+    _, (first, last), *_ = code.loops
+    inside = [(start, end) for start, end in code.skipped if first < start and end < last]
+    return {at for start, end in inside if any("LDGSTS.E [" in i for i in code.instructions[start:end + 1])
+            for at in range(start, end + 1)}
 
 
 # ----------------------------------------------------------------------------------------------------------- mamba-ssm

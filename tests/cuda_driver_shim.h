@@ -17,6 +17,7 @@ int cuModuleGetFunction(void **function, void *, const char *name) {
         {"conv_forward_kernel", conv_forward_kernel}, {"conv_backward_kernel", conv_backward_kernel}};
 #else
         {"forward_kernel", forward_kernel}, {"forward_whole_kernel", forward_whole_kernel}, {"ends_kernel", ends_kernel},
+        {"ends_whole_kernel", ends_whole_kernel}, {"pulls_whole_kernel", pulls_whole_kernel},
         {"backward_kernel", backward_kernel}, {"backward_whole_kernel", backward_whole_kernel},
         {"pulls_kernel", pulls_kernel}, {"combine_kernel", combine_kernel}};
 #endif

@@ -11,9 +11,11 @@
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 #include <barrier>
+#include <deque>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -53,10 +55,13 @@ struct ShimBarrier {
 
 struct ShimBlock {
     struct Warp { ShimBarrier barrier{32}; float slots[32]; };
+    struct Copy { void *to; const void *from; int bytes; };
+    struct Copies { std::vector<Copy> open; std::deque<std::vector<Copy>> groups; };
     ShimBarrier barrier;
     std::vector<std::unique_ptr<Warp>> warps;
+    std::vector<Copies> copies;                        // a thread's, begun and not awaited
     std::vector<float> shared;
-    ShimBlock(unsigned threads, size_t bytes) : barrier(threads), shared((bytes + 3) / 4 + 4) {
+    ShimBlock(unsigned threads, size_t bytes) : barrier(threads), copies(threads), shared((bytes + 3) / 4 + 4) {
         for (unsigned w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());
         for (auto &v : shared) v = __builtin_nanf("");
     }
@@ -64,7 +69,26 @@ struct ShimBlock {
 inline ShimBlock *shim_block;
 
 inline void __syncthreads() { shim_block->barrier.wait(); }
-inline void __syncwarp() {}                            // no need of one here: the shuffles before it are barriers already
+inline void __syncwarp() { shim_block->warps[threadIdx.x / 32]->barrier.wait(); }
+
+// Asynchronous copies happen when they are awaited and not before, so that what is read too early is NaN, or what was there.
+template <int BYTES> void copy_begin(void *shared, const void *global) {
+    if ((uintptr_t)shared % BYTES || (uintptr_t)global % BYTES) {
+        fprintf(stderr, "a copy of %d bytes from %p to %p: not aligned\n", BYTES, global, shared);
+        abort();
+    }
+    shim_block->copies[threadIdx.x].open.push_back({shared, global, BYTES});
+}
+inline void copy_group() {
+    auto &mine = shim_block->copies[threadIdx.x];
+    mine.groups.push_back(std::move(mine.open));
+    mine.open.clear();
+}
+template <int LEFT> void copy_wait() {
+    auto &groups = shim_block->copies[threadIdx.x].groups;
+    for (; groups.size() > LEFT; groups.pop_front())
+        for (auto &one : groups.front()) memcpy(one.to, one.from, one.bytes);
+}
 
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
     auto &warp = *shim_block->warps[threadIdx.x / 32];
@@ -90,6 +114,7 @@ inline void store_16(int here, void *p, uint16_t v) { if (here) memcpy(p, &v, 2)
 inline uint32_t read_16(const void *p) { uint16_t u; memcpy(&u, p, 2); return u; }
 inline uint32_t read_32(const void *p) { uint32_t u; memcpy(&u, p, 4); return u; }
 inline int64_t wide_product(int a, int b) { return (int64_t)a * b; }
+inline int fresh(int n) { return n; }
 inline float pick(int if_, float a, float b) { return if_ ? a : b; }
 inline float maximum(float v, float low) { return v < low ? low : v; }
 inline float minimum(float v, float high) { return v > high ? high : v; }

@@ -68,7 +68,7 @@ def shim(tmp_path_factory):
 def use(monkeypatch, module, segments=1):
     """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU; T in `segments`, but for a convolution's."""
     class ShimKernels(native.Kernels):
-        def __init__(self, args_class, x, update=None, rows=None, **sizes):
+        def __init__(self, args_class, x, update=None, rows=None, direction=None, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
             sizes |= dict(splits=-(-D // module.channels))
             if update is not None:
@@ -89,7 +89,9 @@ SHAPES = [  # dtype, (P, L, C), then B, T, D, N
     (F32, (4, 4, 1), 2, 37, 21, 16), (F32, (4, 4, 1), 1, 1, 5, 9), (F32, (4, 1, 1), 1, 8, 66, 3), (F32, (4, 1, 1), 2, 31, 3, 1),
     (F32, (16, 4, 1), 1, 34, 17, 64), (F32, (8, 16, 2), 1, 35, 7, 128), (BF16, PAIRS, 1, 64, 40, 16),
     (BF16, (8, 4, 1), 1, 33, 18, 32), (F16, PAIRS, 2, 32, 33, 16),
-    (F32, PAIRS, 2, 64, 128, 16), (F32, (4, 4, 1), 1, 96, 32, 13), (BF16, (8, 8, 2), 1, 32, 16, 64),  # whole chunks and blocks
+    # whole chunks, blocks and states: rows fetched two tensors at once, four, one in two passes, and not at all
+    (BF16, PAIRS, 2, 64, 128, 16), (F32, (4, 4, 1), 1, 96, 32, 16), (BF16, (8, 8, 2), 1, 32, 16, 64), (F32, PAIRS, 2, 64, 64, 16),
+    (F32, (4, 1, 1), 1, 32, 64, 4), (F32, (8, 16, 2), 1, 64, 8, 128), (BF16, (4, 16, 1), 1, 32, 4, 64),
 ]
 
 
@@ -102,18 +104,19 @@ def test_agrees_with_the_loop(shim, monkeypatch, dtype, shape, B, T, D, N):
 @pytest.mark.parametrize("update", ("exact", "mamba", "mamba without softplus"))
 @pytest.mark.parametrize("dtype,shape,B,T,D,N", [(F32, PAIRS, 2, 37, 65, 16), (F32, (4, 4, 1), 1, 33, 18, 13),
                                                  (F32, (4, 4, 2), 1, 35, 19, 13), (BF16, PAIRS, 1, 35, 20, 16),
-                                                 (F32, PAIRS, 2, 64, 64, 16)])
+                                                 (F32, PAIRS, 2, 64, 64, 16), (BF16, PAIRS, 1, 64, 64, 16)])
 def test_other_updates(shim, monkeypatch, update, dtype, shape, B, T, D, N):
     use(monkeypatch, shim(update.split()[0], dtype, *shape))
     assert not test_updates.failures_of(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
 
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba", "mamba without softplus"))
-@pytest.mark.parametrize("segments,B,T,D,shape", [(2, 2, 64, 70, PAIRS), (3, 1, 97, 17, PAIRS), (7, 2, 131, 20, (4, 4, 1)),
-                                                  (2, 1, 96, 64, PAIRS)])
-def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape):
+@pytest.mark.parametrize("segments,B,T,D,shape,N", [
+    (2, 2, 64, 70, PAIRS, 13), (3, 1, 97, 17, PAIRS, 13), (7, 2, 131, 20, (4, 4, 1), 13), (2, 1, 96, 64, PAIRS, 16),
+    (3, 1, 96, 64, PAIRS, 16)])
+def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape, N):
     use(monkeypatch, shim(update.split()[0], F32, *shape), segments)
-    a = test_updates.inputs_of(update, B, T, D, 13)
+    a = test_updates.inputs_of(update, B, T, D, N)
     assert not test_updates.failures_of(update, a)
     assert not test_updates.failures_of(update, {n: a[n] for n in a if n not in ("h0", "z", "D", "dt_bias")}, through="y")
 
@@ -160,20 +163,44 @@ def native_scan(**a):
     return longhorn_scan(**a, backend="cpu")
 
 
-@pytest.mark.parametrize("T,D,without,whole", [(64, 128, (), True), (63, 128, (), False), (64, 127, (), False),
-                                               (64, 128, ("z",), False)])
-def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(shim, monkeypatch, T, D, without, whole):
-    module, launched = shim("longhorn", F32, *PAIRS), []
-    use(monkeypatch, module)
-    launch = module.launch
-    monkeypatch.setattr(module, "launch", lambda name, *rest: (launched.append(name), launch(name, *rest)))
-    a = inputs(1, T, D, 16, without=without)
+@pytest.fixture
+def launched(shim, monkeypatch):
+    """launched(segments): what the calls that follow will have launched, by name."""
+    def watch(segments=1):
+        module, names = shim("longhorn", F32, *PAIRS), []
+        use(monkeypatch, module, segments)
+        launch = module.launch
+        monkeypatch.setattr(module, "launch", lambda name, *rest: (names.append(name), launch(name, *rest)))
+        return names
+
+    return watch
+
+
+@pytest.mark.parametrize("T,D,N,without,whole", [(64, 128, 16, (), True), (63, 128, 16, (), False), (64, 127, 16, (), False),
+                                                 (64, 128, 15, (), False), (64, 128, 16, ("z",), False)])
+def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, T, D, N, without, whole):
+    names, a = launched(), inputs(1, T, D, N, without=without)
     assert not failures(a)
     middle = "_whole" if whole else ""
-    assert launched == [f"forward{middle}_kernel", f"backward{middle}_kernel"]
+    assert names == [f"forward{middle}_kernel", f"backward{middle}_kernel"]
     if whole:  # packed sequences may end anywhere
         longhorn_scan(**{n: v for n, v in a.items() if n != "h0"}, cu_seqlens=torch.tensor([0, T]), backend="cpu")
-        assert launched[2] == "forward_kernel"
+        assert names[2] == "forward_kernel"
+
+
+def test_segments_have_such_kernels_too(launched):
+    names = launched(2)
+    assert not failures(inputs(1, 64, 64, 16))
+    assert names == ["ends_whole_kernel", "combine_kernel", "forward_whole_kernel", "pulls_whole_kernel", "combine_kernel",
+                     "backward_whole_kernel"]
+
+
+@pytest.mark.parametrize("name", ["x", "z", "k"])
+def test_rows_that_cannot_be_fetched_in_pieces_are_read_one_by_one(launched, name):
+    names, a = launched(), inputs(1, 32, 64, 16)
+    a[name] = torch.nn.functional.pad(a[name], (1, 3))[..., 1:-3]  # the same, four bytes behind an address that would do
+    assert not failures(a)
+    assert names == ["forward_kernel", "backward_kernel"]
 
 
 def test_views_need_no_copy_and_change_nothing(shim, monkeypatch):
@@ -199,8 +226,9 @@ MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
     "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);",
                                       "keys.store(s.k[buffer], s.q[buffer], s.kk[buffer]);"),
     "dk without the -2k deps term": ("sum -= pick(of_k, 2.0f * s.k[r][j] * sum_kk, 0.0f)", "sum -= pick(of_k, 0.0f, 0.0f)"),
-    "lanes beyond D add to dq": ("const float dyt = in ?", "const float dyt = t0 + r < T ?"),
-    "sub-chunk states one too late": ("get_own(s.states[sub], at.tid, S)", "get_own(s.states[sub ? sub - 1 : 0], at.tid, S)"),
+    "lanes beyond D add to dq": ("const float dyt = !in ?", "const float dyt = t0 + r >= T ?"),
+    "sub-chunk states one too late": ("get_own(s.states[place_of(sub)], at.tid, S)",
+                                     "get_own(s.states[place_of(sub ? sub - 1 : 0)], at.tid, S)"),
     "a lane gives away its own channel's sum": ("own += __shfl_xor_sync(ALL_LANES, v[1], 1);",
                                                 "own += __shfl_xor_sync(ALL_LANES, v[0], 1);"),
     "the neighbour's gradient is its own": ("gated[n] = s.gated[i][at.tid ^ n];", "gated[n] = s.gated[i][at.tid];"),
@@ -208,16 +236,43 @@ MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
     "steps beyond T change the state": ("if (U::rates && !inside) step.size = 0.0f;", ""),
     "keys beyond T are not zero": ("< here ? at[g * 4 * W + i] : E{};", "< left ? (t < T ? at : from)[g * 4 * W + i] : E{};"),
 }
+WHOLE_MUTANTS = {  # the same for kernels that fetch rows ahead
+    "rows are read before they are there": ("""                copy_wait<STAGES - 2>();
+                __syncwarp();                                            // all""", """                copy_wait<STAGES - 1>();
+                __syncwarp();                                            // all"""),
+    "a stage ahead overwrites the one at work": ("begin_rows(t0 + (STAGES - 1) * TILE);\n            }",
+                                                 "begin_rows(t0 + STAGES * TILE);\n            }"),
+    "keys of the batch before": ("keys.begin(async.raw, batch + KEYS < T ? batch + KEYS : batch)",
+                                 "keys.begin(async.raw, batch)"),
+    "the backward does not wait": ("""        copy_wait<0>();
+        __syncwarp();
+        stage ^= 1;""", """        stage ^= 1;"""),
+    "a sub-chunk too early": ("sub ? t0 + (sub - 1) * SUB : t0 ? t0 - CHUNK : 0", "sub ? t0 + sub * SUB : t0 ? t0 - CHUNK : 0"),
+    "the next chunk's rows are this one's": ("t0 ? t0 - CHUNK : 0);", "t0);"),
+    "the next chunk's keys are this one's": ("begin_keys(t0 - CHUNK);", "begin_keys(t0);"),
+    "the next chunk's states are this one's": ("begin_states(s.states[NEXT], t0 - CHUNK)", "begin_states(s.states[NEXT], t0)"),
+    "states in another order": ("(n * P + (i ^ order)) / 4", "(n * P + i) / 4"),
+    "no gate for the last sub-chunk": ("else rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);",
+                                       "else rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);"),
+}
+PULLS_MUTANTS = {
+    "rows of the tile before": ("begin_rows(t - (STAGES - 1) * TILE);", "begin_rows(t - (STAGES - 2) * TILE);"),
+    "keys that are there already": ("keys.begin(async.raw, batch ? batch - KEYS : 0);", "keys.begin(async.raw, batch);"),
+    "ends without dt": ("begin<ENDS ? 2 : 3>", "begin<ENDS ? 0 : 3>"),
+}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *WHOLE_MUTANTS, *PULLS_MUTANTS])
 def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
-    right, wrong = MUTANTS[name]
+    right, wrong = (MUTANTS | WHOLE_MUTANTS | PULLS_MUTANTS)[name]
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
-    update = "mamba" if "steps beyond T" in name else "longhorn"
-    use(monkeypatch, load_shim(tmp_path, update, F32, *PAIRS, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",)))
-    if update == "mamba":
+    update, dtype = "mamba" if "steps beyond T" in name else "longhorn", F32 if name in MUTANTS else BF16
+    module = load_shim(tmp_path, update, dtype, *PAIRS, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",))
+    use(monkeypatch, module, 2 if name in PULLS_MUTANTS else 1)
+    if name not in MUTANTS:
+        assert failures(inputs(1, 64, 64, 16, dtype))
+    elif update == "mamba":
         assert test_updates.failures_of("mamba", test_updates.inputs_of("mamba", 1, 42, 70, 16))
     else:
         assert failures(inputs(1, 40, 70, 16))
@@ -270,43 +325,55 @@ def test_broken_convolutions_are_caught(tmp_path, monkeypatch, name):
 
 RACE = """
 #include <vector>
-int main() {
-    const int64_t B = 1, T = 48, D = 40, N = 4, n = B * T * D, m = B * T * N;
-    std::vector<float> x(n, 0.5f), k(m, 0.3f), y(n), chunks(2 * N * D), hT(D * N);
-    std::vector<float> g(n, 0.1f), dx(n), ddt(n), dk(8 * m), dq(8 * m);
+template <class Forward, class Backward> void run(Forward forward, int forward_bytes, Backward backward, int backward_bytes,
+                                                  int64_t T, int64_t back_T, int64_t D, int64_t N) {
+    const int64_t n = T * D, m = T * N;
+    std::vector<float> x(n, 0.5f), k(m, 0.3f), y(n), chunks((T + 31) / 32 * N * D), hT(D * N);
+    std::vector<float> g(n, 0.1f), dx(n), ddt(n), dz(n), dk(8 * m), dq(8 * m);
     ScanArgs a = {};
-    a.B = B; a.T = a.segment_T = T; a.D = D; a.N = N; a.splits = 8; a.segments = 1;
-    a.x = a.dt = x.data(); a.x_b = a.dt_b = T * D; a.x_t = a.dt_t = D;
-    a.k = a.q = k.data(); a.k_b = a.q_b = T * N; a.k_t = a.q_t = N;
-    a.y = y.data(); a.hT = hT.data(); a.chunks = chunks.data();
-    a.dy = g.data(); a.dy_b = T * D; a.dy_t = D; a.dx = dx.data(); a.ddt = ddt.data(); a.dk = dk.data(); a.dq = dq.data();
-    const dim3 one(1);
-    shim_launch(forward_kernel, one, THREADS, FORWARD_BYTES, a);
-    a.T = a.segment_T = 9;  // the backward waits 37 times a step
-    shim_launch(backward_kernel, one, THREADS, BACKWARD_BYTES, a);
+    a.B = 1; a.T = a.segment_T = T; a.D = D; a.N = N; a.segments = 1; a.splits = (D + 63) / 64;
+    a.x = a.dt = a.z = x.data(); a.x_b = a.dt_b = a.z_b = n; a.x_t = a.dt_t = a.z_t = D;
+    a.k = a.q = k.data(); a.k_b = a.q_b = m; a.k_t = a.q_t = N;
+    a.y = y.data(); a.hT = hT.data(); a.chunks = chunks.data(); a.dz = dz.data();
+    a.dy = g.data(); a.dy_b = n; a.dy_t = D; a.dx = dx.data(); a.ddt = ddt.data(); a.dk = dk.data(); a.dq = dq.data();
+    shim_launch(forward, dim3(1), THREADS, forward_bytes, a);
+    a.T = a.segment_T = back_T;
+    shim_launch(backward, dim3(1), THREADS, backward_bytes, a);
+}
+int main(int arguments, char **) {  // few steps: the backward waits 37 times in each
+    if (arguments == 1) run(forward_kernel, FORWARD_BYTES, backward_kernel, BACKWARD_BYTES, 48, 9, 40, 4);
+    else run(forward_whole_kernel, WHOLE_BYTES, backward_whole_kernel, WHOLE_BACKWARD_BYTES, 32, 32, 64, 8);
     return 0;
 }
 """
+NO_BARRIER = {  # where one is taken out: the kernel, the barrier, what stands behind it; none for the code as it is
+    "none": None, "none of whole chunks": None,
+    "forward": ("forward", "__syncthreads();", "const int64_t to = (b * a.D"),  # the last before the kernel writes its last state
+    "backward": ("backward", "__syncthreads();", "const int64_t to = (b * a.D"),
+    "forward of whole chunks": ("forward", "__syncwarp();", "const int64_t to = (b * a.D"),
+    "backward of whole chunks": ("backward", "__syncwarp();", "stage ^= 1;"),
+}
 
 
-@pytest.mark.parametrize("planted", [None, "forward", "backward"])
+@pytest.mark.parametrize("planted", NO_BARRIER)
 def test_thread_sanitizer_finds_missing_barriers_and_only_those(tmp_path, planted):
     cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
-    if planted:
-        at = cuda.index(f"MATH void scan_{planted}(")
-        end = cuda.index("const int64_t to = (b * a.D", at)  # the kernel writes its last state: the barrier before it
-        at = cuda.rindex("__syncthreads();", at, end)
-        cuda = cuda[:at] + cuda[at:].replace("__syncthreads();", "", 1)
+    if NO_BARRIER[planted]:
+        kernel, barrier, behind = NO_BARRIER[planted]
+        at = cuda.index(f"MATH void scan_{kernel}(")
+        at = cuda.rindex(barrier, at, cuda.index(behind, at))
+        cuda = cuda[:at] + cuda[at + len(barrier):]
     program, built = compile_shim(tmp_path, native_cuda.defines("longhorn", F32, 4, 2, 2), cuda + marker + cpu,
                                   ("-O1", "-g", "-fsanitize=thread", "-DSHIM_THREADS"), (), RACE)
     if built.returncode and "tsan" in built.stderr:
         pytest.skip("this compiler has no ThreadSanitizer runtime")
     assert built.returncode == 0, built.stderr
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    run = subprocess.run([program], capture_output=True, text=True, timeout=120, env=environment)
+    run = subprocess.run([program, *(["whole"] if "whole" in planted else [])], capture_output=True, text=True, timeout=200,
+                         env=environment)
     if "unexpected memory mapping" in run.stderr:
         pytest.skip("ThreadSanitizer does not run on this kernel (address space layout)")
-    assert ("data race" in run.stderr) == (planted is not None), run.stderr[-2000:]
+    assert ("data race" in run.stderr) == (NO_BARRIER[planted] is not None), run.stderr[-2000:]
 
 
 def test_a_failed_launch_names_the_kernel(shim, monkeypatch):
@@ -364,7 +431,7 @@ def test_compiles_without_spills(tmp_path, architecture, update):
 
 
 def test_instructions_a_token_and_channel(tmp_path):
-    """What bounds these kernels, counted in the disassembly; 114 and 440 when this was written."""
+    """What bounds these kernels, counted in the disassembly; 111 and 438 when this was written."""
     from bench import instructions
 
     if COMPILERS["nvcc"] is None and COMPILERS["nvrtc"] is None or instructions.nvdisasm() is None:
@@ -420,20 +487,27 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
 def test_shapes_tested_on_a_gpu_reach_every_kernel():
     """On an H200: as many lanes as channels, more, single channels, and segments."""
     chosen = [native.cuda_shape(*shape, 132) for shape in TESTED]
-    assert {PAIRS, (8, 8, 2), (4, 4, 2), (4, 4, 1), (4, 1, 1)} <= {shape for shape, _ in chosen}
-    assert max(S for _, S in chosen) > 10
+    assert {PAIRS, (8, 8, 2), (4, 4, 2), (4, 4, 1), (4, 1, 1)} <= set(chosen)
+    assert max(segments(*shape)[1] for shape in TESTED) > 10
+
+
+def segments(B, T, D, N, multiprocessors=132):
+    """Of the forward and of the backward."""
+    _, L, C = native.cuda_shape(B, T, D, N, multiprocessors)
+    blocks = B * -(-D // (native.CUDA_THREADS // L * C))
+    return tuple(native.cuda_segments(blocks, T, multiprocessors, native.JOINING[d]) for d in ("forward", "backward"))
 
 
 def test_shape_of_the_state():
     for N in range(1, 129):
         for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
-            (P, L, C), S = native.cuda_shape(B, T, D, N, 132)
+            P, L, C = native.cuda_shape(B, T, D, N, 132)
             assert N <= P * L < max(2 * N, 5) and P in (4, 8, 16) and L in (1, 2, 4, 8, 16, 32) and C in (1, 2) and C * P <= 16
-            assert 1 <= S <= max(1, T // native.SEGMENT)
-            assert native.cuda_shape(B, T, D, N, 132, segments=False)[1] == 1
-    assert native.cuda_shape(64, 1024, 1536, 16, 132) == (PAIRS, 1)  # the paper's shape: nothing is split
-    assert native.cuda_shape(1, 65536, 1536, 16, 132) == (PAIRS, 22)  # one long sequence: segments
-    assert native.cuda_shape(1, 200, 1536, 16, 132) == ((4, 4, 1), 1)  # one short sequence: spread over lanes
+            assert all(1 <= S <= max(1, T // native.SEGMENT) for S in segments(B, T, D, N))
+    assert native.cuda_shape(64, 1024, 1536, 16, 132) == PAIRS and segments(64, 1024, 1536, 16) == (1, 1)  # the paper's shape
+    assert segments(16, 4096, 1536, 16) == (1, 2)  # 192 blocks for 132 multiprocessors: splitting costs the forward more
+    assert native.cuda_shape(1, 65536, 1536, 16, 132) == PAIRS and segments(1, 65536, 1536, 16) == (21, 21)  # one long sequence
+    assert native.cuda_shape(1, 200, 1536, 16, 132) == (4, 4, 1) and segments(1, 200, 1536, 16) == (1, 1)  # short: over lanes
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 128, 1000, 65536))
