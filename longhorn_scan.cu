@@ -51,7 +51,7 @@ struct ScanArgs {
     int64_t x_b, x_t, dt_b, dt_t, k_b, k_t, q_b, q_t, z_b, z_t;
     const float *A, *skip, *bias, *h0;                // (D, N) Mamba's, (D,), (D,), (B, D, N)
     void *y;                                          // (B, T, D) contiguous
-    float *hT, *chunks;                               // (rows, D, N); (chunks of all rows, N, D), see Row
+    float *hT, *chunks;                               // (rows, D, N); (chunks of all rows, N up to fours, D), see Row
     float *decay;                                     // (rows, D, N), with segments: the product of their forget gates
     // backward only
     const void *dy;                                   // (B, T, D)
@@ -130,6 +130,9 @@ MATH void store_32(int here, void *p, float v) {
 }
 MATH void store_16(int here, void *p, uint16_t v) {
     asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(here), "l"(p), "h"(v) : "memory");
+}
+MATH void store_two(float *shared, float a, float b) {                   // nvcc makes two stores of it
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"((uint32_t)__cvta_generic_to_shared(shared)), "f"(a), "f"(b) : "memory");
 }
 MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
@@ -498,15 +501,28 @@ template <int P, int L> struct ChannelSums {
     }
 };
 
-// A lane's P numbers of a staged row, in its order: four at a time.
+// Where state j of a channel is in a row of shared memory. A lane reads its P states four at a time, and eight lanes at once:
+// were each lane's one behind the other, those of every fourth part would be in the same banks.
+template <int P, int L> MATH int place(int j) { return j % P / 4 * (4 * L) + j / P * 4 + j % 4; }
+template <int P, int L> MATH int state_at(int place) { return place / 4 % L * P + place / (4 * L) * 4 + place % 4; }
+
+// A lane's P numbers of such a row, in its order.
 struct alignas(16) Four { float v[4]; };
-template <int P> MATH void read_four(const float *row, int order, float (&to)[P]) {
+template <int L, int P> MATH void read_four(const float *row, int part, int order, float (&to)[P]) {
     #pragma unroll
     for (int g = 0; g < P; g += 4) {
-        const Four four = *(const Four *)(row + (g ^ order));
+        const Four four = *(const Four *)(row + (g ^ order) * L + part * 4);
         #pragma unroll
         for (int i = 0; i < 4; i++) to[g + i] = four.v[i];
     }
+}
+
+// `kept` sums of a lane that begin with its state `first` into a row of shared memory, as many at once as lie together.
+template <int P, int L, int KEPT> MATH void put_sums(float *row, int part, int first, const float (&v)[P]) {
+    if (KEPT == 1) row[place<P, L>(part * P + first)] = v[0];
+    if (KEPT == 2) store_two(row + place<P, L>(part * P + first), v[0], v[1]);
+    #pragma unroll
+    for (int j = 0; j + 4 <= KEPT; j += 4) *(Four *)(row + place<P, L>(part * P + first + j)) = {{v[j], v[j + 1], v[j + 2], v[j + 3]}};
 }
 
 // A lane's own numbers in shared memory, four at a time: `all` is [P / 4][THREADS].
@@ -529,7 +545,8 @@ template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((ch
 
 // KEYS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four numbers
 // of a row, or GROUPS times four, W items a row; first come all items of k, then those of q.
-template <class U, class E, int NP> struct KeyRows {
+template <class U, class E, int P, int L> struct KeyRows {
+    static const int NP = P * L, STEP = 128 / L;                         // STEP: from the columns of one of the GROUPS to the next's
     static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = KEYS * W, PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
     struct Raw { struct alignas(4 * sizeof(E)) { E v[4]; } item[PASSES][GROUPS][THREADS]; };
     const E *from;                                                       // at this lane's row and column of k or, in its turn, of q
@@ -539,7 +556,7 @@ template <class U, class E, int NP> struct KeyRows {
     E v[PASSES][GROUPS][4];
     __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r) {
         const int lane = fresh(threadIdx.x);
-        const int column = lane % W * 4;
+        const int column = state_at<P, L>(lane % W * 4);                 // so that lanes store side by side
         const bool of_k = PASSES > 1 || lane < ITEMS;
         from_q = (const E *)a.q + offset(r, a.q_b, a.q_t) + column;
         stride_q = (int)(a.q_t * sizeof(E));
@@ -559,7 +576,7 @@ template <class U, class E, int NP> struct KeyRows {
             #pragma unroll
             for (int g = 0; g < GROUPS; g++)
                 #pragma unroll
-                for (int i = 0; i < 4; i++) v[p][g][i] = g * 4 * W + i < here ? at[g * 4 * W + i] : E{};
+                for (int i = 0; i < 4; i++) v[p][g][i] = g * STEP + i < here ? at[g * STEP + i] : E{};
         }
     }
     // The same by way of shared memory, where all KEYS rows and all columns are there: begun here, taken once they have arrived.
@@ -569,7 +586,7 @@ template <class U, class E, int NP> struct KeyRows {
             #pragma unroll
             for (int g = 0; g < GROUPS; g++)
                 if (2 * ITEMS >= THREADS || threadIdx.x < 2 * ITEMS)
-                    copy_begin<4 * sizeof(E)>(&raw.item[p][g][threadIdx.x], at_step(t0 + row + p * THREADS % ITEMS / W, p) + g * 4 * W);
+                    copy_begin<4 * sizeof(E)>(&raw.item[p][g][threadIdx.x], at_step(t0 + row + p * THREADS % ITEMS / W, p) + g * STEP);
     }
     __device__ __forceinline__ void take(const Raw &raw) {
         #pragma unroll
@@ -582,7 +599,7 @@ template <class U, class E, int NP> struct KeyRows {
     __device__ __forceinline__ void store(float (*to_k)[NP], float (*to_q)[NP], float *kk) const {
         #pragma unroll
         for (int p = 0; p < PASSES; p++) {
-            const int item = threadIdx.x + p * THREADS, row = item / W % KEYS, column = item % W * 4;
+            const int item = threadIdx.x + p * THREADS, row = item / W % KEYS;
             float sum = 0.0f;
             #pragma unroll
             for (int g = 0; g < GROUPS; g++) {
@@ -592,12 +609,12 @@ template <class U, class E, int NP> struct KeyRows {
                     four.v[i] = to_float(v[p][g][i]);
                     sum += four.v[i] * four.v[i];
                 }
-                if (item < 2 * ITEMS) *(Four *)((item < ITEMS ? to_k : to_q)[row] + g * 4 * W + column) = four;
+                if (item < 2 * ITEMS) *(Four *)((item < ITEMS ? to_k : to_q)[row] + (g * W + item % W) * 4) = four;
             }
             if (!U::norm || p * THREADS >= ITEMS) continue;
             #pragma unroll
             for (int m = W / 2; m > 0; m /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, m);
-            if (item < ITEMS && column == 0) kk[row] = sum;
+            if (item < ITEMS && item % W == 0) kk[row] = sum;
         }
     }
 };
@@ -671,6 +688,11 @@ template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
     }
 };
 
+// Where the forward keeps four states of a channel before a chunk, for the backward: (chunks, N / 4, D) fours.
+template <int P> MATH Four *kept_states(const ScanArgs &a, int64_t chunk, int part, int g, int channel) {
+    return (Four *)a.chunks + (chunk * ceil_div(a.N, 4) + (part * P + g) / 4) * a.D + channel;
+}
+
 // S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
 template <class U, int L, int P, int C, class R> MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
@@ -700,7 +722,7 @@ template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEY
 template <class U, class E, int P, int L, int C> struct WholeShared : ForwardShared<P, L> {
     typedef WarpRows<E, L, C, 3, TILE> Rows;                             // of x, dt, z
     typename Rows::Stage rows[THREADS / 32][STAGES];
-    typename KeyRows<U, E, P * L>::Raw raw;
+    typename KeyRows<U, E, P, L>::Raw raw;
 };
 
 // Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
@@ -745,7 +767,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
             if (!ENDS) zs[i] = z(t);
         }
     };
-    KeyRows<U, E, NP> keys(a, at.row);
+    KeyRows<U, E, P, L> keys(a, at.row);
     const int own = at.channel[0] % Shared::Rows::CHANNELS;              // among the warp's channels
     const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}});
     auto begin_rows = [&](int t) {
@@ -768,14 +790,12 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
     for (int batch = 0; batch < T; batch += KEYS, buffer ^= 1) {
         if (!ENDS && a.chunks && batch % CHUNK == 0)
             #pragma unroll
-            for (int n = 0; n < C; n++) {
-                float *saved = a.chunks + ((at.row.chunk + batch / CHUNK) * N + at.part * P) * a.D + at.channel[n];
+            for (int n = 0; n < C; n++)
                 #pragma unroll
-                for (int i = 0; i < P; i++) {
-                    if ((WHOLE || at.live[n]) && at.part * P + i < N) *saved = S[n * P + i];
-                    saved = step_at(saved, 1, (int)(a.D * sizeof(float)));
-                }
-            }
+                for (int g = 0; g < P; g += 4)
+                    if (WHOLE || (at.live[n] && at.part * P + g < N))
+                        *kept_states<P>(a, at.row.chunk + batch / CHUNK, at.part, g, at.channel[n]) =
+                            {{S[n * P + g], S[n * P + g + 1], S[n * P + g + 2], S[n * P + g + 3]}};
         if constexpr (ASYNC) keys.begin(async.raw, batch + KEYS < T ? batch + KEYS : batch);
         else keys.load(batch + KEYS, T);                                 // in flight while this batch is computed
         #pragma unroll 1
@@ -794,12 +814,12 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                 gate[i] = ENDS ? 0.0f : ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]);
             }
             if (!ASYNC) read_rows(t0 + TILE);
-            const float *key = s.k[buffer][t0 - batch] + at.part * P, *query = s.q[buffer][t0 - batch] + at.part * P;
+            const float *key = s.k[buffer][t0 - batch], *query = s.q[buffer][t0 - batch];
             #pragma unroll
             for (int i = 0; i < TILE; i++) {
                 float k[P], q[P], sum[C] = {};
-                read_four(key + i * NP, 0, k);
-                if (!ENDS) read_four(query + i * NP, 0, q);
+                read_four<L>(key + i * NP, at.part, 0, k);
+                if (!ENDS) read_four<L>(query + i * NP, at.part, 0, q);
                 Step<float> step = U::step(xf[i], dtf[i], bias, U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus), steps[C];
                 if (U::rates && !within(t0 + i)) step.size = 0.0f;       // a step beyond T changes nothing: of others k is 0
                 share_step<C>(step, steps);
@@ -842,7 +862,7 @@ template <class U, int P, int L, int C, int STATES> struct BackwardShared {
 template <class U, class E, int P, int L, int C, int STATES> struct AsyncBackwardShared : BackwardShared<U, P, L, C, STATES> {
     typedef WarpRows<E, L, C, 4, SUB> Rows;                              // of x, dt, z, dy
     typename Rows::Stage rows[THREADS / 32][2];
-    typename KeyRows<U, E, P * L>::Raw raw[CHUNK / KEYS];
+    typename KeyRows<U, E, P, L>::Raw raw[CHUNK / KEYS];
 };
 
 template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
@@ -884,7 +904,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     const Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
     int stage = 0;
     auto begin_keys = [&](int t0) {
-        const KeyRows<U, E, NP> keys(a, at.row);
+        const KeyRows<U, E, P, L> keys(a, at.row);
         #pragma unroll
         for (int r = 0; r < CHUNK; r += KEYS) keys.begin(async.raw[r / KEYS], t0 + r);
     };
@@ -893,20 +913,11 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
         __syncwarp();
         stage ^= 1;
     };
-    auto states_before = [&](int t0, int n) {                            // of channel n, where the forward kept them
-        return a.chunks + ((at.row.chunk + t0 / CHUNK) * N + at.part * P) * a.D + at.channel[n];
-    };
     auto begin_states = [&](Four (*to)[THREADS], int t0) {
         t0 = fresh(t0);
         #pragma unroll
-        for (int n = 0; n < C; n++) {
-            const float *from = states_before(t0, n);
-            #pragma unroll
-            for (int i = 0; i < P; i++) {
-                copy_begin<4>(&to[(n * P + (i ^ order)) / 4][at.tid].v[i % 4], from);
-                from = step_at(from, 1, (int)(a.D * sizeof(float)));
-            }
-        }
+        for (int i = 0; i < C * P; i += 4)
+            copy_begin<16>(&to[i / 4][at.tid], kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order, at.channel[i / P]));
     };
     // Where in s.states those before sub-chunk `sub` are. If ASYNC there is no room for the first, which come again from memory
     // once those of later sub-chunks have been read, into their places: this chunk's and the next chunk's.
@@ -921,17 +932,18 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     }
     for (int t0 = last; t0 >= 0; t0 -= CHUNK) {
         float S[C * P];
-        KeyRows<U, E, NP> keys(a, at.row);                               // made again for each chunk: fewer registers
+        KeyRows<U, E, P, L> keys(a, at.row);                               // made again for each chunk: fewer registers
         if constexpr (ASYNC) {
             copy_wait<0>();
             get_own(s.states[NEXT], at.tid, S);
         } else {
             #pragma unroll
-            for (int i = 0; i < C * P; i++) {
-                const int j = at.part * P + (i % P ^ order);
-                S[i] = j < N ? states_before(t0, i / P)[(i % P ^ order) * a.D] : 0.0f;
+            for (int i = 0; i < C * P; i += 4) {
+                const bool there = at.part * P + (i % P ^ order) < N;
+                const Four *kept = kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order, at.channel[i / P]);
+                s.states[0][i / 4][at.tid] = there ? *kept : Four{};
             }
-            put_own(s.states[0], at.tid, S);
+            get_own(s.states[0], at.tid, S);
         }
         #pragma unroll 1
         for (int r = 0; r < CHUNK; r += KEYS) {
@@ -954,7 +966,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
             for (int i = 0; i < SUB; i++) {
                 const int r = sub * SUB + i, t = within(t0 + r) ? t0 + r : T - 1;
                 float k[P];
-                read_four(s.k[r] + at.part * P, order, k);
+                read_four<L>(s.k[r], at.part, order, k);
                 Step<float> step[C];
                 if constexpr (ASYNC) step_of(now[0][i][own], now[1][i][own], r, true, step);
                 else step_of(x(t), dt(t), r, within(t0 + r), step);
@@ -974,7 +986,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                     begin_states(s.states[HERE], t0);
                     if (t0) begin_states(s.states[NEXT], t0 - CHUNK);
                 }
-                rows.begin(async.rows[at.warp][stage ^ 1], sub ? t0 + (sub - 1) * SUB : t0 ? t0 - CHUNK : 0);
+                if (sub) rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub - 1) * SUB);
+                else rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 ? t0 - CHUNK : 0);
                 copy_group();
             } else {
                 #pragma unroll
@@ -996,8 +1009,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 const float zt = ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]), sig = sigmoid(zt);
                 const float dyt = !in ? 0.0f : ASYNC ? to_float(now[3][i][own]) : to_float(dys[i]);
                 float k[P], q[P], gated[C], sum[C] = {}, dq[P] = {};
-                read_four(s.k[r] + at.part * P, order, k);
-                read_four(s.q[r] + at.part * P, order, q);
+                read_four<L>(s.k[r], at.part, order, k);
+                read_four<L>(s.q[r], at.part, order, q);
                 if constexpr (ASYNC) step_of(now[0][i][own], now[1][i][own], r, true, steps[i]);
                 else step_of(xs[i], dts[i], r, within(t0 + r), steps[i]);
                 share<C>(gate ? dyt * (zt * sig) : dyt, gated);
@@ -1015,9 +1028,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                     write<(L > C)>(in && at.owner, step_at((E *)((char *)a.dz + out_at), i, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
                 }
                 channel_sums(dq, at.lane);
-                if (channel_sums.writer)
-                    #pragma unroll
-                    for (int j = 0; j < channel_sums.kept; j++) s.dq[at.warp][i][at.part * P + channel_sums.first + j] = dq[j];
+                if (channel_sums.writer) put_sums<P, L, channel_sums.kept>(s.dq[at.warp][i], at.part, channel_sums.first, dq);
             }
             #pragma unroll
             for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D: dy and G are zero, so all they add is
@@ -1027,8 +1038,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 float k[P], q[P], gated[C], dk[P] = {}, pulled[C] = {};
                 #pragma unroll
                 for (int n = 0; n < C; n++) gated[n] = s.gated[i][at.tid ^ n];
-                read_four(s.k[r] + at.part * P, order, k);
-                read_four(s.q[r] + at.part * P, order, q);
+                read_four<L>(s.k[r], at.part, order, k);
+                read_four<L>(s.q[r], at.part, order, q);
                 #pragma unroll
                 for (int j = 0; j < C * P; j++) {
                     G[j] += gated[j / P] * q[j % P];
@@ -1048,9 +1059,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                                    over_states[n], dk[j % P], drates[j]);
                 }
                 channel_sums(dk, at.lane);
-                if (channel_sums.writer)
-                    #pragma unroll
-                    for (int j = 0; j < channel_sums.kept; j++) s.dk[at.warp][i][at.part * P + channel_sums.first + j] = dk[j];
+                if (channel_sums.writer) put_sums<P, L, channel_sums.kept>(s.dk[at.warp][i], at.part, channel_sums.first, dk);
                 float dx[C], dsize[C];
                 #pragma unroll
                 for (int n = 0; n < C; n++) { dx[n] = over_states[n].dx; dsize[n] = over_states[n].dsize; }
@@ -1078,17 +1087,17 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
             __syncthreads();
             #pragma unroll
             for (int n = 0; n < (2 * SUB * NP + THREADS - 1) / THREADS; n++) {      // this block's rows of dk and dq, over its warps in order
-                const int i = at.tid + n * THREADS, step = i / NP % SUB, j = i % NP, r = sub * SUB + step;
+                const int i = at.tid + n * THREADS, step = i / NP % SUB, from = i % NP, j = state_at<P, L>(from), r = sub * SUB + step;
                 const bool of_k = i < SUB * NP;
                 if (i >= 2 * SUB * NP || j >= N || !within(t0 + r)) continue;
-                const float *rows = (of_k ? s.dk[0][step] : s.dq[0][step]) + j;
+                const float *rows = (of_k ? s.dk[0][step] : s.dq[0][step]) + from;
                 float sum = 0.0f, sum_kk = 0.0f;
                 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
                     sum += rows[w * SUB * NP];
                     if (U::norm) sum_kk += s.dkk[w][step];
                 }
-                if (U::norm) sum -= pick(of_k, 2.0f * s.k[r][j] * sum_kk, 0.0f);
+                if (U::norm) sum -= pick(of_k, 2.0f * s.k[r][from] * sum_kk, 0.0f);
                 (of_k ? a.dk : a.dq)[(at.block * all + at.row.start + t0 + r) * N + j] = sum;
             }
             __syncthreads();                                             // before the next steps overwrite what is read here
@@ -1136,8 +1145,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pull
         share<C>(gate ? dyt * (zt * sigmoid(zt)) : dyt, gated);
         Step<float> steps[C];
         share_step<C>(U::step(0.0f, dtt, bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
-        read_four(s.k[0][r] + at.part * P, 0, k);
-        read_four(s.q[0][r] + at.part * P, 0, q);
+        read_four<L>(s.k[0][r], at.part, 0, k);
+        read_four<L>(s.q[0][r], at.part, 0, q);
         #pragma unroll
         for (int j = 0; j < C * P; j++) {
             const float kept = U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
@@ -1145,7 +1154,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pull
             forgot[j] *= kept;
         }
     };
-    KeyRows<U, E, NP> keys(a, at.row);
+    KeyRows<U, E, P, L> keys(a, at.row);
     const int own = c % Shared::Rows::CHANNELS;                          // among the warp's channels
     const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
     auto begin_rows = [&](int t) { rows.begin(async.rows[at.warp][(t / TILE + STAGES) % STAGES], t < 0 ? 0 : t); copy_group(); };

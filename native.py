@@ -379,6 +379,11 @@ class Kernels:
         return share
 
 
+def kept_states(x, N):
+    """How many states of a channel the kernels for x's device keep at a chunk boundary: on a GPU whole fours."""
+    return -(-N // 4) * 4 if x.is_cuda else N
+
+
 def point(args, **tensors):
     """Write the tensors' addresses into a struct; the caller keeps them alive."""
     for name, a in tensors.items():

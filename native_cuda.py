@@ -84,11 +84,15 @@ def conv_defines(dtype, W):
     return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={W}"]
 
 
-def compile_cubin(source, to, architecture, macros):
-    """Compile `source` for an architecture such as 'sm_90' into the file `to`. Raises OSError with the compiler's words."""
+def compile_cubin(source, to, architecture, macros, kind="cubin"):
+    """Compile `source` for an architecture such as 'sm_90' into the file `to`. Raises OSError with the compiler's words.
+
+    kind: "cubin", or "ptx" for the text that a cubin is assembled from, which the tests run.
+    """
     path, lib, words = nvcc(), nvrtc(), missing()  # where nvcc fails, for want of a host compiler say, NVRTC may not
     if path:
-        command = [path, "-cubin", "-O3", "-std=c++17", "-lineinfo", f"-arch={architecture}", *macros, str(source), "-o", str(to)]
+        options = [f"-{kind}", "-O3", "-std=c++17", "-lineinfo", f"-arch={architecture}", *macros]
+        command = [path, *options, str(source), "-o", str(to)]
         run = subprocess.run(command, capture_output=True, text=True)
         if not run.returncode:
             return
@@ -105,7 +109,7 @@ def compile_cubin(source, to, architecture, macros):
         if code:
             words = _text(lib, program, "ProgramLog")
             raise OSError(f"NVRTC could not build {Path(source).name} for {architecture}: {words.decode().strip()[:500]}")
-        Path(to).write_bytes(_text(lib, program, "CUBIN"))
+        Path(to).write_bytes(_text(lib, program, kind.upper()))
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 

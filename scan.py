@@ -279,7 +279,7 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     y, hT = native.empty(x, B, T, d, dtype=kernels.dtype), native.empty(x, rows * S, d, N)
-    chunks = native.empty(x, n_chunks, N, d) if save else native.empty(x, 0)
+    chunks = native.empty(x, n_chunks, native.kept_states(x, N), d) if save else native.empty(x, 0)
     if S > 1:
         h0 = kernels.entering({"x": x, "dt": dt, "k": k, "q": q}, {"A": A, "bias": dt_bias}, "longhorn_scan_ends", h0)
     kernels("longhorn_scan_forward", {"x": x, "dt": dt, "k": k, "q": q, "z": z},
@@ -291,7 +291,7 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
 def _(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save):
     (B, T, d), N = x.shape, k.shape[2]
     rows, n_chunks = _sizes(x, k, cu_seqlens)
-    chunks = native.empty(x, n_chunks, N, d) if save else native.empty(x, 0)
+    chunks = native.empty(x, n_chunks, native.kept_states(x, N), d) if save else native.empty(x, 0)
     return native.empty(x, B, T, d, dtype=x.dtype), native.empty(x, rows, d, N), chunks
 
 

@@ -161,10 +161,10 @@ def count(update, dtype, N, architecture, folder):
 
 
 def once_a_chunk(code):
-    """The instructions of the loop over sub-chunks that one of them enters: it fetches states, four bytes at a time."""
+    """The instructions of the loop over sub-chunks that one of them enters: it fetches states, by more copies than rows take."""
     _, (first, last), *_ = code.loops
     inside = [(start, end) for start, end in code.skipped if first < start and end < last]
-    return {at for start, end in inside if any("LDGSTS.E [" in i for i in code.instructions[start:end + 1])
+    return {at for start, end in inside if sum(opcode(i) == "LDGSTS" for i in code.instructions[start:end + 1]) > 2
             for at in range(start, end + 1)}
 
 

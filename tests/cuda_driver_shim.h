@@ -33,11 +33,12 @@ int cuMemcpyDtoH_v2(void *to, const void *from, size_t bytes) { memcpy(to, from,
 int cuFuncSetAttribute(void *, int attribute, int bytes) { return attribute == 8 && bytes <= 232448 ? 0 : 1; }    // an H100's 227 KB
 int cuCtxSetCurrent(void *) { return 0; }
 int cuDevicePrimaryCtxRetain(void **, int) { return 0; }
-int cuGetErrorString(int, const char **words) { *words = "words of the driver"; return 0; }
+int cuGetErrorString(int, const char **words) { *words = shim_words[0] ? shim_words : "words of the driver"; return 0; }
 int cuLaunchKernel(void *function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned bytes, void *,
                    void **params, void **) {
+    shim_words[0] = 0;                                 // of an earlier launch, of whichever library: they share it
     if (shim_error) { const int code = shim_error; shim_error = 0; return code; }
     shim_launch((void (*)(Args))function, dim3(x), threads, bytes, *(const Args *)params[0]);
-    return 0;
+    return shim_words[0] ? 700 : 0;
 }
 }

@@ -1,7 +1,8 @@
 // Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. Two ways to run the threads of a block:
 //   as fibers that hand over at every barrier and shuffle (the default: fast, and the same order each time), or
 //   as threads of the machine (-DSHIM_THREADS), so that ThreadSanitizer names a missing __syncthreads as a data race.
-// Shared memory starts as NaN either way: what is read before it was written shows in the result.
+// Shared memory starts as NaN either way: what is read before it was written shows in the result. Fibers of which none gets any
+// further, since some lanes never come to a barrier or shuffle, end the launch with an error; threads would hang.
 //
 // What this cannot show: speed, coalescing, and lanes of a warp that drift apart between shuffles in ways a GPU would not.
 // g++ -x c++ -std=c++20 -DLONGHORN_SHIM -DSCAN_UPDATE=Longhorn -DSCAN_TYPE=float -DSCAN_P=4 -DSCAN_L=4 -include tests/cuda_shim.h ...
@@ -9,16 +10,19 @@
 
 #pragma once
 #include <math.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
-#include <barrier>
 #include <deque>
 #include <memory>
-#include <thread>
 #include <vector>
+#ifdef SHIM_THREADS                                    // the slowest headers to compile
+#include <barrier>
+#include <thread>
+#endif
 
 #define __global__
 #define __device__
@@ -27,8 +31,11 @@
 
 struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
 
+inline char shim_words[256];                           // why the launch ended early, as it does for a fiber that traps
+
 #ifdef SHIM_THREADS
 inline thread_local dim3 threadIdx, blockIdx;
+inline void shim_leave() { fprintf(stderr, "%s\n", shim_words); abort(); }
 struct ShimBarrier {
     std::barrier<> barrier;
     ShimBarrier(unsigned n) : barrier(n) {}
@@ -37,6 +44,8 @@ struct ShimBarrier {
 #else
 inline dim3 threadIdx, blockIdx;
 inline ucontext_t shim_scheduler, *shim_fiber;
+inline unsigned long shim_steps;                       // arrivals at barriers and ends of fibers
+inline void shim_leave() { setcontext(&shim_scheduler); }
 inline void shim_yield() {
     const dim3 me = threadIdx;
     swapcontext(shim_fiber, &shim_scheduler);
@@ -47,11 +56,20 @@ struct ShimBarrier {
     ShimBarrier(unsigned n) : n(n) {}
     void wait() {
         const unsigned mine = round;
+        shim_steps++;
         if (++arrived == n) { arrived = 0; round++; }
         while (round == mine) shim_yield();
     }
 };
 #endif
+
+inline void shim_trap(const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(shim_words, sizeof shim_words, format, values);
+    va_end(values);
+    shim_leave();
+}
 
 struct ShimBlock {
     struct Warp { ShimBarrier barrier{32}; float slots[32]; };
@@ -73,10 +91,8 @@ inline void __syncwarp() { shim_block->warps[threadIdx.x / 32]->barrier.wait(); 
 
 // Asynchronous copies happen when they are awaited and not before, so that what is read too early is NaN, or what was there.
 template <int BYTES> void copy_begin(void *shared, const void *global) {
-    if ((uintptr_t)shared % BYTES || (uintptr_t)global % BYTES) {
-        fprintf(stderr, "a copy of %d bytes from %p to %p: not aligned\n", BYTES, global, shared);
-        abort();
-    }
+    if ((uintptr_t)shared % BYTES || (uintptr_t)global % BYTES)
+        shim_trap("a copy of %d bytes from %p to %p: not aligned", BYTES, global, shared);
     shim_block->copies[threadIdx.x].open.push_back({shared, global, BYTES});
 }
 inline void copy_group() {
@@ -111,6 +127,7 @@ inline float widen_fp16(uint16_t h) { _Float16 v; memcpy(&v, &h, 2); return (flo
 inline float exp2_fast(float v) { return exp2f(v); }
 inline void store_32(int here, void *p, float v) { if (here) memcpy(p, &v, 4); }
 inline void store_16(int here, void *p, uint16_t v) { if (here) memcpy(p, &v, 2); }
+inline void store_two(float *shared, float a, float b) { shared[0] = a; shared[1] = b; }
 inline uint32_t read_16(const void *p) { uint16_t u; memcpy(&u, p, 2); return u; }
 inline uint32_t read_32(const void *p) { uint32_t u; memcpy(&u, p, 4); return u; }
 inline int64_t wide_product(int a, int b) { return (int64_t)a * b; }
@@ -131,7 +148,8 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
     static unsigned running;
     static bool done;
     const size_t stack = 1 << 18;
-    std::vector<char> stacks(threads * stack);
+    static std::vector<char> stacks;                   // zeroed once: 32 MB a block would be most of the time
+    stacks.resize(threads * stack);
     std::vector<ucontext_t> fibers(threads);
     std::vector<bool> finished(threads, false);
     current = &body;
@@ -142,18 +160,26 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
         fibers[t].uc_link = &shim_scheduler;
         makecontext(&fibers[t], (void (*)()) + [] { (*current)(running); done = true; }, 0);
     }
-    for (unsigned left = threads; left > 0;)
+    for (unsigned left = threads; left > 0;) {
+        const unsigned long before = shim_steps;
         for (unsigned t = 0; t < threads; t++) {
             if (finished[t]) continue;
             running = t; done = false; shim_fiber = &fibers[t];
             swapcontext(&shim_scheduler, &fibers[t]);
-            if (done) { finished[t] = true; left--; }
+            if (shim_words[0]) return;
+            if (done) { finished[t] = true; left--; shim_steps++; }
         }
+        if (shim_steps == before) {
+            snprintf(shim_words, sizeof shim_words, "%u of %u threads wait for others that never come", left, threads);
+            return;
+        }
+    }
 #endif
 }
 
 template <class Kernel, class... Args> void shim_launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Args... args) {
-    for (unsigned x = 0; x < grid.x; x++) {
+    shim_words[0] = 0;
+    for (unsigned x = 0; x < grid.x && !shim_words[0]; x++) {
         ShimBlock block(threads, bytes);
         shim_block = &block;
         shim_run_block(threads, [=](unsigned t) {
@@ -161,5 +187,8 @@ template <class Kernel, class... Args> void shim_launch(Kernel kernel, dim3 grid
             blockIdx = dim3(x);
             kernel(args...);
         });
+        for (auto &of_thread : block.copies)
+            if (!shim_words[0] && of_thread.open.size() + of_thread.groups.size())
+                snprintf(shim_words, sizeof shim_words, "a thread ended before its asynchronous copies");
     }
 }

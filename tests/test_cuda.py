@@ -80,6 +80,7 @@ def use(monkeypatch, module, segments=1):
             self.launch(module, function, module.threads, None)
 
     monkeypatch.setattr(native, "Kernels", ShimKernels)
+    monkeypatch.setattr(native, "kept_states", lambda x, N: -(-N // 4) * 4)
 
 
 PAIRS = (8, 2, 2)  # P, L, C: what a GPU runs at N = 16
@@ -225,7 +226,7 @@ MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
     "butterfly gives the wrong half": ("pick(upper, v[i], v[i + COUNT / 2])", "pick(upper, v[i + COUNT / 2], v[i])"),
     "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);",
                                       "keys.store(s.k[buffer], s.q[buffer], s.kk[buffer]);"),
-    "dk without the -2k deps term": ("sum -= pick(of_k, 2.0f * s.k[r][j] * sum_kk, 0.0f)", "sum -= pick(of_k, 0.0f, 0.0f)"),
+    "dk without the -2k deps term": ("sum -= pick(of_k, 2.0f * s.k[r][from] * sum_kk, 0.0f)", "sum -= pick(of_k, 0.0f, 0.0f)"),
     "lanes beyond D add to dq": ("const float dyt = !in ?", "const float dyt = t0 + r >= T ?"),
     "sub-chunk states one too late": ("get_own(s.states[place_of(sub)], at.tid, S)",
                                      "get_own(s.states[place_of(sub ? sub - 1 : 0)], at.tid, S)"),
@@ -234,7 +235,7 @@ MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
     "the neighbour's gradient is its own": ("gated[n] = s.gated[i][at.tid ^ n];", "gated[n] = s.gated[i][at.tid];"),
     "the gradient of |k|^2 at another step": ("s.dkk[at.warp][step_sums.first + j]", "s.dkk[at.warp][(step_sums.first + j) ^ 1]"),
     "steps beyond T change the state": ("if (U::rates && !inside) step.size = 0.0f;", ""),
-    "keys beyond T are not zero": ("< here ? at[g * 4 * W + i] : E{};", "< left ? (t < T ? at : from)[g * 4 * W + i] : E{};"),
+    "keys beyond T are not zero": ("< here ? at[g * STEP + i] : E{};", "< left ? (t < T ? at : from)[g * STEP + i] : E{};"),
 }
 WHOLE_MUTANTS = {  # the same for kernels that fetch rows ahead
     "rows are read before they are there": ("""                copy_wait<STAGES - 2>();
@@ -247,11 +248,11 @@ WHOLE_MUTANTS = {  # the same for kernels that fetch rows ahead
     "the backward does not wait": ("""        copy_wait<0>();
         __syncwarp();
         stage ^= 1;""", """        stage ^= 1;"""),
-    "a sub-chunk too early": ("sub ? t0 + (sub - 1) * SUB : t0 ? t0 - CHUNK : 0", "sub ? t0 + sub * SUB : t0 ? t0 - CHUNK : 0"),
+    "a sub-chunk too early": ("[stage ^ 1], t0 + (sub - 1) * SUB);", "[stage ^ 1], t0 + sub * SUB);"),
     "the next chunk's rows are this one's": ("t0 ? t0 - CHUNK : 0);", "t0);"),
     "the next chunk's keys are this one's": ("begin_keys(t0 - CHUNK);", "begin_keys(t0);"),
     "the next chunk's states are this one's": ("begin_states(s.states[NEXT], t0 - CHUNK)", "begin_states(s.states[NEXT], t0)"),
-    "states in another order": ("(n * P + (i ^ order)) / 4", "(n * P + i) / 4"),
+    "states in another order": ("at.part, i % P ^ order, at.channel[i / P]));", "at.part, i % P, at.channel[i / P]));"),
     "no gate for the last sub-chunk": ("else rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);",
                                        "else rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);"),
 }
@@ -391,6 +392,16 @@ def test_too_much_shared_memory_is_said(shim, monkeypatch):
     use(monkeypatch, module)
     with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory a block, more than this GPU"):
         results(native_scan, inputs(1, 5, 3, 4))
+
+
+def test_lanes_that_never_come_to_a_shuffle_end_the_launch(tmp_path, monkeypatch):
+    right = "if (ENDS && is_segment(a, at.b, a.segments - 1)) return;"
+    source = native.SOURCE.read_text()
+    assert source.count(right) == 1
+    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, 4, 4, 1, source=source.replace(right, "if (!at.live[0]) return;"),
+                               flags=("-O0",)))
+    with pytest.raises(RuntimeError, match="forward_kernel.* failed: 20 of 64 threads wait for others that never come"):
+        longhorn_scan(**inputs(1, 5, 5, 16), backend="cpu")
 
 
 def test_structs_that_disagree_are_refused(shim):

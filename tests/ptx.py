@@ -1,0 +1,207 @@
+"""PTX, what nvcc or NVRTC made of longhorn_scan.cu, as C++ that runs on a CPU: `translate`. Needs a compiler, but no GPU.
+
+Why: tests/cuda_shim.h runs the source as g++ reads it. Inline assembly, the arguments' offsets, addresses, vectors and what
+the optimiser made of branches around shuffles are only in what the CUDA compiler emits; here that text is run, one C++
+statement an instruction, over the same shim and tests/ptx_shim.h. The driver's translation of PTX to a GPU's instructions is
+all that is left out.
+
+The surprise: what is not known here is an error that names it, so that nothing is skipped; and the approximate instructions
+(ex2, rcp) are computed exactly, but flush denormals to zero as they do.
+
+    python -m pytest tests/test_ptx.py
+"""
+
+import re
+import tempfile
+from pathlib import Path
+
+import native
+import native_cuda
+
+SHIM = Path(__file__).with_name("ptx_shim.h")
+MODULE = re.compile(r"""\s*(?:
+    \.(?:version|target|address_size|file|loc)\b[^\n]*\n            # of no consequence
+  | \.section\s+\.debug\w*\s*\{[^}]*\}
+  | (?P<bytes>\.global \s+ \.align\s+(?P<align>\d+) \s+ \.b8\s+(?P<name>\w+)\[(?P<size>\d+)\] \s*=\s* (?P<values>\{[\d,\s]*\});)
+  | \.global\s+\.align\s+\d\s+\.[us]\d+\s+\w+;                     # constants that NVRTC keeps: to the C++, an unknown name
+  | \.extern\s+\.shared\s+\.align\s+16\s+\.b8\s+(?P<shared>\w+)\[\];
+  | (?:\.visible|\.weak)?\s*\.entry\s+(?P<kernel>\w+)\(\s*\.param\s+\.align\s+8\s+\.b8\s+(?P<param>\w+)\[(?P<args>\d+)\]\s*\)
+    (?:\s*\.(?:maxntid|minnctapersm)[\d,\ ]+)*\s*\n\{(?P<body>.*?)\n\}
+)""", re.VERBOSE | re.DOTALL)
+STATEMENT = re.compile(r"""\s*(?:
+    \.loc\s+(?P<file>\d+)\s+(?P<source>\d+)[^\n]*\n | (?P<label>\$?\w+): | (?P<brace>[{}])
+  | (?:@(?P<unless>!?)(?P<guard>%?\w+)\s+)?(?P<text>[^;]+);
+)""", re.VERBOSE)
+REGISTERS = {  # and what is in one that nothing was written to: a NaN, a bad address
+    "pred": ("bool", "true"), "b16": ("uint16_t", "0x7fff"), "b32": ("uint32_t", "0x7fffdead"),
+    "f32": ("uint32_t", "0x7fffdead"), "b64": ("uint64_t", "0x7fffdead00000000")}
+KINDS = {"pred": "bool", "f32": "float", "f16": "uint16_t", "bf16": "uint16_t",
+         **{f"{sign}{bits}": f"{'' if sign == 's' else 'u'}int{bits}_t" for sign in "usb" for bits in (8, 16, 32, 64)}}
+
+INT, BITS = "[us](16|32|64)", "b(16|32|64)"
+COMPARE = {"eq": "==", "ne": "!=", "neu": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+RULES = [(re.compile(pattern), rule) for pattern, rule in {  # of an instruction's name: the C++ of its result
+    rf"mov\.([us]|b)(16|32|64)|mov\.(f32|pred)|cvta\.to\.global\.u64|cvt\.{INT}\.{INT}": "{a}",
+    rf"add\.({INT}|f32)": "{a} + {b}", rf"sub\.({INT}|f32)": "{a} - {b}", rf"mul\.(lo\.{INT}|f32)": "{a} * {b}",
+    rf"mad\.lo\.{INT}": "{a} * {b} + {c}", r"mul\.wide\.[us](16|32)": "wide({a}) * {b}",
+    r"fma\.rn\.f32": "fmaf({a}, {b}, {c})", r"neg\.(s(16|32|64)|f32)": "-{a}",
+    rf"div\.{INT}": "{a} / {b}", rf"rem\.{INT}": "{a} % {b}",
+    rf"min\.{INT}": "std::min({a}, {b})", rf"max\.{INT}": "std::max({a}, {b})",
+    r"min\.NaN\.f32": "nan_or({a}, {b}, lesser({a}, {b}))", r"max\.NaN\.f32": "nan_or({a}, {b}, greater({a}, {b}))",
+    rf"and\.({BITS}|pred)": "{a} & {b}", rf"or\.({BITS}|pred)": "{a} | {b}", rf"xor\.({BITS}|pred)": "{a} ^ {b}",
+    rf"not\.{BITS}": "~{a}", r"not\.pred": "!{a}",
+    rf"shl\.{BITS}": "shift_left({a}, {b})", rf"shr\.{INT}": "shift_right({a}, {b})",
+    rf"selp\.({INT}|{BITS}|f32)": "{c} ? {a} : {b}",
+    rf"setp\.(eq|ne|lt|le|gt|ge)\.({INT}|{BITS})|setp\.(eq|neu|lt|le|gt|ge)\.f32": "{a} {compare} {b}",  # as C++ takes a NaN
+    r"cvt\.rn\.bf16\.f32": "round_to_bf16({a})", r"cvt\.rn\.f16\.f32": "round_to_fp16({a})", r"cvt\.f32\.f16": "widen_fp16({a})",
+    r"ex2\.approx\.ftz\.f32": "flush(exp2f(flush({a})))", r"rcp\.approx\.ftz\.f32": "flush(1.0f / flush({a}))",
+}.items()]
+MEMORY = re.compile(r"(?P<way>ld|st)(\.(?P<space>global|shared|param))?(?P<nc>\.nc)?(\.v(?P<count>[24]))?"
+                    r"\.(?P<kind>[usb](8|16|32|64)|f32)")
+
+
+def translate(ptx):
+    """The C++ of PTX text: its kernels, each a function of PtxArgs by value, and its tables of bytes. ValueError: unknown."""
+    ptx = re.sub(r"//[^\n]*", "", ptx.rstrip("\0"))
+    out, at, size = [], 0, None
+    while ptx[at:].strip():
+        found = MODULE.match(ptx, at)
+        if not found:
+            raise ValueError(f"PTX that is not known here: {ptx[at:].strip()[:100]!r}")
+        if found["bytes"]:
+            out.append(f"alignas({found['align']}) unsigned char {found['name']}[{found['size']}] = {found['values']};")
+        elif found["shared"]:
+            out.append(f"constexpr uint32_t {found['shared']} = SHARED;")
+        elif found["kernel"]:
+            if size is None:
+                size = found["args"]
+                out.append(f"struct alignas(8) PtxArgs {{ char bytes[{size}]; }};\ntypedef PtxArgs ScanArgs, ConvArgs;")
+            if found["args"] != size:
+                raise ValueError(f"{found['kernel']} takes {found['args']} bytes of arguments, those before it {size}")
+            body = "\n".join(statements(found["body"], 1 + ptx.count("\n", 0, found.start("body")), found["param"]))
+            out.append(f"void {found['kernel']}(const PtxArgs args) {{\nbegin();\n{body}\n}}")
+        at = found.end()
+    return "\n".join([f'#include "{SHIM}"', "using namespace ptx;", *out])
+
+
+def statements(body, line, param):
+    """The C++ of a kernel's instructions; `line` of the PTX is where they begin, `param` the name of its argument."""
+    at = source = 0
+    while body[at:].strip():
+        found = STATEMENT.match(body, at)
+        if not found:
+            raise ValueError(f"PTX that is not known here: {body[at:].strip()[:100]!r}")
+        line, at = line + body.count("\n", at, found.end()), found.end()
+        if found["source"]:
+            source = int(found["source"]) if found["file"] == "1" else source  # other files are the compiler's own headers
+        elif found["label"]:
+            yield name(found["label"]) + ":;"
+        elif found["brace"]:
+            yield found["brace"]
+        else:
+            text = instruction(found["text"].strip(), f"{{{line}, {source}}}", param)
+            yield f"if ({'!' * bool(found['unless'])}{name(found['guard'])}) {{ {text} }}" if found["guard"] else text
+
+
+def name(text):
+    return text.replace("%", "").replace("$", "")
+
+
+def value(text, kind):
+    """The C++ of an operand that is read as a `kind`."""
+    if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
+        text = f"0x{found[1]}u"
+    elif re.fullmatch(r"-?\d+", text):
+        text += "ll"
+    elif text in ("%tid.x", "%ctaid.x"):
+        text = {"%tid.x": "threadIdx.x", "%ctaid.x": "blockIdx.x"}[text]
+    elif not re.fullmatch(r"%?\w+", text):
+        raise ValueError(f"a PTX operand that is not known here: {text}")
+    return f"AS_FLOAT({name(text)})" if kind == "f32" else f"({KINDS[kind]}){name(text)}"
+
+
+def instruction(text, at, param):
+    """The C++ of one instruction without its guard."""
+    opcode, _, rest = re.sub(r"\s+", " ", text).partition(" ")
+    operands = [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", rest)]
+    if opcode == ".reg":
+        kind, _, names = rest.partition(" ")
+        kind, initial = REGISTERS.get(kind[1:].strip(), (None, None))
+        if kind is None:
+            raise ValueError(f"PTX registers of a type that is not known here: {text}")
+        ranged = re.fullmatch(r"%(\w+)<(\d+)>", names.strip())
+        each = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))] if ranged else [name(n.strip()) for n in names.split(",")]
+        return f"{kind} " + ", ".join(f"{register} = {initial}" for register in each) + ";"
+    if opcode == ".pragma":
+        return ""
+    if opcode == "ret":
+        return "return;"
+    if opcode in ("bra", "bra.uni"):
+        return f"goto {name(rest)};"
+    if opcode in ("bar.sync", "barrier.sync") and operands == ["0"]:
+        return f"block_barrier({at});"
+    if opcode == "bar.warp.sync":
+        return f"warp_barrier({at}, {value(rest, 'b32')});"
+    if found := re.fullmatch(r"cp\.async\.c[ag]\.shared\.global", opcode):
+        to, source = (re.fullmatch(r"\[(%\w+)\]", operand)[1] for operand in operands[:2])
+        return f"copy_async<{operands[2]}>({at}, {name(to)}, {name(source)});"
+    if opcode == "cp.async.commit_group":
+        return "copy_group();"
+    if opcode == "cp.async.wait_group":
+        return f"copies_wait<{operands[0]}>({at});"
+    if opcode == "shfl.sync.bfly.b32":
+        to, *values = operands
+        return f"{name(to.split('|')[0])} = shuffle_xor({at}, {', '.join(value(v, 'b32') for v in values)});"
+    if found := MEMORY.fullmatch(opcode):
+        return access(found, operands, at, param)
+    for pattern, rule in RULES:
+        if pattern.fullmatch(opcode):
+            return computed(opcode.split("."), rule, operands, param)
+    raise ValueError(f"a PTX instruction that is not known here: {text}")
+
+
+def computed(words, rule, operands, param):
+    """The C++ of an instruction that computes one register from others, and of taking the argument's address."""
+    to, *operands = operands
+    if operands == [param]:
+        return f"{name(to)} = (uint64_t)&args;"
+    kinds = [words[-1]] * 3
+    if words[0] in ("shl", "shr"):
+        kinds[1] = "u32"
+    if words[0] == "selp":
+        kinds[2] = "pred"
+    if len(operands) != len(set(re.findall(r"\{[abc]\}", rule))):
+        raise ValueError(f"PTX {'.'.join(words)} with {len(operands)} operands")
+    named = {n: value(v, k) for n, v, k in zip("abc", operands, kinds, strict=False)}
+    result = rule.format(**named, compare=COMPARE.get(words[1]))
+    kind = words[-2] if words[0] == "cvt" else "pred" if words[0] == "setp" else words[-1]
+    cast = "AS_BITS" if kind == "f32" else "" if "wide" in words else f"({KINDS[kind]})"
+    return f"{name(to)} = {cast}({result});"
+
+
+def access(found, operands, at, param):
+    """The C++ of a load or store of one number or of a vector of them."""
+    loads, count, kind = found["way"] == "ld", int(found["count"] or 1), found["kind"]
+    address, registers = operands if not loads else operands[::-1]
+    registers = [r.strip() for r in registers.strip("{}").split(",")]
+    where = re.fullmatch(r"\[(%?\w+)(?:\+(-?\d+))?\]", address)
+    if not where or len(registers) != count:
+        raise ValueError(f"PTX {found[0]} {', '.join(operands)}: an address or a vector that is not known here")
+    base = "(uint64_t)&args" if where[1] == param else name(where[1])
+    space = found["space"] or "global"  # a generic address: of shared memory none is ever made, for cvta.shared is not known here
+    element = KINDS[kind].replace("float", "uint32_t")
+    way = "STORE" if not loads else "LOAD_CACHED" if found["nc"] else "LOAD"
+    last = {"param": "&args, sizeof args", "shared": str(not loads).lower(), "global": way}[space]
+    pointer = f"auto memory = {space}<{element}, {count}>({at}, {base} + {where[2] or 0}, {last});"
+    kind = kind.replace("f", "b")
+    each = [f"{name(r)} = memory[{i}];" if loads else f"memory[{i}] = {value(r, kind)};" for i, r in enumerate(registers)]
+    return f"{{ {pointer} {' '.join(each)} }}"
+
+
+def compiled(macros, source=None, architecture="sm_90"):
+    """The PTX of longhorn_scan.cu, or of another text, for the kernels that `macros` choose. OSError: the compiler's words."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, out = Path(folder) / native.SOURCE.name, Path(folder) / "kernels.ptx"
+        text.write_text(source or native.SOURCE.read_text())
+        native_cuda.compile_cubin(text, out, architecture, macros, kind="ptx")
+        return out.read_text()

@@ -1,0 +1,184 @@
+"""The CUDA kernels as the CUDA compiler emits them: PTX, run on a CPU by tests/ptx.py. Needs nvcc or NVRTC, but no GPU.
+
+test_cuda.py runs the source as g++ reads it; the comparisons here are the same, float64 loop and every gradient, at the 128
+threads of a GPU. The surprise: a race in shared memory, an address outside every tensor, a misaligned vector and lanes that
+wait for one another in vain are errors that name the instruction and the line of longhorn_scan.cu it comes from.
+
+    python -m pytest tests/test_ptx.py
+"""
+
+import ctypes
+import functools
+import sys
+
+import ptx
+import pytest
+import test_updates
+import torch
+from test_cuda import BF16, COMPILER, CPU_PART, F16, F32, PAIRS, conv_failures, load_shim, native_scan, use
+from test_scan import failures, inputs, results
+
+import native
+import native_cuda
+
+pytestmark = [pytest.mark.usefixtures("poison"),
+              pytest.mark.skipif(native_cuda.missing() is not None, reason=f"{native_cuda.missing()}: there is no PTX to run"),
+              pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
+
+
+class Cost(ctypes.Structure):  # of tests/ptx_shim.h
+    _fields_ = [(n, ctypes.c_int) for n in ("line", "source", "shared", "writes", "bytes")] + [
+        (n, ctypes.c_int64) for n in ("accesses", "units", "least")]
+
+
+def load_ptx(folder, *key, source=None):
+    """What load_shim does, of the PTX of longhorn_scan.cu or of a changed `source`."""
+    macros = native_cuda.conv_defines(*key[1:]) if key[0] == "conv" else native_cuda.defines(*key)
+    text = ptx.translate(ptx.compiled(macros, source))
+    # two's complement, and a multiplication and an addition stay two
+    return load_shim(folder, *key, source=text, flags=("-O0", "-w", "-fwrapv", "-ffp-contract=off"), threads=native.CUDA_THREADS)
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory):
+    """emitted(update, dtype, P, L, C) or emitted("conv", dtype, W): the kernels' PTX as native_cuda loads them, built once."""
+    folder = tmp_path_factory.mktemp("ptx")
+    return functools.cache(lambda *key: load_ptx(folder, *key))
+
+
+def run(monkeypatch, module, segments=1):
+    """`use`, which also tells the translation what tensors each launch is given."""
+    use(monkeypatch, module, segments)
+    point = native.point
+
+    def tell(args, **tensors):
+        extents = lambda a: a.numel() and (sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + 1) * a.itemsize
+        known = [n for a in tensors.values() for n in (a.data_ptr(), extents(a), 0, 0)]
+        module.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
+        return point(args, **tensors)
+
+    monkeypatch.setattr(native, "point", tell)
+
+
+@pytest.mark.parametrize("dtype,shape,B,T,D,N", [
+    (BF16, PAIRS, 1, 64, 128, 16), (BF16, PAIRS, 2, 37, 150, 13),  # whole chunks and blocks, and not
+    (F16, (8, 8, 2), 1, 32, 32, 64), (F16, (8, 8, 2), 1, 35, 41, 62),
+    (F32, (4, 4, 1), 1, 32, 32, 16), (F32, (4, 4, 1), 2, 33, 35, 11)])
+def test_agrees_with_the_loop(emitted, monkeypatch, dtype, shape, B, T, D, N):
+    run(monkeypatch, emitted("longhorn", dtype, *shape))
+    assert not failures(inputs(B, T, D, N, dtype))
+
+
+@pytest.mark.parametrize("update", ("exact", "mamba", "mamba without softplus"))
+@pytest.mark.parametrize("T,D,N", [(32, 128, 16), (35, 70, 13)])
+def test_other_updates(emitted, monkeypatch, update, T, D, N):
+    run(monkeypatch, emitted(update.split()[0], F32, *PAIRS))
+    assert not test_updates.failures_of(update, test_updates.inputs_of(update, 1, T, D, N))
+
+
+@pytest.mark.parametrize("update,shape,D", [("longhorn", (4, 4, 1), 35), ("mamba", PAIRS, 130)])
+def test_segments_of_T(emitted, monkeypatch, update, shape, D):
+    run(monkeypatch, emitted(update, F32, *shape), segments=3)
+    assert not test_updates.failures_of(update, test_updates.inputs_of(update, 2, 97, D, 13))
+
+
+@pytest.mark.parametrize("update,shape,D", [("longhorn", (4, 4, 1), 35), ("mamba", PAIRS, 130)])
+def test_packed_sequences(emitted, monkeypatch, update, shape, D):
+    run(monkeypatch, emitted(update, F32, *shape))
+    a, cu = test_updates.packed(update, [3, 0, 40, 32, 0], D, 16)
+    assert not test_updates.failures_of(update, a, cu_seqlens=cu)
+
+
+def test_optional_arguments_and_views(emitted, monkeypatch):
+    run(monkeypatch, emitted("longhorn", F32, 4, 4, 1))
+    assert not failures(inputs(1, 35, 18, 16, without=("D", "z", "dt_bias", "h0")))
+    a = inputs(2, 20, 10, 16)
+    a["x"], a["z"] = torch.cat([a["x"], a["z"]], -1).chunk(2, -1)
+    assert not failures(a)
+
+
+@pytest.mark.parametrize("kw", [dict(key=1e3), dict(logit=1000.0), dict(logit=300.0), dict(key=1e6, logit=1000.0)])
+def test_extreme_values(emitted, monkeypatch, kw):
+    run(monkeypatch, emitted("longhorn", F32, 4, 4, 1))
+    a = inputs(1, 40, 17, 16, **kw)
+    got = results(native_scan, a)
+    assert not [n for n, v in got.items() if not v.isfinite().all()]
+    assert not failures(a, slack=dict.fromkeys(got, 2e-5))
+
+
+@pytest.mark.parametrize("T,D", [(130, 70), (3, 130)])
+def test_convolution(emitted, monkeypatch, T, D):
+    run(monkeypatch, emitted("conv", BF16, 4))
+    assert not conv_failures(BF16, 4, 2, T, D)
+
+
+def costs(monkeypatch, module, a):
+    """{kernel: what each of its loads and stores cost}, of a forward and a backward."""
+    run(monkeypatch, module)
+    found, launch = {}, module.launch
+
+    def counted(kernel, *rest):
+        module.lib.ptx_count(1)
+        launch(kernel, *rest)
+        room = (Cost * 10_000)()
+        found[kernel] = room[:module.lib.ptx_costs(room, len(room))]
+        module.lib.ptx_count(0)
+
+    monkeypatch.setattr(module, "launch", counted)
+    results(native_scan, a)
+    return found
+
+
+def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
+    T, D, N = 64, 128, 16
+    found = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
+    lines = native.SOURCE.read_text().splitlines()
+    bytes_of = lambda all: 32 * sum(c.units for c in all) / (T * D)  # of sectors, a token and channel
+    # rows written; fetched: by the forward three tiles beyond T, the last again; by the backward x and dt twice, but for the last
+    # SUB steps of a chunk, once more the first SUB, and a chunk's first states twice, each time by halves of sectors
+    expected = {"forward": (2, 6 * (T + 12) / T), "backward": (6, 8 + 4 * 28 / 32 + 4 * 4 / T + 2 * 2 * 4 * N / 32)}
+    for kernel, (written, fetched) in expected.items():
+        accesses = found[f"{kernel}_whole_kernel"]
+        assert accesses and not [(c.source, c.units, c.least) for c in accesses if c.shared and c.units > c.least]
+        stores = [c for c in accesses if not c.shared and c.bytes == 2 and c.writes]
+        assert not [(c.source, c.units, c.least) for c in stores if c.units > c.least] and bytes_of(stores) == written
+        assert bytes_of([c for c in accesses if not c.shared and "cp.async.cg" in lines[c.source - 1]]) == fetched
+
+
+def test_many_states_have_no_bank_conflicts_either(emitted, monkeypatch):
+    found = costs(monkeypatch, emitted("longhorn", F16, 8, 8, 2), inputs(1, 32, 32, 64, F16))
+    assert not [(kernel, c.source, c.units, c.least) for kernel in found for c in found[kernel] if c.shared and c.units > c.least]
+
+
+MUTANTS = {  # kernels; a piece of the CUDA part, and the same with a mistake that g++ never sees; what is said of it
+    "an address from the wrong factors": (("conv", F32, 4), "mul.wide.s32 %0, %1, %2;", "mul.wide.s32 %0, %1, %1;",
+                                          "not aligned|in no tensor"),
+    "a select the wrong way round": (("longhorn", F32, 4, 4, 1), "selp.f32 %0, %2, %3, p;", "selp.f32 %0, %3, %2, p;", None),
+    "a vector that is not aligned": (("longhorn", F32, 4, 1, 1), "struct ForwardShared { float k[2]",
+                                     "struct ForwardShared { float pad, k[2]", "16 bytes at byte 4 of 1156 of shared memory"),
+    "a neighbour's number before it is there": (("longhorn", F32, 4, 2, 2), f"__syncwarp();{' ' * 44}// the same", "//",
+                                                "race: thread .* reads what thread .* wrote"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
+    key, right, wrong, said = MUTANTS[name]
+    cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
+    assert cuda.count(right) == 1 and marker
+    run(monkeypatch, load_ptx(tmp_path, *key, source=cuda.replace(right, wrong) + marker + cpu))
+    wrongs = lambda: conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))
+    if said is None:
+        assert wrongs()
+    else:
+        with pytest.raises(RuntimeError, match=said):
+            wrongs()
+
+
+def test_an_unknown_instruction_is_named():
+    kernel = ".visible .entry forward_kernel(\n.param .align 8 .b8 forward_kernel_param_0[8]\n)\n{\n.reg .b32 %r<2>;\n%s\n}\n"
+    assert "r1 = (int32_t)((int32_t)r1 + (int32_t)7ll);" in ptx.translate(kernel.replace("%s", "add.s32 %r1, %r1, 7;"))
+    for line in ("popc.b32 %r1, %r1;", "st.local.u32 [%r1], %r1;", "ld.global.v4.u32 {%r1, %r1}, [%r1];",
+                 "ex2.approx.f32 %r1, %r1;"):
+        with pytest.raises(ValueError, match="known here"):
+            ptx.translate(kernel.replace("%s", line))
