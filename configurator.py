@@ -91,13 +91,33 @@ def load(config_class, argv, prog=None):
 @contextlib.contextmanager
 def main_error(prog, *errors):
     """`with main_error('train.py', CheckpointError): main()`: a ConfigError, or one of `errors`, becomes the line
-    `train.py: error: ...` on stderr and exit code 2, without our stack."""
+    `train.py: error: ...` on stderr and exit code 2, without our stack. So does, with nothing said and exit code 130, a reader
+    of our output that has gone, as after `| head`."""
     try:
         yield
-    except (ConfigError, *errors) as error:
+    except (ConfigError, BrokenPipeError, *errors) as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone("\n"):
+            raise SystemExit(130) from None
+        if not isinstance(error, (ConfigError, *errors)):  # another pipe than our output
+            raise
         with contextlib.suppress(OSError):  # a full disk behind stderr: the exit code still says it
             print(f"{prog}: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         raise SystemExit(2) from None
+    finally:
+        _reader_has_gone()  # what is still to be written would be a stack at the interpreter's end
+
+
+def _reader_has_gone(last=""):
+    """Whether nobody reads our output any more, which is found out by writing; what is left of it then goes nowhere."""
+    try:
+        print(end=last, flush=True)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # no file behind it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    except (OSError, ValueError):  # a full disk, a closed file: the interpreter's end says it
+        pass
+    return False
 
 
 class _Namespace(dict):

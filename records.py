@@ -23,6 +23,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from configurator import main_error
+
 
 def write_json(path, record):
     """Write `record` to `path`, beside and renamed over, so that a reader sees all of it or none.
@@ -120,21 +122,39 @@ class Log:
             del self.unwritten[0]
 
 
+def code_version():
+    """The commit of this checkout and how it differs from that; each None where git does not know.
+
+    uncommitted_changes: whether a file that git tracks was changed, those in results/ aside, which a measurement writes and
+    none reads; or a Python or CUDA file is there that git does not track. changed_code: a hash of the changes to Python and
+    CUDA files, and of those that git does not track, as a mixer in a file of its own that model.py imports.
+    """
+    folder = Path(__file__).parent
+
+    def git(*args):
+        run = subprocess.run(["git", "-C", str(folder), *args], capture_output=True)
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+        code = git("diff", "HEAD", "--", "*.py", "*.cu") or b""
+        new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.cu") or b""
+    except OSError:  # no git
+        commit, changed, code, new = None, None, b"", b""
+    for name in sorted(filter(None, new.split(b"\0"))):
+        code += b"\0" + name + b"\0"
+        with contextlib.suppress(OSError):  # a link to nowhere, or gone again
+            code += (folder / os.fsdecode(name)).read_bytes()
+    return {"commit": commit and commit.decode(), "uncommitted_changes": None if changed is None else bool(changed or new),
+            "changed_code": hashlib.sha256(code).hexdigest()[:12] if code else None}
+
+
 def environment():
     """Commit, versions, machine and command of this process, for config.json."""
     import torch
 
-    def git(*args):
-        run = subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True)
-        return run.stdout.strip() if run.returncode == 0 else None
-
-    try:
-        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-        code = git("diff", "HEAD", "--", "*.py", "*.cu")
-    except OSError:  # no git
-        commit = changed = code = None
-    return {"commit": commit, "uncommitted_changes": None if changed is None else bool(changed),
-            "changed_code": hashlib.sha256(code.encode()).hexdigest()[:12] if code else None,
+    return {**code_version(),
             "command": shlex.join([Path(sys.executable).name, *sys.argv]), "python": platform.python_version(),
             "torch": torch.__version__, "system": platform.platform(), "cpu": cpu_model(), "cores": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -193,4 +213,5 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__.strip())
         sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
-    print(draw_loss(sys.argv[1]) or f"{sys.argv[1]} has no log.jsonl with losses to draw")
+    with main_error("records.py"):
+        print(draw_loss(sys.argv[1]) or f"{sys.argv[1]} has no log.jsonl with losses to draw")

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 import checkpoint  # noqa: E402
 import configurator  # noqa: E402
-from bench.measure import spread  # noqa: E402
+from bench.measure import refuse_uncommitted, spread  # noqa: E402
 from model import LM  # noqa: E402
 from records import environment, write_json  # noqa: E402
 from train import TrainConfig, device_name  # noqa: E402
@@ -77,8 +77,10 @@ def main():
     args = parser.parse_args()
     if args.runs < 1:
         parser.error(f"--runs {args.runs}: at least 1")
-    args.folder.mkdir(parents=True, exist_ok=True)
     device, rows = torch.device(args.device), []
+    out = REPO / "results" / f"checkpoint_{device.type}.json" if args.save else None
+    refuse_uncommitted(out, "no --save")
+    args.folder.mkdir(parents=True, exist_ok=True)
     for path in args.configs:
         state = state_of(configurator.load(TrainConfig, [path]), device)
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -91,8 +93,7 @@ def main():
             low, high = pause["quartile_seconds"]
             print(f"{Path(path).stem:20} {size / 1e6:8.1f} MB  {way:18} pause {1e3 * pause['median_seconds']:8.1f} ms "
                   f"({1e3 * low:.1f} to {1e3 * high:.1f}), on disk after {1e3 * disk['median_seconds']:8.1f} ms", flush=True)
-    if args.save:
-        out = REPO / "results" / f"checkpoint_{device.type}.json"
+    if out is not None:
         write_json(out, {"benchmark": "checkpoint", "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
                          "environment": environment(), "device_name": device_name(device), "rows": rows})
         print(f"record: {out.relative_to(REPO)}")

@@ -5,6 +5,8 @@
     python bench/extrapolation.py run --preset=gpu        # at 2048, on to 65536: 20 minutes of an H200, by count of FLOPs
     python bench/extrapolation.py report results/extrapolation_laptop     # the picture and the table again, from the records
 
+Records go to out/, with --save to results/.
+
 The paper rearranges validation text into sequences of each length T. So here, and of the same text: K sequences of the longest
 length are cut into K M / T of length T, so that each token is predicted once at every T, from more or less of what stands before
 it, and nothing but that differs. Longest sequences lie within one document where the corpus says where documents begin
@@ -42,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.generate import state_bytes  # noqa: E402
-from bench.measure import DTYPES, finite, in_one_line  # noqa: E402
+from bench.measure import DTYPES, finite, in_one_line, refuse_uncommitted  # noqa: E402
 from bench.scan import peak_since_reset, reset_peak  # noqa: E402
 from checkpoint import CheckpointError  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
@@ -516,12 +518,13 @@ def parse(argv):
     one.add_argument("--lengths", type=whole_numbers, default=[], help="tokens, by commas (trained length x 1, 2, 4, 8, 16)")
     one.add_argument("--eval_tokens", type=int, default=0, help="tokens to predict at each length (0: all the text there is)")
     one.add_argument("--dataset", default="", help="a prepared folder, or its name in data/ (that of training)")
-    one.add_argument("--out", default=str(ROOT / "results" / "extrapolation"), help="folder of the records (%(default)s)")
+    one.add_argument("--out", default="", help="folder of the records (out/extrapolation)")
     all_of_it.add_argument("--preset", choices=list(PRESETS), required=True)
     all_of_it.add_argument("--runs", default="", help="folder of the runs of training (out/extrapolation_PRESET)")
     all_of_it.add_argument("--jobs", type=int, default=0, help="runs of training at a time (the preset's)")
-    all_of_it.add_argument("--out", default="", help="folder of the records (results/extrapolation_PRESET)")
-    for p in (one, all_of_it):
+    all_of_it.add_argument("--out", default="", help="folder of the records (that of the runs)")
+    for p, name in ((one, "extrapolation"), (all_of_it, "extrapolation_PRESET")):
+        p.add_argument("--save", action="store_true", help=f"write the records to results/{name}/")
         p.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
         p.add_argument("--batch_size", type=int, default=0, help="sequences at a time (0: 1, on a GPU 8)")
         p.add_argument("--memory_limit", type=float, default=0.0, help="GiB for the state (0: what is available)")
@@ -543,6 +546,13 @@ def whole_numbers(text):
         raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers separated by commas, such as 2048,4096") from None
 
 
+def records_folder(args, name, otherwise):
+    """Where the records go: --out, with --save results/<name>, else `otherwise`. Raises ConfigError where they may not."""
+    out = Path(args.out or (ROOT / "results" / name if args.save else otherwise))
+    refuse_uncommitted(out)
+    return out
+
+
 def save(folder, args, out):
     record = evaluate(folder, args)
     out.mkdir(parents=True, exist_ok=True)
@@ -554,14 +564,15 @@ def run(args):
     from bench.sweep import Cell, run_cells, same_commit, version, write_plan
     from data.pystdlib.prepare import prepare
 
+    preset, name = PRESETS[args.preset], f"extrapolation_{args.preset}"
+    runs = Path(args.runs or ROOT / "out" / name)
+    out = records_folder(args, name, runs)
     prepare(ROOT / "data" / CORPUS, documents="package")
-    preset, runs = PRESETS[args.preset], Path(args.runs or ROOT / "out" / f"extrapolation_{args.preset}")
     cells = [Cell(name, argv) for name, argv in plan(args.preset)]
     write_plan(runs, cells, preset=args.preset, commit=version(same_commit(runs)))  # refuses what other code has begun
     failed = run_cells(cells, runs, args.jobs or preset["jobs"])
     for name, why in failed.items():
         print(f"{name} was not trained: {why}", file=sys.stderr)
-    out = Path(args.out or ROOT / "results" / f"extrapolation_{args.preset}")
     args.lengths, args.eval_tokens, args.dataset = preset["lengths"], preset["eval_tokens"], ""
     for name, _ in plan(args.preset):
         if name not in failed:
@@ -580,9 +591,10 @@ def main(argv):
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ConfigError(f"--checkpoint: two folders are named {twice}, and so would their records be: give one another --out")
+    out = records_folder(args, "extrapolation", ROOT / "out" / "extrapolation")
     for folder in args.checkpoint:
-        save(folder, args, Path(args.out))
-    report(args.out)
+        save(folder, args, out)
+    report(out)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,14 @@ import csv
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from scipy import optimize, stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configurator import main_error  # noqa: E402
 
 ISOFLOP_BIAS = ("isoFLOP parabolas are biased even without noise: the loss is a parabola of log N only near its minimum, so "
                 "sizes that do not lie symmetrically around it move the vertex")
@@ -606,10 +611,12 @@ def main():
     options = {name: getattr(args, name) for name in ("delta", "bootstrap", "confidence", "untrained", "seed")}
     try:
         N, D, L = demo(seed=args.seed) if args.demo else read_points(args.points)
-        print(table(fit_loss(N, D, L, **options)))
+        fitted = table(fit_loss(N, D, L, **options))
     except (CannotFit, OSError, UnicodeDecodeError, csv.Error) as error:
         sys.exit(f"fit.py: {error}")
+    print(fitted)
 
 
 if __name__ == "__main__":
-    main()
+    with main_error("fit.py"):
+        main()

@@ -33,7 +33,18 @@ sys.path.insert(0, str(ROOT))
 from bench.measure import DTYPES, spread  # noqa: E402
 from bench.scan import peak_since_reset, reset_peak  # noqa: E402
 from bench.scan_cuda import LeftOut  # noqa: E402
-from bench.step import START_S, Worker, add_options, headline, load_average, model_config, settle, write  # noqa: E402
+from bench.step import (  # noqa: E402
+    START_S,
+    Worker,
+    add_options,
+    headline,
+    load_average,
+    model_config,
+    record_path,
+    settle,
+    write,
+)
+from configurator import main_error  # noqa: E402
 from model import LM, ModelConfig  # noqa: E402
 
 TOLERANCE = 1e-4  # of the logits in float32, relative, by the 2-norm; all families stay below 1e-5
@@ -342,6 +353,7 @@ def parse(argv=None):
 
 def main(argv=None):
     args, began = parse(argv), time.perf_counter()
+    out = record_path(args, "generate")
     record = headline(args, "generate")
     record |= {"contexts": args.contexts, "new_tokens": args.new_tokens, "chunk": args.chunk, "budget_seconds": args.budget_s}
     specs, rows = [], []
@@ -354,15 +366,15 @@ def main(argv=None):
     record["rows"] = measure(specs, args.contexts, args.new_tokens, args.budget_s) + rows
     print_rows(record["rows"])
     record |= {"finished": True, "run_seconds": time.perf_counter() - began, "load_average_after": load_average()}
-    out = write(args, record, "generate")
-    if out is not None:
+    if write(out, record) is not None:
         drawn = draw(record, out.with_suffix(".png"))
         print(drawn if str(drawn).startswith("no ") else f"picture: {drawn}")
     return int(any("reason" in r for r in record["rows"]))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("bench/generate.py: interrupted; nothing written")
+    with main_error("bench/generate.py"):
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit("bench/generate.py: interrupted; nothing written")

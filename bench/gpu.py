@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import records  # noqa: E402
+from configurator import main_error  # noqa: E402
 
 BUDGET_S = 530
 PATIENCE_S = 3  # between the request to end and the end
@@ -752,7 +753,7 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=str(ROOT / "results"), help="folder of the records (results/)")
+    parser.add_argument("--out", help="folder of the records (results/; with --dry-run out/gpu_dry/)")
     parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds of all stages together (%(default)s)")
     parser.add_argument("--stages", default="", help=f"some of them, separated by commas: {', '.join(s.name for s in STAGES)}")
     parser.add_argument("--dry-run", "--dry_run", action="store_true",
@@ -760,6 +761,7 @@ def parse(argv=None):
     parser.add_argument("--stage", choices=FUNCTIONS, help="run one stage in this process (make gpu calls it so)")
     parser.add_argument("--record", help="with --stage: append its records to this file, JSON lines")
     args = parser.parse_args(argv)
+    args.out = args.out or str(ROOT / ("out/gpu_dry" if args.dry_run else "results"))
     known = [s.name for s in STAGES]
     unknown = [name for name in filter(None, args.stages.split(",")) if name not in known]
     if unknown:
@@ -799,6 +801,9 @@ def main(argv=None):
         return refuse(f"{sys.executable} has no torch: make gpu PYTHON=... takes another interpreter, plain make gpu makes .venv")
     if not args.dry_run and not torch.cuda.is_available():
         return refuse(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
+    from bench.measure import refuse_uncommitted
+
+    refuse_uncommitted(out, "another --out (make gpu OUT=...)")
     stages = [s for s in STAGES if s.name in (args.stages.split(",") if args.stages else [s.name for s in STAGES])]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the stage under way is ended too
     results = run_all(stages, Context(out, args.dry_run), args.budget_s, about={"environment": records.environment()})
@@ -807,4 +812,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with main_error("bench/gpu.py"):
+        sys.exit(main())

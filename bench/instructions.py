@@ -39,6 +39,8 @@ import torch  # noqa: E402
 import native  # noqa: E402
 import native_cuda  # noqa: E402
 import records  # noqa: E402
+from bench.measure import refuse_uncommitted  # noqa: E402
+from configurator import main_error  # noqa: E402
 
 # Instructions a (token, channel) that no arrangement of Eq. 7 avoids on one lane a channel, N states:
 #   forward   4 N: eps k, x - k S, S +=, y +=, and 2 N / 4 loads of k and q; step size 7, gate 6, skip 1, bias 1, in and out 7
@@ -288,6 +290,7 @@ def main():
     missing = missing or (ssm_missing(args.mamba_ssm) if args.mamba_ssm is not None else None)
     if missing:
         sys.exit(f"bench/instructions.py: {missing}")
+    refuse_uncommitted(SAVED if args.save else None, "no --save")
     cases = [(args.update, args.N, args.architecture)]
     if args.all:
         cases = [(u, N, a) for a in ("sm_90", "sm_80", "sm_100") for u in native.UPDATES for N in (16, 64)]
@@ -315,4 +318,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with main_error("bench/instructions.py"):
+        main()

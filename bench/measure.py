@@ -13,9 +13,12 @@ from statistics import median, quantiles
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import native  # noqa: E402
+from configurator import ConfigError  # noqa: E402
+from records import code_version  # noqa: E402
 
 EPS = torch.finfo(torch.float32).eps
 TINY = 1e-15
@@ -91,6 +94,14 @@ def spread(seconds):
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return {"median_seconds": median(seconds), "quartile_seconds": [low, high], "fastest_seconds": min(seconds),
             "runs": len(seconds)}
+
+
+def refuse_uncommitted(out, instead="another --out"):
+    """Raises ConfigError where a record is to go to `out` in results/ and the code is not as it was committed; `instead`: the
+    other way out. Where git does not know, nothing is refused."""
+    if out is not None and Path(out).resolve().is_relative_to(ROOT / "results") and code_version()["uncommitted_changes"]:
+        raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (git status lists them): "
+                          f"commit them, or give {instead}")
 
 
 def finite(record):

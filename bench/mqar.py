@@ -252,4 +252,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with configurator.main_error("mqar.py"):
+        sys.exit(main(sys.argv[1:]))

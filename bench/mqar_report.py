@@ -54,9 +54,9 @@ def read_cell(folder, at):
         events = read_log(folder, "eval")
         if not events or (events[-1]["step"], events[-1]["accuracy"]) != (result["steps"], accuracy):
             raise BadRecord("log.jsonl does not end with the accuracy in result.json")
-        commit = where["commit"] and where["commit"] + ("+" if where["uncommitted_changes"] else "")
         return {**result, "config": {key: config[key] for key in (*SAME, *SAME_AT_A_LENGTH)}, "data": record["data"],
-                "commit": commit, "machine": where["gpu"] or where["cpu"], "curve": [(e["epoch"], e["accuracy"]) for e in events]}
+                "commit": sweep.version(where), "machine": where["gpu"] or where["cpu"],
+                "curve": [(e["epoch"], e["accuracy"]) for e in events]}
     except (KeyError, TypeError) as error:
         raise BadRecord(f"its records lack {error}") from None
 

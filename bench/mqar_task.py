@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configurator import ConfigError  # noqa: E402
+from configurator import ConfigError, main_error  # noqa: E402
 
 PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}  # of the benchmark, by T
 BLOCK = 2048  # examples of one generator: fixed, so that neither their number nor the threads change an example
@@ -175,4 +175,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with main_error("bench/mqar_task.py"):
+        main()

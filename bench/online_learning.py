@@ -47,7 +47,8 @@ sys.path.insert(0, str(ROOT))
 import mixers  # noqa: E402
 import model  # noqa: E402
 import records  # noqa: E402
-from bench.measure import finite  # noqa: E402
+from bench.measure import finite, refuse_uncommitted  # noqa: E402
+from configurator import main_error  # noqa: E402
 
 HOLDS = 1e-8  # an update holds when it is off its minimiser by no more of the largest number in either
 MIXER_HOLDS = 1e-5  # and a mixer, in float32, when its outputs and states are off by no more, by the 2-norm
@@ -749,6 +750,8 @@ def parse(argv=None):
 
 def main(argv=None):
     args, began = parse(argv), time.perf_counter()
+    out = Path(args.out) if args.out else ROOT / "results" / "online_learning.json" if args.save else None
+    refuse_uncommitted(out)
     torch.set_num_threads(1)  # the states are small: more threads would wait for one another
     try:
         rows = UPDATES + [read_update(path) for path in args.add]
@@ -772,7 +775,6 @@ def main(argv=None):
     wrong = unexpected(record, rows)
     for line in wrong:
         print(f"bench/online_learning.py: {line}", file=sys.stderr)
-    out = Path(args.out) if args.out else ROOT / "results" / "online_learning.json" if args.save else None
     if out:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -788,7 +790,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("bench/online_learning.py: interrupted; nothing written")
+    with main_error("bench/online_learning.py"):
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit("bench/online_learning.py: interrupted; nothing written")

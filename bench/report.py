@@ -350,7 +350,7 @@ def reproduce_blocks(found):
     devices = sorted({f"{r.device}, {plural(r.processes, 'process', 'processes')}" for r in runs})
     lines = [f"run: {plan.get('command') or 'python bench/table1.py run --preset=' + str(plan.get('preset') or '...')}",
              f"report, from the records alone: python bench/table1.py report {found.folder.name}",
-             f"commit: {listed(commits)}" + (" (+: with changes that were not committed)" if commits[0].endswith("+") else ""),
+             f"commit: {listed(commits)}" + (" (+: with changes that were not committed)" if "+" in commits[0] else ""),
              f"machine: {listed(devices) if devices else plan.get('machine') or 'unknown'}",
              f"runs begun: {min(days)} to {max(days)}" if days else "runs begun: unknown"]
     for key in ("torch", "python"):

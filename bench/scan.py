@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import native  # noqa: E402
 import records  # noqa: E402
-from bench.measure import DTYPES, EPS, compare, make_inputs, spread, values_and_gradients, work  # noqa: E402
+from bench.measure import DTYPES, EPS, compare, make_inputs, refuse_uncommitted, spread, values_and_gradients, work  # noqa: E402
+from configurator import main_error  # noqa: E402
 from scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
 
 SAVED = Path(__file__).resolve().parent.parent / "results" / "scan_cpu.json"
@@ -254,6 +255,8 @@ def main():
     reason = native.unavailable("cpu")
     if reason:
         sys.exit(f"bench/scan.py: the native kernels cannot run here, so there is nothing to measure: {reason}")
+    out = args.out or (SAVED.with_stem(SAVED.stem + "_memory") if args.memory else SAVED) if args.save or args.out else None
+    refuse_uncommitted(out)
     dtype = DTYPES[args.dtype]
     where, date = records.environment(), datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"benchmark": "scan_memory" if args.memory else "scan", "date": date, "threads": torch.get_num_threads(),
@@ -273,7 +276,6 @@ def main():
             print(f"\nB={B} T={T} D={args.D} N={args.N} {args.dtype}{', with D, z and dt_bias' if extras else ''}")
             record["rows"].append(time_bodies(B, T, args.D, args.N, dtype, extras, args.repeats, args.slow_repeats))
             print_times(record["rows"][-1])
-    out = args.out or (SAVED.with_stem(SAVED.stem + "_memory") if args.memory else SAVED) if args.save or args.out else None
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         records.write_json(out, record)
@@ -281,4 +283,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with main_error("bench/scan.py"):
+        main()

@@ -44,6 +44,7 @@ from bench.measure import (  # noqa: E402
     finite,
     in_one_line,
     make_inputs,
+    refuse_uncommitted,
     spread,
     values_and_gradients,
     work,
@@ -600,6 +601,8 @@ def main(args):
         return refuse(f"--dry_run measures nothing, so its record does not belong in {SAVED.parent.name}/: choose another --out")
     if not args.dry_run and not torch.cuda.is_available():
         return refuse("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
+    if not args.out:  # bench/gpu.py, which gives one, has asked before its first stage: what it measures is not lost half way
+        refuse_uncommitted(out)
     try:
         device = DryRun() if args.dry_run else Gpu()
         about = device.describe()

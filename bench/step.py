@@ -39,9 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import records  # noqa: E402
-from bench.measure import DTYPES, finite, in_one_line, spread  # noqa: E402
+from bench.measure import DTYPES, finite, in_one_line, refuse_uncommitted, spread  # noqa: E402
 from bench.scan import peak_since_reset, reset_peak  # noqa: E402
 from bench.scan_cuda import LeftOut, imported  # noqa: E402
+from configurator import main_error  # noqa: E402
 from model import FAMILIES, LM, SIZES, ModelConfig  # noqa: E402
 from train import TrainConfig, keep_memory, peak_flops  # noqa: E402
 
@@ -518,10 +519,16 @@ def contenders(args):
     return specs, rows
 
 
-def write(args, record, stem):
-    """Writes the record where --out or --save say, prints where, returns the path or None."""
+def record_path(args, stem):
+    """Where --out or --save say that the record goes, or None. Raises ConfigError where results/ does not take it."""
     size = f"_{args.size.lower()}" if args.size else ""
     out = Path(args.out) if args.out else ROOT / "results" / f"{stem}_{args.device}{size}.json" if args.save else None
+    refuse_uncommitted(out)
+    return out
+
+
+def write(out, record):
+    """Writes the record to `out` unless that is None, prints where, returns the path or None."""
     if out is not None:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -535,6 +542,7 @@ def write(args, record, stem):
 
 def main(argv=None):
     args, began = parse(argv), time.perf_counter()
+    out = record_path(args, "step")
     record = headline(args, "step")
     record |= {"rounds": args.rounds, "budget_seconds": args.budget_s, "limit_seconds": args.limit_s}
     specs, rows = contenders(args)
@@ -548,12 +556,13 @@ def main(argv=None):
         for t in record["targets"]:
             print(target_line(t))
     record |= {"finished": True, "run_seconds": time.perf_counter() - began, "load_average_after": load_average()}
-    write(args, record, "step")
+    write(out, record)
     return int(any("reason" in r for r in record["rows"] if r["peer"] is None))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("bench/step.py: interrupted; nothing written")
+    with main_error("bench/step.py"):
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit("bench/step.py: interrupted; nothing written")

@@ -425,7 +425,8 @@ def read_run(folder, at):
                           ("steps", "max_iters")]:
             if key in at and at[key] != config[name]:
                 raise BadRecord(f"another run's records: {name} is {config[name]}, the plan says {at[key]}")
-        for key, text in (a[2:].split("=", 1) for a in at.get("argv", ()) if a.startswith("--") and "=" in a):
+        given = dict(a[2:].split("=", 1) for a in at.get("argv", ()) if a.startswith("--") and "=" in a)  # the later one wins
+        for key, text in given.items():
             if key in config and key not in WORKED_OUT and not means(text, config[key]):
                 raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
         if Path(config["out_dir"]).name != folder.name:

@@ -92,6 +92,8 @@ def cell(preset, extra, stage, model, size, context, steps, rate, seed):
     """One Cell; steps and rate None: as the config has them."""
     argv = [*config_arguments(preset, model, size), *extra]
     given = load(argv)
+    if given.model != model:
+        raise ConfigError(f"{argv[0]} is to give {model}, but its model is {given.model}: write model = {model!r} there")
     steps, rate = steps or given.max_iters, float(f"{rate or given.learning_rate:g}")  # as the name has it
     argv += [f"--block_size={context}", f"--max_iters={steps}", f"--learning_rate={rate:g}", f"--seed={seed}"]
     if context != given.block_size:  # as many tokens in memory as before
@@ -166,8 +168,11 @@ def estimate(cells, threads, nproc=1):
         key = c.at["model"], c.at["size"], c.at["context"]
         settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or 256}
         model_config = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
-        with torch.device("meta"):
-            meta = LM(model_config)
+        try:
+            with torch.device("meta"):
+                meta = LM(model_config)
+        except ValueError as error:
+            raise ConfigError(f"{c.argv[0]}: {error}") from None
         flops = meta.flops_per_token()["total"]
         if key not in speed:
             yield key
@@ -365,4 +370,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with configurator.main_error("table1.py"):
+        sys.exit(main(sys.argv[1:]))

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+from configurator import main_error  # noqa: E402
 from records import sync_folder  # noqa: E402
 
 try:
@@ -396,14 +397,17 @@ def file_sha256(path):
 
 def run(main):
     """Runs a script's main(); a DataError, or the system's (disk full), becomes one line on stderr and exit code 2."""
-    try:
-        main()
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted: nothing unfinished was left in place; run the same command again", file=sys.stderr)
-        sys.exit(130)
+    with main_error(Path(sys.argv[0]).name):  # for a reader of the output that has gone, as after `| head`
+        try:
+            main()
+        except BrokenPipeError:
+            raise
+        except (DataError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print("interrupted: nothing unfinished was left in place; run the same command again", file=sys.stderr)
+            sys.exit(130)
 
 
 def main():

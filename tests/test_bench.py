@@ -17,9 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import gpu, instructions, measure, scan, scan_cuda
+import records
+from bench import checkpoint as bench_checkpoint
+from bench import generate, gpu, instructions, measure, online_learning, scan, scan_cuda, step
 from bench.gpu import Context, Skip, Stage
 from bench.scan_cuda import LeftOut, Shape
+from configurator import ConfigError
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
 BF16 = torch.bfloat16
@@ -367,6 +370,48 @@ def test_refusals(tmp_path, monkeypatch, capsys):
         gpu.parse(["--stages=tests,magic"])
     assert "--stages=magic: no such stage; they are environment, build" in capsys.readouterr().err
     assert not (ROOT / "results" / "x.json").exists()
+
+
+@pytest.fixture
+def uncommitted(monkeypatch):
+    monkeypatch.setattr(measure, "code_version", lambda: {"uncommitted_changes": True})
+
+
+def test_results_take_no_record_of_an_uncommitted_tree(uncommitted, tmp_path, monkeypatch):
+    for out in ("results/x.json", "results/folder/x.json", "results", "bench/../results/x.json"):
+        with pytest.raises(ConfigError, match="^results/ is for records of a commit.*: commit them, or give --other$"):
+            measure.refuse_uncommitted(ROOT / out, "--other")
+    for out in (None, tmp_path / "x.json", str(ROOT / "out" / "results" / "x.json"), ROOT / "resultsx.json"):
+        measure.refuse_uncommitted(out)
+    for known in (False, None):  # committed; and where there is no git, nobody knows
+        monkeypatch.setattr(measure, "code_version", lambda known=known: {"uncommitted_changes": known})
+        measure.refuse_uncommitted(ROOT / "results" / "x.json")
+
+
+@pytest.mark.parametrize("main, arguments", [
+    (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
+    (scan.main, "--save --device=cuda"), (bench_checkpoint.main, "--save"), (instructions.main, "--save"),
+    (generate.main, "--save"), (step.main, "--save"), (online_learning.main, "--save"), (gpu.main, "")])
+def test_every_script_says_so_before_it_measures(uncommitted, monkeypatch, main, arguments):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["script", *arguments.split()])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in arguments or main is gpu.main)
+    monkeypatch.setattr(instructions.native_cuda, "missing", lambda: None)
+    monkeypatch.setattr(instructions, "nvdisasm", lambda: "nvdisasm")
+    monkeypatch.setattr(records, "environment", lambda: pytest.fail("it went on"))
+    with pytest.raises(ConfigError, match="uncommitted changes"):
+        main()
+
+
+def test_a_copy_without_git_is_measured_all_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(records, "environment", dict)
+    asked = []
+    monkeypatch.setattr(gpu, "run_all", lambda stages, context, *_, **__: asked.append(context) or [
+        {"stage": "a", "status": "ok", "seconds": 0.0}])
+    monkeypatch.setenv("PATH", "")  # no git
+    assert gpu.main([]) == 0 and asked == [Context(ROOT / "results", False)]
+    assert gpu.main(["--dry-run"]) == 0 and asked[1:] == [Context(ROOT / "out" / "gpu_dry", True)]
 
 
 @no_gpu

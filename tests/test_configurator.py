@@ -208,6 +208,45 @@ def test_main_error_takes_the_errors_it_is_given_and_no_others(capsys):
         raise ValueError("not ours")
 
 
+def with_nobody_reading(*command, **environment):
+    """The finished process of a command whose output is a pipe that nobody reads."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        return subprocess.run(command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+    finally:
+        os.close(writes)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("errors", ["", ", OSError"])
+def test_a_reader_that_has_gone_is_no_stack(errors, unbuffered):
+    def after(text, end=""):
+        code = f"import configurator, sys\nwith configurator.main_error('p'{errors}): {text}{end}"
+        done = with_nobody_reading(sys.executable, "-c", code, PYTHONUNBUFFERED=unbuffered)
+        return done.returncode, done.stderr
+
+    assert after("[print('a line') for i in range(100_000)]") == (130, "")
+    assert after("print('a line')") == (130 if unbuffered else 0, "")  # seen at the end, when all has been done
+    if not unbuffered:
+        assert after("print('a line')", "; sys.exit(3)") == (3, "")
+        assert after("print('a line')", "; raise configurator.ConfigError('no')") == (2, "p: error: no\n")
+
+
+def test_another_broken_pipe_is_not_taken_for_the_output(capsys):
+    with pytest.raises(BrokenPipeError), configurator.main_error("p"):
+        raise BrokenPipeError(32, "of a worker")
+    with pytest.raises(SystemExit), configurator.main_error("p", OSError):
+        raise BrokenPipeError(32, "of a worker")
+    assert "of a worker" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("script", ["bench/table1.py", "bench/mqar.py", "bench/gpu.py", "data/loader.py"])
+def test_scripts_whose_reader_has_gone(script, unbuffered):
+    assert with_nobody_reading(sys.executable, script, "--help", PYTHONUNBUFFERED=unbuffered).stderr == ""
+
+
 @settings(deadline=None)
 @given(st.lists(st.one_of(
     st.text(), st.builds("--{}={}".format, st.sampled_from([f.name for f in dataclasses.fields(Config)]), st.text()),

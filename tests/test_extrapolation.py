@@ -411,9 +411,34 @@ def test_a_preset_from_training_to_the_report(corpus, tmp_path, monkeypatch, cap
     assert ex.main(["run", "--preset=laptop", "--chunk=32"]) == 1  # some were not trained, and the exit code says so
     assert asked["prepared"] == "package" and asked["jobs"] == 2
     assert [(c.name, c.argv) for c in asked["cells"]] == ex.plan("laptop")
-    records = ex.read_records(tmp_path / "results" / "extrapolation_laptop")
+    records = ex.read_records(tmp_path / "out" / "extrapolation_laptop")  # beside the runs
     assert [r["family"] for r in records] == ["longhorn", "deltanet"]
     assert "mamba was not trained: it diverged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, folder", [
+    (["--checkpoint", "a"], "out/extrapolation"), (["--checkpoint", "a", "--save"], "results/extrapolation"),
+    (["--checkpoint", "a", "--save", "--out=o"], "o"),
+    (["run", "--preset=laptop"], "out/extrapolation_laptop"), (["run", "--preset=gpu", "--runs=r"], "r"),
+    (["run", "--preset=gpu", "--save"], "results/extrapolation_gpu"), (["run", "--preset=gpu", "--out=o"], "o")])
+def test_records_go_to_results_only_where_that_is_asked_for(argv, folder, monkeypatch, capsys, tmp_path):
+    places = []
+    monkeypatch.setattr(ex, "ROOT", tmp_path)
+    monkeypatch.setattr(ex, "save", lambda run, args, out: places.append(out))
+    monkeypatch.setattr(ex, "report", places.append)
+    monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: None)
+    for name in ("run_cells", "write_plan", "same_commit", "version"):
+        monkeypatch.setattr(sweep, name, lambda *_, **__: {})
+    ex.main(argv)
+    wanted = tmp_path / folder if "/" in folder else Path(folder)
+    assert len(places) == (8 if argv[0] == "run" else 2) and set(places) == {wanted}
+
+
+def test_an_uncommitted_tree_is_said_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr("bench.measure.code_version", lambda: {"uncommitted_changes": True})
+    for argv in (["--checkpoint", "nothing", "--save"], ["run", "--preset=laptop", "--save"]):
+        with pytest.raises(ConfigError, match="uncommitted changes"):
+            ex.main(argv)
 
 
 def test_cells_are_what_the_sweep_takes():

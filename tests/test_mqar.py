@@ -609,6 +609,17 @@ def test_other_examples_are_not_compared(swept, tmp_path):
     assert "not comparable: test_sha256" in mqar_report.read_cells(folder)[1]["based_T16_d16_lr0.001_seed1"]
 
 
+def test_other_changes_to_the_code_are_not_compared(swept, tmp_path):
+    folder, cells = copy_of(swept, tmp_path / "copy")
+    other = "based_T16_d16_lr0.001_seed1"
+    for name, path in cells.items():
+        edit(path / "config.json", config=json.loads((path / "config.json").read_text())["config"], environment={
+            "commit": "c", "uncommitted_changes": True, "changed_code": "1a" if name != other else "2b", "gpu": None, "cpu": "x"})
+        edit(path / "result.json", commit="c")
+    found, left_out = mqar_report.read_cells(folder)
+    assert len(found) == 3 and left_out == {other: "not comparable: commit c+2b where most have c+1a"}
+
+
 def cell(mixer="longhorn", T=64, n_embd=64, rate=1e-2, seed=1, accuracy=0.5, **more):
     return {"mixer": mixer, "T": T, "n_embd": n_embd, "learning_rate": rate, "seed": seed, "accuracy": accuracy, "pairs": 4,
             "reached": accuracy >= 0.99, "epochs": 1.0, "steps": 10, "seconds": 3.0, "parameters": 5, "state_size": 10 * n_embd,

@@ -4,11 +4,13 @@ import errno
 import json
 import math
 import os
+import shutil
+import subprocess
 
 import pytest
 
 import records
-from records import Log, draw_loss, environment, read_log, write_json
+from records import Log, code_version, draw_loss, environment, read_log, write_json
 
 
 def is_png(path):
@@ -119,6 +121,63 @@ def test_environment_says_where_it_ran(monkeypatch):
     json.dumps(where)
     monkeypatch.setenv("PATH", "")  # no git
     assert environment()["commit"] is None and environment()["uncommitted_changes"] is None
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with one commit, in which records.py seems to lie; and git in it."""
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "checkout"
+    (folder / "results").mkdir(parents=True)
+    for name in ("model.py", "README.md", "results/scan_cpu.json"):
+        (folder / name).write_text("1\n")
+    (folder / ".gitignore").write_text("out/\n")
+    git = lambda *args: subprocess.run(["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
+    git("init", "-q"), git("add", "."), git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(records, "__file__", str(folder / "records.py"))
+    return folder, git
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_the_version_counts_files_that_git_does_not_track(checkout):
+    folder, git = checkout
+    seen = lambda: tuple(code_version()[key] for key in ("uncommitted_changes", "changed_code"))
+    clean = code_version()
+    assert clean == {"commit": clean["commit"], "uncommitted_changes": False, "changed_code": None} and len(clean["commit"]) == 40
+
+    (folder / "notes.txt").write_text("nobody runs these")
+    (folder / "out").mkdir()
+    (folder / "out" / "ignored.py").write_text("x")
+    (folder / "results" / "scan_cpu.json").write_text("2\n")  # what a measurement leaves
+    assert code_version() == clean
+    (folder / "README.md").write_text("2\n")
+    assert seen() == (True, None)  # a change, not one of the code
+    (folder / "README.md").write_text("1\n")
+
+    found = [seen()]
+    (folder / "mixers").mkdir()
+    mine = folder / "mixers" / "my mixer\xe9.py"
+    for text in ("a", "b"):
+        mine.write_text(text)
+        found.append(seen())
+    mine.rename(folder / "kernel.cu")
+    found.append(seen())
+    (folder / "model.py").write_bytes(b"# \xe9, not UTF-8\n")
+    found.append(seen())
+    (folder / "nowhere.py").symlink_to("not there")
+    found.append(seen())
+    assert all(changed and code for changed, code in found[1:]) and len({code for _, code in found}) == len(found)
+    (folder / "nowhere.py").unlink()
+    git("add", "."), git("commit", "-q", "-m", "second")
+    assert seen() == (False, None) and code_version()["commit"] != clean["commit"]
+
+
+def test_the_version_where_git_knows_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever lies above
+    (tmp_path / "model.py").write_text("")
+    assert code_version() == dict.fromkeys(("commit", "uncommitted_changes", "changed_code"))
 
 
 def test_a_curve_of_nothing_is_not_drawn(tmp_path):

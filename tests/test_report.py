@@ -12,6 +12,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -135,6 +136,24 @@ def cell_of(numbers, model, size, context=256):
 
 
 # ------------------------------------------------------------------------------------------- reading a sweep's records
+
+@pytest.mark.parametrize("code, said", [(None, False), ("12ab", True)])
+def test_what_a_plus_behind_a_commit_means_is_said(tmp_path, code, said):
+    (name, *_) = make_sweep(tmp_path, models=("longhorn",), sizes={"130K": 130_000}, seeds=(1337,), ladder=())
+    change(tmp_path / name / "config.json", environment__changed_code=code)
+    run = sweep.read_run(tmp_path / name, {})
+    ((_, lines),) = report.reproduce_blocks(SimpleNamespace(plan={}, runs=[run], folder=tmp_path))
+    assert any("(+: with changes that were not committed)" in line for line in lines) == said
+
+
+def test_of_two_arguments_the_later_one_is_the_plans(tmp_path):
+    """As where the command line overrides what the preset gives every run."""
+    (name, *_) = make_sweep(tmp_path, models=("longhorn",), sizes={"130K": 130_000}, seeds=(1337,), ladder=())
+    for first, second, left_out in ((64, 131072, []), (131072, 64, [name])):
+        argv = ["config/longhorn_laptop.py", f"--eval_tokens={first}", f"--eval_tokens={second}"]
+        change(tmp_path / "plan.json", **{f"cells__{name}__argv": argv})
+        assert list(sweep.read_runs(tmp_path)[1]) == left_out
+
 
 def test_a_clean_sweep_is_read_whole(tmp_path):
     names = make_sweep(tmp_path)

@@ -290,6 +290,26 @@ def test_a_rate_is_the_one_in_its_name():
     assert table1.load(c.argv).learning_rate == c.at["learning_rate"] == 0.00316228 and "lr0.00316228_" in c.name
 
 
+def test_a_preset_yields_to_the_command_line():
+    (c,) = table1.first_cells(table1.chosen(table1.parser().parse_args(
+        ["run", "--models=longhorn", "--sizes=130K", "--lrs=3e-3"])), ["--log_interval=1"])
+    assert table1.load(c.argv).log_interval == 1 and "--log_interval=32" in c.argv  # bench/sweep.py reads both
+
+
+def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    laptop = (REPO / "config/longhorn_laptop.py").read_text()
+    for name, model in (("mine", "mine"), ("yours", "longhorn")):
+        (tmp_path / f"config/{name}_laptop.py").write_text(f"{laptop}\nmodel = {model!r}\n")
+    monkeypatch.setattr(table1, "REPO", tmp_path)
+    plan = lambda name: table1.first_cells(table1.chosen(table1.parser().parse_args(["run", f"--models={name}", "--sizes=130K"])))
+    assert table1.load(plan("mine")[0].argv).model == "mine"
+    with pytest.raises(ConfigError, match="config/yours_laptop.py is to give yours, but its model is longhorn"):
+        plan("yours")
+    with pytest.raises(ConfigError, match="^config/mine_laptop.py: unknown model 'mine': choose one of longhorn"):
+        next(table1.estimate(plan("mine"), 1))
+
+
 def test_configs_that_differ_are_named_before_anything_runs():
     cells = [Cell("a", ["config/longhorn_laptop.py"], {"model": "longhorn"}),
              Cell("b", ["config/llama_laptop.py", "--batch_tokens=2048"], {"model": "llama"})]
