@@ -210,14 +210,19 @@ def candidates(folder):
 def load_first(paths):
     """Load the first of `paths` that is whole: (path, tensors, meta, [a line on each that had to be passed over]).
 
-    Raises CheckpointError where none is.
+    Raises CheckpointError where none is, and where that is an imported model: there is no run to go on with.
     """
     errors = []
     for path in paths:
         try:
-            return path, *load(path), errors
+            tensors, meta = load(path)
         except CheckpointError as error:
             errors.append(str(error))
+            continue
+        if "imported_from" in meta:
+            raise CheckpointError(f"{path}: imported from {meta['imported_from']}, weights without an optimiser's state, for "
+                                  "sample.py and export.py: no run can be resumed from it; choose another out_dir")
+        return path, tensors, meta, errors
     raise CheckpointError(errors[0] + (f" (the {len(errors) - 1} others here cannot be read either)" if errors[1:] else ""))
 
 

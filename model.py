@@ -61,7 +61,7 @@ KERNELS = ("", "torch", "fused")
 
 # ------------------------------------------------------------------------------------------------------------- branches
 # A branch is an nn.Module, made of (config, layer), with
-#   forward(x, state) -> (y, state)     x, y (B, T, n_embd); state None: start empty and keep nothing
+#   forward(x, state) -> (y, state)     x, y (B, T, n_embd); state None: start empty and keep nothing; else tensors (B, ...)
 #   initial_state(batch_size, device)   what `forward` takes before the first token
 #   init_table(config)                  parameter name -> (kind, scale), see LM.init_weights
 #   mixing_flops(T)                     forward FLOPs a token beside its linear maps, averaged over T positions
@@ -127,6 +127,11 @@ class Longhorn(ScanBlock):
     """S_ij = (1 - eps_i k_j^2) S_ij + eps_i x_i k_j (Eq. 7), eps = beta / (1 + beta |k|^2), beta = sigmoid(dt + dt_bias)."""
 
     exact = False
+
+    def __init__(self, config, layer):
+        if config.kernel == "fused":
+            raise RuntimeError("kernel 'fused': nobody's library has Longhorn's scan: leave kernel empty")
+        super().__init__(config, layer)
 
     def scan(self, x, dt, k, q, z, h0):
         return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=self.exact, backend=self.backend)
@@ -490,17 +495,28 @@ FAMILIES = {
 
 def mixing_by(config, device):
     """Whose code mixes the tokens of this family on 'cpu' or 'cuda', in a few words: train.py prints it."""
-    if config.model == "llama":
+    words = [_mixing_by(branch, config, device) for branch in FAMILIES[config.model]]
+    return ", ".join(dict.fromkeys(w for w in words if w)) or "nothing"
+
+
+def _mixing_by(branch, config, device):
+    """The same of one branch; '' for one that mixes channels."""
+    is_a = lambda *classes: isinstance(branch, type) and issubclass(branch, classes)
+    if is_a(SwiGLU, RWKVChannelMix):
+        return ""
+    if is_a(Attention):
         return {"": "PyTorch's scaled_dot_product_attention", "torch": "a plain softmax", "fused": "flash-attn"}[config.kernel]
-    if config.model in ("gla", "retnet", "rwkv", "deltanet"):
-        op = {"gla": "gla", "deltanet": "delta_rule"}.get(config.model, "retention")
+    if is_a(GLA, Retention, RWKVTimeMix, DeltaNet):
+        op = "gla" if is_a(GLA) else "delta_rule" if is_a(DeltaNet) else "retention"
         return {"torch": "chunks in PyTorch", "fused": "flash-linear-attention"}[choose_kernel(config.kernel or None, op, device)]
-    if config.model == "rwkv4":
+    if is_a(RWKV4TimeMix):
         return "chunks in PyTorch"
-    if config.model == "mamba" and config.kernel == "fused":
+    if is_a(Mamba) and config.kernel == "fused":
         return "mamba-ssm"
-    chosen = native.choose("scan", mixers.scan_backend(config), device, False)
-    return {"cpu": "longhorn_scan.cu on the CPU", "cuda": "longhorn_scan.cu", "torch": "a loop in PyTorch"}[chosen]
+    if is_a(ScanBlock):
+        chosen = native.choose("scan", mixers.scan_backend(config), device, False)
+        return {"cpu": "longhorn_scan.cu on the CPU", "cuda": "longhorn_scan.cu", "torch": "a loop in PyTorch"}[chosen]
+    return "its own code"
 
 
 # ------------------------------------------------------------------------------------------------------------- skeleton
@@ -554,6 +570,18 @@ class Residual(nn.Module):
         return h + y, state
 
 
+def check_tokens(idx):
+    if idx.dim() != 2 or idx.numel() == 0 or idx.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"idx must be (B, T) of int64, both at least 1, got {tuple(idx.shape)} {idx.dtype}")
+
+
+def batch_sizes(state):
+    """The first size of every tensor of two or more dimensions in a state, in any nesting of lists and tuples."""
+    if isinstance(state, (list, tuple)):
+        return [n for part in state for n in batch_sizes(part)]
+    return [state.shape[0]] if isinstance(state, torch.Tensor) and state.dim() > 1 else []
+
+
 class LM(nn.Module):
     """Language model of any family: `logits, loss = LM(config)(idx, targets)`.
 
@@ -594,8 +622,14 @@ class LM(nn.Module):
         Returns:
             (logits, loss), logits (B, T, vocab_size), loss the mean cross-entropy in nats or None without targets;
             with a state (logits, loss, state).
+
+        Raises ValueError for an idx of another shape or dtype, and for a state of other branches or another batch size.
         """
+        check_tokens(idx)
         keep = state is not None
+        if keep and (len(state) != len(self.branches) or set(batch_sizes(state)) - {idx.shape[0]}):
+            raise ValueError(f"state is not one of {len(self.branches)} branches for a batch of {idx.shape[0]}: start from "
+                             f"initial_state({idx.shape[0]}), or from what the call before returned")
         states = state if keep else [None] * len(self.branches)
         h = self.embed_norm(self.embed(idx))  # (B, T, n_embd)
         after = []
@@ -619,6 +653,9 @@ class LM(nn.Module):
         The prompt is read in chunks; then time and memory a token are constant for recurrent families, and grow with the
         cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail before sampling.
         """
+        check_tokens(idx)
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens {max_new_tokens} must be 0 or more")
         state = self.initial_state(idx.shape[0])
         for part in idx.split(chunk, 1):
             logits, _, state = self(part, state=state, last_only=True)
@@ -653,6 +690,11 @@ class LM(nn.Module):
         """Draw every parameter as `init_table` says."""
         table = self.init_table()
         for name, p in self.named_parameters():
+            if name not in table:
+                residual, _, own = name.partition(".branch.")
+                branch = type(self.get_submodule(residual).branch).__name__
+                raise ValueError(f"{branch}.init_table does not say how {own!r} starts: add {own!r}: (kind, scale), whose kinds "
+                                 "are listed at LM.init_table")
             kind, scale = table[name]
             if kind == "normal":
                 p.normal_(0.0, scale)
@@ -710,7 +752,8 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    # differences to the largest, so that a small temperature overflows to -inf, never to inf; and a normal number, or 0 / 0
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

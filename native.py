@@ -43,11 +43,32 @@ FETCHED = {  # by the kernels that have a variant for whole chunks and blocks: t
 
 # ------------------------------------------------------------------------------------------------------ which body runs
 
-@torch.compiler.assume_constant_result
+def transformed():
+    """Whether a transform of torch.func or forward-mode AD is at work: the kernels have no rules for these."""
+    return torch.autograd.forward_ad._current_level >= 0 or _in_torch_func()
+
+
+@torch.compiler.assume_constant_result  # whose tensors are of another kind, so that a graph is compiled anew for them
+def _in_torch_func():
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def choose(op, backend, device, not_native):
-    """The one place that decides: 'cpu', 'cuda' or 'torch'."""
+    """The one place that decides: 'cpu', 'cuda' or 'torch'. Where something transforms, PyTorch's own operators: a kernel
+    would drop a tangent unsaid."""
+    return _choose(op, backend, device, not_native, transformed())
+
+
+@torch.compiler.assume_constant_result
+def _choose(op, backend, device, not_native, inside):
+    if backend in ("cpu", "cuda") and inside:
+        raise RuntimeError(f"{op}: backend {backend!r} has no forward-mode derivative and no rules for torch.func: use "
+                           "backend='torch'")
+    if backend is None and inside:
+        say_once("scan: torch, much slower than the native kernels (inside torch.func or forward-mode AD)")
+        return "torch"
     if backend not in (None, *BACKENDS):
-        raise ValueError(f"scan: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
+        raise ValueError(f"{op}: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
     if backend == "torch" or (backend is None and not_native):
         return "torch"
     wanted = backend or device

@@ -6,6 +6,8 @@
 The surprise: on two cores these two took a quarter of a training step in eager PyTorch: it transposes for the first and
 passes over memory seventeen times for the second. The kernels in longhorn_scan.cu make it two passes each. On a GPU the
 convolution's run too; RMSNorm's is PyTorch's own there.
+
+What the scan shares with these two stands here as well: how arguments are checked, and how a second derivative is refused.
 """
 
 import torch
@@ -13,6 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import native
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensor(op, name, a, floats=True):
+    """Raises ValueError for what is no strided tensor, of floats unless told otherwise."""
+    if not isinstance(a, Tensor):
+        raise ValueError(f"{op}: {name} must be a torch.Tensor, got {type(a).__name__}")
+    if a.layout != torch.strided or a.is_nested:
+        raise ValueError(f"{op}: {name} must be a strided tensor, got {'nested' if a.is_nested else a.layout}")
+    if floats and a.dtype not in FLOATS:
+        raise ValueError(f"{op}: {name} must be floating point of 16, 32 or 64 bits, got {a.dtype}")
+
+
+def differentiable_once(op, backward):
+    """Have a second derivative through the custom op `backward` refused in one line."""
+    def refuse(ctx, *grads):
+        raise RuntimeError(f"{op}: the kernels are differentiable once: use backend='torch' (a model: kernel='torch')")
+
+    backward.register_autograd(refuse)
 
 
 def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
@@ -27,6 +49,9 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
     Returns:
         y (B, T, D) in x's dtype, differentiable once. The state that follows is `conv_state(x, state, W)`.
     """
+    for name, a in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
+        if a is not None or name in ("x", "weight"):
+            check_tensor("causal_conv1d", name, a)
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] < 1:
         raise ValueError(f"causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x {tuple(x.shape)}, "
                          f"weight {tuple(weight.shape)}")
@@ -62,10 +87,17 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
     """Root mean square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
     Args: x (..., D) float32, bfloat16 or float16; weight (D,).
-    Returns: (..., D) in x's dtype; under autocast in its dtype, since a linear map follows and would cast it anyway.
+    Returns: (..., D) in x's dtype, differentiable once; under autocast in its dtype, since a linear map follows and would cast
+    it anyway.
     """
+    check_tensor("rms_norm", "x", x)
+    check_tensor("rms_norm", "weight", weight)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"rms_norm: x must be (..., D) with D at least 1, got {tuple(x.shape)}")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: weight must be (D,) beside x (..., D), got x {tuple(x.shape)}, weight {tuple(weight.shape)}")
+    if weight.device != x.device:
+        raise ValueError(f"rms_norm: weight is on {weight.device}, x on {x.device}: move them to one device")
     out = native.autocast_dtype(x.device.type) or x.dtype
     native_ok = x.dtype in native.DTYPES and torch.float16 not in (x.dtype, out)
     if x.device.type != "cpu" or native.choose("rms_norm", backend, "cpu", not native_ok) == "torch":
@@ -123,6 +155,7 @@ def _conv_grad(ctx, dy):
 
 
 _conv.register_autograd(_conv_grad, setup_context=_conv_setup)
+differentiable_once("causal_conv1d", _conv_backward)
 native.register_autocast(torch.ops.longhorn.conv.default, casts=(0,))
 
 
@@ -176,3 +209,4 @@ def _rms_norm_grad(ctx, dy, _):
 
 
 _rms_norm.register_autograd(_rms_norm_grad, setup_context=_rms_norm_setup)
+differentiable_once("rms_norm", _rms_norm_backward)

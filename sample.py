@@ -10,6 +10,7 @@ recurrent families memory and time a token do not depend on what came before.
 
 import codecs
 import dataclasses
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from model import LM, ModelConfig
 @dataclass
 class SampleConfig:
     out_dir: str = "out/longhorn_laptop"  # the run's folder, with checkpoint.safetensors
-    prompt: str = "\n"  # text to continue; - reads standard input, @FILE reads a file
+    prompt: str = "\n"  # text to continue; - reads standard input, @FILE reads a file: UTF-8, or any bytes for a model of bytes
     max_new_tokens: int = 500  # tokens to write
     num_samples: int = 1  # how many texts, one after another
     temperature: float = 0.8  # 0 takes the most likely token each time
@@ -84,15 +85,29 @@ class Text:
         return self.decoder.decode(piece)
 
 
-def read_prompt(prompt):
-    if prompt == "-":
-        return sys.stdin.read()
-    if prompt.startswith("@"):
-        try:
-            return Path(prompt[1:]).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompt file {prompt[1:]}: {error}") from None
-    return prompt
+def read_prompt(prompt, text):
+    """(the prompt as it is shown, its tokens). Bytes are tokens as they are; all other tokenizers need UTF-8."""
+    try:
+        content = (sys.stdin.buffer.read() if prompt == "-" else Path(prompt[1:]).read_bytes() if prompt.startswith("@")
+                   else os.fsencode(prompt))
+        if text.kind == "bytes":
+            return content.decode("utf-8", "replace"), list(content)
+        shown = content.decode("utf-8").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompt {prompt[:200]}: {error}") from None
+    return shown, text.encode(shown)
+
+
+def open_device(name):
+    """The device of that name, tried with one number: train.py's would join its processes, and lets meta pass."""
+    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ValueError):
+        raise ConfigError(f"device {name!r} is unknown or not there: use cpu, cuda, cuda:1 ...") from None
+    return name
 
 
 def main(argv):
@@ -102,13 +117,10 @@ def main(argv):
     if config.temperature < 0 or config.top_k < 0 or not 0 < config.top_p <= 1:
         raise ConfigError(f"temperature {config.temperature} must be 0 or more, top_k {config.top_k} too, "
                           f"top_p {config.top_p} in (0, 1]")
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: PyTorch sees no GPU; use --device=cpu")
+    device = open_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     text = Text(meta["tokenizer"], meta["table"])
-    prompt = read_prompt(config.prompt)
-    tokens = text.encode(prompt)
+    prompt, tokens = read_prompt(config.prompt, text)
     if not tokens:
         raise ConfigError("the prompt is empty: give at least one character")
     idx = torch.tensor([tokens], device=device)  # (1, T)

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import native
+import ops
 
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; there eps is 0 anyway
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 # ------------------------------------------------------------------------------------------------ the truth: a loop each
@@ -117,6 +117,7 @@ def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, chunk=64):
     """The loop, chunk by chunk, each recomputed in the backward: memory stays B x T x D, not B x T x D x N."""
     tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
     grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors)
+    grad = grad and not native.transformed()  # torch.func takes no checkpoints
     ys = [x[:, :0]]
     for t in range(0, x.shape[1], chunk):
         part = [None if a is None else a[:, t:t + chunk] for a in (x, dt, k, q, z)]
@@ -147,7 +148,8 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
             up to 256 states; call it once before capturing a CUDA graph, since the first call builds and loads the kernels.
 
     Returns:
-        y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32, differentiable.
+        y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32. Both are differentiable once; with
+        backend='torch', and inside torch.func and forward-mode AD, where that is what runs, any number of times.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, with what was seen.
@@ -167,7 +169,8 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     cu_seqlens, backend, dtypes and errors are those of `longhorn_scan`.
 
     Returns:
-        y (B, T, D) in u's dtype; with return_last_state also the state (B, D, N) after the last step, float32.
+        y (B, T, D) in u's dtype; with return_last_state also the state (B, D, N) after the last step, float32. Both are
+        differentiable once, as `longhorn_scan`'s.
     """
     _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, mamba=True)
     y, hT = _run("mamba_softplus" if delta_softplus else "mamba", u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, backend)
@@ -203,12 +206,8 @@ def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
     nx, ndt, nk, nq, nbias = names
     given = {nx: x, ndt: dt, nk: k, nq: q, "A": A, "D": D, "z": z, nbias: dt_bias, "h0": h0, "cu_seqlens": cu_seqlens}
     for name, a in given.items():  # first: the shape of what is no strided tensor may be an error of its own
-        if a is None:
-            continue
-        if not isinstance(a, Tensor):
-            raise ValueError(f"scan: {name} must be a torch.Tensor, got {type(a).__name__}")
-        if a.layout != torch.strided or a.is_nested:
-            raise ValueError(f"scan: {name} must be a strided tensor, got {'nested' if a.is_nested else a.layout}")
+        if a is not None:
+            ops.check_tensor("scan", name, a, floats=name != "cu_seqlens")
     if x is None or k is None or x.dim() != 3 or k.dim() != 3 or min(*x.shape, *k.shape) < 1:
         raise ValueError(f"scan: {nx} must be (B, T, D) and {nk} (B, T, N), every size at least 1, got {nx} {_shape(x)}, "
                          f"{nk} {_shape(k)}")
@@ -227,9 +226,6 @@ def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
             raise ValueError(f"scan: {name} must be {shape} beside {nx} {_shape(x)} and {nk} {_shape(k)}, got {_shape(a)}")
         if a.device != x.device:
             raise ValueError(f"scan: {name} is on {a.device}, {nx} on {x.device}: move them to one device")
-    for name, a in given.items():
-        if a is not None and name != "cu_seqlens" and a.dtype not in FLOATS:
-            raise ValueError(f"scan: {name} must be floating point of 16, 32 or 64 bits, got {a.dtype}")
 
 
 def _check_cu_seqlens(cu, B, T, device):
@@ -351,5 +347,14 @@ def _scan_grad(ctx, dy, dhT, _):
     return *(g if a is not None else None for g, a in zip(grads, tensors, strict=True)), None, None, None
 
 
+@_scan_backward.register_vmap
+def _(info, in_dims, *args):
+    """Several gradients at once, torch.func.vmap over a backward: one after another, as PyTorch does for all but lists."""
+    each = ([a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size))
+    grads = zip(*(torch.ops.longhorn.scan_backward(*one) for one in each), strict=True)
+    return [torch.stack(g) for g in grads], [0] * 9
+
+
 _scan.register_autograd(_scan_grad, setup_context=_scan_setup)
+ops.differentiable_once("scan", _scan_backward)
 native.register_autocast(torch.ops.longhorn.scan.default, casts=(0, 1, 2, 3, 6))  # x, dt, k, q, z

@@ -10,8 +10,10 @@ The surprise: training order has no state. `step_windows` is a pure function of 
 an epoch, and neither the number of processes nor the micro-batch enters: resuming needs the step number, nothing else.
 
     python data/loader.py data/pystdlib     # say what a prepared folder holds, and check its sha256
+    python data/loader.py FOLDER --adopt --vocab_size=50257 --tokenizer=gpt2     # nanoGPT's train.bin, val.bin: as they are
 """
 
+import argparse
 import contextlib
 import functools
 import hashlib
@@ -19,6 +21,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 
@@ -361,12 +364,12 @@ def write_split(path, chunks, vocab_size):
 def finish(folder, meta):
     """Writes meta.json, the last act of a preparation, after checking that it describes the files that stand there.
 
-    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype, python and
-    numpy versions are added. Returns: the folder opened, as Tokens. Raises: DataError, and then no meta.json stands.
+    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype (unless given),
+    python and numpy versions are added. Returns: the folder opened, as Tokens. Raises: DataError, and then no meta.json stands.
     """
     folder = Path(folder)
     versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
-    meta = {**meta, "dtype": token_dtype(meta["vocab_size"]), "versions": versions}
+    meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
     path = folder / "meta.json"
     with replacing(path) as file:
         file.write((json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode())
@@ -375,6 +378,53 @@ def finish(folder, meta):
     except DataError:
         path.unlink()
         raise
+
+
+def read_split(path, dtype, vocab_size):
+    """The entry for meta.json, as write_split's, of a .bin that somebody else wrote. Raises DataError for what cannot be it."""
+    dtype, largest, digest = np.dtype(DTYPES[dtype]), None, hashlib.sha256()
+    if not path.is_file():
+        raise DataError(f"{path} is missing: give a folder with train.bin and val.bin")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(f"{path} is {size:,} bytes, no whole number of {dtype} tokens: give its --dtype")
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            largest = max(largest or 0, int(np.frombuffer(piece, dtype).max()))
+            if largest >= vocab_size:
+                raise DataError(
+                    f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: give its "
+                    "--vocab_size, or its --dtype"
+                )
+    return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
+
+
+def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=None):
+    """Makes a prepared folder of a train.bin and a val.bin of tokens end to end, as nanoGPT's: meta.json is added.
+
+    A meta.pkl is not opened: it is a pickle, which could run code. Returns: the folder opened, as Tokens.
+    Raises: DataError, one line for the user.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}: check the path")
+    token_dtype(vocab_size)  # refuses what is no size of a vocabulary
+    if bytes_per_token is not None and not 0 < bytes_per_token <= sys.float_info.max:
+        raise DataError(f"--bytes_per_token={bytes_per_token:g}: it must be above 0")
+    with preparing(folder):
+        if (folder / "meta.json").exists():
+            raise DataError(f"{folder / 'meta.json'} exists already: remove it if it does not describe these files")
+        meta = {
+            "dataset": folder.resolve().name,
+            "vocab_size": vocab_size,
+            "dtype": dtype,
+            "tokenizer": tokenizer,
+            "splits": {split: read_split(folder / f"{split}.bin", dtype, vocab_size) for split in SPLITS},
+            "bytes_per_token": bytes_per_token,
+            "how": shlex.join(["python", *sys.argv]),
+        }
+        return finish(folder, meta)
 
 
 def finished(folder, inputs):
@@ -411,13 +461,23 @@ def run(main):
 
 
 def main():
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print(__doc__.strip())
-        sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
-    tokens = Tokens(sys.argv[1])
-    tokens.verify()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="holds train.bin and val.bin")
+    parser.add_argument("--adopt", action="store_true", help="write the meta.json of files that no prepare.py here wrote")
+    parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
+    parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="with --adopt: of the files (default uint16)")
+    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), help="with --adopt: what sample.py decodes tokens with")
+    parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, for losses in bits per byte")
+    args = vars(parser.parse_args())
+    if args.pop("adopt"):
+        if args["vocab_size"] is None:
+            raise DataError("--adopt needs --vocab_size: 50257 for GPT-2's tokens")
+        tokens, checked = adopt(**args), "meta.json written"
+    else:
+        tokens, checked = Tokens(args["folder"]), "sha256 verified"
+        tokens.verify()
     counts = ", ".join(f"{len(getattr(tokens, split)):,} {split}" for split in SPLITS)
-    print(f"{sys.argv[1]}: {counts} tokens, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, sha256 verified")
+    print(f"{tokens.folder}: {counts} tokens, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, {checked}")
 
 
 if __name__ == "__main__":

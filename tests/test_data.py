@@ -610,6 +610,59 @@ def test_the_standard_library_itself(tmp_path):
     assert described.returncode == 0 and "sha256 verified" in described.stdout
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# adopting what somebody else prepared
+
+
+def nanogpt(folder, train=(5, 50_256, 7), val=(1, 2), dtype=np.uint16):
+    """A folder as nanoGPT's prepare.py leaves it, with a meta.pkl that must not be opened."""
+    folder.mkdir()
+    for split, tokens in (("train", train), ("val", val)):
+        np.array(tokens, dtype).tofile(folder / f"{split}.bin")
+    (folder / "meta.pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    return folder
+
+
+def loader_script(*arguments):
+    return subprocess.run([sys.executable, "data/loader.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_adopt_nanogpts_files(tmp_path):
+    folder = nanogpt(tmp_path / "owt")
+    before = {split: (folder / f"{split}.bin").read_bytes() for split in loader.SPLITS}
+    said = loader_script(folder, "--adopt", "--vocab_size=50257", "--tokenizer=gpt2", "--bytes_per_token=4.5")
+    assert said.returncode == 0 and "3 train, 2 val tokens, uint16, vocabulary 50,257, meta.json written" in said.stdout
+    tokens = Tokens(folder, vocab_size=50_304, block_size=1)
+    assert tokens.train.tolist() == [5, 50_256, 7] and tokens.val.tolist() == [1, 2] and tokens.bytes_per_token == 4.5
+    assert (tokens.meta["tokenizer"], tokens.meta["dataset"]) == ("gpt2", "owt")
+    assert tokens.meta["splits"]["train"]["max_token"] == 50_256
+    tokens.verify()
+    assert before == {split: (folder / f"{split}.bin").read_bytes() for split in loader.SPLITS}
+    again = loader_script(folder, "--adopt", "--vocab_size=50257")
+    assert again.returncode == 2 and again.stderr.startswith("error: ") and "meta.json exists already" in again.stderr
+    assert again.stderr.count("\n") == 1 and Tokens(folder).bytes_per_token == 4.5
+    wide = loader.adopt(nanogpt(tmp_path / "wide", train=[3, 70_000], dtype=np.uint32), 70_001, "uint32")
+    assert wide.train.tolist() == [3, 70_000] and wide.bytes_per_token is None
+    narrow = loader.adopt(nanogpt(tmp_path / "narrow", train=[3, 64], dtype=np.uint32), 65, "uint32")
+    assert narrow.train.tolist() == [3, 64] and narrow.train.dtype == np.uint32  # where our own would be uint16
+    bare = loader_script(nanogpt(tmp_path / "bare"), "--adopt")
+    assert bare.returncode == 2 and bare.stderr == "error: --adopt needs --vocab_size: 50257 for GPT-2's tokens\n"
+
+
+def test_adopt_refusals(tmp_path):
+    folder = nanogpt(tmp_path / "owt", val=[1, 2, 3])
+    refused(lambda: loader.adopt(tmp_path / "nothing", 50_257), "no folder", "nothing")
+    refused(lambda: loader.adopt(folder, 50_256), "train.bin holds token id 50256 as uint16", "vocabulary of 50,256")
+    refused(lambda: loader.adopt(folder, 50_257, "uint32"), "train.bin is 6 bytes", "uint32", "--dtype")
+    refused(lambda: loader.adopt(folder, 0), "vocabulary of 0")
+    refused(lambda: loader.adopt(folder, 50_257, bytes_per_token=math.nan), "--bytes_per_token=nan")
+    (folder / "val.bin").write_bytes(b"")
+    refused(lambda: loader.adopt(folder, 50_257), "val.bin is empty")
+    (folder / "val.bin").unlink()
+    refused(lambda: loader.adopt(folder, 50_257), "val.bin is missing", "train.bin and val.bin")
+    assert not (folder / "meta.json").exists() and not (tmp_path / "nothing").exists()
+
+
 @pytest.mark.parametrize("name", ["pystdlib", "openwebtext", "shakespeare_char"])
 def test_scripts_speak_to_the_user(name, tmp_path):
     helped = run_script(name, "--help")

@@ -412,6 +412,13 @@ def test_nothing_is_overwritten_unasked(tmp_path, run):
     assert (to / "thesis.tex").read_text() == "my only copy" and sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
 
 
+def test_training_does_not_resume_from_an_import(tmp_path, run):
+    assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
+    assert run(from_hf=tmp_path / "hf", out_dir=tmp_path / "imported")[0] == 0
+    with pytest.raises(checkpoint.CheckpointError, match=rf"imported from {tmp_path}/hf, weights without [^\n]*another out_dir$"):
+        checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
+
+
 def test_an_import_spares_a_training_run(tmp_path, run):
     assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "imported"}

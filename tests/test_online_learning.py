@@ -123,7 +123,7 @@ def test_draws_reach_the_extremes():
 # ---------------------------------------------------------------------------------------------------- the mixers that train
 
 def test_every_recurrent_family_has_a_row():
-    assert set(ol.KERNEL_OF) == set(model.FAMILIES) - {"llama"}
+    assert set(model.TABLE1) - {"llama"} <= set(ol.KERNEL_OF) <= set(model.FAMILIES)
     assert sorted(f for row in UPDATES for f in row.mixers) == sorted(ol.KERNEL_OF)
 
 

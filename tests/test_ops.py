@@ -6,10 +6,12 @@ unit of the type (0.29 on average) for what is rounded to bfloat16 or float16.
     python -m pytest tests/test_ops.py
 """
 
+import functools
 import math
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -208,6 +210,12 @@ def test_conv_misfits_are_one_line():
         with pytest.raises(ValueError) as error:
             causal_conv1d(**{**a, **change})
         assert words in str(error.value) and "\n" not in str(error.value)
+    for change, words in ((dict(x=a["x"].long()), "x must be floating point of 16, 32 or 64 bits, got torch.int64"),
+                          (dict(x=None), "x must be a torch.Tensor, got NoneType"), (dict(weight=[1.0]), "got list"),
+                          (dict(bias=torch.ones(5).bool()), "bias must be floating point"),
+                          (dict(state=a["x"].to_sparse()), "state must be a strided tensor")):
+        with pytest.raises(ValueError, match=f"^causal_conv1d: [^\n]*{words}$" if "got" in words else words):
+            causal_conv1d(**{**a, **change})
     with pytest.raises(ValueError, match="bias is on meta, x on cpu: move them to one device"):
         causal_conv1d(**{**a, "bias": a["bias"].to("meta")})
 
@@ -287,6 +295,12 @@ def test_rms_norm_misfits_are_one_line():
         with pytest.raises(ValueError, match="weight must be .D,. beside x") as error:
             rms_norm(torch.ones(2, 5), torch.ones(shape))
         assert "\n" not in str(error.value)
+    x, weight = torch.ones(2, 5), torch.ones(5)
+    for args, words in (((x[:, :0], weight[:0]), r"D at least 1, got \(2, 0\)"), ((x[0, 0], weight[0]), r"at least 1, got \(\)"),
+                        ((x.long(), weight), "x must be floating point"), ((None, weight), "x must be a torch.Tensor"),
+                        ((x, weight.tolist()), "got list"), ((x, weight.to("meta")), "weight is on meta, x on cpu")):
+        with pytest.raises(ValueError, match=f"^rms_norm: [^\n]*{words}[^\n]*$"):
+            rms_norm(*args)
 
 
 def test_rms_norm_eps():
@@ -341,6 +355,34 @@ def test_two_runs_agree_to_the_bit():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(u, v) for run in runs[1:] for u, v in zip(runs[0], run, strict=True))  # whatever the threads
+
+
+def test_torch_func_and_forward_mode_are_right():
+    """Kernels have a forward and a backward alone: without care they drop tangents unsaid."""
+    for f, true, args in ((causal_conv1d, conv_true, conv_inputs(2, 6, 5, 4)), (rms_norm, norm_true, norm_inputs((4, 17)))):
+        args, wide = tuple(args.values()), tuple(double(args).values())
+        tangents, wide_tangents = (tuple(v.flip(0) for v in values) for values in (args, wide))
+        want = torch.func.jvp(true, wide, wide_tangents)[1]
+        assert agree(torch.func.jvp(f, args, tangents)[1], want)
+        with forward_ad.dual_level():
+            assert agree(forward_ad.unpack_dual(f(*map(forward_ad.make_dual, args, tangents))).tangent, want)
+        with pytest.raises(RuntimeError, match=rf"^{f.__name__}: backend 'cpu' has no forward-mode [^\n]* use backend='torch'$"):
+            torch.func.jvp(functools.partial(f, backend="cpu"), args, tangents)
+        squared = lambda *args, f: f(*args).square().sum()
+        want = torch.func.grad(functools.partial(squared, f=true))(*wide)
+        grad = torch.func.grad(functools.partial(squared, f=f))
+        assert agree(grad(*args), want)
+        assert agree(torch.func.vmap(grad)(*(torch.stack([v, v]) for v in args))[1], want)
+
+
+def test_second_derivative_is_refused():
+    for f, a in ((causal_conv1d, conv_inputs(2, 6, 5, 4)), (rms_norm, norm_inputs((4, 17)))):
+        a["x"].requires_grad_()
+        (g,) = torch.autograd.grad(f(**a).square().sum(), a["x"], create_graph=True)
+        with pytest.raises(RuntimeError, match=rf"^{f.__name__}: the kernels are differentiable once: use [^\n]*$"):
+            torch.autograd.grad(g.sum(), a["x"])
+        (g,) = torch.autograd.grad(f(**a, backend="torch").square().sum(), a["x"], create_graph=True)
+        assert torch.autograd.grad(g.sum(), a["x"])[0].norm() > 0
 
 
 def test_unknown_backend_and_meta():

@@ -4,6 +4,7 @@ The surprise: nothing is trained here but one step; a checkpoint of random weigh
 """
 
 import io
+import os
 import re
 import runpy
 import signal
@@ -58,10 +59,11 @@ def out(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch):
     """`python sample.py --key=value ...` in this process: exit code, out, err, and the pieces of out as they were written."""
-    def run(stdin="", **settings):
+    def run(stdin=b"", **settings):
         out, err, code = Stream(), io.StringIO(), 0
         with monkeypatch.context() as patch:
-            for name, stream in (("stdin", io.StringIO(stdin)), ("stdout", out), ("stderr", err)):
+            given = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
+            for name, stream in (("stdin", given), ("stdout", out), ("stderr", err)):
                 patch.setattr(sys, name, stream)
             patch.setattr(sys, "argv", ["sample.py", *(f"--{key}={value}" for key, value in settings.items())])
             try:
@@ -146,6 +148,7 @@ def test_the_same_seed_says_the_same(out, run):
     first = text()
     assert first.startswith("Once") and first == text() == text(seed=1337) != text(seed=1)
     assert text(temperature=0) == text(temperature=0, seed=5) == text(top_k=1, seed=3) == text(top_p=1e-6)
+    assert text(temperature=0) == text(temperature=1e-45) == text(temperature=1e-300, top_k=5, top_p=0.5)
 
 
 def test_what_is_said_is_what_the_model_generates(out, run):
@@ -184,15 +187,28 @@ def test_samples_differ(out, run):
 
 def test_prompts_from_everywhere(out, tmp_path, run, monkeypatch):
     prompts = says(monkeypatch, [33])
-    (tmp_path / "prompt.txt").write_text("from a file €\n")
+    (tmp_path / "prompt.txt").write_text("from a file €\n", encoding="utf-8")
     for result in (run(out_dir=out, prompt="given = here", max_new_tokens=1), run(out_dir=out, prompt=f"@{tmp_path}/prompt.txt"),
-                   run(out_dir=out, prompt="-", stdin="from stdin")):
+                   run(out_dir=out, prompt="-", stdin="from ß stdin".encode())):
         assert result.code == 0
-    assert [bytes(p).decode() for p in prompts] == ["given = here", "from a file €\n", "from stdin"]
-    refused(run(out_dir=out, prompt="-", stdin=""), "prompt is empty")
+    assert [bytes(p).decode() for p in prompts] == ["given = here", "from a file €\n", "from ß stdin"]
+    refused(run(out_dir=out, prompt="-"), "prompt is empty")
     refused(run(out_dir=out, prompt=f"@{tmp_path}/absent.txt"), "absent.txt")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    refused(run(out_dir=out, prompt=f"@{tmp_path}/binary"), "binary")
+
+
+def test_bytes_that_are_no_text_are_a_prompt_for_bytes_alone(out, tmp_path, run, monkeypatch):
+    content, prompts = b"\xff\xfea\r\n\x00", says(monkeypatch, [33])
+    (tmp_path / "binary").write_bytes(content)
+    ways = {"file": {"prompt": f"@{tmp_path}/binary"}, "stdin": {"prompt": "-", "stdin": content},
+            "argument": {"prompt": os.fsdecode(content)}}
+    for how in ways.values():
+        assert run(out_dir=out, **how).out == "\ufffd\ufffda\r\n\x00!\n"
+    assert [bytes(p) for p in prompts] == [content] * 3
+    characters = make_run(tmp_path / "char", "char", TABLE)
+    for how in ways.values():
+        refused(run(out_dir=characters, **how), "prompt ", "'utf-8' codec can't decode byte 0xff in position 0")
+    (tmp_path / "lines").write_bytes("wörld\r\n".encode())
+    assert run(out_dir=characters, prompt=f"@{tmp_path}/lines").out.startswith("wörld\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------- errors
@@ -203,6 +219,8 @@ def test_mistakes_get_one_line(out, tmp_path, run):
     refused(run(out_dir=out, max_new_tokens=0), "max_new_tokens 0")
     if not torch.cuda.is_available():
         refused(run(out_dir=out, device="cuda"), "cuda", "--device=cpu")
+    for device in ("foo", "meta", "cpu:x", ""):
+        refused(run(out_dir=out, device=device), f"device {device!r} is unknown or not there")
     content = bytearray((out / "checkpoint.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "damaged").mkdir()

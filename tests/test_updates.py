@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from test_scan import BF16, EPS, F16, F32, build_broken, distance, failures, inputs, results
 
 import native
@@ -134,6 +135,57 @@ def test_autocast_leaves_parameters_in_float32(update):
     rounded = {n: v.detach().to(BF16) if n in ("x", "dt", "k", "q", "z") else v.detach() for n, v in a.items()}
     want, hT_want = SCANS[update][0](**rounded, return_state=True)
     assert torch.equal(y, want) and torch.equal(hT, hT_want) and all(g.dtype == F32 for g in grads)
+
+
+def tangents(a):
+    g = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(v.shape, generator=g) for v in a.values())
+
+
+@pytest.mark.parametrize("update", SCANS)
+def test_torch_func_and_forward_mode_are_right(update):
+    """Kernels have a forward and a backward alone: without care they drop tangents unsaid."""
+    a = inputs_of(update, 2, 5, 3, 2)
+    flat = lambda y, hT: torch.cat([y.flatten(), hT.flatten()])
+    run = lambda f, **kw: lambda *v: flat(*f(**dict(zip(a, v, strict=True)), return_state=True, **kw))
+    fast, slow = map(run, SCANS[update])
+    _, want = torch.func.jvp(slow, tuple(v.double() for v in a.values()), tuple(t.double() for t in tangents(a)))
+    assert distance(torch.func.jvp(fast, tuple(a.values()), tangents(a))[1], want) <= 16 * EPS
+    with forward_ad.dual_level():
+        y = fast(*map(forward_ad.make_dual, a.values(), tangents(a)))
+        assert distance(forward_ad.unpack_dual(y).tangent, want) <= 16 * EPS
+    squared = lambda f: lambda x: f(x, *list(a.values())[1:]).square().sum()
+    x = a["x"].clone().requires_grad_()
+    (want,) = torch.autograd.grad(squared(slow)(x), x)
+    assert distance(torch.func.grad(squared(fast))(a["x"]), want) <= 16 * EPS
+    several = torch.stack([a["x"], a["x"] + 1])
+    got = torch.func.vmap(torch.func.grad(squared(fast)))(several)
+    assert distance(got[0], want) <= 16 * EPS and distance(got[0], got[1]) > 0.1
+    assert distance(torch.func.hessian(squared(fast))(a["x"]), torch.func.hessian(squared(slow))(a["x"])) <= 16 * EPS
+    with pytest.raises(RuntimeError, match=r"^scan: backend 'cpu' has no forward-mode derivative [^\n]* use backend='torch'$"):
+        torch.func.jvp(run(SCANS[update][0], backend="cpu"), tuple(a.values()), tangents(a))
+
+
+def test_several_gradients_at_once():
+    a = {n: v.requires_grad_() for n, v in inputs_of("mamba", 2, 35, 5, 3).items()}
+    y, hT = SCANS["mamba"][0](**a, return_state=True)
+    backward = lambda dy, dhT: torch.autograd.grad((y, hT), list(a.values()), (dy, dhT), retain_graph=True)
+    dys, dhT = torch.randn(3, *y.shape), torch.randn(hT.shape)
+    got = torch.func.vmap(backward, (0, None))(dys, dhT)
+    for i, dy in enumerate(dys):
+        assert all(torch.equal(g[i], want) for g, want in zip(got, backward(dy, dhT), strict=True))
+
+
+def test_a_graph_compiled_before_knows_of_forward_mode():
+    a, seen = inputs(1, 5, 3, 2), []
+    torch._dynamo.reset()
+    compiled = torch.compile(longhorn_scan, backend="aot_eager")
+    for f in (longhorn_scan, compiled):
+        f(**a)
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(f(**{**a, "x": forward_ad.make_dual(a["x"], a["z"])})).tangent
+        seen.append((tangent, torch.func.grad(lambda x, f=f: f(**{**a, "x": x}).sum())(a["x"])))
+    assert all(u.norm() > 0 and torch.equal(u, v) for u, v in zip(*seen, strict=True))
 
 
 @EACH
