@@ -1,7 +1,8 @@
 """What goes wrong in a week of training, and what train.py does about it.
 
     another process silent    Peers         within timeout_minutes a line says whose answer is missing
-    a loss that leaps         is_spike      loss > spike_factor x median of the last 50: back to the last good checkpoint
+    a loss that leaps         roll_back     loss > spike_factor x median of the last 50: back to the last good checkpoint
+    one that is not finite    skip          leaves the step out; give_up after max_bad_steps of either in a row
     memory runs out           most_that_fit halves the micro-batch until forward and backward fit
     a data file changes       unchanged     before a step reads it
     a signal                  Stop          finish the step, save, exit
@@ -9,6 +10,8 @@
 
 The surprise: an error's traceback holds the activations of every frame it names. Memory that ran out is free again only
 when the error is forgotten, so the search for a smaller micro-batch begins after the `except` block, not in it.
+
+`run` is train.py's Run, whose state these functions change.
 
     python -m pytest tests/test_chaos.py          make chaos: the same, for long
 """
@@ -30,6 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import checkpoint
 from configurator import ConfigError
 from data.loader import DataError
 
@@ -143,6 +147,17 @@ def out_of_memory(error):
         words in str(error).lower() for words in ("not enough memory", "can't allocate memory", "out of memory"))
 
 
+@contextlib.contextmanager
+def memory_or(line):
+    """`with memory_or("what to do"): ...`: memory that runs out within ends the run with that line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise Stopped(line) from None
+
+
 def fits(model, windows, config, autocast, held=0):
     """Whether forward and backward of a micro-batch of so many windows fit in memory, beside `held` bytes for other things."""
     device, parameters, fit = next(model.parameters()).device, list(model.parameters()), True
@@ -171,14 +186,80 @@ def most_that_fit(model, windows, config, autocast, optimizer):
     return windows
 
 
-def too_large(model, windows, per_rank, config, autocast, optimizer, world):
+def too_large(run, windows):
     """A line on a micro-batch of so many windows that memory did not hold: what it does hold, and the command line for it."""
-    text = f"a micro-batch of {windows} x {config.block_size} tokens does not fit in memory"
-    less = most_that_fit(model, windows // 2, config, autocast, optimizer)
+    size = run.config.block_size
+    text = f"a micro-batch of {windows} x {size} tokens does not fit in memory"
+    less = most_that_fit(run.model, windows // 2, run.config, run.autocast, run.optimizer)
     if not less:
         return f"{text}, nor does a smaller one: {SMALLER}"
-    return (f"{text}; {less} x {config.block_size} does, with {-(-per_rank // less)} micro-batches a step and the same result: "
-            + again_with(world, f"--batch_size={less}", "--resume=auto") + " (--auto_micro_batch finds it by itself)")
+    return (f"{text}; {less} x {size} does, with {-(-run.per_rank // less)} micro-batches a step and the same result: "
+            + again_with(run.world, f"--batch_size={less}", "--resume=auto") + " (--auto_micro_batch finds it by itself)")
+
+
+def smaller_micro_batch(run, step):
+    """Goes on with half the micro-batch where that is wanted and can be done; raises Stopped with `too_large`'s line if not."""
+    run.optimizer.zero_grad(set_to_none=True)
+    size, auto = min(run.batch_size, run.per_rank), run.config.auto_micro_batch
+    if not auto or run.world > 1 or run.batch_size == 1:  # of several processes the others are a step ahead
+        raise Stopped(f"step {step}: {too_large(run, size)}")
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    run.batch_size = -(-size // 2)
+    run.bar.line(f"step {step}: memory does not hold the micro-batch that it held before: {run.batch_size} from here on")
+    run.record("micro_batch", step, batch_size=run.batch_size)
+
+
+def roll_back(run, step, loss):
+    """Take back the weights of the last checkpoint; of the one before it when a spike comes right after the last one."""
+    run.settle(wait=True)
+    if run.world > 1:
+        dist.barrier()  # what the others load is written
+    there = [p for p in checkpoint.candidates(run.out) if p.name != checkpoint.BEST]
+    median = statistics.median(run.recent)
+    said = (f"step {step}: loss {loss:.4f} is above spike_factor {run.config.spike_factor:g} x the median of the last "
+            f"{len(run.recent)} steps, {median:.4f}")
+    if not there:
+        run.bar.line(f"{said}: step skipped, there is no checkpoint to go back to")
+        to = None
+    else:
+        origin, tensors, meta, damaged = checkpoint.load_first(there[min(run.bad, len(there)) - 1:])
+        run.restore(tensors, meta)
+        to = meta["step"]
+        if origin.name != checkpoint.NEWEST:
+            run.keeper.newest = None  # it led here
+        for line in damaged:
+            run.bar.line(f"passed over: {line}")
+        run.bar.line(f"{said}: back to the weights of {origin}, step {to}; the batches of the {step - to} steps since are passed "
+                     "over")
+    if run.world > 1:
+        seen = [None] * run.world
+        dist.all_gather_object(seen, to)
+        if len(set(seen)) > 1:
+            raise Stopped(f"step {step}: the ranks went back to checkpoints of different steps ({seen}): out_dir must be the "
+                          "same on every node")
+    if run.is_main:
+        run.record("rollback", step, to_step=to, train_loss=loss, median_loss=median)
+
+
+def skip(run, step, windows, loss, norm):
+    """Count a step that is left out: its loss or its gradient is not finite."""
+    overflow = run.scaler.is_enabled() and math.isfinite(loss) and run.scaler.get_scale() > 1  # float16 finding its scale
+    run.skipped, run.bad = run.skipped + 1, run.bad + (not overflow)
+    run.bar.line(f"step {step}: loss {loss}, gradient norm {norm}: step skipped ({run.bad} in a row)")
+    if run.is_main:
+        run.record("skipped", step, windows=[int(w) for w in windows[:8]], train_loss=loss, grad_norm=norm)
+
+
+def give_up(run, step, windows):
+    """The end of a run whose last max_bad_steps steps were all left out, or spikes."""
+    run.settle(wait=True)
+    run.bar.close()
+    saved = f"{run.path}, step {run.saved_at}" if run.path.exists() else "none"
+    raise Stopped(
+        f"stopped at step {step}: loss or gradient not finite, or a spike, {run.bad} times in a row; the last batch began at "
+        f"token {int(windows[0]) * run.config.block_size:,} of {run.data.folder / 'train.bin'}; the last good checkpoint is "
+        f"{saved}; try a lower learning_rate")
 
 
 def stamp(tokens):
@@ -258,6 +339,15 @@ def take(out):
     except OSError as error:  # some network file systems have no locks
         say(f"{out} cannot be locked ({error.strerror}): see to it that no other run writes there")
     return lock
+
+
+@contextlib.contextmanager
+def writing_to(out):
+    """`with writing_to(out): ...`: what the disk refuses within becomes a ConfigError, one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another out_dir") from None
 
 
 def keep_earlier(out):

@@ -20,7 +20,6 @@ import math
 import os
 import platform
 import random
-import statistics
 import sys
 import time
 from collections import deque
@@ -303,6 +302,357 @@ def evaluate(model, compiled, tokens, windows, batch_size, autocast, device, ran
     return (total[0] / total[1]).item()
 
 
+# --------------------------------------------------------------------------------------------------------------- a run
+
+class Run:
+    """What a run works with, where it stands, and what is done around a step; the loop, and the step itself, are in main.
+    Nothing else may hold a Run: see finish_group."""
+
+    def __init__(self, config, device, rank, world):
+        self.config, self.device, self.rank, self.world, self.is_main = config, device, rank, world, rank == 0
+        self.out = Path(config.out_dir)
+        self.path = self.out / checkpoint.NEWEST
+        # the data: both splits, whose windows are which, those of an evaluation
+        folder = Path(config.dataset) if Path(config.dataset).is_dir() else Path(__file__).parent / "data" / config.dataset
+        self.data = Tokens(folder, vocab_size=config.vocab_size or None, block_size=config.block_size)
+        self.stamps = {tokens.filename: faults.stamp(tokens) for tokens in (self.data.train, self.data.val)}
+        self.written = [list(stamp[1:]) for stamp in self.stamps.values()]  # sizes and times of the two files
+        config.vocab_size = config.vocab_size or -(-self.data.vocab_size // 64) * 64
+        self.windows_per_step, self.mine = share_of_step(config, rank, world)
+        self.per_rank = self.windows_per_step // world
+        self.n_train = n_windows(len(self.data.train), config.block_size)
+        self.eval_block = config.eval_block_size or config.block_size
+        self.final_windows = eval_windows(len(self.data.val), self.eval_block, config.final_eval_tokens)
+        self.some_windows = eval_windows(len(self.data.val), self.eval_block, config.eval_tokens)
+        # where it stands: what a checkpoint holds beside the weights ...
+        self.start, self.spent, self.skipped, self.bad, self.best = 0, 0.0, 0, 0, math.inf
+        self.recent = deque(maxlen=faults.SPIKE_MEDIAN)  # losses that a spike is measured by
+        # ... and what it does not: the last validation, the step that is saved, why a later one is not
+        self.val_loss, self.saved_at, self.unsaved = None, 0, None
+        self.resumed = self.log = self.wandb = None
+
+    def build(self):
+        """The model and its optimiser; and the micro-batch that memory holds, where that is to be found."""
+        config, device = self.config, self.device
+        random.seed(config.seed), np.random.seed(config.seed), torch.manual_seed(config.seed)
+        dtype = pick_dtype(config.dtype, device)
+        config.dtype = str(dtype).removeprefix("torch.")
+        self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+        try:
+            self.model = LM(ModelConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)})).to(device)
+            if config.scan_backend:
+                native.choose("scan", config.scan_backend, device.type, False)
+            if config.kernel:  # one token as a trial: what cannot run here says so now, in a line
+                with torch.no_grad(), self.autocast:
+                    self.model(torch.zeros(1, 1, dtype=torch.long, device=device))
+            self.mixing = mixing_by(config, device.type)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(error) from None
+        self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(config.weight_decay), lr=config.learning_rate,
+                                           betas=(config.beta1, config.beta2), fused=True)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        if config.auto_micro_batch:
+            most = torch.tensor(faults.most_that_fit(self.model, min(config.batch_size, self.per_rank), config, self.autocast,
+                                                     self.optimizer)).to(device)
+            if self.world > 1:
+                dist.all_reduce(most, dist.ReduceOp.MIN)
+            if most == 0:
+                raise faults.Stopped(f"not even a micro-batch of 1 x {config.block_size} tokens fits in memory: {faults.SMALLER}")
+            config.batch_size = most.item()
+        self.batch_size = config.batch_size
+        self.settings = dataclasses.asdict(config)
+
+    def resume(self):
+        """Take the folder, and go on from where it left off, if it did; False where it is finished already."""
+        config, out, data = self.config, self.out, self.data
+        if self.is_main:  # the lock first: what is read here must not be written to
+            with faults.writing_to(out):
+                self.lock = faults.take(out)  # held until the process ends
+        if self.world > 1:
+            dist.barrier()
+        found = checkpoint.candidates(out)
+        if config.resume == "must" and not found:
+            raise ConfigError(f"resume=must: there is no {self.path}; start with --resume=auto")
+        if config.resume != "never" and found:
+            origin, tensors, meta, damaged = checkpoint.load_first(found)
+            with checkpoint.fitting(origin):
+                before, trained_on = dict(meta["config"]), meta["data"]
+            self.resumed = origin, meta, damaged, refuse_changes(before, self.settings)
+            if trained_on != data.sha256:
+                raise ConfigError(f"the data in {data.folder} is not what this run was trained on (its sha256 differs): prepare "
+                                  "it as before, or choose another out_dir")
+            if self.is_main and meta.get("stamps", self.written) != self.written:
+                data.verify()  # copied, or written to while nobody looked: of 18 GB that takes a minute
+            with checkpoint.fitting(origin):
+                self.restore(tensors, meta)
+                self.start, self.spent, self.skipped, self.bad, self.best = (
+                    meta[k] + 0 for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
+                self.recent.extend(meta.get("recent", []))
+            del tensors  # as large as the model and its optimiser
+        self.saved_at = self.start
+        if self.world > 1:
+            seen = [None] * self.world
+            dist.all_gather_object(seen, (self.start, config.dtype, data.sha256["train"]))
+            if any(s != seen[0] for s in seen):
+                raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be the "
+                                  "same on every node")
+        if self.resumed and self.start == config.max_iters and (out / "result.json").exists():
+            if self.is_main:
+                print(f"{out} is finished already; to train again use --resume=never", flush=True)
+            return False
+        self.keeper = checkpoint.Keeper(out, config.keep_checkpoints, config.async_checkpoint)
+        if self.is_main:
+            with faults.writing_to(out):
+                if not self.resumed:
+                    faults.keep_earlier(out)
+                else:
+                    with checkpoint.fitting(origin):
+                        self.keeper.went_on_from(origin, meta)
+                out.mkdir(parents=True, exist_ok=True)
+        if self.world > 1:
+            dist.barrier()
+        return True
+
+    def restore(self, tensors, meta):
+        """Put back the state that `save` saved."""
+        state = checkpoint.unflatten(tensors, meta["skeleton"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        checkpoint.set_rng_state(state["rng"])
+
+    def open_records(self):
+        """config.json, the log, Weights & Biases; and what stands on the screen before the first step."""
+        config, data, model, out = self.config, self.data, self.model, self.out
+        counts, tokens = model.parameter_count(), config.max_iters * config.batch_tokens
+        self.derived = derived = {
+            "windows_per_step": self.windows_per_step, "accumulation": -(-self.per_rank // self.batch_size),
+            "processes": self.world, "tokens": tokens, "epochs": config.max_iters * self.windows_per_step / self.n_train,
+            "warmup_steps": warmup_steps(config), "device": str(self.device), "device_name": device_name(self.device),
+            "threads": torch.get_num_threads(), "parameters": counts, "flops_per_token": model.flops_per_token()["total"],
+            "train_tokens": len(data.train), "val_tokens": len(data.val), "decayed": model.decayed()}
+        if self.is_main:
+            self.where = environment()
+            try:
+                write_json(out / "config.json", {
+                    "config": self.settings, "derived": derived, "environment": self.where, "data": data.meta,
+                    "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
+                self.log = Log(out, self.start)
+            except OSError as error:
+                raise ConfigError(f"cannot write the records to {out} ({error.strerror}): make room, or choose another "
+                                  "out_dir") from None
+            if config.wandb != "off":
+                import wandb
+
+                self.wandb = wandb
+                self.wandb.init(project=config.wandb_project, group=config.wandb_group or None, name=out.name, mode=config.wandb,
+                                dir=out, config={**self.settings, **derived})
+        self.bar = bar = Bar(config, self.start, self.is_main)
+        bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
+                 f"tensors with weight decay; {derived['device_name']} x {self.world}, {config.dtype}; tokens mixed by "
+                 f"{self.mixing}")
+        bar.line(f"data: {data.folder} ({len(data.train):,} training tokens); {config.max_iters:,} steps of "
+                 f"{config.batch_tokens:,} tokens = {tokens / 1e6:.1f}M ({derived['epochs']:.2f} epochs), "
+                 f"{derived['accumulation']} micro-batches a step")
+        if self.resumed:
+            origin, meta, damaged, changes = self.resumed
+            for line in damaged:
+                bar.line(f"passed over: {line}")
+            logged = max((e["step"] for e in read_log(out, "train")), default=0) if self.is_main else self.start
+            if self.start - logged >= meta["config"]["log_interval"]:
+                bar.line(f"log.jsonl lacks what came after step {logged}: the disk did not take it")
+            bar.line(f"going on from {origin} at step {self.start}"
+                     + "".join(f"; {key} was {old!r}, is {new!r}" for key, (old, new) in changes.items()))
+
+    def begin(self):
+        """Start the clock: from here on time is training's."""
+        if self.world > 1:
+            # DDP orders its buckets anew after its first backward, and three gradients added in another order are not the same
+            # to the bit: so that a resumed run has the same order as one that never stopped, the first is none of a step's.
+            first = step_windows(self.n_train, self.windows_per_step, self.config.seed, 0)[self.mine][:self.batch_size]
+            if self.gradients(first) is None:
+                raise faults.Stopped(faults.too_large(self, len(first)))
+            self.optimizer.zero_grad(set_to_none=True)
+        self.began = self.since = time.perf_counter()
+        self.since_step, self.aside = self.start, 0.0  # of the log's last line; seconds since that were not training's
+
+    def record(self, event, step, **values):
+        """A line of the log. A disk that does not take it does not end training: it is tried again with the next."""
+        try:
+            behind = len(self.log.unwritten)
+            self.log.write(event, step, **values)
+            if behind:
+                self.bar.line(f"step {step}: the log is whole again")
+        except OSError as error:
+            if not behind:
+                self.bar.line(f"step {step}: log.jsonl takes no line ({error.strerror}): kept in memory until it does")
+
+    def log_step(self, done, train_loss, lr, norm):
+        """The log's line on a step, and the one on the screen."""
+        config, derived, now = self.config, self.derived, time.perf_counter()
+        rate = (done - self.since_step) * config.batch_tokens / max(now - self.since - self.aside, 1e-9)
+        peak = peak_flops(derived["device_name"]) if config.dtype != "float32" else None
+        values = {"tokens": done * config.batch_tokens, "train_loss": train_loss, "lr": lr, "grad_norm": norm,
+                  "tokens_per_second": round(rate), "memory_bytes": peak_memory(self.device),
+                  "seconds": round(self.spent + now - self.began, 3)}
+        if peak:
+            values["mfu"] = round(rate * derived["flops_per_token"] / (peak * self.world), 4)
+        self.since, self.since_step, self.aside = now, done, 0.0
+        self.record("train", done, **values)
+        if self.wandb:
+            self.wandb.log(values, step=done)
+        self.bar.line(f"step {done:6d}  loss {train_loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {rate:,.0f} tokens/s"
+                      + (f"  mfu {values['mfu']:.1%}" if peak else ""), beside_bar=False)
+
+    def loss_over(self, windows):
+        """`evaluate` on these windows; where memory does not hold it, the run ends with the command line that helps."""
+        config, block = self.config, self.eval_block
+        at_a_time = config.eval_batch_size or max(1, self.batch_size * config.block_size // block)
+        try:
+            return evaluate(self.model, self.compiled, self.data.val, windows, at_a_time, self.autocast, self.device, self.rank,
+                            self.world)
+        except (RuntimeError, MemoryError) as error:
+            if not faults.out_of_memory(error):
+                raise
+        raise faults.Stopped(f"an evaluation of {at_a_time} x {block} tokens at a time does not fit in memory: "
+                             + faults.again_with(self.world, f"--eval_batch_size={max(1, at_a_time // 2)}", "--resume=auto"))
+
+    def validate(self, step, windows):
+        """The loss over these windows, in the log and on the screen."""
+        loss = self.loss_over(windows)
+        if self.is_main:
+            values = {"tokens": step * self.config.batch_tokens, "val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
+                      "seconds": round(self.spent + time.perf_counter() - self.began, 3)}
+            self.record("eval", step, **values)
+            if self.wandb:
+                self.wandb.log(values, step=step)
+            self.bar.line(f"step {step:6d}  validation loss {loss:.4f} over {values['val_tokens']:,} tokens")
+        return loss
+
+    def draw(self):
+        if self.is_main:
+            with contextlib.suppress(Exception):  # no picture is worth a run
+                draw_loss(self.out)
+
+    def save(self, step, loss):
+        """Begin to save the state after `step`, whose validation loss is `loss` if it is known; `settle` says how it ended."""
+        if self.is_main:
+            self.settle(wait=True)
+            self.keeper.save(
+                {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
+                 "rng": checkpoint.rng_state()},
+                {"step": step, "tokens": step * self.config.batch_tokens,
+                 "seconds": self.spent + time.perf_counter() - self.began, "skipped": self.skipped, "bad": self.bad,
+                 "best_val_loss": self.best, "recent": list(self.recent), "config": self.settings, "data": self.data.sha256,
+                 "stamps": self.written, "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")},
+                loss, first=self.log.sync)
+            self.settle()
+
+    def settle(self, wait=False):
+        """Take note of a checkpoint that is on disk by now, or could not be written."""
+        step, error = self.keeper.result(wait) or (self.saved_at, None)
+        self.unsaved = error or self.unsaved
+        if error:  # a full disk, say: what was saved before is untouched
+            self.bar.line(f"step {step}: checkpoint not written ({error}); the one before stays")
+        else:
+            self.saved_at = step
+
+    def evaluate_and_save(self, done, asked, spike):
+        """What is due after a step; the last one, and one after which the run was `asked` to stop, save in any case."""
+        config, at_end, paused, compared = self.config, done == self.config.max_iters, time.perf_counter(), None
+        regular = config.eval_interval and done % config.eval_interval == 0
+        if at_end or regular:
+            faults.unchanged(self.data.val, self.stamps)
+            self.val_loss = compared = self.validate(done, self.final_windows if at_end else self.some_windows)
+            if at_end and done > config.eval_interval > 0 and not np.array_equal(self.final_windows, self.some_windows):
+                compared = self.loss_over(self.some_windows)  # the best is the best on the same tokens
+            self.best = min(self.best, compared)
+        due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else regular
+        if at_end or asked or due and not spike:  # a roll-back leaves nothing new to save
+            self.save(done, compared)
+        if at_end or regular:
+            self.draw()
+        self.settle(wait=at_end or asked)
+        self.aside += time.perf_counter() - paused
+
+    def stopped(self, done):
+        """The last words of a run that was asked to stop; its state is saved, or could not be."""
+        self.bar.close()
+        if self.is_main and self.saved_at < done:
+            raise faults.Stopped(f"stopped after step {done} without saving it ({self.unsaved}); the last checkpoint is of step "
+                                 f"{self.saved_at}")
+        if self.is_main:
+            faults.say(f"stopped after step {done} of {self.config.max_iters} and saved {self.path}; go on with: "
+                       + faults.again_with(self.world, "--resume=auto"))
+
+    def finish(self):
+        """result.json, once the last checkpoint is there."""
+        config, data, derived, windows = self.config, self.data, self.derived, self.final_windows
+        if self.val_loss is None:
+            # killed between the last checkpoint and the result: the log holds its evaluation, if the disk took it
+            same = {"step": config.max_iters, "val_tokens": int(windows[:, 1].sum())}
+            known = [next((e.get("val_loss") for e in read_log(self.out, "eval") if same.items() <= e.items()), None)
+                     if self.is_main else None]
+            if self.world > 1:
+                dist.broadcast_object_list(known)
+            self.val_loss = self.validate(config.max_iters, windows) if known[0] is None else known[0]
+            self.draw()
+        self.bar.close()
+        if not self.is_main:
+            return
+        again = "make room, then " + faults.again_with(self.world, "--resume=auto")
+        if self.saved_at < config.max_iters:
+            raise faults.Stopped(f"training is done, but its last checkpoint is of step {self.saved_at} ({self.unsaved}): "
+                                 + again)
+        seconds = self.spent + time.perf_counter() - self.began
+        result = {"model": config.model, "val_loss": self.val_loss, "val_tokens": int(windows[:, 1].sum()),
+                  "best_val_loss": self.best, "steps": config.max_iters, "skipped_steps": self.skipped,
+                  "tokens": derived["tokens"], "seconds": round(seconds, 3),
+                  "tokens_per_second": round(derived["tokens"] / seconds), "parameters": derived["parameters"]["total"],
+                  "flops": derived["flops_per_token"] * derived["tokens"], "memory_bytes": peak_memory(self.device),
+                  "processes": self.world, "device_name": derived["device_name"], "dtype": config.dtype,
+                  "commit": self.where["commit"], "seed": config.seed}
+        text = f"validation loss {self.val_loss:.4f} nats per token"
+        size = data.bytes_per_token["val"] if isinstance(data.bytes_per_token, dict) else data.bytes_per_token
+        if size:
+            result["val_bits_per_byte"] = self.val_loss / math.log(2) / size
+            text += f", {result['val_bits_per_byte']:.4f} bits per byte"
+            if data.meta.get("xz9_bits_per_byte"):
+                result["xz9_bits_per_byte"] = data.meta["xz9_bits_per_byte"]
+                text += f" (xz -9 needs {result['xz9_bits_per_byte']:.4f} for the same bytes)"
+        try:
+            self.log.flush()
+            write_json(self.out / "result.json", result)
+        except OSError as error:
+            raise faults.Stopped(f"training is done and its last checkpoint is of step {self.saved_at}, but the records could "
+                                 f"not be finished ({error.strerror}): {again}") from None
+        if self.wandb:
+            self.wandb.summary.update(result)
+            self.wandb.finish()
+        faults.say(f"{text}, after {derived['tokens'] / 1e6:.1f}M tokens in {seconds:.0f} s; records in {self.out}/")
+
+    def gradients(self, windows):
+        """Adds up the gradients of this process's windows: their share of the loss, or None where memory does not hold a
+        micro-batch. What an error's frames held is free again once this has returned."""
+        try:
+            loss_sum = torch.zeros((), device=self.device)
+            for i in range(0, len(windows), self.batch_size):
+                part = windows[i:i + self.batch_size]
+                x, y = get_batch(self.data.train, part, self.config.block_size, self.device)
+                last = i + self.batch_size >= len(windows)
+                with contextlib.nullcontext() if self.world == 1 or last else self.ddp.no_sync():
+                    with self.autocast:
+                        loss = self.ddp(x, y)[1]  # not the logits: a name would keep them alive into the next forward
+                        loss = loss * (len(part) / self.per_rank)  # the mean over the step's windows, however they are cut
+                    self.scaler.scale(loss).backward()
+                loss_sum += loss.detach().float()
+            return loss_sum
+        except (RuntimeError, MemoryError) as error:
+            if not faults.out_of_memory(error):
+                raise
+            return None
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 
 def main(argv):
@@ -312,287 +662,26 @@ def main(argv):
     name = Path(config.config_files[-1]).stem if config.config_files else config.model
     config.out_dir = config.out_dir or f"out/{name}"
     device, rank, world = open_device(config)
-    is_main = rank == 0
-    out = Path(config.out_dir)
-
-    # data
-    folder = Path(config.dataset) if Path(config.dataset).is_dir() else Path(__file__).parent / "data" / config.dataset
-    eval_block = config.eval_block_size or config.block_size
-    data = Tokens(folder, vocab_size=config.vocab_size or None, block_size=config.block_size)
-    stamps = {tokens.filename: faults.stamp(tokens) for tokens in (data.train, data.val)}
-    written = [list(stamp[1:]) for stamp in stamps.values()]  # sizes and times of the two files
-    config.vocab_size = config.vocab_size or -(-data.vocab_size // 64) * 64
-    windows_per_step, mine = share_of_step(config, rank, world)
-    n_train = n_windows(len(data.train), config.block_size)
-    final_windows = eval_windows(len(data.val), eval_block, config.final_eval_tokens)
-    some_windows = eval_windows(len(data.val), eval_block, config.eval_tokens)
-
-    # model and optimiser
-    random.seed(config.seed), np.random.seed(config.seed), torch.manual_seed(config.seed)
-    dtype = pick_dtype(config.dtype, device)
-    config.dtype = str(dtype).removeprefix("torch.")
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    settings = dataclasses.asdict(config)
-    try:
-        model = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})).to(device)
-        if config.scan_backend:
-            native.choose("scan", config.scan_backend, device.type, False)
-        if config.kernel:  # one token as a trial: what cannot run here says so now, in a line
-            with torch.no_grad(), autocast:
-                model(torch.zeros(1, 1, dtype=torch.long, device=device))
-        mixing = mixing_by(config, device.type)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(error) from None
-    optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), lr=config.learning_rate,
-                                  betas=(config.beta1, config.beta2), fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    flops = model.flops_per_token()["total"]
-
-    per_rank = windows_per_step // world
-    if config.auto_micro_batch:
-        most = torch.tensor(faults.most_that_fit(model, min(config.batch_size, per_rank), config, autocast, optimizer)).to(device)
-        if world > 1:
-            dist.all_reduce(most, dist.ReduceOp.MIN)
-        if most == 0:
-            raise faults.Stopped(f"not even a micro-batch of 1 x {config.block_size} tokens fits in memory: {faults.SMALLER}")
-        config.batch_size = settings["batch_size"] = most.item()
-
-    # where it left off
-    def restore(tensors, meta):
-        state = checkpoint.unflatten(tensors, meta["skeleton"])
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
-        checkpoint.set_rng_state(state["rng"])
-
-    if is_main:  # the lock first: what is read here must not be written to
-        try:
-            lock = faults.take(out)  # noqa: F841  held until the process ends
-        except OSError as error:
-            raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another out_dir") from None
+    run = Run(config, device, rank, world)  # with its data
+    run.build()  # model and optimiser
+    if not run.resume():  # goes on where it left off; False: that was the end
+        return
+    run.compiled = run.ddp = torch.compile(run.model) if config.compile else run.model
     if world > 1:
-        dist.barrier()
-    path, start, spent, skipped, bad, best = out / checkpoint.NEWEST, 0, 0.0, 0, 0, math.inf
-    recent = deque(maxlen=faults.SPIKE_MEDIAN)  # losses that a spike is measured by
-    found = checkpoint.candidates(out)
-    if config.resume == "must" and not found:
-        raise ConfigError(f"resume=must: there is no {path}; start with --resume=auto")
-    resuming = config.resume != "never" and bool(found)
-    if resuming:
-        origin, tensors, meta, damaged = checkpoint.load_first(found)
-        with checkpoint.fitting(origin):
-            before, trained_on = dict(meta["config"]), meta["data"]
-        changes = refuse_changes(before, settings)
-        if trained_on != data.sha256:
-            raise ConfigError(f"the data in {folder} is not what this run was trained on (its sha256 differs): prepare it as "
-                              "before, or choose another out_dir")
-        if is_main and meta.get("stamps", written) != written:
-            data.verify()  # copied, or written to while nobody looked: of 18 GB that takes a minute
-        with checkpoint.fitting(origin):
-            restore(tensors, meta)
-            start, spent, skipped, bad, best = (meta[k] + 0 for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
-            recent.extend(meta.get("recent", []))
-        del tensors  # as large as the model and its optimiser
-    if world > 1:
-        seen = [None] * world
-        dist.all_gather_object(seen, (start, config.dtype, data.sha256["train"]))
-        if any(s != seen[0] for s in seen):
-            raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be the same "
-                              "on every node")
-    if resuming:
-        if start == config.max_iters and (out / "result.json").exists():
-            if is_main:
-                print(f"{out} is finished already; to train again use --resume=never", flush=True)
-            return
-    keeper = checkpoint.Keeper(out, config.keep_checkpoints, config.async_checkpoint)
-    if is_main:
-        try:
-            if not resuming:
-                faults.keep_earlier(out)
-            else:
-                with checkpoint.fitting(origin):
-                    keeper.went_on_from(origin, meta)
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another out_dir") from None
-    if world > 1:
-        dist.barrier()
+        run.ddp = DistributedDataParallel(run.compiled, device_ids=[device.index] if device.type == "cuda" else None,
+                                          gradient_as_bucket_view=True)
+    run.open_records()
+    run.begin()
 
-    compiled = torch.compile(model) if config.compile else model
-    ddp = compiled
-    if world > 1:
-        ddp = DistributedDataParallel(compiled, device_ids=[device.index] if device.type == "cuda" else None,
-                                      gradient_as_bucket_view=True)
-    batch_size = config.batch_size
-    derived = {"windows_per_step": windows_per_step, "accumulation": -(-per_rank // batch_size), "processes": world,
-               "tokens": config.max_iters * config.batch_tokens, "epochs": config.max_iters * windows_per_step / n_train,
-               "warmup_steps": warmup_steps(config), "device": str(device),
-               "device_name": device_name(device), "threads": torch.get_num_threads(),
-               "parameters": model.parameter_count(), "flops_per_token": flops,
-               "train_tokens": len(data.train), "val_tokens": len(data.val), "decayed": model.decayed()}
-    log = None
-    if is_main:
-        where = environment()
-        try:
-            write_json(out / "config.json", {"config": settings, "derived": derived, "environment": where, "data": data.meta,
-                                             "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
-            log = Log(out, start)
-        except OSError as error:
-            raise ConfigError(f"cannot write the records to {out} ({error.strerror}): make room, or choose another "
-                              "out_dir") from None
-        if config.wandb != "off":
-            import wandb
-
-            wandb.init(project=config.wandb_project, group=config.wandb_group or None, name=out.name, mode=config.wandb, dir=out,
-                       config={**settings, **derived})
-    bar = Bar(config, start, is_main)
-    counts = derived["parameters"]
-    bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
-             f"tensors with weight decay; {derived['device_name']} x {world}, {config.dtype}; tokens mixed by {mixing}")
-    bar.line(f"data: {folder} ({len(data.train):,} training tokens); {config.max_iters:,} steps of {config.batch_tokens:,} "
-             f"tokens = {derived['tokens'] / 1e6:.1f}M ({derived['epochs']:.2f} epochs), "
-             f"{derived['accumulation']} micro-batches a step")
-    if resuming:
-        for line in damaged:
-            bar.line(f"passed over: {line}")
-        logged = max((e["step"] for e in read_log(out, "train")), default=0) if is_main else start
-        if start - logged >= meta["config"]["log_interval"]:
-            bar.line(f"log.jsonl lacks what came after step {logged}: the disk did not take it")
-        bar.line(f"going on from {origin} at step {start}"
-                 + "".join(f"; {key} was {old!r}, is {new!r}" for key, (old, new) in changes.items()))
-
-    def save(step, loss):
-        """Begin to save the state after `step`, whose validation loss is `loss` if it is known; `settle` says how it ended."""
-        if is_main:
-            settle(wait=True)
-            keeper.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                         "rng": checkpoint.rng_state()},
-                        {"step": step, "tokens": step * config.batch_tokens, "seconds": spent + time.perf_counter() - began,
-                         "skipped": skipped, "bad": bad, "best_val_loss": best, "recent": list(recent), "config": settings,
-                         "data": data.sha256, "stamps": written, "tokenizer": data.meta.get("tokenizer"),
-                         "table": data.meta.get("table")},
-                        loss, first=log.sync)
-            settle()
-
-    def settle(wait=False):
-        """Take note of a checkpoint that is on disk by now, or could not be written."""
-        nonlocal saved_at, unsaved
-        step, error = keeper.result(wait) or (saved_at, None)
-        unsaved = error or unsaved
-        if error:  # a full disk, say: what was saved before is untouched
-            bar.line(f"step {step}: checkpoint not written ({error}); the one before stays")
-        else:
-            saved_at = step
-
-    def record(event, step, **values):
-        """A line of the log. A disk that does not take it does not end training: it is tried again with the next."""
-        try:
-            behind = len(log.unwritten)
-            log.write(event, step, **values)
-            if behind:
-                bar.line(f"step {step}: the log is whole again")
-        except OSError as error:
-            if not behind:
-                bar.line(f"step {step}: log.jsonl takes no line ({error.strerror}): kept in memory until it does")
-
-    def loss_over(windows):
-        at_a_time = config.eval_batch_size or max(1, batch_size * config.block_size // eval_block)
-        try:
-            return evaluate(model, compiled, data.val, windows, at_a_time, autocast, device, rank, world)
-        except (RuntimeError, MemoryError) as error:
-            if not faults.out_of_memory(error):
-                raise
-        raise faults.Stopped(f"an evaluation of {at_a_time} x {eval_block} tokens at a time does not fit in memory: "
-                             + faults.again_with(world, f"--eval_batch_size={max(1, at_a_time // 2)}", "--resume=auto"))
-
-    def validate(step, windows):
-        loss = loss_over(windows)
-        if is_main:
-            values = {"tokens": step * config.batch_tokens, "val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
-                      "seconds": round(spent + time.perf_counter() - began, 3)}
-            record("eval", step, **values)
-            if config.wandb != "off":
-                wandb.log(values, step=step)
-            bar.line(f"step {step:6d}  validation loss {loss:.4f} over {values['val_tokens']:,} tokens")
-        return loss
-
-    def roll_back(step, loss):
-        """Take back the weights of the last checkpoint; of the one before it when a spike comes right after the last one."""
-        settle(wait=True)
-        if world > 1:
-            dist.barrier()  # what the others load is written
-        there = [p for p in checkpoint.candidates(out) if p.name != checkpoint.BEST]
-        said = (f"step {step}: loss {loss:.4f} is above spike_factor {config.spike_factor:g} x the median of the last "
-                f"{len(recent)} steps, {statistics.median(recent):.4f}")
-        if not there:
-            bar.line(f"{said}: step skipped, there is no checkpoint to go back to")
-            to = None
-        else:
-            origin, tensors, meta, damaged = checkpoint.load_first(there[min(bad, len(there)) - 1:])
-            restore(tensors, meta)
-            to = meta["step"]
-            if origin.name != checkpoint.NEWEST:
-                keeper.newest = None  # it led here
-            for line in damaged:
-                bar.line(f"passed over: {line}")
-            bar.line(f"{said}: back to the weights of {origin}, step {to}; the batches of the {step - to} steps since are passed "
-                     "over")
-        if world > 1:
-            seen = [None] * world
-            dist.all_gather_object(seen, to)
-            if len(set(seen)) > 1:
-                raise faults.Stopped(f"step {step}: the ranks went back to checkpoints of different steps ({seen}): out_dir must "
-                                     "be the same on every node")
-        if is_main:
-            record("rollback", step, to_step=to, train_loss=loss, median_loss=statistics.median(recent))
-
-    def gradients(windows):
-        """Adds up the gradients of this process's windows: their share of the loss, or None where memory does not hold a
-        micro-batch. What an error's frames held is free again once this has returned."""
-        try:
-            loss_sum = torch.zeros((), device=device)
-            for i in range(0, len(windows), batch_size):
-                part = windows[i:i + batch_size]
-                x, y = get_batch(data.train, part, config.block_size, device)
-                last = i + batch_size >= len(windows)
-                with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
-                    with autocast:
-                        loss = ddp(x, y)[1]  # not the logits: a name would keep them alive into the next forward
-                        loss = loss * (len(part) / per_rank)  # the mean over the step's windows, however they are cut
-                    scaler.scale(loss).backward()
-                loss_sum += loss.detach().float()
-            return loss_sum
-        except (RuntimeError, MemoryError) as error:
-            if not faults.out_of_memory(error):
-                raise
-            return None
-
-    if world > 1:
-        # DDP orders its buckets anew after its first backward, and three gradients added in another order are not the same to
-        # the bit: so that a resumed run has the same order as one that never stopped, the first is none of a step's.
-        first = step_windows(n_train, windows_per_step, config.seed, 0)[mine][:batch_size]
-        if gradients(first) is None:
-            raise faults.Stopped(faults.too_large(model, len(first), per_rank, config, autocast, optimizer, world))
-        optimizer.zero_grad(set_to_none=True)
-
-    began = since = time.perf_counter()
-    tokens_since, val_loss, aside, saved_at, unsaved = 0, None, 0.0, start, None
-    for step in range(start, config.max_iters):
-        lr = learning_rate(step, config)
+    model, optimizer, scaler = run.model, run.optimizer, run.scaler
+    for step in range(run.start, config.max_iters):
+        done, lr = step + 1, learning_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        windows = step_windows(n_train, windows_per_step, config.seed, step)[mine]
-        faults.unchanged(data.train, stamps)
-        while (loss_sum := gradients(windows)) is None:  # memory does not hold it
-            optimizer.zero_grad(set_to_none=True)
-            if not config.auto_micro_batch or world > 1 or batch_size == 1:  # of several processes the others are a step ahead
-                raise faults.Stopped(f"step {step + 1}: " + faults.too_large(
-                    model, min(batch_size, per_rank), per_rank, config, autocast, optimizer, world))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            batch_size = -(-min(batch_size, per_rank) // 2)
-            bar.line(f"step {step + 1}: memory does not hold the micro-batch that it held before: {batch_size} from here on")
-            record("micro_batch", step + 1, batch_size=batch_size)
+        windows = step_windows(run.n_train, run.windows_per_step, config.seed, step)[run.mine]
+        faults.unchanged(run.data.train, run.stamps)
+        while (loss_sum := run.gradients(windows)) is None:  # forward and backward; None: memory does not hold them
+            faults.smaller_micro_batch(run, done)
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
@@ -601,125 +690,35 @@ def main(argv):
         if world > 1:
             dist.all_reduce(shared)
         train_loss, asked, norm = shared[0].item(), shared[1].item() > 0, norm.item()
-        overflow = scaler.is_enabled() and math.isfinite(train_loss) and scaler.get_scale() > 1  # float16 finding its scale
-        spike = faults.is_spike(train_loss, recent, config.spike_factor)
+        spike = faults.is_spike(train_loss, run.recent, config.spike_factor)
         if spike:
-            bad += 1
-            roll_back(step + 1, train_loss)
+            run.bad += 1
+            faults.roll_back(run, done, train_loss)
         elif math.isfinite(train_loss) and math.isfinite(norm):
-            try:
+            with faults.memory_or(f"step {done}: no memory for the two moments that AdamW keeps of each weight, whatever the "
+                                  "micro-batch: choose a smaller model, or more memory"):
                 scaler.step(optimizer)
-            except (RuntimeError, MemoryError) as error:
-                if not faults.out_of_memory(error):
-                    raise
-                raise faults.Stopped(f"step {step + 1}: no memory for the two moments that AdamW keeps of each weight, whatever "
-                                     "the micro-batch: choose a smaller model, or more memory") from None
-            recent.append(train_loss)
-            bad = 0
+            run.recent.append(train_loss)
+            run.bad = 0
         else:
-            skipped, bad = skipped + 1, bad + (not overflow)
-            bar.line(f"step {step + 1}: loss {train_loss}, gradient norm {norm}: step skipped ({bad} in a row)")
-            if is_main:
-                record("skipped", step + 1, windows=[int(w) for w in windows[:8]], train_loss=train_loss, grad_norm=norm)
+            faults.skip(run, done, windows, train_loss, norm)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if bad >= config.max_bad_steps:
-            settle(wait=True)
-            bar.close()
-            raise faults.Stopped(
-                f"stopped at step {step + 1}: loss or gradient not finite, or a spike, {bad} times in a row; the last batch "
-                f"began at token {int(windows[0]) * config.block_size:,} of {folder / 'train.bin'}; the last good checkpoint is "
-                f"{f'{path}, step {saved_at}' if path.exists() else 'none'}; try a lower learning_rate")
-        done, tokens_since = step + 1, tokens_since + config.batch_tokens
+        if run.bad >= config.max_bad_steps:
+            faults.give_up(run, done, windows)
 
-        if is_main and (done % config.log_interval == 0 or done == config.max_iters):
-            now = time.perf_counter()
-            rate = tokens_since / max(now - since - aside, 1e-9)
-            peak = peak_flops(derived["device_name"]) if dtype != torch.float32 else None
-            values = {"tokens": done * config.batch_tokens, "train_loss": train_loss, "lr": lr, "grad_norm": norm,
-                      "tokens_per_second": round(rate), "memory_bytes": peak_memory(device),
-                      "seconds": round(spent + now - began, 3)}
-            if peak:
-                values["mfu"] = round(rate * flops / (peak * world), 4)
-            since, tokens_since, aside = now, 0, 0.0
-            record("train", done, **values)
-            if config.wandb != "off":
-                wandb.log(values, step=done)
-            bar.line(f"step {done:6d}  loss {train_loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {rate:,.0f} tokens/s"
-                     + (f"  mfu {values['mfu']:.1%}" if peak else ""), beside_bar=False)
-        bar.step(f"loss {train_loss:.3f}")
-
-        at_end, paused = done == config.max_iters, time.perf_counter()
-        evaluated = at_end or (config.eval_interval and done % config.eval_interval == 0)
-        if evaluated:
-            faults.unchanged(data.val, stamps)
-            val_loss = compared = validate(done, final_windows if at_end else some_windows)
-            if at_end and done > config.eval_interval > 0 and not np.array_equal(final_windows, some_windows):
-                compared = loss_over(some_windows)  # the best is the best on the same tokens
-            best = min(best, compared)
-        due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else (
-            config.eval_interval and done % config.eval_interval == 0)
-        if at_end or asked or due and not spike:  # a roll-back leaves nothing new to save
-            save(done, compared if evaluated else None)
-        if is_main and evaluated:
-            with contextlib.suppress(Exception):  # no picture is worth a run
-                draw_loss(out)
-        settle(wait=at_end or asked)
-        aside += time.perf_counter() - paused
-        if asked and not at_end:
-            bar.close()
-            if is_main and saved_at < done:
-                raise faults.Stopped(f"stopped after step {done} without saving it ({unsaved}); the last checkpoint is of step "
-                                     f"{saved_at}")
-            if is_main:
-                faults.say(f"stopped after step {done} of {config.max_iters} and saved {path}; go on with: "
-                           + faults.again_with(world, "--resume=auto"))
+        if run.is_main and (done % config.log_interval == 0 or done == config.max_iters):
+            run.log_step(done, train_loss, lr, norm)
+        run.bar.step(f"loss {train_loss:.3f}")
+        run.evaluate_and_save(done, asked, spike)
+        if asked and done < config.max_iters:
+            run.stopped(done)
             return config.stop_exit_code
-
-    if val_loss is None:  # killed between the last checkpoint and the result: the log holds its evaluation, if the disk took it
-        same = {"step": config.max_iters, "val_tokens": int(final_windows[:, 1].sum())}
-        known = [next((e.get("val_loss") for e in read_log(out, "eval") if same.items() <= e.items()), None) if is_main else None]
-        if world > 1:
-            dist.broadcast_object_list(known)
-        val_loss = validate(config.max_iters, final_windows) if known[0] is None else known[0]
-        if is_main:
-            with contextlib.suppress(Exception):
-                draw_loss(out)
-    bar.close()
-    if is_main:
-        if saved_at < config.max_iters:
-            raise faults.Stopped(f"training is done, but its last checkpoint is of step {saved_at} ({unsaved}): make room, then "
-                                 + faults.again_with(world, "--resume=auto"))
-        seconds = spent + time.perf_counter() - began
-        result = {"model": config.model, "val_loss": val_loss, "val_tokens": int(final_windows[:, 1].sum()),
-                  "best_val_loss": best, "steps": config.max_iters, "skipped_steps": skipped, "tokens": derived["tokens"],
-                  "seconds": round(seconds, 3), "tokens_per_second": round(derived["tokens"] / seconds),
-                  "parameters": counts["total"], "flops": flops * derived["tokens"], "memory_bytes": peak_memory(device),
-                  "processes": world, "device_name": derived["device_name"], "dtype": config.dtype,
-                  "commit": where["commit"], "seed": config.seed}
-        text = f"validation loss {val_loss:.4f} nats per token"
-        size = data.bytes_per_token["val"] if isinstance(data.bytes_per_token, dict) else data.bytes_per_token
-        if size:
-            result["val_bits_per_byte"] = val_loss / math.log(2) / size
-            text += f", {result['val_bits_per_byte']:.4f} bits per byte"
-            if data.meta.get("xz9_bits_per_byte"):
-                result["xz9_bits_per_byte"] = data.meta["xz9_bits_per_byte"]
-                text += f" (xz -9 needs {result['xz9_bits_per_byte']:.4f} for the same bytes)"
-        try:
-            log.flush()
-            write_json(out / "result.json", result)
-        except OSError as error:
-            raise faults.Stopped(
-                f"training is done and its last checkpoint is of step {saved_at}, but the records could not be finished "
-                f"({error.strerror}): make room, then " + faults.again_with(world, "--resume=auto")) from None
-        if config.wandb != "off":
-            wandb.summary.update(result)
-            wandb.finish()
-        faults.say(f"{text}, after {derived['tokens'] / 1e6:.1f}M tokens in {seconds:.0f} s; records in {out}/")
+    run.finish()
 
 
 def finish_group():
-    """Leave the process group; only after main, when its DistributedDataParallel is gone. Were that the last to hold the
+    """Leave the process group; only after main, when its Run's DistributedDataParallel is gone. Were that the last to hold the
     group, it would wait for gloo's threads with Python's lock in hand, and they for the lock: no end, now and then."""
     if dist.is_initialized():
         dist.destroy_process_group()
