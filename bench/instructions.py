@@ -261,6 +261,12 @@ def ratios(ours, theirs):
     return {name: round(a / b, 3) for name, a, b in zip(("forward", "backward", "both"), *n, strict=True)}
 
 
+def lacking(source=None):
+    """None if the kernels can be compiled and disassembled, mamba-ssm's in folder `source` too, else what is missing."""
+    missing = native_cuda.missing() or (None if nvdisasm() else "no nvdisasm found: pip install nvidia-cuda-nvdisasm")
+    return missing or (ssm_missing(source) if source is not None else None)
+
+
 # ------------------------------------------------------------------------------------------------------------------ main
 
 def show(row):
@@ -286,8 +292,7 @@ def main():
     parser.add_argument("--save", action="store_true", help=f"write results/{SAVED.name}")
     parser.add_argument("--mamba_ssm", metavar="FOLDER", help="an unpacked source distribution of mamba-ssm, to be counted too")
     args = parser.parse_args()
-    missing = native_cuda.missing() or (None if nvdisasm() else "no nvdisasm found: pip install nvidia-cuda-nvdisasm")
-    missing = missing or (ssm_missing(args.mamba_ssm) if args.mamba_ssm is not None else None)
+    missing = lacking(args.mamba_ssm)
     if missing:
         sys.exit(f"bench/instructions.py: {missing}")
     refuse_uncommitted(SAVED if args.save else None, "no --save")
