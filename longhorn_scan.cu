@@ -435,11 +435,13 @@ struct Mamba {                                                 // rates are A / 
 // states of two channels each, which halves what a lane reads of k and q, and what is left to sum over channels, against 16
 // states of one. What a channel needs once, whatever the state, the lane does that owns it. More lanes share where N is larger,
 // or B x D too small to fill the GPU. A block is THREADS lanes, THREADS / L * C channels of one row, and walks all of its T.
-// k and q go through shared memory as float32, zero beyond N (there a state stays zero); x, dt, z, dy are read
-// straight from their rows, coalesced since channels are contiguous, a tile of steps ahead of their use.
+// k and q go through shared memory as float32, zero beyond N (there a state stays zero); x, dt, z, dy are fetched ahead by
+// asynchronous copies where T, D, N and the addresses are whole (WarpRows), else read straight from their rows, coalesced since
+// channels are contiguous.
 //
 // What limits these kernels is the number of instructions, not memory: hence 32-bit steps and byte strides (an address is
-// one multiply-add), and states that lie in registers in an order that depends on the lane (ChannelSums).
+// one multiply-add), and states that lie in registers in an order that depends on the lane (ChannelSums). bench/instructions.py
+// counts them, bench/schedule.py says what they wait for.
 
 #ifndef THREADS
 #define THREADS 128

@@ -105,7 +105,7 @@ def kernels(text):
         branches = [(at, re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", code[at])) for at in range(end)]
         branches = [(at, labels[target[1]]) for at, target in branches if target]
         loops = sorted(((to, at) for at, to in branches if to < at), key=lambda loop: loop[0] - loop[1])
-        skipped = [(at + 1, to - 1) for at, to in branches if at + 1 < to <= end and code[at].startswith("@")]
+        skipped = [(at + 1, to - 1) for at, to in branches if at + 1 < to <= end and re.match(r"@|BRA\.U", code[at])]
         found[part.split(":")[0].strip()] = Code(code[:end], len(code), loops, skipped)
     return found
 
@@ -165,7 +165,8 @@ def count(update, dtype, N, architecture, folder):
 def once_a_chunk(code):
     """The instructions of the loop over sub-chunks that one of them enters: it fetches states, by more copies than rows take."""
     _, (first, last), *_ = code.loops
-    inside = [(start, end) for start, end in code.skipped if first < start and end < last]
+    inside = [(start, end) for start, end in code.skipped if first < start and end < last  # and no else follows
+              and not code.instructions[end].startswith("BRA ")]
     return {at for start, end in inside if sum(opcode(i) == "LDGSTS" for i in code.instructions[start:end + 1]) > 2
             for at in range(start, end + 1)}
 
