@@ -298,9 +298,18 @@ def test_instructions_are_counted_by_loop():
     assert code.skipped == [(2, 15), (6, 9), (11, 11)]  # not BRA.DIV, which leads behind EXIT
     found = code.totals(code.weights(0.5, 1, 4))
     assert found["instructions"] == 4 * 0.5 + 4 * 1 + 10 * 4
-    assert found["pipes"] == {"special": 1 + 4, "shuffles": 4, "shared": 4 * 2 + 1, "local": 4, "atomics": 4, "barriers": 1}
+    assert found["pipes"] == {"special": 1 + 4, "shuffles": 4, "shared": 4 * 2 + 1, "copies": 0, "local": 4, "atomics": 4,
+                              "barriers": 1}
     with pytest.raises(ValueError, match="2 loops in the disassembly of a kernel that has 3"):
         code.weights(1, 1, 1, 1)
+
+
+def test_what_one_sub_chunk_enters_is_counted_once_a_chunk():
+    copies = ["LDGSTS.E.BYPASS.128 [R1], desc[UR2][R2.64]"] * 3
+    #      0-2                 3-6 skipped: states   7-11: an if with its else, rows       loop's ends
+    code = [*["FADD R1, R1, R2"] * 2, "BRA.U UP0, x", *copies, "FADD R1, R1, R2", *copies, "BRA `(.L_x_1)", "BRA y", "BRA z"]
+    code = instructions.Code(code, len(code), [(0, 12), (1, 11)], [(3, 6), (7, 10), (0, 12)])
+    assert instructions.once_a_chunk(code) == {3, 4, 5, 6}
 
 
 def test_instructions_of_mamba_ssm():
@@ -308,7 +317,8 @@ def test_instructions_of_mamba_ssm():
     found = instructions.ssm_count(instructions.kernels(SASS)["selective_scan"], 64, 128, 4096)
     assert found["all_entered"] == round(4 / 32 + 4 / 16 + 10 * 4, 1) == 40.4
     assert found["instructions"] == round(4 / 32 + 4 / 16 + 6 * 4 + 4 * 4 / 4, 1) == 28.4
-    assert found["pipes"] == {"special": 4.1, "shuffles": 1, "shared": 2.1, "local": 4, "atomics": 4, "barriers": 0.1}
+    assert found["pipes"] == {"special": 4.1, "shuffles": 1, "shared": 2.1, "copies": 0, "local": 4, "atomics": 4,
+                              "barriers": 0.1}
     assert [instructions.ssm_threads(T) for T in instructions.SSM_T] == [64, 128, 128]
     row = lambda forward, backward: {"forward": {"instructions": forward}, "backward": {"instructions": backward}}
     assert instructions.ratios(row(100, 500), row(400, 800)) == {"forward": 0.25, "backward": 0.625, "both": 0.5}
