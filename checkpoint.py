@@ -102,9 +102,10 @@ def save(path, tensors, meta):
     sync_folder(os.path.dirname(path) or ".")  # the rename itself is on disk only now
 
 
-def load(path, device="cpu"):
+def load(path, device="cpu", beginning=""):
     """Read a checkpoint: ({name: tensor on `device`}, meta). Every byte is checked before a tensor is made.
 
+    With `beginning`, of the tensors only those whose name begins so.
     Raises CheckpointError, one line, for a file that is missing, cut short, damaged, of another kind (pickles of
     torch.save among them: never unpickled), of an unknown format version, or whose meta is no dict.
     """
@@ -130,7 +131,7 @@ def load(path, device="cpu"):
                                       "the file is damaged; use an earlier checkpoint")
         with safetensors.safe_open(path, "pt", device=str(device)) as f:
             # cloned: on the CPU the library's tensors are windows onto the file, which may change under us
-            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
+            tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(beginning)}
             return tensors, _read_meta(path, f.metadata())
     except OSError as error:
         hint = ": no checkpoint was saved here" if error.errno == errno.ENOENT else ""
@@ -207,21 +208,25 @@ def candidates(folder):
     return [path for path in found if path.exists()]
 
 
-def load_first(paths):
+def load_first(paths, weights=False):
     """Load the first of `paths` that is whole: (path, tensors, meta, [a line on each that had to be passed over]).
 
-    Raises CheckpointError where none is, and where that is an imported model: there is no run to go on with.
+    With `weights` the tensors are the model's state_dict alone. Raises CheckpointError where none is whole; and, but for its
+    weights, where that is an imported model: there is no run to go on with.
     """
     errors = []
     for path in paths:
         try:
-            tensors, meta = load(path)
+            tensors, meta = load(path, beginning="model." if weights else "")  # a third of what is there
         except CheckpointError as error:
             errors.append(str(error))
             continue
-        if "imported_from" in meta:
+        if weights:
+            with fitting(path):
+                tensors = unflatten(tensors, dict(meta["skeleton"]["dict"])["model"])
+        elif "imported_from" in meta:
             raise CheckpointError(f"{path}: imported from {meta['imported_from']}, weights without an optimiser's state, for "
-                                  "sample.py and export.py: no run can be resumed from it; choose another out_dir")
+                                  "sample.py, export.py and --init_from: no run can be resumed from it; choose another out_dir")
         return path, tensors, meta, errors
     raise CheckpointError(errors[0] + (f" (the {len(errors) - 1} others here cannot be read either)" if errors[1:] else ""))
 
@@ -380,6 +385,15 @@ def fitting(path):
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         words = " ".join(str(error).split()) or type(error).__name__  # the first line of load_state_dict's says nothing
         raise CheckpointError(f"{path}: does not fit this run ({words[:200]})") from error
+
+
+def misfit(weights, model):
+    """Where a state_dict does not fit a model: a line on the first tensor that differs; None where it does."""
+    wanted = model.state_dict()
+    for name in {**wanted, **weights}:
+        there, here = (str(tuple(state[name].shape)) if name in state else "missing" for state in (weights, wanted))
+        if there != here:
+            return f"{name} is {there} there, {here} here"
 
 
 def rng_state():

@@ -1,6 +1,7 @@
 """A run's records: what train.py writes, and what every table and figure is drawn from.
 
-    out/<run>/config.json    the run as it ran: settings, derived values, command, commit, versions, device, data
+    out/<run>/config.json    the run as it ran: settings, derived values, command, commit, versions, device, data; and of the
+                             code, every version that a part of the run was trained with
     out/<run>/log.jsonl      one JSON object a line and event, keys with their units
     out/<run>/result.json    the outcome, written only when the run finished
     out/<run>/loss.png       the loss curve
@@ -148,6 +149,12 @@ def code_version():
             code += (folder / os.fsdecode(name)).read_bytes()
     return {"commit": commit and commit.decode(), "uncommitted_changes": None if changed is None else bool(changed or new),
             "changed_code": hashlib.sha256(code).hexdigest()[:12] if code else None}
+
+
+def version(ran_in):
+    """Of the code that ran: the commit, and a + with a hash where Python or CUDA files differed from it; None outside of git."""
+    code = ran_in["changed_code"] if "changed_code" in ran_in else ran_in["uncommitted_changes"] and "changed"
+    return ran_in["commit"] and ran_in["commit"] + (f"+{code}" if code else "")
 
 
 def environment():

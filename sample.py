@@ -99,7 +99,7 @@ def read_prompt(prompt, text):
 
 
 def open_device(name):
-    """The device of that name, tried with one number: train.py's would join its processes, and lets meta pass."""
+    """The device of that name, tried with one number; train.py's would also join its processes."""
     name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu")

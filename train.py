@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import gc
 import math
 import os
 import platform
@@ -39,7 +40,7 @@ import native
 from configurator import ConfigError
 from data.loader import DataError, Tokens, eval_windows, get_batch, n_windows, step_windows
 from model import LM, ModelConfig, mixing_by
-from records import Log, draw_loss, environment, read_log, write_json
+from records import Log, draw_loss, environment, read_log, version, write_json
 
 
 @dataclass
@@ -47,6 +48,7 @@ class TrainConfig(ModelConfig):
     # --- run
     out_dir: str = ""  # folder of the records; empty: out/ and the name of the last config file
     resume: Literal["never", "auto", "must"] = "never"  # go on from the checkpoint in out_dir: auto if there is one
+    init_from: str = ""  # a run's folder, or a checkpoint: begin with its weights (fine-tuning); all else begins anew
     seed: int = 1337  # of the weights and of the data's order
     # --- data
     dataset: str = "pystdlib"  # a folder of data/, or a path, prepared by its prepare.py
@@ -201,7 +203,8 @@ def open_device(config):
         device = torch.device(kind)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError, ValueError):
+        torch.zeros(1, device=device).item()  # meta, say, is known and holds no number
+    except (RuntimeError, AssertionError, ValueError, ImportError):
         raise ConfigError(f"device {kind!r} is unknown or not there: use cpu, cuda, cuda:1 ...") from None
     if device.type == "cpu":
         keep_memory()
@@ -329,7 +332,9 @@ class Run:
         self.recent = deque(maxlen=faults.SPIKE_MEDIAN)  # losses that a spike is measured by
         # ... and what it does not: the last validation, the step that is saved, why a later one is not
         self.val_loss, self.saved_at, self.unsaved = None, 0, None
-        self.resumed = self.log = self.wandb = None
+        self.resumed = self.begun_with = self.log = self.wandb = None
+        self.damaged = []  # a line on each checkpoint that was passed over
+        self.code_versions = []  # of every stretch of the run, as far as git knows; rank 0's business
 
     def build(self):
         """The model and its optimiser; and the micro-batch that memory holds, where that is to be found."""
@@ -374,10 +379,11 @@ class Run:
         if config.resume == "must" and not found:
             raise ConfigError(f"resume=must: there is no {self.path}; start with --resume=auto")
         if config.resume != "never" and found:
-            origin, tensors, meta, damaged = checkpoint.load_first(found)
+            origin, tensors, meta, self.damaged = checkpoint.load_first(found)
             with checkpoint.fitting(origin):
                 before, trained_on = dict(meta["config"]), meta["data"]
-            self.resumed = origin, meta, damaged, refuse_changes(before, self.settings)
+                self.code_versions = list(meta.get("code_versions", []))  # none in old checkpoints
+            self.resumed = origin, meta, refuse_changes(before, self.settings)
             if trained_on != data.sha256:
                 raise ConfigError(f"the data in {data.folder} is not what this run was trained on (its sha256 differs): prepare "
                                   "it as before, or choose another out_dir")
@@ -389,6 +395,8 @@ class Run:
                     meta[k] + 0 for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
                 self.recent.extend(meta.get("recent", []))
             del tensors  # as large as the model and its optimiser
+        elif config.init_from:
+            self.begin_with(Path(config.init_from))
         self.saved_at = self.start
         if self.world > 1:
             seen = [None] * self.world
@@ -413,6 +421,31 @@ class Run:
             dist.barrier()
         return True
 
+    def begin_with(self, place):
+        """Take the weights of the newest checkpoint in a folder, or of a checkpoint: another run's, or an imported model's."""
+        found = checkpoint.candidates(place) if place.is_dir() else [place]
+        if not found:
+            raise ConfigError(f"init_from={place}: there is no checkpoint in this folder")
+        if found[0].parent.resolve() == self.out.resolve():
+            raise ConfigError(f"init_from={place} lies in out_dir, where this run's own checkpoints go: choose another out_dir")
+        origin, weights, meta, self.damaged = checkpoint.load_first(found, weights=True)
+        for key in ("tokenizer", "table"):
+            there, here = meta.get(key), self.data.meta.get(key)
+            if there and here and there != here:
+                what = f"tokenizer is {there!r}, the data's {here!r}" if key == "tokenizer" else "characters are not the data's"
+                raise ConfigError(f"{origin}: its {what}: the weights know other tokens than {self.data.folder} has")
+        with checkpoint.fitting(origin):
+            sizes = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in ("scan_backend", "kernel")}
+            before = {key: meta["config"].get(key, default) for key, default in sizes.items()}
+            changed = [f"{key} was {old!r}, is {getattr(self.config, key)!r}" for key, old in before.items()
+                       if getattr(self.config, key) != old]
+            wrong = checkpoint.misfit(weights, self.model)
+            self.begun_with = origin, meta["step"] + 0, changed
+        if wrong:
+            raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed]))
+        with checkpoint.fitting(origin):
+            self.model.load_state_dict(weights)
+
     def restore(self, tensors, meta):
         """Put back the state that `save` saved."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
@@ -433,9 +466,11 @@ class Run:
             "train_tokens": len(data.train), "val_tokens": len(data.val), "decayed": model.decayed()}
         if self.is_main:
             self.where = environment()
+            self.code_versions += [now for now in [version(self.where)] if now and now not in self.code_versions[-1:]]
             try:
                 write_json(out / "config.json", {
-                    "config": self.settings, "derived": derived, "environment": self.where, "data": data.meta,
+                    "config": self.settings, "derived": derived, "environment": self.where,
+                    "code_versions": self.code_versions, "data": data.meta,
                     "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
                 self.log = Log(out, self.start)
             except OSError as error:
@@ -454,15 +489,22 @@ class Run:
         bar.line(f"data: {data.folder} ({len(data.train):,} training tokens); {config.max_iters:,} steps of "
                  f"{config.batch_tokens:,} tokens = {tokens / 1e6:.1f}M ({derived['epochs']:.2f} epochs), "
                  f"{derived['accumulation']} micro-batches a step")
+        for line in self.damaged:
+            bar.line(f"passed over: {line}")
+        if self.begun_with:
+            origin, step, changed = self.begun_with
+            bar.line("; ".join([f"weights from {origin} (step {step})", *changed]))
         if self.resumed:
-            origin, meta, damaged, changes = self.resumed
-            for line in damaged:
-                bar.line(f"passed over: {line}")
+            origin, meta, changes = self.resumed
             logged = max((e["step"] for e in read_log(out, "train")), default=0) if self.is_main else self.start
             if self.start - logged >= meta["config"]["log_interval"]:
                 bar.line(f"log.jsonl lacks what came after step {logged}: the disk did not take it")
             bar.line(f"going on from {origin} at step {self.start}"
                      + "".join(f"; {key} was {old!r}, is {new!r}" for key, (old, new) in changes.items()))
+            known = meta.get("code_versions")
+            if known and self.code_versions != known:
+                bar.line(f"the code was {known[-1]}, is {self.code_versions[-1]}: config.json names both, and a sweep's report "
+                         "leaves the run out")
 
     def begin(self):
         """Start the clock: from here on time is training's."""
@@ -544,7 +586,8 @@ class Run:
                 {"step": step, "tokens": step * self.config.batch_tokens,
                  "seconds": self.spent + time.perf_counter() - self.began, "skipped": self.skipped, "bad": self.bad,
                  "best_val_loss": self.best, "recent": list(self.recent), "config": self.settings, "data": self.data.sha256,
-                 "stamps": self.written, "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")},
+                 "stamps": self.written, "code_versions": self.code_versions, "tokenizer": self.data.meta.get("tokenizer"),
+                 "table": self.data.meta.get("table")},
                 loss, first=self.log.sync)
             self.settle()
 
@@ -721,6 +764,7 @@ def finish_group():
     """Leave the process group; only after main, when its Run's DistributedDataParallel is gone. Were that the last to hold the
     group, it would wait for gloo's threads with Python's lock in hand, and they for the lock: no end, now and then."""
     if dist.is_initialized():
+        gc.collect()  # main's frame may live on in a cycle, as with an error that matplotlib's import, below draw, keeps
         dist.destroy_process_group()
 
 

@@ -32,11 +32,11 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from configurator import ConfigError, main_error  # noqa: E402
-from records import environment, read_log, write_json  # noqa: E402
+from records import environment, read_log, version, write_json  # noqa: E402
 
 # Settings that make two runs comparable: where they differ, something else than the cell's own coordinates was changed.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
-                   "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype")
+                   "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from")
 
 
 # Settings that train.py works out, or that may differ from the command line's without changing the result.
@@ -68,12 +68,6 @@ def patience(nproc):
     from torch.distributed.run import get_args_parser
 
     return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
-
-
-def version(ran_in):
-    """Of the code that ran: the commit, and a + with a hash where Python or CUDA files differed from it; None outside of git."""
-    code = ran_in["changed_code"] if "changed_code" in ran_in else ran_in["uncommitted_changes"] and "changed"
-    return ran_in["commit"] and ran_in["commit"] + (f"+{code}" if code else "")
 
 
 def beside(folder):
@@ -429,6 +423,9 @@ def read_run(folder, at):
         for key, text in given.items():
             if key in config and key not in WORKED_OUT and not means(text, config[key]):
                 raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
+        stretches = record.get("code_versions", [])  # absent in old records
+        if len(set(stretches)) > 1:
+            raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
         if Path(config["out_dir"]).name != folder.name:
             raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
         if any(not isinstance(tokens, int) or tokens < 1 for tokens, _ in curve):

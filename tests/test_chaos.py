@@ -11,6 +11,7 @@ a twentieth of a second and not three. The fork runs train.py as `__main__`; tor
 
 import contextlib
 import errno
+import gc
 import json
 import math
 import multiprocessing
@@ -24,6 +25,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -270,6 +272,53 @@ def test_three_processes_go_on_bit_for_bit(launch, data, tmp_path):
     r = launch(argv(tmp_path / "run"), 3)
     assert r.end() == [0, 0, 0] and "going on from" in r.said(), r.said()
     assert_bit_for_bit(tmp_path / "run", tmp_path / "whole")
+
+
+def test_two_processes_begin_with_old_weights(undisturbed, launch, data, tmp_path):
+    """Fine-tuning: on both ranks the old weights, and after a kill its own."""
+    argv = lambda name: [*arguments(data, tmp_path / name, RUN, batch_size=2, init_from=undisturbed(2)), "--resume=auto"]
+    r = launch(argv("whole"), 2)
+    assert r.end() == [0, 0] and r.said().count("weights from") == 1 and "weights from" not in r.said(1), r.said()
+    assert losses(tmp_path / "whole")[0] < losses(undisturbed(2))[0] - 0.5
+    r = launch(argv("run"), 2)
+    assert r.until(lambda: logged(tmp_path / "run") >= STEPS // 2, "progress")
+    r.send(signal.SIGKILL)
+    r.end()
+    r = launch(argv("run"), 2)
+    assert r.end() == [0, 0] and "going on from" in r.said() and "weights from" not in r.said(), r.said()
+    assert_bit_for_bit(tmp_path / "run", tmp_path / "whole")
+
+
+def holding(here):
+    """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects unasked, and
+    a destroy_process_group that says whether DistributedDataParallel is gone."""
+    gc.disable()
+    made, destroy = [], torch.distributed.destroy_process_group
+
+    class Watched(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how)
+            made.append(weakref.ref(self))
+
+    def draw_loss(folder):
+        try:
+            raise ImportError
+        except ImportError as error:
+            kept = error  # noqa: F841  frame -> kept -> its traceback -> frame; and from there to all below
+
+    def last():
+        print(f"\nof {len(made)} there are {sum(ref() is not None for ref in made)}", flush=True)
+        destroy()
+
+    torch.nn.parallel.DistributedDataParallel, records.draw_loss = Watched, draw_loss
+    torch.distributed.destroy_process_group = last
+    return LM
+
+
+def test_the_group_is_left_when_nothing_else_holds_it(launch, data, tmp_path):
+    r = launch(arguments(data, tmp_path / "run", RUN, batch_size=2, max_iters=4), 2, LM=holding)
+    assert r.end() == [0, 0], r.said()
+    assert [r.said(rank).count("of 1 there are 0\n") for rank in (0, 1)] == [1, 1], r.said()
 
 
 def test_from_two_processes_to_one_to_four(undisturbed, launch, data, tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -302,6 +303,34 @@ def test_an_odd_file_with_the_right_sum_is_refused(tmp_path, case):
     save(tmp_path / "d", {}, {"step": 3})
     path, _, meta, passed = checkpoint.load_first([tmp_path / "c", tmp_path / "d"])
     assert (path, meta) == (tmp_path / "d", {"step": 3}) and passed == [f"{tmp_path / 'c'}{said}"]
+
+
+def test_weights_alone(tmp_path):
+    """Of a run or an imported model; of the optimiser's tensors, twice as large, none is made."""
+    state = {"model": {"a": torch.ones(2), "b.c": torch.zeros(3)}, "optimizer": {"model.x": torch.ones(4)}}
+    tensors, skeleton = checkpoint.flatten(state)
+    save(tmp_path / "c", tensors, {"skeleton": skeleton, "step": 3})
+    save(tmp_path / "i", tensors, {"skeleton": skeleton, "imported_from": "there"})
+    (tmp_path / "junk").write_bytes(b"junk")
+    for name in "ci":
+        with mock.patch.object(checkpoint, "unflatten", wraps=checkpoint.unflatten) as seen:
+            path, weights, meta, passed = checkpoint.load_first([tmp_path / "junk", tmp_path / name], weights=True)
+        assert same(weights, state["model"]) and path == tmp_path / name and len(passed) == 1 and "junk" in passed[0]
+        assert seen.call_args[0][0].keys() == {"model.a", "model.b.c"}
+    for meta in ({}, {"skeleton": 3}, {"skeleton": {"dict": [["optimizer", {"dict": []}]]}}):
+        save(tmp_path / "d", tensors, meta)
+        with pytest.raises(CheckpointError, match=rf"^{tmp_path}/d: does not fit this run [^\n]*$"):
+            checkpoint.load_first([tmp_path / "d"], weights=True)
+
+
+def test_where_weights_do_not_fit():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    fits = {name: t.clone() for name, t in model.state_dict().items()}
+    assert checkpoint.misfit(fits, model) is None
+    assert checkpoint.misfit({**fits, "1.weight": torch.ones(5, 3)}, model) == "1.weight is (5, 3) there, (4, 3) here"
+    assert checkpoint.misfit({**fits, "2.weight": torch.ones(5)}, model) == "2.weight is (5,) there, missing here"
+    del fits["0.bias"]
+    assert checkpoint.misfit(fits, model) == "0.bias is missing there, (3,) here"
 
 
 def test_a_failed_save_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):

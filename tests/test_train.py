@@ -30,9 +30,12 @@ from hypothesis import strategies as st
 
 import checkpoint
 import configurator
+import export
 import faults
 import model
+import records
 import train
+from bench import sweep
 from configurator import ConfigError
 from data import loader
 from model import LM
@@ -237,7 +240,7 @@ def test_what_may_change_on_resume():
     assert "eval_interval" not in str(caught.value)
     assert {f.name for f in dataclasses.fields(TrainConfig)} >= train.HARMLESS
     assert not train.HARMLESS & {"model", "n_embd", "block_size", "seed", "batch_tokens", "max_iters", "learning_rate",
-                                 "weight_decay", "dtype", "grad_clip", "warmup_iters", "min_lr", "vocab_size"}
+                                 "weight_decay", "dtype", "grad_clip", "warmup_iters", "min_lr", "vocab_size", "init_from"}
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)
@@ -482,6 +485,122 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(whole, data, tmp_path, how):
     refuse(arguments(data, out, resume="auto"), f"{newest}: cut short", "2 others here cannot be read either")
 
 
+def test_code_that_changed_while_the_run_was_down(whole, data, tmp_path, monkeypatch):
+    """Said when it is gone on with, kept in config.json, and no run to be compared; but for that, nothing changes."""
+    out, versions = tmp_path / "run", lambda: json.loads((out / "config.json").read_text())["code_versions"]
+    edited = {"changed_code": "12ab"}
+
+    def go_on(commit, LM=LM, **changed):
+        version = {"commit": commit, "uncommitted_changes": bool(changed), "changed_code": None, **changed}
+        monkeypatch.setattr(records, "code_version", lambda: version)
+        said = run(arguments(data, out, resume="auto"), LM)
+        return [line.split(": config.json")[0] for line in said.out.splitlines() if line.startswith("the code was")], said.code
+
+    class Crashes(LM):
+        def forward(self, *args, **how):
+            raise SystemExit(9)
+
+    assert go_on("a" * 40, stops_at(3)) == ([], 0) and versions() == ["a" * 40]
+    assert go_on("a" * 40, stops_at(1)) == ([], 0) and versions() == ["a" * 40]
+    assert go_on("a" * 40, Crashes, **edited) == ([f"the code was {'a' * 40}, is {'a' * 40}+12ab"], 9)
+    assert versions() == ["a" * 40, "a" * 40 + "+12ab"]
+    assert go_on("a" * 40, stops_at(1)) == ([], 0) and versions() == ["a" * 40], "what crashed left nothing behind"
+    assert go_on(None, stops_at(1)) == ([], 0) and versions() == ["a" * 40], "where there is no git, nothing is known"
+    before, (tensors, meta) = (out / "checkpoint.safetensors").read_bytes(), saved(out)
+    del meta["code_versions"]  # as an older train.py saved it
+    checkpoint.save(out / "checkpoint.safetensors", tensors, meta)
+    assert go_on("b", Crashes) == ([], 9) and versions() == ["b"]
+    (out / "checkpoint.safetensors").write_bytes(before)
+    assert go_on("b", stops_at(1), **edited) == ([f"the code was {'a' * 40}, is b+12ab"], 0)
+    assert go_on("b", stops_at(1), **edited) == ([], 0) and versions() == ["a" * 40, "b+12ab"]
+    assert go_on("a" * 40) == ([f"the code was b+12ab, is {'a' * 40}"], 0)
+    assert versions() == ["a" * 40, "b+12ab", "a" * 40] == saved(out)[1]["code_versions"]
+    with pytest.raises(sweep.BadRecord, match=f"^its code changed while it was down: {'a' * 40}, then b.12ab, then {'a' * 40}$"):
+        sweep.read_run(out, {})
+    assert_same_run(out, whole)
+    assert sweep.read_run(whole, {}).loss == json.loads((out / "result.json").read_text())["val_loss"]
+
+
+# --------------------------------------------------------------------------------------------- beginning with old weights
+
+STILL = {**TINY, "max_iters": 1, "learning_rate": 1e-30}  # a step that changes nothing: the result is that of the old weights
+
+
+def result_of(out):
+    return json.loads((out / "result.json").read_text())["val_loss"]
+
+
+def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, tmp_path):
+    out = tmp_path / "run"
+    result = succeed(arguments(data, out, STILL, init_from=whole))
+    assert f"weights from {whole / 'checkpoint.safetensors'} (step 12)\n" in result.out and "going on" not in result.out
+    assert result_of(out) == result_of(whole)
+    (old, new), name = (saved(folder)[0] for folder in (whole, out)), "model.embed.weight"
+    assert torch.equal(old[name], new[name])
+    tensors, meta = saved(out)
+    optimizer = checkpoint.unflatten(tensors, meta["skeleton"])["optimizer"]
+    assert {s["step"].item() for s in optimizer["state"].values()} == {1.0} and meta["step"] == 1
+    assert list(events(out)) == [1] and meta["config"]["init_from"] == str(whole)
+
+    source = shutil.copytree(whole, tmp_path / "source")
+    damage(source / "checkpoint.safetensors")
+    result = succeed(arguments(data, tmp_path / "earlier", STILL, init_from=source, block_size=16))
+    assert f"passed over: {source / 'checkpoint.safetensors'}: " in result.out
+    assert f"weights from {source / 'checkpoint-10.safetensors'} (step 10); block_size was 32, is 16\n" in result.out
+    succeed(arguments(data, tmp_path / "file", STILL, init_from=source / "checkpoint-10.safetensors"))
+    assert result_of(tmp_path / "file") == events(whole, "eval")[10]["val_loss"]
+
+
+def test_fine_tuning_that_is_stopped_goes_on_from_its_own_checkpoint(whole, data, tmp_path):
+    source, out = shutil.copytree(whole, tmp_path / "source"), tmp_path / "run"
+    succeed(arguments(data, tmp_path / "undisturbed", init_from=source))
+    assert losses(tmp_path / "undisturbed")[0] < losses(whole)[0] - 0.5
+    succeed(arguments(data, out, init_from=source, resume="auto"), LM=stops_at(7))
+    shutil.rmtree(source)
+    refuse(arguments(data, out, resume="auto"), f"another run: init_from '{source}' -> ''")
+    result = succeed(arguments(data, out, init_from=source, resume="auto"))
+    assert "at step 7" in result.out and "weights from" not in result.out
+    assert_same_run(out, tmp_path / "undisturbed")
+
+
+def test_an_imported_model_is_trained_on(whole, data, tmp_path):
+    export.main([f"--out_dir={whole}", f"--to={tmp_path / 'exported'}"])
+    export.main([f"--from_hf={tmp_path / 'exported'}", f"--out_dir={tmp_path / 'imported'}"])
+    result = succeed(arguments(data, tmp_path / "run", STILL, init_from=tmp_path / "imported"))
+    assert f"weights from {tmp_path / 'imported' / 'checkpoint.safetensors'} (step 12)\n" in result.out
+    assert result_of(tmp_path / "run") == result_of(whole)
+
+
+def test_weights_that_do_not_fit_get_one_line(whole, data, tmp_path):
+    out, source = tmp_path / "run", tmp_path / "source"
+    refused = lambda *words, init_from=whole, **changes: refuse(arguments(data, out, init_from=init_from, **changes), *words)
+    newest = str(whole / "checkpoint.safetensors")
+    refused(newest, "embed.weight is (256, 32) there, (256, 64) here", "n_embd was 32, is 64", n_embd=64)
+    refused(newest, "embed.weight is (256, 32) there, (320, 32) here; vocab_size was 256, is 320", vocab_size=320)
+    refused(newest, "branches.2.norm.weight is missing there, (32,) here; n_layer was 1, is 2", n_layer=2)
+    refused(newest, "missing there", "model was 'longhorn', is 'llama'", model="llama")
+    (tmp_path / "empty").mkdir()
+    refused("empty", "there is no checkpoint in this folder", init_from=tmp_path / "empty")
+    refused("nowhere", "no checkpoint was saved here", init_from=tmp_path / "nowhere")
+    refused("train.bin", "not a checkpoint of this project", init_from=data / "train.bin")
+    source.mkdir()
+    tensors, meta = saved(whole)
+    write = lambda **changes: checkpoint.save(source / "checkpoint.safetensors", tensors, {**meta, **changes})
+    write(tokenizer="gpt2")
+    refused("source/checkpoint.safetensors: its tokenizer is 'gpt2', the data's 'bytes'", str(data), init_from=source)
+    characters = write_data(tmp_path / "characters", table="abc")
+    write(table="abd")
+    refuse(arguments(characters, out, init_from=source), "its characters are not the data's", str(characters))
+    for broken in ({"skeleton": 7}, {"config": 7}, {"step": "x"}):
+        write(**broken)
+        refused("source/checkpoint.safetensors: does not fit", init_from=source)
+    assert not out.exists()
+    write(tokenizer=None)  # unknown, as of many an import
+    succeed(arguments(data, out, STILL, init_from=source))
+    refused("init_from", "lies in out_dir", init_from=out)
+    assert not (tmp_path / "run.1").exists(), "a refusal moved the earlier run aside"
+
+
 # ------------------------------------------------------------------------------------------- signals, on real processes
 
 @pytest.fixture(scope="module")
@@ -601,6 +720,7 @@ MISTAKES = [
     ({"vocab_size": 100}, ["100", "256"]),
     ({"dataset": "pystdlob"}, ["pystdlob", "pystdlib"]),
     ({"device": "gpu"}, ["'gpu'", "cpu, cuda"]),
+    ({"device": "meta"}, ["'meta'", "cpu, cuda"]),
     ({"batch_size": 0}, ["batch_size 0", "at least 1"]),
     ({"eval_interval": -1}, ["eval_interval -1", "0 or more"]),
     ({"learning_rate": 0}, ["learning_rate 0.0"]),
