@@ -661,7 +661,8 @@ struct Source { const void *p; int64_t stride_b, stride_t; };
 template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
     static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
     static const int EACH = ROWS * PIECES;                               // pieces of a tensor in a stage
-    static const int TOGETHER = EACH < 32 ? 32 / EACH : 1, PASSES = EACH < 32 ? 1 : EACH / 32;     // tensors a pass, passes a tensor
+    static const int TOGETHER = 32 / EACH;                               // tensors a pass
+    static_assert(EACH <= 32);
     static const int SETS = (TENSORS + TOGETHER - 1) / TOGETHER;         // of tensors that are fetched together
     static const bool fits = BYTES >= 16;
     struct alignas(16) Stage { E row[TENSORS][ROWS][CHANNELS]; };
@@ -680,13 +681,11 @@ template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
             from[s] = step_at(from[s], lane / PIECES % ROWS, stride[s]) + lane % PIECES * 16;
         }
     }
-    template <int FIRST = TENSORS> __device__ __forceinline__ void begin(Stage &stage, int t) const {    // of the FIRST tensors at least
+    template <int FIRST = TENSORS> __device__ __forceinline__ void begin(Stage &stage, int t) const {    // of the FIRST tensors
         #pragma unroll
         for (int s = 0; s * TOGETHER < FIRST; s++)
-            #pragma unroll
-            for (int p = 0; p < PASSES; p++)
-                if ((s + 1) * TOGETHER <= TENSORS || lane / EACH < TENSORS - s * TOGETHER)
-                    copy_begin<16>((char *)&stage + ((s * PASSES + p) * 32 + lane) * 16, step_at(from[s], t + p * (32 / PIECES), stride[s]));
+            if ((s + 1) * TOGETHER <= FIRST || lane / EACH < FIRST - s * TOGETHER)
+                copy_begin<16>((char *)&stage + (s * 32 + lane) * 16, step_at(from[s], t, stride[s]));
     }
 };
 
@@ -928,7 +927,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     const int last = ((int)ceil_div(T, CHUNK) - 1) * CHUNK;
     if constexpr (ASYNC) {
         begin_keys(last);
-        if (last >= 0) begin_states(s.states[NEXT], last);
+        begin_states(s.states[NEXT], last);
         rows.template begin<2>(async.rows[at.warp][1], last);
         copy_group();
     }
@@ -1381,9 +1380,10 @@ KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, fals
 KERNEL(pulls_whole_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L>)
-#define WHOLE_BYTES sizeof(WholeShared<U, E, SCAN_P, SCAN_L, SCAN_C>)
+#define FITS WarpRows<E, SCAN_L, SCAN_C, 3, TILE>::fits                     // or else nothing is fetched
+#define WHOLE_BYTES (FITS ? sizeof(WholeShared<U, E, SCAN_P, SCAN_L, SCAN_C>) : FORWARD_BYTES)
 #define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB>)
-#define WHOLE_BACKWARD_BYTES sizeof(AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1>)
+#define WHOLE_BACKWARD_BYTES (FITS ? sizeof(AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1>) : BACKWARD_BYTES)
 __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, SCAN_P * SCAN_L, FORWARD_BYTES, WHOLE_BYTES,
                               BACKWARD_BYTES, WHOLE_BACKWARD_BYTES, FORWARD_BYTES, WHOLE_BYTES, FORWARD_BYTES,
                               WHOLE_BYTES, 0};

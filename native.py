@@ -374,8 +374,9 @@ class Kernels:
 
     def launch(self, module, function, threads, stream):
         a, kernel = self.args, function.removeprefix("longhorn_scan_").removeprefix("causal_") + "_kernel"
-        if kernel in FETCHED and self.is_whole(module, FETCHED[kernel]):
-            kernel = kernel.replace("_kernel", "_whole_kernel")
+        whole = kernel.replace("_kernel", "_whole_kernel")
+        if kernel in FETCHED and self.is_whole(module, FETCHED[kernel]) and module.has_room(whole, kernel):
+            kernel = whole
         blocks = a.B * -(-a.D * a.N // threads) if kernel == "combine_kernel" else a.B * self.segments * a.splits
         if blocks:
             module.launch(kernel, blocks, a, stream)
@@ -387,7 +388,8 @@ class Kernels:
         if a.cu or a.T % CHUNK or a.D % module.channels or a.N != module.states:
             return False
         fetched = {**dict.fromkeys(rows, 16), "k": 4 * size, "q": 4 * size}
-        return all(getattr(a, n) and not (getattr(a, n) | getattr(a, n + "_b") * size | getattr(a, n + "_t") * size) % part
+        stride_b = lambda n: getattr(a, n + "_b") if a.B > 1 else 0  # of one row it may be anything
+        return all(getattr(a, n) and not (getattr(a, n) | stride_b(n) * size | getattr(a, n + "_t") * size) % part
                    for n, part in fetched.items())
 
     def entering(self, rows, floats, own, enters, reverse=0):

@@ -32,6 +32,7 @@ int cuModuleGetGlobal_v2(void **at, size_t *bytes, void *, const char *name) {
 int cuMemcpyDtoH_v2(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); return 0; }
 int cuFuncSetAttribute(void *, int attribute, int bytes) { return attribute == 8 && bytes <= 232448 ? 0 : 1; }    // an H100's 227 KB
 int cuCtxSetCurrent(void *) { return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int) { *value = attribute == 97 ? 232448 : 233472; return 0; }      // an H100's
 int cuDevicePrimaryCtxRetain(void **, int) { return 0; }
 int cuGetErrorString(int, const char **words) { *words = shim_words[0] ? shim_words : "words of the driver"; return 0; }
 int cuLaunchKernel(void *function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned bytes, void *,

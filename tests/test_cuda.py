@@ -90,7 +90,7 @@ SHAPES = [  # dtype, (P, L, C), then B, T, D, N
     (F32, (4, 4, 1), 2, 37, 21, 16), (F32, (4, 4, 1), 1, 1, 5, 9), (F32, (4, 1, 1), 1, 8, 66, 3), (F32, (4, 1, 1), 2, 31, 3, 1),
     (F32, (16, 4, 1), 1, 34, 17, 64), (F32, (8, 16, 2), 1, 35, 7, 128), (BF16, PAIRS, 1, 64, 40, 16),
     (BF16, (8, 4, 1), 1, 33, 18, 32), (F16, PAIRS, 2, 32, 33, 16),
-    # whole chunks, blocks and states: rows fetched two tensors at once, four, one in two passes, and not at all
+    # whole chunks, blocks and states: rows fetched two tensors at once, four, one, and not at all
     (BF16, PAIRS, 2, 64, 128, 16), (F32, (4, 4, 1), 1, 96, 32, 16), (BF16, (8, 8, 2), 1, 32, 16, 64), (F32, PAIRS, 2, 64, 64, 16),
     (F32, (4, 1, 1), 1, 32, 64, 4), (F32, (8, 16, 2), 1, 64, 8, 128), (BF16, (4, 16, 1), 1, 32, 4, 64),
 ]
@@ -114,7 +114,7 @@ def test_other_updates(shim, monkeypatch, update, dtype, shape, B, T, D, N):
 @pytest.mark.parametrize("update", ("longhorn", "mamba", "mamba without softplus"))
 @pytest.mark.parametrize("segments,B,T,D,shape,N", [
     (2, 2, 64, 70, PAIRS, 13), (3, 1, 97, 17, PAIRS, 13), (7, 2, 131, 20, (4, 4, 1), 13), (2, 1, 96, 64, PAIRS, 16),
-    (3, 1, 96, 64, PAIRS, 16)])
+    (3, 1, 96, 64, PAIRS, 16), (2, 1, 96, 32, (4, 4, 1), 16)])
 def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape, N):
     use(monkeypatch, shim(update.split()[0], F32, *shape), segments)
     a = test_updates.inputs_of(update, B, T, D, N)
@@ -194,6 +194,27 @@ def test_segments_have_such_kernels_too(launched):
     assert not failures(inputs(1, 64, 64, 16))
     assert names == ["ends_whole_kernel", "combine_kernel", "forward_whole_kernel", "pulls_whole_kernel", "combine_kernel",
                      "backward_whole_kernel"]
+
+
+@pytest.mark.parametrize("dtype,shape,D,N", [(BF16, (8, 8, 2), 32, 64), (BF16, (8, 4, 2), 64, 32), (F16, PAIRS, 64, 16)])
+def test_segments_fetch_what_is_there_and_no_more(shim, monkeypatch, dtype, shape, D, N):
+    use(monkeypatch, shim("longhorn", dtype, *shape), 2)
+    assert not failures(inputs(2, 96, D, N, dtype))
+
+
+@pytest.mark.parametrize("room,whole", [((232_448, 233_472), True), ((70_000, 233_472), False), ((166_912, 150_000), True),
+                                        ((166_912, 160_000), False)])
+def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch, room, whole):
+    """Of a block, and so that two blocks fit a multiprocessor that holds two without."""
+    module = shim("longhorn", F32, *PAIRS)  # twice 39,328 bytes for a block of the backward, twice 47,520 where it fetches
+    plain, fetching = (module.shared[f"backward{kind}_kernel"] for kind in ("", "_whole"))
+    monkeypatch.setattr(module, "shared", module.shared | {"backward_whole_kernel": 2 * fetching, "backward_kernel": 2 * plain})
+    monkeypatch.setattr(module, "room", [native_cuda.ctypes.c_int(n) for n in room])
+    assert module.has_room("backward_whole_kernel", "backward_kernel") == whole
+    monkeypatch.setattr(module, "has_room", lambda name, instead: whole)
+    names = launched()
+    results(native_scan, inputs(1, 32, 64, 16))
+    assert names == (["forward_whole_kernel", "backward_whole_kernel"] if whole else ["forward_kernel", "backward_kernel"])
 
 
 @pytest.mark.parametrize("name", ["x", "z", "k"])
