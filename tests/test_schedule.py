@@ -61,7 +61,7 @@ def test_loops_are_walked_inside_out():
 
 @pytest.mark.skipif(instructions.lacking() is not None, reason=f"{instructions.lacking()}: nothing was walked")
 def test_the_kernels_wait_for_little(tmp_path):
-    """Shares of 83, 95, 79 and 91% when this was written; 48 and 50% with two blocks when rows were read into registers."""
+    """Shares of 83, 95, 80 and 90% when this was written; 48 and 50% with two blocks when rows were read into registers."""
     rows = {r["kernel"]: r for r in schedule.ours("longhorn", torch.bfloat16, 16, "sm_90", tmp_path)}
     share = lambda kernel, blocks: blocks * rows[kernel]["instructions"] / rows[kernel]["cycles"][blocks - 1]
     assert share("forward", 2) > 0.7 and share("forward", 4) > 0.85 and share("backward", 2) > 0.7 and share("backward", 3) > 0.8
