@@ -894,8 +894,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
         drates[i] = 0.0f;
     }
     auto rate = [&](int i) { return U::rates ? s.rates[i][at.tid] : 0.0f; };
-    auto step_of = [&](auto xt, auto dtt, int r, bool inside, Step<float> (&all)[C]) {
-        Step<float> step = U::step(to_float(xt), to_float(dtt), bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
+    auto step_of = [&](float xt, float dtt, int r, bool inside, Step<float> (&all)[C]) {
+        Step<float> step = U::step(xt, dtt, bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
         share_step<C>(step, all);
     };
@@ -969,8 +969,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 float k[P];
                 read_four<L>(s.k[r], at.part, order, k);
                 Step<float> step[C];
-                if constexpr (ASYNC) step_of(now[0][i][own], now[1][i][own], r, true, step);
-                else step_of(x(t), dt(t), r, within(t0 + r), step);
+                if constexpr (ASYNC) step_of(to_float(now[0][i][own]), to_float(now[1][i][own]), r, true, step);
+                else step_of(to_float(x(t)), to_float(dt(t)), r, within(t0 + r), step);
                 next_states<U, L>(step, S, k, rate);
             }
             put_own(s.states[place_of(sub + 1)], at.tid, S);
@@ -1012,8 +1012,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 float k[P], q[P], gated[C], sum[C] = {}, dq[P] = {};
                 read_four<L>(s.k[r], at.part, order, k);
                 read_four<L>(s.q[r], at.part, order, q);
-                if constexpr (ASYNC) step_of(now[0][i][own], now[1][i][own], r, true, steps[i]);
-                else step_of(xs[i], dts[i], r, within(t0 + r), steps[i]);
+                if constexpr (ASYNC) step_of(to_float(now[0][i][own]), to_float(now[1][i][own]), r, true, steps[i]);
+                else step_of(to_float(xs[i]), to_float(dts[i]), r, within(t0 + r), steps[i]);
                 share<C>(gate ? dyt * (zt * sig) : dyt, gated);
                 s.gated[i][at.tid] = gated[0];
                 #pragma unroll

@@ -499,6 +499,11 @@ def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
         assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*kernels, "facts"))
 
 
+def test_no_lambda_takes_auto():
+    """NVRTC of CUDA 13.0, which PyTorch 2.11 brings, takes such a one for a host function; nvcc and NVRTC 13.5 do not."""
+    assert not re.search(r"\]\s*\([^)]*\bauto\b", native.SOURCE.read_text().partition(CPU_PART)[0])
+
+
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
 def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
