@@ -137,6 +137,8 @@ MATH void store_two(float *shared, float a, float b) {                   // nvcc
 MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
+// A number that nvcc knows nothing of: or else it computes what follows from it long before, in registers that are scarce.
+MATH int fresh(int n) { asm volatile("" : "+r"(n)); return n; }
 // A copy from global to shared memory that goes on while the lane does other things: begun, closed into a group with those
 // begun since the last, awaited by its own lane; other lanes see it behind a barrier after that.
 template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
@@ -144,8 +146,6 @@ template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
     if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(global) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(global), "n"(BYTES) : "memory");
 }
-// A number that nvcc knows nothing of: or else it computes what follows from it long before, in registers that are scarce.
-MATH int fresh(int n) { asm volatile("" : "+r"(n)); return n; }
 MATH void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> MATH void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }   // but the last LEFT groups
 // if ? a : b, which nvcc may make branches of, and then it must ask before each shuffle whether the warp has drifted apart
@@ -720,7 +720,7 @@ template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
 
 #define STAGES 4                                       // of the forward's rows, TILE steps each; divides KEYS / TILE
 template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEYS][P * L], kk[2][KEYS]; };   // two buffers
-template <class U, class E, int P, int L, int C> struct WholeShared : ForwardShared<P, L> {
+template <class U, class E, int P, int L, int C> struct AsyncForwardShared : ForwardShared<P, L> {
     typedef WarpRows<E, L, C, 3, TILE> Rows;                             // of x, dt, z
     typename Rows::Stage rows[THREADS / 32][STAGES];
     typename KeyRows<U, E, P, L>::Raw raw;
@@ -733,7 +733,7 @@ template <class U, class E, int P, int L, int C> struct WholeShared : ForwardSha
 MATH bool is_segment(const ScanArgs &a, int row, int64_t which) { return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which; }
 
 template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
-    typedef WholeShared<U, E, P, L, C> Shared;
+    typedef AsyncForwardShared<U, E, P, L, C> Shared;
     constexpr int NP = P * L;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
@@ -1119,7 +1119,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
 
 // What a segment's own dy leaves of G = dL/dS before its first step, and the product of its forget gates.
 template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pulls(const ScanArgs &a) {
-    typedef WholeShared<U, E, P, L, C> Shared;
+    typedef AsyncForwardShared<U, E, P, L, C> Shared;
     constexpr int NP = P * L;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
     ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;      // one of its two buffers
@@ -1350,8 +1350,8 @@ template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
 
 // -------------------------------------------------------------------------------------------- CUDA: what native.py loads
 // One cubin for an update, dtype, P, L and C, or for a dtype and width of the convolution: a few kernels compile in seconds, all
-// combinations would take minutes. `facts`: what native.py must agree with, a block's channels, the states
-// of a channel, each kernel's shared memory.
+// combinations would take minutes. `facts`: what native.py must agree with, a block's channels, the states of a channel, each
+// kernel's shared memory.
 
 #define KERNEL(name, blocks, Args, body) \
     __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
@@ -1381,7 +1381,7 @@ KERNEL(pulls_whole_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L>)
 #define FITS WarpRows<E, SCAN_L, SCAN_C, 3, TILE>::fits                     // or else nothing is fetched
-#define WHOLE_BYTES (FITS ? sizeof(WholeShared<U, E, SCAN_P, SCAN_L, SCAN_C>) : FORWARD_BYTES)
+#define WHOLE_BYTES (FITS ? sizeof(AsyncForwardShared<U, E, SCAN_P, SCAN_L, SCAN_C>) : FORWARD_BYTES)
 #define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB>)
 #define WHOLE_BACKWARD_BYTES (FITS ? sizeof(AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1>) : BACKWARD_BYTES)
 __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, SCAN_P * SCAN_L, FORWARD_BYTES, WHOLE_BYTES,

@@ -23,7 +23,8 @@ SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "ba
                 "ends_whole_kernel", "pulls_kernel", "pulls_whole_kernel", "combine_kernel")
 CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-ROOM = 97, 81  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
+# bytes that a GPU has: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
+ROOM = 97, 81
 RESERVED = 1024  # bytes of shared memory that the system takes of each block's
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
@@ -181,9 +182,7 @@ class Module:
         # steps of a chunk, or of a tile; channels a block; states a channel, with those that pad them
         self.steps, size_there, self.threads, self.channels, self.states, *shared = facts
         self.shared = dict(zip(kernels, shared, strict=True))
-        self.room = [ctypes.c_int(), ctypes.c_int()]  # shared memory of a block, and of a multiprocessor
-        for number, attribute in zip(self.room, ROOM, strict=True):
-            self.check(self.lib.cuDeviceGetAttribute(ctypes.byref(number), attribute, device or 0), "cuDeviceGetAttribute")
+        self.room = tuple(self.attribute(which, device or 0) for which in ROOM)
         if size_there != args_size:
             raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
 
@@ -194,10 +193,15 @@ class Module:
             return text.value.decode() if text.value else "an error it has no words for"
         _check(code, what, words)
 
+    def attribute(self, which, device):
+        value = ctypes.c_int()
+        self.check(self.lib.cuDeviceGetAttribute(ctypes.byref(value), which, device), "cuDeviceGetAttribute")
+        return value.value
+
     def has_room(self, name, instead):
         """Whether this GPU has the shared memory that kernel `name` asks for; and, if it holds two blocks of the kernel
         `instead`, two of this one."""
-        block, multiprocessor = (n.value for n in self.room)
+        block, multiprocessor = self.room
         at_once = lambda kernel: min(2, multiprocessor // (self.shared[kernel] + RESERVED))
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 

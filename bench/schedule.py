@@ -183,12 +183,12 @@ def ours(update, dtype, N, architecture, folder):
 
 def mamba_ssm(source, dtype, N, architecture, folder):
     """Rows like these for mamba-ssm's kernels at T = 1024 and 4096, with as many blocks as their registers leave room for."""
-    rows = []
-    for report in instructions.mamba_ssm(source, dtype, N, architecture, folder):
+    reports, rows = instructions.mamba_ssm(source, dtype, N, architecture, folder), []
+    codes = disassembled(Path(folder) / "mamba_ssm.cubin")  # that this wrote
+    for report in reports:
         for direction, short in (("forward", "fwd"), ("backward", "bwd")) if report["T"] in (1024, 4096) else ():
             name = f"selective_scan_{short}_kernelI"
-            code, all_of_it = next(found for n, found in disassembled(Path(folder) / "mamba_ssm.cubin").items()
-                                   if name in n and f"traitsILi{report['threads']}E" in n)
+            code, all_of_it = next(found for n, found in codes.items() if name in n and f"traitsILi{report['threads']}E" in n)
             trace = [all_of_it[i] for i in walk(code, (1, N))]
             most = 65536 // (-(-report[direction]["registers"] // 8) * 8 * report["threads"])
             rows.append({"update": "mamba-ssm", "version": report["version"], "dtype": report["dtype"], "N": N, "T": report["T"],

@@ -209,7 +209,7 @@ def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, 
     module = shim("longhorn", F32, *PAIRS)  # twice 39,328 bytes for a block of the backward, twice 47,520 where it fetches
     plain, fetching = (module.shared[f"backward{kind}_kernel"] for kind in ("", "_whole"))
     monkeypatch.setattr(module, "shared", module.shared | {"backward_whole_kernel": 2 * fetching, "backward_kernel": 2 * plain})
-    monkeypatch.setattr(module, "room", [native_cuda.ctypes.c_int(n) for n in room])
+    monkeypatch.setattr(module, "room", room)
     assert module.has_room("backward_whole_kernel", "backward_kernel") == whole
     monkeypatch.setattr(module, "has_room", lambda name, instead: whole)
     names = launched()
