@@ -40,7 +40,7 @@ from bench.measure import refuse_uncommitted  # noqa: E402
 from configurator import main_error  # noqa: E402
 
 SAVED = Path(__file__).resolve().parent.parent / "results" / "schedule.json"
-SCHEDULERS = 4
+SCHEDULERS, MULTIPROCESSORS = 4, 132  # of an H100 or H200
 # Pipe: cycles for which a scheduler's is taken by an instruction of a warp (16 lanes wide: 2), and cycles until a scoreboard
 # that it set is clear. float32 arithmetic has two pipes of 16 lanes, one of which also multiplies integers.
 FLOAT, HEAVY, ALU, SPECIAL, MEMORY, CONTROL = "float", "heavy", "alu", "special", "memory", "control"
@@ -157,7 +157,7 @@ def one_pipe(taken, pipe):
 
 def tabulate(trace, steps, warps, most):
     """Cycles a step of 1 .. most blocks; a block's instructions a step on each scheduler, which is what it must take."""
-    return {"instructions": round(len(trace) * warps / SCHEDULERS / steps, 1),
+    return {"warps": warps, "instructions": round(len(trace) * warps / SCHEDULERS / steps, 1),
             "cycles": [round(cycles(trace, blocks, warps) / steps, 1) for blocks in range(1, most + 1)]}
 
 
@@ -192,9 +192,23 @@ def mamba_ssm(source, dtype, N, architecture, folder):
             trace = [all_of_it[i] for i in walk(code, (1, N))]
             most = 65536 // (-(-report[direction]["registers"] // 8) * 8 * report["threads"])
             rows.append({"update": "mamba-ssm", "version": report["version"], "dtype": report["dtype"], "N": N, "T": report["T"],
-                         "architecture": architecture, "kernel": direction, "warps": report["threads"] // 32,
+                         "architecture": architecture, "kernel": direction,
                          **tabulate(trace, instructions.SSM_ITEMS, report["threads"] // 32, most)})
     return rows
+
+
+def ratios(ours, theirs, B, D):
+    """How many times ours theirs take, both passes: of full multiprocessors, and at B rows of D channels and their T, where
+    ours leave the busiest of MULTIPROCESSORS with more blocks than the others and theirs, a block a channel, do not."""
+    mine = {row["kernel"]: row for row in ours}
+    of_a_warp = lambda row: row["cycles"][-1] / len(row["cycles"]) / row["warps"]
+    full, blocks, busiest = sum(map(of_a_warp, theirs)), B * -(-D // native.CUDA_THREADS), 0
+    at = lambda kernel, n: mine[kernel]["cycles"][-(-n // MULTIPROCESSORS) - 1]
+    for direction, joins in (("forward", "ends"), ("backward", "pulls")):
+        S = native.cuda_segments(blocks, theirs[0]["T"], MULTIPROCESSORS, native.JOINING[direction])
+        busiest += (at(direction, S * blocks) + (at(joins, (S - 1) * blocks) if S > 1 else 0)) / S
+    return {"T": theirs[0]["T"], "full": round(full / sum(of_a_warp(mine[d]) for d in ("forward", "backward")), 2),
+            "rows": B, "channels": D, "at_these": round(full * B * D / 32 / MULTIPROCESSORS / busiest, 2)}
 
 
 def show(row):
@@ -227,11 +241,17 @@ def main():
             sys.exit(f"bench/schedule.py: {' '.join(str(error).split())}")
     for row in rows:
         show(row)
+    mine, theirs = ([r for r in rows if (r["update"] == "mamba-ssm") == other] for other in (False, True))
+    comparable = theirs and (args.update, args.N) == ("longhorn", 16)  # 128 channels a block
+    few = [ratios(mine, pair, 16, 1536) for pair in (theirs[:2], theirs[2:])] if comparable else []
+    for r in few:
+        print(f"mamba-ssm : longhorn, both passes, T={r['T']}: {r['full']} times the cycles of full multiprocessors, "
+              f"{r['at_these']} at {r['rows']} rows of {r['channels']} channels")
     if args.save:
         version = native_cuda.compiler_version().strip().splitlines()[-1]
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         records.write_json(SAVED, {"benchmark": "schedule", "measured": False, "date": date, "compiler": version,
-                                   "environment": records.environment(), "rows": rows})
+                                   "environment": records.environment(), "rows": rows, "mamba_ssm_to_longhorn": few})
         print(f"record: {SAVED}")
 
 

@@ -59,6 +59,16 @@ def test_loops_are_walked_inside_out():
     assert schedule.walk(code, (1, 1), left_out={2, 5}) == [1, 3, 4, 6]
 
 
+def test_ratios_are_those_of_full_multiprocessors_and_of_the_busiest():
+    row = lambda kernel, warps, *cycles: {"kernel": kernel, "warps": warps, "cycles": list(cycles), "T": 4096}
+    ours = [row("forward", 4, 10, 16, 24, 32), row("ends", 4, 9, 15), row("backward", 4, 40, 60, 84), row("pulls", 4, 11, 20)]
+    theirs = [row("forward", 4, 100, 160), row("backward", 2, 200, 300)]
+    found = schedule.ratios(ours, theirs, 16, 1536)  # 192 blocks: the forward whole, the backward in two
+    full = 160 / 8 + 300 / 4
+    assert found["full"] == round(full / (32 / 16 + 84 / 12), 2)
+    assert found["at_these"] == round(full * 16 * 1536 / 32 / 132 / (16 + (84 + 20) / 2), 2)
+
+
 @pytest.mark.skipif(instructions.lacking() is not None, reason=f"{instructions.lacking()}: nothing was walked")
 def test_the_kernels_wait_for_little(tmp_path):
     """Shares of 83, 95, 80 and 90% when this was written; 48 and 50% with two blocks when rows were read into registers."""
