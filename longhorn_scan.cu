@@ -1,4 +1,4 @@
-// The native source: the Longhorn scan and Mamba's, and on the CPU the short causal convolution before them and RMSNorm.
+// The scans' kernels, for a GPU and for a CPU: Longhorn's, its exact form, and Mamba's.
 //
 //   Longhorn   eps_i = 1 / (1 + exp(-(dt_i + bias_i)) + |k|^2)         = beta / (1 + beta |k|^2), Eq. 6
 //              S_ij += (eps_i k_j) (x_i - k_j S_ij)                    Eq. 7: decay 1 - eps_i k_j^2, input eps_i x_i k_j
@@ -8,7 +8,7 @@
 //
 // The surprise: one file, two compilers. A C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc or NVRTC
 // builds the CUDA kernels from it, and the three updates are written once, for a float (a lane of a GPU) and for a vector
-// of channels (the CPU). native.py does so on first use. No header of PyTorch or CUDA is included.
+// of channels (the CPU); lanes.h says what that is. native.py builds it on first use.
 //
 // Glossary (paper symbol, our name, shape)
 //   x_t     x   (B, T, D)   value to remember              S_t      S   N states of a channel, float32
@@ -16,36 +16,24 @@
 //   k_t     k   (B, T, N)   key, shared by all channels    dL/dS_t  G   gradient flowing in from the future
 //   q_t     q   (B, T, N)   query, shared by all channels  z        z   (B, T, D) gate
 //
-// Order: arguments, lanes (GPU) or vectors (CPU), updates, kernels, C interface. To check a change:
+// Order: arguments, updates, CUDA, CPU. To check a change:
 // python -m pytest tests/test_scan.py tests/test_cuda.py
 
-#if defined(__CUDACC__) || defined(LONGHORN_SHIM)
-#define ON_GPU                                         // LONGHORN_SHIM: the tests run these kernels on a CPU, tests/cuda_shim.h
-#endif
-#ifdef __CUDACC_RTC__                                  // NVRTC has no headers at all
-typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; typedef unsigned short uint16_t;
-#else
-#include <stdint.h>
-#include <string.h>
-#endif
-
-// ---------------------------------------------------------------------------------------------- shared with native.py
+#include "lanes.h"
 
 // The state is kept every CHUNK steps for the backward, which recomputes what lies between: 4 / 32 = 1/8 byte per
 // (token, channel, state element). Dividing by the forget gate instead would lose the gradient at large keys.
 #define CHUNK 32
-#define LOG2E 1.44269504f
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
 
-// Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
+// Mirrored in native.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
 struct ScanArgs {
     int64_t B, T, D, N;                               // with cu: B sequences, packed into one row of T tokens
     int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
     int64_t dtype;                                    // of x, dt, k, q, z, y and their gradients
     int64_t splits, threads;                          // channel groups are split so that every thread has work
-    int64_t segments, segment_T, reverse;             // CUDA: a row's T may be split, see scan_ends; below, rows are B x segments
+    int64_t segments, segment_T, reverse;             // CUDA: a row's T may be split, see combine; below, rows are B x segments
     const int64_t *cu;                                // (B + 1,): sequence b is the tokens cu[b] .. cu[b + 1]
     const void *x, *dt, *k, *q, *z;                   // (B, T, D | N)
     int64_t x_b, x_t, dt_b, dt_t, k_b, k_t, q_b, q_t, z_b, z_t;
@@ -63,39 +51,6 @@ struct ScanArgs {
     float *dh0;                                       // (B, D, N)
 };
 
-struct ConvArgs {                                     // y_t = silu(bias + sum_i weight_i x_{t - W + 1 + i})
-    int64_t B, T, D, W, dtype, silu, splits, threads;
-    const void *x;                                    // (B, T, D)
-    int64_t x_b, x_t;
-    const float *weight, *bias;                       // (D, W), (D,)
-    const float *state;                               // (B, W - 1, D): the inputs before the first; null for zeros
-    void *y;                                          // (B, T, D) contiguous
-    // backward only
-    const void *dy;
-    int64_t dy_b, dy_t;
-    void *dx;                                         // (B, T, D) contiguous
-    float *dweight, *dbias;                           // (rows, W, D), (rows, D), to be summed: a row a batch row, CUDA: a tile
-    float *dstate;                                    // (B, W - 1, D)
-};
-
-struct NormArgs {                                     // y = x / sqrt(mean(x^2) + eps) * weight, row by row
-    int64_t rows, D, tasks, threads, x_dtype, y_dtype;
-    const void *x, *dy;                               // (rows, D) contiguous, of x_dtype and y_dtype
-    const float *weight;                              // (D,)
-    float *rstd;                                      // (rows,), written by the forward, read by the backward
-    void *y, *dx;                                     // (rows, D), of y_dtype and x_dtype
-    float *dweight;                                   // (tasks, D), to be summed over tasks
-    double eps;
-};
-
-#ifdef ON_GPU
-#define MATH static __device__ __forceinline__
-#else
-#define MATH static inline __attribute__((always_inline))
-#endif
-
-MATH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // A batch row, or a segment of it, or one of the packed sequences; all are treated as rows of their own length: where its
 // tokens start in the contiguous order of (B, T), how many there are, where its chunk states start, and where in the input
 // tensors it is. The chunks of packed sequences leave gaps, so that no prefix sum is needed: cu[b] / CHUNK + b is at least
@@ -111,237 +66,13 @@ MATH Row row_of(const ScanArgs &a, int64_t r) {
 MATH int64_t offset(const Row &row, int64_t stride_b, int64_t stride_t) { return row.b * stride_b + row.t * stride_t; }
 MATH int64_t tokens(const ScanArgs &a) { return a.cu ? a.T : a.B * a.T; }
 
-#ifdef ON_GPU
-
-// ---------------------------------------------------------------------------------------------------- lanes of a GPU
-
-#ifndef LONGHORN_SHIM
-#define SHARED_MEMORY dynamic_shared_memory
-extern __shared__ __align__(16) float dynamic_shared_memory[];
-MATH uint16_t round_to_bf16(float v) { uint16_t u; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(u) : "f"(v)); return u; }
-MATH uint16_t round_to_fp16(float v) { uint16_t u; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(u) : "f"(v)); return u; }
-MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(u)); return v; }
-MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
-MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }    // 1 ulp, no slow path
-// A store under a predicate. Of `if (here)` nvcc may make two copies of a loop, one for the lanes that write and one for those
-// that do not: the lanes of a warp then go through them one after the other.
-MATH void store_32(int here, void *p, float v) {
-    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(here), "l"(p), "f"(v) : "memory");
-}
-MATH void store_16(int here, void *p, uint16_t v) {
-    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(here), "l"(p), "h"(v) : "memory");
-}
-MATH void store_two(float *shared, float a, float b) {                   // nvcc makes two stores of it
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"((uint32_t)__cvta_generic_to_shared(shared)), "f"(a), "f"(b) : "memory");
-}
-MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
-MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
-MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
-// A number that nvcc knows nothing of: or else it computes what follows from it long before, in registers that are scarce.
-MATH int fresh(int n) { asm volatile("" : "+r"(n)); return n; }
-// A copy from global to shared memory that goes on while the lane does other things: begun, closed into a group with those
-// begun since the last, awaited by its own lane; other lanes see it behind a barrier after that.
-template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
-    const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
-    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(global) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(global), "n"(BYTES) : "memory");
-}
-MATH void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> MATH void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }   // but the last LEFT groups
-// if ? a : b, which nvcc may make branches of, and then it must ask before each shuffle whether the warp has drifted apart
-MATH float pick(int if_, float a, float b) {
-    float v;
-    asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }" : "=f"(v) : "r"(if_), "f"(a), "f"(b));
-    return v;
-}
-MATH float maximum(float v, float low) { float m; asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(low)); return m; }
-MATH float minimum(float v, float high) { float m; asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(high)); return m; }
-#endif
-
-struct bf16 { uint16_t bits; };
-struct fp16 { uint16_t bits; };
-
-MATH float to_float(float v) { return v; }
-MATH float to_float(bf16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
-MATH float to_float(fp16 v) { return widen_fp16(v.bits); }
-
-// A number read ahead of its use, as its bits in a whole register: halves of registers cost an instruction when they are moved.
-template <class E> struct Ahead { uint32_t bits; };
-MATH Ahead<float> read(const float *p) { return {read_32(p)}; }
-MATH Ahead<bf16> read(const bf16 *p) { return {read_16(p)}; }
-MATH Ahead<fp16> read(const fp16 *p) { return {read_16(p)}; }
-MATH float to_float(Ahead<float> v) { return __uint_as_float(v.bits); }
-MATH float to_float(Ahead<bf16> v) { return __uint_as_float(v.bits << 16); }
-MATH float to_float(Ahead<fp16> v) { return widen_fp16((uint16_t)v.bits); }
-
-MATH void set(float *p, float v) { *p = v; }
-MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
-MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
-MATH void set_if(int here, float *p, float v) { store_32(here, p, v); }
-MATH void set_if(int here, bf16 *p, float v) { store_16(here, p, round_to_bf16(v)); }
-MATH void set_if(int here, fp16 *p, float v) { store_16(here, p, round_to_fp16(v)); }
-template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       // SOME: it depends on the lane
-    if constexpr (SOME) set_if(here, p, v);
-    else if (here) set(p, v);
-}
-
-MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }       // 2 a - b, for which nvcc takes two additions
-MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
-MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // where 1 / (1 + inf) = 0 is what is wanted
-// e^-(v + bias), or inf. In one fma, so v + bias is off by 2^-24 of the bias where the two cancel.
-MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E, -LOG2E * bias)); }
-MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
-MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
-
-#else
-
-// ------------------------------------------------------------------------------------------------------ CPU vectors
-// One lane is one channel: nothing crosses lanes except the sums over channels for dk and dq.
-
-#include <stdlib.h>
-#include <initializer_list>
-
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__) || defined(__aarch64__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-
-typedef float vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
-typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
-typedef uint16_t hvec __attribute__((vector_size(LANES * 2)));
-struct bf16 { uint16_t bits; };
-
-#if defined(__clang__)
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 16")               // early enough for arrays of vectors to live in registers
-#endif
-
-MATH vec splat(float a) { return a - (vec){}; }
-MATH int tail(int64_t D, int64_t c) { return D - c < LANES ? (int)(D - c) : LANES; }     // channels of the group at c
-
-MATH vec widen(hvec h) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
-MATH hvec narrow(vec v) {                                              // round to nearest even, NaN stays NaN
-    uvec u = (uvec)v;
-    uvec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    uvec nan = (uvec)(v != v);
-    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
-}
-
-// n < LANES is the tail of D: the lanes beyond it are read as 0 and never written.
-MATH vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
-MATH vec load(const bf16 *p) { hvec v; memcpy(&v, p, sizeof v); return widen(v); }
-MATH void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-MATH void store(bf16 *p, vec v) { hvec h = narrow(v); memcpy((void *)p, &h, sizeof h); }
-template <class E> MATH vec load(const E *p, int n) {
-    if (n == LANES) return load(p);
-    E padded[LANES] = {};
-    memcpy((void *)padded, p, n * sizeof(E));
-    return load(padded);
-}
-template <class E> MATH void store(E *p, vec v, int n) {
-    if (n == LANES) return store(p, v);
-    E padded[LANES];
-    store(padded, v);
-    memcpy((void *)p, padded, n * sizeof(E));
-}
-MATH float to_float(float a) { return a; }
-MATH float to_float(bf16 a) { uint32_t u = (uint32_t)a.bits << 16; float f; memcpy(&f, &u, 4); return f; }
-
-MATH vec maximum(vec v, float low) { return v < low ? splat(low) : v; }       // NaN stays NaN
-MATH vec minimum(vec v, float high) { return v > high ? splat(high) : v; }
-
-// e^v to 1 ulp, clamped to [e^-87, e^88] so that neither 0 * inf nor a denormal can arise; NaN stays NaN.
-MATH vec exp_clamped(vec v) {
-    v = minimum(maximum(v, -87.0f), 88.0f);
-    const float magic = 12582912.0f;                                     // 1.5 * 2^23: adding it rounds to an integer
-    vec shifted = v * LOG2E + magic;
-    vec n = shifted - magic;
-    vec r = v - n * 0.693359375f + n * 2.12194440e-4f;                   // ln 2 in two parts: r in [-0.35, 0.35]
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;                     // minimax polynomial of Cephes' expf
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    ivec scale = ((ivec)shifted << 23) + (127 << 23);                    // the low bits of `shifted` hold n
-    return p * (vec)scale;
-}
-MATH vec exp_or_inf(vec v) { return exp_clamped(v); }
-MATH vec exp_minus(vec v, vec bias) { return exp_clamped(-(v + bias)); }
-MATH vec reciprocal(vec v) { return 1.0f / v; }
-MATH vec twice_less(vec a, vec b) { return 2.0f * a - b; }
-MATH vec select_positive(vec v, vec a, vec b) { return v > 0.0f ? a : b; }
-
-// 2^v to 1 ulp within [2^-126, 2^127], exactly 1 at 0: Mamba's decay of a step that changes nothing.
-MATH vec exp2_clamped(vec v) {
-    v = minimum(maximum(v, -126.0f), 127.0f);
-    vec shifted = v + 12582912.0f, r = v - (shifted - 12582912.0f);      // as above; r in [-0.5, 0.5], exactly
-    vec p = r * 1.5353362e-4f + 1.3398875e-3f;                           // minimax for (2^r - 1) / r: 2e-9 of 2^r
-    p = p * r + 9.6184374e-3f;
-    p = p * r + 5.5503325e-2f;
-    p = p * r + 2.4022648e-1f;
-    p = p * r + 6.9314720e-1f;
-    p = p * r + 1.0f;
-    return p * (vec)(((ivec)shifted << 23) + (127 << 23));
-}
-
-// LANES rows of LANES lanes -> their LANES sums. Each stage adds the halves of two rows into one, so that 15 additions
-// replace 16 horizontal sums of 4 additions each.
-template <int L> MATH vec pair_sum(vec a, vec b) {                     // segments of L lanes become segments of L / 2
-    ivec low, high;
-    for (int i = 0; i < LANES; i++) { low[i] = i / (L / 2) * L + i % (L / 2); high[i] = low[i] + L / 2; }
-#if defined(__clang__)
-    vec lo, hi;
-    for (int i = 0; i < LANES; i++) {
-        lo[i] = low[i] < LANES ? a[low[i]] : b[low[i] - LANES];
-        hi[i] = high[i] < LANES ? a[high[i]] : b[high[i] - LANES];
-    }
-    return lo + hi;
-#else
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-#endif
-}
-template <int L> struct RowSum {
-    MATH vec of(const vec *rows, int count) {
-        return pair_sum<2 * LANES / L>(RowSum<L / 2>::of(rows, count / 2), RowSum<L / 2>::of(rows + count / 2, count / 2));
-    }
-};
-template <> struct RowSum<1> { MATH vec of(const vec *rows, int) { return rows[0]; } };
-static void row_sums(const vec *rows, int64_t count, float *out) {       // both buffers padded to a multiple of LANES
-    for (int64_t r = 0; r < count; r += LANES) {
-        vec sums = RowSum<LANES>::of(rows + r, LANES);
-        memcpy(out + r, &sums, sizeof sums);
-    }
-}
-
-// 64-byte aligned scratch of one task; `need` floats each.
-struct Scratch {
-    char *base; size_t used, size;
-    Scratch(size_t floats) : used(0), size(floats * 4 + 64 * 16) { base = (char *)aligned_alloc(64, (size + 63) / 64 * 64); }
-    ~Scratch() { free(base); }
-    template <class V> V *take(size_t count) {
-        V *p = (V *)(base + used);
-        used += (count * sizeof(V) + 63) / 64 * 64;
-        return p;
-    }
-};
-
-#endif
-
-// -------------------------------------------------------------------------------------------------------- the updates
+// --------------------------------------------------------------------------------------------------------- the updates
 // V is a float or a vector of channels. An update says
 //   step    what a step of a channel needs, whatever the state      decay  exp(delta A), Mamba's; forget: the gate, any update's
 //   next    S_t from S_{t-1}                                        keep   what `back` is given of S_{t-1}: `next` has it anyway
 //   back    dL/dS_{t-1} from G = dL/dS_t, and sums over j
 //   finish  the gradients of the step's inputs from those sums
 // and, for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it touches a state).
-
-template <class V> MATH V sigmoid(V v) { return reciprocal(1.0f + exp_or_inf(-v)); }
 
 template <class V> struct Step { V x, size, slope, aside; };   // slope: d size / d dt, but for factors of size; aside: Exact's
 template <class V> struct Sums { V dx, dsize; };               // over the states of a channel
@@ -430,7 +161,7 @@ struct Mamba {                                                 // rates are A / 
 
 #ifdef ON_GPU
 
-// -------------------------------------------------------------------------------------------------- CUDA: the scan
+// ------------------------------------------------------------------------------------------------------ CUDA: the scan
 // One lane holds P states of C channels in registers, for L lanes (a power of two) share these C: at N = 16 two lanes hold 8
 // states of two channels each, which halves what a lane reads of k and q, and what is left to sum over channels, against 16
 // states of one. What a channel needs once, whatever the state, the lane does that owns it. More lanes share where N is larger,
@@ -443,13 +174,9 @@ struct Mamba {                                                 // rates are A / 
 // one multiply-add), and states that lie in registers in an order that depends on the lane (ChannelSums). bench/instructions.py
 // counts them, bench/schedule.py says what they wait for.
 
-#ifndef THREADS
-#define THREADS 128
-#endif
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
 #define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
 #define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
-#define ALL_LANES 0xffffffffu
 
 // The L lanes of C channels (C is 1 or 2) each hold a part of a sum for every channel: a lane gets the sum of the one it owns,
 // which is number 0 for it; number 1 is its neighbour's.
@@ -540,10 +267,6 @@ template <int P> MATH void get_own(const Four (*all)[THREADS], int tid, float (&
         for (int i = 0; i < 4; i++) to[g + i] = four.v[i];
     }
 }
-
-// Step t of a row: strides are bytes here and fit 32 bits, which native.py sees to.
-template <class E> MATH const E *step_at(const E *row, int t, int stride) { return (const E *)((const char *)row + wide_product(t, stride)); }
-template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((char *)row + wide_product(t, stride)); }
 
 // KEYS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four numbers
 // of a row, or GROUPS times four, W items a row; first come all items of k, then those of q.
@@ -1214,149 +937,10 @@ MATH void combine(const ScanArgs &a) {
     }
 }
 
-// -------------------------------------------------------------------------------------- CUDA: the short causal convolution
-// A lane is a channel over CONV_TILE steps of a row: what limits these is memory, so the W - 1 inputs before a tile are read
-// again (they are in the cache) and all tiles run at once. CONV_AHEAD rows are read before the first of them is used.
+// ------------------------------------------------------------------------------------------ CUDA: what native.py loads
+// One cubin for an update, dtype, P, L and C: a few kernels compile in seconds, all combinations would take minutes.
+// `facts`: what native.py must agree with, a block's channels, the states of a channel, each kernel's shared memory.
 
-#define CONV_TILE 64
-#define CONV_AHEAD 8
-
-template <class E, int W> struct ConvPlace {
-    int T, tile, t0, t1, c;                            // tile: which of all rows'; it covers the steps t0 .. t1
-    int64_t b;
-    bool live;
-    const E *x;
-    int stride;
-    float weight[W], bias;
-    const float *state;
-    __device__ __forceinline__ ConvPlace(const ConvArgs &a) {
-        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS), tiles = (unsigned)ceil_div(a.T, CONV_TILE);
-        tile = blockIdx.x / blocks;
-        T = (int)a.T; t0 = tile % tiles * CONV_TILE; t1 = T - t0 < CONV_TILE ? T : t0 + CONV_TILE;
-        b = tile / tiles;
-        c = (int)(blockIdx.x % blocks) * THREADS + threadIdx.x;
-        live = c < a.D;
-        if (!live) c = (int)a.D - 1;
-        x = (const E *)a.x + b * a.x_b + c;
-        stride = (int)(a.x_t * sizeof(E));
-        bias = a.bias ? a.bias[c] : 0.0f;
-        state = a.state ? a.state + b * (W - 1) * a.D + c : nullptr;
-        #pragma unroll
-        for (int i = 0; i < W; i++) weight[i] = a.weight[(int64_t)c * W + i];
-    }
-    // window[1 ..] become the inputs of the W - 1 steps before t0; then `slide` makes room for the next
-    __device__ __forceinline__ void before(const ConvArgs &a, float (&window)[W]) const {
-        #pragma unroll
-        for (int i = 1; i < W; i++) {
-            const int t = t0 - W + i;
-            window[i] = t >= 0 ? to_float(read(step_at(x, t, stride))) : state ? state[(t + W - 1) * a.D] : 0.0f;
-        }
-    }
-    template <bool INSIDE> __device__ __forceinline__ void read_ahead(const E *from, int step, int t, Ahead<E> (&to)[CONV_AHEAD]) const {
-        #pragma unroll
-        for (int i = 0; i < CONV_AHEAD; i++) to[i] = read(step_at(from, INSIDE || t + i < T ? t + i : T - 1, step));
-    }
-    __device__ __forceinline__ float sum(const float (&window)[W]) const {
-        float p = bias;
-        #pragma unroll
-        for (int i = 0; i < W; i++) p += weight[i] * window[i];
-        return p;
-    }
-};
-
-template <int W> MATH void slide(float (&window)[W], float next) {
-    #pragma unroll
-    for (int i = 0; i + 1 < W; i++) window[i] = window[i + 1];
-    window[W - 1] = next;
-}
-
-// INSIDE: all CONV_AHEAD steps are the tile's, so that nothing needs to be asked a step.
-template <bool INSIDE, class E, int W> MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, float (&window)[W], E *y) {
-    Ahead<E> xs[CONV_AHEAD];
-    float ys[CONV_AHEAD];
-    at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
-    #pragma unroll
-    for (int i = 0; i < CONV_AHEAD; i++) {
-        slide(window, to_float(xs[i]));
-        const float p = at.sum(window);
-        ys[i] = a.silu ? p * sigmoid(p) : p;
-    }
-    if (!at.live) return;
-    #pragma unroll
-    for (int i = 0; i < CONV_AHEAD; i++)
-        if (INSIDE || t + i < at.t1) set(step_at(y, t + i, (int)(a.D * sizeof(E))), ys[i]);
-}
-
-template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
-    const ConvPlace<E, W> at(a);
-    E *y = (E *)a.y + at.b * a.T * a.D + at.c;
-    float window[W];
-    at.before(a, window);
-    #pragma unroll 1
-    for (int t = at.t0; t < at.t1; t += CONV_AHEAD) {
-        if (t + CONV_AHEAD <= at.t1) conv_forward_steps<true>(a, at, t, window, y);
-        else conv_forward_steps<false>(a, at, t, window, y);
-    }
-}
-
-// Forwards in time too: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so a tile walks W - 1 steps
-// beyond its end, whose sums are its neighbour's. The steps before 0 are the state's.
-template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
-
-template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, ConvSums<W> &s) {
-    const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
-    E *dx = (E *)a.dx + at.b * a.T * a.D + at.c;
-    Ahead<E> xs[CONV_AHEAD], dys[CONV_AHEAD];
-    float dxs[CONV_AHEAD];
-    at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
-    at.template read_ahead<INSIDE>(dy, (int)(a.dy_t * sizeof(E)), t, dys);
-    #pragma unroll
-    for (int i = 0; i < CONV_AHEAD; i++) {
-        slide(s.window, to_float(xs[i]));
-        const float p = at.sum(s.window), gate = sigmoid(p), slope = a.silu ? gate * (1.0f + p * (1.0f - gate)) : 1.0f;
-        slide(s.dp, INSIDE || t + i < at.T ? to_float(dys[i]) * slope : 0.0f);
-        const float own = INSIDE || t + i < at.t1 ? s.dp[W - 1] : 0.0f;
-        dxs[i] = 0.0f;
-        #pragma unroll
-        for (int j = 0; j < W; j++) {
-            dxs[i] += at.weight[j] * s.dp[W - 1 - j];
-            s.dweight[j] += own * s.window[j];
-        }
-        s.dbias += own;
-    }
-    if (!at.live) return;
-    #pragma unroll
-    for (int i = 0; i < CONV_AHEAD; i++) {
-        const int to = t + i - W + 1;                                    // the step whose gradients are complete
-        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.D * sizeof(E))), dxs[i]);
-        else if (to < 0 && a.dstate) a.dstate[(at.b * (W - 1) + to + W - 1) * a.D + at.c] = dxs[i];
-    }
-}
-
-template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
-    const ConvPlace<E, W> at(a);
-    ConvSums<W> s = {};
-    at.before(a, s.window);
-    #pragma unroll 1
-    for (int t = at.t0; t < at.t1 + W - 1; t += CONV_AHEAD) {
-        if (t > at.t0 && t + CONV_AHEAD <= at.t1) conv_backward_steps<true>(a, at, t, s);
-        else conv_backward_steps<false>(a, at, t, s);
-    }
-    if (!at.live) return;
-    #pragma unroll
-    for (int i = 0; i < W; i++) a.dweight[((int64_t)at.tile * W + i) * a.D + at.c] = s.dweight[i];
-    if (a.dbias) a.dbias[(int64_t)at.tile * a.D + at.c] = s.dbias;
-}
-
-// -------------------------------------------------------------------------------------------- CUDA: what native.py loads
-// One cubin for an update, dtype, P, L and C, or for a dtype and width of the convolution: a few kernels compile in seconds, all
-// combinations would take minutes. `facts`: what native.py must agree with, a block's channels, the states of a channel, each
-// kernel's shared memory.
-
-#define KERNEL(name, blocks, Args, body) \
-    __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
-
-#ifdef SCAN_UPDATE
 typedef SCAN_UPDATE U;
 typedef SCAN_TYPE E;
 
@@ -1388,27 +972,42 @@ __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L
                               BACKWARD_BYTES, WHOLE_BACKWARD_BYTES, FORWARD_BYTES, WHOLE_BYTES, FORWARD_BYTES,
                               WHOLE_BYTES, 0};
 }
-#endif
-
-#ifdef CONV_WIDTH
-extern "C" {
-KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)))
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // where 72 registers would spill
-#define CONV_BLOCKS 6
-#else
-#define CONV_BLOCKS 7
-#endif
-KERNEL(conv_backward_kernel, CONV_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
-__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 0, 0};
-}
-#endif
 
 #else
 
-// --------------------------------------------------------------------------------------------- CPU kernels: the scan
+// ----------------------------------------------------------------------------------------------- CPU: the scan
 // NC is the state size known at compile time, or 0: then it is read from the arguments. A task is one batch row and a
 // range of channel groups; within it time goes chunk by chunk and the groups go through the chunk one after another,
 // so that k and q are converted once a chunk, and dk and dq summed over lanes once a chunk instead of once a group.
+
+// LANES rows of LANES lanes -> their LANES sums. Each stage adds the halves of two rows into one, so that 15 additions
+// replace 16 horizontal sums of 4 additions each.
+template <int L> MATH vec pair_sum(vec a, vec b) {                     // segments of L lanes become segments of L / 2
+    ivec low, high;
+    for (int i = 0; i < LANES; i++) { low[i] = i / (L / 2) * L + i % (L / 2); high[i] = low[i] + L / 2; }
+#if defined(__clang__)
+    vec lo, hi;
+    for (int i = 0; i < LANES; i++) {
+        lo[i] = low[i] < LANES ? a[low[i]] : b[low[i] - LANES];
+        hi[i] = high[i] < LANES ? a[high[i]] : b[high[i] - LANES];
+    }
+    return lo + hi;
+#else
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+#endif
+}
+template <int L> struct RowSum {
+    MATH vec of(const vec *rows, int count) {
+        return pair_sum<2 * LANES / L>(RowSum<L / 2>::of(rows, count / 2), RowSum<L / 2>::of(rows + count / 2, count / 2));
+    }
+};
+template <> struct RowSum<1> { MATH vec of(const vec *rows, int) { return rows[0]; } };
+static void row_sums(const vec *rows, int64_t count, float *out) {       // both buffers padded to a multiple of LANES
+    for (int64_t r = 0; r < count; r += LANES) {
+        vec sums = RowSum<LANES>::of(rows + r, LANES);
+        memcpy(out + r, &sums, sizeof sums);
+    }
+}
 
 struct Keys { float *k, *q, *kk; };                    // of a chunk, and |k|^2
 
@@ -1670,156 +1269,16 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
     }
 }
 
-// --------------------------------------------------------------------------- CPU kernels: the short causal convolution
+// ------------------------------------------------------------------------------------------- CPU: what native.py loads
 
-#define MAX_WIDTH 8                                    // WC is the width known at compile time, or 0, as NC above
-
-template <class E, int WC> static void conv_forward_task(const ConvArgs &a, int64_t b, int64_t first, int64_t last) {
-    for (int64_t g = first; g < last; g++) {
-        int64_t c = g * LANES;
-        int n = tail(a.D, c);
-        const int W = WC ? WC : (int)a.W;
-        vec w[MAX_WIDTH], window[MAX_WIDTH], bias = a.bias ? load(a.bias + c, n) : vec{};
-        for (int i = 0; i < W; i++) {
-            w[i] = vec{};
-            for (int l = 0; l < n; l++) w[i][l] = a.weight[(c + l) * W + i];
-            window[i] = i > 0 && a.state ? load(a.state + (b * (W - 1) + i - 1) * a.D + c, n) : vec{};
-        }
-        const E *x = (const E *)a.x + b * a.x_b + c;
-        E *y = (E *)a.y + b * a.T * a.D + c;
-        for (int64_t t = 0; t < a.T; t++) {
-            for (int i = 0; i + 1 < W; i++) window[i] = window[i + 1];
-            window[W - 1] = load(x + t * a.x_t, n);
-            vec p = bias;
-            for (int i = 0; i < W; i++) p += w[i] * window[i];
-            store(y + t * a.D, a.silu ? p * sigmoid(p) : p, n);
-        }
-    }
-}
-
-// One pass backwards in time. `window` holds the inputs x_{t-W+1..t}, `dp` the gradients of the sums at t..t+W-1.
-template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int64_t b, int64_t first, int64_t last) {
-    for (int64_t g = first; g < last; g++) {
-        int64_t c = g * LANES;
-        int n = tail(a.D, c);
-        const int W = WC ? WC : (int)a.W;
-        vec w[MAX_WIDTH], dw[MAX_WIDTH], window[MAX_WIDTH], dp[MAX_WIDTH];
-        vec bias = a.bias ? load(a.bias + c, n) : vec{}, dbias = {};
-        const E *x = (const E *)a.x + b * a.x_b + c, *dy = (const E *)a.dy + b * a.dy_b + c;
-        E *dx = (E *)a.dx + b * a.T * a.D + c;
-        auto input = [&](int64_t t) {
-            if (t >= 0) return load(x + t * a.x_t, n);
-            return a.state && t >= 1 - W ? load(a.state + (b * (W - 1) + t + W - 1) * a.D + c, n) : vec{};
-        };
-        for (int i = 0; i < W; i++) {
-            w[i] = vec{};
-            for (int l = 0; l < n; l++) w[i][l] = a.weight[(c + l) * W + i];
-            dw[i] = dp[i] = vec{};
-            window[i] = input(a.T - W + i);
-        }
-        for (int64_t t = a.T - 1; t >= 0; t--) {
-            for (int i = W - 1; i > 0; i--) dp[i] = dp[i - 1];
-            vec p = bias, d = load(dy + t * a.dy_t, n);
-            for (int i = 0; i < W; i++) p += w[i] * window[i];
-            if (a.silu) { vec s = sigmoid(p); d *= s * (1.0f + p * (1.0f - s)); }
-            dp[0] = d;
-            dbias += d;
-            vec sum = {};
-            for (int i = 0; i < W; i++) { dw[i] += d * window[i]; sum += w[i] * dp[W - 1 - i]; }
-            store(dx + t * a.D, sum, n);
-            for (int i = W - 1; i > 0; i--) window[i] = window[i - 1];
-            window[0] = input(t - W);
-        }
-        for (int i = 0; i < W; i++) store(a.dweight + (b * W + i) * a.D + c, dw[i], n);
-        if (a.dbias) store(a.dbias + b * a.D + c, dbias, n);
-        if (a.dstate)                                                    // the state's row r is the input at r - W + 1
-            for (int r = 0; r < W - 1; r++) {
-                vec sum = {};
-                for (int i = 0; i <= r; i++) sum += w[i] * dp[r - i];    // dp[s] belongs to t = s here
-                store(a.dstate + (b * (W - 1) + r) * a.D + c, sum, n);
-            }
-    }
-}
-
-// --------------------------------------------------------------------------------------------- CPU kernels: RMSNorm
-// A task is a range of rows; in one pass over a row, what PyTorch's eager form does in five and its backward in twelve.
-
-MATH float lane_sum(vec v) { float s = 0; for (int l = 0; l < LANES; l++) s += v[l]; return s; }
-
-template <class X, class Y> static void norm_forward_rows(const NormArgs &a, int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) {
-        const X *x = (const X *)a.x + r * a.D;
-        Y *y = (Y *)a.y + r * a.D;
-        vec squares = {};
-        for (int64_t c = 0; c < a.D; c += LANES) { vec v = load(x + c, tail(a.D, c)); squares += v * v; }
-        float rstd = 1.0f / __builtin_sqrtf(lane_sum(squares) / (float)a.D + (float)a.eps);
-        a.rstd[r] = rstd;
-        for (int64_t c = 0; c < a.D; c += LANES) {
-            int n = tail(a.D, c);
-            store(y + c, load(x + c, n) * rstd * load(a.weight + c, n), n);
-        }
-    }
-}
-
-template <class X, class Y> static void norm_backward_rows(const NormArgs &a, int64_t task, int64_t first, int64_t last) {
-    Scratch scratch(ceil_div(a.D, LANES) * LANES);
-    vec *dweight = scratch.take<vec>(ceil_div(a.D, LANES));
-    for (int64_t i = 0; i < ceil_div(a.D, LANES); i++) dweight[i] = vec{};
-    for (int64_t r = first; r < last; r++) {
-        const X *x = (const X *)a.x + r * a.D;
-        const Y *dy = (const Y *)a.dy + r * a.D;
-        X *dx = (X *)a.dx + r * a.D;
-        float rstd = a.rstd[r];
-        vec product = {};
-        for (int64_t c = 0; c < a.D; c += LANES) {
-            int n = tail(a.D, c);
-            vec v = load(x + c, n) * rstd, g = load(dy + c, n);
-            dweight[c / LANES] += g * v;
-            product += g * load(a.weight + c, n) * v;
-        }
-        float mean = lane_sum(product) / (float)a.D;
-        for (int64_t c = 0; c < a.D; c += LANES) {
-            int n = tail(a.D, c);
-            store(dx + c, (load(dy + c, n) * load(a.weight + c, n) - load(x + c, n) * (rstd * mean)) * rstd, n);
-        }
-    }
-    for (int64_t c = 0; c < a.D; c += LANES) store(a.dweight + task * a.D + c, dweight[c / LANES], tail(a.D, c));
-}
-
-// ------------------------------------------------------------------------------------------------- CPU: launch, C API
-// Each task owns its outputs, and what tasks share is summed in a fixed order: two runs agree to the bit.
-
-template <class A, class F> static void for_tasks(const A &a, F run) {     // run(batch row, split, first group, last group)
-    const int64_t groups = ceil_div(a.D, LANES), tasks = a.B * a.splits;
-    #pragma omp parallel for schedule(dynamic, 1) num_threads((int)a.threads)
-    for (int64_t task = 0; task < tasks; task++) {
-        const int64_t split = task % a.splits;
-        run(task / a.splits, split, groups * split / a.splits, groups * (split + 1) / a.splits);
-    }
-}
-template <class X, class Y> static void norm_forward(const NormArgs &a) {
-    #pragma omp parallel for num_threads((int)a.threads)
-    for (int64_t t = 0; t < a.tasks; t++) norm_forward_rows<X, Y>(a, a.rows * t / a.tasks, a.rows * (t + 1) / a.tasks);
-}
-template <class X, class Y> static void norm_backward(const NormArgs &a) {
-    #pragma omp parallel for num_threads((int)a.threads)
-    for (int64_t t = 0; t < a.tasks; t++) norm_backward_rows<X, Y>(a, t, a.rows * t / a.tasks, a.rows * (t + 1) / a.tasks);
-}
 template <class U, class E, int NC> static void scan_forward(const ScanArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { forward_task<U, E, NC>(a, b, first, last); });
 }
 template <class U, class E, int NC> static void scan_backward(const ScanArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t split, int64_t first, int64_t last) { backward_task<U, E, NC>(a, b, split, first, last); });
 }
-template <class E, int WC> static void conv_forward(const ConvArgs &a) {
-    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_forward_task<E, WC>(a, b, first, last); });
-}
-template <class E, int WC> static void conv_backward(const ConvArgs &a) {
-    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_backward_task<E, WC>(a, b, first, last); });
-}
 
 // Picks the instance for the dtype, and for a size known at compile time where it is one that models use.
-#define DISPATCH(f, size) do { if (a->dtype == BFLOAT16) f<bf16, size>(*a); else f<float, size>(*a); } while (0)
 #define DISPATCH_STATE(f, U, NC) do { if (a->dtype == BFLOAT16) f<U, bf16, NC>(*a); else f<U, float, NC>(*a); } while (0)
 #define DISPATCH_SCAN(f) do {                                                                                 \
     if (a->update == EXACT) DISPATCH_STATE(f, Exact, 0);                                                      \
@@ -1827,16 +1286,11 @@ template <class E, int WC> static void conv_backward(const ConvArgs &a) {
     else if (a->N == 16) DISPATCH_STATE(f, Longhorn, 16);                                                     \
     else if (a->N == 8) DISPATCH_STATE(f, Longhorn, 8);                                                       \
     else DISPATCH_STATE(f, Longhorn, 0); } while (0)
-#define DISPATCH_CONV(f) do { if (a->W == 4) DISPATCH(f, 4); else DISPATCH(f, 0); } while (0)
-#define DISPATCH_NORM(f) do {                                                                                 \
-    if (a->x_dtype == BFLOAT16) { if (a->y_dtype == BFLOAT16) f<bf16, bf16>(*a); else f<bf16, float>(*a); }    \
-    else                        { if (a->y_dtype == BFLOAT16) f<float, bf16>(*a); else f<float, float>(*a); } } while (0)
 
 extern "C" {
 int64_t longhorn_chunk(void) { return CHUNK; }
 int64_t longhorn_lanes(void) { return LANES; }
-int64_t longhorn_max_width(void) { return MAX_WIDTH; }
-int64_t longhorn_args_size(void) { return (sizeof(ScanArgs) * 1000 + sizeof(ConvArgs)) * 1000 + sizeof(NormArgs); }
+int64_t scan_args_size(void) { return sizeof(ScanArgs); }
 int longhorn_has_openmp(void) {
 #ifdef _OPENMP
     return 1;
@@ -1846,10 +1300,6 @@ int longhorn_has_openmp(void) {
 }
 void longhorn_scan_forward_cpu(const ScanArgs *a) { DISPATCH_SCAN(scan_forward); }
 void longhorn_scan_backward_cpu(const ScanArgs *a) { DISPATCH_SCAN(scan_backward); }
-void causal_conv_forward_cpu(const ConvArgs *a) { DISPATCH_CONV(conv_forward); }
-void causal_conv_backward_cpu(const ConvArgs *a) { DISPATCH_CONV(conv_backward); }
-void rms_norm_forward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_forward); }
-void rms_norm_backward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_backward); }
 }
 
 #endif  // ON_GPU

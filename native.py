@@ -1,4 +1,4 @@
-"""The native libraries: longhorn_scan.cu built on first use, by the C++ compiler for the CPU, by nvcc for a GPU.
+"""The native libraries: longhorn_scan.cu and conv_norm.cu built on first use, by the C++ compiler for the CPU, by nvcc for a GPU.
 
 The surprise: nothing is built at install time, and no PyTorch header is used; what comes out is loaded through ctypes. A
 library is kept under build/ by a hash of source, flags, compiler and machine; a second process, or a second run, finds
@@ -25,13 +25,15 @@ import torch
 
 import native_cuda
 
-SOURCE = Path(__file__).with_name("longhorn_scan.cu")
+ROOT = Path(__file__).parent
+SCAN, CONV = ROOT / "longhorn_scan.cu", ROOT / "conv_norm.cu"
+SOURCES, HEADER = (SCAN, CONV), ROOT / "lanes.h"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "cuda", "torch")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
-MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of longhorn_scan.cu
-CUDA_THREADS = 128  # THREADS of longhorn_scan.cu
-CONV_TILE = 64  # steps that one thread of the CUDA convolution takes; CONV_TILE of longhorn_scan.cu
+MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of conv_norm.cu
+CUDA_THREADS = 128  # THREADS of lanes.h
+CONV_TILE = 64  # steps that one thread of the CUDA convolution takes; CONV_TILE of conv_norm.cu
 SEGMENT = 128  # steps: the least that T is split into on a GPU
 LONE, JOINING = 1.5, {"forward": 0.9, "backward": 0.25}  # see cuda_segments
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
@@ -122,8 +124,8 @@ def _cpu_name():
         return platform.platform() + platform.processor()
 
 
-def build(source=SOURCE, folder=None):
-    """Compile `source` for this CPU unless that was done before; returns (path of the library, seconds spent building).
+def build(sources=SOURCES, folder=None):
+    """Compile `sources` into one library for this CPU unless that was done before; returns (its path, seconds of building).
 
     Several processes may call it at once: one builds under a file lock, the others wait and find the file.
     The folder is `folder`, or $LONGHORN_BUILD_DIR, or build/ beside this file. Raises OSError with the compiler's words.
@@ -132,20 +134,20 @@ def build(source=SOURCE, folder=None):
     if compiler is None:
         raise OSError("no C++ compiler found (install g++ or clang++, or set CXX)")
     try:
-        return _compile([*shlex.split(compiler), *_flags(openmp=sys.platform != "darwin")], "cpu", _cpu_name(), source, folder)
+        return _compile([*shlex.split(compiler), *_flags(openmp=sys.platform != "darwin")], "cpu", _cpu_name(), sources, folder)
     except OSError:
         if sys.platform == "darwin":  # Apple's clang has no OpenMP: it was not asked for
             raise
-    return _compile([*shlex.split(compiler), *_flags(openmp=False)], "cpu", _cpu_name(), source, folder)
+    return _compile([*shlex.split(compiler), *_flags(openmp=False)], "cpu", _cpu_name(), sources, folder)
 
 
-def build_cuda(update, dtype, shape, architecture, source=SOURCE, folder=None):
+def build_cuda(update, dtype, shape, architecture, source=SCAN, folder=None):
     """The same for a GPU: (path of a cubin, seconds), for one update, dtype and `cuda_shape`, for 'sm_90' or such."""
     name = f"longhorn_scan_{architecture}_{update}_{native_cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
     return _cubin(name, architecture, native_cuda.defines(update, dtype, *shape), source, folder)
 
 
-def build_cuda_conv(dtype, W, architecture, source=SOURCE, folder=None):
+def build_cuda_conv(dtype, W, architecture, source=CONV, folder=None):
     """The same for the convolution of one dtype and width."""
     name = f"causal_conv_{architecture}_{native_cuda.TYPES[dtype]}_{W}"
     return _cubin(name, architecture, native_cuda.conv_defines(dtype, W), source, folder)
@@ -153,10 +155,10 @@ def build_cuda_conv(dtype, W, architecture, source=SOURCE, folder=None):
 
 def _cubin(name, architecture, macros, source, folder):
     make = lambda to: native_cuda.compile_cubin(source, to, architecture, macros)
-    return _cached(name, ".cubin", [native_cuda.compiler_version(), architecture, *macros], source, folder, make)
+    return _cached(name, ".cubin", [native_cuda.compiler_version(), architecture, *macros], (source,), folder, make)
 
 
-def _compile(command, tag, machine, source, folder):
+def _compile(command, tag, machine, sources, folder):
     try:
         prefix = command[:next(i for i, word in enumerate(command) if word.startswith("-"))]  # $CXX may be "ccache g++"
         version = subprocess.run([*prefix, "--version"], capture_output=True, text=True, check=True).stdout
@@ -164,17 +166,18 @@ def _compile(command, tag, machine, source, folder):
         raise OSError(f"the compiler {command[0]!r} does not run: {error}") from None
 
     def make(to):
-        run = subprocess.run([*command, str(source), "-o", str(to)], capture_output=True, text=True)
+        run = subprocess.run([*command, *map(str, sources), "-o", str(to)], capture_output=True, text=True)
         if run.returncode:
-            raise OSError(f"{command[0]} could not build {Path(source).name}: {run.stderr.strip()[:500]}")
+            raise OSError(f"{command[0]} could not build {Path(sources[0]).name}: {run.stderr.strip()[:500]}")
 
-    return _cached(f"longhorn_scan_{tag}", ".so", [version, machine, *command], source, folder, make)
+    return _cached(f"longhorn_scan_{tag}", ".so", [version, machine, *command], sources, folder, make)
 
 
-def _cached(name, suffix, key, source, folder, make):
-    """(path, seconds): what `make` once built from `source`, kept by a hash of `key` and source, built under a lock."""
-    folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or SOURCE.with_name("build"))
-    path = folder / f"{name}_{hashlib.sha256(chr(0).join(key).encode() + Path(source).read_bytes()).hexdigest()[:16]}{suffix}"
+def _cached(name, suffix, key, sources, folder, make):
+    """(path, seconds): what `make` once built from `sources`, kept by a hash of `key` and all text, built under a lock."""
+    folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build")
+    text = b"".join(Path(source).read_bytes() for source in (HEADER, *sources))
+    path = folder / f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}{suffix}"
     if path.exists():  # it was renamed into place whole, so this needs no lock, and no right to write
         return path, 0.0
     try:
@@ -199,7 +202,7 @@ def _lock(file):
 
 
 def _struct(name, fields):
-    """A ctypes mirror of a struct of longhorn_scan.cu; * marks a pointer, & a double, the rest are int64."""
+    """A ctypes mirror of a struct of the sources; * marks a pointer, & a double, the rest are int64."""
     kinds = {"*": ctypes.c_void_p, "&": ctypes.c_double}
     fields = [(f.strip("*&"), kinds.get(f[0], ctypes.c_int64)) for f in fields.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
@@ -216,10 +219,11 @@ NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *wei
 def load(path):
     """The library at `path`, checked against the structs above. Raises OSError if it is not of this native.py."""
     lib = ctypes.CDLL(str(path))
-    for name in ("longhorn_chunk", "longhorn_lanes", "longhorn_max_width", "longhorn_args_size"):
+    structs = {"scan_args_size": ScanArgs, "conv_args_size": ConvArgs, "norm_args_size": NormArgs}
+    for name in ("longhorn_chunk", "longhorn_lanes", "longhorn_max_width", *structs):
         getattr(lib, name).restype = ctypes.c_int64
-    if lib.longhorn_args_size() != (ctypes.sizeof(ScanArgs) * 1000 + ctypes.sizeof(ConvArgs)) * 1000 + ctypes.sizeof(NormArgs):
-        raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
+    if any(getattr(lib, name)() != ctypes.sizeof(struct) for name, struct in structs.items()):
+        raise OSError(native_cuda.DISAGREE)
     return lib
 
 

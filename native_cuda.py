@@ -1,11 +1,11 @@
-"""The CUDA half of native.py: longhorn_scan.cu becomes a cubin on first use, and the driver loads and launches it.
+"""The CUDA half of native.py: longhorn_scan.cu or conv_norm.cu becomes a cubin on first use, which the driver loads and launches.
 
 The compiler is nvcc where there is one, else NVRTC, the compiler library that PyTorch's CUDA wheels bring; either takes
 seconds for the GPU that is present, for one update, dtype and shape of the state, or for one dtype and width of the
 convolution. $NVCC names an nvcc, $LONGHORN_CUDA_COMPILER=nvrtc passes it over.
 
-The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs or ConvArgs of longhorn_scan.cu, mirrored
-in native.py), and ctypes hands it to cuLaunchKernel; so one cubin serves every Python and every PyTorch.
+The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs or ConvArgs, mirrored in native.py),
+and ctypes hands it to cuLaunchKernel; so one cubin serves every Python and every PyTorch.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # bytes that a GPU has: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
 ROOM = 97, 81
+DISAGREE = "native.py and the sources of its kernels disagree about the arguments: change the structs together"
 RESERVED = 1024  # bytes of shared memory that the system takes of each block's
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
@@ -102,10 +103,10 @@ def compile_cubin(source, to, architecture, macros, kind="cubin"):
         words = f"{path} could not build {Path(source).name} for {architecture}: {run.stderr.strip()[:500]}"
     if lib is None:
         raise OSError(words)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--generate-line-info", *macros]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--generate-line-info", f"-I{Path(source).parent}", *macros]
     program = ctypes.c_void_p()
     check = lambda code, what: _check(code, what, lambda c: lib.nvrtcGetErrorString(c).decode(), OSError)
-    check(lib.nvrtcCreateProgram(ctypes.byref(program), Path(source).read_bytes(), b"longhorn_scan.cu", 0, None, None),
+    check(lib.nvrtcCreateProgram(ctypes.byref(program), Path(source).read_bytes(), Path(source).name.encode(), 0, None, None),
           "nvrtcCreateProgram")
     try:
         code = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
@@ -184,7 +185,7 @@ class Module:
         self.shared = dict(zip(kernels, shared, strict=True))
         self.room = tuple(self.attribute(which, device or 0) for which in ROOM)
         if size_there != args_size:
-            raise OSError("native.py and longhorn_scan.cu disagree about the arguments: change the structs together")
+            raise OSError(DISAGREE)
 
     def check(self, code, what):
         def words(code):

@@ -4,7 +4,7 @@
     rms_norm         y = x / sqrt(mean(x^2) + eps) * w                every family's
 
 The surprise: on two cores these two took a quarter of a training step in eager PyTorch: it transposes for the first and
-passes over memory seventeen times for the second. The kernels in longhorn_scan.cu make it two passes each. On a GPU the
+passes over memory seventeen times for the second. The kernels in conv_norm.cu make it two passes each. On a GPU the
 convolution's run too; RMSNorm's is PyTorch's own there.
 
 What the scan shares with these two stands here as well: how arguments are checked, and how a second derivative is refused.

@@ -127,8 +127,8 @@ def code_version():
     """The commit of this checkout and how it differs from that; each None where git does not know.
 
     uncommitted_changes: whether a file that git tracks was changed, those in results/ aside, which a measurement writes and
-    none reads; or a Python or CUDA file is there that git does not track. changed_code: a hash of the changes to Python and
-    CUDA files, and of those that git does not track, as a mixer in a file of its own that model.py imports.
+    none reads; or a Python or native source is there that git does not track. changed_code: a hash of the changes to
+    Python and native sources, and of those that git does not track, as a mixer in a file of its own that model.py imports.
     """
     folder = Path(__file__).parent
 
@@ -139,8 +139,8 @@ def code_version():
     try:
         commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
-        code = git("diff", "HEAD", "--", "*.py", "*.cu") or b""
-        new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.cu") or b""
+        code = git("diff", "HEAD", "--", "*.py", "*.cu", "*.h") or b""
+        new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.cu", "*.h") or b""
     except OSError:  # no git
         commit, changed, code, new = None, None, b"", b""
     for name in sorted(filter(None, new.split(b"\0"))):
@@ -152,7 +152,7 @@ def code_version():
 
 
 def version(ran_in):
-    """Of the code that ran: the commit, and a + with a hash where Python or CUDA files differed from it; None outside of git."""
+    """Of the code that ran: the commit, and a + with a hash where its sources differed; None outside of git."""
     code = ran_in["changed_code"] if "changed_code" in ran_in else ran_in["uncommitted_changes"] and "changed"
     return ran_in["commit"] and ran_in["commit"] + (f"+{code}" if code else "")
 

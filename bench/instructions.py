@@ -127,7 +127,7 @@ def compiler_report(text):
 
 def steps_of(name):
     """A constant of longhorn_scan.cu, such as TILE."""
-    return int(re.search(rf"#define {name} (\d+)", native.SOURCE.read_text())[1])
+    return int(re.search(rf"#define {name} (\d+)", native.SCAN.read_text())[1])
 
 
 def count(update, dtype, N, architecture, folder):
@@ -137,7 +137,7 @@ def count(update, dtype, N, architecture, folder):
     """
     P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
     macros, cubin = native_cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
-    native_cuda.compile_cubin(native.SOURCE, cubin, architecture, macros)
+    native_cuda.compile_cubin(native.SCAN, cubin, architecture, macros)
     chunk, tile, keys, sub = (steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB"))
     times = {"forward": (1 / keys, 1 / tile),  # batches of keys, tiles of steps in them
              # chunks; in them the sub-chunks backwards, the states of all but the last forwards, batches of keys
@@ -154,7 +154,7 @@ def count(update, dtype, N, architecture, folder):
                              "loops": [last - first + 1 for first, last in whole.loops]}
     if native_cuda.nvcc():
         command = [native_cuda.nvcc(), "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros]
-        run = subprocess.run([*command, str(native.SOURCE), "-o", str(cubin)], capture_output=True, text=True, check=True)
+        run = subprocess.run([*command, str(native.SCAN), "-o", str(cubin)], capture_output=True, text=True, check=True)
         for kernel, report in compiler_report(run.stderr).items():
             if kernel.removesuffix("_whole_kernel") in result:
                 result[kernel.removesuffix("_whole_kernel")] |= {n: report[n] for n in ("registers", "spilled_bytes")}

@@ -246,7 +246,7 @@ def nvidia_smi(*fields):
 def sources():
     """What the kernels were built from, by the first digits of their sha256: a copy without .git has no commit."""
     return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
-            for name in ("longhorn_scan.cu", "scan.py", "native.py", "native_cuda.py") if (ROOT / name).exists()}
+            for name in ("longhorn_scan.cu", "lanes.h", "scan.py", "native.py", "native_cuda.py") if (ROOT / name).exists()}
 
 
 # ----------------------------------------------------------------------------------------------------------- contenders

@@ -165,7 +165,7 @@ def ours(update, dtype, N, architecture, folder):
     """A row for each kernel that whole chunks run: forward, backward, and those that join segments."""
     P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
     cubin = Path(folder) / "kernels.cubin"
-    native_cuda.compile_cubin(native.SOURCE, cubin, architecture, native_cuda.defines(update, dtype, P, L, C))
+    native_cuda.compile_cubin(native.SCAN, cubin, architecture, native_cuda.defines(update, dtype, P, L, C))
     chunk, tile, keys, sub = (instructions.steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB"))
     times = {**dict.fromkeys(("forward", "ends", "pulls"), ((6, keys // tile), 6 * keys)),
              "backward": ((1, chunk // sub, chunk // sub - 1, chunk // keys), chunk)}

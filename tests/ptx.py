@@ -1,4 +1,4 @@
-"""PTX, what nvcc or NVRTC made of longhorn_scan.cu, as C++ that runs on a CPU: `translate`. Needs a compiler, but no GPU.
+"""PTX, what nvcc or NVRTC made of a source of kernels, as C++ that runs on a CPU: `translate`. Needs a compiler, but no GPU.
 
 Why: tests/cuda_shim.h runs the source as g++ reads it. Inline assembly, the arguments' offsets, addresses, vectors and what
 the optimiser made of branches around shuffles are only in what the CUDA compiler emits; here that text is run, one C++
@@ -15,7 +15,6 @@ import re
 import tempfile
 from pathlib import Path
 
-import native
 import native_cuda
 
 SHIM = Path(__file__).with_name("ptx_shim.h")
@@ -198,10 +197,10 @@ def access(found, operands, at, param):
     return f"{{ {pointer} {' '.join(each)} }}"
 
 
-def compiled(macros, source=None, architecture="sm_90"):
-    """The PTX of longhorn_scan.cu, or of another text, for the kernels that `macros` choose. OSError: the compiler's words."""
+def compiled(macros, source, architecture="sm_90"):
+    """The PTX of the text `source`, for the kernels that `macros` choose. OSError: the compiler's words."""
     with tempfile.TemporaryDirectory() as folder:
-        text, out = Path(folder) / native.SOURCE.name, Path(folder) / "kernels.ptx"
-        text.write_text(source or native.SOURCE.read_text())
+        text, out = Path(folder) / "kernels.cu", Path(folder) / "kernels.ptx"
+        text.write_text(source)
         native_cuda.compile_cubin(text, out, architecture, macros, kind="ptx")
         return out.read_text()

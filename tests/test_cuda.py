@@ -21,7 +21,7 @@ import test_updates
 import torch
 import torch.utils.checkpoint
 from test_ops import conv_agrees, conv_inputs, graded
-from test_scan import BF16, EPS, F16, F32, failures, inputs, results
+from test_scan import BF16, EPS, F16, F32, failures, inputs, results, source_text
 
 import native
 import native_cuda
@@ -32,16 +32,21 @@ from scan import longhorn_scan
 SHIM, DRIVER = (Path(__file__).with_name(name) for name in ("cuda_shim.h", "cuda_driver_shim.h"))
 THREADS = 64  # two warps: enough for sums over warps, and quicker than the 128 of a GPU
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++")), None)
-CPU_PART = "- CPU kernels: the scan\n"  # what follows in longhorn_scan.cu is not the CUDA kernels'
+CPU_PART = "- CPU: the "  # what follows in a source is not the CUDA kernels'
 
 pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
-def compile_shim(folder, macros, source=None, flags=("-O1",), kind=("-shared", "-fPIC"), more="", threads=THREADS):
+def source_of(update):
+    """The text of the scan's kernels, or for "conv" of the convolution's."""
+    return source_text(native.CONV if update == "conv" else native.SCAN)
+
+
+def compile_shim(folder, macros, source, flags=("-O1",), kind=("-shared", "-fPIC"), more="", threads=THREADS):
     """The kernels that `macros` choose, with the driver's stand-in, as a CPU library; returns its path."""
     out = Path(folder) / ("shim" + "".join(macros).replace("-D", "_").replace("=", "_") + f"_{threads}")
-    text = f'#include "{SHIM}"\n{source or native.SOURCE.read_text()}\n#include "{DRIVER}"\n{more}'
+    text = f'#include "{SHIM}"\n{source}\n#include "{DRIVER}"\n{more}'
     out.with_suffix(".cpp").write_text(text)
     command = [COMPILER, *flags, "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
                *macros, *kind, str(out.with_suffix(".cpp")), "-o", str(out)]
@@ -49,10 +54,11 @@ def compile_shim(folder, macros, source=None, flags=("-O1",), kind=("-shared", "
     return out, run
 
 
-def load_shim(folder, update, *key, **kw):
+def load_shim(folder, update, *key, source=None, **kw):
     """update, dtype, P, L, C for the scan's kernels; "conv", dtype, W for the convolution's."""
     conv = update == "conv"
-    path, run = compile_shim(folder, native_cuda.conv_defines(*key) if conv else native_cuda.defines(update, *key), **kw)
+    path, run = compile_shim(folder, native_cuda.conv_defines(*key) if conv else native_cuda.defines(update, *key),
+                             source or source_of(update), **kw)
     assert run.returncode == 0, run.stderr
     kernels, args = (native_cuda.CONV_KERNELS, native.ConvArgs) if conv else (native_cuda.SCAN_KERNELS, native.ScanArgs)
     return native_cuda.Module(b"", kernels, ctypes.sizeof(args), native_cuda.declare(ctypes.CDLL(str(path))))
@@ -287,7 +293,7 @@ PULLS_MUTANTS = {
 @pytest.mark.parametrize("name", [*MUTANTS, *WHOLE_MUTANTS, *PULLS_MUTANTS])
 def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     right, wrong = (MUTANTS | WHOLE_MUTANTS | PULLS_MUTANTS)[name]
-    cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
+    cuda, marker, cpu = source_text().partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
     update, dtype = "mamba" if "steps beyond T" in name else "longhorn", F32 if name in MUTANTS else BF16
     module = load_shim(tmp_path, update, dtype, *PAIRS, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",))
@@ -339,7 +345,7 @@ CONV_MUTANTS = {
 @pytest.mark.parametrize("name", CONV_MUTANTS)
 def test_broken_convolutions_are_caught(tmp_path, monkeypatch, name):
     right, wrong = CONV_MUTANTS[name]
-    cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
+    cuda, marker, cpu = source_of("conv").partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
     use(monkeypatch, load_shim(tmp_path, "conv", F32, 4, source=cuda.replace(right, wrong) + marker + cpu, flags=("-O0",)))
     assert conv_failures(F32, 4, 2, 130, 9)
@@ -379,7 +385,7 @@ NO_BARRIER = {  # where one is taken out: the kernel, the barrier, what stands b
 
 @pytest.mark.parametrize("planted", NO_BARRIER)
 def test_thread_sanitizer_finds_missing_barriers_and_only_those(tmp_path, planted):
-    cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
+    cuda, marker, cpu = source_text().partition(CPU_PART)
     if NO_BARRIER[planted]:
         kernel, barrier, behind = NO_BARRIER[planted]
         at = cuda.index(f"MATH void scan_{kernel}(")
@@ -417,7 +423,7 @@ def test_too_much_shared_memory_is_said(shim, monkeypatch):
 
 def test_lanes_that_never_come_to_a_shuffle_end_the_launch(tmp_path, monkeypatch):
     right = "if (ENDS && is_segment(a, at.b, a.segments - 1)) return;"
-    source = native.SOURCE.read_text()
+    source = source_text()
     assert source.count(right) == 1
     use(monkeypatch, load_shim(tmp_path, "longhorn", F32, 4, 4, 1, source=source.replace(right, "if (!at.live[0]) return;"),
                                flags=("-O0",)))
@@ -438,10 +444,10 @@ CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(found is None, rea
                   for name, found in COMPILERS.items()]
 
 
-def compiled(folder, architecture, macros):
+def compiled(folder, architecture, macros, source=native.SCAN):
     """({kernel: registers}, bytes spilled by each), from nvcc's report."""
     command = [COMPILERS["nvcc"], "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros,
-               str(native.SOURCE), "-o", str(folder / "out.cubin")]
+               str(source), "-o", str(folder / "out.cubin")]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     kernels = re.findall(r"Compiling entry function '(\w+)_kernel'", run.stderr)
@@ -483,7 +489,7 @@ def test_instructions_a_token_and_channel(tmp_path):
 def test_convolution_compiles_without_spills(tmp_path, architecture):
     if COMPILERS["nvcc"] is None:
         pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
-    registers, spills = compiled(tmp_path, architecture, native_cuda.conv_defines(BF16, 4))
+    registers, spills = compiled(tmp_path, architecture, native_cuda.conv_defines(BF16, 4), native.CONV)
     assert sorted(registers) == ["conv_backward", "conv_forward"] and spills == [0, 0]
     assert max(registers.values()) <= (80 if architecture == "sm_100" else 72)  # 6 or 7 blocks of 128 threads a multiprocessor
 
@@ -501,7 +507,8 @@ def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
 
 def test_no_lambda_takes_auto():
     """NVRTC of CUDA 13.0, which PyTorch 2.11 brings, takes such a one for a host function; nvcc and NVRTC 13.5 do not."""
-    assert not re.search(r"\]\s*\([^)]*\bauto\b", native.SOURCE.read_text().partition(CPU_PART)[0])
+    for kernels in ("scan", "conv"):
+        assert not re.search(r"\]\s*\([^)]*\bauto\b", source_of(kernels).partition(CPU_PART)[0])
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)

@@ -18,7 +18,7 @@ import native
 import ops
 from scan import longhorn_scan
 
-ROOT = native.SOURCE.parent
+ROOT = native.ROOT
 CACHES = (native.library, native.unavailable, native.say_once)
 TINY_SOURCE = 'extern "C" long long longhorn_answer(void) { return %d; }\n'
 
@@ -56,10 +56,10 @@ def real_compiler():
 def test_the_second_build_is_none(tmp_path):
     source = tmp_path / "a.cu"
     source.write_text(TINY_SOURCE % 1)
-    path, seconds = native.build(source, tmp_path / "deep" / "folder")
+    path, seconds = native.build([source], tmp_path / "deep" / "folder")
     assert seconds > 0 and path.parent == tmp_path / "deep" / "folder"
     before = path.stat().st_mtime_ns
-    assert native.build(source, tmp_path / "deep" / "folder") == (path, 0.0)
+    assert native.build([source], tmp_path / "deep" / "folder") == (path, 0.0)
     assert path.stat().st_mtime_ns == before
 
 
@@ -67,7 +67,7 @@ def test_another_source_is_another_file(tmp_path):
     source, answers = tmp_path / "a.cu", []
     for i in (1, 2):
         source.write_text(TINY_SOURCE % i)
-        path, _ = native.build(source, tmp_path)
+        path, _ = native.build([source], tmp_path)
         answers.append((path, ctypes.CDLL(str(path)).longhorn_answer()))
     assert answers[0][0] != answers[1][0] and [a for _, a in answers] == [1, 2]
 
@@ -76,7 +76,7 @@ def test_another_source_is_another_file(tmp_path):
 def test_other_flags_cpu_or_compiler_are_another_file(change, tmp_path, monkeypatch):
     source = tmp_path / "a.cu"
     source.write_text(TINY_SOURCE % 1)
-    first, _ = native.build(source, tmp_path)
+    first, _ = native.build([source], tmp_path)
     if change == "flags":
         flags = native._flags
         monkeypatch.setattr(native, "_flags", lambda openmp: [*flags(openmp), "-O0"])
@@ -84,14 +84,14 @@ def test_other_flags_cpu_or_compiler_are_another_file(change, tmp_path, monkeypa
         monkeypatch.setattr(native, "_cpu_name", lambda: "another")
     else:
         monkeypatch.setenv("CXX", fake_compiler(tmp_path, 'echo > "$out"'))
-    assert native.build(source, tmp_path)[0] != first
+    assert native.build([source], tmp_path)[0] != first
 
 
 def test_the_folder_comes_from_the_environment(tmp_path, monkeypatch):
     source = tmp_path / "a.cu"
     source.write_text(TINY_SOURCE % 1)
     monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "elsewhere"))
-    assert native.build(source)[0].parent == tmp_path / "elsewhere"
+    assert native.build([source])[0].parent == tmp_path / "elsewhere"
 
 
 # Building needs no PyTorch, and importing it takes longer than the build: these processes do without.
@@ -128,10 +128,10 @@ def test_a_killed_build_leaves_nothing_that_is_loaded(tmp_path):
     source, folder = tmp_path / "a.cu", tmp_path / "build"
     source.write_text(TINY_SOURCE % 7)
     env = {**os.environ, "CXX": fake_compiler(tmp_path, 'echo half > "$out"; kill -9 $PPID')}
-    code = LEAN + f"native.build({str(source)!r}, {str(folder)!r})"
+    code = LEAN + f"native.build([{str(source)!r}], {str(folder)!r})"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=120)
     assert run.returncode == -9 and [p.read_text() for p in folder.glob("*.tmp")] == ["half\n"] and not list(folder.glob("*.so"))
-    path, _ = native.build(source, folder)
+    path, _ = native.build([source], folder)
     assert ctypes.CDLL(str(path)).longhorn_answer() == 7
 
 
@@ -141,7 +141,7 @@ def test_without_openmp_one_thread(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'{refuse}; exec {real_compiler()} "$@"'))
     source = tmp_path / "a.cu"
     source.write_text("#ifdef _OPENMP\n#error built with OpenMP\n#endif\n" + TINY_SOURCE % 3)
-    path, _ = native.build(source, tmp_path)
+    path, _ = native.build([source], tmp_path)
     assert ctypes.CDLL(str(path)).longhorn_answer() == 3
 
 
@@ -169,25 +169,27 @@ def test_constants_agree():
 @pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
 def test_fields_stand_in_the_same_order(struct):
     """The size check cannot see two fields exchanged: compare the names."""
-    text = native.SOURCE.read_text()
+    text = native.SCAN.read_text() + native.CONV.read_text()
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
     body = re.sub(r"//[^\n]*|\b(const|void|float|double|int64_t)\b|\*", "", body)
     names = [n for n in re.split(r"[\s,;]+", body) if n]
     assert names == [n for n, _ in getattr(native, struct)._fields_]
 
 
-def test_a_changed_struct_is_refused(tmp_path):
+@pytest.mark.parametrize("wrong", ("", "scan", "conv", "norm"))
+def test_a_changed_struct_is_refused(tmp_path, wrong):
     source = tmp_path / "a.cu"
     getters = "".join(f"long long longhorn_{n}(void) {{ return 8; }}\n" for n in ("chunk", "lanes", "max_width"))
-    size = (ctypes.sizeof(native.ScanArgs) * 1000 + ctypes.sizeof(native.ConvArgs)) * 1000 + ctypes.sizeof(native.NormArgs)
-    for wrong in (0, 8):
-        source.write_text(f'extern "C" {{ {getters} long long longhorn_args_size(void) {{ return {size + wrong}; }} }}\n')
-        path, _ = native.build(source, tmp_path)
-        if wrong:
-            with pytest.raises(OSError, match="change the structs together"):
-                native.load(path)
-        else:
+    for name, struct in {"scan": native.ScanArgs, "conv": native.ConvArgs, "norm": native.NormArgs}.items():
+        size = ctypes.sizeof(struct) + 8 * (name == wrong)
+        getters += f"long long {name}_args_size(void) {{ return {size}; }}\n"
+    source.write_text(f'extern "C" {{ {getters} }}\n')
+    path, _ = native.build([source], tmp_path)
+    if wrong:
+        with pytest.raises(OSError, match="change the structs together"):
             native.load(path)
+    else:
+        native.load(path)
 
 
 # ------------------------------------------------------------------------------------------------------ choosing, refusing

@@ -2,7 +2,7 @@
 
 test_cuda.py runs the source as g++ reads it; the comparisons here are the same, float64 loop and every gradient, at the 128
 threads of a GPU. The surprise: a race in shared memory, an address outside every tensor, a misaligned vector and lanes that
-wait for one another in vain are errors that name the instruction and the line of longhorn_scan.cu it comes from.
+wait for one another in vain are errors that name the instruction and the line of the source it comes from.
 
     python -m pytest tests/test_ptx.py
 """
@@ -15,8 +15,8 @@ import ptx
 import pytest
 import test_updates
 import torch
-from test_cuda import BF16, COMPILER, CPU_PART, F16, F32, PAIRS, conv_failures, load_shim, native_scan, use
-from test_scan import failures, inputs, results
+from test_cuda import BF16, COMPILER, CPU_PART, F16, F32, PAIRS, conv_failures, load_shim, native_scan, source_of, use
+from test_scan import failures, inputs, results, source_text
 
 import native
 import native_cuda
@@ -32,9 +32,9 @@ class Cost(ctypes.Structure):  # of tests/ptx_shim.h
 
 
 def load_ptx(folder, *key, source=None):
-    """What load_shim does, of the PTX of longhorn_scan.cu or of a changed `source`."""
+    """What load_shim does, of the PTX of the kernels or of a changed `source`."""
     macros = native_cuda.conv_defines(*key[1:]) if key[0] == "conv" else native_cuda.defines(*key)
-    text = ptx.translate(ptx.compiled(macros, source))
+    text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])))
     # two's complement, and a multiplication and an addition stay two
     return load_shim(folder, *key, source=text, flags=("-O0", "-w", "-fwrapv", "-ffp-contract=off"), threads=native.CUDA_THREADS)
 
@@ -133,7 +133,7 @@ def costs(monkeypatch, module, a):
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
     T, D, N = 64, 128, 16
     found = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
-    lines = native.SOURCE.read_text().splitlines()
+    lines = source_text().splitlines()
     bytes_of = lambda all: 32 * sum(c.units for c in all) / (T * D)  # of sectors, a token and channel
     # rows written; fetched: by the forward three tiles beyond T, the last again; by the backward x and dt twice, but for the last
     # SUB steps of a chunk, once more the first SUB, and a chunk's first states twice, each time by halves of sectors
@@ -165,7 +165,7 @@ MUTANTS = {  # kernels; a piece of the CUDA part, and the same with a mistake th
 @pytest.mark.parametrize("name", MUTANTS)
 def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     key, right, wrong, said = MUTANTS[name]
-    cuda, marker, cpu = native.SOURCE.read_text().partition(CPU_PART)
+    cuda, marker, cpu = source_of(key[0]).partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
     run(monkeypatch, load_ptx(tmp_path, *key, source=cuda.replace(right, wrong) + marker + cpu))
     wrongs = lambda: conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))

@@ -195,7 +195,7 @@ def test_scratch_memory_is_written_before_it_is_read():
 
 # ------------------------------------------------------------------------------------------- deliberately broken kernels
 
-MUTANTS = {  # name: (a piece of longhorn_scan.cu, the same with a mistake that BROKEN switches on)
+MUTANTS = {  # name: (a piece of longhorn_scan.cu or lanes.h, the same with a mistake that BROKEN switches on)
     "dk without the -2k deps term": ("2.0f * keys.k[t * N + j] * sums_kk[t]",
                                      "(BROKEN ? 0.0f : 2.0f) * keys.k[t * N + j] * sums_kk[t]"),
     "dk without the factor 2 on k S": ("ge * twice_less(error, s.x)", "ge * (BROKEN ? error : twice_less(error, s.x))"),
@@ -224,6 +224,14 @@ MUTANTS = {  # name: (a piece of longhorn_scan.cu, the same with a mistake that 
 }
 
 
+def source_text(source=native.SCAN):
+    """A source of the kernels with lanes.h in the place of its #include."""
+    header = native.HEADER.read_text().replace("#pragma once\n", "")
+    text = source.read_text()
+    assert text.count('#include "lanes.h"\n') == 1
+    return text.replace('#include "lanes.h"\n', header)
+
+
 def cpu_places(text, piece):
     """Where `piece` stands in what the CPU compiler sees: everything but the two parts between #ifdef ON_GPU and #else."""
     places, hidden, at = [], [], 0
@@ -238,16 +246,16 @@ def cpu_places(text, piece):
 
 def build_broken(mutants, folder):
     """(library, switch): every broken kernel in one library; the int `switch` says which one runs, and 0 is the real one."""
-    text = native.SOURCE.read_text()
+    text = source_text()
     for number, (name, (right, wrong)) in enumerate(mutants.items(), 1):
         places = cpu_places(text, right)
-        assert len(places) == 1, f"{name}: {right!r} stands {len(places)} times in longhorn_scan.cu's CPU part"
+        assert len(places) == 1, f"{name}: {right!r} stands {len(places)} times in the CPU part of longhorn_scan.cu or lanes.h"
         text = text[:places[0]] + wrong.replace("BROKEN", f"(broken == {number})") + text[places[0] + len(right):]
     source = folder / "broken.cu"
     source.write_text('extern "C" { int broken = 0; }\n' + text)
     flags = native._flags
     with mock.patch.object(native, "_flags", lambda openmp: [*flags(openmp), "-O1"]):  # in half the time of -O3
-        lib = native.load(native.build(source, folder)[0])
+        lib = native.load(native.build([source, native.CONV], folder)[0])
     return lib, ctypes.c_int.in_dll(lib, "broken")
 
 
@@ -767,5 +775,5 @@ def test_meta_tensors_have_shapes():
 
 
 def test_max_exponent_is_the_kernels():
-    text = native.SOURCE.read_text()
+    text = native.HEADER.read_text()
     assert f"maximum(v, -87.0f), {scan.MAX_EXPONENT:.1f}f)" in text and f"minimum(v, {scan.MAX_EXPONENT:.1f}f)" in text

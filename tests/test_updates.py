@@ -340,7 +340,7 @@ def test_misfits_of_selective_scan_are_one_line(change, words):
 
 # ------------------------------------------------------------------------------------------- deliberately broken kernels
 
-MUTANTS = {  # name: (update, a piece of longhorn_scan.cu, the same with a mistake that BROKEN switches on)
+MUTANTS = {  # name: (update, a piece of longhorn_scan.cu or lanes.h, the same with a mistake that BROKEN switches on)
     "a rate's gradient of one step only": ("mamba", "drate += s.size * gaS", "drate = (BROKEN ? V{} : drate) + s.size * gaS"),
     "delta without the input's share": ("mamba", "+ s.x * sums.dx)", "+ (BROKEN ? 0.0f : 1.0f) * s.x * sums.dx)"),
     "a rate in the wrong base": ("mamba", "(0.693147181f * sums", "((BROKEN ? 1.0f : 0.693147181f) * sums"),

@@ -1,0 +1,335 @@
+// The small native kernels around the scan: the short causal convolution before it, and on the CPU RMSNorm.
+//
+//   convolution   y_t = silu(bias + sum_i weight_i x_{t - W + 1 + i})      each channel by itself; before t = 0 the state, or zeros
+//   RMSNorm       y = x / sqrt(mean(x^2) + eps) * weight                   row by row
+//
+// Built as longhorn_scan.cu is. Order: arguments, CUDA, CPU. To check a change:
+// python -m pytest tests/test_ops.py tests/test_cuda.py
+
+#include "lanes.h"
+
+#define MAX_WIDTH 8
+
+// Mirrored in native.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
+struct ConvArgs {
+    int64_t B, T, D, W, dtype, silu, splits, threads;
+    const void *x;                                    // (B, T, D)
+    int64_t x_b, x_t;
+    const float *weight, *bias;                       // (D, W), (D,)
+    const float *state;                               // (B, W - 1, D): the inputs before the first; null for zeros
+    void *y;                                          // (B, T, D) contiguous
+    // backward only
+    const void *dy;
+    int64_t dy_b, dy_t;
+    void *dx;                                         // (B, T, D) contiguous
+    float *dweight, *dbias;                           // (rows, W, D), (rows, D), to be summed: a row a batch row, CUDA: a tile
+    float *dstate;                                    // (B, W - 1, D)
+};
+
+struct NormArgs {
+    int64_t rows, D, tasks, threads, x_dtype, y_dtype;
+    const void *x, *dy;                               // (rows, D) contiguous, of x_dtype and y_dtype
+    const float *weight;                              // (D,)
+    float *rstd;                                      // (rows,), written by the forward, read by the backward
+    void *y, *dx;                                     // (rows, D), of y_dtype and x_dtype
+    float *dweight;                                   // (tasks, D), to be summed over tasks
+    double eps;
+};
+
+#ifdef ON_GPU
+
+// ----------------------------------------------------------------------------------------------- CUDA: the convolution
+// A lane is a channel over CONV_TILE steps of a row: what limits these is memory, so the W - 1 inputs before a tile are read
+// again (they are in the cache) and all tiles run at once. CONV_AHEAD rows are read before the first of them is used.
+
+#define CONV_TILE 64
+#define CONV_AHEAD 8
+
+template <class E, int W> struct ConvPlace {
+    int T, tile, t0, t1, c;                            // tile: which of all rows'; it covers the steps t0 .. t1
+    int64_t b;
+    bool live;
+    const E *x;
+    int stride;
+    float weight[W], bias;
+    const float *state;
+    __device__ __forceinline__ ConvPlace(const ConvArgs &a) {
+        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS), tiles = (unsigned)ceil_div(a.T, CONV_TILE);
+        tile = blockIdx.x / blocks;
+        T = (int)a.T; t0 = tile % tiles * CONV_TILE; t1 = T - t0 < CONV_TILE ? T : t0 + CONV_TILE;
+        b = tile / tiles;
+        c = (int)(blockIdx.x % blocks) * THREADS + threadIdx.x;
+        live = c < a.D;
+        if (!live) c = (int)a.D - 1;
+        x = (const E *)a.x + b * a.x_b + c;
+        stride = (int)(a.x_t * sizeof(E));
+        bias = a.bias ? a.bias[c] : 0.0f;
+        state = a.state ? a.state + b * (W - 1) * a.D + c : nullptr;
+        #pragma unroll
+        for (int i = 0; i < W; i++) weight[i] = a.weight[(int64_t)c * W + i];
+    }
+    // window[1 ..] become the inputs of the W - 1 steps before t0; then `slide` makes room for the next
+    __device__ __forceinline__ void before(const ConvArgs &a, float (&window)[W]) const {
+        #pragma unroll
+        for (int i = 1; i < W; i++) {
+            const int t = t0 - W + i;
+            window[i] = t >= 0 ? to_float(read(step_at(x, t, stride))) : state ? state[(t + W - 1) * a.D] : 0.0f;
+        }
+    }
+    template <bool INSIDE> __device__ __forceinline__ void read_ahead(const E *from, int step, int t, Ahead<E> (&to)[CONV_AHEAD]) const {
+        #pragma unroll
+        for (int i = 0; i < CONV_AHEAD; i++) to[i] = read(step_at(from, INSIDE || t + i < T ? t + i : T - 1, step));
+    }
+    __device__ __forceinline__ float sum(const float (&window)[W]) const {
+        float p = bias;
+        #pragma unroll
+        for (int i = 0; i < W; i++) p += weight[i] * window[i];
+        return p;
+    }
+};
+
+template <int W> MATH void slide(float (&window)[W], float next) {
+    #pragma unroll
+    for (int i = 0; i + 1 < W; i++) window[i] = window[i + 1];
+    window[W - 1] = next;
+}
+
+// INSIDE: all CONV_AHEAD steps are the tile's, so that nothing needs to be asked a step.
+template <bool INSIDE, class E, int W> MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, float (&window)[W], E *y) {
+    Ahead<E> xs[CONV_AHEAD];
+    float ys[CONV_AHEAD];
+    at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++) {
+        slide(window, to_float(xs[i]));
+        const float p = at.sum(window);
+        ys[i] = a.silu ? p * sigmoid(p) : p;
+    }
+    if (!at.live) return;
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++)
+        if (INSIDE || t + i < at.t1) set(step_at(y, t + i, (int)(a.D * sizeof(E))), ys[i]);
+}
+
+template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
+    const ConvPlace<E, W> at(a);
+    E *y = (E *)a.y + at.b * a.T * a.D + at.c;
+    float window[W];
+    at.before(a, window);
+    #pragma unroll 1
+    for (int t = at.t0; t < at.t1; t += CONV_AHEAD) {
+        if (t + CONV_AHEAD <= at.t1) conv_forward_steps<true>(a, at, t, window, y);
+        else conv_forward_steps<false>(a, at, t, window, y);
+    }
+}
+
+// Forwards in time too: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so a tile walks W - 1 steps
+// beyond its end, whose sums are its neighbour's. The steps before 0 are the state's.
+template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
+
+template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, ConvSums<W> &s) {
+    const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
+    E *dx = (E *)a.dx + at.b * a.T * a.D + at.c;
+    Ahead<E> xs[CONV_AHEAD], dys[CONV_AHEAD];
+    float dxs[CONV_AHEAD];
+    at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
+    at.template read_ahead<INSIDE>(dy, (int)(a.dy_t * sizeof(E)), t, dys);
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++) {
+        slide(s.window, to_float(xs[i]));
+        const float p = at.sum(s.window), gate = sigmoid(p), slope = a.silu ? gate * (1.0f + p * (1.0f - gate)) : 1.0f;
+        slide(s.dp, INSIDE || t + i < at.T ? to_float(dys[i]) * slope : 0.0f);
+        const float own = INSIDE || t + i < at.t1 ? s.dp[W - 1] : 0.0f;
+        dxs[i] = 0.0f;
+        #pragma unroll
+        for (int j = 0; j < W; j++) {
+            dxs[i] += at.weight[j] * s.dp[W - 1 - j];
+            s.dweight[j] += own * s.window[j];
+        }
+        s.dbias += own;
+    }
+    if (!at.live) return;
+    #pragma unroll
+    for (int i = 0; i < CONV_AHEAD; i++) {
+        const int to = t + i - W + 1;                                    // the step whose gradients are complete
+        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.D * sizeof(E))), dxs[i]);
+        else if (to < 0 && a.dstate) a.dstate[(at.b * (W - 1) + to + W - 1) * a.D + at.c] = dxs[i];
+    }
+}
+
+template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
+    const ConvPlace<E, W> at(a);
+    ConvSums<W> s = {};
+    at.before(a, s.window);
+    #pragma unroll 1
+    for (int t = at.t0; t < at.t1 + W - 1; t += CONV_AHEAD) {
+        if (t > at.t0 && t + CONV_AHEAD <= at.t1) conv_backward_steps<true>(a, at, t, s);
+        else conv_backward_steps<false>(a, at, t, s);
+    }
+    if (!at.live) return;
+    #pragma unroll
+    for (int i = 0; i < W; i++) a.dweight[((int64_t)at.tile * W + i) * a.D + at.c] = s.dweight[i];
+    if (a.dbias) a.dbias[(int64_t)at.tile * a.D + at.c] = s.dbias;
+}
+
+extern "C" {
+KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)))
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // where 72 registers would spill
+#define CONV_BLOCKS 6
+#else
+#define CONV_BLOCKS 7
+#endif
+KERNEL(conv_backward_kernel, CONV_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
+__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 0, 0};
+}
+
+#else
+
+// ------------------------------------------------------------------------------------------------ CPU: the convolution
+// WC is the width known at compile time, or 0: then it is read from the arguments.
+
+template <class E, int WC> static void conv_forward_task(const ConvArgs &a, int64_t b, int64_t first, int64_t last) {
+    for (int64_t g = first; g < last; g++) {
+        int64_t c = g * LANES;
+        int n = tail(a.D, c);
+        const int W = WC ? WC : (int)a.W;
+        vec w[MAX_WIDTH], window[MAX_WIDTH], bias = a.bias ? load(a.bias + c, n) : vec{};
+        for (int i = 0; i < W; i++) {
+            w[i] = vec{};
+            for (int l = 0; l < n; l++) w[i][l] = a.weight[(c + l) * W + i];
+            window[i] = i > 0 && a.state ? load(a.state + (b * (W - 1) + i - 1) * a.D + c, n) : vec{};
+        }
+        const E *x = (const E *)a.x + b * a.x_b + c;
+        E *y = (E *)a.y + b * a.T * a.D + c;
+        for (int64_t t = 0; t < a.T; t++) {
+            for (int i = 0; i + 1 < W; i++) window[i] = window[i + 1];
+            window[W - 1] = load(x + t * a.x_t, n);
+            vec p = bias;
+            for (int i = 0; i < W; i++) p += w[i] * window[i];
+            store(y + t * a.D, a.silu ? p * sigmoid(p) : p, n);
+        }
+    }
+}
+
+// One pass backwards in time. `window` holds the inputs x_{t-W+1..t}, `dp` the gradients of the sums at t..t+W-1.
+template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int64_t b, int64_t first, int64_t last) {
+    for (int64_t g = first; g < last; g++) {
+        int64_t c = g * LANES;
+        int n = tail(a.D, c);
+        const int W = WC ? WC : (int)a.W;
+        vec w[MAX_WIDTH], dw[MAX_WIDTH], window[MAX_WIDTH], dp[MAX_WIDTH];
+        vec bias = a.bias ? load(a.bias + c, n) : vec{}, dbias = {};
+        const E *x = (const E *)a.x + b * a.x_b + c, *dy = (const E *)a.dy + b * a.dy_b + c;
+        E *dx = (E *)a.dx + b * a.T * a.D + c;
+        auto input = [&](int64_t t) {
+            if (t >= 0) return load(x + t * a.x_t, n);
+            return a.state && t >= 1 - W ? load(a.state + (b * (W - 1) + t + W - 1) * a.D + c, n) : vec{};
+        };
+        for (int i = 0; i < W; i++) {
+            w[i] = vec{};
+            for (int l = 0; l < n; l++) w[i][l] = a.weight[(c + l) * W + i];
+            dw[i] = dp[i] = vec{};
+            window[i] = input(a.T - W + i);
+        }
+        for (int64_t t = a.T - 1; t >= 0; t--) {
+            for (int i = W - 1; i > 0; i--) dp[i] = dp[i - 1];
+            vec p = bias, d = load(dy + t * a.dy_t, n);
+            for (int i = 0; i < W; i++) p += w[i] * window[i];
+            if (a.silu) { vec s = sigmoid(p); d *= s * (1.0f + p * (1.0f - s)); }
+            dp[0] = d;
+            dbias += d;
+            vec sum = {};
+            for (int i = 0; i < W; i++) { dw[i] += d * window[i]; sum += w[i] * dp[W - 1 - i]; }
+            store(dx + t * a.D, sum, n);
+            for (int i = W - 1; i > 0; i--) window[i] = window[i - 1];
+            window[0] = input(t - W);
+        }
+        for (int i = 0; i < W; i++) store(a.dweight + (b * W + i) * a.D + c, dw[i], n);
+        if (a.dbias) store(a.dbias + b * a.D + c, dbias, n);
+        if (a.dstate)                                                    // the state's row r is the input at r - W + 1
+            for (int r = 0; r < W - 1; r++) {
+                vec sum = {};
+                for (int i = 0; i <= r; i++) sum += w[i] * dp[r - i];    // dp[s] belongs to t = s here
+                store(a.dstate + (b * (W - 1) + r) * a.D + c, sum, n);
+            }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------- CPU: RMSNorm
+// A task is a range of rows; in one pass over a row, what PyTorch's eager form does in five and its backward in twelve.
+
+MATH float lane_sum(vec v) { float s = 0; for (int l = 0; l < LANES; l++) s += v[l]; return s; }
+
+template <class X, class Y> static void norm_forward_rows(const NormArgs &a, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) {
+        const X *x = (const X *)a.x + r * a.D;
+        Y *y = (Y *)a.y + r * a.D;
+        vec squares = {};
+        for (int64_t c = 0; c < a.D; c += LANES) { vec v = load(x + c, tail(a.D, c)); squares += v * v; }
+        float rstd = 1.0f / __builtin_sqrtf(lane_sum(squares) / (float)a.D + (float)a.eps);
+        a.rstd[r] = rstd;
+        for (int64_t c = 0; c < a.D; c += LANES) {
+            int n = tail(a.D, c);
+            store(y + c, load(x + c, n) * rstd * load(a.weight + c, n), n);
+        }
+    }
+}
+
+template <class X, class Y> static void norm_backward_rows(const NormArgs &a, int64_t task, int64_t first, int64_t last) {
+    Scratch scratch(ceil_div(a.D, LANES) * LANES);
+    vec *dweight = scratch.take<vec>(ceil_div(a.D, LANES));
+    for (int64_t i = 0; i < ceil_div(a.D, LANES); i++) dweight[i] = vec{};
+    for (int64_t r = first; r < last; r++) {
+        const X *x = (const X *)a.x + r * a.D;
+        const Y *dy = (const Y *)a.dy + r * a.D;
+        X *dx = (X *)a.dx + r * a.D;
+        float rstd = a.rstd[r];
+        vec product = {};
+        for (int64_t c = 0; c < a.D; c += LANES) {
+            int n = tail(a.D, c);
+            vec v = load(x + c, n) * rstd, g = load(dy + c, n);
+            dweight[c / LANES] += g * v;
+            product += g * load(a.weight + c, n) * v;
+        }
+        float mean = lane_sum(product) / (float)a.D;
+        for (int64_t c = 0; c < a.D; c += LANES) {
+            int n = tail(a.D, c);
+            store(dx + c, (load(dy + c, n) * load(a.weight + c, n) - load(x + c, n) * (rstd * mean)) * rstd, n);
+        }
+    }
+    for (int64_t c = 0; c < a.D; c += LANES) store(a.dweight + task * a.D + c, dweight[c / LANES], tail(a.D, c));
+}
+
+// ------------------------------------------------------------------------------------------- CPU: what native.py loads
+
+template <class X, class Y> static void norm_forward(const NormArgs &a) {
+    #pragma omp parallel for num_threads((int)a.threads)
+    for (int64_t t = 0; t < a.tasks; t++) norm_forward_rows<X, Y>(a, a.rows * t / a.tasks, a.rows * (t + 1) / a.tasks);
+}
+template <class X, class Y> static void norm_backward(const NormArgs &a) {
+    #pragma omp parallel for num_threads((int)a.threads)
+    for (int64_t t = 0; t < a.tasks; t++) norm_backward_rows<X, Y>(a, t, a.rows * t / a.tasks, a.rows * (t + 1) / a.tasks);
+}
+template <class E, int WC> static void conv_forward(const ConvArgs &a) {
+    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_forward_task<E, WC>(a, b, first, last); });
+}
+template <class E, int WC> static void conv_backward(const ConvArgs &a) {
+    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_backward_task<E, WC>(a, b, first, last); });
+}
+
+#define DISPATCH_CONV(f, W) do { if (a->dtype == BFLOAT16) f<bf16, W>(*a); else f<float, W>(*a); } while (0)
+#define DISPATCH_NORM(f) do {                                                                                 \
+    if (a->x_dtype == BFLOAT16) { if (a->y_dtype == BFLOAT16) f<bf16, bf16>(*a); else f<bf16, float>(*a); }    \
+    else                        { if (a->y_dtype == BFLOAT16) f<float, bf16>(*a); else f<float, float>(*a); } } while (0)
+
+extern "C" {
+int64_t longhorn_max_width(void) { return MAX_WIDTH; }
+int64_t conv_args_size(void) { return sizeof(ConvArgs); }
+int64_t norm_args_size(void) { return sizeof(NormArgs); }
+void causal_conv_forward_cpu(const ConvArgs *a) { if (a->W == 4) DISPATCH_CONV(conv_forward, 4); else DISPATCH_CONV(conv_forward, 0); }
+void causal_conv_backward_cpu(const ConvArgs *a) { if (a->W == 4) DISPATCH_CONV(conv_backward, 4); else DISPATCH_CONV(conv_backward, 0); }
+void rms_norm_forward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_forward); }
+void rms_norm_backward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_backward); }
+}
+
+#endif  // ON_GPU
