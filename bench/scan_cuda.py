@@ -640,6 +640,8 @@ def main(args):
     if not args.even_if_wrong:
         without |= record["wrong"]
     lost, longest, size = None, 0.0, 1
+    gc.collect()
+    gc.freeze()  # what is imported is not looked through again whenever memory is given back: a tenth of a second each time
     for shape in chosen_shapes(args):
         start = time.perf_counter()
         expected = longest * max(1.0, shape.tokens * shape.D * shape.N / size)
@@ -662,7 +664,8 @@ def main(args):
             device.free()
             continue
         entry["gpu_after"], entry["seconds"] = device.state(), time.perf_counter() - start
-        if entry["seconds"] > longest:
+        looped = any(row["contender"] == "longhorn_scan torch" and "reason" not in row for row in entry["rows"])  # the first only
+        if entry["seconds"] > longest and not looped:
             longest, size = entry["seconds"], shape.tokens * shape.D * shape.N
         for row in entry["rows"]:
             if row["contender"] in record["wrong"]:
@@ -674,6 +677,7 @@ def main(args):
         sys.stdout.flush()
         save()
         device.free()
+    gc.unfreeze()
     for skipped in record["left_out"]:
         print(f"left out: {skipped['shape']} ({skipped['reason']})")
     save(final=lost is None)

@@ -349,23 +349,27 @@ def test_dry_run_of_the_benchmark(tmp_path, capsys):
     assert "longhorn_scan" in said and "in short: B=2 T=8" in said and (tmp_path / "new" / "record.png").exists()
 
 
-def test_shapes_beyond_the_budget_are_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("loop", (False, True))
+def test_shapes_beyond_the_budget_are_named(tmp_path, monkeypatch, capsys, loop):
     monkeypatch.setattr(scan_cuda, "check", lambda *a, **k: ([], {}))
     late = [0.0]  # seconds that the clock runs ahead: each shape takes 100 of them
 
     def measure_shape(shape, *a, **k):
         late[0] += 100
-        return [], {}
+        row = {"contender": "longhorn_scan torch", "forward_backward": {"median_seconds": 1.0}}
+        return [row] * (loop and late[0] == 100), {}  # the loop runs at the first shape alone, so its seconds foretell no other's
 
     clock = SimpleNamespace(**vars(time) | {name: lambda name=name: getattr(time, name)() + late[0]
                                             for name in ("perf_counter", "monotonic")})
     monkeypatch.setattr(scan_cuda, "time", clock)
     monkeypatch.setattr(scan_cuda, "measure_shape", measure_shape)
-    args = scan.parse(["--device=cuda", "--dry_run", "--budget_s=250", f"--out={tmp_path}/r.json"])
+    monkeypatch.setattr(scan_cuda, "print_shape", lambda entry: None)
+    budget = 150 if loop else 250
+    args = scan.parse(["--device=cuda", "--dry_run", f"--budget_s={budget}", f"--out={tmp_path}/r.json"])
     scan_cuda.main(args)
     record = json.loads((tmp_path / "r.json").read_text())
-    assert 1 <= len(record["shapes"]) < 4 and len(record["shapes"]) + len(record["left_out"]) == 4
-    assert "budget of 250 s" in record["left_out"][0]["reason"] and "left out: B=" in capsys.readouterr().out
+    assert 1 + loop <= len(record["shapes"]) < 4 and len(record["shapes"]) + len(record["left_out"]) == 4
+    assert f"budget of {budget} s" in record["left_out"][0]["reason"] and "left out: B=" in capsys.readouterr().out
 
 
 def test_refusals(tmp_path, monkeypatch, capsys):
@@ -537,9 +541,9 @@ def test_a_torn_record_is_dropped(tmp_path):
 def test_what_stages_run(tmp_path, monkeypatch):
     context = Context(tmp_path, False, seconds=120, record="/r")
     commands = {s.name: s.command for s in gpu.STAGES}
-    assert commands["benchmark"](context)[1:] == ["bench/scan.py", "--device=cuda", "--preset=paper", "--budget_s=110",
-                                                  f"--out={tmp_path}/scan_cuda.json"]
-    assert commands["tests"](context)[-2:] == ["-k", "gpu"]
+    assert commands["benchmark"](context)[1:] == ["bench/scan.py", "--device=cuda", "--preset=paper", "--even_if_wrong",
+                                                  "--budget_s=110", f"--out={tmp_path}/scan_cuda.json"]
+    assert commands["tests"](context)[-2:] == ["-k", "test_gpu"]
     assert commands["training"](context)[2:] == ["--stage=training", "--record=/r", "--budget_s=120"]
     monkeypatch.setattr(gpu, "tool", lambda name: "/cuda/compute-sanitizer")
     assert commands["racecheck"](context)[2:5] == ["/cuda/compute-sanitizer", "--tool", "racecheck"]
@@ -558,7 +562,7 @@ def test_verdicts_on_what_others_print():
     assert verdict(1, "========= Error: Device not supported\n") == (
         "skipped", "compute-sanitizer does not work here: ========= Error: Device not supported")
     assert verdict(1, "Traceback\nRuntimeError: x\n========= ERROR SUMMARY: 0 errors")[0] == "failed"
-    assert gpu.tests_verdict(5, "")[1] == "no test has gpu in its name"
+    assert gpu.tests_verdict(5, "")[1] == "no test is called test_gpu..."
     assert "test_on_a_gpu" in gpu.tests_verdict(1, "FAILED tests/test_cuda.py::test_on_a_gpu - x")[1]
     assert gpu.tests_summary([], "x\n== 3 passed, 2 deselected in 1.2s ==\n") == "3 passed, 2 deselected in 1.2s"
 
@@ -583,6 +587,8 @@ def test_training_step_on_the_cpu():
     rows = [{**row, "model": f"{family}_120m", "T": 16, "compiled": False, "tokens_per_second": rate}
             for family, rate in (("longhorn", 3000.0), ("llama", 4000.0))]
     assert gpu.training_summary(rows, "") == "tokens/s longhorn / llama: T=16 3k / 4k = 0.75"
+    rows += [{**rows[0], "compiled": True, "tokens_per_second": 6000.0}]  # whose LLaMA has not run
+    assert gpu.training_summary(rows, "") == "tokens/s longhorn / llama: T=16 3k / 4k = 0.75, T=16 6k compiled / -"
 
 
 @pytest.mark.skipif(not (ROOT / "Makefile").exists() or os.name != "posix", reason="make is for Unix")
