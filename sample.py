@@ -117,6 +117,8 @@ def main(argv):
     if config.temperature < 0 or config.top_k < 0 or not 0 < config.top_p <= 1:
         raise ConfigError(f"temperature {config.temperature} must be 0 or more, top_k {config.top_k} too, "
                           f"top_p {config.top_p} in (0, 1]")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed {config.seed} must be in 0 .. {2**63 - 1}")
     device = open_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     text = Text(meta["tokenizer"], meta["table"])
@@ -140,7 +142,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with configurator.main_error("sample.py", checkpoint.CheckpointError, ValueError):
+    with configurator.main_error("sample.py", checkpoint.CheckpointError, ValueError, OSError):  # a full disk behind our output
         try:
             main(sys.argv[1:])
         except (KeyboardInterrupt, BrokenPipeError):

@@ -23,6 +23,7 @@ import platform
 import random
 import sys
 import time
+import uuid
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ HARMLESS = {"out_dir", "resume", "batch_size", "eval_interval", "eval_tokens", "
             "compile", "max_bad_steps", "scan_backend", "kernel", "auto_micro_batch", "spike_factor", "keep_checkpoints",
             "async_checkpoint", "timeout_minutes", "stop_exit_code",
             "dataset"}  # its content is compared by its hash instead
+EVALUATED = {"eval_tokens", "eval_block_size"}  # which tokens an evaluation during the run is over
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
@@ -215,6 +217,20 @@ def open_device(config):
     return device, rank, world
 
 
+def open_wandb(config):
+    """The package of Weights & Biases, logged in where its run will be online. Raises ConfigError."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(f"wandb={config.wandb}: {error}: pip install wandb, or --wandb=off") from None
+    try:
+        if config.wandb == "online":
+            wandb.login()
+    except wandb.Error as error:
+        raise ConfigError(f"wandb=online: {error} Or keep it here: --wandb=offline") from None
+    return wandb
+
+
 def keep_memory():
     """Let glibc keep what is freed: handing activations back to the kernel each step costs a page fault per 4 KB again."""
     if platform.libc_ver()[0] == "glibc":
@@ -332,7 +348,8 @@ class Run:
         self.recent = deque(maxlen=faults.SPIKE_MEDIAN)  # losses that a spike is measured by
         # ... and what it does not: the last validation, the step that is saved, why a later one is not
         self.val_loss, self.saved_at, self.unsaved = None, 0, None
-        self.resumed = self.begun_with = self.log = self.wandb = None
+        self.resumed = self.begun_with = self.log = None
+        self.wandb, self.wandb_id = open_wandb(config) if config.wandb != "off" and self.is_main else None, None
         self.damaged = []  # a line on each checkpoint that was passed over
         self.code_versions = []  # of every stretch of the run, as far as git knows; rank 0's business
 
@@ -394,6 +411,9 @@ class Run:
                 self.start, self.spent, self.skipped, self.bad, self.best = (
                     meta[k] + 0 for k in ("step", "seconds", "skipped", "bad", "best_val_loss"))
                 self.recent.extend(meta.get("recent", []))
+                self.wandb_id = meta.get("wandb_id")
+            if EVALUATED & self.resumed[2].keys():  # losses over other tokens cannot be compared: the best is looked for anew
+                self.best, meta["best"] = math.inf, None
             del tensors  # as large as the model and its optimiser
         elif config.init_from:
             self.begin_with(Path(config.init_from))
@@ -476,12 +496,10 @@ class Run:
             except OSError as error:
                 raise ConfigError(f"cannot write the records to {out} ({error.strerror}): make room, or choose another "
                                   "out_dir") from None
-            if config.wandb != "off":
-                import wandb
-
-                self.wandb = wandb
+            if self.wandb:  # under the same id where it goes on
+                self.wandb_id = self.wandb_id or uuid.uuid4().hex[:8]
                 self.wandb.init(project=config.wandb_project, group=config.wandb_group or None, name=out.name, mode=config.wandb,
-                                dir=out, config={**self.settings, **derived})
+                                dir=out, config={**self.settings, **derived}, id=self.wandb_id, resume="allow")
         self.bar = bar = Bar(config, self.start, self.is_main)
         bar.line(f"{config.model}: {counts['total']:,} parameters, {len(derived['decayed'])} of {len(list(model.parameters()))} "
                  f"tensors with weight decay; {derived['device_name']} x {self.world}, {config.dtype}; tokens mixed by "
@@ -586,8 +604,8 @@ class Run:
                 {"step": step, "tokens": step * self.config.batch_tokens,
                  "seconds": self.spent + time.perf_counter() - self.began, "skipped": self.skipped, "bad": self.bad,
                  "best_val_loss": self.best, "recent": list(self.recent), "config": self.settings, "data": self.data.sha256,
-                 "stamps": self.written, "code_versions": self.code_versions, "tokenizer": self.data.meta.get("tokenizer"),
-                 "table": self.data.meta.get("table")},
+                 "stamps": self.written, "code_versions": self.code_versions, "wandb_id": self.wandb_id,
+                 "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")},
                 loss, first=self.log.sync)
             self.settle()
 
@@ -672,7 +690,7 @@ class Run:
         if self.wandb:
             self.wandb.summary.update(result)
             self.wandb.finish()
-        faults.say(f"{text}, after {derived['tokens'] / 1e6:.1f}M tokens in {seconds:.0f} s; records in {self.out}/")
+        faults.say(f"{text}, after {derived['tokens'] / 1e6:.3g}M tokens in {seconds:.0f} s; records in {self.out}/")
 
     def gradients(self, windows):
         """Adds up the gradients of this process's windows: their share of the loss, or None where memory does not hold a

@@ -63,7 +63,7 @@ def sample_efficiency(tokens_a, loss_a, tokens_b, loss_b):
     if end > top:
         better, worse = "ab" if la[-1] < lb[-1] else "ba"
         return SampleEfficiency(nothing, nothing, None, None, f"family {better} starts below {end:.4g}, the lowest loss of "
-                                f"family {worse}: no loss was reached by both, evaluate {better} earlier")
+                                f"family {worse}: no loss was reached by both, evaluate family {better} earlier")
     loss = np.unique(np.concatenate([la, lb, [top, end]]))[::-1]
     loss = loss[(loss <= top) & (loss >= end)]
     with np.errstate(over="ignore"):

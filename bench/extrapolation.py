@@ -31,6 +31,7 @@ import datetime
 import hashlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -46,6 +47,7 @@ sys.path.insert(0, str(ROOT))
 from bench.generate import state_bytes  # noqa: E402
 from bench.measure import DTYPES, finite, in_one_line, refuse_uncommitted  # noqa: E402
 from bench.scan import peak_since_reset, reset_peak  # noqa: E402
+from bench.sweep import need_pictures  # noqa: E402
 from checkpoint import CheckpointError  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import DataError, Tokens  # noqa: E402
@@ -550,6 +552,10 @@ def records_folder(args, name, otherwise):
     """Where the records go: --out, with --save results/<name>, else `otherwise`. Raises ConfigError where they may not."""
     out = Path(args.out or (ROOT / "results" / name if args.save else otherwise))
     refuse_uncommitted(out)
+    need_pictures()
+    there = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):  # said now, not after the first model has been read
+        raise ConfigError(f"cannot write to {out}: choose another --out")
     return out
 
 

@@ -188,7 +188,7 @@ def parser():
     run.add_argument("--Ts", type=numbers(int), help="lengths; one that the preset lacks gets the mixers of its first")
     run.add_argument("--widths", type=numbers(int))
     run.add_argument("--lrs", type=numbers(float), help="learning rates, of which the best counts")
-    run.add_argument("--seeds", type=numbers(int))
+    run.add_argument("--seeds", type=numbers(int, least=0))
     run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one a core; on a GPU the preset's, 1 to 4)")
     run.add_argument("--out", type=Path, help="folder of the sweep (default: out/mqar_<preset>)")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
@@ -214,6 +214,8 @@ def run(args, extra):
     jobs = args.jobs or (len(gpus) * preset.jobs_a_gpu if gpus else sweep.cores())
     cells = cells_of(preset, extra)
     where = same_commit(folder)
+    if not args.dry_run:
+        sweep.make_folder(folder)
     for key in estimate(cells, max(1, sweep.cores() // jobs)):
         if sys.stderr.isatty():
             print(f"\rmeasuring a step: {' '.join(map(str, key))}".ljust(70), end="\r", file=sys.stderr, flush=True)

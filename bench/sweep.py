@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -83,13 +84,21 @@ def finished(folder, cell):
 
 # ------------------------------------------------------------------------------------------------------------------ plan
 
+def make_folder(folder):
+    """Raises ConfigError where it cannot be: before hours of work go into it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder} ({error.strerror}): choose another --out") from None
+
+
 def write_plan(folder, cells, **about):
     """Adds the cells to folder/plan.json, beside those that stand there, with what is true of the whole sweep (`about`).
 
     Raises ConfigError where a cell of the same name has begun with other arguments.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
     new = {c.name: {**c.at, "argv": c.argv} for c in cells}
     for c in cells:
@@ -506,18 +515,26 @@ def run_or_report(prog, args, extra, run, write, sets, see):
         if args.command == "report":
             if extra:
                 raise ConfigError(f"unknown option {extra[0]}: --help lists them")
+            need_pictures()
             return say_written(write(args.folder, args.out))
         for e in extra:
             if not e.startswith("--") or "=" not in e:
                 raise ConfigError(f"unknown argument {e}: settings of a run are given as --key=value")
             if e[2:].split("=")[0] in sets:
                 raise ConfigError(f"{e}: the sweep sets that; see {see}")
+        need_pictures()
         if args.jobs < 0:
             raise ConfigError(f"--jobs={args.jobs}: 0 or more")
         try:
             return run(args, extra)
         except KeyboardInterrupt as stopped:
             raise ConfigError(f"stopped: {stopped or 'the same command goes on'}") from None
+
+
+def need_pictures():
+    """Raises ConfigError where a report could not be drawn: not after hours of runs."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("reports are drawn with matplotlib, which is not installed: pip install matplotlib")
 
 
 def say_written(paths):

@@ -345,10 +345,13 @@ def check_data(cells, dry_run):
 
 
 def check_settings(cells):
-    """Raises ConfigError where the configs differ in what must not differ within a sweep."""
+    """Raises ConfigError where train.py would, and where the configs differ in what must not differ within a sweep."""
+    from train import check
+
     found = {}
     for c in cells:
         config = load(c.argv)
+        check(config)
         for key in sweep.SAME_IN_A_SWEEP:
             other, value = found.setdefault(key, (c.at["model"], getattr(config, key)))
             if value != getattr(config, key):

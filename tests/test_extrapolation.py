@@ -351,6 +351,9 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
         lines = said.getvalue().splitlines()
         assert end.value.code == 2 and len(lines) == 1 and words in lines[0] and len(lines[0]) < 330, (argv, lines)
     assert not (tmp_path / "records").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(configurator.ConfigError, match="cannot write to .*file/x: choose another --out"):
+        ex.main(["--checkpoint", run, f"--out={tmp_path}/file/x"])
 
     content = (corpus / "val.bin").read_bytes()  # other data under the same name
     entry = loader.write_split(corpus / "val.bin", [np.frombuffer(content, np.uint16)[::-1]], 64)

@@ -228,7 +228,8 @@ def test_mistakes_get_one_line(out, tmp_path, run):
     refused(run(out_dir=tmp_path / "damaged"), "damaged")
 
 
-@pytest.mark.parametrize("how", [{"temperature": -1}, {"top_k": -2}, {"top_p": 0}], ids=str)
+@pytest.mark.parametrize("how", [{"temperature": -1}, {"top_k": -2}, {"top_p": 0}, {"seed": -1}, {"seed": 2**63}],
+                         ids=str)
 def test_settings_out_of_range_are_refused_before_anything_is_said(out, run, how):
     refused(run(out_dir=out, prompt="P", **how), f"{next(iter(how))} {next(iter(how.values()))}")
 

@@ -150,6 +150,9 @@ def test_a_plan_is_added_to_and_a_broken_one_is_named(tmp_path):
             sweep.read_plan(tmp_path)
     with pytest.raises(ConfigError, match="holds no sweep"):
         sweep.read_plan(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write to .*file/out .Not a directory.: choose another --out"):
+        sweep.write_plan(tmp_path / "file" / "out", [])
 
 
 # ----------------------------------------------------------------------------------------------------------- Table 1's plan
@@ -247,12 +250,21 @@ def test_command_line_choices(tmp_path):
     (["run", "--seed=3"], "--seed=3"), (["run", "more"], "more"), (["run", "--wandb"], "--wandb"),
     (["run", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"), (["report", "nowhere"], "holds no sweep"),
     (["run", "--lrs=1e-3,x"], "numbers are expected"), (["run", "--lrs=0"], "above 0"), (["run", "--seeds=1,1"], "once"),
-    (["run", "--contexts=0"], "above 0"), (["run", "--seeds=-1"], "0 or more"), (["run", "--jobs=-1"], "0 or more")])
+    (["run", "--contexts=0"], "above 0"), (["run", "--seeds=-1"], "0 or more"), (["run", "--jobs=-1"], "0 or more"),
+    (["run", "--batch_size=0", "--dry-run"], "batch_size 0 must be at least 1")])
 def test_mistakes_get_one_line(argv, word, capsys):
     with pytest.raises(SystemExit) as stop:
         table1.main(argv)
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 2 and word in last and "error:" in last
+
+
+def test_a_report_without_matplotlib_is_refused_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
+    for argv in (["run", "--dry-run"], ["report", "nowhere"]):
+        with pytest.raises(SystemExit):
+            table1.main(argv)
+        assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_sweep_of_another_commit_is_not_gone_on_with(tmp_path):

@@ -462,6 +462,17 @@ def test_what_a_resume_refuses_and_what_it_takes(whole, data, tmp_path):
     assert left == {p.name: p.read_bytes() for p in out.iterdir() if p.name != "config.json"}
 
 
+def test_the_best_is_looked_for_anew_over_other_tokens(data, tmp_path):
+    out, same = tmp_path / "run", {"final_eval_tokens": 320}
+    succeed(arguments(data, out, **same, eval_tokens=64), LM=stops_at(7))
+    tensors, meta = saved(out)
+    checkpoint.save(out / "checkpoint.safetensors", tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 5]})
+    succeed(arguments(data, out, **same, eval_tokens=320, resume="auto"))
+    later = {step: e["val_loss"] for step, e in events(out, "eval").items() if e["val_tokens"] == 320}
+    assert sorted(later) == [10, 12] and json.loads((out / "result.json").read_text())["best_val_loss"] == min(later.values())
+    assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
+
+
 def damage(path):
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
@@ -807,7 +818,7 @@ def test_what_wandb_is_told(data, tmp_path, monkeypatch):
     """Asked for, and only then: the run under its folder's name, grouped as a sweep wants it, and the losses that the log has."""
     told = {"log": []}
     stand_in = SimpleNamespace(init=lambda **how: told.update(init=how), finish=lambda: told.update(finished=True),
-                                     log=lambda values, step: told["log"].append((step, values)), summary={})
+                               log=lambda values, step: told["log"].append((step, values)), summary={}, Error=KeyError)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     succeed(arguments(data, tmp_path / "quiet"))
     assert told == {"log": []}
@@ -818,3 +829,23 @@ def test_what_wandb_is_told(data, tmp_path, monkeypatch):
     wanted = [(step, e["train_loss"]) for step, e in events(tmp_path / "loud").items()]
     assert [(step, v["train_loss"]) for step, v in told["log"] if "train_loss" in v] == wanted
     assert stand_in.summary == json.loads((tmp_path / "loud" / "result.json").read_text())
+    twice = arguments(data, tmp_path / "twice", wandb="offline", resume="auto")
+    succeed(twice, LM=stops_at(3))
+    first = told["init"]["id"]
+    succeed(twice)
+    assert told["init"]["id"] == first != how["id"] and told["init"]["resume"] == "allow"
+
+
+def test_wandb_that_cannot_be_had_is_said_before_anything_is_moved(data, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    succeed(arguments(data, out, max_iters=2))
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refuse(arguments(data, out, wandb="offline"), "wandb=offline", "pip install wandb, or --wandb=off")
+
+    def login():
+        raise LookupError("No API key configured.")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login, Error=LookupError))
+    refuse(arguments(data, out, wandb="online"), "wandb=online: No API key configured. Or keep it here: --wandb=offline")
+    assert sorted(tmp_path.rglob("*")) == before
