@@ -1,4 +1,6 @@
 import gc
+import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +16,45 @@ def pytest_configure():
 
 def pytest_collection_finish():
     gc.freeze()  # what PyTorch and two thousand tests are made of need not be searched: gc.collect() takes 0.02 s then, not 0.3
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    """A folder for native._cached that the processes of these tests share: what one of them has compiled, all find."""
+    mine = tmp_path_factory.getbasetemp()
+    return (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "builds"
+
+
+@pytest.fixture(scope="session")
+def broken(builds):
+    """broken(name): the CPU library with that mistake of test_scan.py or test_updates.py switched on; with None, as it is."""
+    import test_scan
+    import test_updates
+
+    mutants = test_scan.MUTANTS | {name: pieces for name, (_, *pieces) in test_updates.MUTANTS.items()}
+    assert len(mutants) == len(test_scan.MUTANTS) + len(test_updates.MUTANTS)
+    lib, switch = test_scan.build_broken(mutants, builds)
+
+    def broken(name):
+        switch.value = [None, *mutants].index(name)
+        return lib
+
+    return broken
+
+
+@pytest.fixture
+def cubins_kept(builds, monkeypatch):
+    """native_cuda.compile_cubin compiles once what several tests ask for: seconds each."""
+    import native
+    import native_cuda
+
+    compile_cubin = native_cuda.compile_cubin
+
+    def kept(source, to, architecture, macros, kind="cubin"):
+        make = lambda new: compile_cubin(source, new, architecture, macros, kind)
+        shutil.copy(native._cached("kernels", f".{kind}", [architecture, *macros], [source], builds, make)[0], to)
+
+    monkeypatch.setattr(native_cuda, "compile_cubin", kept)
 
 
 @pytest.fixture

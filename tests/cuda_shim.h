@@ -5,7 +5,7 @@
 // further, since some lanes never come to a barrier or shuffle, end the launch with an error; threads would hang.
 //
 // What this cannot show: speed, coalescing, and lanes of a warp that drift apart between shuffles in ways a GPU would not.
-// g++ -x c++ -std=c++20 -DLONGHORN_SHIM -DSCAN_UPDATE=Longhorn -DSCAN_TYPE=float -DSCAN_P=4 -DSCAN_L=4 -include tests/cuda_shim.h ...
+// g++ -x c++ -std=c++17 -DLONGHORN_SHIM -DSCAN_UPDATE=Longhorn -DSCAN_TYPE=float -DSCAN_P=4 -DSCAN_L=4 -include tests/cuda_shim.h ...
 // tests/cuda_driver_shim.h, included after the kernels, has the driver's functions that load and launch them.
 
 #pragma once

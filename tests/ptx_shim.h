@@ -44,7 +44,7 @@ struct Meeting {
 
 struct Moment {                                        // how many barriers of the block, and of the warp, lie behind
     unsigned block, warp;
-    bool operator==(const Moment &) const = default;
+    bool operator==(const Moment &other) const { return block == other.block && warp == other.warp; }
 };
 struct Word {                                          // of shared memory: who touched it last
     int writer = -1;

@@ -15,7 +15,7 @@ import ptx
 import pytest
 import test_updates
 import torch
-from test_cuda import BF16, COMPILER, CPU_PART, F16, F32, PAIRS, conv_failures, load_shim, native_scan, source_of, use
+from test_cuda import BF16, COMPILER, CPU_PART, F16, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
 from test_scan import failures, inputs, results, source_text
 
 import native
@@ -31,19 +31,23 @@ class Cost(ctypes.Structure):  # of tests/ptx_shim.h
         (n, ctypes.c_int64) for n in ("accesses", "units", "least")]
 
 
-def load_ptx(folder, *key, source=None):
+WHOLE = ("forward_whole_kernel", "backward_whole_kernel")
+JOINING = ("ends_kernel", "ends_whole_kernel", "pulls_kernel", "pulls_whole_kernel", "combine_kernel")
+SPLIT = [("longhorn", F32, 4, 4, 1), ("mamba", F32, *PAIRS)]  # those that run segments of T too
+
+
+def load_ptx(folder, *key, source=None, left_out=()):
     """What load_shim does, of the PTX of the kernels or of a changed `source`."""
     macros = native_cuda.conv_defines(*key[1:]) if key[0] == "conv" else native_cuda.defines(*key)
-    text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])))
+    text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])), left_out)
     # two's complement, and a multiplication and an addition stay two
-    return load_shim(folder, *key, source=text, flags=("-O0", "-w", "-fwrapv", "-ffp-contract=off"), threads=native.CUDA_THREADS)
+    return load_shim(folder, *key, source=text, flags=(*FLAGS, "-w", "-fwrapv", "-ffp-contract=off"), threads=native.CUDA_THREADS)
 
 
 @pytest.fixture(scope="module")
-def emitted(tmp_path_factory):
+def emitted(builds):
     """emitted(update, dtype, P, L, C) or emitted("conv", dtype, W): the kernels' PTX as native_cuda loads them, built once."""
-    folder = tmp_path_factory.mktemp("ptx")
-    return functools.cache(lambda *key: load_ptx(folder, *key))
+    return functools.cache(lambda *key: load_ptx(builds, *key, left_out=() if key in SPLIT else JOINING))
 
 
 def run(monkeypatch, module, segments=1):
@@ -167,7 +171,8 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     key, right, wrong, said = MUTANTS[name]
     cuda, marker, cpu = source_of(key[0]).partition(CPU_PART)
     assert cuda.count(right) == 1 and marker
-    run(monkeypatch, load_ptx(tmp_path, *key, source=cuda.replace(right, wrong) + marker + cpu))
+    source = cuda.replace(right, wrong) + marker + cpu
+    run(monkeypatch, load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING)))
     wrongs = lambda: conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))
     if said is None:
         assert wrongs()

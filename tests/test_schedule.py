@@ -70,7 +70,7 @@ def test_ratios_are_those_of_full_multiprocessors_and_of_the_busiest():
 
 
 @pytest.mark.skipif(instructions.lacking() is not None, reason=f"{instructions.lacking()}: nothing was walked")
-def test_the_kernels_wait_for_little(tmp_path):
+def test_the_kernels_wait_for_little(cubins_kept, tmp_path):
     """Shares of 83, 95, 80 and 90% when this was written; 48 and 50% with two blocks when rows were read into registers."""
     rows = {r["kernel"]: r for r in schedule.ours("longhorn", torch.bfloat16, 16, "sm_90", tmp_path)}
     share = lambda kernel, blocks: blocks * rows[kernel]["instructions"] / rows[kernel]["cycles"][blocks - 1]

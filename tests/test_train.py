@@ -74,12 +74,18 @@ def arguments(data, out, base=TINY, **changes):
     return [f"--{key}={value}" for key, value in {"dataset": data, "out_dir": out, **base, **changes}.items()]
 
 
-def run(argv, LM=LM):
+def no_picture(folder):
+    """For records.draw_loss, which takes longer than most runs here."""
+    (Path(folder) / "loss.png").touch()
+
+
+def run(argv, LM=LM, draw_loss=no_picture):
     """`python train.py ARGV` in this process: its exit code, out, err. `LM` stands in for the model's class."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         with mock.patch.object(sys, "argv", ["train.py", *argv]), mock.patch.object(model, "LM", LM), \
+                mock.patch.object(records, "draw_loss", draw_loss), \
                 contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     except SystemExit as stop:
@@ -90,8 +96,8 @@ def run(argv, LM=LM):
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def succeed(argv, LM=LM):
-    result = run(argv, LM)
+def succeed(argv, LM=LM, **how):
+    result = run(argv, LM, **how)
     assert result.code == 0, result.err
     return result
 
@@ -175,7 +181,7 @@ def stops_at(call, number=signal.SIGTERM):
 def whole(data, tmp_path_factory):
     """The folder of an undisturbed run of TINY."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    succeed(arguments(data, out))
+    succeed(arguments(data, out), draw_loss=records.draw_loss)
     return out
 
 
