@@ -50,6 +50,34 @@ def head_norm(x, weight=1.0, eps=1e-5, backend=None):
     return rms_norm(x, weight, eps, backend)
 
 
+class Room(tuple):
+    """Where attention's cache lies, with room behind its `used` tokens. To who walks through a state it is an empty tuple: what
+    counts there are the views of it that hold the tokens."""
+
+
+def append_to_cache(cache, k, v):
+    """A cache (keys, values, Room) with k and v (B, H, T, n) behind it; the one before stays as it was.
+
+    They are written into the room, so that a token does not cost a copy of all before it. Copied, with a quarter more room, is
+    what has none left, what has been continued otherwise already, and what somebody cut, sorted or moved. With gradients
+    nothing is written into: that is torch.cat.
+    """
+    (past_k, past_v), (room,) = cache[:2], cache[2:] or ((),)
+    T = past_k.shape[2] + k.shape[2]
+    if torch.is_grad_enabled():
+        return torch.cat([past_k.to(k.dtype), k], 2), torch.cat([past_v.to(v.dtype), v], 2), ()
+    fits = (isinstance(room, Room) and room.used == past_k.shape[2] and T <= room.k.shape[2] and k.dtype == room.k.dtype
+            and room.k.is_inference() == torch.is_inference_mode_enabled())
+    if not fits or any(past.data_ptr() != a.data_ptr() or past.shape[:2] != a.shape[:2]
+                       for past, a in ((past_k, room.k), (past_v, room.v))):
+        room = Room()
+        room.k, room.v = (a.new_empty(*a.shape[:2], T + max(32, T // 4), a.shape[3]) for a in (k, v))
+        room.k[:, :, :past_k.shape[2]], room.v[:, :, :past_k.shape[2]] = past_k, past_v
+    room.k[:, :, past_k.shape[2]:T], room.v[:, :, past_k.shape[2]:T] = k, v
+    room.used = T
+    return room.k[:, :, :T], room.v[:, :, :T], room
+
+
 def scan_backend(config):
     """The backend that the settings ask of the scan and its convolution, or None: the fastest there is."""
     return "torch" if config.kernel == "torch" else config.scan_backend or None

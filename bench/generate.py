@@ -9,8 +9,7 @@ tokens, of one forward pass over the whole; a family that fails is not timed. Th
 and, where it has each length, continued by --new_tokens most likely tokens, in bursts taken in turn by all families. LLaMA,
 whose state is the cache of all keys and values, is the contrast. What would take more than --budget_s is left out, and said.
 
-LLaMA's cache grows by a copy for each token (torch.cat, as the plainest code has it): at long contexts most of its time a
-token is that copy, and its peak twice the cache.
+LLaMA's cache has room behind it, up to a quarter of its tokens, so that most new tokens copy nothing (mixers.append_to_cache).
 
 The surprise: attention that reads in chunks needs a mask of (chunk, past + chunk) for each, so that LLaMA's peak while it
 reads grows with --chunk times the context, beside the cache itself.

@@ -9,6 +9,7 @@ the questions by standing in FAMILIES; its row in PARAMETERS (and in FLOPS) is w
     python -m pytest tests/test_model.py
 """
 
+import copy
 import dataclasses
 import math
 import re
@@ -391,6 +392,58 @@ def test_memory_a_token_is_constant_for_all_but_attention(family):
     assert sizes[T] == lm.state_size(T) and (sizes[T] > sizes[10] if grows else sizes[T] == sizes[10])
     held = lambda s: s.untyped_storage().nbytes() // 4 if isinstance(s, torch.Tensor) else sum(map(held, s))
     assert held(state) <= 2 * sizes[T], "a view keeps the past alive"
+
+
+def test_a_token_does_not_copy_the_cache():
+    lm, idx, moves = tiny("llama", n_layer=1), tokens(2, 300), 0
+    with torch.no_grad():
+        state = lm.initial_state(2)
+        for t in range(300):
+            before = state[0][0].data_ptr()
+            _, _, state = lm(idx[:, t:t + 1], state=state)
+            moves += state[0][0].data_ptr() != before
+        keys = state[0][0]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert lm(idx[:, :1], state=state)[2][0][0].dtype == torch.bfloat16
+    assert moves < 12 and keys.shape[2] == 300 and keys.dtype == torch.float32
+    assert keys.untyped_storage().nbytes() <= 1.25 * keys.numel() * 4 + 32 * keys[:, :, 0].numel() * 4
+
+
+def read_in_two(lm, idx):
+    return lm(idx[:, 10:], state=lm(idx[:, :10], state=lm.initial_state(len(idx)))[2])[2]
+
+
+def with_caches(state, change):
+    return [(*map(change, s[:2]), *s[2:]) if s else s for s in state]
+
+
+HANDLED = {  # what somebody may do to a state between two calls: (lm, state, tokens so far) -> the same
+    "nothing": lambda lm, state, idx: (state, idx),
+    "cut": lambda lm, state, idx: (with_caches(state, lambda a: a[:, :, :-4]), idx[:, :-4]),
+    "sorted": lambda lm, state, idx: (with_caches(state, lambda a: a.flip(0)), idx.flip(0)),
+    "one of two": lambda lm, state, idx: (with_caches(state, lambda a: a[:1]), idx[:1]),
+    "the other of two": lambda lm, state, idx: (with_caches(state, lambda a: a[1:]), idx[1:]),
+    "copied": lambda lm, state, idx: (copy.deepcopy(with_caches(state, torch.detach)), idx),
+    "without its room": lambda lm, state, idx: ([s[:2] for s in state], idx),
+    "of another dtype": lambda lm, state, idx: (with_caches(state, torch.Tensor.double), idx),
+    "in another's room": lambda lm, state, idx: (
+        [a[:2] + b[2:] for a, b in zip(state, read_in_two(lm, idx.flip(1)), strict=True)], idx),
+}
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
+@pytest.mark.parametrize("how", HANDLED)
+def test_a_cache_continues_whatever_was_done_to_it(how, mode):
+    lm, idx = tiny("llama", n_layer=1), tokens(2, 20)
+    with mode():
+        state = read_in_two(lm, idx)
+    with torch.no_grad():
+        state, idx = HANDLED[how](lm, state, idx)
+        ways = [tokens(2, 5, seed=seed)[:len(idx)] for seed in (3, 4)]
+        begun = [lm(way[:, :3], state=state) for way in ways]  # two from one state: neither may write into the other's past
+        for way, (logits, _, after) in zip(ways, begun, strict=True):
+            got = torch.cat([logits, lm(way[:, 3:], state=after)[0]], 1)
+            close(got, lm(torch.cat([idx, way], 1))[0][:, -5:])
 
 
 # ------------------------------------------------------------------------------------------- initialisation, weight decay
