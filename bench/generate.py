@@ -317,6 +317,9 @@ def draw(record, path):
         axes.set_xticks(ticks, [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3, which="both")
+    low, high = left.get_ylim()
+    fitting = [n * 10.0**power for power in range(-3, 6) for n in (1, 2, 5) if low <= n * 10.0**power <= high]
+    left.set_yticks(fitting, [f"{n:g}" for n in fitting])
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     shape = record["shape"]
     figure.suptitle(f"{record['device']}, {record['threads']} threads, {record['dtype']}, {shape['n_layer']} layers of "
