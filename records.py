@@ -124,7 +124,8 @@ class Log:
 
 
 def code_version():
-    """The commit of this checkout and how it differs from that; each None where git does not know.
+    """The commit of this checkout and how it differs from that; each None where git does not know. $LONGHORN_COMMIT names the
+    commit of a copy without .git, as in a container.
 
     uncommitted_changes: whether a file that git tracks was changed, those in results/ aside, which a measurement writes and
     none reads; or a Python or native source is there that git does not track. changed_code: a hash of the changes to
@@ -147,7 +148,8 @@ def code_version():
         code += b"\0" + name + b"\0"
         with contextlib.suppress(OSError):  # a link to nowhere, or gone again
             code += (folder / os.fsdecode(name)).read_bytes()
-    return {"commit": commit and commit.decode(), "uncommitted_changes": None if changed is None else bool(changed or new),
+    return {"commit": commit.decode() if commit else os.environ.get("LONGHORN_COMMIT"),
+            "uncommitted_changes": None if changed is None else bool(changed or new),
             "changed_code": hashlib.sha256(code).hexdigest()[:12] if code else None}
 
 

@@ -140,11 +140,13 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
-def test_the_version_counts_files_that_git_does_not_track(checkout):
+def test_the_version_counts_files_that_git_does_not_track(checkout, monkeypatch):
     folder, git = checkout
     seen = lambda: tuple(code_version()[key] for key in ("uncommitted_changes", "changed_code"))
     clean = code_version()
     assert clean == {"commit": clean["commit"], "uncommitted_changes": False, "changed_code": None} and len(clean["commit"]) == 40
+    monkeypatch.setenv("LONGHORN_COMMIT", "abc")
+    assert code_version() == clean  # git knows better
 
     (folder / "notes.txt").write_text("nobody runs these")
     (folder / "out").mkdir()
@@ -178,6 +180,8 @@ def test_the_version_where_git_knows_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever lies above
     (tmp_path / "model.py").write_text("")
     assert code_version() == dict.fromkeys(("commit", "uncommitted_changes", "changed_code"))
+    monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # of a copy without .git
+    assert code_version() == {"commit": "abc", "uncommitted_changes": None, "changed_code": None}
 
 
 def test_a_curve_of_nothing_is_not_drawn(tmp_path):
