@@ -13,6 +13,7 @@ import math
 
 import torch
 import torch.nn as nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from linear_attention import delta_rule, wkv4
 from ops import causal_conv1d, conv_state, rms_norm
@@ -50,32 +51,30 @@ def head_norm(x, weight=1.0, eps=1e-5, backend=None):
     return rms_norm(x, weight, eps, backend)
 
 
-class Room(tuple):
-    """Where attention's cache lies, with room behind its `used` tokens. To who walks through a state it is an empty tuple: what
-    counts there are the views of it that hold the tokens."""
+# Keys that `append_to_cache` returned -> (where they and the values lie, with room behind them; the values returned with them).
+ROOMS = WeakIdKeyDictionary()
 
 
 def append_to_cache(cache, k, v):
-    """A cache (keys, values, Room) with k and v (B, H, T, n) behind it; the one before stays as it was.
+    """A cache (keys, values) with k and v (B, H, T, n) behind it; the one given stays as it was.
 
-    They are written into the room, so that a token does not cost a copy of all before it. Copied, with a quarter more room, is
-    what has none left, what has been continued otherwise already, and what somebody cut, sorted or moved. With gradients
-    nothing is written into: that is torch.cat.
+    They are written into the room behind it, so that few tokens copy all before them: when none is left, a quarter more is made.
+    The room belongs to the very tensors that were returned, and whoever continues them first takes it; another continuation,
+    and what somebody cut, sorted, expanded, moved or loaded, begins with a copy. With gradients or when compiling: torch.cat.
     """
-    (past_k, past_v), (room,) = cache[:2], cache[2:] or ((),)
-    T = past_k.shape[2] + k.shape[2]
-    if torch.is_grad_enabled():
-        return torch.cat([past_k.to(k.dtype), k], 2), torch.cat([past_v.to(v.dtype), v], 2), ()
-    fits = (isinstance(room, Room) and room.used == past_k.shape[2] and T <= room.k.shape[2] and k.dtype == room.k.dtype
-            and room.k.is_inference() == torch.is_inference_mode_enabled())
-    if not fits or any(past.data_ptr() != a.data_ptr() or past.shape[:2] != a.shape[:2]
-                       for past, a in ((past_k, room.k), (past_v, room.v))):
-        room = Room()
-        room.k, room.v = (a.new_empty(*a.shape[:2], T + max(32, T // 4), a.shape[3]) for a in (k, v))
-        room.k[:, :, :past_k.shape[2]], room.v[:, :, :past_k.shape[2]] = past_k, past_v
-    room.k[:, :, past_k.shape[2]:T], room.v[:, :, past_k.shape[2]:T] = k, v
-    room.used = T
-    return room.k[:, :, :T], room.v[:, :, :T], room
+    past_k, past_v = cache
+    past, T = past_k.shape[2], past_k.shape[2] + k.shape[2]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.cat([past_k.to(k.dtype), k], 2), torch.cat([past_v.to(v.dtype), v], 2)
+    room_k, room_v, values = ROOMS.pop(past_k, (None, None, None))  # of two threads one gets it
+    if not (values is past_v and T <= room_k.shape[2] and k.dtype == room_k.dtype and k.shape[:2] == room_k.shape[:2]
+            and room_k.is_inference() == torch.is_inference_mode_enabled()):
+        room_k, room_v = (a.new_empty(*a.shape[:2], T + max(32, T // 4), a.shape[3]) for a in (k, v))
+        room_k[:, :, :past], room_v[:, :, :past] = past_k, past_v
+    room_k[:, :, past:T], room_v[:, :, past:T] = k, v
+    keys, values = room_k[:, :, :T], room_v[:, :, :T]
+    ROOMS[keys] = room_k, room_v, values
+    return keys, values
 
 
 def scan_backend(config):

@@ -223,7 +223,7 @@ class Attention(nn.Module):
         angle = torch.arange(past, past + T, device=x.device)[:, None] * frequency  # (T, n/2), float32
         q, k = (rotate(a, angle.cos(), angle.sin()) for a in (q, k))
         if state is not None:
-            k, v, _ = state = append_to_cache(state, k, v)
+            k, v = state = append_to_cache(state, k, v)
         y = self.out_proj(self.attend(q, k, v).transpose(1, 2).reshape(B, T, d))
         return y, state
 

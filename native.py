@@ -168,7 +168,8 @@ def _compile(command, tag, machine, sources, folder):
     def make(to):
         run = subprocess.run([*command, *map(str, sources), "-o", str(to)], capture_output=True, text=True)
         if run.returncode:
-            raise OSError(f"{command[0]} could not build {Path(sources[0]).name}: {run.stderr.strip()[:500]}")
+            names = " and ".join(Path(source).name for source in sources)
+            raise OSError(f"{command[0]} could not build {names}: {run.stderr.strip()[:500]}")
 
     return _cached(f"longhorn_scan_{tag}", ".so", [version, machine, *command], sources, folder, make)
 

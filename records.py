@@ -154,7 +154,7 @@ def code_version():
 
 
 def version(ran_in):
-    """Of the code that ran: the commit, and a + with a hash where its sources differed; None outside of git."""
+    """Of the code that ran: the commit, and a + with a hash where its sources differed; None where neither is known."""
     code = ran_in["changed_code"] if "changed_code" in ran_in else ran_in["uncommitted_changes"] and "changed"
     return ran_in["commit"] and ran_in["commit"] + (f"+{code}" if code else "")
 

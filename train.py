@@ -625,7 +625,8 @@ class Run:
         if at_end or regular:
             faults.unchanged(self.data.val, self.stamps)
             self.val_loss = compared = self.validate(done, self.final_windows if at_end else self.some_windows)
-            if at_end and done > config.eval_interval > 0 and not np.array_equal(self.final_windows, self.some_windows):
+            others = done > config.eval_interval > 0 or self.best < math.inf  # validated before, over eval_tokens
+            if at_end and others and not np.array_equal(self.final_windows, self.some_windows):
                 compared = self.loss_over(self.some_windows)  # the best is the best on the same tokens
             self.best = min(self.best, compared)
         due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else regular
@@ -658,6 +659,8 @@ class Run:
                 dist.broadcast_object_list(known)
             self.val_loss = self.validate(config.max_iters, windows) if known[0] is None else known[0]
             self.draw()
+        if self.best == math.inf:  # looked for anew, and nothing was left to train
+            self.best = self.loss_over(self.some_windows)
         self.bar.close()
         if not self.is_main:
             return

@@ -478,6 +478,16 @@ def test_the_best_is_looked_for_anew_over_other_tokens(data, tmp_path):
     assert sorted(later) == [10, 12] and json.loads((out / "result.json").read_text())["best_val_loss"] == min(later.values())
     assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
 
+    # over the tokens asked for in the end, also where nothing is left to train or no evaluation comes before the last
+    (out / "result.json").unlink()
+    succeed(arguments(data, out, **same, eval_tokens=64, resume="auto"))
+    for name, changes in (("whole", {"final_eval_tokens": 64}), ("rarely", {"resume": "auto", "eval_interval": 0})):
+        if name == "rarely":
+            succeed(arguments(data, tmp_path / name, eval_tokens=64), LM=stops_at(7))
+        succeed(arguments(data, tmp_path / name, eval_tokens=64, **changes))
+    found = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "whole", "rarely")]
+    assert found[0]["best_val_loss"] == found[1]["val_loss"] == found[2]["best_val_loss"] != found[2]["val_loss"]
+
 
 def damage(path):
     content = bytearray(path.read_bytes())
