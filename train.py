@@ -118,6 +118,10 @@ def warmup_steps(config):
     return round(0.05 * config.max_iters) if config.warmup_iters < 0 else config.warmup_iters
 
 
+def in_short(tokens):
+    return f"{tokens / 1e6:,.1f}M" if tokens >= 1e5 else f"{tokens:,}"
+
+
 def peak_flops(device_name):
     """The device's dense bf16 peak in FLOP/s, or None."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in (device_name or "")), None)
@@ -505,7 +509,7 @@ class Run:
                  f"tensors with weight decay; {derived['device_name']} x {self.world}, {config.dtype}; tokens mixed by "
                  f"{self.mixing}")
         bar.line(f"data: {data.folder} ({len(data.train):,} training tokens); {config.max_iters:,} steps of "
-                 f"{config.batch_tokens:,} tokens = {tokens / 1e6:.1f}M ({derived['epochs']:.2f} epochs), "
+                 f"{config.batch_tokens:,} tokens = {in_short(tokens)} ({derived['epochs']:.2f} epochs), "
                  f"{derived['accumulation']} micro-batches a step")
         for line in self.damaged:
             bar.line(f"passed over: {line}")
@@ -693,7 +697,7 @@ class Run:
         if self.wandb:
             self.wandb.summary.update(result)
             self.wandb.finish()
-        faults.say(f"{text}, after {derived['tokens'] / 1e6:.3g}M tokens in {seconds:.0f} s; records in {self.out}/")
+        faults.say(f"{text}, after {in_short(derived['tokens'])} tokens in {seconds:.0f} s; records in {self.out}/")
 
     def gradients(self, windows):
         """Adds up the gradients of this process's windows: their share of the loss, or None where memory does not hold a
