@@ -33,19 +33,7 @@ import fused
 import mixers
 import native
 from linear_attention import choose_kernel, gated_linear_attention, retention
-from mixers import (
-    DeltaNet,
-    RWKV4TimeMix,
-    append_to_cache,
-    dense,
-    head_norm,
-    norm_backend,
-    ramp,
-    rwkv_mu,
-    split_heads,
-    to_residual,
-    xavier,
-)
+from mixers import DeltaNet, RWKV4TimeMix, dense, head_norm, norm_backend, ramp, rwkv_mu, split_heads, to_residual, xavier
 from ops import causal_conv1d, conv_state, rms_norm
 from scan import longhorn_scan, selective_scan
 
@@ -223,7 +211,7 @@ class Attention(nn.Module):
         angle = torch.arange(past, past + T, device=x.device)[:, None] * frequency  # (T, n/2), float32
         q, k = (rotate(a, angle.cos(), angle.sin()) for a in (q, k))
         if state is not None:
-            k, v = state = append_to_cache(state, k, v)
+            k, v = state = mixers.append_to_cache(state, k, v)
         y = self.out_proj(self.attend(q, k, v).transpose(1, 2).reshape(B, T, d))
         return y, state
 

@@ -629,8 +629,8 @@ class Run:
         if at_end or regular:
             faults.unchanged(self.data.val, self.stamps)
             self.val_loss = compared = self.validate(done, self.final_windows if at_end else self.some_windows)
-            others = done > config.eval_interval > 0 or self.best < math.inf  # validated before, over eval_tokens
-            if at_end and others and not np.array_equal(self.final_windows, self.some_windows):
+            compared_before = done > config.eval_interval > 0 or self.best < math.inf  # over eval_tokens
+            if at_end and compared_before and not np.array_equal(self.final_windows, self.some_windows):
                 compared = self.loss_over(self.some_windows)  # the best is the best on the same tokens
             self.best = min(self.best, compared)
         due = done % config.checkpoint_interval == 0 if config.checkpoint_interval else regular

@@ -120,6 +120,7 @@ def test_environment_says_where_it_ran(monkeypatch):
     assert where["command"].endswith("train.py --n_layer=2") and where["cores"] >= 1 and where["cpu"]
     json.dumps(where)
     monkeypatch.setenv("PATH", "")  # no git
+    monkeypatch.delenv("LONGHORN_COMMIT", raising=False)
     assert environment()["commit"] is None and environment()["uncommitted_changes"] is None
 
 
@@ -178,6 +179,7 @@ def test_the_version_counts_files_that_git_does_not_track(checkout, monkeypatch)
 def test_the_version_where_git_knows_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever lies above
+    monkeypatch.delenv("LONGHORN_COMMIT", raising=False)
     (tmp_path / "model.py").write_text("")
     assert code_version() == dict.fromkeys(("commit", "uncommitted_changes", "changed_code"))
     monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # of a copy without .git
