@@ -21,7 +21,8 @@ struct ConvArgs {
     // backward only
     const void *dy;
     int64_t dy_b, dy_t;
-    void *dx;                                         // (B, T, D) contiguous
+    void *dx;                                         // (B, T, D): row (b, t) at (b T + t) dx_t
+    int64_t dx_t;
     float *dweight, *dbias;                           // (rows, W, D), (rows, D), to be summed: a row a batch row, CUDA: a tile
     float *dstate;                                    // (B, W - 1, D)
 };
@@ -129,7 +130,7 @@ template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
 
 template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, ConvSums<W> &s) {
     const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
-    E *dx = (E *)a.dx + at.b * a.T * a.D + at.c;
+    E *dx = (E *)a.dx + at.b * a.T * a.dx_t + at.c;
     Ahead<E> xs[CONV_AHEAD], dys[CONV_AHEAD];
     float dxs[CONV_AHEAD];
     at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
@@ -152,7 +153,7 @@ template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvA
     #pragma unroll
     for (int i = 0; i < CONV_AHEAD; i++) {
         const int to = t + i - W + 1;                                    // the step whose gradients are complete
-        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.D * sizeof(E))), dxs[i]);
+        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.dx_t * sizeof(E))), dxs[i]);
         else if (to < 0 && a.dstate) a.dstate[(at.b * (W - 1) + to + W - 1) * a.D + at.c] = dxs[i];
     }
 }
@@ -220,7 +221,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
         vec w[MAX_WIDTH], dw[MAX_WIDTH], window[MAX_WIDTH], dp[MAX_WIDTH];
         vec bias = a.bias ? load(a.bias + c, n) : vec{}, dbias = {};
         const E *x = (const E *)a.x + b * a.x_b + c, *dy = (const E *)a.dy + b * a.dy_b + c;
-        E *dx = (E *)a.dx + b * a.T * a.D + c;
+        E *dx = (E *)a.dx + b * a.T * a.dx_t + c;
         auto input = [&](int64_t t) {
             if (t >= 0) return load(x + t * a.x_t, n);
             return a.state && t >= 1 - W ? load(a.state + (b * (W - 1) + t + W - 1) * a.D + c, n) : vec{};
@@ -240,7 +241,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
             dbias += d;
             vec sum = {};
             for (int i = 0; i < W; i++) { dw[i] += d * window[i]; sum += w[i] * dp[W - 1 - i]; }
-            store(dx + t * a.D, sum, n);
+            store(dx + t * a.dx_t, sum, n);
             for (int i = W - 1; i > 0; i--) window[i] = window[i - 1];
             window[0] = input(t - W);
         }

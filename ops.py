@@ -107,12 +107,14 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
-@torch.library.custom_op("longhorn::conv", mutates_args=())
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
+def conv_forward(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
     kernels = native.Kernels(native.ConvArgs, x, W=weight.shape[1], silu=int(silu))
     y = native.empty(x, *x.shape, dtype=kernels.dtype)
     kernels("causal_conv_forward", {"x": x}, {"weight": weight, "bias": bias, "state": state}, y=y)
     return y.to(x.dtype)
+
+
+_conv = torch.library.custom_op("longhorn::conv", conv_forward, mutates_args=())
 
 
 @_conv.register_fake
@@ -124,9 +126,15 @@ def _(x, weight, bias, state, silu):
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dstate); the last two are empty without a bias and a state."""
+    return conv_backward(dy, x, weight, bias, state, silu)
+
+
+def conv_backward(dy, x, weight, bias, state, silu, into=None):
+    """The same. into: dx (B, T, D), as a part of wider rows."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = native.Kernels(native.ConvArgs, x, W=W, silu=int(silu))
-    dx, rows = native.empty(x, B, T, D, dtype=kernels.dtype), B * kernels.segments
+    dx, rows = native.empty(x, B, T, D, dtype=kernels.dtype) if into is None else into, B * kernels.segments
+    kernels.args.dx_t = dx.stride(1)
     dweight, dbias = native.empty(x, rows, W, D), native.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: where there is no step at all
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},

@@ -265,10 +265,9 @@ def _sizes(x, k, cu_seqlens):
     return len(cu_seqlens) - 1, T // native.CHUNK + len(cu_seqlens) - 1
 
 
-@torch.library.custom_op("longhorn::scan", mutates_args=())
-def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
-          dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
-          save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def scan_forward(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
+                 dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
+                 save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries - empty unless `save`)."""
     (B, T, d), N = x.shape, k.shape[2]
     kernels, cu = _kernels(x, k, cu_seqlens, update, "forward")
@@ -281,6 +280,9 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
     kernels("longhorn_scan_forward", {"x": x, "dt": dt, "k": k, "q": q, "z": z},
             {"A": A, "skip": D, "bias": dt_bias, "h0": h0}, y=y, hT=hT, chunks=chunks if save else None, cu=cu)
     return y.to(x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), chunks
+
+
+_scan = torch.library.custom_op("longhorn::scan", scan_forward, mutates_args=())
 
 
 @_scan.register_fake
@@ -296,12 +298,21 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
                    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None,
                    chunks: Tensor, update: str) -> list[Tensor]:
     """[dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0]; those of absent arguments are empty."""
+    grads = scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks, update)
+    return [native.empty(x, 0) if g is None else g for g in grads]
+
+
+def scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks, update, into=None):
+    """The same, None for absent arguments. into: (dx, ddt, dz), (B, T, D) each, as parts of wider rows, all equally wide."""
     if chunks.numel() == 0:
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
     (B, T, d), N = x.shape, k.shape[2]
     kernels, cu = _kernels(x, k, cu_seqlens, update, "backward")
     rows, _ = _sizes(x, k, cu_seqlens)
-    dx, ddt, dz = (native.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
+    if into is None:
+        into = (native.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
+    dx, ddt, dz = into
+    kernels.args.dx_t = dx.stride(1)
     dk, dq = (native.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     S = kernels.segments
     dD, dbias = (native.empty(x, rows * S, d) if a is not None else None for a in (D, dt_bias))
@@ -312,11 +323,10 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     kernels("longhorn_scan_backward", {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy},
             {"A": A, "skip": D, "bias": dt_bias, "chunks": chunks, "dhT": dhT},
             dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dA=dA, dskip=dD, dbias=dbias, dh0=dh0, cu=cu)
-    grads = [dx.to(x.dtype), ddt.to(x.dtype), dk.sum(0).to(x.dtype), dq.sum(0).to(x.dtype),
-             None if dA is None else dA.sum(0), None if dD is None else dD.sum(0), None if dz is None else dz.to(x.dtype),
-             None if dbias is None else dbias.sum(0),
-             dh0 if dh0 is None or S == 1 else dh0.view(rows, S, d, N)[:, 0].clone()]
-    return [native.empty(x, 0) if g is None else g for g in grads]
+    return [dx.to(x.dtype), ddt.to(x.dtype), dk.sum(0).to(x.dtype), dq.sum(0).to(x.dtype),
+            None if dA is None else dA.sum(0), None if dD is None else dD.sum(0), None if dz is None else dz.to(x.dtype),
+            None if dbias is None else dbias.sum(0),
+            dh0 if dh0 is None or S == 1 else dh0.view(rows, S, d, N)[:, 0].clone()]
 
 
 @_scan_backward.register_fake

@@ -52,8 +52,8 @@ SIZE_NAMES = ("laptop", *SIZES)
 PEERS = {"llama": ["transformers"], "mamba": ["mambapy", "transformers"], "rwkv4": ["transformers"]}
 STEPS = {"cpu": (0, 1), "cuda": (1, 5)}  # untimed and timed steps of a turn; between turns a GPU's cache is given back
 START_S = 600  # for building the kernels, and for torch.compile
-SOURCES = ("model.py", "mixers.py", "linear_attention.py", "ops.py", "scan.py", "longhorn_scan.cu", "conv_norm.cu", "lanes.h",
-           "train.py")
+SOURCES = ("model.py", "mixers.py", "linear_attention.py", "ops.py", "scan.py", "scan_block.py", "longhorn_scan.cu",
+           "conv_norm.cu", "lanes.h", "train.py")
 
 
 # --------------------------------------------------------------------------------------------------- one process a model

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or else no matrix product on a GPU while `poison` is at work
 
 
 def pytest_configure():

@@ -327,7 +327,7 @@ def test_flops_per_token(family):
     forward = counter.get_flop_counts()["Global"]
     with FlopCounterMode(display=False) as counter:
         loss.backward()
-    matrices = [torch.ops.aten.mm, torch.ops.aten.addmm]
+    matrices = [torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.longhorn.scan_block, torch.ops.longhorn.scan_block_backward]
     linear = flops["forward"] - sum(b.branch.mixing_flops(T) for b in lm.branches)
     assert sum(forward.get(op, 0) for op in matrices) == B * T * linear
     assert sum(counter.get_flop_counts()["Global"].get(op, 0) for op in matrices) == 2 * B * T * linear
@@ -897,15 +897,17 @@ def test_the_torch_kernel_gives_the_same(family):
 @pytest.mark.parametrize("family, module, name", [
     ("gla", model, "gated_linear_attention"), ("retnet", model, "retention"), ("rwkv", model, "retention"),
     ("deltanet", mixers, "delta_rule"), ("longhorn", model, "longhorn_scan"), ("mamba", model, "selective_scan"),
+    ("longhorn", model, "can_run"),
 ])
 @torch.no_grad()
 def test_the_kernel_that_is_asked_for_is_passed_on(family, module, name, monkeypatch):
     asked, run = [], getattr(module, name)
-    scans = "backend" if name.endswith("scan") else "kernel"
+    scans = "kernel" if family in ("gla", "retnet", "rwkv", "deltanet") else "backend"
     monkeypatch.setattr(module, name, lambda *a, **how: asked.append(how[scans]) or run(*a, **{**how, scans: None}))
     kernels = ("", "torch") if scans == "backend" else ("", "torch", "fused")
     for kernel in kernels:
-        tiny(family, n_layer=1, kernel=kernel)(tokens(1, 3))
+        lm = tiny(family, n_layer=1, kernel=kernel)
+        lm(tokens(1, 3), state=lm.initial_state(1) if name.endswith("scan") else None)
     assert list(dict.fromkeys(asked)) == [kernel or None for kernel in kernels]
 
 
