@@ -596,7 +596,10 @@ class Run:
     def draw(self):
         if self.is_main:
             with contextlib.suppress(Exception):  # no picture is worth a run
-                draw_loss(self.out)
+                try:
+                    draw_loss(self.out)
+                except ImportError as error:
+                    native.say_once(f"no loss.png: {error} (pip install matplotlib; then python records.py {self.out})")
 
     def save(self, step, loss):
         """Begin to save the state after `step`, whose validation loss is `loss` if it is known; `settle` says how it ended."""

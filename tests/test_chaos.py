@@ -955,8 +955,8 @@ def test_a_disk_too_full_for_the_last_checkpoint_only(launch, small_disk, data):
 
 def test_no_picture_is_worth_a_run(data, tmp_path):
     draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))
-    succeed(arguments(data, tmp_path / "run"), draw_loss=draw_loss)
-    assert draw_loss.called
+    said = succeed(arguments(data, tmp_path / "run"), draw_loss=draw_loss).err
+    assert draw_loss.called and said.count("no loss.png: failed to map segment") == 1
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
