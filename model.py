@@ -36,7 +36,7 @@ from linear_attention import choose_kernel, gated_linear_attention, retention
 from mixers import DeltaNet, RWKV4TimeMix, dense, head_norm, norm_backend, ramp, rwkv_mu, split_heads, to_residual, xavier
 from ops import causal_conv1d, conv_state, rms_norm
 from scan import longhorn_scan, selective_scan
-from scan_block import can_run, scan_block
+from scan_block import also_in_scan_block, can_run, is_plain, scan_block
 
 
 @dataclass
@@ -79,12 +79,6 @@ class ScanBlock(nn.Module):
         out = W_out y
     """
 
-    update = None  # what scan_block calls the class's scan; None: it has none of it
-
-    def __init_subclass__(cls):
-        if {"conv", "scan"} & vars(cls).keys():  # whoever brings another does not inherit what scan_block does instead
-            cls.update = vars(cls).get("update")
-
     def __init__(self, config, layer):
         super().__init__()
         d, self.N, self.W = config.n_embd, config.d_state, config.d_conv
@@ -102,21 +96,21 @@ class ScanBlock(nn.Module):
     def rates(self):
         """Mamba's A (d_inner, N), or None."""
 
+    @also_in_scan_block("conv")
     def conv(self, x, before):
         return causal_conv1d(x, self.conv_weight, self.conv_bias, before, backend=self.backend)  # (B, T, d_inner)
 
     def in_one(self, xz):
-        """Whether the kernels of scan_block can do what `forward` spells out, and nobody watches or replaced a part of it."""
-        plain = all(type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks
-                    for m in (self.x_proj, self.dt_proj))
-        return self.update is not None and plain and can_run(xz, self.W, backend=self.backend)
+        """Whether scan_block does what `forward` spells out: on its kernels, where nobody replaced or watches a part."""
+        marked = hasattr(self.conv, "in_scan_block") and hasattr(self.scan, "in_scan_block")
+        return marked and is_plain(self.x_proj) and is_plain(self.dt_proj) and can_run(xz, self.W, backend=self.backend)
 
     def forward(self, u, state=None):
         x_before, h0 = (None, None) if state is None else state
         xz = self.in_proj(u)  # (B, T, 2 d_inner)
-        if state is None and self.in_one(xz):  # the next lines as one operator; to try others: update = None
+        if state is None and self.in_one(xz):  # c, r, k, q, y below, as one operator
             y = scan_block(xz, self.conv_weight, self.conv_bias, self.x_proj.weight, self.dt_proj.weight, self.rates(), self.D,
-                           self.dt_bias, self.update)
+                           self.dt_bias, self.scan.in_scan_block)
             return self.out_proj(y), None
         x, z = xz.chunk(2, -1)  # (B, T, d_inner) each, views
         c = self.conv(x, x_before)  # (B, T, d_inner)
@@ -147,21 +141,22 @@ class ScanBlock(nn.Module):
 class Longhorn(ScanBlock):
     """S_ij = (1 - eps_i k_j^2) S_ij + eps_i x_i k_j (Eq. 7), eps = beta / (1 + beta |k|^2), beta = sigmoid(dt + dt_bias)."""
 
-    update, exact = "longhorn", False  # an edit of `scan` needs update = None
-
     def __init__(self, config, layer):
         if config.kernel == "fused":
             raise RuntimeError("kernel 'fused': nobody's library has Longhorn's scan: leave kernel empty")
         super().__init__(config, layer)
 
+    @also_in_scan_block("longhorn")
     def scan(self, x, dt, k, q, z, h0):
-        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=self.exact, backend=self.backend)
+        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, backend=self.backend)
 
 
 class LonghornExact(Longhorn):
     """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k for each channel i (Eq. 6)."""
 
-    update, exact = "exact", True
+    @also_in_scan_block("exact")
+    def scan(self, x, dt, k, q, z, h0):
+        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True, backend=self.backend)
 
     def mixing_flops(self, T):
         return super().mixing_flops(T) + self.d_inner  # k S summed over the states (2 a state, as k S alone), then x - k S (1)
@@ -170,23 +165,24 @@ class LonghornExact(Longhorn):
 class Mamba(ScanBlock):
     """S_ij = exp(delta_i A_ij) S_ij + delta_i x_i k_j, delta = softplus(dt + dt_bias), A = -exp(A_log) (Gu & Dao 2023)."""
 
-    update = "mamba_softplus"
-
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.A_log = nn.Parameter(torch.empty(self.d_inner, self.N))
         self.fused_scan, self.fused_conv = fused.load_mamba() if config.kernel == "fused" else (None, None)
-        if self.fused_scan is not None:
-            self.update = None
+
+    def in_one(self, xz):
+        return self.fused_scan is None and super().in_one(xz)
 
     def rates(self):
         return -self.A_log.exp()
 
+    @also_in_scan_block("conv")
     def conv(self, x, before):
         if self.fused_conv is None or before is not None:
             return super().conv(x, before)
         return fused.mamba_conv(self.fused_conv, x, self.conv_weight, self.conv_bias)
 
+    @also_in_scan_block("mamba_softplus")
     def scan(self, x, dt, k, q, z, h0):
         A = self.rates()  # (d_inner, N)
         if self.fused_scan is None or h0 is not None:  # mamba-ssm's scan starts from zero only

@@ -332,9 +332,10 @@ class Kernels:
                 if can_split:
                     blocks = B * -(-D // channels)
                     self.segments = cuda_segments(blocks, T, gpu.multi_processor_count, JOINING[direction])
-            if T >= 2**31 - CUDA_THREADS or D * 4 >= 2**31:  # a kernel counts steps, and bytes from one to the next, in 32 bits
+            # a kernel counts steps, and the bytes from one to the next, of up to 2 D numbers (scan_block.py), in 32 bits
+            if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:
                 raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to {2**31 - CUDA_THREADS - 1} and "
-                                 f"{2**29 - 1}: use backend='torch'")
+                                 f"{2**28 - 1}: use backend='torch'")
             splits = -(-D // channels)  # blocks that share a batch row
             if B * self.segments * splits >= 2**31:
                 raise ValueError(f"{B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "

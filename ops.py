@@ -37,6 +37,16 @@ def differentiable_once(op, backward):
     backward.register_autograd(refuse)
 
 
+def one_after_another(backward):
+    """Several gradients at once, torch.func.vmap over a backward: one by one, as PyTorch does for all but lists."""
+    def each(info, in_dims, *args):
+        ones = ([a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size))
+        grads = [torch.stack(g) for g in zip(*(backward(*one) for one in ones), strict=True)]
+        return grads, [0] * len(grads)
+
+    backward.register_vmap(each)
+
+
 def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
     """The short depthwise causal convolution in front of the scan, with its SiLU: y_t = silu(b + sum_i w_i x_{t-W+1+i}).
 
@@ -134,6 +144,8 @@ def conv_backward(dy, x, weight, bias, state, silu, into=None):
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = native.Kernels(native.ConvArgs, x, W=W, silu=int(silu))
     dx, rows = native.empty(x, B, T, D, dtype=kernels.dtype) if into is None else into, B * kernels.segments
+    if dx.dtype != kernels.dtype:
+        raise ValueError(f"causal_conv1d: the kernels write {kernels.dtype} here, not {dx.dtype}")
     kernels.args.dx_t = dx.stride(1)
     dweight, dbias = native.empty(x, rows, W, D), native.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: where there is no step at all

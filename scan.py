@@ -312,6 +312,8 @@ def scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks
     if into is None:
         into = (native.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
     dx, ddt, dz = into
+    if dx.dtype != kernels.dtype:
+        raise ValueError(f"scan: the kernels write {kernels.dtype} here, not {dx.dtype}")
     kernels.args.dx_t = dx.stride(1)
     dk, dq = (native.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     S = kernels.segments
@@ -357,14 +359,7 @@ def _scan_grad(ctx, dy, dhT, _):
     return *(g if a is not None else None for g, a in zip(grads, tensors, strict=True)), None, None, None
 
 
-@_scan_backward.register_vmap
-def _(info, in_dims, *args):
-    """Several gradients at once, torch.func.vmap over a backward: one after another, as PyTorch does for all but lists."""
-    each = ([a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size))
-    grads = zip(*(torch.ops.longhorn.scan_backward(*one) for one in each), strict=True)
-    return [torch.stack(g) for g in grads], [0] * 9
-
-
 _scan.register_autograd(_scan_grad, setup_context=_scan_setup)
 ops.differentiable_once("scan", _scan_backward)
+ops.one_after_another(_scan_backward)
 native.register_autocast(torch.ops.longhorn.scan.default, casts=(0, 1, 2, 3, 6))  # x, dt, k, q, z

@@ -139,7 +139,7 @@ def test_mixer_is_the_update_of_its_row(family):
 def test_a_changed_mixer_is_seen(monkeypatch):
     longhorn, retention, delta_rule = model.longhorn_scan, model.retention, mixers.delta_rule
     with monkeypatch.context() as m:
-        m.setattr(model.Longhorn, "exact", True)  # another update behind the same family
+        m.setattr(model.Longhorn, "scan", model.LonghornExact.scan)  # another update behind the same family
         assert ol.mixer_off("longhorn", ol.longhorn) > 1e-3
     for family, module, name, changed in (
             ("longhorn", model, "longhorn_scan", lambda x, dt, *a, **kw: longhorn(x, dt + 0.01, *a, **kw)),

@@ -6,13 +6,17 @@ Forwards to the bit; backwards no further from the lines in float64 than the lin
 """
 
 
+import functools
+
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from test_ops import graded
 from test_scan import BF16, EPS, F16, F32, distance
 
 import model
+import scan_block as scan_module
 from bench.gpu import TESTED
 from model import LM, Longhorn, ModelConfig
 from ops import causal_conv1d
@@ -113,7 +117,7 @@ def test_opcheck(update):
     torch.library.opcheck(torch.ops.longhorn.scan_block_backward.default, (torch.randn_like(y), *plain, *kept, update))
 
 
-def test_gradient_of_one_argument_alone_and_none_without_need():
+def test_gradient_of_one_argument_alone():
     a = block_inputs("longhorn", 2, 35, 17, 16, 4, 2)
     whole = graded(in_one, a, update="longhorn")
     dy = torch.randn(whole["y"].shape, generator=torch.Generator().manual_seed(9)).to(BF16).to(F32)
@@ -121,9 +125,18 @@ def test_gradient_of_one_argument_alone_and_none_without_need():
         one = {n: v.detach().requires_grad_(n == name) for n, v in a.items()}
         scan_block(**one, A=None, update="longhorn").backward(dy)
         assert torch.equal(one[name].grad, whole["d" + name]) and [n for n, v in one.items() if v.grad is not None] == [name]
-    chunks = torch.ops.longhorn.scan_block(*(a.get(n) for n in ("xz", "conv_weight", "conv_bias", "x_weight", "dt_weight", "A",
-                                                               "D", "dt_bias")), "longhorn", False)[-1]
-    assert chunks.numel() == 0
+
+
+def test_states_are_kept_only_for_a_backward(monkeypatch):
+    kept, forward = [], scan_module.scan_forward
+    monkeypatch.setattr(scan_module, "scan_forward", lambda *a: kept.append(a[-1]) or forward(*a))
+    a = block_inputs("longhorn", 1, 3, 5, 2, 4, 1)
+    needed = {n: v.clone().requires_grad_() for n, v in a.items()}
+    in_one(**a, update="longhorn")
+    in_one(**needed, update="longhorn")
+    with torch.no_grad():
+        in_one(**needed, update="longhorn")
+    assert kept == [False, True, False]
 
 
 def test_a_second_derivative_is_refused():
@@ -133,23 +146,60 @@ def test_a_second_derivative_is_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("name,shape", [("xz", (2, 5, 9)), ("xz", (2, 10)), ("conv_bias", (4,)), ("x_weight", (7, 5)),
-                                        ("x_weight", (1, 5)), ("dt_weight", (4, 2)), ("D", (6,)), ("A", (5, 2))])
+@pytest.mark.parametrize("name,shape", [
+    ("xz", (2, 5, 9)), ("xz", (2, 10)), ("xz", (2, 0, 10)), ("xz", ()), ("conv_bias", (4,)), ("x_weight", (7, 5)),
+    ("x_weight", (1, 5)), ("x_weight", ()), ("dt_weight", (4, 2)), ("dt_weight", (5,)), ("conv_weight", (5, 0)), ("D", (6,)),
+    ("A", (5, 2))])
 def test_shapes_that_do_not_fit_are_said(name, shape):
     a = block_inputs("longhorn", 2, 5, 5, 2, 4, 2) | {"A": None}
     with pytest.raises(ValueError, match="scan_block: "):
         scan_block(**a | {name: torch.zeros(shape)}, update="longhorn")
 
 
+def test_other_arguments_that_do_not_fit_are_said():
+    a = block_inputs("longhorn", 2, 5, 5, 2, 4, 2) | {"A": None}
+    with pytest.raises(ValueError, match="D is on meta, xz on cpu: move them"):
+        scan_block(**a | {"D": a["D"].to("meta")}, update="longhorn")
+    for update in ("longhorn_softplus", "Mamba"):
+        with pytest.raises(ValueError, match="unknown update '.*': choose one of longhorn,"):
+            scan_block(**a, update=update)
+    with pytest.raises(ValueError, match="no A do not go with update 'mamba'"):
+        scan_block(**a, update="mamba")
+    with pytest.raises(ValueError, match="conv_weight must be a torch.Tensor, got NoneType"):
+        scan_block(**a | {"conv_weight": None}, update="longhorn")
+
+
 def test_where_no_kernel_runs_it_is_said():
     for xz, W in ((torch.zeros(1, 2, 4, dtype=F16), 4), (torch.zeros(1, 2, 4).double(), 4), (torch.zeros(1, 2, 4), 9)):
         assert not can_run(xz, W)
-        with pytest.raises(ValueError, match="no kernels"):
+        with pytest.raises(ValueError, match="kernels do not run here"):
             scan_block(xz, torch.zeros(2, W), torch.zeros(2), torch.zeros(5, 2), torch.zeros(2, 1), None, torch.zeros(2),
                        torch.zeros(2), "longhorn")
     assert can_run(torch.zeros(1, 2, 4), 4) and not can_run(torch.zeros(1, 2, 4), 4, "torch")
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast("cpu", F16):
         assert not can_run(torch.zeros(1, 2, 4), 4)
+    half = {n: v.to(F16) for n, v in block_inputs("longhorn", 1, 3, 5, 2, 4, 1).items()}
+    args = [half.get(n) for n in ("xz", "conv_weight", "conv_bias", "x_weight", "dt_weight", "A", "D", "dt_bias")]
+    y, *kept = torch.ops.longhorn.scan_block(*args, "longhorn", True)
+    with pytest.raises(ValueError, match="the kernels write torch.float32 here, not torch.float16"):  # twice as many bytes
+        torch.ops.longhorn.scan_block_backward(y, *args, *kept, "longhorn")
+
+
+@pytest.mark.parametrize("without", ("conv_bias", "D", "dt_bias"))
+def test_without_an_optional_tensor(without):
+    a = block_inputs("longhorn", 2, 35, 17, 16, 4, 2)
+    del a[without]
+    got, want = (graded(f, a, update="longhorn", **{without: None}) for f in (in_one, spelled_out))
+    assert torch.equal(got["y"], want["y"]) and all(distance(got[n], want[n].double()) <= 32 * EPS for n in want)
+
+
+def test_several_gradients_at_once():
+    a = {n: v.requires_grad_() for n, v in block_inputs("longhorn", 1, 5, 6, 4, 4, 2).items()}
+    y = scan_block(**a, A=None, update="longhorn")
+    dys = torch.randn(3, *y.shape)
+    grads = lambda dy: torch.autograd.grad(y, list(a.values()), dy, retain_graph=True)
+    together = torch.func.vmap(grads)(dys)
+    assert all(torch.equal(g[i], one) for i, dy in enumerate(dys) for g, one in zip(together, grads(dy), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- in the block of model.py
@@ -172,15 +222,18 @@ def calls(monkeypatch):
     return made
 
 
+def unmark(lm):
+    """Have the model run as ScanBlock.forward spells it out."""
+    for branch in lm.branches:
+        branch.branch.conv = functools.partial(branch.branch.conv)
+    return lm
+
+
 @pytest.mark.parametrize("family", ("longhorn", "longhorn_exact", "mamba"))
 @pytest.mark.parametrize("dtype", (F32, BF16))
-def test_a_model_learns_alike_with_and_without(family, dtype, calls, monkeypatch):
+def test_a_model_learns_alike_with_and_without(family, dtype, calls):
     grads = []
-    for update in (True, False):
-        lm = tiny(family)
-        if not update:
-            for branch in lm.branches:
-                branch.branch.update = None
+    for lm in (tiny(family), unmark(tiny(family))):
         with torch.autocast("cpu", dtype, enabled=dtype == BF16):
             loss = loss_of(lm)
         loss.backward()
@@ -190,48 +243,94 @@ def test_a_model_learns_alike_with_and_without(family, dtype, calls, monkeypatch
     assert all(distance(g, grads[1][n].double()) < (0.02 if dtype == BF16 else 3e-6) for n, g in grads[0].items())
 
 
-def test_another_scan_or_convolution_is_what_trains(calls, monkeypatch):
-    class Halved(Longhorn):
-        def scan(self, x, dt, k, q, z, h0):
-            return super().scan(x, dt, k / 2, q, z, h0)
-
-    class Inherits(Halved):
-        pass
-
-    class Named(Longhorn):
-        update = "exact"
-
-        def scan(self, x, dt, k, q, z, h0):
-            return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True)
-
-    assert (Halved.update, Inherits.update, Named.update) == (None, None, "exact")
-    for mixer in (Halved, Inherits):
-        monkeypatch.setitem(model.FAMILIES, "halved", [mixer])
-        halved = tiny("halved")
-        monkeypatch.setitem(model.FAMILIES, "halved", [Longhorn])
-        plain = tiny("halved")
-        plain.load_state_dict(halved.state_dict())
-        with torch.no_grad():
-            different = loss_of(plain) != loss_of(halved)
-            plain.branches[0].branch.x_proj.weight[2:18] /= 2  # dt_rank 2, then 16 keys
-            assert different and torch.allclose(loss_of(plain), loss_of(halved), atol=1e-6)
-    assert len(calls) == 4  # those of `plain`
+class Halved(Longhorn):
+    def scan(self, x, dt, k, q, z, h0):
+        return super().scan(x, dt, k / 2, q, z, h0)
 
 
-def test_hooks_and_replaced_projections_are_heard(calls):
+class Inherits(Halved):
+    pass
+
+
+class HalvesFor:
+    def scan(self, x, dt, k, q, z, h0):
+        return super().scan(x, dt, k / 2, q, z, h0)
+
+
+class MixedIn(HalvesFor, Longhorn):
+    pass
+
+
+class BoundLater(Longhorn):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.scan = lambda x, dt, k, q, z, h0: Longhorn.scan(self, x, dt, k / 2, q, z, h0)
+
+
+@pytest.mark.parametrize("mixer", (Halved, Inherits, MixedIn, BoundLater), ids=lambda c: c.__name__)
+@torch.no_grad()
+def test_another_scan_is_what_trains(mixer, calls, monkeypatch):
+    monkeypatch.setitem(model.FAMILIES, "halved", [mixer])
+    halved = tiny("halved")
+    monkeypatch.setitem(model.FAMILIES, "halved", [Longhorn])
+    plain = tiny("halved")
+    plain.load_state_dict(halved.state_dict())
+    assert loss_of(plain) != loss_of(halved)
+    plain.branches[0].branch.x_proj.weight[2:18] /= 2  # dt_rank 2, then 16 keys
+    assert torch.allclose(loss_of(plain), loss_of(halved), atol=1e-6)
+    assert len(calls) == 2  # those of `plain`
+
+
+def test_another_convolution_is_what_trains(calls, monkeypatch):
+    class NoConvolution(Longhorn):
+        def conv(self, x, before):
+            return F.silu(x)
+
+    monkeypatch.setitem(model.FAMILIES, "none", [NoConvolution])
+    lm = tiny("none")
+    loss_of(lm).backward()
+    assert not calls and lm.branches[0].branch.conv_weight.grad is None
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_bias(m):
+    m.bias = nn.Parameter(torch.ones(m.out_features))
+
+
+@pytest.mark.parametrize("name", ("x_proj", "dt_proj"))
+@pytest.mark.parametrize("change", [
+    lambda m: m.register_forward_hook(lambda module, inputs, y: 2 * y), with_bias, lambda m: setattr(m, "__class__", Adapted),
+    lambda m: m.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],)),
+    lambda m: setattr(m, "forward", lambda x: 2 * F.linear(x, m.weight))],
+    ids=("hook", "bias", "class", "pre-hook", "forward"))
+@torch.no_grad()
+def test_changed_projections_are_what_trains(name, change, calls):
     lm = tiny()
-    first, second = (branch.branch for branch in lm.branches)
-    seen = []
-    handle = first.x_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    before, idx = loss_of(lm), torch.randint(64, (1, 9))
+    calls.clear()
+    for branch in lm.branches:
+        change(getattr(branch.branch, name))
+    assert loss_of(lm) != before and not calls
+    assert torch.allclose(lm(idx)[0], lm(idx, state=lm.initial_state(1))[0], atol=1e-6)
 
-    class Adapted(torch.nn.Linear):
-        def forward(self, x):
-            seen.append("adapted")
-            return super().forward(x)
 
-    second.dt_proj = Adapted(second.R, second.d_inner, bias=False)
-    loss_of(lm)
-    assert seen == [(2, 39, 34), "adapted"] and not calls
-    handle.remove()
-    loss_of(lm)
-    assert len(calls) == 1
+def test_backward_hooks_are_heard():
+    lm, heard = tiny(), []
+    lm.branches[0].branch.x_proj.register_full_backward_hook(lambda *_: heard.append(1))
+    loss_of(lm).backward()
+    assert heard == [1]
+
+
+def test_dtypes_that_the_operator_leaves_to_the_parts(calls):
+    idx = torch.randint(64, (1, 20))
+    lm = LM(ModelConfig(n_layer=1, n_head=2, n_embd=32, block_size=40, vocab_size=64, scan_backend="cpu")).half()
+    lm(idx, idx)[1].backward()
+    block, u = tiny().double().branches[0].branch, torch.randn(1, 9, 32).double()
+    want = block(u)[0]
+    with torch.autocast("cpu", BF16):
+        got = block(u)[0]
+    assert got.dtype == want.dtype == torch.float64 and torch.equal(got, want) and not calls
