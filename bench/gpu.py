@@ -5,9 +5,9 @@
     make gpu OUT=elsewhere ARGS="--stages=training"
 
 Stages, each a process of its own with a time limit; what one lacks is said and skipped, and what fails stops no other:
-environment, build, tests, gradients, benchmark, convolution, training, memcheck, racecheck, initcheck. Out come gpu.json
-(written after every stage), gpu.log (all output), and scan_cuda.json and .png from bench/scan.py. Exit status 1 if any
-stage failed.
+environment, build, tests, gradients, benchmark, convolution, training, segments, memcheck, racecheck, initcheck. Out come
+gpu.json (written after every stage), gpu.log (all output), scan_cuda.json and .png from bench/scan.py, and segments_cuda.json
+from bench/segments.py. Exit status 1 if any stage failed.
 
 The surprise: a stage hands its numbers over a file, line by line, so one that is killed half way keeps what it had found.
 """
@@ -717,7 +717,11 @@ def benchmark(context):
     return command + ["--dry_run", "--rounds=2"] * context.dry_run
 
 
-def benchmark_summary(found, text):
+def segments(context):
+    return [sys.executable, "bench/segments.py", f"--out={context.out / 'segments_cuda.json'}", *["--dry_run"] * context.dry_run]
+
+
+def in_short(found, text):
     return "; ".join(re.findall(r"^in short: (.*)", text, re.M))
 
 
@@ -748,9 +752,10 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("build", 70, lambda c: c.inner("build"), build_summary),
           Stage("tests", 100, tests, tests_summary, tests_verdict),
           Stage("gradients", 60, lambda c: c.inner("gradients"), gradients_summary),
-          Stage("benchmark", 130, benchmark, benchmark_summary),
+          Stage("benchmark", 130, benchmark, in_short),
           Stage("convolution", 30, lambda c: c.inner("convolution"), convolution_summary),
           Stage("training", 210, lambda c: c.inner("training"), training_summary),
+          Stage("segments", 20, segments, in_short),
           sanitizer("memcheck"), sanitizer("racecheck"), sanitizer("initcheck")]
 
 
