@@ -291,8 +291,12 @@ def cuda_segments(blocks, T, multiprocessors, joining):
     schedules of bench/schedule.py.
     """
     time = lambda n: max(LONE, -(-n // multiprocessors))
-    cost = lambda S: (time(S * blocks) + (S > 1) * joining * time((S - 1) * blocks)) / S
-    every = range(1, max(1, T // SEGMENT) + 1)
+
+    def cost(S):
+        S, segment_T = segment_sizes(T, S).values()  # as it comes out in whole chunks; the longest segment is waited for
+        return (time(S * blocks) + (S > 1) * joining * time((S - 1) * blocks)) * segment_T / T
+
+    every = range(1, max(1, min(T // SEGMENT, 8 * multiprocessors)) + 1)
     best = min(map(cost, every))
     return next(S for S in every if cost(S) <= 1.05 * best)  # each costs memory too
 

@@ -37,6 +37,12 @@ def also_in_scan_block(update):
     return mark
 
 
+def marked(method):
+    """The update in a method's own mark, or None: a wrapper that `functools.wraps` made has the mark of what it wraps."""
+    update = getattr(method, "in_scan_block", None)
+    return update if isinstance(update, str) and not hasattr(method, "__wrapped__") else None
+
+
 def is_plain(linear):
     """Whether a linear map is its weight and nothing else: no bias, no hook, no other class or `forward`."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

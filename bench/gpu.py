@@ -718,7 +718,8 @@ def benchmark(context):
 
 
 def segments(context):
-    return [sys.executable, "bench/segments.py", f"--out={context.out / 'segments_cuda.json'}", *["--dry_run"] * context.dry_run]
+    return [sys.executable, "bench/segments.py", f"--budget_s={max(1, context.seconds):.0f}",
+            f"--out={context.out / 'segments_cuda.json'}", *["--dry_run"] * context.dry_run]
 
 
 def in_short(found, text):
@@ -755,7 +756,7 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("benchmark", 130, benchmark, in_short),
           Stage("convolution", 30, lambda c: c.inner("convolution"), convolution_summary),
           Stage("training", 210, lambda c: c.inner("training"), training_summary),
-          Stage("segments", 20, segments, in_short),
+          Stage("segments", 30, segments, in_short),
           sanitizer("memcheck"), sanitizer("racecheck"), sanitizer("initcheck")]
 
 

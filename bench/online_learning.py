@@ -492,7 +492,7 @@ KERNEL_OF = {"longhorn": (model, "longhorn_scan", _scan_sequences), "longhorn_ex
 def kernel_call(family, kernel="", seed=0, T=12):
     """What `family`'s mixer, with random weights, from a state that has seen T tokens, gives its kernel for T more, and gets.
 
-    `kernel` is the setting of that name: torch, or empty for the best that runs here, the one that trains. Returns
+    `kernel` is the setting of that name: torch, or empty for the best that runs here. Returns
     ({argument: tensor}, result), all float64. Raises RuntimeError where the mixer does not call it once.
     """
     module, name, _ = KERNEL_OF[family]

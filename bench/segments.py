@@ -8,7 +8,7 @@ For each shape, forward and backward by themselves: every number of segments in 
 which constants (native.LONE, native.JOINING) would have chosen best over all of them.
 
 The surprise: nothing is chosen while training, though a clock would choose better than a model. Another number of segments rounds
-otherwise, and two runs of one command are to agree to the bit; so the clock runs here, and its verdict is written into native.py.
+otherwise, and two runs of one command are to agree to the bit. So the clock runs here, and who believes it edits native.py.
 """
 
 import argparse
@@ -16,10 +16,13 @@ import contextlib
 import datetime
 import math
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
-import torch
+BEGAN = time.perf_counter()  # before PyTorch is imported
+
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,6 +39,7 @@ SHAPES = ("16x4096x1536x16,1x65536x1536x16,2x4096x1536x16,32x1024x1536x16,8x1024
           "16x4096x1536x64")
 TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48)
 DIRECTIONS = tuple(native.JOINING)
+LONES, JOININGS = [1 + i / 4 for i in range(9)], [j / 20 for j in range(31)]  # the constants that are compared
 
 
 def blocks_of(shape, multiprocessors):
@@ -51,10 +55,17 @@ def split_into(segments):
         yield
 
 
-def tried(shape):
-    """The numbers of segments that can be had: of at least native.SEGMENT steps, in whole chunks."""
+def choice(blocks, T, multiprocessors, lone, joining):
+    """What native.cuda_segments would choose with these constants, as it comes out in whole chunks."""
+    with mock.patch.object(native, "LONE", lone):
+        return native.segment_sizes(T, native.cuda_segments.__wrapped__(blocks, T, multiprocessors, joining))["segments"]
+
+
+def tried(shape, multiprocessors):
+    """The numbers of segments that can be had, of at least native.SEGMENT steps: TRIED, and all that best_constants compares."""
     most = max(1, shape.T // native.SEGMENT)
-    return sorted({native.segment_sizes(shape.T, S)["segments"] for S in (*TRIED, most) if S <= most})
+    compared = {choice(blocks_of(shape, multiprocessors), shape.T, multiprocessors, lone, j) for lone in LONES for j in JOININGS}
+    return sorted(compared | {native.segment_sizes(shape.T, S)["segments"] for S in (*TRIED, most) if S <= most})
 
 
 def time_shape(shape, device, multiprocessors, rounds):
@@ -62,9 +73,8 @@ def time_shape(shape, device, multiprocessors, rounds):
     a = {n: v.requires_grad_() for n, v in make_inputs(*shape, torch.bfloat16, device=device.name).items()}
     kept, dy = {}, torch.ones_like(a["x"])
 
-    def forward():
-        with torch.no_grad():
-            longhorn_scan(**a)
+    def forward():  # as in training: it keeps the states that the backward reads
+        longhorn_scan(**a)
 
     def backward():
         torch.autograd.grad(kept["y"], list(a.values()), dy, retain_graph=True)
@@ -74,7 +84,7 @@ def time_shape(shape, device, multiprocessors, rounds):
         kept["y"] = longhorn_scan(**a) if direction == "backward" else None
         chosen = native.cuda_segments(blocks, shape.T, multiprocessors, native.JOINING[direction])
         chosen = native.segment_sizes(shape.T, chosen)["segments"]
-        laps = {S: [] for S in sorted({chosen, *tried(shape)})}
+        laps = {S: [] for S in sorted({chosen, *tried(shape, multiprocessors)})}
         for i in range(rounds + 1):
             for S in laps:
                 with split_into(S):
@@ -86,16 +96,14 @@ def time_shape(shape, device, multiprocessors, rounds):
 
 
 def cost(row, S):
-    """How many times longer S segments take than 1.05 times the best of a row, or 1: so much native.cuda_segments gives away for
-    memory. Of a number that was not timed, the nearest one's."""
+    """How many times longer S segments take than they may: 1.05 times the best, since native.cuda_segments saves memory by 5%."""
     medians = {n: s["median_seconds"] for n, s in row["seconds"].items()}
-    return max(1.0, medians[min(medians, key=lambda n: abs(math.log(n / S)))] / min(medians.values()) / 1.05)
+    return max(1.0, medians[S] / min(medians.values()) / 1.05)
 
 
 def mean_cost(rows, lone, joining):
     """The geometric mean of `cost` over rows of one direction, had native.cuda_segments had these constants."""
-    with mock.patch.object(native, "LONE", lone):
-        chosen = [native.cuda_segments.__wrapped__(r["blocks"], r["T"], r["multiprocessors"], joining) for r in rows]
+    chosen = [choice(r["blocks"], r["T"], r["multiprocessors"], lone, joining) for r in rows]
     return math.exp(sum(math.log(cost(r, S)) for r, S in zip(rows, chosen, strict=True)) / len(rows))
 
 
@@ -104,10 +112,10 @@ def best_constants(rows):
     of = {d: [r for r in rows if r["direction"] == d] for d in DIRECTIONS}
     now = math.prod(mean_cost(of[d], native.LONE, native.JOINING[d]) for d in DIRECTIONS) ** 0.5
     found = []
-    for lone in [1 + i / 4 for i in range(9)]:
+    for lone in LONES:
         joining = {}
         for d in DIRECTIONS:
-            costs = {j / 20: mean_cost(of[d], lone, j / 20) for j in range(31)}
+            costs = {j: mean_cost(of[d], lone, j) for j in JOININGS}
             joining[d] = min(costs, key=lambda j, costs=costs, d=d: (round(costs[j], 3), abs(j - native.JOINING[d])))
         mean = math.prod(mean_cost(of[d], lone, joining[d]) for d in DIRECTIONS) ** 0.5
         found.append((round(mean, 3), abs(lone - native.LONE), {"lone": lone, "joining": joining, "mean_cost": mean}))
@@ -118,6 +126,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help="B x T x D x N each, separated by commas (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="timed passes of each number of segments (%(default)s)")
+    parser.add_argument("--budget_s", type=float, default=math.inf, help="seconds in which the last shape is to end")
     parser.add_argument("--out", help="the record")
     parser.add_argument("--save", action="store_true", help=f"the record into {SAVED.relative_to(ROOT)}")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="on the CPU, at tiny sizes: no measurement")
@@ -154,17 +163,26 @@ def main(argv=None):
 
     print(f"{record['device']['name']}, {multiprocessors} multiprocessors\n"
           f"{'shape':28} {'':8} {'blocks':>6} {'chosen':>7} {'ms':>9} {'best':>5} {'ms':>9} {'times':>6}", flush=True)
+    longest, lost = 0.0, None
     for shape in args.shapes:
+        start = time.perf_counter()
+        if lost or start - BEGAN + longest > args.budget_s:
+            why = lost or f"budget of {args.budget_s:g} s: {start - BEGAN:.0f} spent, up to {longest:.0f} needed"
+            record["left_out"].append({"shape": str(shape), "reason": why})
+            print(f"{shape!s:28} left out: {why}", flush=True)
+            continue
         shape = shape._replace(B=min(shape.B, 2), T=min(shape.T, 512), D=64) if args.dry_run else shape
         try:
             rows = time_shape(shape, device, multiprocessors, args.rounds)
         except Exception as error:
             record["left_out"].append({"shape": str(shape), "reason": in_one_line(error)})
             print(f"{shape!s:28} left out: {in_one_line(error)}", flush=True)
-            if not device.alive():
-                break
+            lost = None if device.alive() else f"the GPU was lost at {shape}"
+            save()
             continue
         record["rows"] += rows
+        record["best_constants"] = best_constants(record["rows"])  # so far: a run that is killed keeps them
+        longest = max(longest, time.perf_counter() - start)
         for row in rows:
             ms = {S: s["median_seconds"] * 1e3 for S, s in row["seconds"].items()}
             best, mine = min(ms, key=ms.get), row["chosen"]
@@ -175,15 +193,15 @@ def main(argv=None):
     if not record["rows"]:
         save()
         return refuse("no shape could be timed")
-    record["best_constants"], record["finished"] = best_constants(record["rows"]), True
+    record["finished"] = lost is None
     save()
     found = record["best_constants"]
     joining = ", ".join(f"{d} {j:g}" for d, j in found["joining"].items())
-    print(f"in short: what is chosen takes {found['mean_cost_now']:.3f} times the best and 5% on the mean; with LONE "
-          f"{found['lone']:g} and JOINING {joining} it would be {found['mean_cost']:.3f}")
+    print(f"in short: what is chosen takes {found['mean_cost_now']:.3f} times what it may (the best and 5%) on the geometric "
+          f"mean of {len(record['rows'])} rows; with LONE {found['lone']:g} and JOINING {joining}: {found['mean_cost']:.3f}")
     if out is not None:
         print(f"record: {out}")
-    return int(bool(record["left_out"]))
+    return int(lost is not None or any("budget" not in left["reason"] for left in record["left_out"]))
 
 
 def refuse(why):

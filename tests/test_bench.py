@@ -544,7 +544,8 @@ def test_what_stages_run(tmp_path, monkeypatch):
     assert commands["benchmark"](context)[1:] == ["bench/scan.py", "--device=cuda", "--preset=paper", "--even_if_wrong",
                                                   "--budget_s=110", f"--out={tmp_path}/scan_cuda.json"]
     assert commands["tests"](context)[-2:] == ["-k", "test_gpu"]
-    assert commands["segments"](context)[1:] == ["bench/segments.py", f"--out={tmp_path}/segments_cuda.json"]
+    assert commands["segments"](context)[1:] == ["bench/segments.py", "--budget_s=120",
+                                                 f"--out={tmp_path}/segments_cuda.json"]
     assert commands["training"](context)[2:] == ["--stage=training", "--record=/r", "--budget_s=120"]
     monkeypatch.setattr(gpu, "tool", lambda name: "/cuda/compute-sanitizer")
     assert commands["racecheck"](context)[2:5] == ["/cuda/compute-sanitizer", "--tool", "racecheck"]

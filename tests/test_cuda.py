@@ -581,6 +581,7 @@ def test_shape_of_the_state():
     assert native.cuda_shape(64, 1024, 1536, 16, 132) == PAIRS and segments(64, 1024, 1536, 16) == (1, 1)  # the paper's shape
     assert segments(16, 4096, 1536, 16) == (1, 2)  # 192 blocks for 132 multiprocessors: splitting costs the forward more
     assert native.cuda_shape(1, 65536, 1536, 16, 132) == PAIRS and segments(1, 65536, 1536, 16) == (21, 21)  # one long sequence
+    assert segments(1, 4096, 1536, 16) == (22, 22)  # of 192 steps; 21 would come out as 19 of 224
     assert native.cuda_shape(1, 200, 1536, 16, 132) == (4, 4, 1) and segments(1, 200, 1536, 16) == (1, 1)  # short: over lanes
 
 

@@ -14,11 +14,11 @@ from bench.scan_cuda import Shape
 
 
 def test_what_is_tried_can_be_had():
-    assert segments.tried(Shape(1, 100, 64, 16)) == [1]
-    assert segments.tried(Shape(1, 256, 64, 16)) == [1, 2]
-    assert segments.tried(Shape(1, 1000, 64, 16))[-1] == 7  # of 160 steps, the last of 40
+    assert segments.tried(Shape(1, 100, 64, 16), 132) == [1]
+    assert segments.tried(Shape(1, 256, 64, 16), 132) == [1, 2]
+    assert segments.tried(Shape(1, 1000, 64, 16), 132)[-1] == 7  # of 160 steps, the last of 40
     for T in (300, 4096, 65536):
-        for S in segments.tried(Shape(1, T, 64, 16)):
+        for S in segments.tried(Shape(1, T, 64, 16), 132):
             assert native.segment_sizes(T, S)["segments"] == S and T // S >= native.SEGMENT // 2
 
 
@@ -40,8 +40,9 @@ def rows_of(lone, joining, noise=1.0):
             seconds = {}
             for S in range(1, shape.T // native.SEGMENT + 1):
                 i += 1
-                cost = (time(S * blocks) + (S > 1) * joining[direction] * time((S - 1) * blocks)) / S
-                seconds[S] = {"median_seconds": 1e-3 * cost * noise ** (i % 3 - 1)}
+                S, steps = native.segment_sizes(shape.T, S).values()
+                cost = (time(S * blocks) + (S > 1) * joining[direction] * time((S - 1) * blocks)) * steps
+                seconds[S] = {"median_seconds": 1e-6 * cost * noise ** (i % 3 - 1)}
             rows.append({**shape._asdict(), "direction": direction, "blocks": blocks, "multiprocessors": 132, "seconds": seconds})
     return rows
 
@@ -60,9 +61,9 @@ def test_constants_that_are_right_stay():
     assert (found["lone"], found["joining"]) == (native.LONE, native.JOINING) and found["mean_cost"] == found["mean_cost_now"]
 
 
-def test_a_number_that_was_not_timed_costs_as_the_nearest():
-    row = {"seconds": {1: {"median_seconds": 3.0}, 4: {"median_seconds": 2.0}, 16: {"median_seconds": 4.2}}}
-    assert [segments.cost(row, S) for S in (1, 3, 4, 5, 9, 40)] == pytest.approx([1.5 / 1.05, 1, 1, 1, 2, 2])
+def test_five_percent_cost_nothing():
+    row = {"seconds": {S: {"median_seconds": t} for S, t in ((1, 3.0), (4, 2.0), (8, 2.1), (16, 4.2))}}
+    assert [segments.cost(row, S) for S in (1, 4, 8, 16)] == pytest.approx([1.5 / 1.05, 1, 1, 2])
 
 
 def test_dry_run(tmp_path, capsys):
