@@ -7,6 +7,7 @@ Forwards to the bit; backwards no further from the lines in float64 than the lin
 
 
 import functools
+import math
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: 
 
 @on_gpu
 @pytest.mark.parametrize("update,dtype", [*((update, BF16) for update in UPDATES), ("longhorn", F32), ("longhorn", F16)])
-@pytest.mark.parametrize("B,T,d,N", [shape for shape in TESTED if shape[3] == 16])  # kernels that are built for test_cuda.py
+@pytest.mark.parametrize("B,T,d,N", [  # kernels that are built for test_cuda.py; small, for the truth comes from the CPU
+    shape for shape in TESTED if shape[3] == 16 and shape[1] <= 1024 and math.prod(shape) < 2e7])
 def test_gpu_block_agrees_with_the_lines(update, dtype, B, T, d, N):
     torch.set_float32_matmul_precision("highest")
     assert not block_failures(update, block_inputs(update, B, T, d, N, 4, 5, dtype, "cuda"))
