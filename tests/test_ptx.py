@@ -17,6 +17,7 @@ import test_updates
 import torch
 from test_cuda import BF16, COMPILER, CPU_PART, F16, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
 from test_scan import failures, inputs, results, source_text
+from test_scan_block import block_failures, block_inputs
 
 import native
 import native_cuda
@@ -50,15 +51,16 @@ def emitted(builds):
     return functools.cache(lambda *key: load_ptx(builds, *key, left_out=() if key in SPLIT else JOINING))
 
 
-def run(monkeypatch, module, segments=1):
+def run(monkeypatch, module, segments=1, conv=None):
     """`use`, which also tells the translation what tensors each launch is given."""
-    use(monkeypatch, module, segments)
+    use(monkeypatch, module, segments, conv)
     point = native.point
 
     def tell(args, **tensors):
         extents = lambda a: a.numel() and (sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + 1) * a.itemsize
         known = [n for a in tensors.values() for n in (a.data_ptr(), extents(a), 0, 0)]
-        module.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
+        for kernels in (module, *[conv] * (conv is not None)):
+            kernels.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
         return point(args, **tensors)
 
     monkeypatch.setattr(native, "point", tell)
@@ -115,6 +117,12 @@ def test_extreme_values(emitted, monkeypatch, kw):
 def test_convolution(emitted, monkeypatch, T, D):
     run(monkeypatch, emitted("conv", BF16, 4))
     assert not conv_failures(BF16, 4, 2, T, D)
+
+
+@pytest.mark.parametrize("B,T,d", [(1, 64, 128), (2, 35, 40)])
+def test_block(emitted, monkeypatch, B, T, d):
+    run(monkeypatch, emitted("longhorn", BF16, *PAIRS), conv=emitted("conv", BF16, 4))
+    assert not block_failures("longhorn", block_inputs("longhorn", B, T, d, 16, 4, 3, BF16))
 
 
 def costs(monkeypatch, module, a):
