@@ -701,7 +701,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
-            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.dx_t + c) * (int64_t)sizeof(E);      // in dx, ddt and dz
+            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.dx_t + c) * (int64_t)sizeof(E);   // in dx, ddt and dz
             float kept[SUB][C * P], dkk[SUB];
             Step<float> steps[SUB][C];
             Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];

@@ -102,15 +102,15 @@ class ScanBlock(nn.Module):
 
     def in_one(self, xz):
         """Whether scan_block does what `forward` spells out: on its kernels, where nobody replaced or watches a part."""
-        ours = marked(self.conv) is not None and marked(self.scan) is not None
-        return ours and is_plain(self.x_proj) and is_plain(self.dt_proj) and can_run(xz, self.W, backend=self.backend)
+        return (marked(self.conv) and marked(self.scan) and is_plain(self.x_proj) and is_plain(self.dt_proj)
+                and can_run(xz, self.W, backend=self.backend))
 
     def forward(self, u, state=None):
         x_before, h0 = (None, None) if state is None else state
         xz = self.in_proj(u)  # (B, T, 2 d_inner)
         if state is None and self.in_one(xz):  # c, r, k, q, y below, as one operator
             y = scan_block(xz, self.conv_weight, self.conv_bias, self.x_proj.weight, self.dt_proj.weight, self.rates(), self.D,
-                           self.dt_bias, self.scan.in_scan_block)
+                           self.dt_bias, marked(self.scan))
             return self.out_proj(y), None
         x, z = xz.chunk(2, -1)  # (B, T, d_inner) each, views
         c = self.conv(x, x_before)  # (B, T, d_inner)

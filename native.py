@@ -282,6 +282,12 @@ def cuda_shape(B, T, D, N, multiprocessors, segments=True):
     return (P // 2, L * 2, 2) if pairs else (P, L, 1)
 
 
+def cuda_channels(shape):
+    """How many channels a block of the kernels of a `cuda_shape` takes."""
+    _, L, C = shape
+    return CUDA_THREADS // L * C
+
+
 @functools.cache
 def cuda_segments(blocks, T, multiprocessors, joining):
     """Into how many segments of at least SEGMENT steps T is best split, for a kernel of `blocks` blocks a segment.
@@ -332,7 +338,7 @@ class Kernels:
                 can_split = rows is None and update != "exact"  # its transition is a matrix, and products of those are N x N
                 shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
                 self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
-                channels = CUDA_THREADS // shape[1] * shape[2]  # a block's
+                channels = cuda_channels(shape)
                 if can_split:
                     blocks = B * -(-D // channels)
                     self.segments = cuda_segments(blocks, T, gpu.multi_processor_count, JOINING[direction])

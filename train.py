@@ -595,11 +595,12 @@ class Run:
 
     def draw(self):
         if self.is_main:
-            with contextlib.suppress(Exception):  # no picture is worth a run
-                try:
-                    draw_loss(self.out)
-                except ImportError as error:
-                    native.say_once(f"no loss.png: {error} (pip install matplotlib; then python records.py {self.out})")
+            try:
+                draw_loss(self.out)
+            except ImportError as error:
+                native.say_once(f"no loss.png: {error} (pip install matplotlib; then python records.py {self.out})")
+            except Exception:  # no picture is worth a run
+                pass
 
     def save(self, step, loss):
         """Begin to save the state after `step`, whose validation loss is `loss` if it is known; `settle` says how it ended."""

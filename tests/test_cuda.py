@@ -567,8 +567,7 @@ def test_shapes_tested_on_a_gpu_reach_every_kernel():
 
 def segments(B, T, D, N, multiprocessors=132):
     """Of the forward and of the backward."""
-    _, L, C = native.cuda_shape(B, T, D, N, multiprocessors)
-    blocks = B * -(-D // (native.CUDA_THREADS // L * C))
+    blocks = B * -(-D // native.cuda_channels(native.cuda_shape(B, T, D, N, multiprocessors)))
     return tuple(native.cuda_segments(blocks, T, multiprocessors, native.JOINING[d]) for d in ("forward", "backward"))
 
 

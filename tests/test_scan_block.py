@@ -5,7 +5,6 @@ Forwards to the bit; backwards no further from the lines in float64 than the lin
     python -m pytest tests/test_scan_block.py
 """
 
-
 import functools
 import math
 
