@@ -1,11 +1,13 @@
-"""The two small operators around the scan that cost memory traffic and no arithmetic: short convolution and RMSNorm.
+"""The small operators around the scan that cost memory traffic and little arithmetic: short convolution, RMSNorm, the loss.
 
-    causal_conv1d    y_t = silu(b + sum_i w_i x_{t - W + 1 + i})      Mamba's and Longhorn's, (B, T, D) in and out
-    rms_norm         y = x / sqrt(mean(x^2) + eps) * w                every family's
+    causal_conv1d            y_t = silu(b + sum_i w_i x_{t - W + 1 + i})      Mamba's and Longhorn's, (B, T, D) in and out
+    rms_norm                 y = x / sqrt(mean(x^2) + eps) * w                every family's
+    linear_cross_entropy     mean of -log softmax(x W^T)[target]              head and loss at once
 
-The surprise: on two cores these two took a quarter of a training step in eager PyTorch: it transposes for the first and
+The surprise: on two cores the first two took a quarter of a training step in eager PyTorch: it transposes for the first and
 passes over memory seventeen times for the second. The kernels in conv_norm.cu make it two passes each. On a GPU the
-convolution's run too; RMSNorm's is PyTorch's own there.
+convolution's run too; RMSNorm's is PyTorch's own there. The third is PyTorch's everywhere, in an order that needs a sixth
+of the memory: with GPT-2's vocabulary the logits were as large as all else that a small model keeps.
 
 What the scan shares with these two stands here as well: how arguments are checked, and how a second derivative is refused.
 """
@@ -17,6 +19,7 @@ from torch import Tensor
 import native
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # in float32: what a core's cache holds; what keeps a GPU busy
 
 
 def check_tensor(op, name, a, floats=True):
@@ -113,6 +116,61 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
     if x.device.type != "cpu" or native.choose("rms_norm", backend, "cpu", not native_ok) == "torch":
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
     return torch.ops.longhorn.rms_norm(x, weight.float(), eps, out)[0]
+
+
+def linear_cross_entropy(x, weight, targets, ignore_index=-1):
+    """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
+
+    F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes a logit at its peak. Here the softmax is taken a few rows at
+    a time in float32 and leaves in the place of the logits their gradient: 2 bytes in bfloat16. It is the gradient of the sum;
+    the mean's factor follows behind the products, so that in float16 it makes nothing underflow.
+
+    Args:
+        x: (..., D); weight: (V, D); both as F.linear takes them, and cast by autocast as there.
+        targets: (...) int64 in [0, V), or `ignore_index` where no loss is wanted.
+
+    Returns: the loss, a float32 scalar (float64 for such x), differentiable once; nan if every target is ignored.
+    Raises ValueError for shapes that do not fit together, and PyTorch's own error for a target outside the vocabulary.
+    """
+    check_tensor("linear_cross_entropy", "x", x)
+    check_tensor("linear_cross_entropy", "weight", weight)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
+        raise ValueError(f"linear_cross_entropy: x must be (..., D), weight (V, D) and targets (...), got x {tuple(x.shape)}, "
+                         f"weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
+    dtype = x.dtype if x.dtype == torch.float64 else native.autocast_dtype(x.device.type) or x.dtype  # autocast leaves float64
+    train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), ignore_index, dtype, train)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, ignore_index, dtype, train):
+        ctx.dtypes, x, weight = (x.dtype, weight.dtype), x.to(dtype), weight.to(dtype)
+        exact, counts = torch.promote_types(dtype, torch.float32), targets != ignore_index
+        logits = x @ weight.t()  # (n, V); row by row they become their gradient
+        targets, log_p = torch.where(counts, targets, 0), torch.empty(len(x), dtype=exact, device=x.device)
+        rows = max(1, LOGITS_AT_ONCE.get(x.device.type, 2**25) // len(weight))
+        for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
+            of_all = torch.log_softmax(logits[part], -1, dtype=exact)
+            log_p[part] = of_all.gather(1, targets[part, None])[:, 0]
+            if train:
+                logits[part] = of_all.exp_()
+        ctx.count = counts.sum()
+        if train:
+            logits[torch.arange(len(x), device=x.device), targets] = (log_p.exp() - 1).to(dtype)
+            ctx.save_for_backward(x, weight, logits, counts)
+        return -torch.where(counts, log_p, 0).sum() / ctx.count
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():  # create_graph: once_differentiable would leave the loss out of some second derivatives
+            raise RuntimeError("linear_cross_entropy: it is differentiable once: take the loss of the logits (a model: without "
+                               "loss_only)")
+        x, weight, dlogits, counts = ctx.saved_tensors
+        each = grad / ctx.count  # a factor in float32: in bfloat16 it would be off by up to 0.4% for all of the model
+        dx = (dlogits @ weight) * torch.where(counts, each, 0)[:, None]  # no scalar, so the product is float32 too
+        dweight = (dlogits.t() @ x.masked_fill(~counts[:, None], 0)).to(grad.dtype) * each
+        return dx.to(ctx.dtypes[0]), dweight.to(ctx.dtypes[1]), None, None, None, None
 
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops

@@ -316,7 +316,7 @@ def evaluate(model, compiled, tokens, windows, batch_size, autocast, device, ran
         length = int(batch[0][1])
         rows = torch.stack([torch.from_numpy(tokens[s:s + length + 1].astype("int64")) for s, _ in batch]).to(device)
         with autocast:
-            loss = (compiled if len(batch) == batch_size else model)(rows[:, :-1], rows[:, 1:])[1]
+            loss = (compiled if len(batch) == batch_size else model)(rows[:, :-1], rows[:, 1:], loss_only=True)[1]
         total += torch.tensor([loss.item() * len(batch) * length, len(batch) * length], dtype=torch.float64)
     if world > 1:
         total = total.to(device)
@@ -714,7 +714,7 @@ class Run:
                 last = i + self.batch_size >= len(windows)
                 with contextlib.nullcontext() if self.world == 1 or last else self.ddp.no_sync():
                     with self.autocast:
-                        loss = self.ddp(x, y)[1]  # not the logits: a name would keep them alive into the next forward
+                        loss = self.ddp(x, y, loss_only=True)[1]  # logits kept would live into the next forward
                         loss = loss * (len(part) / self.per_rank)  # the mean over the step's windows, however they are cut
                     self.scaler.scale(loss).backward()
                 loss_sum += loss.detach().float()

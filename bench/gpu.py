@@ -555,7 +555,7 @@ def training(emit, dry_run, budget_s):
     # the pairs that matter most first: what train.py does at the paper's length, then where LLaMA is said to fall behind
     pairs = [(False, 1024), (True, 1024), (False, 4096), (False, 8192), (True, 4096), (True, 8192)]
     runs = [(compile_, T, family) for compile_, T in pairs for family in ("longhorn", "llama")]
-    failed, compile_fails = [], set()
+    failed, compile_fails, tokens_of = [], set(), {}
     for compile_, T, family in runs:
         what = dict(model=f"{family}_120m", T=T // 64 if dry_run else T, compiled=compile_)
         left = budget_s - (time.perf_counter() - began)
@@ -568,7 +568,8 @@ def training(emit, dry_run, budget_s):
         if compile_ and dry_run and T > 1024:
             emit(**what, left_out="dry run")
             continue
-        start, row, tokens = time.perf_counter(), None, 32768
+        # As much as memory holds, for all runs of a length alike: where T is long rows are few, and many fill a GPU better.
+        start, row, tokens = time.perf_counter(), None, tokens_of.get(T, 131072)
         while row is None:
             try:
                 row = train_steps(family, what["T"], compile_, max(1, tokens // T), dry_run, peak_flops)
@@ -584,6 +585,7 @@ def training(emit, dry_run, budget_s):
                 failed.append(f"{what['model']} at T={T}{' compiled' if compile_ else ''}: {words}")
                 if compile_:
                     compile_fails.add(family)
+        tokens_of[T] = tokens
         row["seconds"] = time.perf_counter() - start
         if compile_:
             compile_seconds.append(row["seconds"])
@@ -638,7 +640,7 @@ def train_steps(family, T, compile_, batch_size, dry_run, peak_flops, seconds=3.
     def step(i):
         tokens = batches[i % len(batches)]
         with torch.autocast(device.type, torch.bfloat16):
-            loss = runs(tokens[:, :-1], tokens[:, 1:])[1]
+            loss = runs(tokens[:, :-1], tokens[:, 1:], loss_only=True)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -675,7 +677,8 @@ def training_summary(found, text):
     for T, compiled in sorted({key[1:] for key in rows}):  # like with like: compiled or not
         pair = [rows.get((family, T, compiled)) for family in ("longhorn", "llama")]
         rates = " / ".join("-" if r is None else short_speed(r) for r in pair)
-        ratio = f" = {pair[0]['tokens_per_second'] / pair[1]['tokens_per_second']:.2f}" if all(pair) else ""
+        alike = all(pair) and pair[0]["batch_size"] == pair[1]["batch_size"]
+        ratio = f" = {pair[0]['tokens_per_second'] / pair[1]['tokens_per_second']:.2f}" if alike else ""
         words.append(f"T={T} {rates}{ratio}")
     failures = [f"{r['model']} T={r['T']}{' compiled' if r['compiled'] else ''}: {r['reason']}" for r in found if "reason" in r]
     return "; ".join([f"tokens/s longhorn / llama: {', '.join(words) or 'none'}", *failures])

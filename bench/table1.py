@@ -186,7 +186,7 @@ def estimate(cells, threads, nproc=1):
             for _ in range(5):
                 began = time.perf_counter()
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    loss = model(idx[:, :-1], idx[:, 1:])[1]
+                    loss = model(idx[:, :-1], idx[:, 1:], loss_only=True)[1]
                 loss.backward()
                 if B * T >= 512:  # beside a few tokens the optimiser would be all of the time
                     optimizer.step()

@@ -591,6 +591,26 @@ def test_training_step_on_the_cpu():
     assert gpu.training_summary(rows, "") == "tokens/s longhorn / llama: T=16 3k / 4k = 0.75"
     rows += [{**rows[0], "compiled": True, "tokens_per_second": 6000.0}]  # whose LLaMA has not run
     assert gpu.training_summary(rows, "") == "tokens/s longhorn / llama: T=16 3k / 4k = 0.75, T=16 6k compiled / -"
+    rows[1] = {**rows[1], "batch_size": 1}
+    assert "3k / 4k," in gpu.training_summary(rows, "")  # no ratio: fewer rows fill a GPU less
+
+
+def test_training_takes_what_memory_holds_for_all_runs_of_a_length(monkeypatch):
+    tried = []
+
+    def steps(family, T, compile_, batch_size, *_):
+        tried.append((family, T, compile_, batch_size))
+        if family == "longhorn" and batch_size * T > 131072 // 64 // 2:  # a 64th of each length, dry
+            raise torch.OutOfMemoryError
+        return {"batch_size": batch_size, "tokens_per_second": 1e3, "mfu": None, "peak_bytes": None, "first_loss": 1.0,
+                "last_loss": 1.0}
+
+    monkeypatch.setattr(gpu, "train_steps", steps)
+    found = []
+    gpu.training(lambda **record: found.append(record), True, 1000.0)
+    assert tried[:3] == [("longhorn", 16, False, 128), ("longhorn", 16, False, 64), ("llama", 16, False, 64)]
+    assert [t[::3] for t in tried if t[1] == 64] == [("longhorn", 32), ("longhorn", 16), ("llama", 16)]
+    assert "T=16 1k / 1k = 1.00" in gpu.training_summary(found, "")
 
 
 @pytest.mark.skipif(not (ROOT / "Makefile").exists() or os.name != "posix", reason="make is for Unix")

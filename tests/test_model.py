@@ -176,6 +176,25 @@ def test_it_can_learn_one_batch_by_heart(family):
 
 
 @EACH_FAMILY
+def test_the_loss_alone_is_the_same(family):
+    lm, idx, targets = tiny(family, n_layer=1), tokens(2, 16), tokens(2, 16, seed=2)
+    targets[:, 5:8], found = -1, []
+    for how in ({}, {"loss_only": True}):
+        lm.zero_grad()
+        logits, loss = lm(idx, targets, **how)
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad.clone() for name, p in lm.named_parameters()}))
+        assert (logits is None) == bool(how)
+    (loss, gradients), (alone, gradients_alone) = found
+    close(alone, loss)
+    for name, g in gradients.items():
+        close(gradients_alone[name], g)
+    assert lm(idx, targets, lm.initial_state(2), loss_only=True)[1].item() == pytest.approx(loss.item())
+    with pytest.raises(ValueError, match="loss_only"):
+        lm(idx, loss_only=True)
+
+
+@EACH_FAMILY
 def test_compiled_equals_eager(family):
     torch.compiler.reset()  # one function for all families: as many graphs as there are would reach the limit
     lm, idx, targets = tiny(family, n_layer=1), tokens(2, 16), tokens(2, 16, seed=2)

@@ -1,4 +1,4 @@
-"""The short convolution and RMSNorm against PyTorch's in float64, with every gradient.
+"""The short convolution, RMSNorm and the loss against PyTorch's in float64, with every gradient.
 
 Tolerances as in test_scan.py: relative to the norm of the true result, 16 eps(float32) for what stays float32, half a
 unit of the type (0.29 on average) for what is rounded to bfloat16 or float16.
@@ -15,9 +15,11 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import native
-from ops import causal_conv1d, conv_state, rms_norm
+import ops
+from ops import causal_conv1d, conv_state, linear_cross_entropy, rms_norm
 
 EPS = torch.finfo(torch.float32).eps
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -306,6 +308,143 @@ def test_rms_norm_misfits_are_one_line():
 def test_rms_norm_eps():
     a = norm_inputs((4, 17))
     assert agree(rms_norm(**a, eps=0.5), norm_true(**double(a), eps=0.5))
+
+
+# ------------------------------------------------------------------------------------------------------- head and loss
+
+def loss_inputs(n, D, V, dtype=F32, device="cpu", ignored=0.2, scale=1.0):
+    """x (n, D), weight (V, D), both as `dtype` has them, and targets (n,), some of them to be ignored."""
+    g = torch.Generator().manual_seed(n + 7 * D + 11 * V)
+    x, weight = torch.randn(n, D, generator=g) * scale, torch.randn(V, D, generator=g) / math.sqrt(D)
+    targets = torch.where(torch.rand(n, generator=g) < ignored, -1, torch.randint(V, (n,), generator=g))
+    return x.to(device, dtype), weight.to(device, dtype), targets.to(device)
+
+
+def in_two(x, weight, targets):
+    """The same in PyTorch's two steps."""
+    exact = torch.promote_types(x.dtype, F32)
+    return F.cross_entropy(F.linear(x, weight).to(exact), targets, ignore_index=-1)
+
+
+def loss_and_gradients(f, x, weight, targets, factor=1.0):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = f(x, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss * factor, (x, weight))
+
+
+def error(got, true):
+    return ((got.double().cpu() - true.cpu()).norm() / true.cpu().norm()).item()
+
+
+def loss_agrees(x, weight, targets, factor=1.0):
+    true = loss_and_gradients(in_two, x.double(), weight.double(), targets, factor)
+    here, there = (loss_and_gradients(f, x, weight, targets, factor) for f in (linear_cross_entropy, in_two))
+    assert here[0].dtype == F32 and [g.dtype for g in here[1:]] == [x.dtype] * 2
+    for got, plain, want in zip(here, there, true, strict=True):
+        assert error(got, want) <= max(1.5 * error(plain, want), 4 * torch.finfo(got.dtype).eps)
+
+
+@pytest.mark.parametrize("at_once", (1, 640, 2**20), ids=lambda n: f"{n}logits")
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("n,D,V", ((1, 1, 2), (50, 16, 64), (129, 24, 301)))
+def test_loss_is_no_further_from_float64_than_in_two_steps(n, D, V, dtype, at_once, monkeypatch):
+    monkeypatch.setitem(ops.LOGITS_AT_ONCE, "cpu", at_once)  # a row at a time, several with a rest, all
+    loss_agrees(*loss_inputs(n, D, V, dtype, ignored=0.2 if n > 1 else 0), factor=3 / 7)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+def test_gpu_loss(dtype, monkeypatch):
+    monkeypatch.setitem(ops.LOGITS_AT_ONCE, "cuda", 5000)
+    loss_agrees(*loss_inputs(129, 24, 301, dtype, "cuda"), factor=3 / 7)
+
+
+def test_loss_of_float64_is_exact():
+    x, weight, targets = loss_inputs(30, 8, 20, torch.float64)
+    x.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, targets), (x, weight))
+    with torch.autocast("cpu", BF16):  # which leaves float64 alone
+        assert linear_cross_entropy(x, weight, targets).dtype == torch.float64
+
+
+def test_loss_under_autocast_rounds_as_a_linear_map_does():
+    x, weight, targets = loss_inputs(64, 32, 100, ignored=0)
+    with torch.autocast("cpu", BF16):
+        here = loss_and_gradients(linear_cross_entropy, x, weight, targets)
+        there = loss_and_gradients(in_two, x, weight, targets)
+    assert error(here[0], there[0].double()) < 1e-6 and all(g.dtype == F32 for g in here)
+    for got, want in zip(here[1:], there[1:], strict=True):  # a mean over 2^6: the same numbers are rounded
+        assert error(got, want.double()) < 1e-6
+
+
+def test_loss_does_not_round_the_factor_of_all_gradients():
+    x, weight, targets = loss_inputs(64, 32, 100, BF16, ignored=0)
+    factor = 1 + 0.99 / 256  # of 1 or 1 + 1 / 128 in bfloat16
+    true = loss_and_gradients(in_two, x.double(), weight.double(), targets, factor)
+    with torch.autocast("cpu", BF16):
+        got = loss_and_gradients(linear_cross_entropy, x.float(), weight.float(), targets, factor)
+    for g, t in zip(got[1:], true[1:], strict=True):
+        assert ((g.double() * t).sum() / t.square().sum()).item() == pytest.approx(1, abs=1e-3)
+
+
+def test_loss_in_float16_keeps_what_a_mean_would_lose():
+    """One in 4096 targets: a gradient of each logit around 1e-3 / 4096 is below float16's smallest normal number."""
+    x, weight, targets = loss_inputs(4096, 8, 1000, F16, ignored=0)
+    true = loss_and_gradients(in_two, x.double(), weight.double(), targets)
+    here, there = (loss_and_gradients(f, x, weight, targets)[2] for f in (linear_cross_entropy, in_two))
+    assert 3 * error(here, true[2]) < error(there, true[2])
+
+
+def test_loss_that_ignores_all_none_or_an_infinity():
+    x, weight, targets = loss_inputs(6, 4, 9, ignored=0)
+    assert linear_cross_entropy(x, weight, torch.full_like(targets, -1)).isnan()  # as PyTorch's mean
+    x[2], targets[2] = math.inf, -1
+    loss, dx, dweight = loss_and_gradients(linear_cross_entropy, x, weight, targets)
+    assert loss.isfinite() and not dx[0].isnan().any() and dx[0].norm() > 0
+    loss = linear_cross_entropy(x[:2].unflatten(0, (1, 2)), weight, targets[:2][None])
+    assert error(loss, in_two(x[:2].double(), weight.double(), targets[:2])) < 1e-6
+
+
+def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch):
+    monkeypatch.setitem(ops.LOGITS_AT_ONCE, "cpu", 4096)
+    x, weight, targets = loss_inputs(256, 8, 512, BF16)
+    kept, made = {}, []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            out = f(*args, **(kwargs or {}))
+            made.extend(o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor))
+            return out
+
+    x.requires_grad_(), weight.requires_grad_()
+    pack = lambda t: kept.setdefault(t.data_ptr(), t.untyped_storage().nbytes()) and t
+    with Sizes(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        linear_cross_entropy(x, weight, targets).backward()
+    logits = x.shape[0] * weight.shape[0]
+    assert sum(kept.values()) <= 2 * logits + 2 * (x.numel() + weight.numel()) + 8 * len(x)
+    large = [t for t in made if t.numel() > max(4096, weight.numel())]
+    assert large and all(t.dtype == BF16 for t in large) and len({t.untyped_storage().data_ptr() for t in large}) == 1
+
+
+def test_loss_without_gradients_keeps_nothing_and_differentiates_once():
+    x, weight, targets = loss_inputs(20, 8, 30)
+    assert not linear_cross_entropy(x, weight, targets).requires_grad
+    weight.requires_grad_()
+    with torch.no_grad():
+        assert not linear_cross_entropy(x, weight, targets).requires_grad
+    with pytest.raises(RuntimeError, match=r"^linear_cross_entropy: it is differentiable once: [^\n]*$"):
+        torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight, create_graph=True)
+
+
+def test_loss_misfits_are_one_line():
+    x, weight, targets = loss_inputs(6, 4, 9, ignored=0)
+    for args, words in (((x, weight[:, :3], targets), r"weight \(9, 3\)"), ((x, weight, targets[:5]), r"targets \(5,\)"),
+                        ((x, weight[0], targets), r"weight \(4,\)"), ((x.long(), weight, targets), "floating point")):
+        with pytest.raises(ValueError, match=f"^linear_cross_entropy: [^\n]*{words}[^\n]*$"):
+            linear_cross_entropy(*args)
+    for wrong in (9, -2):
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            linear_cross_entropy(x, weight, targets.index_fill(0, torch.tensor([3]), wrong))
 
 
 # ---------------------------------------------------------------------------------------------------------------- as ops
