@@ -177,6 +177,7 @@ struct Mamba {                                                 // rates are A / 
 
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
 #define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
+#define FETCHED 2                                      // times as many of both where the forward fetches them: that needs no registers
 #define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
 
 // The L lanes of C channels (C is 1 or 2) each hold a part of a sum for every channel: a lane gets the sum of the one it owns,
@@ -269,11 +270,11 @@ template <int P> MATH void get_own(const Four (*all)[THREADS], int tid, float (&
     }
 }
 
-// KEYS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four numbers
+// ROWS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four numbers
 // of a row, or GROUPS times four, W items a row; first come all items of k, then those of q.
-template <class U, class E, int P, int L> struct KeyRows {
+template <class U, class E, int P, int L, int ROWS> struct KeyRows {
     static const int NP = P * L, STEP = 128 / L;                         // STEP: from the columns of one of the GROUPS to the next's
-    static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = KEYS * W, PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
+    static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = ROWS * W, PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
     struct Raw { struct alignas(4 * sizeof(E)) { E v[4]; } item[PASSES][GROUPS][THREADS]; };
     const E *from;                                                       // at this lane's row and column of k or, in its turn, of q
     int stride, row, left;                                               // left: columns from this lane's on
@@ -305,7 +306,7 @@ template <class U, class E, int P, int L> struct KeyRows {
                 for (int i = 0; i < 4; i++) v[p][g][i] = g * STEP + i < here ? at[g * STEP + i] : E{};
         }
     }
-    // The same by way of shared memory, where all KEYS rows and all columns are there: begun here, taken once they have arrived.
+    // The same by way of shared memory, where all ROWS rows and all columns are there: begun here, taken once they have arrived.
     __device__ __forceinline__ void begin(Raw &raw, int t0) const {
         #pragma unroll
         for (int p = 0; p < PASSES; p++)
@@ -325,7 +326,7 @@ template <class U, class E, int P, int L> struct KeyRows {
     __device__ __forceinline__ void store(float (*to_k)[NP], float (*to_q)[NP], float *kk) const {
         #pragma unroll
         for (int p = 0; p < PASSES; p++) {
-            const int item = threadIdx.x + p * THREADS, row = item / W % KEYS;
+            const int item = threadIdx.x + p * THREADS, row = item / W % ROWS;
             float sum = 0.0f;
             #pragma unroll
             for (int g = 0; g < GROUPS; g++) {
@@ -385,8 +386,8 @@ struct Source { const void *p; int64_t stride_b, stride_t; };
 template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
     static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
     static const int EACH = ROWS * PIECES;                               // pieces of a tensor in a stage
-    static const int TOGETHER = 32 / EACH;                               // tensors a pass
-    static_assert(EACH <= 32);
+    static const int PASSES = EACH > 32 ? EACH / 32 : 1;                 // that it takes, of 32 / PIECES rows each
+    static const int TOGETHER = EACH > 32 ? 1 : 32 / EACH;               // tensors a pass
     static const int SETS = (TENSORS + TOGETHER - 1) / TOGETHER;         // of tensors that are fetched together
     static const bool fits = BYTES >= 16;
     struct alignas(16) Stage { E row[TENSORS][ROWS][CHANNELS]; };
@@ -408,8 +409,11 @@ template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
     template <int FIRST = TENSORS> __device__ __forceinline__ void begin(Stage &stage, int t) const {    // of the FIRST tensors
         #pragma unroll
         for (int s = 0; s * TOGETHER < FIRST; s++)
-            if ((s + 1) * TOGETHER <= FIRST || lane / EACH < FIRST - s * TOGETHER)
-                copy_begin<16>((char *)&stage + (s * 32 + lane) * 16, step_at(from[s], t, stride[s]));
+            #pragma unroll
+            for (int n = 0; n < PASSES; n++)
+                if ((s + 1) * TOGETHER <= FIRST || lane / EACH < FIRST - s * TOGETHER)
+                    copy_begin<16>((char *)&stage + ((s * PASSES + n) * 32 + lane) * 16,
+                                   step_at(from[s], t + n * (32 / PIECES), stride[s]));
     }
 };
 
@@ -442,12 +446,12 @@ template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
 // WHOLE, of the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a gate, so that
 // nothing need be asked a step. Nearly every call is so, and asking takes a tenth of the backward's instructions.
 
-#define STAGES 4                                       // of the forward's rows, TILE steps each; divides KEYS / TILE
-template <int P, int L> struct ForwardShared { float k[2][KEYS][P * L], q[2][KEYS][P * L], kk[2][KEYS]; };   // two buffers
-template <class U, class E, int P, int L, int C> struct AsyncForwardShared : ForwardShared<P, L> {
-    typedef WarpRows<E, L, C, 3, TILE> Rows;                             // of x, dt, z
+#define STAGES 2                                       // of the forward's rows; divides KEYS / TILE
+template <int P, int L, int BATCH> struct ForwardShared { float k[2][BATCH][P * L], q[2][BATCH][P * L], kk[2][BATCH]; };   // two buffers
+template <class U, class E, int P, int L, int C> struct AsyncForwardShared : ForwardShared<P, L, FETCHED * KEYS> {
+    typedef WarpRows<E, L, C, 3, FETCHED * TILE> Rows;                   // of x, dt, z
     typename Rows::Stage rows[THREADS / 32][STAGES];
-    typename KeyRows<U, E, P, L>::Raw raw;
+    typename KeyRows<U, E, P, L, FETCHED * KEYS>::Raw raw;
 };
 
 // Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
@@ -458,9 +462,10 @@ MATH bool is_segment(const ScanArgs &a, int row, int64_t which) { return (uint32
 
 template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L, C> Shared;
-    constexpr int NP = P * L;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
-    ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;
+    constexpr int NP = P * L, STEPS = ASYNC ? FETCHED * TILE : TILE, BATCH = ASYNC ? FETCHED * KEYS : KEYS;
+    typedef ForwardShared<P, L, BATCH> Buffers;
+    Buffers &s = *(Buffers *)SHARED_MEMORY;
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
     const Place<L, C> at(a);
     if (ENDS && is_segment(a, at.b, a.segments - 1)) return;
@@ -481,28 +486,28 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
         rates[i] = U::rates && j < N ? LOG2E * a.A[own * N + j] : 0.0f;
         forgot[i] = 1.0f;
     }
-    Ahead<E> xs[TILE], dts[TILE], zs[TILE];
+    Ahead<E> xs[STEPS], dts[STEPS], zs[STEPS];
     auto read_rows = [&](int t0) {                                       // beyond T the last again
-        const int first = t0 < T - TILE ? t0 : T - TILE;
+        const int first = t0 < T - STEPS ? t0 : T - STEPS;
         #pragma unroll
-        for (int i = 0; i < TILE; i++) {
+        for (int i = 0; i < STEPS; i++) {
             const int t = WHOLE ? first + i : t0 + i < T ? t0 + i : T - 1;
             xs[i] = x(t);
             dts[i] = dt(t);
             if (!ENDS) zs[i] = z(t);
         }
     };
-    KeyRows<U, E, P, L> keys(a, at.row);
+    KeyRows<U, E, P, L, BATCH> keys(a, at.row);
     const int own = at.channel[0] % Shared::Rows::CHANNELS;              // among the warp's channels
     const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}});
     auto begin_rows = [&](int t) {
-        rows.template begin<ENDS ? 2 : 3>(async.rows[at.warp][t / TILE % STAGES], t < T ? t : T - TILE);
+        rows.template begin<ENDS ? 2 : 3>(async.rows[at.warp][t / STEPS % STAGES], t < T ? t : T - STEPS);
         copy_group();
     };
     if constexpr (ASYNC) {
         keys.begin(async.raw, 0);
         #pragma unroll
-        for (int n = 0; n < STAGES - 1; n++) begin_rows(n * TILE);
+        for (int n = 0; n < STAGES - 1; n++) begin_rows(n * STEPS);
         copy_wait<STAGES - 2>();
         keys.take(async.raw);
     } else {
@@ -512,7 +517,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
     keys.store(s.k[0], s.q[0], s.kk[0]);
     __syncthreads();
     int buffer = 0;
-    for (int batch = 0; batch < T; batch += KEYS, buffer ^= 1) {
+    for (int batch = 0; batch < T; batch += BATCH, buffer ^= 1) {
         if (!ENDS && a.chunks && batch % CHUNK == 0)
             #pragma unroll
             for (int n = 0; n < C; n++)
@@ -521,27 +526,27 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                     if (WHOLE || (at.live[n] && at.part * P + g < N))
                         *kept_states<P>(a, at.row.chunk + batch / CHUNK, at.part, g, at.channel[n]) =
                             {{S[n * P + g], S[n * P + g + 1], S[n * P + g + 2], S[n * P + g + 3]}};
-        if constexpr (ASYNC) keys.begin(async.raw, batch + KEYS < T ? batch + KEYS : batch);
-        else keys.load(batch + KEYS, T);                                 // in flight while this batch is computed
+        if constexpr (ASYNC) keys.begin(async.raw, batch + BATCH < T ? batch + BATCH : batch);
+        else keys.load(batch + BATCH, T);                                 // in flight while this batch is computed
         #pragma unroll 1
-        for (int t0 = batch; t0 < batch + KEYS && within(t0); t0 += TILE) {
-            float xf[TILE], dtf[TILE], gate[TILE];
+        for (int t0 = batch; t0 < batch + BATCH && within(t0); t0 += STEPS) {
+            float xf[STEPS], dtf[STEPS], gate[STEPS];
             if constexpr (ASYNC) {
                 copy_wait<STAGES - 2>();
                 __syncwarp();                                            // all lanes' copies are there, and the stage before is read
-                begin_rows(t0 + (STAGES - 1) * TILE);
+                begin_rows(t0 + (STAGES - 1) * STEPS);
             }
             #pragma unroll
-            for (int i = 0; i < TILE; i++) {
-                auto &now = async.rows[at.warp][t0 / TILE % STAGES].row;
+            for (int i = 0; i < STEPS; i++) {
+                auto &now = async.rows[at.warp][t0 / STEPS % STAGES].row;
                 xf[i] = ASYNC ? to_float(now[0][i][own]) : to_float(xs[i]);
                 dtf[i] = ASYNC ? to_float(now[1][i][own]) : to_float(dts[i]);
                 gate[i] = ENDS ? 0.0f : ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]);
             }
-            if (!ASYNC) read_rows(t0 + TILE);
+            if (!ASYNC) read_rows(t0 + STEPS);
             const float *key = s.k[buffer][t0 - batch], *query = s.q[buffer][t0 - batch];
             #pragma unroll
-            for (int i = 0; i < TILE; i++) {
+            for (int i = 0; i < STEPS; i++) {
                 float k[P], q[P], sum[C] = {};
                 read_four<L>(key + i * NP, at.part, 0, k);
                 if (!ENDS) read_four<L>(query + i * NP, at.part, 0, q);
@@ -587,7 +592,7 @@ template <class U, int P, int L, int C, int STATES> struct BackwardShared {
 template <class U, class E, int P, int L, int C, int STATES> struct AsyncBackwardShared : BackwardShared<U, P, L, C, STATES> {
     typedef WarpRows<E, L, C, 4, SUB> Rows;                              // of x, dt, z, dy
     typename Rows::Stage rows[THREADS / 32][2];
-    typename KeyRows<U, E, P, L>::Raw raw[CHUNK / KEYS];
+    typename KeyRows<U, E, P, L, KEYS>::Raw raw[CHUNK / KEYS];
 };
 
 template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
@@ -629,7 +634,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     const Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
     int stage = 0;
     auto begin_keys = [&](int t0) {
-        const KeyRows<U, E, P, L> keys(a, at.row);
+        const KeyRows<U, E, P, L, KEYS> keys(a, at.row);
         #pragma unroll
         for (int r = 0; r < CHUNK; r += KEYS) keys.begin(async.raw[r / KEYS], t0 + r);
     };
@@ -657,7 +662,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     }
     for (int t0 = last; t0 >= 0; t0 -= CHUNK) {
         float S[C * P];
-        KeyRows<U, E, P, L> keys(a, at.row);                               // made again for each chunk: fewer registers
+        KeyRows<U, E, P, L, KEYS> keys(a, at.row);                         // made again for each chunk: fewer registers
         if constexpr (ASYNC) {
             copy_wait<0>();
             get_own(s.states[NEXT], at.tid, S);
@@ -844,9 +849,10 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
 // What a segment's own dy leaves of G = dL/dS before its first step, and the product of its forget gates.
 template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pulls(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L, C> Shared;
-    constexpr int NP = P * L;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
-    ForwardShared<P, L> &s = *(ForwardShared<P, L> *)SHARED_MEMORY;      // one of its two buffers
+    constexpr int STEPS = FETCHED * TILE, BATCH = ASYNC ? FETCHED * KEYS : KEYS;
+    typedef ForwardShared<P, L, BATCH> Buffers;
+    Buffers &s = *(Buffers *)SHARED_MEMORY;                              // one of its two buffers
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
     const Place<L, C> at(a);
     if (is_segment(a, at.b, 0)) return;
@@ -879,36 +885,36 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pull
             forgot[j] *= kept;
         }
     };
-    KeyRows<U, E, P, L> keys(a, at.row);
+    KeyRows<U, E, P, L, BATCH> keys(a, at.row);
     const int own = c % Shared::Rows::CHANNELS;                          // among the warp's channels
     const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
-    auto begin_rows = [&](int t) { rows.begin(async.rows[at.warp][(t / TILE + STAGES) % STAGES], t < 0 ? 0 : t); copy_group(); };
+    auto begin_rows = [&](int t) { rows.begin(async.rows[at.warp][(t / STEPS + STAGES) % STAGES], t < 0 ? 0 : t); copy_group(); };
     if constexpr (ASYNC) {
-        keys.begin(async.raw, T - KEYS);
+        keys.begin(async.raw, T - BATCH);
         #pragma unroll
-        for (int n = 1; n < STAGES; n++) begin_rows(T - n * TILE);
+        for (int n = 1; n < STAGES; n++) begin_rows(T - n * STEPS);
         copy_wait<STAGES - 2>();
     }
-    for (int batch = ((int)ceil_div(T, KEYS) - 1) * KEYS; batch >= 0; batch -= KEYS) {
+    for (int batch = ((int)ceil_div(T, BATCH) - 1) * BATCH; batch >= 0; batch -= BATCH) {
         if constexpr (ASYNC) keys.take(async.raw);                       // begun before rows that have been awaited
         else keys.load(batch, T);
         __syncthreads();                                                 // the batch before is read
         keys.store(s.k[0], s.q[0], s.kk[0]);
         __syncthreads();
         if constexpr (ASYNC) {
-            keys.begin(async.raw, batch ? batch - KEYS : 0);
+            keys.begin(async.raw, batch ? batch - BATCH : 0);
             #pragma unroll 1
-            for (int t = batch + KEYS - TILE; t >= batch; t -= TILE) {
+            for (int t = batch + BATCH - STEPS; t >= batch; t -= STEPS) {
                 copy_wait<STAGES - 2>();
                 __syncwarp();                                            // as in the forward
-                begin_rows(t - (STAGES - 1) * TILE);
-                auto &now = async.rows[at.warp][t / TILE % STAGES].row;
+                begin_rows(t - (STAGES - 1) * STEPS);
+                auto &now = async.rows[at.warp][t / STEPS % STAGES].row;
                 #pragma unroll
-                for (int i = TILE - 1; i >= 0; i--)
+                for (int i = STEPS - 1; i >= 0; i--)
                     step_back(t - batch + i, to_float(now[0][i][own]), to_float(now[1][i][own]), to_float(now[2][i][own]));
             }
         } else {
-            const int last = T - batch < KEYS ? T - batch : KEYS;
+            const int last = T - batch < BATCH ? T - batch : BATCH;
             #pragma unroll 4
             for (int r = last - 1; r >= 0; r--) step_back(r, to_float(dt(batch + r)), to_float(z(batch + r)), to_float(dy(batch + r)));
         }
@@ -964,8 +970,8 @@ KERNEL(ends_whole_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_
 KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
 KERNEL(pulls_whole_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
-#define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L>)
-#define FITS WarpRows<E, SCAN_L, SCAN_C, 3, TILE>::fits                     // or else nothing is fetched
+#define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L, KEYS>)
+#define FITS WarpRows<E, SCAN_L, SCAN_C, 3, FETCHED * TILE>::fits                     // or else nothing is fetched
 #define WHOLE_BYTES (FITS ? sizeof(AsyncForwardShared<U, E, SCAN_P, SCAN_L, SCAN_C>) : FORWARD_BYTES)
 #define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB>)
 #define WHOLE_BACKWARD_BYTES (FITS ? sizeof(AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1>) : BACKWARD_BYTES)

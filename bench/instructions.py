@@ -138,8 +138,8 @@ def count(update, dtype, N, architecture, folder):
     P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
     macros, cubin = native_cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SCAN, cubin, architecture, macros)
-    chunk, tile, keys, sub = (steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB"))
-    times = {"forward": (1 / keys, 1 / tile),  # batches of keys, tiles of steps in them
+    chunk, tile, keys, sub, fetched = (steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB", "FETCHED"))
+    times = {"forward": (1 / (fetched * keys), 1 / (fetched * tile)),  # batches of keys, tiles of steps in them
              # chunks; in them the sub-chunks backwards, the states of all but the last forwards, batches of keys
              "backward": (1 / chunk, 1 / sub, (1 - sub / chunk) / sub, 1 / keys)}
     result = {}
@@ -149,6 +149,8 @@ def count(update, dtype, N, architecture, folder):
         weights = whole.weights(0, *(L / C * n for n in often))
         for at in once_a_chunk(whole):
             weights[at] *= sub / chunk
+        if direction == "forward":
+            often = (1 / keys, 1 / tile)
         found, rest = whole.totals(weights), asking.totals(asking.weights(0, *(L / C * n for n in often)))
         result[direction] = {**found, "floor": FLOOR[direction](N), "with_a_rest": rest["instructions"], "in_all": whole.in_all,
                              "loops": [last - first + 1 for first, last in whole.loops]}

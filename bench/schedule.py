@@ -166,8 +166,8 @@ def ours(update, dtype, N, architecture, folder):
     P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
     cubin = Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SCAN, cubin, architecture, native_cuda.defines(update, dtype, P, L, C))
-    chunk, tile, keys, sub = (instructions.steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB"))
-    times = {**dict.fromkeys(("forward", "ends", "pulls"), ((6, keys // tile), 6 * keys)),
+    chunk, tile, keys, sub, fetched = (instructions.steps_of(n) for n in ("CHUNK", "TILE", "KEYS", "SUB", "FETCHED"))
+    times = {**dict.fromkeys(("forward", "ends", "pulls"), ((6, keys // tile), 6 * fetched * keys)),
              "backward": ((1, chunk // sub, chunk // sub - 1, chunk // keys), chunk)}
     codes, rows = disassembled(cubin), []
     for direction, (often, steps) in times.items():

@@ -147,9 +147,9 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
     found = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
     lines = source_text().splitlines()
     bytes_of = lambda all: 32 * sum(c.units for c in all) / (T * D)  # of sectors, a token and channel
-    # rows written; fetched: by the forward three tiles beyond T, the last again; by the backward x and dt twice, but for the last
+    # rows written; fetched: by the forward a tile of 8 beyond T, the last again; by the backward x and dt twice, but for the last
     # SUB steps of a chunk, once more the first SUB, and a chunk's first states twice, each time by halves of sectors
-    expected = {"forward": (2, 6 * (T + 12) / T), "backward": (6, 8 + 4 * 28 / 32 + 4 * 4 / T + 2 * 2 * 4 * N / 32)}
+    expected = {"forward": (2, 6 * (T + 8) / T), "backward": (6, 8 + 4 * 28 / 32 + 4 * 4 / T + 2 * 2 * 4 * N / 32)}
     for kernel, (written, fetched) in expected.items():
         accesses = found[f"{kernel}_whole_kernel"]
         assert accesses and not [(c.source, c.units, c.least) for c in accesses if c.shared and c.units > c.least]
