@@ -165,7 +165,7 @@ def fits(model, windows, config, autocast, held=0):
         rest = torch.empty(held, dtype=torch.uint8, device=device)
         x = torch.zeros(windows, config.block_size, dtype=torch.long, device=device)
         with autocast:
-            loss = model(x, x)[1]
+            loss = model(x, x, loss_only=True)[1]  # as train.py does
         torch.autograd.grad(loss, parameters, allow_unused=True)  # not backward(): other processes are not to hear of it
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

@@ -642,7 +642,7 @@ class LM(nn.Module):
             idx: (B, T) int64 tokens; targets: (B, T) int64, -1 where no loss is wanted.
             state: what `initial_state` or the call before returned; the tokens then continue that sequence.
             last_only: logits of the last position only, (B, 1, vocab_size): enough to go on generating.
-            loss_only: None for the logits, which then take a sixth of the memory (`linear_cross_entropy`): enough to train.
+            loss_only: None for the logits, which in 16 bits then take a sixth of the memory (`linear_cross_entropy`).
 
         Returns:
             (logits, loss), logits (B, T, vocab_size), loss the mean cross-entropy in nats or None without targets;
@@ -665,12 +665,13 @@ class LM(nn.Module):
             h, s = branch(h, s)
             after.append(s)
         h, logits, loss = self.norm(h[:, -1:] if last_only else h), None, None
-        if loss_only and not torch.compiler.is_compiling():  # torch.compile fuses the lines below by itself
+        if loss_only and not torch.compiler.is_compiling():
             loss = linear_cross_entropy(h, self.embed.weight, targets, ignore_index=-1)
-        else:
+        else:  # with loss_only too: torch.compile fuses these lines, and keeps the logits alone
             logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
-        if loss is None and targets is not None:
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+            if targets is not None:
+                loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+        logits = None if loss_only else logits
         return (logits, loss, after) if keep else (logits, loss)
 
     def initial_state(self, batch_size):

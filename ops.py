@@ -9,7 +9,7 @@ passes over memory seventeen times for the second. The kernels in conv_norm.cu m
 convolution's run too; RMSNorm's is PyTorch's own there. The third is PyTorch's everywhere, in an order that needs a sixth
 of the memory: with GPT-2's vocabulary the logits were as large as all else that a small model keeps.
 
-What the scan shares with these two stands here as well: how arguments are checked, and how a second derivative is refused.
+What the scan shares with these stands here as well: how arguments are checked, and how a second derivative is refused.
 """
 
 import torch
@@ -122,24 +122,26 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-1):
     """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
 
     F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes a logit at its peak. Here the softmax is taken a few rows at
-    a time in float32 and leaves in the place of the logits their gradient: 2 bytes in bfloat16. It is the gradient of the sum;
-    the mean's factor follows behind the products, so that in float16 it makes nothing underflow.
+    a time in float32 and leaves in the place of the logits their gradient: 2 bytes in bfloat16. It is the gradient of the sum,
+    which in float16 does not underflow as that of a mean may; the mean's factor comes in with the products.
 
     Args:
-        x: (..., D); weight: (V, D); both as F.linear takes them, and cast by autocast as there.
+        x: (..., D); weight: (V, D); cast to the dtype of autocast, or without it to x's.
         targets: (...) int64 in [0, V), or `ignore_index` where no loss is wanted.
 
-    Returns: the loss, a float32 scalar (float64 for such x), differentiable once; nan if every target is ignored.
+    Returns: the loss, a float32 scalar (float64 for such x), differentiable once; nan, with zeros for gradients, if every target
+    is ignored.
     Raises ValueError for shapes that do not fit together, and PyTorch's own error for a target outside the vocabulary.
     """
     check_tensor("linear_cross_entropy", "x", x)
     check_tensor("linear_cross_entropy", "weight", weight)
+    check_tensor("linear_cross_entropy", "targets", targets, floats=False)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise ValueError(f"linear_cross_entropy: x must be (..., D), weight (V, D) and targets (...), got x {tuple(x.shape)}, "
                          f"weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
     dtype = x.dtype if x.dtype == torch.float64 else native.autocast_dtype(x.device.type) or x.dtype  # autocast leaves float64
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), ignore_index, dtype, train)
+    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), ignore_index, dtype, train)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -167,10 +169,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: it is differentiable once: take the loss of the logits (a model: without "
                                "loss_only)")
         x, weight, dlogits, counts = ctx.saved_tensors
-        each = grad / ctx.count  # a factor in float32: in bfloat16 it would be off by up to 0.4% for all of the model
-        dx = (dlogits @ weight) * torch.where(counts, each, 0)[:, None]  # no scalar, so the product is float32 too
-        dweight = (dlogits.t() @ x.masked_fill(~counts[:, None], 0)).to(grad.dtype) * each
-        return dx.to(ctx.dtypes[0]), dweight.to(ctx.dtypes[1]), None, None, None, None
+        dx = dweight = None
+        # The mean's factor stays in float32: in bfloat16 it would be off by up to 0.4% for all of the model. Its power of two,
+        # which rounds nothing, goes into x, or else float16 could overflow in a sum over rows.
+        each = grad / ctx.count.clamp(min=1)
+        power = torch.ldexp(torch.ones_like(each), torch.frexp(each).exponent)
+        if ctx.needs_input_grad[0]:
+            dx = ((dlogits @ weight) * torch.where(counts, each, 0)[:, None]).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            x = (x * torch.where(counts, power, 0)[:, None]).to(x.dtype)
+            dweight = ((dlogits.t() @ x).to(each.dtype) * (each / power)).to(ctx.dtypes[1])
+        return dx, dweight, None, None, None, None
 
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops

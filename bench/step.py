@@ -204,7 +204,7 @@ class Trial:
             else:
                 self.model = LM(config)
                 run = torch.compile(self.model) if compiled else self.model
-                self.loss = lambda x, y: run(x, y)[1]
+                self.loss = lambda x, y: run(x, y, loss_only=True)[1]
                 groups = self.model.optimizer_groups(TrainConfig.weight_decay)
         self.model.train()
         self.optimizer = torch.optim.AdamW(groups, lr=TrainConfig.learning_rate, betas=(TrainConfig.beta1, TrainConfig.beta2),

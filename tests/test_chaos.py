@@ -612,12 +612,12 @@ def test_the_rule_for_a_spike(loss, recent, factor):
 # --------------------------------------------------------------------------------------------------------------- memory
 
 def small_memory(limit):
-    """An LM that runs out of memory in training with more than so many sequences, as PyTorch says it of a GPU."""
+    """An LM that runs out of memory in training with more than so many sequences, or where its logits are asked for."""
     class Small(LM):
         seen = []
 
         def forward(self, idx, targets=None, **how):
-            if self.training and len(idx) > limit:
+            if self.training and (len(idx) > limit or not how.get("loss_only")):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             Small.seen.append(len(idx))
             return super().forward(idx, targets, **how)

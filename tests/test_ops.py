@@ -359,6 +359,15 @@ def test_gpu_loss(dtype, monkeypatch):
     loss_agrees(*loss_inputs(129, 24, 301, dtype, "cuda"), factor=3 / 7)
 
 
+@on_gpu
+def test_gpu_loss_of_more_than_two_to_the_31_logits():
+    x, weight, targets = loss_inputs(45000, 8, 50304, BF16, "cuda")
+    ends = torch.tensor([*range(100), *range(-100, 0)])
+    loss, dx, dweight = loss_and_gradients(linear_cross_entropy, x, weight, targets, float((targets != -1).sum()))
+    true = loss_and_gradients(in_two, x[ends].double(), weight.double(), targets[ends], float((targets[ends] != -1).sum()))
+    assert loss.isfinite() and error(dx[ends], true[1]) < 0.01 and dweight.isfinite().all()
+
+
 def test_loss_of_float64_is_exact():
     x, weight, targets = loss_inputs(30, 8, 20, torch.float64)
     x.requires_grad_(), weight.requires_grad_()
@@ -397,12 +406,36 @@ def test_loss_in_float16_keeps_what_a_mean_would_lose():
 
 def test_loss_that_ignores_all_none_or_an_infinity():
     x, weight, targets = loss_inputs(6, 4, 9, ignored=0)
-    assert linear_cross_entropy(x, weight, torch.full_like(targets, -1)).isnan()  # as PyTorch's mean
+    for n in (6, 0):  # as PyTorch's mean
+        loss, *gradients = loss_and_gradients(linear_cross_entropy, x[:n], weight, torch.full_like(targets[:n], -1))
+        assert loss.isnan() and not any(g.any() for g in gradients)
     x[2], targets[2] = math.inf, -1
     loss, dx, dweight = loss_and_gradients(linear_cross_entropy, x, weight, targets)
     assert loss.isfinite() and not dx[0].isnan().any() and dx[0].norm() > 0
-    loss = linear_cross_entropy(x[:2].unflatten(0, (1, 2)), weight, targets[:2][None])
-    assert error(loss, in_two(x[:2].double(), weight.double(), targets[:2])) < 1e-6
+    transposed = x[::3].t().contiguous().t()
+    for some, of in ((x[:2].unflatten(0, (1, 2)), targets[:2][None]), (x[0], targets[0]), (transposed, targets[::3])):
+        true = in_two(some.reshape(-1, 4).double(), weight.double(), of.reshape(-1))
+        assert error(linear_cross_entropy(some, weight, of), true) < 1e-6
+
+
+def test_loss_in_float16_is_scaled_before_sums_over_rows():
+    """Half of 2^15 targets are one token, and a channel of x has a mean of 20: their sum is beyond float16."""
+    x, weight, targets = loss_inputs(2**15, 4, 50, F16, ignored=0)
+    x[:, 1] += 20
+    targets[::2] = 3
+    true = loss_and_gradients(in_two, x.double(), weight.double(), targets, 2.0**10)
+    for got, want in zip(loss_and_gradients(linear_cross_entropy, x, weight, targets, 2.0**10), true, strict=True):
+        assert error(got, want) < 2e-3
+
+
+@pytest.mark.parametrize("wanted", ("x", "weight"))
+def test_loss_makes_the_gradient_that_is_asked_for(wanted):
+    x, weight, targets = loss_inputs(12, 4, 9)
+    both = dict(zip(("x", "weight"), loss_and_gradients(linear_cross_entropy, x, weight, targets)[1:], strict=True))
+    a = {"x": x, "weight": weight}
+    a[wanted].requires_grad_()
+    linear_cross_entropy(**a, targets=targets).backward()
+    assert torch.equal(a[wanted].grad, both[wanted])
 
 
 def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch):
