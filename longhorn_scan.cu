@@ -177,7 +177,8 @@ struct Mamba {                                                 // rates are A / 
 
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
 #define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
-#define FETCHED 2                                      // times as many of both where the forward fetches them: that needs no registers
+#define LONGER 2                                       // times as many of both where the forward fetches them: that needs no registers
+#define LONGER_ROW 128                                 // bytes of a row of keys up to which there is shared memory for that
 #define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
 
 // The L lanes of C channels (C is 1 or 2) each hold a part of a sum for every channel: a lane gets the sum of the one it owns,
@@ -389,6 +390,7 @@ template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
     static const int PASSES = EACH > 32 ? EACH / 32 : 1;                 // that it takes, of 32 / PIECES rows each
     static const int TOGETHER = EACH > 32 ? 1 : 32 / EACH;               // tensors a pass
     static const int SETS = (TENSORS + TOGETHER - 1) / TOGETHER;         // of tensors that are fetched together
+    static_assert(EACH <= 32 || EACH % 32 == 0);
     static const bool fits = BYTES >= 16;
     struct alignas(16) Stage { E row[TENSORS][ROWS][CHANNELS]; };
     const char *from[SETS];                                              // this lane's piece of its row, at step 0
@@ -448,10 +450,13 @@ template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
 
 #define STAGES 2                                       // of the forward's rows; divides KEYS / TILE
 template <int P, int L, int BATCH> struct ForwardShared { float k[2][BATCH][P * L], q[2][BATCH][P * L], kk[2][BATCH]; };   // two buffers
-template <class U, class E, int P, int L, int C> struct AsyncForwardShared : ForwardShared<P, L, FETCHED * KEYS> {
-    typedef WarpRows<E, L, C, 3, FETCHED * TILE> Rows;                   // of x, dt, z
+template <class E, int P, int L> constexpr int fetched_keys = P * L * sizeof(E) > LONGER_ROW ? KEYS : LONGER * KEYS;
+template <class U, class E, int P, int L, int C> struct AsyncForwardShared : ForwardShared<P, L, fetched_keys<E, P, L>> {
+    static const int STEPS = LONGER * TILE, BATCH = fetched_keys<E, P, L>;
+    static_assert(CHUNK % BATCH == 0 && BATCH / STEPS % STAGES == 0);    // whole chunks are whole batches
+    typedef WarpRows<E, L, C, 3, STEPS> Rows;                            // of x, dt, z
     typename Rows::Stage rows[THREADS / 32][STAGES];
-    typename KeyRows<U, E, P, L, FETCHED * KEYS>::Raw raw;
+    typename KeyRows<U, E, P, L, BATCH>::Raw raw;
 };
 
 // Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
@@ -463,7 +468,7 @@ MATH bool is_segment(const ScanArgs &a, int row, int64_t which) { return (uint32
 template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L, C> Shared;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
-    constexpr int NP = P * L, STEPS = ASYNC ? FETCHED * TILE : TILE, BATCH = ASYNC ? FETCHED * KEYS : KEYS;
+    constexpr int NP = P * L, STEPS = ASYNC ? Shared::STEPS : TILE, BATCH = ASYNC ? Shared::BATCH : KEYS;
     typedef ForwardShared<P, L, BATCH> Buffers;
     Buffers &s = *(Buffers *)SHARED_MEMORY;
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
@@ -850,7 +855,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
 template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pulls(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L, C> Shared;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
-    constexpr int STEPS = FETCHED * TILE, BATCH = ASYNC ? FETCHED * KEYS : KEYS;
+    constexpr int STEPS = Shared::STEPS, BATCH = ASYNC ? Shared::BATCH : KEYS;
     typedef ForwardShared<P, L, BATCH> Buffers;
     Buffers &s = *(Buffers *)SHARED_MEMORY;                              // one of its two buffers
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
@@ -971,8 +976,9 @@ KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, fals
 KERNEL(pulls_whole_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L, KEYS>)
-#define FITS WarpRows<E, SCAN_L, SCAN_C, 3, FETCHED * TILE>::fits                     // or else nothing is fetched
-#define WHOLE_BYTES (FITS ? sizeof(AsyncForwardShared<U, E, SCAN_P, SCAN_L, SCAN_C>) : FORWARD_BYTES)
+typedef AsyncForwardShared<U, E, SCAN_P, SCAN_L, SCAN_C> AsyncForward;
+#define FITS AsyncForward::Rows::fits                                       // or else nothing is fetched
+#define WHOLE_BYTES (FITS ? sizeof(AsyncForward) : FORWARD_BYTES)
 #define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB>)
 #define WHOLE_BACKWARD_BYTES (FITS ? sizeof(AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1>) : BACKWARD_BYTES)
 __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, SCAN_P * SCAN_L, FORWARD_BYTES, WHOLE_BYTES,

@@ -138,20 +138,19 @@ def count(update, dtype, N, architecture, folder):
     P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
     macros, cubin = native_cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SCAN, cubin, architecture, macros)
-    chunk, tile, keys, sub, fetched = (steps_of(name) for name in ("CHUNK", "TILE", "KEYS", "SUB", "FETCHED"))
-    times = {"forward": (1 / (fetched * keys), 1 / (fetched * tile)),  # batches of keys, tiles of steps in them
+    chunk, keys, sub = (steps_of(name) for name in ("CHUNK", "KEYS", "SUB"))
+    times = {"forward": (),  # see forward_steps
              # chunks; in them the sub-chunks backwards, the states of all but the last forwards, batches of keys
              "backward": (1 / chunk, 1 / sub, (1 - sub / chunk) / sub, 1 / keys)}
     result = {}
     codes = disassembled(cubin)
     for direction, often in times.items():
         whole, asking = (codes[f"{direction}{kind}_kernel"] for kind in ("_whole", ""))
-        weights = whole.weights(0, *(L / C * n for n in often))
+        of_whole, of_asking = (often or [1 / n for n in forward_steps(code, P * L, dtype)] for code in (whole, asking))
+        weights = whole.weights(0, *(L / C * n for n in of_whole))
         for at in once_a_chunk(whole):
             weights[at] *= sub / chunk
-        if direction == "forward":
-            often = (1 / keys, 1 / tile)
-        found, rest = whole.totals(weights), asking.totals(asking.weights(0, *(L / C * n for n in often)))
+        found, rest = whole.totals(weights), asking.totals(asking.weights(0, *(L / C * n for n in of_asking)))
         result[direction] = {**found, "floor": FLOOR[direction](N), "with_a_rest": rest["instructions"], "in_all": whole.in_all,
                              "loops": [last - first + 1 for first, last in whole.loops]}
     if native_cuda.nvcc():
@@ -162,6 +161,13 @@ def count(update, dtype, N, architecture, folder):
                 result[kernel.removesuffix("_whole_kernel")] |= {n: report[n] for n in ("registers", "spilled_bytes")}
     return {"update": update, "dtype": str(dtype).removeprefix("torch."), "N": N, "states_a_lane": P, "lanes": L, "channels": C,
             "architecture": architecture, **result}
+
+
+def forward_steps(code, states, dtype):
+    """Steps that a turn of the two loops of a forward's kernel takes, or of what joins segments: AsyncForwardShared has them."""
+    tile, keys, longer, longer_row = (steps_of(name) for name in ("TILE", "KEYS", "LONGER", "LONGER_ROW"))
+    fetches = any(opcode(i) == "LDGSTS" for i in code.instructions)
+    return keys * (longer if fetches and states * dtype.itemsize <= longer_row else 1), tile * (longer if fetches else 1)
 
 
 def once_a_chunk(code):

@@ -166,15 +166,18 @@ def ours(update, dtype, N, architecture, folder):
     P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
     cubin = Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SCAN, cubin, architecture, native_cuda.defines(update, dtype, P, L, C))
-    chunk, tile, keys, sub, fetched = (instructions.steps_of(n) for n in ("CHUNK", "TILE", "KEYS", "SUB", "FETCHED"))
-    times = {**dict.fromkeys(("forward", "ends", "pulls"), ((6, keys // tile), 6 * fetched * keys)),
-             "backward": ((1, chunk // sub, chunk // sub - 1, chunk // keys), chunk)}
+    chunk, keys, sub = (instructions.steps_of(name) for name in ("CHUNK", "KEYS", "SUB"))
     codes, rows = disassembled(cubin), []
-    for direction, (often, steps) in times.items():
+    for direction in ("forward", "ends", "pulls", "backward"):
         if update == "exact" and direction in ("ends", "pulls"):
             continue  # its T is not split
         code, all_of_it = codes[f"{direction}_whole_kernel"]
-        trace = [all_of_it[i] for i in walk(code, often, instructions.once_a_chunk(code) if direction == "backward" else ())]
+        if direction == "backward":
+            often, steps, left_out = (1, chunk // sub, chunk // sub - 1, chunk // keys), chunk, instructions.once_a_chunk(code)
+        else:
+            batch, turn = instructions.forward_steps(code, P * L, dtype)
+            often, steps, left_out = (6, batch // turn), 6 * batch, ()
+        trace = [all_of_it[i] for i in walk(code, often, left_out)]
         most = 4 if direction != "backward" else 3 if (update, N) == ("longhorn", 16) else 2
         rows.append({"update": update, "dtype": str(dtype).removeprefix("torch."), "N": N, "architecture": architecture,
                      "kernel": direction, **tabulate(trace, steps, native.CUDA_THREADS // 32, most)})

@@ -83,7 +83,7 @@ def test_other_updates(emitted, monkeypatch, update, T, D, N):
 
 
 @pytest.mark.parametrize("update,shape,T,D,N", [("longhorn", (4, 4, 1), 97, 35, 13), ("mamba", PAIRS, 97, 130, 13),
-                                                ("longhorn", (4, 4, 1), 96, 32, 16), ("mamba", PAIRS, 96, 128, 16)])
+                                                ("longhorn", (4, 4, 1), 192, 32, 16), ("mamba", PAIRS, 192, 128, 16)])
 def test_segments_of_T(emitted, monkeypatch, update, shape, T, D, N):
     run(monkeypatch, emitted(update, F32, *shape), segments=3)
     assert not test_updates.failures_of(update, test_updates.inputs_of(update, 2, T, D, N))

@@ -71,10 +71,18 @@ def test_ratios_are_those_of_full_multiprocessors_and_of_the_busiest():
 
 @pytest.mark.skipif(instructions.lacking() is not None, reason=f"{instructions.lacking()}: nothing was walked")
 def test_the_kernels_wait_for_little(cubins_kept, tmp_path):
-    """Shares of 83, 95, 80 and 90% when this was written; 48 and 50% with two blocks when rows were read into registers."""
+    """Shares of 88, 97, 80 and 90% when this was written; 48 and 50% with two blocks when rows were read into registers."""
     rows = {r["kernel"]: r for r in schedule.ours("longhorn", torch.bfloat16, 16, "sm_90", tmp_path)}
     share = lambda kernel, blocks: blocks * rows[kernel]["instructions"] / rows[kernel]["cycles"][blocks - 1]
-    assert share("forward", 2) > 0.7 and share("forward", 4) > 0.85 and share("backward", 2) > 0.7 and share("backward", 3) > 0.8
+    assert share("forward", 2) > 0.8 and share("forward", 4) > 0.9 and share("backward", 2) > 0.7 and share("backward", 3) > 0.8
     counted = instructions.count("longhorn", torch.bfloat16, 16, "sm_90", tmp_path)
     for kernel in ("forward", "backward"):
         assert rows[kernel]["instructions"] == pytest.approx(counted[kernel]["instructions"], rel=0.02)
+
+
+@pytest.mark.parametrize("loop,states,dtype,steps", [
+    (["LDGSTS.E.128 [R1], [R2]", "FFMA R1, R2, R3, R4"], 64, torch.bfloat16, (32, 8)),
+    (["@P0 LDGSTS.E [R1], [R2]"], 64, torch.float32, (16, 8)),
+    (["LDG.E R1, [R2]"], 16, torch.bfloat16, (16, 4))])
+def test_a_turn_of_the_forward_takes_more_steps_where_rows_are_fetched(loop, states, dtype, steps):
+    assert instructions.forward_steps(instructions.Code(loop, 2, [], []), states, dtype) == steps
