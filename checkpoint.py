@@ -249,6 +249,16 @@ class Keeper:
         self.newest, self.best = meta["step"] if path.name == NEWEST else None, meta.get("best")
         if self.best and self.best[1] == meta["step"] and path.name != BEST:
             _second_name(path, self.folder / BEST)  # the kill may have come between the two
+        if self.newest is not None:
+            self._delete_others(self.newest)  # or here
+
+    def _delete_others(self, step):
+        """Keep of the earlier checkpoints those that belong beside the newest, of this step."""
+        earlier = _earlier(self.folder)
+        kept = sorted(s for s in earlier if s < step)[-(self.keep - 1):] if self.keep > 1 else []
+        for s, path in earlier.items():
+            if s not in kept:  # too old; or beyond this step, from before the run fell back
+                path.unlink(missing_ok=True)
 
     def save(self, state, meta, loss=None, first=lambda: None):
         """Save `state` (see flatten) and `meta`, which has "step"; `loss` is the validation loss of this state, if known.
@@ -289,11 +299,7 @@ class Keeper:
             if is_best:
                 _second_name(newest, self.folder / BEST)
             self.best = meta["best"]
-            earlier = _earlier(self.folder)
-            kept = sorted(s for s in earlier if s < step)[-(self.keep - 1):] if self.keep > 1 else []
-            for s, path in earlier.items():
-                if s not in kept:  # too old; or beyond this step, from before the run fell back
-                    path.unlink(missing_ok=True)
+            self._delete_others(step)
             self.ended = step, None
         except Exception as error:
             self.ended = step, error

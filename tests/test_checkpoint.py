@@ -409,6 +409,25 @@ def _scan(folder):
             yield e
 
 
+def test_a_kill_before_the_oldest_is_deleted_leaves_it_to_who_goes_on(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    keeper = checkpoint.Keeper(tmp_path, background=False)
+    for step in (10, 20):
+        keeper.save({"w": torch.zeros(2)}, {"step": step})
+    with monkeypatch.context() as m, pytest.raises(Killed):
+        m.setattr(checkpoint.Keeper, "_delete_others", mock.Mock(side_effect=Killed))
+        keeper.save({"w": torch.zeros(2)}, {"step": 30})
+    assert sorted(checkpoint._earlier(tmp_path)) == [10, 20]
+    newest = tmp_path / checkpoint.NEWEST
+    checkpoint.Keeper(tmp_path).went_on_from(newest, checkpoint.load(newest)[1])  # and it may have been the last of the run
+    assert sorted(checkpoint._earlier(tmp_path)) == [20]
+    before = tmp_path / "checkpoint-20.safetensors"
+    checkpoint.Keeper(tmp_path).went_on_from(before, checkpoint.load(before)[1])  # where the newest is damaged nothing goes
+    assert sorted(checkpoint._earlier(tmp_path)) == [20]
+
+
 @pytest.mark.parametrize("missing", ["thread", "memory"])
 def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, missing):
     def refuse(*args, **how):
