@@ -532,7 +532,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                         *kept_states<P>(a, at.row.chunk + batch / CHUNK, at.part, g, at.channel[n]) =
                             {{S[n * P + g], S[n * P + g + 1], S[n * P + g + 2], S[n * P + g + 3]}};
         if constexpr (ASYNC) keys.begin(async.raw, batch + BATCH < T ? batch + BATCH : batch);
-        else keys.load(batch + BATCH, T);                                 // in flight while this batch is computed
+        else keys.load(batch + BATCH, T);                                // in flight while this batch is computed
         #pragma unroll 1
         for (int t0 = batch; t0 < batch + BATCH && within(t0); t0 += STEPS) {
             float xf[STEPS], dtf[STEPS], gate[STEPS];
