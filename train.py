@@ -714,7 +714,7 @@ class Run:
                 last = i + self.batch_size >= len(windows)
                 with contextlib.nullcontext() if self.world == 1 or last else self.ddp.no_sync():
                     with self.autocast:
-                        loss = self.ddp(x, y, loss_only=True)[1]  # logits kept would live into the next forward
+                        loss = self.ddp(x, y, loss_only=True)[1]
                         loss = loss * (len(part) / self.per_rank)  # the mean over the step's windows, however they are cut
                     self.scaler.scale(loss).backward()
                 loss_sum += loss.detach().float()

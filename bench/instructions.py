@@ -139,18 +139,17 @@ def count(update, dtype, N, architecture, folder):
     macros, cubin = native_cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
     native_cuda.compile_cubin(native.SCAN, cubin, architecture, macros)
     chunk, keys, sub = (steps_of(name) for name in ("CHUNK", "KEYS", "SUB"))
-    times = {"forward": (),  # see forward_steps
+    loops = {"forward": lambda code: [1 / n for n in forward_steps(code, P * L, dtype)],
              # chunks; in them the sub-chunks backwards, the states of all but the last forwards, batches of keys
-             "backward": (1 / chunk, 1 / sub, (1 - sub / chunk) / sub, 1 / keys)}
+             "backward": lambda code: (1 / chunk, 1 / sub, (1 - sub / chunk) / sub, 1 / keys)}
     result = {}
     codes = disassembled(cubin)
-    for direction, often in times.items():
+    for direction, often in loops.items():
         whole, asking = (codes[f"{direction}{kind}_kernel"] for kind in ("_whole", ""))
-        of_whole, of_asking = (often or [1 / n for n in forward_steps(code, P * L, dtype)] for code in (whole, asking))
-        weights = whole.weights(0, *(L / C * n for n in of_whole))
+        weights = whole.weights(0, *(L / C * n for n in often(whole)))
         for at in once_a_chunk(whole):
             weights[at] *= sub / chunk
-        found, rest = whole.totals(weights), asking.totals(asking.weights(0, *(L / C * n for n in of_asking)))
+        found, rest = whole.totals(weights), asking.totals(asking.weights(0, *(L / C * n for n in often(asking))))
         result[direction] = {**found, "floor": FLOOR[direction](N), "with_a_rest": rest["instructions"], "in_all": whole.in_all,
                              "loops": [last - first + 1 for first, last in whole.loops]}
     if native_cuda.nvcc():
