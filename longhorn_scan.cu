@@ -8,7 +8,7 @@
 //
 // The surprise: one file, two compilers. A C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc or NVRTC
 // builds the CUDA kernels from it, and the three updates are written once, for a float (a lane of a GPU) and for a vector
-// of channels (the CPU); lanes.h says what that is. native.py builds it on first use.
+// of channels (the CPU); lanes.h says what that is. kernels/build.py builds it on first use.
 //
 // Glossary (paper symbol, our name, shape)
 //   x_t     x   (B, T, D)   value to remember              S_t      S   N states of a channel, float32
@@ -19,7 +19,7 @@
 // Order: arguments, updates, CUDA, CPU. To check a change:
 // python -m pytest tests/test_scan.py tests/test_cuda.py
 
-#include "lanes.h"
+#include "kernels/lanes.h"
 
 // The state is kept every CHUNK steps for the backward, which recomputes what lies between: 4 / 32 = 1/8 byte per
 // (token, channel, state element). Dividing by the forget gate instead would lose the gradient at large keys.
@@ -27,7 +27,7 @@
 
 enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
 
-// Mirrored in native.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
+// Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
 struct ScanArgs {
     int64_t B, T, D, N;                               // with cu: B sequences, packed into one row of T tokens
     int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
@@ -110,7 +110,7 @@ struct Exact {                                                 // aside: x - sum
     static const bool rates = false, norm = true, whole = true;
     template <class V> MATH Step<V> step(V x, V dt, V bias, float kk, int64_t) { return longhorn_step(x, dt, bias, kk); }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
-    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: native.py makes no segments
+    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: kernels/build.py makes no segments
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.aside; }
     template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V pulled, Sums<V> &, V &dk, V &) {
@@ -949,9 +949,9 @@ MATH void combine(const ScanArgs &a) {
     }
 }
 
-// ------------------------------------------------------------------------------------------ CUDA: what native.py loads
+// ------------------------------------------------------------------------------------------ CUDA: what kernels/build.py loads
 // One cubin for an update, dtype, P, L and C: a few kernels compile in seconds, all combinations would take minutes.
-// `facts`: what native.py must agree with, a block's channels, the states of a channel, each kernel's shared memory.
+// `facts`: what kernels/build.py must agree with, a block's channels, the states of a channel, each kernel's shared memory.
 
 typedef SCAN_UPDATE U;
 typedef SCAN_TYPE E;
@@ -1283,7 +1283,7 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
     }
 }
 
-// ------------------------------------------------------------------------------------------- CPU: what native.py loads
+// ------------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
 
 template <class U, class E, int NC> static void scan_forward(const ScanArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { forward_task<U, E, NC>(a, b, first, last); });

@@ -15,8 +15,8 @@ import torch
 import torch.nn as nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from linear_attention import delta_rule, wkv4
-from ops import causal_conv1d, conv_state, rms_norm
+from kernels.linear_attention import delta_rule, wkv4
+from kernels.ops import causal_conv1d, conv_state, rms_norm
 
 # ---------------------------------------------------------------------------------------------------- shared by families
 

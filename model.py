@@ -29,13 +29,23 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import fused
 import mixers
-import native
-from linear_attention import choose_kernel, gated_linear_attention, retention
-from mixers import DeltaNet, RWKV4TimeMix, dense, head_norm, norm_backend, ramp, rwkv_mu, split_heads, to_residual, xavier
-from ops import causal_conv1d, conv_state, linear_cross_entropy, rms_norm
-from scan import longhorn_scan, selective_scan
+from kernels import build, fused
+from kernels.linear_attention import choose_kernel, gated_linear_attention, retention
+from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy, rms_norm
+from kernels.scan import longhorn_scan, selective_scan
+from mixers import (
+    DeltaNet,
+    RWKV4TimeMix,
+    dense,
+    head_norm,
+    norm_backend,
+    ramp,
+    rwkv_mu,
+    split_heads,
+    to_residual,
+    xavier,
+)
 from scan_block import also_in_scan_block, can_run, is_plain, marked, scan_block
 
 
@@ -538,7 +548,7 @@ def _mixing_by(branch, config, device):
     if is_a(Mamba) and config.kernel == "fused":
         return "mamba-ssm"
     if is_a(ScanBlock):
-        chosen = native.choose("scan", mixers.scan_backend(config), device, False)
+        chosen = build.choose("scan", mixers.scan_backend(config), device, False)
         return {"cpu": "longhorn_scan.cu on the CPU", "cuda": "longhorn_scan.cu", "torch": "a loop in PyTorch"}[chosen]
     return "its own code"
 

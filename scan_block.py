@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import native
-import ops
-from scan import STEPS, scan_backward, scan_forward
+from kernels import build, ops
+from kernels.scan import STEPS, scan_backward, scan_forward
 
 
 def also_in_scan_block(update):
@@ -57,13 +56,13 @@ def can_run(xz, W, backend=None):
     """
     dtype = _dtype(xz)
     converted = dtype == torch.float16 and xz.device.type == "cpu"  # the parts do that, where they write rows of their own
-    not_native = dtype not in native.DTYPES or W > native.MAX_WIDTH
-    return native.choose("scan", backend, xz.device.type, not_native) != "torch" and not converted
+    not_native = dtype not in build.DTYPES or W > build.MAX_WIDTH
+    return build.choose("scan", backend, xz.device.type, not_native) != "torch" and not converted
 
 
 def _dtype(xz):
     """What the block computes rows in: autocast leaves float64 as it is."""
-    return xz.dtype if xz.dtype == torch.float64 else native.autocast_dtype(xz.device.type) or xz.dtype
+    return xz.dtype if xz.dtype == torch.float64 else build.autocast_dtype(xz.device.type) or xz.dtype
 
 
 def scan_block(xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, dt_bias, update):
@@ -132,10 +131,10 @@ def _scan_block(xz: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, x_wei
 @_scan_block.register_fake
 def _(xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, dt_bias, update, save):
     (B, T, _), (both, d) = xz.shape, x_weight.shape
-    rows = lambda width: native.empty(xz, B, T, width, dtype=xz.dtype)
+    rows = lambda width: build.empty(xz, B, T, width, dtype=xz.dtype)
     N = (both - dt_weight.shape[1]) // 2
-    chunks = (B * -(-T // native.CHUNK), native.kept_states(xz, N), d) if save else (0,)
-    return rows(d), rows(d), rows(both), rows(d), native.empty(xz, *chunks)
+    chunks = (B * -(-T // build.CHUNK), build.kept_states(xz, N), d) if save else (0,)
+    return rows(d), rows(d), rows(both), rows(d), build.empty(xz, *chunks)
 
 
 @torch.library.custom_op("longhorn::scan_block_backward", mutates_args=())
@@ -145,7 +144,7 @@ def _scan_block_backward(dy: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias:
     """The gradients of the eight tensors behind dy, in their order; those of absent ones are empty."""
     x, z = xz.chunk(2, -1)
     r, k, q = _parts(p, dt_weight)
-    dxz, others = (native.empty(xz, *xz.shape, dtype=xz.dtype) for _ in range(2))
+    dxz, others = (build.empty(xz, *xz.shape, dtype=xz.dtype) for _ in range(2))
     dx, dz = dxz.chunk(2, -1)
     dc, ddt = others.chunk(2, -1)  # not contiguous, because the scan writes its three gradients with one stride
     _, _, dk, dq, dA, dD, _, ddt_bias, _ = scan_backward(dy, None, c, dt, k, q, A, D, z, dt_bias, None, None, chunks, update,
@@ -156,13 +155,13 @@ def _scan_block_backward(dy: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias:
     tokens(dc).addmm_(dp, x_weight)
     _, dconv_weight, dconv_bias, _ = ops.conv_backward(dc, x, conv_weight, conv_bias, None, True, into=dx)
     grads = [dxz, dconv_weight, dconv_bias, dx_weight, ddt_weight, dA, dD, ddt_bias]
-    return [native.empty(xz, 0) if g is None else g for g in grads]
+    return [build.empty(xz, 0) if g is None else g for g in grads]
 
 
 @_scan_block_backward.register_fake
 def _(dy, xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, dt_bias, c, p, dt, chunks, update):
     given = (xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, dt_bias)
-    return [native.empty(xz, 0) if a is None else native.empty(xz, *a.shape, dtype=a.dtype) for a in given]
+    return [build.empty(xz, 0) if a is None else build.empty(xz, *a.shape, dtype=a.dtype) for a in given]
 
 
 def _setup(ctx, inputs, output):

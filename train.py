@@ -37,9 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import configurator
 import faults
-import native
 from configurator import ConfigError
 from data.loader import DataError, Tokens, eval_windows, get_batch, n_windows, step_windows
+from kernels import build
 from model import LM, ModelConfig, mixing_by
 from records import Log, draw_loss, environment, read_log, version, write_json
 
@@ -367,7 +367,7 @@ class Run:
         try:
             self.model = LM(ModelConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)})).to(device)
             if config.scan_backend:
-                native.choose("scan", config.scan_backend, device.type, False)
+                build.choose("scan", config.scan_backend, device.type, False)
             if config.kernel:  # one token as a trial: what cannot run here says so now, in a line
                 with torch.no_grad(), self.autocast:
                     self.model(torch.zeros(1, 1, dtype=torch.long, device=device))
@@ -598,7 +598,7 @@ class Run:
             try:
                 draw_loss(self.out)
             except ImportError as error:
-                native.say_once(f"no loss.png: {error} (pip install matplotlib; then python records.py {self.out})")
+                build.say_once(f"no loss.png: {error} (pip install matplotlib; then python records.py {self.out})")
             except Exception:  # no picture is worth a run
                 pass
 

@@ -5,9 +5,8 @@
     make gpu OUT=elsewhere ARGS="--stages=training"
 
 Stages, each a process of its own with a time limit; what one lacks is said and skipped, and what fails stops no other:
-environment, build, tests, gradients, benchmark, convolution, training, segments, memcheck, racecheck, initcheck. Out come
-gpu.json (written after every stage), gpu.log (all output), scan_cuda.json and .png from bench/scan.py, and segments_cuda.json
-from bench/segments.py. Exit status 1 if any stage failed.
+environment, build, tests, gradients, benchmark, convolution, training, memcheck, racecheck, initcheck. Out come
+gpu.json (written after every stage), gpu.log (all output), scan_cuda.json and .png from bench/scan.py. Exit status 1 if any stage failed.
 
 The surprise: a stage hands its numbers over a file, line by line, so one that is killed half way keeps what it had found.
 """
@@ -288,23 +287,23 @@ def one_scan(family, B, T, D, N, dtype, device):
 
 
 def tested_kernels():
-    """The arguments of native.build_cuda for every kernel that the tests will ask for on this GPU."""
+    """The arguments of build.build_cuda for every kernel that the tests will ask for on this GPU."""
     import torch
 
-    import native
+    from kernels import build
 
     gpu = torch.cuda.get_device_properties(0)
-    shapes = {(update, native.cuda_shape(*shape, gpu.multi_processor_count, update != "exact"))
-              for update in native.UPDATES for shape in TESTED}
-    return [(update, dtype, shape, f"sm_{gpu.major}{gpu.minor}") for update, shape in sorted(shapes) for dtype in native.DTYPES]
+    shapes = {(update, build.cuda_shape(*shape, gpu.multi_processor_count, update != "exact"))
+              for update in build.UPDATES for shape in TESTED}
+    return [(update, dtype, shape, f"sm_{gpu.major}{gpu.minor}") for update, shape in sorted(shapes) for dtype in build.DTYPES]
 
 
 def build(emit, dry_run, budget_s):
     """The first call of every kernel that the stages after this one use: it compiles, or finds what was compiled before."""
     from concurrent.futures import ThreadPoolExecutor
 
-    import native
     from bench import measure, scan_cuda
+    from kernels import build
 
     device, failed = scan_cuda.DryRun() if dry_run else scan_cuda.Gpu(), []
 
@@ -331,8 +330,8 @@ def build(emit, dry_run, budget_s):
         if not dry_run:
             start = time.perf_counter()
             wanted = tested_kernels()
-            scans = pool.map(lambda kernels: built(native.build_cuda, *kernels), wanted)
-            convolutions = pool.map(lambda dtype: built(native.build_cuda_conv, dtype, 4, wanted[0][-1]), native.DTYPES)
+            scans = pool.map(lambda kernels: built(build.build_cuda, *kernels), wanted)
+            convolutions = pool.map(lambda dtype: built(build.build_cuda_conv, dtype, 4, wanted[0][-1]), build.DTYPES)
             emit(kernels_of_the_tests=sum([*scans, *convolutions]), seconds=time.perf_counter() - start)
     for what in BUILDS[1:] + SMALL:  # one after another: of an error that all later calls report too, the first is named
         first_call(what)
@@ -352,7 +351,7 @@ def small(emit, dry_run, budget_s):
     import torch
 
     from bench import scan_cuda
-    from ops import causal_conv1d
+    from kernels.ops import causal_conv1d
 
     class Small(scan_cuda.Gpu):
         def __init__(self):  # no buffers: they would be watched too
@@ -468,9 +467,9 @@ def convolution(emit, dry_run, budget_s):
     """The short convolution with SiLU at the models' widths: ours, PyTorch's and causal-conv1d's, round after round."""
     import torch
 
-    import fused
     from bench import measure, scan_cuda
-    from ops import causal_conv1d
+    from kernels import fused
+    from kernels.ops import causal_conv1d
 
     device = scan_cuda.DryRun() if dry_run else scan_cuda.Gpu()
     bandwidth, lost = device.copy_bandwidth(), []
@@ -720,11 +719,6 @@ def benchmark(context):
     return command + ["--dry_run", "--rounds=2"] * context.dry_run
 
 
-def segments(context):
-    return [sys.executable, "bench/segments.py", f"--budget_s={max(1, context.seconds):.0f}",
-            f"--out={context.out / 'segments_cuda.json'}", *["--dry_run"] * context.dry_run]
-
-
 def in_short(found, text):
     return "; ".join(re.findall(r"^in short: (.*)", text, re.M))
 
@@ -759,7 +753,6 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("benchmark", 130, benchmark, in_short),
           Stage("convolution", 30, lambda c: c.inner("convolution"), convolution_summary),
           Stage("training", 210, lambda c: c.inner("training"), training_summary),
-          Stage("segments", 30, segments, in_short),
           sanitizer("memcheck"), sanitizer("racecheck"), sanitizer("initcheck")]
 
 

@@ -16,8 +16,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import native  # noqa: E402
 from configurator import ConfigError  # noqa: E402
+from kernels import build  # noqa: E402
 from records import code_version  # noqa: E402
 
 EPS = torch.finfo(torch.float32).eps
@@ -77,7 +77,7 @@ def compare(got, true, slack):
 
 def work(B, T, D, N, itemsize, extras):
     """Bytes that must move and floating-point operations by count: each tensor read or written once, Eq. 7's arithmetic."""
-    wide, narrow, chunks = B * T * D * itemsize, B * T * N * itemsize, 4 * B * math.ceil(T / native.CHUNK) * D * N
+    wide, narrow, chunks = B * T * D * itemsize, B * T * N * itemsize, 4 * B * math.ceil(T / build.CHUNK) * D * N
     z = int(extras)
     forward = (3 + z) * wide + 2 * narrow                  # x, dt, k, q (z) in, y out
     backward = (3 + z + 2 + z) * wide + 4 * narrow         # x, dt, k, q, dy (z) in, dx, ddt, dk, dq (dz) out

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import native  # noqa: E402
 import records  # noqa: E402
 from bench.measure import DTYPES, EPS, compare, make_inputs, refuse_uncommitted, spread, values_and_gradients, work  # noqa: E402
 from configurator import main_error  # noqa: E402
-from scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
+from kernels import build  # noqa: E402
+from kernels.scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
 
 SAVED = Path(__file__).resolve().parent.parent / "results" / "scan_cpu.json"
 
@@ -187,7 +187,7 @@ def measure_memory(B, T, D, N, dtype):
     peak = peak_since_reset()
     given = sum(v.untyped_storage().nbytes() for v in a.values())
     return {"B": B, "T": T, "D": D, "N": N, "dtype": str(dtype).removeprefix("torch."), "kept_bytes": sum(kept.values()),
-            "input_bytes": given, "chunk_state_bytes": 4 * B * math.ceil(T / native.CHUNK) * D * N,
+            "input_bytes": given, "chunk_state_bytes": 4 * B * math.ceil(T / build.CHUNK) * D * N,
             "peak_bytes_above_inputs": None if before is None or peak is None else peak - before,
             "BTD_bytes": 4 * B * T * D, "BTDN_bytes": 4 * B * T * D * N}
 
@@ -203,7 +203,7 @@ def print_memory(rows):
     if last["T"] > first["T"]:
         print(f"T x {last['T'] / first['T']:g}: kept x {last['kept_bytes'] / first['kept_bytes']:.1f}, which is linear.")
     print(f"At T = {last['T']} it keeps {last['kept_bytes'] / last['BTD_bytes']:.1f} x 4 B T D: x, dt, and a state every "
-          f"{native.CHUNK} steps, N / {native.CHUNK} = {last['N'] / native.CHUNK:g}. All would be {last['N']} x 4 B T D.\n")
+          f"{build.CHUNK} steps, N / {build.CHUNK} = {last['N'] / build.CHUNK:g}. All would be {last['N']} x 4 B T D.\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -252,7 +252,7 @@ def main():
     args.D, args.N, args.dtype = args.D or 512, args.N or 16, args.dtype or "float32"
     if args.threads:
         torch.set_num_threads(args.threads)
-    reason = native.unavailable("cpu")
+    reason = build.unavailable("cpu")
     if reason:
         sys.exit(f"bench/scan.py: the native kernels cannot run here, so there is nothing to measure: {reason}")
     out = args.out or (SAVED.with_stem(SAVED.stem + "_memory") if args.memory else SAVED) if args.save or args.out else None
@@ -260,7 +260,7 @@ def main():
     dtype = DTYPES[args.dtype]
     where, date = records.environment(), datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"benchmark": "scan_memory" if args.memory else "scan", "date": date, "threads": torch.get_num_threads(),
-              "lanes": native.library().longhorn_lanes(), "environment": where}
+              "lanes": build.library().longhorn_lanes(), "environment": where}
     commit = (where["commit"] or "none")[:10]
     print(f"{where['cpu']}, {record['threads']} threads, torch {where['torch']}, {date[:10]}, commit {commit}")
     if args.memory:

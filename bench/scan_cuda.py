@@ -49,13 +49,13 @@ from bench.measure import (  # noqa: E402
     values_and_gradients,
     work,
 )
-from scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref  # noqa: E402
+from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref  # noqa: E402
 
 SAVED = ROOT / "results" / "scan_cuda.json"
 PASSES = ("forward", "backward", "forward_backward")
 # By the disassembly of a probe for sm_90, one lane a channel, N = 16, x, dt, z and y in bfloat16: about 100 instructions
 # forward, of which 4 a state multiply or add. The backward recomputes (8 a state), walks back (8) and sums over channels (4):
-# 4 times as many, which is what bench/instructions.py finds unavoidable too.
+# 4 times as many, which is what tools/instructions.py finds unavoidable too.
 INSTRUCTIONS = {"a state": 4, "a step": 36, "backward": 4}
 SLOW_SECONDS = 10.0  # a contender whose pass takes longer is left out of what follows
 CONTENDER_SECONDS = 2.0  # of timed passes a shape, beyond the first three rounds
@@ -101,9 +101,9 @@ def counted_bytes(contender, shape, itemsize):
 
 def work_chunks(shape):
     """Bytes of the states that the forward keeps, float32."""
-    import native
+    from kernels import build
 
-    return 4 * shape.B * math.ceil(shape.T / native.CHUNK) * shape.D * shape.N
+    return 4 * shape.B * math.ceil(shape.T / build.CHUNK) * shape.D * shape.N
 
 
 def instructions(N, forward=None, backward=None):
@@ -246,7 +246,7 @@ def nvidia_smi(*fields):
 def sources():
     """What the kernels were built from, by the first digits of their sha256: a copy without .git has no commit."""
     return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
-            for name in ("longhorn_scan.cu", "lanes.h", "scan.py", "native.py", "native_cuda.py") if (ROOT / name).exists()}
+            for name in ("longhorn_scan.cu", "lanes.h", "scan.py", "kernels/build.py", "kernels/cuda.py") if (ROOT / name).exists()}
 
 
 # ----------------------------------------------------------------------------------------------------------- contenders

@@ -21,7 +21,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def builds(tmp_path_factory):
-    """A folder for native._cached that the processes of these tests share: what one of them has compiled, all find."""
+    """A folder for build._cached that the processes of these tests share: what one of them has compiled, all find."""
     mine = tmp_path_factory.getbasetemp()
     return (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "builds"
 
@@ -45,17 +45,16 @@ def broken(builds):
 
 @pytest.fixture
 def cubins_kept(builds, monkeypatch):
-    """native_cuda.compile_cubin compiles once what several tests ask for: seconds each."""
-    import native
-    import native_cuda
+    """cuda.compile_cubin compiles once what several tests ask for: seconds each."""
+    from kernels import build, cuda
 
-    compile_cubin = native_cuda.compile_cubin
+    compile_cubin = cuda.compile_cubin
 
     def kept(source, to, architecture, macros, kind="cubin"):
         make = lambda new: compile_cubin(source, new, architecture, macros, kind)
-        shutil.copy(native._cached("kernels", f".{kind}", [architecture, *macros], [source], builds, make)[0], to)
+        shutil.copy(build._cached("kernels", f".{kind}", [architecture, *macros], [source], builds, make)[0], to)
 
-    monkeypatch.setattr(native_cuda, "compile_cubin", kept)
+    monkeypatch.setattr(cuda, "compile_cubin", kept)
 
 
 @pytest.fixture

@@ -340,7 +340,7 @@ def test_dry_run_of_the_benchmark(tmp_path, capsys):
     said = capsys.readouterr().out
     record = json.loads((tmp_path / "new" / "record.json").read_text())
     assert record["dry_run"] is True and record["finished"] is True and record["seconds"] > 0
-    assert {"longhorn_scan.cu", "scan.py", "native.py"} <= set(record["sources"]) and record["copy_bytes_per_second"] > 0
+    assert {"longhorn_scan.cu", "scan.py", "kernels/build.py"} <= set(record["sources"]) and record["copy_bytes_per_second"] > 0
     assert {"commit", "torch", "gpu"} <= set(record["environment"]) and record["device"]["name"].startswith("dry run")
     assert len(record["correctness"]) == 16 and all(row["right"] for row in record["correctness"])
     (entry,) = record["shapes"]
@@ -544,8 +544,6 @@ def test_what_stages_run(tmp_path, monkeypatch):
     assert commands["benchmark"](context)[1:] == ["bench/scan.py", "--device=cuda", "--preset=paper", "--even_if_wrong",
                                                   "--budget_s=110", f"--out={tmp_path}/scan_cuda.json"]
     assert commands["tests"](context)[-2:] == ["-k", "test_gpu"]
-    assert commands["segments"](context)[1:] == ["bench/segments.py", "--budget_s=120",
-                                                 f"--out={tmp_path}/segments_cuda.json"]
     assert commands["training"](context)[2:] == ["--stage=training", "--record=/r", "--budget_s=120"]
     monkeypatch.setattr(gpu, "tool", lambda name: "/cuda/compute-sanitizer")
     assert commands["racecheck"](context)[2:5] == ["/cuda/compute-sanitizer", "--tool", "racecheck"]

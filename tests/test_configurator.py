@@ -242,7 +242,7 @@ def test_another_broken_pipe_is_not_taken_for_the_output(capsys):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("script", ["bench/table1.py", "bench/mqar.py", "bench/gpu.py", "data/loader.py"])
+@pytest.mark.parametrize("script", ["experiments/scaling/table1.py", "experiments/recall/mqar.py", "bench/gpu.py", "data/loader.py"])
 def test_scripts_whose_reader_has_gone(script, unbuffered):
     assert with_nobody_reading(sys.executable, script, "--help", PYTHONUNBUFFERED=unbuffered).stderr == ""
 

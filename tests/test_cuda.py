@@ -24,14 +24,13 @@ from test_ops import conv_agrees, conv_inputs, graded
 from test_scan import BF16, EPS, F16, F32, failures, inputs, results, source_text
 from test_scan_block import block_failures, block_inputs
 
-import native
-import native_cuda
 import scan_block
 from bench.gpu import TESTED
-from ops import causal_conv1d
-from scan import longhorn_scan
+from kernels import build, cuda
+from kernels.ops import causal_conv1d
+from kernels.scan import longhorn_scan
 
-SHIM, DRIVER = (Path(__file__).with_name(name) for name in ("cuda_shim.h", "cuda_driver_shim.h"))
+SHIM, DRIVER = (Path(__file__).resolve().parent.parent / "tools" / name for name in ("cuda_shim.h", "cuda_driver_shim.h"))
 THREADS = 64  # two warps: enough for sums over warps, and quicker than the 128 of a GPU
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++")), None)
 CPU_PART = "- CPU: the "  # what follows in a source is not the CUDA kernels'
@@ -42,7 +41,7 @@ pytestmark = [pytest.mark.usefixtures("poison"),
 
 def source_of(update):
     """The text of the scan's kernels, or for "conv" of the convolution's."""
-    return source_text(native.CONV if update == "conv" else native.SCAN)
+    return source_text(build.CONV if update == "conv" else build.SCAN)
 
 
 # Compiling takes most of these tests' time: no optimisation, and the older standard, whose headers take a third of a second less.
@@ -60,16 +59,16 @@ def compile_shim(folder, macros, source, flags=FLAGS, more="", threads=THREADS):
         if run.returncode:
             raise OSError(run.stderr)
 
-    return native._cached("shim", "", [*command, text], (SHIM, DRIVER), folder, make)[0]
+    return build._cached("shim", "", [*command, text], (SHIM, DRIVER), folder, make)[0]
 
 
 def load_shim(folder, update, *key, source=None, **kw):
     """update, dtype, P, L, C for the scan's kernels; "conv", dtype, W for the convolution's."""
     conv = update == "conv"
-    path = compile_shim(folder, native_cuda.conv_defines(*key) if conv else native_cuda.defines(update, *key),
+    path = compile_shim(folder, cuda.conv_defines(*key) if conv else cuda.defines(update, *key),
                         source or source_of(update), **kw)
-    kernels, args = (native_cuda.CONV_KERNELS, native.ConvArgs) if conv else (native_cuda.SCAN_KERNELS, native.ScanArgs)
-    return native_cuda.Module(b"", kernels, ctypes.sizeof(args), native_cuda.declare(ctypes.CDLL(str(path))))
+    kernels, args = (cuda.CONV_KERNELS, build.ConvArgs) if conv else (cuda.SCAN_KERNELS, build.ScanArgs)
+    return cuda.Module(b"", kernels, ctypes.sizeof(args), cuda.declare(ctypes.CDLL(str(path))))
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +82,21 @@ def use(monkeypatch, module, segments=1, conv=None):
 
     conv: where both are launched, the module of the convolution.
     """
-    class ShimKernels(native.Kernels):
+    class ShimKernels(build.Kernels):
         def __init__(self, args_class, x, update=None, rows=None, direction=None, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
             self.module = module if update is not None or conv is None else conv
             sizes |= dict(splits=-(-D // self.module.channels))
             if update is not None:
-                sizes |= dict(update=native.UPDATES.index(update)) | native.segment_sizes(T, segments)
-            self.segments = sizes["segments"] if update is not None else -(-T // native.CONV_TILE)
+                sizes |= dict(update=build.UPDATES.index(update)) | build.segment_sizes(T, segments)
+            self.segments = sizes["segments"] if update is not None else -(-T // build.CONV_TILE)
             self.args = args_class(B=rows or B, T=T, D=D, **sizes)
 
         def run(self, function):
             self.launch(self.module, function, self.module.threads, None)
 
-    monkeypatch.setattr(native, "Kernels", ShimKernels)
-    monkeypatch.setattr(native, "kept_states", lambda x, N: -(-N // 4) * 4)
+    monkeypatch.setattr(build, "Kernels", ShimKernels)
+    monkeypatch.setattr(build, "kept_states", lambda x, N: -(-N // 4) * 4)
 
 
 PAIRS = (8, 2, 2)  # P, L, C: what a GPU runs at N = 16
@@ -149,7 +148,7 @@ def test_packed_sequences(shim, monkeypatch, update, lengths):
 
 @pytest.mark.parametrize("shape,N", [(PAIRS, 16), ((4, 1, 1), 3)])
 def test_as_many_threads_as_on_a_gpu(tmp_path, monkeypatch, shape, N):
-    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, *shape, threads=native.CUDA_THREADS))
+    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, *shape, threads=build.CUDA_THREADS))
     assert not failures(inputs(2, 50, 150, N))
 
 
@@ -417,7 +416,7 @@ def race(builds):
             at = cuda.rindex(barrier, at, cuda.index(behind, at))
             cuda = f"{cuda[:at]}if (without != {number}) {cuda[at:]}"
     try:
-        return compile_shim(builds, native_cuda.defines("longhorn", F32, 4, 2, 2), f"inline int without;\n{cuda}{marker}{cpu}",
+        return compile_shim(builds, cuda.defines("longhorn", F32, 4, 2, 2), f"inline int without;\n{cuda}{marker}{cpu}",
                             ("-O1", "-g", "-std=c++20", "-fsanitize=thread", "-DSHIM_THREADS"), RACE)
     except OSError as error:
         if "tsan" not in str(error):
@@ -464,17 +463,17 @@ def test_lanes_that_never_come_to_a_shuffle_end_the_launch(tmp_path, monkeypatch
 def test_structs_that_disagree_are_refused(shim):
     module = shim("longhorn", F32, 4, 4, 1)
     with pytest.raises(OSError, match="change the structs together"):
-        native_cuda.Module(b"", native_cuda.SCAN_KERNELS, 8, module.lib)
+        cuda.Module(b"", cuda.SCAN_KERNELS, 8, module.lib)
 
 
 # ------------------------------------------------------------------------------------------------------- for real GPUs
 
-COMPILERS = {"nvcc": native_cuda.nvcc(), "nvrtc": native_cuda.nvrtc()}
+COMPILERS = {"nvcc": cuda.nvcc(), "nvrtc": cuda.nvrtc()}
 CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(found is None, reason=f"no {name} here"))
                   for name, found in COMPILERS.items()]
 
 
-def compiled(folder, architecture, macros, source=native.SCAN):
+def compiled(folder, architecture, macros, source=build.SCAN):
     """({kernel: registers}, bytes spilled by each), from nvcc's report."""
     command = [COMPILERS["nvcc"], "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros,
                str(source), "-o", str(folder / "out.cubin")]
@@ -485,13 +484,13 @@ def compiled(folder, architecture, macros, source=native.SCAN):
     return dict(zip(kernels, registers, strict=True)), [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stderr)]
 
 
-@pytest.mark.parametrize("update", native.UPDATES)
+@pytest.mark.parametrize("update", build.UPDATES)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_compiles_without_spills(tmp_path, architecture, update):
     if COMPILERS["nvcc"] is None:
         pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
-    registers, spills = compiled(tmp_path, architecture, native_cuda.defines(update, BF16, *PAIRS))
-    assert sorted(f"{name}_kernel" for name in registers) == sorted(native_cuda.SCAN_KERNELS) and not any(spills)
+    registers, spills = compiled(tmp_path, architecture, cuda.defines(update, BF16, *PAIRS))
+    assert sorted(f"{name}_kernel" for name in registers) == sorted(cuda.SCAN_KERNELS) and not any(spills)
     for kind in ("", "_whole"):
         # blocks of 128 threads a multiprocessor: 4 of the forward, Mamba's 3; 2 of the backward, and 3 on an H100
         assert registers["forward" + kind] <= (168 if update == "mamba" else 128)
@@ -500,7 +499,7 @@ def test_compiles_without_spills(tmp_path, architecture, update):
 
 def test_instructions_a_token_and_channel(cubins_kept, tmp_path):
     """What bounds these kernels, counted in the disassembly; 104 and 436 when this was written."""
-    from bench import instructions
+    from tools import instructions
 
     if COMPILERS["nvcc"] is None and COMPILERS["nvrtc"] is None or instructions.nvdisasm() is None:
         pytest.skip("no compiler for GPUs or no nvdisasm here: instructions were not counted")
@@ -508,10 +507,10 @@ def test_instructions_a_token_and_channel(cubins_kept, tmp_path):
     assert 94 < found["forward"]["instructions"] <= 115 and 400 < found["backward"]["instructions"] <= 480
     assert found["forward"]["loops"][1] / 8 < found["forward"]["instructions"]  # a turn of this loop is 8 steps
     # where the compiler lets the lanes of a warp part, it asks before each shuffle whether they have, and may run a loop twice
-    several = native.build_cuda("longhorn", BF16, (4, 4, 1), "sm_90", folder=tmp_path)[0]
+    several = build.build_cuda("longhorn", BF16, (4, 4, 1), "sm_90", folder=tmp_path)[0]
     for cubin in (tmp_path / "kernels.cubin", several):
         codes = instructions.disassembled(cubin)
-        assert set(codes) >= set(native_cuda.SCAN_KERNELS)
+        assert set(codes) >= set(cuda.SCAN_KERNELS)
         assert not [name for name, code in codes.items() if any("BRA.DIV" in i for i in code.instructions)]
 
 
@@ -519,7 +518,7 @@ def test_instructions_a_token_and_channel(cubins_kept, tmp_path):
 def test_convolution_compiles_without_spills(tmp_path, architecture):
     if COMPILERS["nvcc"] is None:
         pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
-    registers, spills = compiled(tmp_path, architecture, native_cuda.conv_defines(BF16, 4), native.CONV)
+    registers, spills = compiled(tmp_path, architecture, cuda.conv_defines(BF16, 4), build.CONV)
     assert sorted(registers) == ["conv_backward", "conv_forward"] and spills == [0, 0]
     assert max(registers.values()) <= (80 if architecture == "sm_100" else 72)  # 6 or 7 blocks of 128 threads a multiprocessor
 
@@ -527,10 +526,10 @@ def test_convolution_compiles_without_spills(tmp_path, architecture):
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
-    for build, what, kernels in ((native.build_cuda, ("longhorn", F32, (4, 1, 1)), native_cuda.SCAN_KERNELS),
-                                 (native.build_cuda_conv, (BF16, 4), native_cuda.CONV_KERNELS)):
-        path, seconds = build(*what, "sm_90", folder=tmp_path)
-        assert seconds > 0 and build(*what, "sm_90", folder=tmp_path) == (path, 0.0)
+    for make, what, kernels in ((build.build_cuda, ("longhorn", F32, (4, 1, 1)), cuda.SCAN_KERNELS),
+                                 (build.build_cuda_conv, (BF16, 4), cuda.CONV_KERNELS)):
+        path, seconds = make(*what, "sm_90", folder=tmp_path)
+        assert seconds > 0 and make(*what, "sm_90", folder=tmp_path) == (path, 0.0)
         cubin = path.read_bytes()
         assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*kernels, "facts"))
 
@@ -547,49 +546,49 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch, name):
     source = tmp_path / "broken.cu"
     source.write_text("this is no kernel")
     with pytest.raises(OSError, match="(?s)could not build broken.cu for sm_90:.*this"):
-        native.build_cuda("longhorn", BF16, PAIRS, "sm_90", source, tmp_path)
+        build.build_cuda("longhorn", BF16, PAIRS, "sm_90", source, tmp_path)
     assert not list(tmp_path.glob("*.cubin"))
 
 
 def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(native_cuda, "nvcc", lambda: None)
-    monkeypatch.setattr(native_cuda, "nvrtc", lambda: None)
+    monkeypatch.setattr(cuda, "nvcc", lambda: None)
+    monkeypatch.setattr(cuda, "nvrtc", lambda: None)
     with pytest.raises(OSError, match="no nvcc and no NVRTC found"):
-        native.build_cuda("longhorn", BF16, PAIRS, "sm_90", folder=tmp_path)
+        build.build_cuda("longhorn", BF16, PAIRS, "sm_90", folder=tmp_path)
 
 
 def test_shapes_tested_on_a_gpu_reach_every_kernel():
     """On an H200: as many lanes as channels, more, single channels, and segments."""
-    chosen = [native.cuda_shape(*shape, 132) for shape in TESTED]
+    chosen = [build.cuda_shape(*shape, 132) for shape in TESTED]
     assert {PAIRS, (8, 8, 2), (4, 4, 2), (4, 4, 1), (4, 1, 1)} <= set(chosen)
     assert max(segments(*shape)[1] for shape in TESTED) > 10
 
 
 def segments(B, T, D, N, multiprocessors=132):
     """Of the forward and of the backward."""
-    blocks = B * -(-D // native.cuda_channels(native.cuda_shape(B, T, D, N, multiprocessors)))
-    return tuple(native.cuda_segments(blocks, T, multiprocessors, native.JOINING[d]) for d in ("forward", "backward"))
+    blocks = B * -(-D // build.cuda_channels(build.cuda_shape(B, T, D, N, multiprocessors)))
+    return tuple(build.cuda_segments(blocks, T, multiprocessors, build.JOINING[d]) for d in ("forward", "backward"))
 
 
 def test_shape_of_the_state():
     for N in range(1, 129):
         for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
-            P, L, C = native.cuda_shape(B, T, D, N, 132)
+            P, L, C = build.cuda_shape(B, T, D, N, 132)
             assert N <= P * L < max(2 * N, 5) and P in (4, 8, 16) and L in (1, 2, 4, 8, 16, 32) and C in (1, 2) and C * P <= 16
-            assert all(1 <= S <= max(1, T // native.SEGMENT) for S in segments(B, T, D, N))
-    assert native.cuda_shape(64, 1024, 1536, 16, 132) == PAIRS and segments(64, 1024, 1536, 16) == (1, 1)  # the paper's shape
+            assert all(1 <= S <= max(1, T // build.SEGMENT) for S in segments(B, T, D, N))
+    assert build.cuda_shape(64, 1024, 1536, 16, 132) == PAIRS and segments(64, 1024, 1536, 16) == (1, 1)  # the paper's shape
     assert segments(16, 4096, 1536, 16) == (1, 2)  # 192 blocks for 132 multiprocessors: splitting costs the forward more
-    assert native.cuda_shape(1, 65536, 1536, 16, 132) == PAIRS and segments(1, 65536, 1536, 16) == (21, 21)  # one long sequence
+    assert build.cuda_shape(1, 65536, 1536, 16, 132) == PAIRS and segments(1, 65536, 1536, 16) == (21, 21)  # one long sequence
     assert segments(1, 4096, 1536, 16) == (22, 22)  # of 192 steps; 21 would come out as 19 of 224
-    assert native.cuda_shape(1, 200, 1536, 16, 132) == (4, 4, 1) and segments(1, 200, 1536, 16) == (1, 1)  # short: over lanes
+    assert build.cuda_shape(1, 200, 1536, 16, 132) == (4, 4, 1) and segments(1, 200, 1536, 16) == (1, 1)  # short: over lanes
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 128, 1000, 65536))
 def test_segments_cover_T_in_whole_chunks(T):
     for wanted in (1, 2, 3, 7, 22):
-        sizes = native.segment_sizes(T, wanted)
+        sizes = build.segment_sizes(T, wanted)
         S, segment_T = sizes["segments"], sizes["segment_T"]
-        assert 1 <= S <= wanted and segment_T % native.CHUNK == 0 and (S - 1) * segment_T < T <= S * segment_T
+        assert 1 <= S <= wanted and segment_T % build.CHUNK == 0 and (S - 1) * segment_T < T <= S * segment_T
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
@@ -669,7 +668,7 @@ def test_gpu_graph_replays():
 @on_gpu
 def test_gpu_more_than_two_to_the_31_elements(monkeypatch):
     """The last row of a batch whose tensors pass 2^31 elements equals that row alone."""
-    monkeypatch.setattr(native, "cuda_segments", lambda *_: 1)  # T of a row alone would be split, which rounds otherwise
+    monkeypatch.setattr(build, "cuda_segments", lambda *_: 1)  # T of a row alone would be split, which rounds otherwise
     B, T, D, N = 33, 65536, 1024, 16
     if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
         pytest.skip("needs 60 GB")

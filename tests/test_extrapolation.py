@@ -1,4 +1,4 @@
-"""bench/extrapolation.py: cutting text, reading it in chunks, positions, memory, norms, records, on tiny models and planted ones.
+"""experiments/extrapolation.py: cutting text, reading it in chunks, positions, memory, norms, records, on tiny models and planted ones.
 
 The surprise: a planted model whose logits depend on a counter in its state tells more than a trained one. Its loss at each
 position is known beforehand, so that a sequence that began with another's state would show.
@@ -25,11 +25,11 @@ import torch.nn.functional as F
 
 import checkpoint
 import configurator
-from bench import extrapolation as ex
-from bench import sweep
 from configurator import ConfigError
 from data import loader
 from data.pystdlib import prepare as pystdlib
+from experiments import extrapolation as ex
+from experiments.scaling import sweep
 from model import FAMILIES, LM, Attention, ModelConfig
 from train import TrainConfig, check, share_of_step
 
@@ -367,9 +367,9 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
 
 
 def test_the_script_itself(corpus, tmp_path):
-    command = [sys.executable, ROOT / "bench" / "extrapolation.py", "--checkpoint", tmp_path / "none"]
+    command = [sys.executable, ROOT / "experiments" / "extrapolation.py", "--checkpoint", tmp_path / "none"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("bench/extrapolation.py: error:") and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.startswith("experiments/extrapolation.py: error:") and done.stderr.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- presets

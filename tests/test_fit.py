@@ -1,4 +1,4 @@
-"""bench/fit.py against truths that it had no part in: known constants, finite differences, scipy, analytic curves.
+"""experiments/scaling/fit.py against truths that it had no part in: known constants, finite differences, scipy, analytic curves.
 
 The surprise: an interval can only be judged by many draws. A fit that recovers one synthetic data set shows nothing about the
 intervals; 50 draws show that the truth is inside nine times of ten.
@@ -16,9 +16,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from bench import fit
-from bench.compare import compare, sample_efficiency, winner
-from bench.fit import CannotFit, fit_loss, isoflop
+from experiments.scaling import fit
+from experiments.scaling.compare import compare, sample_efficiency, winner
+from experiments.scaling.fit import CannotFit, fit_loss, isoflop
 
 TRUE = {"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28, "a": 0.28 / 0.62, "b": 0.34 / 0.62}
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import configurator
 import records
-from scan import longhorn_scan, longhorn_scan_ref
+from kernels.scan import longhorn_scan, longhorn_scan_ref
 from train import TrainConfig
 
 ROOT = Path(configurator.__file__).resolve().parent

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import linear_attention as la
-import native
+from kernels import build
+from kernels import linear_attention as la
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 129, 300)
@@ -403,7 +403,7 @@ def test_bad_shapes_are_named():
 @pytest.fixture
 def said(monkeypatch):
     lines = []
-    monkeypatch.setattr(native, "say_once", lines.append)
+    monkeypatch.setattr(build, "say_once", lines.append)
     la._fused.cache_clear()
     yield lines
     la._fused.cache_clear()

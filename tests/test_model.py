@@ -25,12 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
-import fused
 import mixers
 import model
-import native
-import scan
 import train
+from kernels import build, fused, scan
 from model import FAMILIES, LM, SIZES, ModelConfig, sample_token
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -977,7 +975,7 @@ def test_fused_mamba_is_mamba_ssm_in_its_own_layout(monkeypatch):
 
     stand_in(monkeypatch, "mamba_ssm.ops.selective_scan_interface", selective_scan_fn=selective_scan_fn)
     stand_in(monkeypatch, "causal_conv1d", causal_conv1d_fn=causal_conv1d_fn)
-    monkeypatch.setattr(native, "say_once", said.append)
+    monkeypatch.setattr(build, "say_once", said.append)
     lm = tiny("mamba", n_layer=1, kernel="fused")
     assert said[:2] == ["selective_scan_fn: mamba-ssm's kernel", "causal_conv1d_fn: causal-conv1d's kernel"]
     with pytest.raises(RuntimeError, match="causal-conv1d takes float32, bfloat16, float16 on a GPU, got float32 on cpu"):

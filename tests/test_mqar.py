@@ -1,4 +1,4 @@
-"""bench/mqar.py: the examples against the benchmark's description, the new mixers against sums over all pairs of positions,
+"""experiments/recall/mqar.py: the examples against the benchmark's description, the new mixers against sums over all pairs of positions,
 a run that is killed and goes on, and a sweep from its plan to the figure.
 
 The surprise: the statistics are tests of chance with fixed seeds. A p-value below 1e-4 fails; that the tests can fail is shown
@@ -24,10 +24,10 @@ import torch
 from scipy import stats
 
 import configurator
-from bench import mqar, mqar_mixers, mqar_report, mqar_train, sweep
-from bench.mqar_mixers import MIXERS, recall_model
-from bench.mqar_task import PAIRS, Examples, Task, distinct, generate, overlap, problems
 from configurator import ConfigError
+from experiments.recall import mqar, mqar_mixers, mqar_report, mqar_train, sweep
+from experiments.recall.models import MIXERS, recall_model
+from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap, problems
 from model import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -562,7 +562,7 @@ def test_the_plan_is_printed_and_nothing_run(tmp_path, capsys):
     line = ["run", "--mixers=based,longhorn", "--Ts=16", "--widths=16", f"--out={tmp_path / 'x'}", *IN_A_SWEEP, "--dry-run"]
     assert mqar.main(line) == 0 and not (tmp_path / "x").exists()
     printed = capsys.readouterr().out
-    assert "4 runs" in printed and "at most" in printed and "bench/mqar.py cell --mixer=based --T=16" in printed
+    assert "4 runs" in printed and "at most" in printed and "experiments/recall/mqar.py cell --mixer=based --T=16" in printed
 
 
 def copy_of(folder, to):

@@ -1,4 +1,4 @@
-"""Building, caching, choosing and refusing: native.py. Fake compilers stand in for broken ones.
+"""Building, caching, choosing and refusing: kernels/build.py. Fake compilers stand in for broken ones.
 
     python -m pytest tests/test_native.py
 """
@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import native
-import ops
-from scan import longhorn_scan
+from kernels import build, ops
+from kernels.scan import longhorn_scan
 
-ROOT = native.ROOT
-CACHES = (native.library, native.unavailable, native.say_once)
+ROOT = build.ROOT
+CACHES = (build.library, build.unavailable, build.say_once)
 TINY_SOURCE = 'extern "C" long long longhorn_answer(void) { return %d; }\n'
 
 
@@ -56,10 +55,10 @@ def real_compiler():
 def test_the_second_build_is_none(tmp_path):
     source = tmp_path / "a.cu"
     source.write_text(TINY_SOURCE % 1)
-    path, seconds = native.build([source], tmp_path / "deep" / "folder")
+    path, seconds = build.build([source], tmp_path / "deep" / "folder")
     assert seconds > 0 and path.parent == tmp_path / "deep" / "folder"
     before = path.stat().st_mtime_ns
-    assert native.build([source], tmp_path / "deep" / "folder") == (path, 0.0)
+    assert build.build([source], tmp_path / "deep" / "folder") == (path, 0.0)
     assert path.stat().st_mtime_ns == before
 
 
@@ -67,7 +66,7 @@ def test_another_source_is_another_file(tmp_path):
     source, answers = tmp_path / "a.cu", []
     for i in (1, 2):
         source.write_text(TINY_SOURCE % i)
-        path, _ = native.build([source], tmp_path)
+        path, _ = build.build([source], tmp_path)
         answers.append((path, ctypes.CDLL(str(path)).longhorn_answer()))
     assert answers[0][0] != answers[1][0] and [a for _, a in answers] == [1, 2]
 
@@ -76,29 +75,29 @@ def test_another_source_is_another_file(tmp_path):
 def test_other_flags_cpu_or_compiler_are_another_file(change, tmp_path, monkeypatch):
     source = tmp_path / "a.cu"
     source.write_text(TINY_SOURCE % 1)
-    first, _ = native.build([source], tmp_path)
+    first, _ = build.build([source], tmp_path)
     if change == "flags":
-        flags = native._flags
-        monkeypatch.setattr(native, "_flags", lambda openmp: [*flags(openmp), "-O0"])
+        flags = build._flags
+        monkeypatch.setattr(build, "_flags", lambda openmp: [*flags(openmp), "-O0"])
     elif change == "cpu":
-        monkeypatch.setattr(native, "_cpu_name", lambda: "another")
+        monkeypatch.setattr(build, "_cpu_name", lambda: "another")
     else:
         monkeypatch.setenv("CXX", fake_compiler(tmp_path, 'echo > "$out"'))
-    assert native.build([source], tmp_path)[0] != first
+    assert build.build([source], tmp_path)[0] != first
 
 
 def test_the_folder_comes_from_the_environment(tmp_path, monkeypatch):
     source = tmp_path / "a.cu"
     source.write_text(TINY_SOURCE % 1)
     monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "elsewhere"))
-    assert native.build([source])[0].parent == tmp_path / "elsewhere"
+    assert build.build([source])[0].parent == tmp_path / "elsewhere"
 
 
 # Building needs no PyTorch, and importing it takes longer than the build: these processes do without.
 LEAN = """
 import sys, unittest.mock
 sys.modules["torch"] = unittest.mock.MagicMock()
-import native
+from kernels import build
 """
 
 
@@ -108,16 +107,16 @@ def test_four_processes_at_once_build_once(tmp_path):
     # what it gives is compiled already, but it takes its time: until all four are there, and half a second
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real_compiler()} "$@"\necho build >> {log}\n'
                         f'until [ $(cat {began} | wc -l) -ge 4 ]; do sleep 0.05; done; sleep 0.5\n'
-                        f'for out; do :; done\ncp {native.build()[0]} "$out"\n')
+                        f'for out; do :; done\ncp {build.build()[0]} "$out"\n')
     compiler.chmod(0o755)
     code = LEAN + (f"print('began', file=open({str(began)!r}, 'a'), flush=True)\n"
-                   "path, seconds = native.build(); print(path, seconds > 0, native.load(path).longhorn_chunk())")
+                   "path, seconds = build.build(); print(path, seconds > 0, build.load(path).longhorn_chunk())")
     env = {**os.environ, "LONGHORN_BUILD_DIR": str(tmp_path / "build"), "CXX": str(compiler)}
     run = lambda: subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     started = [run() for _ in range(4)]
     said = [p.communicate(timeout=120)[0].split() for p in started]
     assert [p.returncode for p in started] == [0] * 4
-    assert {chunk for _, _, chunk in said} == {str(native.CHUNK)}
+    assert {chunk for _, _, chunk in said} == {str(build.CHUNK)}
     assert len({path for path, _, _ in said}) == 1 and [built for _, built, _ in said].count("True") == 1
     assert log.read_text().split() == ["build"]
     assert sorted(p.suffix for p in (tmp_path / "build").iterdir()) == [".lock", ".so"]
@@ -128,10 +127,10 @@ def test_a_killed_build_leaves_nothing_that_is_loaded(tmp_path):
     source, folder = tmp_path / "a.cu", tmp_path / "build"
     source.write_text(TINY_SOURCE % 7)
     env = {**os.environ, "CXX": fake_compiler(tmp_path, 'echo half > "$out"; kill -9 $PPID')}
-    code = LEAN + f"native.build([{str(source)!r}], {str(folder)!r})"
+    code = LEAN + f"build.build([{str(source)!r}], {str(folder)!r})"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=120)
     assert run.returncode == -9 and [p.read_text() for p in folder.glob("*.tmp")] == ["half\n"] and not list(folder.glob("*.so"))
-    path, _ = native.build([source], folder)
+    path, _ = build.build([source], folder)
     assert ctypes.CDLL(str(path)).longhorn_answer() == 7
 
 
@@ -141,14 +140,14 @@ def test_without_openmp_one_thread(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'{refuse}; exec {real_compiler()} "$@"'))
     source = tmp_path / "a.cu"
     source.write_text("#ifdef _OPENMP\n#error built with OpenMP\n#endif\n" + TINY_SOURCE % 3)
-    path, _ = native.build([source], tmp_path)
+    path, _ = build.build([source], tmp_path)
     assert ctypes.CDLL(str(path)).longhorn_answer() == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_one_openmp_runtime():
     """PyTorch brings its own libgomp; a second one in the process would put its threads on the same cores."""
-    native.library()
+    build.library()
     torch.randn(200, 200) @ torch.randn(200, 200)
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = {line.split()[-1] for line in lines if re.search(r"/lib(g|i)?omp[^/]*\.so", line)}
@@ -158,8 +157,8 @@ def test_one_openmp_runtime():
 # ----------------------------------------------------------------------------------------------------------- native vs .cu
 
 def test_constants_agree():
-    lib = native.library()
-    assert lib.longhorn_chunk() == native.CHUNK
+    lib = build.library()
+    assert lib.longhorn_chunk() == build.CHUNK
     assert lib.longhorn_lanes() in (4, 8, 16)
     assert lib.longhorn_max_width() == 8
     assert all(hasattr(lib, n) for n in ("longhorn_scan_forward_cpu", "longhorn_scan_backward_cpu", "causal_conv_forward_cpu",
@@ -169,27 +168,27 @@ def test_constants_agree():
 @pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
 def test_fields_stand_in_the_same_order(struct):
     """The size check cannot see two fields exchanged: compare the names."""
-    text = native.SCAN.read_text() + native.CONV.read_text()
+    text = build.SCAN.read_text() + build.CONV.read_text()
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
     body = re.sub(r"//[^\n]*|\b(const|void|float|double|int64_t)\b|\*", "", body)
     names = [n for n in re.split(r"[\s,;]+", body) if n]
-    assert names == [n for n, _ in getattr(native, struct)._fields_]
+    assert names == [n for n, _ in getattr(build, struct)._fields_]
 
 
 @pytest.mark.parametrize("wrong", ("", "scan", "conv", "norm"))
 def test_a_changed_struct_is_refused(tmp_path, wrong):
     source = tmp_path / "a.cu"
     getters = "".join(f"long long longhorn_{n}(void) {{ return 8; }}\n" for n in ("chunk", "lanes", "max_width"))
-    for name, struct in {"scan": native.ScanArgs, "conv": native.ConvArgs, "norm": native.NormArgs}.items():
+    for name, struct in {"scan": build.ScanArgs, "conv": build.ConvArgs, "norm": build.NormArgs}.items():
         size = ctypes.sizeof(struct) + 8 * (name == wrong)
         getters += f"long long {name}_args_size(void) {{ return {size}; }}\n"
     source.write_text(f'extern "C" {{ {getters} }}\n')
-    path, _ = native.build([source], tmp_path)
+    path, _ = build.build([source], tmp_path)
     if wrong:
         with pytest.raises(OSError, match="change the structs together"):
-            native.load(path)
+            build.load(path)
     else:
-        native.load(path)
+        build.load(path)
 
 
 # ------------------------------------------------------------------------------------------------------ choosing, refusing
@@ -238,40 +237,40 @@ def test_a_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
 
 
 def test_what_runs_is_said_once_and_by_one_rank(request, monkeypatch, tmp_path, capfd):
-    built = native.build()[0]  # not compiled once more: a compiler that copies it
+    built = build.build()[0]  # not compiled once more: a compiler that copies it
     request.getfixturevalue("fresh")
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'cp {built} "$out"'))
-    native.library()
-    native.library()
+    build.library()
+    build.library()
     line = capfd.readouterr().err
     assert re.fullmatch(r"native kernels: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n", line), line
-    native.library.cache_clear()
-    native.library()
+    build.library.cache_clear()
+    build.library()
     assert "(cached)" in capfd.readouterr().err
     for f in CACHES:
         f.cache_clear()
     monkeypatch.setenv("RANK", "1")
-    native.library()
+    build.library()
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_what_cannot_be_said_ends_nothing():
-    code = LEAN + "native.say_once('a'); native.say_once('b'); print('went on')"
+    code = LEAN + "build.say_once('a'); build.say_once('b'); print('went on')"
     with open("/dev/full", "w") as full:
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True)
     assert (run.returncode, run.stdout) == (0, "went on\n")
 
 
 def test_a_cpu_run_never_looks_for_nvcc_or_builds_for_torch(fresh, monkeypatch):
-    monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: pytest.fail(f"ran {a}"))
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail(f"ran {a}"))
     longhorn_scan(*scan_inputs(), backend="torch")
     longhorn_scan(*(v.double() for v in scan_inputs()))
 
 
 def test_choose_names_the_backends():
-    assert native.choose("scan", None, "cpu", False) == "cpu"
-    assert native.choose("scan", None, "cpu", True) == "torch"
-    assert native.choose("scan", "torch", "cuda", False) == "torch"
+    assert build.choose("scan", None, "cpu", False) == "cpu"
+    assert build.choose("scan", None, "cpu", True) == "torch"
+    assert build.choose("scan", "torch", "cuda", False) == "torch"
     with pytest.raises(ValueError, match="'nvidia'"):
-        native.choose("scan", "nvidia", "cpu", False)
+        build.choose("scan", "nvidia", "cpu", False)

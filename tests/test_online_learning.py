@@ -1,4 +1,4 @@
-"""bench/online_learning.py: every claim of its table, the minimiser behind it, the mixers that train, and a user's own update.
+"""experiments/online_learning.py: every claim of its table, the minimiser behind it, the mixers that train, and a user's own update.
 
 The surprise: most tests here are about what must NOT hold. A table of zeros would be as easy to get from a comparison that
 compares nothing.
@@ -16,8 +16,8 @@ import torch
 
 import mixers
 import model
-from bench import online_learning as ol
-from bench.online_learning import ROW, UPDATES, Mistake
+from experiments import online_learning as ol
+from experiments.online_learning import ROW, UPDATES, Mistake
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 9

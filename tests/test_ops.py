@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import native
-import ops
-from ops import causal_conv1d, conv_state, linear_cross_entropy, rms_norm
+from kernels import build, ops
+from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy, rms_norm
 
 EPS = torch.finfo(torch.float32).eps
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -566,4 +565,4 @@ def test_unknown_backend_and_meta():
 
 
 def test_max_width_is_the_librarys():
-    assert native.library().longhorn_max_width() == native.MAX_WIDTH
+    assert build.library().longhorn_max_width() == build.MAX_WIDTH

@@ -11,19 +11,31 @@ import ctypes
 import functools
 import sys
 
-import ptx
 import pytest
 import test_updates
 import torch
-from test_cuda import BF16, COMPILER, CPU_PART, F16, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
+from test_cuda import (
+    BF16,
+    COMPILER,
+    CPU_PART,
+    F16,
+    F32,
+    FLAGS,
+    PAIRS,
+    conv_failures,
+    load_shim,
+    native_scan,
+    source_of,
+    use,
+)
 from test_scan import failures, inputs, results, source_text
 from test_scan_block import block_failures, block_inputs
 
-import native
-import native_cuda
+from kernels import build, cuda
+from tools import ptx
 
 pytestmark = [pytest.mark.usefixtures("poison"),
-              pytest.mark.skipif(native_cuda.missing() is not None, reason=f"{native_cuda.missing()}: there is no PTX to run"),
+              pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}: there is no PTX to run"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
@@ -39,10 +51,10 @@ SPLIT = [("longhorn", F32, 4, 4, 1), ("mamba", F32, *PAIRS)]  # those that run s
 
 def load_ptx(folder, *key, source=None, left_out=()):
     """What load_shim does, of the PTX of the kernels or of a changed `source`."""
-    macros = native_cuda.conv_defines(*key[1:]) if key[0] == "conv" else native_cuda.defines(*key)
+    macros = cuda.conv_defines(*key[1:]) if key[0] == "conv" else cuda.defines(*key)
     text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])), left_out)
     # two's complement, and a multiplication and an addition stay two
-    return load_shim(folder, *key, source=text, flags=(*FLAGS, "-w", "-fwrapv", "-ffp-contract=off"), threads=native.CUDA_THREADS)
+    return load_shim(folder, *key, source=text, flags=(*FLAGS, "-w", "-fwrapv", "-ffp-contract=off"), threads=build.CUDA_THREADS)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +66,7 @@ def emitted(builds):
 def run(monkeypatch, module, segments=1, conv=None):
     """`use`, which also tells the translation what tensors each launch is given."""
     use(monkeypatch, module, segments, conv)
-    point = native.point
+    point = build.point
 
     def tell(args, **tensors):
         extents = lambda a: a.numel() and (sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + 1) * a.itemsize
@@ -63,7 +75,7 @@ def run(monkeypatch, module, segments=1, conv=None):
             kernels.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
         return point(args, **tensors)
 
-    monkeypatch.setattr(native, "point", tell)
+    monkeypatch.setattr(build, "point", tell)
 
 
 @pytest.mark.parametrize("dtype,shape,B,T,D,N", [

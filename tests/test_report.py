@@ -1,4 +1,4 @@
-"""bench/report.py on sweeps made up here from known laws: what it tells, what it leaves out, how its page looks in a browser."""
+"""experiments/scaling/report.py on sweeps made up here from known laws: what it tells, what it leaves out, how its page looks in a browser."""
 
 import html
 import itertools
@@ -17,8 +17,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from bench import report, sweep
 from configurator import ConfigError  # noqa: E402
+from experiments.scaling import report, sweep
 
 # E, A, alpha, B, beta of each made-up family
 LAWS = {"retnet": (0.99, 32.0, 0.35, 66.0, 0.35), "gla": (0.97, 31.0, 0.35, 62.0, 0.35), "rwkv": (0.96, 30.0, 0.35, 62.0, 0.35),
@@ -454,7 +454,7 @@ def test_the_same_records_give_the_same_files(whole, tmp_path):
 
 
 def test_the_report_needs_no_torch():
-    code = "import sys; from bench import report; assert 'torch' not in sys.modules"
+    code = "import sys; from experiments.scaling import report; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parent.parent, check=True)
 
 

@@ -16,6 +16,7 @@ import ctypes
 import gc
 import math
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -24,9 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-import native
-import scan
-from scan import longhorn_scan, longhorn_scan_ref
+from kernels import build, scan
+from kernels.scan import longhorn_scan, longhorn_scan_ref
 
 EPS = torch.finfo(torch.float32).eps
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -225,12 +225,13 @@ MUTANTS = {  # name: (a piece of longhorn_scan.cu or lanes.h, the same with a mi
 }
 
 
-def source_text(source=native.SCAN):
+def source_text(source=build.SCAN):
     """A source of the kernels with lanes.h in the place of its #include."""
-    header = native.HEADER.read_text().replace("#pragma once\n", "")
+    header = build.HEADER.read_text().replace("#pragma once\n", "")
     text = source.read_text()
-    assert text.count('#include "lanes.h"\n') == 1
-    return text.replace('#include "lanes.h"\n', header)
+    include = re.compile(r'#include "(kernels/)?lanes\.h"\n')
+    assert len(include.findall(text)) == 1
+    return include.sub(lambda _: header, text)
 
 
 def cpu_places(text, piece):
@@ -255,9 +256,9 @@ def build_broken(mutants, folder):
     folder.mkdir(exist_ok=True)
     source = folder / f"broken.{os.getpid()}.cu"
     source.write_text('extern "C" { int broken = 0; }\n' + text)
-    flags = native._flags
-    with mock.patch.object(native, "_flags", lambda openmp: [*flags(openmp), "-O1"]):  # in half the time of -O3
-        lib = native.load(native.build([source, native.CONV], folder)[0])
+    flags = build._flags
+    with mock.patch.object(build, "_flags", lambda openmp: [*flags(openmp), "-O1"]):  # in half the time of -O3
+        lib = build.load(build.build([source, build.CONV], folder)[0])
     return lib, ctypes.c_int.in_dll(lib, "broken")
 
 
@@ -275,7 +276,7 @@ def suspicions(threads=2):
 @pytest.mark.parametrize("name", [None, *MUTANTS], ids=["as it is", *MUTANTS])
 def test_broken_kernels_are_caught(name, broken, monkeypatch):
     lib = broken(name)
-    monkeypatch.setattr(native, "library", lambda: lib)
+    monkeypatch.setattr(build, "library", lambda: lib)
     caught = suspicions()
     assert bool(caught) == (name is not None), caught
 
@@ -621,7 +622,7 @@ def test_native_keeps_the_inputs_and_the_chunk_states():
     B, T, D, N = 1, 2048, 64, 16
     a = inputs(B, T, D, N)
     given = sum(v.untyped_storage().nbytes() for v in a.values())
-    chunks = 4 * B * math.ceil(T / native.CHUNK) * D * N
+    chunks = 4 * B * math.ceil(T / build.CHUNK) * D * N
     assert saved_bytes(longhorn_scan, a) <= given + chunks
     assert given + chunks < 4 * B * T * D * N / 2
     short = {n: v[:, :128].contiguous() if v.dim() == 3 and n != "h0" else v for n, v in inputs(B, T, D, N).items()}
@@ -659,13 +660,13 @@ def test_torch_backend_recomputes():
 
 
 def test_without_gradients_no_chunk_states_are_kept(monkeypatch):
-    shapes, empty = [], native.empty
-    monkeypatch.setattr(native, "empty", lambda x, *shape, **kw: shapes.append(shape) or empty(x, *shape, **kw))
+    shapes, empty = [], build.empty
+    monkeypatch.setattr(build, "empty", lambda x, *shape, **kw: shapes.append(shape) or empty(x, *shape, **kw))
     a = inputs(1, 100, 5, 3)
     longhorn_scan(**a)
     with torch.no_grad():
         longhorn_scan(**{n: v.requires_grad_() for n, v in a.items()})
-    chunk_states = (math.ceil(100 / native.CHUNK), 3, 5)
+    chunk_states = (math.ceil(100 / build.CHUNK), 3, 5)
     assert chunk_states not in shapes
     longhorn_scan(**a)
     assert shapes.count(chunk_states) == 1
@@ -771,5 +772,5 @@ def test_meta_tensors_have_shapes():
 
 
 def test_max_exponent_is_the_kernels():
-    text = native.HEADER.read_text()
+    text = build.HEADER.read_text()
     assert f"maximum(v, -87.0f), {scan.MAX_EXPONENT:.1f}f)" in text and f"minimum(v, {scan.MAX_EXPONENT:.1f}f)" in text

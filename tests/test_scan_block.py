@@ -18,9 +18,9 @@ from test_scan import BF16, EPS, F16, F32, distance
 import model
 import scan_block as scan_module
 from bench.gpu import TESTED
+from kernels.ops import causal_conv1d
+from kernels.scan import longhorn_scan, selective_scan
 from model import LM, Longhorn, ModelConfig
-from ops import causal_conv1d
-from scan import longhorn_scan, selective_scan
 from scan_block import can_run, scan_block
 
 pytestmark = pytest.mark.usefixtures("poison")

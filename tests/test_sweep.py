@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import sweep, table1
-from bench.sweep import Cell
 from configurator import ConfigError
+from experiments.scaling import sweep, table1
+from experiments.scaling.sweep import Cell
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -97,7 +97,7 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 
 RUNNER = """
 import sys; sys.path.insert(0, {repo!r})
-from bench import sweep
+from experiments.scaling import sweep
 cells = [sweep.Cell(f"c{{i}}", ["--steps=30"] if i < 2 else []) for i in range(4)]  # two to be disturbed
 try:
     print("failed", sweep.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
@@ -305,7 +305,7 @@ def test_a_rate_is_the_one_in_its_name():
 def test_a_preset_yields_to_the_command_line():
     (c,) = table1.first_cells(table1.chosen(table1.parser().parse_args(
         ["run", "--models=longhorn", "--sizes=130K", "--lrs=3e-3"])), ["--log_interval=1"])
-    assert table1.load(c.argv).log_interval == 1 and "--log_interval=32" in c.argv  # bench/sweep.py reads both
+    assert table1.load(c.argv).log_interval == 1 and "--log_interval=32" in c.argv  # experiments/scaling/sweep.py reads both
 
 
 def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatch):

@@ -35,9 +35,9 @@ import faults
 import model
 import records
 import train
-from bench import sweep
 from configurator import ConfigError
 from data import loader
+from experiments.scaling import sweep
 from model import LM
 from train import TrainConfig
 

@@ -12,8 +12,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from test_scan import BF16, EPS, F16, F32, distance, failures, inputs, results
 
-import native
-from scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
+from kernels import build
+from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -361,6 +361,6 @@ MUTANTS = {  # name: (update, a piece of longhorn_scan.cu or lanes.h, the same w
 @pytest.mark.parametrize("name", [None, *MUTANTS], ids=["as it is", *MUTANTS])
 def test_broken_kernels_are_caught(name, broken, monkeypatch):
     lib = broken(name)
-    monkeypatch.setattr(native, "library", lambda: lib)
+    monkeypatch.setattr(build, "library", lambda: lib)
     updates = [MUTANTS[name][0]] if name else list(SCANS)
     assert any(failures_of(u, a, cu_seqlens=cu) for u in updates for a, cu in [packed(u, [40, 33, 7], 20, 16)]) == bool(name)

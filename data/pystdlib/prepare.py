@@ -228,7 +228,7 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
             for split, part in zip(("train", "val"), parts, strict=True):
                 splits[split]["documents"] = lengths(part)
             starts = np.cumsum([0, *(document[2] for document in parts[1])]).tolist()
-            meta["documents"] = {"val": [  # what bench/extrapolation.py cuts its sequences from
+            meta["documents"] = {"val": [  # what experiments/extrapolation.py cuts its sequences from
                 {"name": document[0], "start": start, "tokens": document[2]}
                 for document, start in zip(parts[1], starts, strict=False)
             ]}  # fmt: skip

@@ -11,7 +11,7 @@ The surprise: no loop over the examples. Taking slots one after another without 
 exponential waiting time of rate p(i) and keeping the P that ring first, in their order; all examples' clocks are sorted in
 one call. Distinct keys are drawn with repeats and only the repeats again, which favours none: no step depends on a key's name.
 
-    python bench/mqar_task.py          # draws 100,000 examples of every length, checks and times them
+    python experiments/recall/task.py          # draws 100,000 examples of every length, checks and times them
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configurator import ConfigError, main_error  # noqa: E402
 
@@ -175,5 +175,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with main_error("bench/mqar_task.py"):
+    with main_error("experiments/recall/task.py"):
         main()

@@ -1,10 +1,10 @@
-"""The CUDA half of native.py: longhorn_scan.cu or conv_norm.cu becomes a cubin on first use, which the driver loads and launches.
+"""The CUDA half of kernels/build.py: longhorn_scan.cu or conv_norm.cu becomes a cubin on first use, which the driver loads and launches.
 
 The compiler is nvcc where there is one, else NVRTC, the compiler library that PyTorch's CUDA wheels bring; either takes
 seconds for the GPU that is present, for one update, dtype and shape of the state, or for one dtype and width of the
 convolution. $NVCC names an nvcc, $LONGHORN_CUDA_COMPILER=nvrtc passes it over.
 
-The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs or ConvArgs, mirrored in native.py),
+The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs or ConvArgs, mirrored in kernels/build.py),
 and ctypes hands it to cuLaunchKernel; so one cubin serves every Python and every PyTorch.
 """
 
@@ -25,7 +25,7 @@ CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # bytes that a GPU has: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
 ROOM = 97, 81
-DISAGREE = "native.py and the sources of its kernels disagree about the arguments: change the structs together"
+DISAGREE = "kernels/build.py and the sources of its kernels disagree about the arguments: change the structs together"
 RESERVED = 1024  # bytes of shared memory that the system takes of each block's
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu

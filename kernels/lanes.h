@@ -39,7 +39,7 @@ MATH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #endif
 #define ALL_LANES 0xffffffffu
 
-// A kernel as native_cuda.py launches it: `body` of one struct, with registers for so many blocks a multiprocessor.
+// A kernel as kernels/cuda.py launches it: `body` of one struct, with registers for so many blocks a multiprocessor.
 #define KERNEL(name, blocks, Args, body) \
     __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
 
@@ -121,7 +121,7 @@ MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E
 MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
-// Step t of a row: strides are bytes here and fit 32 bits, which native.py sees to.
+// Step t of a row: strides are bytes here and fit 32 bits, which kernels/build.py sees to.
 template <class E> MATH const E *step_at(const E *row, int t, int stride) { return (const E *)((const char *)row + wide_product(t, stride)); }
 template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((char *)row + wide_product(t, stride)); }
 

@@ -1,11 +1,11 @@
 """Table 1 and Figure 5 of the paper, at a scale you can afford: plan the runs, run them, report.
 
-    python bench/table1.py run --preset=laptop              six families, three sizes, within an hour on two CPU cores
-    python bench/table1.py run --preset=gpu                 a ladder meant for 20 minutes of one large GPU
-    python bench/table1.py run --preset=paper --dry-run     the paper's 24 cells, with the torchrun line of each
-    python bench/table1.py report out/table1_laptop         from the records alone: tables, figures, fits, report.html
+    python experiments/scaling/table1.py run --preset=laptop              six families, three sizes, within an hour on two CPU cores
+    python experiments/scaling/table1.py run --preset=gpu                 a ladder meant for 20 minutes of one large GPU
+    python experiments/scaling/table1.py run --preset=paper --dry-run     the paper's 24 cells, with the torchrun line of each
+    python experiments/scaling/table1.py report out/table1_laptop         from the records alone: tables, figures, fits, report.html
 
-    python bench/table1.py run --models=longhorn,slow_longhorn --sizes=460K --seeds=1,2,3 --lrs=1e-3,3e-3
+    python experiments/scaling/table1.py run --models=longhorn,slow_longhorn --sizes=460K --seeds=1,2,3 --lrs=1e-3,3e-3
 
 A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. What else is given
 as --key=value goes to every run (`--wandb=offline`, `--dtype=float32`). Stop it at any moment: the same command goes on.
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
-from bench import sweep  # noqa: E402
-from bench.sweep import Cell, hours, names, numbers, same_commit  # noqa: E402
 from configurator import ConfigError  # noqa: E402
+from experiments.scaling import sweep  # noqa: E402
+from experiments.scaling.sweep import Cell, hours, names, numbers, same_commit  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of Table 1
 
@@ -317,7 +317,7 @@ def run(args, extra):
         return 0
 
     about = {"preset": args.preset, "paper": is_paper, "commit": sweep.version(where),
-             "command": shlex.join(["python", "bench/table1.py", *sys.argv[1:]]), "machine": where["gpu"] or where["cpu"],
+             "command": shlex.join(["python", "experiments/scaling/table1.py", *sys.argv[1:]]), "machine": where["gpu"] or where["cpu"],
              "cores": sweep.cores()}
     sweep.write_plan(folder, first, **about)
     failed = sweep.run_cells(first, folder, jobs, nproc)
@@ -360,7 +360,7 @@ def check_settings(cells):
 
 
 def write_report(folder, out=None):
-    from bench import report
+    from experiments.scaling import report
 
     return report.write(folder, out)
 

@@ -1,9 +1,9 @@
 """How many instructions the CUDA kernels take a (token, channel), from the disassembly: no GPU is needed to count them.
 
-    python bench/instructions.py                                 # Longhorn, N = 16, bfloat16, sm_90
-    python bench/instructions.py --update=mamba --architecture=sm_80 --N=64
-    python bench/instructions.py --all --save                    # results/instructions.json
-    python bench/instructions.py --mamba_ssm=FOLDER              # mamba-ssm's kernels beside them: its sdist, unpacked
+    python tools/instructions.py                                 # Longhorn, N = 16, bfloat16, sm_90
+    python tools/instructions.py --update=mamba --architecture=sm_80 --N=64
+    python tools/instructions.py --all --save                    # results/instructions.json
+    python tools/instructions.py --mamba_ssm=FOLDER              # mamba-ssm's kernels beside them: its sdist, unpacked
 
 These kernels are bound by the number of instructions, so this is the figure to watch while changing them. Counted is the
 length of each loop over the steps that it covers, as if every branch in it were entered and every predicate true: an upper
@@ -36,11 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-import native  # noqa: E402
-import native_cuda  # noqa: E402
 import records  # noqa: E402
 from bench.measure import refuse_uncommitted  # noqa: E402
 from configurator import main_error  # noqa: E402
+from kernels import (
+    build,  # noqa: E402
+    cuda,  # noqa: E402
+)
 
 # Instructions a (token, channel) that no arrangement of Eq. 7 avoids on one lane a channel, N states:
 #   forward   4 N: eps k, x - k S, S +=, y +=, and 2 N / 4 loads of k and q; step size 7, gate 6, skip 1, bias 1, in and out 7
@@ -55,7 +57,7 @@ SAVED = Path(__file__).resolve().parent.parent / "results" / "instructions.json"
 
 def nvdisasm():
     """The path of nvdisasm, or None: on the PATH, beside nvcc, or in the wheel of that name."""
-    beside = str(Path(native_cuda.nvcc()).resolve().with_name("nvdisasm")) if native_cuda.nvcc() else None
+    beside = str(Path(cuda.nvcc()).resolve().with_name("nvdisasm")) if cuda.nvcc() else None
     wheel = glob.glob(str(Path(torch.__file__).parent.parent / "nvidia/*/bin/nvdisasm"))
     return next((p for p in map(shutil.which, filter(None, ["nvdisasm", beside, *wheel])) if p), None)
 
@@ -127,7 +129,7 @@ def compiler_report(text):
 
 def steps_of(name):
     """A constant of longhorn_scan.cu, such as TILE."""
-    return int(re.search(rf"#define {name} (\d+)", native.SCAN.read_text())[1])
+    return int(re.search(rf"#define {name} (\d+)", build.SCAN.read_text())[1])
 
 
 def count(update, dtype, N, architecture, folder):
@@ -135,9 +137,9 @@ def count(update, dtype, N, architecture, folder):
 
     Of the kernels that run where T, D and the gate leave nothing to ask; "with_a_rest" is the count of those that ask.
     """
-    P, L, C = native.cuda_shape(4096, 4096, 4096, N, 1)
-    macros, cubin = native_cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
-    native_cuda.compile_cubin(native.SCAN, cubin, architecture, macros)
+    P, L, C = build.cuda_shape(4096, 4096, 4096, N, 1)
+    macros, cubin = cuda.defines(update, dtype, P, L, C), Path(folder) / "kernels.cubin"
+    cuda.compile_cubin(build.SCAN, cubin, architecture, macros)
     chunk, keys, sub = (steps_of(name) for name in ("CHUNK", "KEYS", "SUB"))
     loops = {"forward": lambda code: [1 / n for n in forward_steps(code, P * L, dtype)],
              # chunks; in them the sub-chunks backwards, the states of all but the last forwards, batches of keys
@@ -152,9 +154,9 @@ def count(update, dtype, N, architecture, folder):
         found, rest = whole.totals(weights), asking.totals(asking.weights(0, *(L / C * n for n in often(asking))))
         result[direction] = {**found, "floor": FLOOR[direction](N), "with_a_rest": rest["instructions"], "in_all": whole.in_all,
                              "loops": [last - first + 1 for first, last in whole.loops]}
-    if native_cuda.nvcc():
-        command = [native_cuda.nvcc(), "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros]
-        run = subprocess.run([*command, str(native.SCAN), "-o", str(cubin)], capture_output=True, text=True, check=True)
+    if cuda.nvcc():
+        command = [cuda.nvcc(), "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros]
+        run = subprocess.run([*command, str(build.SCAN), "-o", str(cubin)], capture_output=True, text=True, check=True)
         for kernel, report in compiler_report(run.stderr).items():
             if kernel.removesuffix("_whole_kernel") in result:
                 result[kernel.removesuffix("_whole_kernel")] |= {n: report[n] for n in ("registers", "spilled_bytes")}
@@ -209,7 +211,7 @@ def ssm_missing(source):
     """None if the kernels of an unpacked sdist can be compiled, else what is missing, in one line."""
     if not (Path(source) / SSM_FOLDER / "selective_scan_bwd_kernel.cuh").exists():
         return f"--mamba_ssm={source} has no {SSM_FOLDER}: unpack mamba-ssm's .tar.gz from PyPI and name its folder"
-    return None if native_cuda.nvcc() else "--mamba_ssm needs nvcc, and none was found: install the CUDA toolkit, or set NVCC"
+    return None if cuda.nvcc() else "--mamba_ssm needs nvcc, and none was found: install the CUDA toolkit, or set NVCC"
 
 
 def ssm_threads(T):
@@ -241,7 +243,7 @@ def mamba_ssm(source, dtype, N, architecture, folder):
     program, cubin = Path(folder) / "mamba_ssm.cu", Path(folder) / "mamba_ssm.cubin"
     program.write_text(SSM_SOURCE)
     include = [kernel_folder, headers, headers / "torch" / "csrc" / "api" / "include", Path(folder) / "stub"]
-    command = [native_cuda.nvcc(), *SSM_FLAGS, f"-arch={architecture}", "-cubin", f"-DTYPE={SSM_TYPES[dtype]}",
+    command = [cuda.nvcc(), *SSM_FLAGS, f"-arch={architecture}", "-cubin", f"-DTYPE={SSM_TYPES[dtype]}",
                *(f"-I{i}" for i in include), str(program), "-o", str(cubin)]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
@@ -271,7 +273,7 @@ def ratios(ours, theirs):
 
 def lacking(source=None):
     """None if the kernels can be compiled and disassembled, mamba-ssm's in folder `source` too, else what is missing."""
-    missing = native_cuda.missing() or (None if nvdisasm() else "no nvdisasm found: pip install nvidia-cuda-nvdisasm")
+    missing = cuda.missing() or (None if nvdisasm() else "no nvdisasm found: pip install nvidia-cuda-nvdisasm")
     return missing or (ssm_missing(source) if source is not None else None)
 
 
@@ -292,7 +294,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__ + f"\nFloor: forward {FLOOR['forward'](16)} and backward "
                                      f"{FLOOR['backward'](16)} at N = 16; see FLOOR in the source for the terms.",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", default="longhorn", choices=native.UPDATES)
+    parser.add_argument("--update", default="longhorn", choices=build.UPDATES)
     parser.add_argument("--architecture", default="sm_90", help="of the GPU, sm_80 or later (%(default)s)")
     parser.add_argument("--N", type=int, default=16, help="state size (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -302,11 +304,11 @@ def main():
     args = parser.parse_args()
     missing = lacking(args.mamba_ssm)
     if missing:
-        sys.exit(f"bench/instructions.py: {missing}")
+        sys.exit(f"tools/instructions.py: {missing}")
     refuse_uncommitted(SAVED if args.save else None, "no --save")
     cases = [(args.update, args.N, args.architecture)]
     if args.all:
-        cases = [(u, N, a) for a in ("sm_90", "sm_80", "sm_100") for u in native.UPDATES for N in (16, 64)]
+        cases = [(u, N, a) for a in ("sm_90", "sm_80", "sm_100") for u in build.UPDATES for N in (16, 64)]
     rows, theirs = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -321,9 +323,9 @@ def main():
                     for update, ratio in theirs[-1]["ours_to_theirs"].items():
                         print(f"instructions of {update} : mamba-ssm: " + ", ".join(f"{n} {r:.2f}" for n, r in ratio.items()))
         except (OSError, ValueError) as error:
-            sys.exit(f"bench/instructions.py: {' '.join(str(error).split())}")
+            sys.exit(f"tools/instructions.py: {' '.join(str(error).split())}")
     if args.save:
-        version = native_cuda.compiler_version().strip().splitlines()[-1]
+        version = cuda.compiler_version().strip().splitlines()[-1]
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         records.write_json(SAVED, {"benchmark": "instructions", "date": date, "compiler": version,
                                    "environment": records.environment(), "rows": rows, "mamba_ssm": theirs})
@@ -331,5 +333,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with main_error("bench/instructions.py"):
+    with main_error("tools/instructions.py"):
         main()

@@ -12,7 +12,7 @@ import importlib
 
 import torch
 
-import native
+from kernels import build
 
 GPU = "cuda"  # where these kernels run
 
@@ -25,7 +25,7 @@ def load(package, module, function):
         words = " ".join(str(error).split())
         raise RuntimeError(f"kernel 'fused': {function} of {package} cannot be had ({words}): pip install -r "
                            "requirements-gpu.txt, or leave kernel empty") from None
-    native.say_once(f"{function}: {package}'s kernel")
+    build.say_once(f"{function}: {package}'s kernel")
     return found
 
 
@@ -51,14 +51,14 @@ def load_attention():
 @torch.compiler.disable  # a C++ extension, opaque to the compiler
 def mamba_conv(function, x, weight, bias):
     """silu of the short causal convolution: x (B, T, D), weight (D, W), bias (D,) -> (B, T, D)."""
-    check("causal-conv1d", x, native.DTYPES)
+    check("causal-conv1d", x, build.DTYPES)
     return function(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
 
 
 @torch.compiler.disable
 def mamba_scan(function, u, delta, A, B, C, D, z, delta_bias):
     """`scan.selective_scan` with softplus from an empty state, the state after it not returned: (B, T, D) in and out."""
-    check("mamba-ssm", u, native.DTYPES)
+    check("mamba-ssm", u, build.DTYPES)
     u, delta, B, C, z = (a.to(u.dtype).transpose(1, 2) for a in (u, delta, B, C, z))  # (B, D, T), B and C (B, N, T)
     return function(u, delta, A, B, C, D, z, delta_bias, delta_softplus=True).transpose(1, 2)
 

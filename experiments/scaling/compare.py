@@ -5,7 +5,7 @@
 The surprise: no family is called the winner for being lowest. It has to be below every other one at once, by Welch's test over
 seeds with Holm's correction for the number of comparisons; with one seed nobody can win.
 
-`python bench/table1.py report` prints both, fit.py fits the curves.
+`python experiments/scaling/table1.py report` prints both, fit.py fits the curves.
 """
 
 import math
@@ -18,9 +18,9 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.fit import CannotFit, column  # noqa: E402
+from experiments.scaling.fit import CannotFit, column  # noqa: E402
 
 # ----------------------------------------------------------------------------------------------------- sample efficiency
 

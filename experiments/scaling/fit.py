@@ -21,8 +21,8 @@ Pairs hold it here about as well, though one resampled 3 x 3 grid in seven lacks
 simulated noise is normal and equally large, as a share of the loss, in all runs: where it is not, coverage was not measured.
 Intervals are each constant's own: that all hold at once is rarer.
 
-    python bench/fit.py points.csv          # columns N, D, L; a loss that is missing or not finite is left out and named
-    python bench/fit.py --demo              # runs made with known constants
+    python experiments/scaling/fit.py points.csv          # columns N, D, L; a loss that is missing or not finite is left out and named
+    python experiments/scaling/fit.py --demo              # runs made with known constants
 """
 
 import argparse
@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 from scipy import optimize, stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configurator import main_error  # noqa: E402
 

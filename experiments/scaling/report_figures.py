@@ -1,4 +1,4 @@
-"""The report's figures: panels that stand alone on a phone and side by side in a PNG. bench/report.py writes them.
+"""The report's figures: panels that stand alone on a phone and side by side in a PNG. experiments/scaling/report.py writes them.
 
     figure5       loss against tokens, each size; loss against parameters, each context
     efficiency    tokens that the other family needs / tokens that this one needs, against loss
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import fit
-from bench.report_cells import columns_of, family_order, human, human3, name_of, where
+from experiments.scaling import fit
+from experiments.scaling.report_cells import columns_of, family_order, human, human3, name_of, where
 
 # ---------------------------------------------------------------------------------------------------------------- figures
 

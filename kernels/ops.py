@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import native
+from kernels import build
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # in float32: what a core's cache holds; what keeps a GPU busy
@@ -76,8 +76,8 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
             raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
         if a is not None and a.device != x.device:
             raise ValueError(f"causal_conv1d: {name} is on {a.device}, x on {x.device}: move them to one device")
-    fits = x.dtype in native.DTYPES and W <= native.MAX_WIDTH
-    if native.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":
+    fits = x.dtype in build.DTYPES and W <= build.MAX_WIDTH
+    if build.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":
         padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
         y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)
         y = y.transpose(1, 2).contiguous()  # the scan reads it in its forward and its backward
@@ -111,9 +111,9 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
         raise ValueError(f"rms_norm: weight must be (D,) beside x (..., D), got x {tuple(x.shape)}, weight {tuple(weight.shape)}")
     if weight.device != x.device:
         raise ValueError(f"rms_norm: weight is on {weight.device}, x on {x.device}: move them to one device")
-    out = native.autocast_dtype(x.device.type) or x.dtype
-    native_ok = x.dtype in native.DTYPES and torch.float16 not in (x.dtype, out)
-    if x.device.type != "cpu" or native.choose("rms_norm", backend, "cpu", not native_ok) == "torch":
+    out = build.autocast_dtype(x.device.type) or x.dtype
+    native_ok = x.dtype in build.DTYPES and torch.float16 not in (x.dtype, out)
+    if x.device.type != "cpu" or build.choose("rms_norm", backend, "cpu", not native_ok) == "torch":
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
     return torch.ops.longhorn.rms_norm(x, weight.float(), eps, out)[0]
 
@@ -139,7 +139,7 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-1):
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise ValueError(f"linear_cross_entropy: x must be (..., D), weight (V, D) and targets (...), got x {tuple(x.shape)}, "
                          f"weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
-    dtype = x.dtype if x.dtype == torch.float64 else native.autocast_dtype(x.device.type) or x.dtype  # autocast leaves float64
+    dtype = x.dtype if x.dtype == torch.float64 else build.autocast_dtype(x.device.type) or x.dtype  # autocast leaves float64
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), ignore_index, dtype, train)
 
@@ -185,8 +185,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
 def conv_forward(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
-    kernels = native.Kernels(native.ConvArgs, x, W=weight.shape[1], silu=int(silu))
-    y = native.empty(x, *x.shape, dtype=kernels.dtype)
+    kernels = build.Kernels(build.ConvArgs, x, W=weight.shape[1], silu=int(silu))
+    y = build.empty(x, *x.shape, dtype=kernels.dtype)
     kernels("causal_conv_forward", {"x": x}, {"weight": weight, "bias": bias, "state": state}, y=y)
     return y.to(x.dtype)
 
@@ -196,7 +196,7 @@ _conv = torch.library.custom_op("longhorn::conv", conv_forward, mutates_args=())
 
 @_conv.register_fake
 def _(x, weight, bias, state, silu):
-    return native.empty(x, *x.shape, dtype=x.dtype)
+    return build.empty(x, *x.shape, dtype=x.dtype)
 
 
 @torch.library.custom_op("longhorn::conv_backward", mutates_args=())
@@ -209,25 +209,25 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
 def conv_backward(dy, x, weight, bias, state, silu, into=None):
     """The same. into: dx (B, T, D), as a part of wider rows."""
     (B, T, D), W = x.shape, weight.shape[1]
-    kernels = native.Kernels(native.ConvArgs, x, W=W, silu=int(silu))
-    dx, rows = native.empty(x, B, T, D, dtype=kernels.dtype) if into is None else into, B * kernels.segments
+    kernels = build.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
+    dx, rows = build.empty(x, B, T, D, dtype=kernels.dtype) if into is None else into, B * kernels.segments
     if dx.dtype != kernels.dtype:
         raise ValueError(f"causal_conv1d: the kernels write {kernels.dtype} here, not {dx.dtype}")
     kernels.args.dx_t = dx.stride(1)
-    dweight, dbias = native.empty(x, rows, W, D), native.empty(x, rows, D) if bias is not None else None
+    dweight, dbias = build.empty(x, rows, W, D), build.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: where there is no step at all
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
-    dstate = native.empty(x, 0) if dstate is None else dstate
-    dbias = native.empty(x, 0) if dbias is None else dbias.sum(0)
+    dstate = build.empty(x, 0) if dstate is None else dstate
+    dbias = build.empty(x, 0) if dbias is None else dbias.sum(0)
     return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate
 
 
 @_conv_backward.register_fake
 def _(dy, x, weight, bias, state, silu):
     D, W = weight.shape
-    return (native.empty(x, *x.shape, dtype=x.dtype), native.empty(x, D, W), native.empty(x, D if bias is not None else 0),
-            native.empty(x, x.shape[0], W - 1, D) if state is not None else native.empty(x, 0))
+    return (build.empty(x, *x.shape, dtype=x.dtype), build.empty(x, D, W), build.empty(x, D if bias is not None else 0),
+            build.empty(x, x.shape[0], W - 1, D) if state is not None else build.empty(x, 0))
 
 
 def _conv_setup(ctx, inputs, output):
@@ -243,7 +243,7 @@ def _conv_grad(ctx, dy):
 
 _conv.register_autograd(_conv_grad, setup_context=_conv_setup)
 differentiable_once("causal_conv1d", _conv_backward)
-native.register_autocast(torch.ops.longhorn.conv.default, casts=(0,))
+build.register_autocast(torch.ops.longhorn.conv.default, casts=(0,))
 
 
 def _norm_args(x, dtype, eps):
@@ -251,7 +251,7 @@ def _norm_args(x, dtype, eps):
     rows = x.numel() // D
     is_bf16 = [int(t == torch.bfloat16) for t in (x.dtype, dtype)]
     tasks = min(rows, 64)  # a fixed number: the sum over rows for dweight does not depend on how many threads there are
-    return native.NormArgs(rows=rows, D=D, tasks=tasks, threads=torch.get_num_threads(), x_dtype=is_bf16[0],
+    return build.NormArgs(rows=rows, D=D, tasks=tasks, threads=torch.get_num_threads(), x_dtype=is_bf16[0],
                            y_dtype=is_bf16[1], eps=eps)
 
 
@@ -259,8 +259,8 @@ def _norm_args(x, dtype, eps):
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(y, 1 / root mean square of each row)."""
     args, x, weight = _norm_args(x, dtype, eps), x.contiguous(), weight.contiguous()
-    y, rstd = native.empty(x, *x.shape, dtype=dtype), native.empty(x, *x.shape[:-1])
-    native.library().rms_norm_forward_cpu(native.point(args, x=x, weight=weight, y=y, rstd=rstd))
+    y, rstd = build.empty(x, *x.shape, dtype=dtype), build.empty(x, *x.shape[:-1])
+    build.library().rms_norm_forward_cpu(build.point(args, x=x, weight=weight, y=y, rstd=rstd))
     return y, rstd
 
 
@@ -273,8 +273,8 @@ def _(x, weight, eps, dtype):
 def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dweight)."""
     args, x, dy, weight = _norm_args(x, dy.dtype, 0.0), x.contiguous(), dy.contiguous(), weight.contiguous()
-    dx, dweight = native.empty(x, *x.shape, dtype=x.dtype), native.empty(x, args.tasks, args.D)
-    native.library().rms_norm_backward_cpu(native.point(args, x=x, dy=dy, weight=weight, rstd=rstd, dx=dx, dweight=dweight))
+    dx, dweight = build.empty(x, *x.shape, dtype=x.dtype), build.empty(x, args.tasks, args.D)
+    build.library().rms_norm_backward_cpu(build.point(args, x=x, dy=dy, weight=weight, rstd=rstd, dx=dx, dweight=dweight))
     return dx, dweight.sum(0)
 
 

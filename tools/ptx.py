@@ -15,7 +15,7 @@ import re
 import tempfile
 from pathlib import Path
 
-import native_cuda
+from kernels import cuda
 
 SHIM = Path(__file__).with_name("ptx_shim.h")
 MODULE = re.compile(r"""\s*(?:
@@ -207,5 +207,5 @@ def compiled(macros, source, architecture="sm_90"):
     with tempfile.TemporaryDirectory() as folder:
         text, out = Path(folder) / "kernels.cu", Path(folder) / "kernels.ptx"
         text.write_text(source)
-        native_cuda.compile_cubin(text, out, architecture, macros, kind="ptx")
+        cuda.compile_cubin(text, out, architecture, macros, kind="ptx")
         return out.read_text()

@@ -1,4 +1,4 @@
-"""What a sweep's records say, in numbers: the table's cells, who won, the fitted laws, sample efficiency. For bench/report.py.
+"""What a sweep's records say, in numbers: the table's cells, who won, the fitted laws, sample efficiency. For experiments/scaling/report.py.
 
     rate = the one whose first seed ended lowest; mean and standard deviation over all seeds at that rate
     sample efficiency of a over b = tokens that b needs for a loss / tokens that a needs for it
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from bench import compare, fit  # noqa: E402
-from bench.sweep import read_plan, read_runs  # noqa: E402
+from experiments.scaling import compare, fit  # noqa: E402
+from experiments.scaling.sweep import read_plan, read_runs  # noqa: E402
 
 # family: (name, colour, marker) in the order of the paper's Table 1, ours behind it; one look in every figure
 LOOKS = {"retnet": ("RetNet", "#7a7a7a", "v"), "gla": ("GLA", "#d98c00", "^"), "rwkv": ("RWKV", "#159a6f", "D"),

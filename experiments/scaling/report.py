@@ -9,7 +9,7 @@ What is said is in report_cells.py, what is drawn in report_figures.py; here it 
 The surprise: a report is a list of (heading, blocks) that knows neither Markdown nor HTML. What the records say reaches the page
 through one function that escapes it, so that no name of a model can become a tag.
 
-    python bench/table1.py report out/table1_laptop
+    python experiments/scaling/table1.py report out/table1_laptop
 """
 
 import base64
@@ -24,11 +24,12 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from bench import fit  # noqa: E402
-from bench.report_cells import (  # noqa: E402
+from configurator import ConfigError  # noqa: E402
+from experiments.scaling import fit  # noqa: E402
+from experiments.scaling.report_cells import (  # noqa: E402
     ISOFLOP_TOLERANCE,
     PAPER,
     PAPER_EFFICIENCY,
@@ -45,8 +46,7 @@ from bench.report_cells import (  # noqa: E402
     on_gpu,
     where,
 )
-from bench.report_figures import efficiency_panels, figure5, fit_panels, picture  # noqa: E402
-from configurator import ConfigError  # noqa: E402
+from experiments.scaling.report_figures import efficiency_panels, figure5, fit_panels, picture  # noqa: E402
 from records import write_json  # noqa: E402
 
 DASH = "\u2013"
@@ -348,8 +348,8 @@ def reproduce_blocks(found):
             days.append(str(json.loads((r.folder / "config.json").read_text())["time"])[:10])
     commits = sorted({r.commit for r in runs if r.commit}) or [str(plan.get("commit") or "unknown")]
     devices = sorted({f"{r.device}, {plural(r.processes, 'process', 'processes')}" for r in runs})
-    lines = [f"run: {plan.get('command') or 'python bench/table1.py run --preset=' + str(plan.get('preset') or '...')}",
-             f"report, from the records alone: python bench/table1.py report {found.folder.name}",
+    lines = [f"run: {plan.get('command') or 'python experiments/scaling/table1.py run --preset=' + str(plan.get('preset') or '...')}",
+             f"report, from the records alone: python experiments/scaling/table1.py report {found.folder.name}",
              f"commit: {listed(commits)}" + (" (+: with changes that were not committed)" if "+" in commits[0] else ""),
              f"machine: {listed(devices) if devices else plan.get('machine') or 'unknown'}",
              f"runs begun: {min(days)} to {max(days)}" if days else "runs begun: unknown"]

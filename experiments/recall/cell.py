@@ -1,7 +1,7 @@
-"""One run of the recall benchmark: a mixer, a length, a width, a learning rate, a seed. bench/mqar.py runs many.
+"""One run of the recall benchmark: a mixer, a length, a width, a learning rate, a seed. experiments/recall/mqar.py runs many.
 
-    python bench/mqar.py cell --mixer=longhorn --T=64 --n_embd=64 --learning_rate=1e-2 --out_dir=out/one
-    python bench/mqar.py cell --help
+    python experiments/recall/mqar.py cell --mixer=longhorn --T=64 --n_embd=64 --learning_rate=1e-2 --out_dir=out/one
+    python experiments/recall/mqar.py cell --help
 
     loss = mean over the queries of -log softmax(h E^T)[value]         E the embedding, h (B, P, d) at the P queries alone
     rate(epoch) = learning_rate (1 + cos(pi epoch / epochs)) / 2       AdamW, no warmup, no clipping
@@ -31,13 +31,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import checkpoint  # noqa: E402
 import configurator  # noqa: E402
-from bench.mqar_mixers import recall_model  # noqa: E402
-from bench.mqar_task import Task, generate, overlap  # noqa: E402
 from configurator import ConfigError  # noqa: E402
+from experiments.recall.models import recall_model  # noqa: E402
+from experiments.recall.task import Task, generate, overlap  # noqa: E402
 from faults import Stop, keep_earlier, take  # noqa: E402
 from records import Log, environment, write_json  # noqa: E402
 from train import device_name, open_device, peak_memory, pick_dtype  # noqa: E402
@@ -46,7 +46,7 @@ from train import device_name, open_device, peak_memory, pick_dtype  # noqa: E40
 @dataclass
 class RecallConfig:
     # --- model
-    mixer: str = "longhorn"  # of both layers: a key of MIXERS in bench/mqar_mixers.py
+    mixer: str = "longhorn"  # of both layers: a key of MIXERS in experiments/recall/models.py
     n_embd: int = 64  # width
     scan_backend: str = ""  # of the native kernels: cpu, cuda or torch; empty: the fastest there is
     kernel: str = ""  # of the mixer: torch (plain) or fused; empty: the best that runs here

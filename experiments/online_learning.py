@@ -1,8 +1,8 @@
 """Table 4 as code: the objective L_t(S) behind every recurrent family, its update, and whether the one minimises the other.
 
-    python bench/online_learning.py                            # the table, the checks, recall without training: half a minute
-    python bench/online_learning.py --save                     # and results/online_learning.json, .md and .png
-    python bench/online_learning.py --add my_update.py         # an objective and an update of yours, through all of it
+    python experiments/online_learning.py                            # the table, the checks, recall without training: half a minute
+    python experiments/online_learning.py --save                     # and results/online_learning.json, .md and .png
+    python experiments/online_learning.py --add my_update.py         # an objective and an update of yours, through all of it
 
 Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates with extreme
 ones among them; the mixers of model.py are run and their states compared with the same updates. Then, without any
@@ -764,17 +764,17 @@ def main(argv=None):
         record = {"benchmark": "online_learning", "date": date, "environment": where} | measure(
             rows, *((12, 2) if args.quick else (48, 12)), args.seed)
     except Mistake as error:
-        print(f"bench/online_learning.py: {error}", file=sys.stderr)
+        print(f"experiments/online_learning.py: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
-        print(f"bench/online_learning.py: {error}: pip install -r requirements.txt", file=sys.stderr)
+        print(f"experiments/online_learning.py: {error}: pip install -r requirements.txt", file=sys.stderr)
         return 2
     record["run_seconds"] = time.perf_counter() - began
     lines = report(record, rows)
     print("\n".join(lines) + f"\n\n{record['run_seconds']:.0f} seconds")
     wrong = unexpected(record, rows)
     for line in wrong:
-        print(f"bench/online_learning.py: {line}", file=sys.stderr)
+        print(f"experiments/online_learning.py: {line}", file=sys.stderr)
     if out:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -782,7 +782,7 @@ def main(argv=None):
             out.with_suffix(".md").write_text("\n".join([head, "", *lines]) + "\n")
             draw(record, out.with_suffix(".png"))
         except OSError as error:
-            print(f"bench/online_learning.py: {out} could not be written ({error.strerror}): choose another --out",
+            print(f"experiments/online_learning.py: {out} could not be written ({error.strerror}): choose another --out",
                   file=sys.stderr)
             return 2
         print(f"record: {out}, table: {out.with_suffix('.md')}, picture: {out.with_suffix('.png')}")
@@ -790,8 +790,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with main_error("bench/online_learning.py"):
+    with main_error("experiments/online_learning.py"):
         try:
             sys.exit(main())
         except KeyboardInterrupt:
-            sys.exit("bench/online_learning.py: interrupted; nothing written")
+            sys.exit("experiments/online_learning.py: interrupted; nothing written")

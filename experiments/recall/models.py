@@ -21,12 +21,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from linear_attention import retention  # noqa: E402
+from kernels.linear_attention import retention  # noqa: E402
+from kernels.ops import causal_conv1d, conv_state  # noqa: E402
 from mixers import DeltaNet, RWKV4TimeMix, dense, scan_backend, to_residual  # noqa: E402
 from model import GLA, LM, NORM_OF_EMBEDDING, NORMS, Longhorn, LonghornExact, Mamba, ModelConfig, Residual, RMSNorm  # noqa: E402
-from ops import causal_conv1d, conv_state  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------------------ convolutions
 

@@ -1,9 +1,9 @@
 """Do models read on beyond the length that they were trained at? Section 5.4, and Figure 1 on the right.
 
-    python bench/extrapolation.py --checkpoint out/longhorn_laptop out/llama_laptop --lengths=256,1024,4096
-    python bench/extrapolation.py run --preset=laptop     # trains seven families at 256, reads on to 16384: an hour of 2 cores
-    python bench/extrapolation.py run --preset=gpu        # at 2048, on to 65536: 20 minutes of an H200, by count of FLOPs
-    python bench/extrapolation.py report results/extrapolation_laptop     # the picture and the table again, from the records
+    python experiments/extrapolation.py --checkpoint out/longhorn_laptop out/llama_laptop --lengths=256,1024,4096
+    python experiments/extrapolation.py run --preset=laptop     # trains seven families at 256, reads on to 16384: an hour of 2 cores
+    python experiments/extrapolation.py run --preset=gpu        # at 2048, on to 65536: 20 minutes of an H200, by count of FLOPs
+    python experiments/extrapolation.py report results/extrapolation_laptop     # the picture and the table again, from the records
 
 Records go to out/, with --save to results/.
 
@@ -47,10 +47,10 @@ sys.path.insert(0, str(ROOT))
 from bench.generate import state_bytes  # noqa: E402
 from bench.measure import DTYPES, finite, in_one_line, refuse_uncommitted  # noqa: E402
 from bench.scan import peak_since_reset, reset_peak  # noqa: E402
-from bench.sweep import need_pictures  # noqa: E402
 from checkpoint import CheckpointError  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import DataError, Tokens  # noqa: E402
+from experiments.scaling.sweep import need_pictures  # noqa: E402
 from faults import out_of_memory  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from records import environment, write_json  # noqa: E402
@@ -513,7 +513,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv):
     argv = ["eval", *argv] if argv and argv[0].startswith("--") and argv[0] != "--help" else argv  # eval may be left out
-    parser = Parser(prog="bench/extrapolation.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="experiments/extrapolation.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True, metavar="eval | run | report")
     one, all_of_it, again = (what.add_parser(n) for n in ("eval", "run", "report"))
     one.add_argument("--checkpoint", nargs="+", required=True, help="folders of runs, each with checkpoint.safetensors")
@@ -567,8 +567,8 @@ def save(folder, args, out):
 
 def run(args):
     """Trains a preset's families, reads on with each, reports. What has been trained is not trained again."""
-    from bench.sweep import Cell, run_cells, same_commit, version, write_plan
     from data.pystdlib.prepare import prepare
+    from experiments.scaling.sweep import Cell, run_cells, same_commit, version, write_plan
 
     preset, name = PRESETS[args.preset], f"extrapolation_{args.preset}"
     runs = Path(args.runs or ROOT / "out" / name)
@@ -604,8 +604,8 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with main_error("bench/extrapolation.py", CheckpointError, DataError, OSError):
+    with main_error("experiments/extrapolation.py", CheckpointError, DataError, OSError):
         try:
             sys.exit(main(sys.argv[1:]))
         except KeyboardInterrupt:
-            sys.exit("bench/extrapolation.py: interrupted; records of the runs that were read stay")
+            sys.exit("experiments/extrapolation.py: interrupted; records of the runs that were read stay")

@@ -6,7 +6,7 @@
     selective_scan   S_ij = exp(delta_i A_ij) S_ij + delta_i x_i k_j,  delta = softplus(dt + dt_bias)       Mamba
     all three        y_i = (sum_j S_ij q_j + D_i x_i) * silu(z_i)                                     Algorithm 1
 
-The surprise: nothing is built at install time. The first call on a CPU tensor has native.py compile longhorn_scan.cu
+The surprise: nothing is built at install time. The first call on a CPU tensor has kernels/build.py compile longhorn_scan.cu
 with the C++ compiler (seconds, then cached) and says so. Without a compiler the PyTorch path below runs everywhere,
 and much slower.
 
@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import native
-import ops
+from kernels import build, ops
 
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; there eps is 0 anyway
 
@@ -117,7 +116,7 @@ def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, chunk=64):
     """The loop, chunk by chunk, each recomputed in the backward: memory stays B x T x D, not B x T x D x N."""
     tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
     grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors)
-    grad = grad and not native.transformed()  # torch.func takes no checkpoints
+    grad = grad and not build.transformed()  # torch.func takes no checkpoints
     ys = [x[:, :0]]
     for t in range(0, x.shape[1], chunk):
         part = [None if a is None else a[:, t:t + chunk] for a in (x, dt, k, q, z)]
@@ -182,8 +181,8 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
     if any(a is not None and a.dtype != dtype for a in (dt, k, q, z)):
         common = functools.reduce(torch.promote_types, [a.dtype for a in (x, dt, k, q, z) if a is not None])
         x, dt, k, q, z = (None if a is None else a.to(common) for a in (x, dt, k, q, z))
-    if native.choose("scan", backend, x.device.type, x.dtype not in native.DTYPES) == "torch":
-        lower = native.autocast_dtype(x.device.type)
+    if build.choose("scan", backend, x.device.type, x.dtype not in build.DTYPES) == "torch":
+        lower = build.autocast_dtype(x.device.type)
         if lower is not None and x.dtype != torch.float64:
             x, dt, k, q, z = (None if a is None else a.to(lower) for a in (x, dt, k, q, z))
             dtype = lower
@@ -192,7 +191,7 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
         A, D, dt_bias, h0 = (None if a is None else a.float() for a in (A, D, dt_bias, h0))
         tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
         save = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors)
-        dtype = native.autocast_dtype(x.device.type) or dtype
+        dtype = build.autocast_dtype(x.device.type) or dtype
         y, hT, _ = torch.ops.longhorn.scan(*tensors, cu_seqlens, update, save)
     return y.to(dtype), hT
 
@@ -252,7 +251,7 @@ def _check_cu_seqlens(cu, B, T, device):
 def _kernels(x, k, cu_seqlens, update, direction):
     """The kernels for these arguments, and cu_seqlens as they take it."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
-    kernels = native.Kernels(native.ScanArgs, x, update.removesuffix("_softplus"), rows, direction, N=k.shape[2],
+    kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, direction, N=k.shape[2],
                              softplus=int(update.endswith("_softplus")))
     return kernels, None if cu_seqlens is None else cu_seqlens.long().contiguous()
 
@@ -261,8 +260,8 @@ def _sizes(x, k, cu_seqlens):
     """(rows, chunks of all rows): see Row in longhorn_scan.cu."""
     B, T, _ = x.shape
     if cu_seqlens is None:
-        return B, B * -(-T // native.CHUNK)
-    return len(cu_seqlens) - 1, T // native.CHUNK + len(cu_seqlens) - 1
+        return B, B * -(-T // build.CHUNK)
+    return len(cu_seqlens) - 1, T // build.CHUNK + len(cu_seqlens) - 1
 
 
 def scan_forward(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
@@ -273,8 +272,8 @@ def scan_forward(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, 
     kernels, cu = _kernels(x, k, cu_seqlens, update, "forward")
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
-    y, hT = native.empty(x, B, T, d, dtype=kernels.dtype), native.empty(x, rows * S, d, N)
-    chunks = native.empty(x, n_chunks, native.kept_states(x, N), d) if save else native.empty(x, 0)
+    y, hT = build.empty(x, B, T, d, dtype=kernels.dtype), build.empty(x, rows * S, d, N)
+    chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else build.empty(x, 0)
     if S > 1:
         h0 = kernels.entering({"x": x, "dt": dt, "k": k, "q": q}, {"A": A, "bias": dt_bias}, "longhorn_scan_ends", h0)
     kernels("longhorn_scan_forward", {"x": x, "dt": dt, "k": k, "q": q, "z": z},
@@ -289,8 +288,8 @@ _scan = torch.library.custom_op("longhorn::scan", scan_forward, mutates_args=())
 def _(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save):
     (B, T, d), N = x.shape, k.shape[2]
     rows, n_chunks = _sizes(x, k, cu_seqlens)
-    chunks = native.empty(x, n_chunks, native.kept_states(x, N), d) if save else native.empty(x, 0)
-    return native.empty(x, B, T, d, dtype=x.dtype), native.empty(x, rows, d, N), chunks
+    chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else build.empty(x, 0)
+    return build.empty(x, B, T, d, dtype=x.dtype), build.empty(x, rows, d, N), chunks
 
 
 @torch.library.custom_op("longhorn::scan_backward", mutates_args=())
@@ -299,7 +298,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
                    chunks: Tensor, update: str) -> list[Tensor]:
     """[dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0]; those of absent arguments are empty."""
     grads = scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks, update)
-    return [native.empty(x, 0) if g is None else g for g in grads]
+    return [build.empty(x, 0) if g is None else g for g in grads]
 
 
 def scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks, update, into=None):
@@ -310,15 +309,15 @@ def scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks
     kernels, cu = _kernels(x, k, cu_seqlens, update, "backward")
     rows, _ = _sizes(x, k, cu_seqlens)
     if into is None:
-        into = (native.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
+        into = (build.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
     dx, ddt, dz = into
     if dx.dtype != kernels.dtype:
         raise ValueError(f"scan: the kernels write {kernels.dtype} here, not {dx.dtype}")
     kernels.args.dx_t = dx.stride(1)
-    dk, dq = (native.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
+    dk, dq = (build.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     S = kernels.segments
-    dD, dbias = (native.empty(x, rows * S, d) if a is not None else None for a in (D, dt_bias))
-    dA, dh0 = (native.empty(x, rows * S, d, N) if a is not None else None for a in (A, h0))
+    dD, dbias = (build.empty(x, rows * S, d) if a is not None else None for a in (D, dt_bias))
+    dA, dh0 = (build.empty(x, rows * S, d, N) if a is not None else None for a in (A, h0))
     if S > 1:
         dhT = kernels.entering({"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}, {"A": A, "bias": dt_bias},
                                "longhorn_scan_pulls", dhT, reverse=1)
@@ -338,7 +337,7 @@ def _(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks, update):
     shapes = [(B, T, d), (B, T, d), (B, T, N), (B, T, N), (d, N), (d,), (B, T, d), (d,), (rows, d, N)]
     dtypes = [x.dtype] * 4 + [torch.float32] * 2 + [x.dtype] + [torch.float32] * 2
     given = [x, dt, k, q, A, D, z, dt_bias, h0]
-    return [native.empty(x, *(s if a is not None else (0,)), dtype=t if a is not None else torch.float32)
+    return [build.empty(x, *(s if a is not None else (0,)), dtype=t if a is not None else torch.float32)
             for s, t, a in zip(shapes, dtypes, given, strict=True)]
 
 
@@ -362,4 +361,4 @@ def _scan_grad(ctx, dy, dhT, _):
 _scan.register_autograd(_scan_grad, setup_context=_scan_setup)
 ops.differentiable_once("scan", _scan_backward)
 ops.one_after_another(_scan_backward)
-native.register_autocast(torch.ops.longhorn.scan.default, casts=(0, 1, 2, 3, 6))  # x, dt, k, q, z
+build.register_autocast(torch.ops.longhorn.scan.default, casts=(0, 1, 2, 3, 6))  # x, dt, k, q, z

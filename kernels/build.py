@@ -5,7 +5,7 @@ library is kept under build/ by a hash of source, flags, compiler and machine; a
 it there. $LONGHORN_BUILD_DIR puts it elsewhere, $CXX and $NVCC name other compilers. For a GPU there is one library a
 dtype and shape of the state (`cuda_shape`) or width of the convolution: seconds each, where all would take minutes.
 
-    python native.py            # build now, and say what came out
+    python kernels/build.py            # build now, and say what came out
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 
-import native_cuda
+from kernels import cuda
 
-ROOT = Path(__file__).parent
-SCAN, CONV = ROOT / "longhorn_scan.cu", ROOT / "conv_norm.cu"
-SOURCES, HEADER = (SCAN, CONV), ROOT / "lanes.h"
+ROOT = Path(__file__).resolve().parent.parent
+SCAN, CONV = ROOT / "longhorn_scan.cu", ROOT / "kernels" / "conv_norm.cu"
+SOURCES, HEADER = (SCAN, CONV), ROOT / "kernels" / "lanes.h"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "cuda", "torch")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
@@ -102,7 +102,7 @@ def unavailable(device):
             return "PyTorch sees no GPU"
         if torch.cuda.get_device_capability() < (8, 0):
             return "the kernels need a GPU of compute capability 8.0 (Ampere) or later"
-        return native_cuda.missing()
+        return cuda.missing()
     try:
         library()
     except OSError as error:
@@ -143,19 +143,19 @@ def build(sources=SOURCES, folder=None):
 
 def build_cuda(update, dtype, shape, architecture, source=SCAN, folder=None):
     """The same for a GPU: (path of a cubin, seconds), for one update, dtype and `cuda_shape`, for 'sm_90' or such."""
-    name = f"longhorn_scan_{architecture}_{update}_{native_cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
-    return _cubin(name, architecture, native_cuda.defines(update, dtype, *shape), source, folder)
+    name = f"longhorn_scan_{architecture}_{update}_{cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
+    return _cubin(name, architecture, cuda.defines(update, dtype, *shape), source, folder)
 
 
 def build_cuda_conv(dtype, W, architecture, source=CONV, folder=None):
     """The same for the convolution of one dtype and width."""
-    name = f"causal_conv_{architecture}_{native_cuda.TYPES[dtype]}_{W}"
-    return _cubin(name, architecture, native_cuda.conv_defines(dtype, W), source, folder)
+    name = f"causal_conv_{architecture}_{cuda.TYPES[dtype]}_{W}"
+    return _cubin(name, architecture, cuda.conv_defines(dtype, W), source, folder)
 
 
 def _cubin(name, architecture, macros, source, folder):
-    make = lambda to: native_cuda.compile_cubin(source, to, architecture, macros)
-    return _cached(name, ".cubin", [native_cuda.compiler_version(), architecture, *macros], (source,), folder, make)
+    make = lambda to: cuda.compile_cubin(source, to, architecture, macros)
+    return _cached(name, ".cubin", [cuda.compiler_version(), architecture, *macros], (source,), folder, make)
 
 
 def _compile(command, tag, machine, sources, folder):
@@ -218,13 +218,13 @@ NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *wei
 
 
 def load(path):
-    """The library at `path`, checked against the structs above. Raises OSError if it is not of this native.py."""
+    """The library at `path`, checked against the structs above. Raises OSError if it is not of this kernels/build.py."""
     lib = ctypes.CDLL(str(path))
     structs = {"scan_args_size": ScanArgs, "conv_args_size": ConvArgs, "norm_args_size": NormArgs}
     for name in ("longhorn_chunk", "longhorn_lanes", "longhorn_max_width", *structs):
         getattr(lib, name).restype = ctypes.c_int64
     if any(getattr(lib, name)() != ctypes.sizeof(struct) for name, struct in structs.items()):
-        raise OSError(native_cuda.DISAGREE)
+        raise OSError(cuda.DISAGREE)
     return lib
 
 
@@ -243,21 +243,21 @@ def library():
 def cuda_module(update, dtype, shape, architecture, device):
     """The kernels of one update, dtype and shape of the state on a GPU, built on first use, announced once. Raises OSError."""
     built = build_cuda(update, dtype, shape, architecture)
-    what = f"{update} {native_cuda.TYPES[dtype]}, {{}} states of {{2}} channels a lane, which {{1}} lanes share".format(*shape)
-    return _load_cuda(what, *built, native_cuda.SCAN_KERNELS, ScanArgs, architecture, device)
+    what = f"{update} {cuda.TYPES[dtype]}, {{}} states of {{2}} channels a lane, which {{1}} lanes share".format(*shape)
+    return _load_cuda(what, *built, cuda.SCAN_KERNELS, ScanArgs, architecture, device)
 
 
 @functools.cache
 def cuda_conv_module(dtype, W, architecture, device):
     """The same for the convolution of one dtype and width."""
     built = build_cuda_conv(dtype, W, architecture)
-    what = f"convolution {native_cuda.TYPES[dtype]} of width {W}"
-    return _load_cuda(what, *built, native_cuda.CONV_KERNELS, ConvArgs, architecture, device)
+    what = f"convolution {cuda.TYPES[dtype]} of width {W}"
+    return _load_cuda(what, *built, cuda.CONV_KERNELS, ConvArgs, architecture, device)
 
 
 def _load_cuda(what, path, seconds, kernels, args_class, architecture, device):
     with torch.cuda.device(device):
-        module = native_cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args_class), device=device)
+        module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args_class), device=device)
     say_once(f"native kernels: cuda {architecture}, {what} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
     return module
 

@@ -10,7 +10,7 @@
 
 #define MAX_WIDTH 8
 
-// Mirrored in native.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
+// Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
 struct ConvArgs {
     int64_t B, T, D, W, dtype, silu, splits, threads;
     const void *x;                                    // (B, T, D)
@@ -301,7 +301,7 @@ template <class X, class Y> static void norm_backward_rows(const NormArgs &a, in
     for (int64_t c = 0; c < a.D; c += LANES) store(a.dweight + task * a.D + c, dweight[c / LANES], tail(a.D, c));
 }
 
-// ------------------------------------------------------------------------------------------- CPU: what native.py loads
+// ------------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
 
 template <class X, class Y> static void norm_forward(const NormArgs &a) {
     #pragma omp parallel for num_threads((int)a.threads)

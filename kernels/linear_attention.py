@@ -31,7 +31,7 @@ import importlib
 import torch
 import torch.nn.functional as F
 
-import native
+from kernels import build
 
 KERNELS = ("torch", "fused")
 FUSED = {"gla": ("fla.ops.gla", "chunk_gla"), "retention": ("fla.ops.simple_gla", "chunk_simple_gla"),
@@ -367,7 +367,7 @@ def choose_kernel(kernel, op, device, cannot=None):
         raise RuntimeError(f"{op}: kernel 'fused' cannot run here: {reason}: use kernel='torch', or pip install -r "
                            "requirements-gpu.txt on a machine with a GPU")
     if device == "cuda":
-        native.say_once(f"{op}: torch ({reason})" if reason else f"{op}: fused (flash-linear-attention)")
+        build.say_once(f"{op}: torch ({reason})" if reason else f"{op}: fused (flash-linear-attention)")
     return "torch" if reason else "fused"
 
 
@@ -386,7 +386,7 @@ def _fused(op):
 
 
 def _fused_dtype(v):
-    return native.autocast_dtype(v.device.type) or v.dtype
+    return build.autocast_dtype(v.device.type) or v.dtype
 
 
 def _choose(op, kernel, v, K=0):

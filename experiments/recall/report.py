@@ -1,10 +1,10 @@
-"""Figure 4 from the records of bench/mqar.py: recall against width and against state size, a panel for each T.
+"""Figure 4 from the records of experiments/recall/mqar.py: recall against width and against state size, a panel for each T.
 
     recall of a point = mean over the seeds at the learning rate whose mean is best; its bar: from the worst seed to the best
 
 The surprise: there is nothing to compare with but the paper's picture, which gives no numbers; so none of the paper's is here.
 
-`python bench/mqar.py report` writes report.json, report.md and figure4.png.
+`python experiments/recall/mqar.py report` writes report.json, report.md and figure4.png.
 """
 
 import json
@@ -14,10 +14,10 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import sweep  # noqa: E402
-from bench.sweep import BadRecord  # noqa: E402
+from experiments.scaling import sweep  # noqa: E402
+from experiments.scaling.sweep import BadRecord  # noqa: E402
 from records import read_log, write_json  # noqa: E402
 
 # Cells are compared where these agree. A length has its own number of pairs and batch size, a seed its own examples.

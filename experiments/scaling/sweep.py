@@ -9,7 +9,7 @@ A sweep is a folder with a plan and a folder a cell:
 The surprise: there is no list of what is done. A cell is finished when its result.json stands, which its own process
 renames into place as its last act; whatever else died, the same command goes on from the cells' checkpoints.
 
-bench/table1.py and bench/extrapolation.py plan and report; running and reading are here.
+experiments/scaling/table1.py and experiments/extrapolation.py plan and report; running and reading are here.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from configurator import ConfigError, main_error  # noqa: E402

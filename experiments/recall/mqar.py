@@ -1,15 +1,15 @@
 """Figure 4 of the paper: multi-query associative recall, nine mixers by length, width and learning rate.
 
-    python bench/mqar.py run --preset=laptop              T = 64 and 128 at width 64, within an hour on two CPU cores
-    python bench/mqar.py run --preset=gpu                 the claim: T = 512 at width 64, Longhorn, Mamba, attention, four rates
-    python bench/mqar.py run --preset=paper --dry-run     the whole figure, 448 runs, and how long they take here
-    python bench/mqar.py report out/mqar_laptop           from the records alone: table, figure4.png, report.json
-    python bench/mqar.py cell --mixer=longhorn --T=64     one run; cell --help lists its settings
+    python experiments/recall/mqar.py run --preset=laptop              T = 64 and 128 at width 64, within an hour on two CPU cores
+    python experiments/recall/mqar.py run --preset=gpu                 the claim: T = 512 at width 64, Longhorn, Mamba, attention, four rates
+    python experiments/recall/mqar.py run --preset=paper --dry-run     the whole figure, 448 runs, and how long they take here
+    python experiments/recall/mqar.py report out/mqar_laptop           from the records alone: table, figure4.png, report.json
+    python experiments/recall/mqar.py cell --mixer=longhorn --T=64     one run; cell --help lists its settings
 
-    python bench/mqar.py run --mixers=longhorn,mamba --Ts=128 --widths=64,128 --lrs=2.2e-3,1e-2 --seeds=1,2,3
+    python experiments/recall/mqar.py run --mixers=longhorn,mamba --Ts=128 --widths=64,128 --lrs=2.2e-3,1e-2 --seeds=1,2,3
 
 What else is given as --key=value goes to every run (`--epochs=8`, `--dtype=float32`). Stop it at any moment: the same command
-goes on. A mixer of your own takes part with a line in MIXERS of bench/mqar_mixers.py.
+goes on. A mixer of your own takes part with a line in MIXERS of experiments/recall/models.py.
 
 The surprise: the published protocol is one seed, and the best of four learning rates on the very examples that also say when to
 stop. Both are kept, to compare with Figure 4; `--seeds=1,2,3` adds what it does not show, the spread.
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
-from bench import sweep  # noqa: E402
-from bench.sweep import Cell, hours, names, numbers, same_commit  # noqa: E402
 from configurator import ConfigError  # noqa: E402
+from experiments.scaling import sweep  # noqa: E402
+from experiments.scaling.sweep import Cell, hours, names, numbers, same_commit  # noqa: E402
 
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
@@ -66,7 +66,7 @@ PRESETS = {
 
 def load(argv):
     """The settings that `argv` gives a run, zeros filled in, with its Task. Raises ConfigError."""
-    from bench.mqar_train import RecallConfig, check
+    from experiments.recall.cell import RecallConfig, check
 
     config = configurator.load(RecallConfig, argv)
     return config, check(config)
@@ -74,7 +74,7 @@ def load(argv):
 
 def cells_of(preset, extra=()):
     """[Cell] of the preset. The rates of a point follow one another, so that they run together. Raises ConfigError."""
-    from bench.mqar_mixers import MIXERS
+    from experiments.recall.models import MIXERS
 
     cells = []
     for T, mixers in preset.lengths.items():
@@ -106,9 +106,9 @@ def estimate(cells, threads):
     """
     import torch
 
-    from bench.mqar_mixers import recall_model
-    from bench.mqar_task import generate
-    from bench.mqar_train import OnDevice, logits
+    from experiments.recall.cell import OnDevice, logits
+    from experiments.recall.models import recall_model
+    from experiments.recall.task import generate
     from train import keep_memory, pick_dtype
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -223,12 +223,12 @@ def run(args, extra):
         print(" " * 70, end="\r", file=sys.stderr, flush=True)
     print_plan(preset, cells, jobs, gpus)
     if args.dry_run:
-        command = cells[0].command(folder, script="bench/mqar.py")
+        command = cells[0].command(folder, script="experiments/recall/mqar.py")
         print(f"nothing was run; the first of them would be: python {' '.join(command[1:])}")
         return 0
     sweep.write_plan(folder, cells, preset=args.preset, commit=sweep.version(where), machine=where["gpu"] or where["cpu"],
                      cores=sweep.cores())
-    failed = sweep.run_cells(cells, folder, jobs, script="bench/mqar.py", gpus=gpus)
+    failed = sweep.run_cells(cells, folder, jobs, script="experiments/recall/mqar.py", gpus=gpus)
     sweep.say_written(write_report(folder))
     return sweep.say_failed(failed, cells)
 
