@@ -41,6 +41,7 @@ except ImportError:  # not a Unix: two preparations of one folder at once are th
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 FULL_CHECK_TOKENS = 200_000_000  # splits up to here are read whole when opened (a tenth of a second or two)
+MAX_WINDOWS = 2**24  # per step: beyond, the indices of a step alone would take hundreds of MB
 SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # above: this many evenly spaced slices of this length
 
 
@@ -243,14 +244,19 @@ def get_batch(tokens, windows, block_size, device="cpu"):
     Returns: x, y: (W, block_size) int64 torch tensors; y is x shifted by one token.
     Raises: DataError for a window outside the split (a negative one would silently read from the end).
     """
-    import torch
-
     windows = np.asarray(windows, dtype=np.int64)
     limit = n_windows(len(tokens), block_size)
     if windows.size and (windows.min() < 0 or windows.max() >= limit):
         bad = windows.min() if windows.min() < 0 else windows.max()
         raise DataError(f"window {bad} is outside the split ({limit:,} windows of {block_size}): check the data order")
     rows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[windows * block_size]  # (W, B + 1)
+    return _inputs_and_targets(rows, device)
+
+
+def _inputs_and_targets(rows, device):
+    """rows: (W, B + 1) of any integer dtype -> x, y: (W, B) int64 on the device; y is x shifted by one token."""
+    import torch
+
     xy = torch.from_numpy(np.stack([rows[:, :-1], rows[:, 1:]]).astype(np.int64))  # (2, W, B): one transfer
     if torch.device(device).type == "cuda":
         xy = xy.pin_memory().to(device, non_blocking=True)
@@ -281,6 +287,115 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
     lengths = np.full(n, block_size, dtype=np.int64)
     lengths[-1] = total - (n - 1) * block_size
     return np.stack([starts, lengths], axis=1)
+
+
+class TokenData:
+    """A prepared dataset as training reads it: the micro-batches of each step, batches of an evaluation, its identity.
+
+    Args:
+        tokens: Tokens, opened with this block_size; block_size: tokens that a training window predicts;
+        batch_tokens: tokens of one optimiser step over all processes, a multiple of block_size;
+        seed: of the order of the windows; device: where batches go, a torch device or its name.
+
+    Attributes:
+        windows_per_step: int, batch_tokens / block_size; n_train_windows: int, windows of the training split;
+        identity: {"train": hex, "val": hex}, the sha256 of the two files: the same data has the same identity;
+        file_times: [[bytes, mtime in ns] of train.bin, of val.bin] as they were when this was made.
+
+    Raises DataError, one line, for a batch that is no whole number of windows, or of more than 2^24 of them.
+    """
+
+    def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu"):
+        if batch_tokens < block_size or batch_tokens % block_size:
+            nearest = max(1, round(batch_tokens / block_size)) * block_size
+            raise DataError(
+                f"batch_tokens {batch_tokens} is not a multiple of block_size {block_size}: the nearest is {nearest}"
+            )
+        self.tokens, self.block_size, self.batch_tokens = tokens, block_size, batch_tokens
+        self.seed, self.device = seed, device
+        self.windows_per_step = batch_tokens // block_size
+        if self.windows_per_step > MAX_WINDOWS:
+            raise DataError(
+                f"batch_tokens {batch_tokens} is {self.windows_per_step:,} windows of {block_size}: at most "
+                f"{MAX_WINDOWS:,} per step; choose fewer batch_tokens"
+            )
+        self.n_train_windows = n_windows(len(tokens.train), block_size)
+        self.identity = tokens.sha256
+        self._stamps = [_file_stamp(split) for split in (tokens.train, tokens.val)]
+        self.file_times = [list(stamp[1:]) for stamp in self._stamps]
+
+    def rank_slice(self, rank, world_size):
+        """The part of a step's windows that one process reads. Raises DataError where processes cannot share equally."""
+        if self.windows_per_step % world_size:
+            more = -(-self.windows_per_step // world_size) * world_size * self.block_size
+            raise DataError(
+                f"batch_tokens {self.batch_tokens} is {self.windows_per_step} windows of {self.block_size}, which "
+                f"{world_size} processes cannot share equally: choose batch_tokens {more} or another number of processes"
+            )
+        per_rank = self.windows_per_step // world_size
+        return slice(rank * per_rank, (rank + 1) * per_rank)
+
+    def windows(self, step, rank=0, world_size=1):
+        """(windows_per_step / world_size,) int64: the windows of this process in a step counted from 0."""
+        windows = step_windows(self.n_train_windows, self.windows_per_step, self.seed, step)
+        return windows[self.rank_slice(rank, world_size)]
+
+    def micro_batches(self, step, rank, world_size, micro_batch_size):
+        """The micro-batches of a step on one process, in order, as (x, y, weight).
+
+        x, y: (at most micro_batch_size, block_size) int64 on the device; weight: float, the micro-batch's share of this
+        process's windows. The weights of a step add up to 1, so the sum of weight x mean loss is the mean over the step
+        however it is cut, a smaller last micro-batch included.
+        """
+        windows = self.windows(step, rank, world_size)
+        for start in range(0, len(windows), micro_batch_size):
+            part = windows[start : start + micro_batch_size]
+            x, y = get_batch(self.tokens.train, part, self.block_size, self.device)
+            yield x, y, len(part) / len(windows)
+
+    def eval_batches(self, windows, rank, world_size, batch_size):
+        """Batches of validation windows on one process: (x, y), each (at most batch_size, length) int64 on the device.
+
+        windows: (n, 2) start and length, from eval_windows; process r reads every world_size-th, from r on. All windows
+        of a batch have one length: the split's shorter last window comes last and alone.
+        """
+        windows = windows[rank::world_size]
+        whole = windows[windows[:, 1] == windows[:1, 1]]
+        shorter = windows[windows[:, 1] != windows[:1, 1]]
+        batches = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]
+        for batch in [*batches, *shorter[:, None]]:
+            length = int(batch[0, 1])
+            rows = np.stack([self.tokens.val[start : start + length + 1] for start, _ in batch])  # (W, length + 1)
+            yield _inputs_and_targets(rows, self.device)
+
+    def check_unchanged(self):
+        """Raises DataError where train.bin or val.bin is no longer the file that was opened.
+
+        A truncated file would end the process with SIGBUS, and another one would be learned from. Two calls of stat().
+        """
+        for split, before in zip((self.tokens.train, self.tokens.val), self._stamps, strict=True):
+            now = _file_stamp(split)
+            if now == before:
+                continue
+            if isinstance(now, str):
+                what = now
+            elif now[1] != before[1]:
+                what = f"{before[1]:,} bytes then, {now[1]:,} now"
+            else:
+                what = "replaced" if now[0] != before[0] else "written to"
+            raise DataError(
+                f"{split.filename} changed during the run ({what}): put the old file back, or prepare it again, and "
+                "continue from the last checkpoint with --resume=auto"
+            )
+
+
+def _file_stamp(tokens):
+    """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when it is replaced, cut or written to."""
+    try:
+        status = os.stat(tokens.filename)
+    except OSError as error:
+        return error.strerror
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # ----------------------------------------------------------------------------------------------------------------------

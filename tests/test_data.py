@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader
-from data.loader import DataError, Tokens, eval_windows, get_batch, n_windows, step_windows
+from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n_windows, step_windows
 from data.openwebtext import prepare as openwebtext
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
@@ -44,6 +44,11 @@ def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
         splits[split] = loader.write_split(folder / f"{split}.bin", [tokens], vocab_size)
     loader.finish(folder, {"dataset": "test", "vocab_size": vocab_size, "splits": splits, **meta})
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder_1000(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("data") / "d")  # 1,000 tokens to train on, 200 for validation
 
 
 def edit_meta(folder, **changes):
@@ -173,6 +178,71 @@ def test_windows_outside_the_split_are_refused():
     refused(lambda: step_windows(0, 4, 0, 0), "0 windows", "prepare more data")
     refused(lambda: step_windows(5, 4, -1, 0), "seed -1")
     refused(lambda: step_windows(5, 0, 0, 0), "0 windows a step")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# as training reads it
+
+
+def token_data(folder, block_size=16, batch_tokens=192, seed=7, device="cpu"):
+    return TokenData(Tokens(folder, block_size=block_size), block_size, batch_tokens, seed, device)
+
+
+@quick
+@given(processes=st.sampled_from([1, 2, 3, 4, 6]), micro=st.integers(1, 13), step=st.integers(0, 500))
+def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes, micro, step):
+    data = token_data(folder_1000)
+    order = step_windows(n_windows(1000, 16), 12, 7, step)
+    x_of_step, y_of_step = get_batch(data.tokens.train, order, 16)
+    parts = [list(data.micro_batches(step, rank, processes, micro)) for rank in range(processes)]
+    assert torch.equal(torch.cat([x for part in parts for x, _, _ in part]), x_of_step)
+    assert torch.equal(torch.cat([y for part in parts for _, y, _ in part]), y_of_step)
+    for rank, part in enumerate(parts):
+        assert [len(x) for x, _, _ in part[:-1]] == [micro] * (len(part) - 1)
+        assert [weight for _, _, weight in part] == [len(x) / (12 / processes) for x, _, _ in part]
+        assert data.windows(step, rank, processes).tolist() == order[data.rank_slice(rank, processes)].tolist()
+
+
+@quick
+@given(processes=st.integers(1, 5), batch=st.integers(1, 9), block=st.integers(1, 60), limit=st.integers(0, 250))
+def test_eval_batches_hold_each_window_once(folder_1000, processes, batch, block, limit):
+    data, windows = token_data(folder_1000), eval_windows(200, block, limit)
+    found = []
+    for rank in range(processes):
+        batches = list(data.eval_batches(windows, rank, processes, batch))
+        assert all(x.dtype == torch.int64 and x.shape == y.shape and len(x) <= batch for x, y in batches)
+        assert sum(len(x) < batch for x, _ in batches) <= 2  # the rest of the whole windows, and a shorter one
+        found += [(*x.tolist(), y[-1].item()) for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
+    assert sorted(found) == sorted(tuple(data.tokens.val[s : s + n + 1].tolist()) for s, n in windows)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused(folder_1000):
+    refused(lambda: token_data(folder_1000, batch_tokens=100), "batch_tokens 100", "block_size 16", "nearest is 96")
+    refused(lambda: token_data(folder_1000, batch_tokens=3), "nearest is 16")
+    refused(lambda: token_data(folder_1000, batch_tokens=16 * (2**24 + 1)), "16,777,217 windows", "at most 16,777,216")
+    refused(lambda: token_data(folder_1000).rank_slice(0, 5), "12 windows", "5 processes", "batch_tokens 240")
+
+
+@pytest.mark.parametrize("split", loader.SPLITS)
+def test_a_file_that_changes_during_the_run_is_named(tmp_path, split):
+    def said_after(change):
+        data, path = token_data(write_folder(tmp_path)), tmp_path / f"{split}.bin"
+        data.check_unchanged()
+        assert data.identity[split] == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert data.file_times[loader.SPLITS.index(split)] == [path.stat().st_size, path.stat().st_mtime_ns]
+        change(path)
+        return refused(data.check_unchanged, f"{split}.bin changed during the run", "--resume=auto")
+
+    size = {"train": "2,000", "val": "400"}[split]
+    assert f"({size} bytes then, 100 now)" in said_after(lambda path: os.truncate(path, 100))
+    assert "(written to)" in said_after(lambda path: os.utime(path, ns=(1, 1)))
+    assert "(No such file or directory)" in said_after(Path.unlink)
+
+    def replace(path):
+        (tmp_path / "other").write_bytes(path.read_bytes())
+        os.replace(tmp_path / "other", path)
+
+    assert "(replaced)" in said_after(replace)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
