@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 
-from kernels import cuda
+from kernels import cuda, fused
 
 ROOT = Path(__file__).resolve().parent.parent
 SCAN, CONV = ROOT / "longhorn_scan.cu", ROOT / "kernels" / "conv_norm.cu"
 SOURCES, HEADER = (SCAN, CONV), ROOT / "kernels" / "lanes.h"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BACKENDS = ("cpu", "cuda", "torch")
+DTYPES = fused.ALL
+BACKENDS = ("torch", "cpu", "cuda", "fused")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
@@ -45,45 +45,139 @@ FETCHED = {  # by the kernels that have a variant for whole chunks and blocks: t
 
 # ------------------------------------------------------------------------------------------------------ which body runs
 
+BODIES = {  # operator: (where its fast body is written, where its plain PyTorch body is)
+    "longhorn_scan": ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step"),
+    "selective_scan": ("longhorn_scan.cu: Mamba", "kernels/scan.py: _mamba_step"),
+    "causal_conv1d": ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch"),
+    "rms_norm": ("kernels/conv_norm.cu: rms_norm_forward_cpu", "kernels/ops.py: rms_norm"),
+    "linear_cross_entropy": ("kernels/ops.py: _LinearCrossEntropy", "kernels/ops.py: linear_cross_entropy"),
+    "attention": ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention"),
+    "gated_linear_attention": ("kernels/linear_attention.py: _gla",
+                               "kernels/linear_attention.py: gated_linear_attention_ref"),
+    "retention": ("kernels/linear_attention.py: _retention", "kernels/linear_attention.py: retention_ref"),
+    "delta_rule": ("kernels/linear_attention.py: _delta_rule", "kernels/linear_attention.py: delta_rule_ref"),
+    "wkv4": ("kernels/linear_attention.py: _wkv4", "kernels/linear_attention.py: wkv4_ref"),
+}
+NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the rest is PyTorch on every device
+NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no library has RWKV-4's wkv"}
+_forced_plain = set()
+
+
+@contextlib.contextmanager
+def plain(*ops):
+    """Inside this context the named operators (keys of BODIES) run their plain PyTorch body, whatever `backend` says.
+
+    Forward and backward must both lie inside: activation checkpointing chooses again in the backward. Not for code
+    that torch.compile has compiled. Raises ValueError for an unknown name.
+    """
+    unknown = sorted(set(ops) - set(BODIES))
+    if unknown:
+        raise ValueError(f"plain: unknown operator {unknown[0]!r}: choose from {', '.join(BODIES)}")
+    before = set(_forced_plain)
+    _forced_plain.update(ops)
+    try:
+        yield
+    finally:
+        _forced_plain.clear()
+        _forced_plain.update(before)
+
+
+def constant_when_compiled(function):
+    """torch.compiler.assume_constant_result, which would import torch._dynamo: 2 s of CPU at every start."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def not_compiled(function):
+    """torch.compiler.disable, applied only once torch._dynamo has been imported, for the same reason."""
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not hasattr(function, "disabled"):
+            function.disabled = torch.compiler.disable(function)
+        return function.disabled(*args, **kwargs)
+
+    run._torchdynamo_disable = True  # a graph that reaches this function breaks here
+    return run
+
+
 def transformed():
-    """Whether a transform of torch.func or forward-mode AD is at work: the kernels have no rules for these."""
+    """Whether a transform of torch.func or forward-mode AD is active: the kernels have no rules for these."""
     return torch.autograd.forward_ad._current_level >= 0 or _in_torch_func()
 
 
-@torch.compiler.assume_constant_result  # whose tensors are of another kind, so that a graph is compiled anew for them
+@constant_when_compiled  # inside torch.func the tensors are of another kind, so that torch.compile makes a new graph
 def _in_torch_func():
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def choose(op, backend, device, not_native):
-    """The one place that decides: 'cpu', 'cuda' or 'torch'. Where something transforms, PyTorch's own operators: a kernel
-    would drop a tangent unsaid."""
-    return _choose(op, backend, device, not_native, transformed())
+def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
+    """Which body of operator `op` runs: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the device itself
+    ('cpu', 'cuda') for this repository's own body there. Every operator asks here.
+
+    Args:
+        op: a key of BODIES.
+        backend: one of BACKENDS; None or "" for the fastest that runs here.
+        device: the type of the tensors' device, such as "cuda".
+        dtype: the tensors' dtype; None: one that every body takes.
+        cannot, library_cannot: other reasons why the native kernels and the library cannot take these tensors, or None.
+
+    Inside torch.func and forward-mode AD native operators run in plain PyTorch: the kernels have no rules there and
+    would silently drop tangents.
+
+    Raises ValueError for an unknown backend, RuntimeError for a named backend that cannot run here, with the reason.
+    """
+    return _choose(op, backend or "", device, dtype, cannot, library_cannot, op in _forced_plain, transformed())
 
 
-@torch.compiler.assume_constant_result
-def _choose(op, backend, device, not_native, inside):
-    if backend in ("cpu", "cuda") and inside:
-        raise RuntimeError(f"{op}: backend {backend!r} has no forward-mode derivative and no rules for torch.func: use "
-                           "backend='torch'")
-    if backend is None and inside:
-        say_once("scan: torch, much slower than the native kernels (inside torch.func or forward-mode AD)")
+@constant_when_compiled
+def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, inside):
+    if backend not in ("", *BACKENDS):
+        raise ValueError(f"{op}: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or leave it empty")
+    if backend == "torch" or forced_plain:
         return "torch"
-    if backend not in (None, *BACKENDS):
-        raise ValueError(f"{op}: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
-    if backend == "torch" or (backend is None and not_native):
+    if backend == "fused" and op in NO_LIBRARY:
+        raise RuntimeError(f"{op}: {NO_LIBRARY[op]}: leave backend empty")
+    if op in fused.LIBRARIES and (backend == "fused" or not backend and op not in NATIVE and op != "attention"):
+        package = fused.LIBRARIES[op][0]
+        reason = f"the tensors are on {device}" if device != fused.GPU else None
+        reason = reason or fused.refusal(op, dtype) or library_cannot or fused.missing(op)
+        if reason is None:
+            say_once(f"{op}: {package}")
+            return "fused"
+        if backend:
+            raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install -r "
+                               "requirements-gpu.txt on a machine with a GPU")
+        if device == "cuda":
+            say_once(f"{op}: chunks in PyTorch ({reason})")
+    if backend == "fused":  # an operator for which PyTorch's or this repository's own is as good
+        backend = ""
+    if op not in NATIVE:
+        if backend not in ("", device):
+            raise RuntimeError(f"{op}: backend {backend!r} cannot run here: the tensors are on {device}")
+        return device
+    if inside:
+        if backend:
+            raise RuntimeError(f"{op}: backend {backend!r} has no forward-mode derivative and no rules for torch.func: "
+                               "use backend='torch'")
+        say_once("native kernels: none inside torch.func and forward-mode AD; plain PyTorch runs there, much slower")
+        return "torch"
+    if dtype not in (None, *DTYPES):
+        cannot = f"the kernels take {fused.names(DTYPES)}, got {fused.names([dtype])}"
+    if not backend and cannot:
         return "torch"
     wanted = backend or device
     reason = unavailable(wanted) if wanted in ("cpu", "cuda") else f"there are no kernels for {wanted}"
     if reason is None and wanted != device:
         reason = f"the tensors are on {device}"
-    if reason is None and not_native:
-        reason = f"the kernels take float32, bfloat16 and float16, and convolutions up to width {MAX_WIDTH}: use backend='torch'"
+    if reason is None and cannot:
+        reason = f"{cannot}: use backend='torch'"
     if reason is None:
         return wanted
-    if backend is not None:
+    if backend:
         raise RuntimeError(f"{op}: backend {backend!r} cannot run here: {reason}")
-    say_once(f"scan: torch, much slower than the native kernels ({reason})")
+    say_once(f"native kernels: none ({reason}); plain PyTorch runs instead, much slower")
     return "torch"
 
 
@@ -342,7 +436,7 @@ class Kernels:
                 if can_split:
                     blocks = B * -(-D // channels)
                     self.segments = cuda_segments(blocks, T, gpu.multi_processor_count, JOINING[direction])
-            # a kernel counts steps, and the bytes from one to the next, of up to 2 D numbers (scan_block.py), in 32 bits
+            # a kernel counts steps in 32 bits, and the bytes from one row to the next, which may be half of a wider tensor
             if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:
                 raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to {2**31 - CUDA_THREADS - 1} and "
                                  f"{2**28 - 1}: use backend='torch'")
@@ -438,6 +532,11 @@ def empty(x, *shape, dtype=torch.float32):
 def autocast_dtype(device):
     """The dtype that autocast asks for on `device`, or None where it is off or, as on meta, does not exist."""
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def compute_dtype(x):
+    """The dtype in which autocast has an operator take x: x's own without autocast, and always for float64."""
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
 
 
 def register_autocast(op, casts):

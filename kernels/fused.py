@@ -1,69 +1,57 @@
-"""The kernels that others wrote for a GPU, asked for by `--kernel=fused`: mamba-ssm, causal-conv1d and flash-attn.
+"""Other people's GPU kernels, taken with backend="fused": mamba-ssm, causal-conv1d, flash-attn, flash-linear-attention.
 
-    mamba_conv, mamba_scan   Mamba's convolution and scan in our layout (B, T, D), by causal_conv1d_fn and selective_scan_fn
-    attention                softmax(q k^T / sqrt(n)) v over the visible past, by flash_attn_func
-
-The surprise: nothing here is imported before it is asked for; without these packages all families train all the same.
+Nothing here is imported before an operator needs it, and all of these packages are optional.
 
     pip install -r requirements-gpu.txt
 """
 
+import functools
 import importlib
 
 import torch
 
-from kernels import build
-
 GPU = "cuda"  # where these kernels run
+HALF = (torch.bfloat16, torch.float16)
+ALL = (torch.float32, *HALF)
+LIBRARIES = {  # operator: (package, module, function, dtypes)
+    "selective_scan": ("mamba-ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", ALL),
+    "causal_conv1d": ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", ALL),
+    "attention": ("flash-attn", "flash_attn", "flash_attn_func", HALF),
+    "gated_linear_attention": ("flash-linear-attention", "fla.ops.gla", "chunk_gla", ALL),
+    "retention": ("flash-linear-attention", "fla.ops.simple_gla", "chunk_simple_gla", ALL),
+    "delta_rule": ("flash-linear-attention", "fla.ops.delta_rule", "chunk_delta_rule", HALF),
+}
 
 
-def load(package, module, function):
-    """`function` of `module`. Raises RuntimeError, one line, where the package is missing or cannot be loaded."""
+@functools.cache
+def load(op):
+    """(the library's function for `op`, None), or (None, why it cannot be loaded)."""
+    package, module, name, _ = LIBRARIES[op]
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, OSError) as error:
-        words = " ".join(str(error).split())
-        raise RuntimeError(f"kernel 'fused': {function} of {package} cannot be had ({words}): pip install -r "
-                           "requirements-gpu.txt, or leave kernel empty") from None
-    build.say_once(f"{function}: {package}'s kernel")
-    return found
+        return getattr(importlib.import_module(module), name), None
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        what = "is not installed" if missing == module.split(".")[0] else f"does not find {missing}"
+    except Exception as error:  # these packages import Triton, which asks for a driver: any error can come out
+        what = f"does not import ({' '.join(str(error).split())[:200]})"
+    return None, f"{package} {what}"
 
 
-def check(package, x, dtypes):
-    """Raises RuntimeError, one line, for tensors that the package does not take."""
-    if x.device.type != GPU or x.dtype not in dtypes:
-        names = ", ".join(str(t).removeprefix("torch.") for t in dtypes)
-        raise RuntimeError(f"kernel 'fused': {package} takes {names} on a GPU, got {str(x.dtype).removeprefix('torch.')} on "
-                           f"{x.device}: choose another dtype or device, or leave kernel empty")
+def missing(op):
+    """Why the library's function for `op` cannot be loaded, or None."""
+    return load(op)[1]
 
 
-def load_mamba():
-    """(selective_scan_fn, causal_conv1d_fn)."""
-    return (load("mamba-ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn"),
-            load("causal-conv1d", "causal_conv1d", "causal_conv1d_fn"))
+def call(op, *args, **kwargs):
+    """The library's function for `op`, which `build.choose` has found to be there."""
+    return load(op)[0](*args, **kwargs)
 
 
-def load_attention():
-    """flash_attn_func."""
-    return load("flash-attn", "flash_attn", "flash_attn_func")
+def refusal(op, dtype):
+    """Why the library does not take tensors of `dtype`, or None."""
+    package, _, _, dtypes = LIBRARIES[op]
+    return None if dtype in (None, *dtypes) else f"{package} takes {names(dtypes)}, got {names([dtype])}"
 
 
-@torch.compiler.disable  # a C++ extension, opaque to the compiler
-def mamba_conv(function, x, weight, bias):
-    """silu of the short causal convolution: x (B, T, D), weight (D, W), bias (D,) -> (B, T, D)."""
-    check("causal-conv1d", x, build.DTYPES)
-    return function(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
-
-
-@torch.compiler.disable
-def mamba_scan(function, u, delta, A, B, C, D, z, delta_bias):
-    """`scan.selective_scan` with softplus from an empty state, the state after it not returned: (B, T, D) in and out."""
-    check("mamba-ssm", u, build.DTYPES)
-    u, delta, B, C, z = (a.to(u.dtype).transpose(1, 2) for a in (u, delta, B, C, z))  # (B, D, T), B and C (B, N, T)
-    return function(u, delta, A, B, C, D, z, delta_bias, delta_softplus=True).transpose(1, 2)
-
-
-def attention(function, q, k, v):
-    """q (B, H, T, n), k and v (B, H, past + T, n) -> (B, H, T, n); the last query sees all keys."""
-    check("flash-attn", q, (torch.bfloat16, torch.float16))
-    return function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True).transpose(1, 2)
+def names(dtypes):
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

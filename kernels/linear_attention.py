@@ -19,23 +19,18 @@ so that both sides carry products of factors <= 1 and the strongest decay is a c
     beta        beta_t      (B, T, H)     step size of the delta rule
     state       S           (B, H, K, V)  float32; wkv4's is (num, den, max), (B, D) each
 
-On a GPU flash-linear-attention's kernels are used where they are installed (`choose_kernel`).
+On a GPU flash-linear-attention's kernels are used where they are installed (`build.choose`).
 
 Check it: python -m pytest tests/test_linear_attention.py
 """
 
 import contextlib
-import functools
-import importlib
 
 import torch
 import torch.nn.functional as F
 
-from kernels import build
+from kernels import build, fused, ops
 
-KERNELS = ("torch", "fused")
-FUSED = {"gla": ("fla.ops.gla", "chunk_gla"), "retention": ("fla.ops.simple_gla", "chunk_simple_gla"),
-         "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule")}
 CHUNK = 64  # steps: of 16, 32, 64, 128 the fastest for retention and the delta rule at widths 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 cost a tenth more
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
@@ -53,8 +48,8 @@ def _start(q, v, state):
     return v.new_zeros(q.shape[0], *q.shape[2:], v.shape[3]) if state is None else state  # (B, H, K, V)
 
 
-def gated_linear_attention_ref(q, k, v, log_decay, state=None, kernel=None):
-    """`gated_linear_attention` as a loop over time; differentiable, float64 for float64 inputs. `kernel` is ignored."""
+def gated_linear_attention_ref(q, k, v, log_decay, state=None, backend=None):
+    """`gated_linear_attention` as a loop over time; differentiable, float64 for float64 inputs. `backend` is ignored."""
     dtype = v.dtype
     q, k, v, log_decay, state = _wide(q, k, v, log_decay, state)
     S, os = _start(q, v, state), []
@@ -64,8 +59,8 @@ def gated_linear_attention_ref(q, k, v, log_decay, state=None, kernel=None):
     return torch.stack(os, 1).to(dtype), S
 
 
-def retention_ref(q, k, v, log_decay, bonus=None, state=None, kernel=None):
-    """`retention` as a loop over time; differentiable, float64 for float64 inputs. `kernel` is ignored."""
+def retention_ref(q, k, v, log_decay, bonus=None, state=None, backend=None):
+    """`retention` as a loop over time; differentiable, float64 for float64 inputs. `backend` is ignored."""
     dtype = v.dtype
     q, k, v, log_decay, bonus, state = _wide(q, k, v, log_decay, bonus, state)
     S, w, os = _start(q, v, state), log_decay.exp()[:, None, None], []
@@ -77,8 +72,8 @@ def retention_ref(q, k, v, log_decay, bonus=None, state=None, kernel=None):
     return torch.stack(os, 1).to(dtype), S
 
 
-def delta_rule_ref(q, k, v, beta, state=None, kernel=None):
-    """`delta_rule` as a loop over time; differentiable, float64 for float64 inputs. `kernel` is ignored."""
+def delta_rule_ref(q, k, v, beta, state=None, backend=None):
+    """`delta_rule` as a loop over time; differentiable, float64 for float64 inputs. `backend` is ignored."""
     dtype = v.dtype
     q, k, v, beta, state = _wide(q, k, v, beta, state)
     S, os = _start(q, v, state), []
@@ -89,8 +84,8 @@ def delta_rule_ref(q, k, v, beta, state=None, kernel=None):
     return torch.stack(os, 1).to(dtype), S
 
 
-def wkv4_ref(k, v, decay, bonus, state=None):
-    """`wkv4` as a loop over time; differentiable, float64 for float64 inputs."""
+def wkv4_ref(k, v, decay, bonus, state=None, backend=None):
+    """`wkv4` as a loop over time; differentiable, float64 for float64 inputs. `backend` is ignored."""
     dtype = v.dtype
     k, v, decay, bonus = _wide(k, v, decay, bonus)
     num, den, top = _start4(k, state)
@@ -112,67 +107,76 @@ def _start4(k, state):
 
 # ---------------------------------------------------------------------------------------------------------- public ops
 
-def gated_linear_attention(q, k, v, log_decay, state=None, kernel=None):
+def gated_linear_attention(q, k, v, log_decay, state=None, backend=None):
     """Gated linear attention (arXiv 2312.06635): S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t, o_t = q_t S_t.
 
     Args:
         q, k, log_decay: (B, T, H, K), log_decay <= 0, as strong as one likes; v: (B, T, H, V). Any floating point dtype;
             float32 inside, under autocast too, float64 for float64 inputs. Nothing is scaled: scale q.
         state: (B, H, K, V), the S before the first step; None for zeros.
-        kernel: 'torch' or 'fused' (flash-linear-attention, CUDA only); None: see `choose_kernel`.
+        backend: 'torch' (the loop over time), 'cpu' or 'cuda' (chunks, in PyTorch), 'fused' (flash-linear-attention, on a
+            GPU only); None or "": flash-linear-attention where it can run, else chunks. A single step is the loop's.
 
     Returns:
         o (B, T, H, V) in v's dtype, and the state (B, H, K, V) after the last step, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: a shape that does not fit, or an unknown kernel, with what was seen.
-        RuntimeError: kernel='fused' where it cannot run, with the reason.
+        ValueError: a shape that does not fit, or an unknown backend, with what was seen.
+        RuntimeError: the backend cannot run here, with the reason.
     """
-    _check("gla", q, k, v, state, log_decay=(log_decay, tuple(q.shape)))
-    chosen = _choose("gla", kernel, v)
+    _check("gated_linear_attention", q, k, v, state, log_decay=(log_decay, tuple(q.shape)))
+    chosen = _choose("gated_linear_attention", backend, v)
     if q.shape[1] == 1:  # a step of generation: no chunk to make
         return gated_linear_attention_ref(q, k, v, log_decay, state)
+    if chosen == "torch":
+        return ops.in_pieces(gated_linear_attention_ref, (q, k, v, log_decay), state)
     if chosen == "fused":
-        return _call_fused("gla", q, k, v, state, g=log_decay.float())
+        return _call_fused("gated_linear_attention", q, k, v, state, g=log_decay.float())
     return _in_full_precision(_gla, q, k, v, log_decay, state)
 
 
-def retention(q, k, v, log_decay, bonus=None, state=None, kernel=None):
+def retention(q, k, v, log_decay, bonus=None, state=None, backend=None):
     """Retention (RetNet, arXiv 2307.08621), with a bonus the attention of RWKV 5.1 (arXiv 2404.05892):
     S_t = w S_{t-1} + k_t^T v_t; o_t = q_t S_t, or with a bonus u o_t = q_t (S_{t-1} + u k_t^T v_t).
 
     Args:
         log_decay: (H,), log w <= 0 of each head, constant in time and differentiable; -1e-3 and -148 are both fine.
         bonus: (H,) or None.
-        q, k, v, state, kernel, result and errors: as for `gated_linear_attention`.
+        q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
     _check("retention", q, k, v, state, log_decay=(log_decay, (q.shape[2],)), bonus=(bonus, (q.shape[2],)))
-    chosen = _choose("retention", kernel, v)
+    chosen = _choose("retention", backend, v)
     if q.shape[1] == 1:
         return retention_ref(q, k, v, log_decay, bonus, state)
+    if chosen == "torch":
+        return ops.in_pieces(lambda q, k, v, S: retention_ref(q, k, v, log_decay, bonus, S), (q, k, v), state)
     if chosen == "fused":
         return _fused_retention(q, k, v, log_decay, bonus, state)
     return _in_full_precision(_retention, q, k, v, log_decay, bonus, state)
 
 
-def delta_rule(q, k, v, beta, state=None, kernel=None):
+def delta_rule(q, k, v, beta, state=None, backend=None):
     """The delta rule (arXiv 2102.11174; in parallel form 2406.06484): S_t = (I - beta_t k_t^T k_t) S_{t-1}
     + beta_t k_t^T v_t, o_t = q_t S_t.
 
     Args:
         beta: (B, T, H). With beta |k|^2 in [0, 2] no step lengthens the state; beyond, it grows as the equation says.
-        q, k, v, state, kernel, result and errors: as for `gated_linear_attention`.
+        q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
     _check("delta_rule", q, k, v, state, beta=(beta, tuple(q.shape[:3])))
-    chosen = _choose("delta_rule", kernel, v, k.shape[3])
+    K = k.shape[3]
+    wide = f"flash-linear-attention's delta rule takes keys up to a width of 256, not {K}" if K > 256 else None
+    chosen = _choose("delta_rule", backend, v, wide)
     if q.shape[1] == 1:
         return delta_rule_ref(q, k, v, beta, state)
+    if chosen == "torch":
+        return ops.in_pieces(delta_rule_ref, (q, k, v, beta), state)
     if chosen == "fused":
         return _call_fused("delta_rule", q, k, v, state, beta=beta)
     return _in_full_precision(_delta_rule, q, k, v, beta, state)
 
 
-def wkv4(k, v, decay, bonus, state=None):
+def wkv4(k, v, decay, bonus, state=None, backend=None):
     """RWKV-4's attention (arXiv 2305.13048): a weighted mean of the values, channel by channel.
 
     Args:
@@ -180,6 +184,7 @@ def wkv4(k, v, decay, bonus, state=None):
         decay: (D,) w > 0, already the exponential of the parameter; bonus: (D,) u.
         state: (num, den, max), (B, D) each, meaning num e^max and den e^max; None for an empty one, which is
             (0, 0, NOTHING), NOTHING = -1e38.
+        backend: as for `gated_linear_attention`, without 'fused'.
 
     Returns:
         o (B, T, D) in v's dtype, and the state after the last step, float32 (float64 for float64 inputs). Gradients flow
@@ -187,6 +192,7 @@ def wkv4(k, v, decay, bonus, state=None):
 
     Raises:
         ValueError: a shape that does not fit, with what was seen.
+        RuntimeError: the backend cannot run here, or is 'fused': no library has this operator.
     """
     B, T, D = _sizes("wkv4", k, "k", "(B, T, D)", 3)
     wanted = {"v": (v, (B, T, D)), "decay": (decay, (D,)), "bonus": (bonus, (D,))}
@@ -195,7 +201,12 @@ def wkv4(k, v, decay, bonus, state=None):
             raise ValueError(f"wkv4: state must be (num, den, max), got {len(state)} entries")
         wanted |= {f"state's {name}": (a, (B, D)) for name, a in zip(("num", "den", "max"), state, strict=True)}
     _fits("wkv4", f"k {tuple(k.shape)}", k.device, wanted)
-    return wkv4_ref(k, v, decay, bonus, state) if T == 1 else _wkv4(k, v, decay, bonus, state)
+    chosen = _choose("wkv4", backend, v)
+    if T == 1:
+        return wkv4_ref(k, v, decay, bonus, state)
+    if chosen == "torch":
+        return ops.in_pieces(lambda k, v, S: wkv4_ref(k, v, decay, bonus, S), (k, v), state)
+    return _wkv4(k, v, decay, bonus, state)
 
 
 def _sizes(op, a, name, letters, dims):
@@ -351,62 +362,17 @@ def _wkv4(k, v, decay, bonus, state):
 
 # -------------------------------------------------------------------------------------------------- the fused library
 
-@torch.compiler.assume_constant_result
-def choose_kernel(kernel, op, device, cannot=None):
-    """The one place that decides: 'torch' or 'fused', flash-linear-attention's. None takes the fused one where it can
-    run, and says on CUDA, once, which it took. `cannot` is why the fused one cannot take these tensors, or None.
-
-    Raises ValueError for an unknown kernel, RuntimeError where 'fused' was asked for and cannot run.
-    """
-    if kernel not in (None, *KERNELS):
-        raise ValueError(f"{op}: unknown kernel {kernel!r}: choose one of {', '.join(KERNELS)}, or None")
-    if kernel == "torch":
-        return "torch"
-    reason = f"the tensors are on {device}" if device != "cuda" else _fused(op)[1] or cannot
-    if reason and kernel == "fused":
-        raise RuntimeError(f"{op}: kernel 'fused' cannot run here: {reason}: use kernel='torch', or pip install -r "
-                           "requirements-gpu.txt on a machine with a GPU")
-    if device == "cuda":
-        build.say_once(f"{op}: torch ({reason})" if reason else f"{op}: fused (flash-linear-attention)")
-    return "torch" if reason else "fused"
-
-
-@functools.cache
-def _fused(op):
-    """(function, None), or (None, why there is none)."""
-    module, name = FUSED[op]
-    try:
-        return getattr(importlib.import_module(module), name), None
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        what = "is not installed" if missing == "fla" else f"does not find {missing}"
-    except Exception as error:  # it imports Triton and asks it for a driver: anything can come out of that
-        what = f"does not import ({' '.join(str(error).split())[:200]})"
-    return None, f"flash-linear-attention {what}"
-
-
-def _fused_dtype(v):
-    return build.autocast_dtype(v.device.type) or v.dtype
-
-
-def _choose(op, kernel, v, K=0):
-    cannot, dtype = None, _fused_dtype(v)
-    if dtype == torch.float64:
-        cannot = "flash-linear-attention does not compute in float64"
-    elif op == "delta_rule" and dtype == torch.float32:
-        cannot = "flash-linear-attention's delta rule takes bfloat16 and float16"
-    elif op == "delta_rule" and K > 256:
-        cannot = f"flash-linear-attention's delta rule takes keys up to a width of 256, not {K}"
-    return choose_kernel(kernel, op, v.device.type, cannot)
+def _choose(op, backend, v, library_cannot=None):
+    return build.choose(op, backend, v.device.type, build.compute_dtype(v), library_cannot=library_cannot)
 
 
 def _call_fused(op, q, k, v, state, **rest):
-    dtype, wanted = v.dtype, _fused_dtype(v)
+    dtype, wanted = v.dtype, build.compute_dtype(v)
     q, k, v = (a.to(wanted) for a in (q, k, v))
     if "beta" in rest:
         rest["beta"] = rest["beta"].to(wanted)
-    o, S = _fused(op)[0](q=q, k=k, v=v, scale=1.0, initial_state=None if state is None else state.float(),
-                         output_final_state=True, **rest)
+    o, S = fused.call(op, q=q, k=k, v=v, scale=1.0, initial_state=None if state is None else state.float(),
+                      output_final_state=True, **rest)
     return o.to(dtype), S
 
 

@@ -15,10 +15,12 @@ What the scan shares with these stands here as well: how arguments are checked, 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from kernels import build
+from kernels import build, fused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PIECE = 64  # steps of a loop over time between the states that its backward starts from
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # in float32: what a core's cache holds; what keeps a GPU busy
 
 
@@ -35,7 +37,7 @@ def check_tensor(op, name, a, floats=True):
 def differentiable_once(op, backward):
     """Have a second derivative through the custom op `backward` refused in one line."""
     def refuse(ctx, *grads):
-        raise RuntimeError(f"{op}: the kernels are differentiable once: use backend='torch' (a model: kernel='torch')")
+        raise RuntimeError(f"{op}: the kernels are differentiable once: use backend='torch'")
 
     backward.register_autograd(refuse)
 
@@ -50,6 +52,21 @@ def one_after_another(backward):
     backward.register_vmap(each)
 
 
+@build.not_compiled  # unrolled over time, a graph of it would have thousands of nodes per layer
+def in_pieces(loop, timed, state):
+    """loop(*timed, state) -> (y, state after it), in pieces of PIECE steps; the backward recomputes one at a time.
+
+    timed: tensors (B, T, ...) or None. Kept for the backward are the inputs and the states between the pieces.
+    """
+    T, ys = timed[0].shape[1], []
+    again = torch.is_grad_enabled() and T > PIECE and not build.transformed()  # torch.func takes no checkpoints
+    for t in range(0, T, PIECE):
+        part = [None if a is None else a[:, t:t + PIECE] for a in timed]
+        y, state = checkpoint(loop, *part, state, use_reentrant=False) if again else loop(*part, state)
+        ys.append(y)
+    return (torch.cat(ys, 1), state) if ys else loop(*timed, state)
+
+
 def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
     """The short depthwise causal convolution in front of the scan, with its SiLU: y_t = silu(b + sum_i w_i x_{t-W+1+i}).
 
@@ -57,7 +74,8 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
         x: (B, T, D) float32, bfloat16 or float16; weight: (D, W), W >= 1; bias: (D,).
         state: (B, W - 1, D), the inputs before the first; None for zeros.
         silu: apply SiLU to the result.
-        backend: as for `longhorn_scan`; on a GPU call it once before capturing a CUDA graph.
+        backend: as for `longhorn_scan`, or 'fused' for causal-conv1d's kernel (with a state, or W outside 2 to 4, this
+            repository's own); on a GPU call it once before capturing a CUDA graph.
 
     Returns:
         y (B, T, D) in x's dtype, differentiable once. The state that follows is `conv_state(x, state, W)`.
@@ -76,14 +94,31 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
             raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
         if a is not None and a.device != x.device:
             raise ValueError(f"causal_conv1d: {name} is on {a.device}, x on {x.device}: move them to one device")
-    fits = x.dtype in build.DTYPES and W <= build.MAX_WIDTH
-    if build.choose("causal_conv1d", backend, x.device.type, not fits) == "torch":
-        padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
-        y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)
-        y = y.transpose(1, 2).contiguous()  # the scan reads it in its forward and its backward
-        return F.silu(y) if silu else y
+    if backend == "fused" and (state is not None or not 2 <= W <= 4):
+        backend = None
+    cannot = None if W <= build.MAX_WIDTH else f"the kernels take convolutions up to width {build.MAX_WIDTH}"
+    chosen = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot)
+    if chosen == "torch":
+        return _conv_torch(x, weight, bias, state, silu)
+    if chosen == "fused":
+        return _conv_fused(x, weight, bias, silu)
     return torch.ops.longhorn.conv(x, weight.float(), None if bias is None else bias.float(),
                                    None if state is None else state.float(), silu)
+
+
+def _conv_torch(x, weight, bias, state, silu):
+    (B, _, D), W = x.shape, weight.shape[1]
+    padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
+    bias = None if bias is None else bias.to(x.dtype)
+    y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), bias, groups=D)
+    y = y.transpose(1, 2).contiguous()  # the scan reads it in its forward and its backward
+    return F.silu(y) if silu else y
+
+
+@build.not_compiled  # a C++ extension, opaque to the compiler
+def _conv_fused(x, weight, bias, silu):
+    x = x.to(build.compute_dtype(x)).transpose(1, 2)
+    return fused.call("causal_conv1d", x, weight, bias, activation="silu" if silu else None).transpose(1, 2)
 
 
 def conv_state(x, state, W):
@@ -111,14 +146,53 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
         raise ValueError(f"rms_norm: weight must be (D,) beside x (..., D), got x {tuple(x.shape)}, weight {tuple(weight.shape)}")
     if weight.device != x.device:
         raise ValueError(f"rms_norm: weight is on {weight.device}, x on {x.device}: move them to one device")
-    out = build.autocast_dtype(x.device.type) or x.dtype
-    native_ok = x.dtype in build.DTYPES and torch.float16 not in (x.dtype, out)
-    if x.device.type != "cpu" or build.choose("rms_norm", backend, "cpu", not native_ok) == "torch":
+    out = build.compute_dtype(x)
+    native = x.device.type == "cpu" and x.dtype in build.DTYPES and torch.float16 not in (x.dtype, out)
+    if not native or build.choose("rms_norm", backend, "cpu") == "torch":
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
     return torch.ops.longhorn.rms_norm(x, weight.float(), eps, out)[0]
 
 
-def linear_cross_entropy(x, weight, targets, ignore_index=-1):
+def attention(q, k, v, backend=None):
+    """Causal softmax attention: softmax(q k^T / sqrt(n)) v; query t of T sees the keys up to position past + t.
+
+    Args:
+        q: (B, H, T, n); k, v: (B, H, past + T, n), past >= 0, in any floating point dtype.
+        backend: 'torch' (a plain softmax, in float32 for half types), 'cpu' or 'cuda' (PyTorch's
+            scaled_dot_product_attention), 'fused' (flash-attn: bfloat16 and float16 on a GPU); None or "": PyTorch's.
+
+    Returns: (B, H, T, n) in v's dtype, under autocast in its dtype.
+    Raises ValueError for shapes that do not fit, RuntimeError for a backend that cannot run here.
+    """
+    for name, a in (("q", q), ("k", k), ("v", v)):
+        check_tensor("attention", name, a)
+    if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+            and q.shape[2] <= k.shape[2]):
+        raise ValueError("attention: q must be (B, H, T, n), k and v (B, H, past + T, n), got q "
+                         f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    chosen = build.choose("attention", backend, q.device.type, q.dtype)
+    if chosen == "fused":
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        return fused.call("attention", q, k, v, causal=True).transpose(1, 2)
+    T, past = q.shape[2], k.shape[2] - q.shape[2]
+    if chosen == "torch":
+        return _softmax_attention(q, k, v)
+    mask = _visible(T, past, q.device) if past and T > 1 else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
+
+
+def _softmax_attention(q, k, v):
+    T, S = q.shape[2], k.shape[2]
+    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5  # (B, H, T, S)
+    scores = scores.masked_fill(~_visible(T, S - T, q.device), -torch.inf)
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype) @ v
+
+
+def _visible(T, past, device):
+    return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)
+
+
+def linear_cross_entropy(x, weight, targets, ignore_index=-1, backend=None):
     """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
 
     F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes a logit at its peak. Here the softmax is taken a few rows at
@@ -128,6 +202,7 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-1):
     Args:
         x: (..., D); weight: (V, D); cast to the dtype of autocast, or without it to x's.
         targets: (...) int64 in [0, V), or `ignore_index` where no loss is wanted.
+        backend: 'torch' is F.cross_entropy of the logits in float32 (float64 for float64 inputs).
 
     Returns: the loss, a float32 scalar (float64 for such x), differentiable once; nan, with zeros for gradients, if every target
     is ignored.
@@ -139,7 +214,10 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-1):
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise ValueError(f"linear_cross_entropy: x must be (..., D), weight (V, D) and targets (...), got x {tuple(x.shape)}, "
                          f"weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
-    dtype = x.dtype if x.dtype == torch.float64 else build.autocast_dtype(x.device.type) or x.dtype  # autocast leaves float64
+    dtype = build.compute_dtype(x)
+    if build.choose("linear_cross_entropy", backend, x.device.type) == "torch":
+        logits = F.linear(x.to(dtype), weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))  # (..., V)
+        return F.cross_entropy(logits.reshape(-1, len(weight)), targets.reshape(-1), ignore_index=ignore_index)
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), ignore_index, dtype, train)
 
@@ -166,8 +244,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():  # create_graph: once_differentiable would leave the loss out of some second derivatives
-            raise RuntimeError("linear_cross_entropy: it is differentiable once: take the loss of the logits (a model: without "
-                               "loss_only)")
+            raise RuntimeError("linear_cross_entropy: it is differentiable once: use backend='torch'")
         x, weight, dlogits, counts = ctx.saved_tensors
         dx = dweight = None
         # The mean's factor stays in float32: in bfloat16 it would be off by up to 0.4% for all of the model. Its power of two,
@@ -184,14 +261,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
-def conv_forward(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
+@torch.library.custom_op("longhorn::conv", mutates_args=())
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
     kernels = build.Kernels(build.ConvArgs, x, W=weight.shape[1], silu=int(silu))
     y = build.empty(x, *x.shape, dtype=kernels.dtype)
     kernels("causal_conv_forward", {"x": x}, {"weight": weight, "bias": bias, "state": state}, y=y)
     return y.to(x.dtype)
-
-
-_conv = torch.library.custom_op("longhorn::conv", conv_forward, mutates_args=())
 
 
 @_conv.register_fake
@@ -203,16 +278,9 @@ def _(x, weight, bias, state, silu):
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dstate); the last two are empty without a bias and a state."""
-    return conv_backward(dy, x, weight, bias, state, silu)
-
-
-def conv_backward(dy, x, weight, bias, state, silu, into=None):
-    """The same. into: dx (B, T, D), as a part of wider rows."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = build.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
-    dx, rows = build.empty(x, B, T, D, dtype=kernels.dtype) if into is None else into, B * kernels.segments
-    if dx.dtype != kernels.dtype:
-        raise ValueError(f"causal_conv1d: the kernels write {kernels.dtype} here, not {dx.dtype}")
+    dx, rows = build.empty(x, B, T, D, dtype=kernels.dtype), B * kernels.segments
     kernels.args.dx_t = dx.stride(1)
     dweight, dbias = build.empty(x, rows, W, D), build.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: where there is no step at all

@@ -27,9 +27,8 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from kernels import build, ops
+from kernels import build, fused, ops
 
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; there eps is 0 anyway
 
@@ -111,21 +110,12 @@ def selective_scan_ref(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta
     return (y, hT) if return_last_state else y
 
 
-@torch.compiler.disable  # unrolled over time, a graph of it would have thousands of nodes a layer
-def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, chunk=64):
-    """The loop, chunk by chunk, each recomputed in the backward: memory stays B x T x D, not B x T x D x N."""
-    tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
-    grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors)
-    grad = grad and not build.transformed()  # torch.func takes no checkpoints
-    ys = [x[:, :0]]
-    for t in range(0, x.shape[1], chunk):
-        part = [None if a is None else a[:, t:t + chunk] for a in (x, dt, k, q, z)]
-        args = (update, *part[:4], A, D, part[4], dt_bias, h0)
-        y, h0 = checkpoint(_loop, *args, use_reentrant=False) if grad else _loop(*args)
-        ys.append(y)
-    if h0 is None:  # no step at all
-        h0 = x.new_zeros(x.shape[0], x.shape[2], k.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
-    return torch.cat(ys, 1), h0
+def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0):
+    """The loop, recomputed piece by piece in the backward: memory stays B x T x D, not B x T x D x N."""
+    def loop(x, dt, k, q, z, S):
+        return _loop(update, x, dt, k, q, A, D, z, dt_bias, S)
+
+    return ops.in_pieces(loop, (x, dt, k, q, z), h0)
 
 
 # --------------------------------------------------------------------------------------------------------- public ops
@@ -143,8 +133,9 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         cu_seqlens: (S + 1,) integers 0, ..., T where packed sequences begin and end, as flash-attention's: B is 1, each
             sequence starts from its own h0 (S, D, N) or from zero, and hT is (S, D, N).
         exact: the full transition I - eps k k^T of Eq. 6 instead of its diagonal.
-        backend: 'cpu', 'cuda' or 'torch'; None takes the fastest there is, and says which when it is first used. On a GPU
-            up to 256 states; call it once before capturing a CUDA graph, since the first call builds and loads the kernels.
+        backend: 'cpu' or 'cuda' (the native kernels), or 'torch' (the loop over time); None or "" takes the fastest that
+            runs here and prints which at its first use. On a GPU up to 256 states; call it once before capturing a CUDA
+            graph, since the first call builds and loads the kernels.
 
     Returns:
         y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32. Both are differentiable once; with
@@ -152,7 +143,7 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, with what was seen.
-        RuntimeError: the backend that was asked for cannot run here, with the reason.
+        RuntimeError: the backend cannot run here, with the reason; backend='fused', since no library has this scan.
     """
     _check(x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens)
     y, hT = _run("exact" if exact else "longhorn", x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens, backend)
@@ -165,15 +156,29 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
 
     The signature is that of mamba-ssm's selective_scan_fn, the layout ours: u, delta, z (B, T, D), A (D, N) negative,
     B, C (B, T, N), D, delta_bias (D,). With delta_softplus, delta = softplus(delta + delta_bias). h0 (B, D, N),
-    cu_seqlens, backend, dtypes and errors are those of `longhorn_scan`.
+    cu_seqlens, backend, dtypes and errors are those of `longhorn_scan`. backend='fused' takes mamba-ssm's kernel; with h0,
+    cu_seqlens or return_last_state (which mamba-ssm does not differentiate) this repository's own.
 
     Returns:
         y (B, T, D) in u's dtype; with return_last_state also the state (B, D, N) after the last step, float32. Both are
         differentiable once, as `longhorn_scan`'s.
     """
     _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, mamba=True)
+    if backend == "fused":
+        if return_last_state or h0 is not None or cu_seqlens is not None:
+            backend = None
+        elif build.choose("selective_scan", backend, u.device.type, u.dtype) == "fused":
+            return _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
     y, hT = _run("mamba_softplus" if delta_softplus else "mamba", u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, backend)
     return (y, hT) if return_last_state else y
+
+
+@build.not_compiled  # a C++ extension, opaque to the compiler
+def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
+    dtype = build.compute_dtype(u)
+    u, delta, B, C, z = (None if a is None else a.to(dtype).transpose(1, 2) for a in (u, delta, B, C, z))  # (B, D, T)
+    A, D, delta_bias = (None if a is None else a.float() for a in (A, D, delta_bias))
+    return fused.call("selective_scan", u, delta, A, B, C, D, z, delta_bias, delta_softplus=softplus).transpose(1, 2)
 
 
 def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
@@ -181,11 +186,11 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
     if any(a is not None and a.dtype != dtype for a in (dt, k, q, z)):
         common = functools.reduce(torch.promote_types, [a.dtype for a in (x, dt, k, q, z) if a is not None])
         x, dt, k, q, z = (None if a is None else a.to(common) for a in (x, dt, k, q, z))
-    if build.choose("scan", backend, x.device.type, x.dtype not in build.DTYPES) == "torch":
-        lower = build.autocast_dtype(x.device.type)
-        if lower is not None and x.dtype != torch.float64:
-            x, dt, k, q, z = (None if a is None else a.to(lower) for a in (x, dt, k, q, z))
-            dtype = lower
+    op = "selective_scan" if update.startswith("mamba") else "longhorn_scan"
+    if build.choose(op, backend, x.device.type, x.dtype) == "torch":
+        if build.compute_dtype(x) != x.dtype:
+            dtype = build.compute_dtype(x)
+            x, dt, k, q, z = (None if a is None else a.to(dtype) for a in (x, dt, k, q, z))
         y, hT = _packed(_scan_torch, update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens)
     else:
         A, D, dt_bias, h0 = (None if a is None else a.float() for a in (A, D, dt_bias, h0))
@@ -264,7 +269,8 @@ def _sizes(x, k, cu_seqlens):
     return len(cu_seqlens) - 1, T // build.CHUNK + len(cu_seqlens) - 1
 
 
-def scan_forward(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
+@torch.library.custom_op("longhorn::scan", mutates_args=())
+def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
                  dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
                  save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries - empty unless `save`)."""
@@ -281,9 +287,6 @@ def scan_forward(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, 
     return y.to(x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), chunks
 
 
-_scan = torch.library.custom_op("longhorn::scan", scan_forward, mutates_args=())
-
-
 @_scan.register_fake
 def _(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save):
     (B, T, d), N = x.shape, k.shape[2]
@@ -297,22 +300,12 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
                    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None,
                    chunks: Tensor, update: str) -> list[Tensor]:
     """[dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0]; those of absent arguments are empty."""
-    grads = scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks, update)
-    return [build.empty(x, 0) if g is None else g for g in grads]
-
-
-def scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks, update, into=None):
-    """The same, None for absent arguments. into: (dx, ddt, dz), (B, T, D) each, as parts of wider rows, all equally wide."""
     if chunks.numel() == 0:
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
     (B, T, d), N = x.shape, k.shape[2]
     kernels, cu = _kernels(x, k, cu_seqlens, update, "backward")
     rows, _ = _sizes(x, k, cu_seqlens)
-    if into is None:
-        into = (build.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
-    dx, ddt, dz = into
-    if dx.dtype != kernels.dtype:
-        raise ValueError(f"scan: the kernels write {kernels.dtype} here, not {dx.dtype}")
+    dx, ddt, dz = (build.empty(x, B, T, d, dtype=kernels.dtype) if a is not None else None for a in (x, dt, z))
     kernels.args.dx_t = dx.stride(1)
     dk, dq = (build.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     S = kernels.segments
@@ -324,10 +317,12 @@ def scan_backward(dy, dhT, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, chunks
     kernels("longhorn_scan_backward", {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy},
             {"A": A, "skip": D, "bias": dt_bias, "chunks": chunks, "dhT": dhT},
             dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dA=dA, dskip=dD, dbias=dbias, dh0=dh0, cu=cu)
-    return [dx.to(x.dtype), ddt.to(x.dtype), dk.sum(0).to(x.dtype), dq.sum(0).to(x.dtype),
-            None if dA is None else dA.sum(0), None if dD is None else dD.sum(0), None if dz is None else dz.to(x.dtype),
-            None if dbias is None else dbias.sum(0),
-            dh0 if dh0 is None or S == 1 else dh0.view(rows, S, d, N)[:, 0].clone()]
+    if dh0 is not None and S > 1:
+        dh0 = dh0.view(rows, S, d, N)[:, 0].clone()
+    rows_of_x, sums = lambda g: g.to(x.dtype), lambda g: None if g is None else g.sum(0)
+    grads = [rows_of_x(dx), rows_of_x(ddt), rows_of_x(sums(dk)), rows_of_x(sums(dq)), sums(dA), sums(dD),
+             None if dz is None else rows_of_x(dz), sums(dbias), dh0]
+    return [build.empty(x, 0) if g is None else g for g in grads]
 
 
 @_scan_backward.register_fake

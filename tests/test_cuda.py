@@ -22,9 +22,7 @@ import torch
 import torch.utils.checkpoint
 from test_ops import conv_agrees, conv_inputs, graded
 from test_scan import BF16, EPS, F16, F32, failures, inputs, results, source_text
-from test_scan_block import block_failures, block_inputs
 
-import scan_block
 from bench.gpu import TESTED
 from kernels import build, cuda
 from kernels.ops import causal_conv1d
@@ -77,15 +75,12 @@ def shim(builds):
     return functools.cache(lambda *key: load_shim(builds, *key))
 
 
-def use(monkeypatch, module, segments=1, conv=None):
-    """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU; T in `segments`, but for a convolution's.
-
-    conv: where both are launched, the module of the convolution.
-    """
+def use(monkeypatch, module, segments=1):
+    """Have backend='cpu' launch the CUDA kernels of `module`, as it would on a GPU; T in `segments`, but for a convolution's."""
     class ShimKernels(build.Kernels):
         def __init__(self, args_class, x, update=None, rows=None, direction=None, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
-            self.module = module if update is not None or conv is None else conv
+            self.module = module
             sizes |= dict(splits=-(-D // self.module.channels))
             if update is not None:
                 sizes |= dict(update=build.UPDATES.index(update)) | build.segment_sizes(T, segments)
@@ -329,16 +324,6 @@ def conv_failures(dtype, W, B, T, D, **kw):
 def test_convolution(shim, monkeypatch, dtype, W, T, D):
     use(monkeypatch, shim("conv", dtype, W))
     assert not conv_failures(dtype, W, 2, T, D)
-
-
-@pytest.mark.parametrize("update,dtype,T,d,segments", [
-    ("longhorn", F32, 37, 65, 1), ("longhorn", BF16, 64, 128, 1), ("mamba_softplus", BF16, 67, 40, 1), ("exact", F16, 33, 20, 1),
-    ("longhorn", F32, 97, 17, 3)])
-def test_block(shim, monkeypatch, update, dtype, T, d, segments):
-    """The operator of scan_block.py, whose kernels write into parts of wider rows."""
-    use(monkeypatch, shim(update.split("_")[0], dtype, *PAIRS), segments, conv=shim("conv", dtype, 4))
-    monkeypatch.setattr(scan_block, "can_run", lambda *_: True)  # of float16, which the CPU's own kernels convert
-    assert not block_failures(update, block_inputs(update, 2, T, d, 16, 4, 3, dtype))
 
 
 def test_convolution_of_views_and_of_nothing(shim, monkeypatch):

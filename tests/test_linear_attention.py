@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import build
+from kernels import build, fused
 from kernels import linear_attention as la
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -377,13 +377,13 @@ def test_a_view_with_odd_strides_is_as_good(case):
 
 def test_bad_shapes_are_named():
     for case, name, bad, words in (
-            ("gla", "k", torch.ones(2, 8, 3, 4), r"gla: k must be \(2, 8, 3, 5\) .* got \(2, 8, 3, 4\)"),
-            ("gla", "q", torch.ones(2, 8, 5), r"gla: q must be \(B, T, H, K\), .* got \(2, 8, 5\)"),
-            ("gla", "log_decay", torch.ones(3), r"gla: log_decay must be \(2, 8, 3, 5\)"),
-            ("gla", "state", torch.ones(2, 3, 7, 5), r"gla: state must be \(2, 3, 5, 7\)"),
-            ("gla", "v", torch.ones(2, 0, 3, 7), r"gla: v must be .* every size at least 1"),
-            ("gla", "v", torch.ones(2, 8, 3, 7, dtype=torch.int64), r"gla: v must be floating point, got torch.int64"),
-            ("gla", "v", torch.ones(2, 8, 3, 7, device="meta"), r"gla: v is on meta, the first argument on cpu"),
+            ("gla", "k", torch.ones(2, 8, 3, 4), r"gated_linear_attention: k must be \(2, 8, 3, 5\) .* got \(2, 8, 3, 4\)"),
+            ("gla", "q", torch.ones(2, 8, 5), r"gated_linear_attention: q must be \(B, T, H, K\), .* got \(2, 8, 5\)"),
+            ("gla", "log_decay", torch.ones(3), r"gated_linear_attention: log_decay must be \(2, 8, 3, 5\)"),
+            ("gla", "state", torch.ones(2, 3, 7, 5), r"gated_linear_attention: state must be \(2, 3, 5, 7\)"),
+            ("gla", "v", torch.ones(2, 0, 3, 7), r"gated_linear_attention: v must be .* every size at least 1"),
+            ("gla", "v", torch.ones(2, 8, 3, 7, dtype=torch.int64), r"gated_linear_attention: v must be floating point, got torch.int64"),
+            ("gla", "v", torch.ones(2, 8, 3, 7, device="meta"), r"gated_linear_attention: v is on meta, the first argument on cpu"),
             ("retention", "log_decay", torch.ones(2, 8, 3), r"retention: log_decay must be \(3,\)"),
             ("bonus", "bonus", torch.ones(2), r"retention: bonus must be \(3,\) .* got \(2,\)"),
             ("delta_rule", "beta", torch.ones(2, 8, 3, 1), r"delta_rule: beta must be \(2, 8, 3\)"),
@@ -404,15 +404,14 @@ def test_bad_shapes_are_named():
 def said(monkeypatch):
     lines = []
     monkeypatch.setattr(build, "say_once", lines.append)
-    la._fused.cache_clear()
+    fused.load.cache_clear()
     yield lines
-    la._fused.cache_clear()
+    fused.load.cache_clear()
 
 
 @pytest.fixture
 def as_if_cuda(monkeypatch):
-    decide = la.choose_kernel
-    monkeypatch.setattr(la, "choose_kernel", lambda kernel, op, device, cannot=None: decide(kernel, op, "cuda", cannot))
+    monkeypatch.setattr(fused, "GPU", "cpu")
 
 
 @pytest.fixture
@@ -425,68 +424,36 @@ def library(monkeypatch):
             calls.append({"op": op, "dtypes": {x.dtype for x in (q, k, v)}, "state": initial_state, **rest})
             assert scale == 1.0 and output_final_state and q.dim() == 4
             return loop(q, k, v, *rest.values(), state=initial_state)
-        module, name = la.FUSED[op]
+        _, module, name, _ = fused.LIBRARIES[op]
         stand_in = types.ModuleType(module)
         setattr(stand_in, name, function)
         monkeypatch.setitem(sys.modules, module, stand_in)
 
     for package in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    put("gla", la.gated_linear_attention_ref)
+    put("gated_linear_attention", la.gated_linear_attention_ref)
     put("delta_rule", la.delta_rule_ref)
     put("retention", lambda q, k, v, g, state: la.retention_ref(q, k, v, g, state=state) if g.dim() == 1 else
         la.gated_linear_attention_ref(q, k, v, g[..., None].expand_as(q), state=state))
     return calls
 
 
-def no_fla(monkeypatch):
-    for name in [n for n in sys.modules if n.split(".")[0] == "fla"]:
-        monkeypatch.delitem(sys.modules, name)
-    find = importlib.import_module
-
-    def missing(name, *rest):
-        if name.split(".")[0] == "fla":
-            raise ModuleNotFoundError("No module named 'fla'", name="fla")
-        return find(name, *rest)
-    monkeypatch.setattr(importlib, "import_module", missing)
-
-
-def test_unknown_kernel():
-    for case in HEADS:
-        with pytest.raises(ValueError, match="unknown kernel 'cuda': choose one of torch, fused, or None"):
-            both(case)[0](**inputs(case, 3), kernel="cuda")
-
-
-def test_fused_on_the_cpu_is_an_error_and_none_says_nothing(said):
-    for case in HEADS:
-        a = inputs(case, 1)
-        with pytest.raises(RuntimeError, match=f"{OPS[case] if case != 'gla' else 'gla'}: kernel 'fused' cannot run here: "
-                                               "the tensors are on cpu: use kernel='torch'"):
-            both(case)[0](**a, kernel="fused")
-        both(case)[0](**a)
-        both(case)[0](**a, kernel="torch")
-    assert said == []
-
-
-def test_not_installed(said, monkeypatch, as_if_cuda):
-    no_fla(monkeypatch)
+def test_a_library_that_is_not_there_is_a_reason(said, monkeypatch, as_if_cuda):
     a = {n: x.float() for n, x in inputs("gla", 3).items()}
-    la.gated_linear_attention(**a, kernel="torch")
-    assert said == []
-    la.gated_linear_attention(**a)
-    assert said == ["gla: torch (flash-linear-attention is not installed)"]
-    with pytest.raises(RuntimeError, match="gla: kernel 'fused' cannot run here: flash-linear-attention is not installed: use"):
-        la.gated_linear_attention(**a, kernel="fused")
-
-
-def test_a_library_that_does_not_import_is_a_reason(said, monkeypatch):
-    for error, words in ((ModuleNotFoundError("No module named 'triton'", name="triton"), "does not find triton"),
-                         (RuntimeError("0 active drivers\n([])"), r"does not import \(0 active drivers \(\[\]\)\)")):
-        def broken(name, error=error): raise error
+    for error, words in (
+            (ModuleNotFoundError("No module named 'fla'", name="fla"), "is not installed"),
+            (ModuleNotFoundError("No module named 'triton'", name="triton"), "does not find triton"),
+            (RuntimeError("0 active drivers\n([])"), r"does not import (0 active drivers ([]))")):
+        def broken(name, error=error):
+            raise error
         monkeypatch.setattr(importlib, "import_module", broken)
-        la._fused.cache_clear()
-        with pytest.raises(RuntimeError, match=words):
-            la.choose_kernel("fused", "gla", "cuda")
+        fused.load.cache_clear()
+        la.gated_linear_attention(**a)  # chunks
+        with pytest.raises(RuntimeError) as raised:
+            la.gated_linear_attention(**a, backend="fused")
+        assert str(raised.value) == ("gated_linear_attention: backend 'fused' cannot run here: flash-linear-attention "
+                                     f"{words}: leave backend empty, or pip install -r requirements-gpu.txt on a "
+                                     "machine with a GPU")
 
 
 @pytest.mark.parametrize("state", (True, False))
@@ -507,30 +474,44 @@ def test_the_library_is_called_right(case, state, said, as_if_cuda, library):
             assert call["g_gamma"].shape == (3,)
         if dtype == F32:
             assert wrong(graded(fast, a, F32), graded(loop, a), F32) == {}
-            assert case == "gla" or library[-1]["g"].shape == (2, T, 3)  # learnt, so spelt out
-    outputs(fast, {n: x.to(dtype) for n, x in inputs(case, 1, state=state).items()}, kernel="fused")
+            assert case == "gla" or library[-1]["g"].shape == (2, T, 3)  # learnt, so given for every step
+    outputs(fast, {n: x.to(dtype) for n, x in inputs(case, 1, state=state).items()}, backend="fused")
     assert len(library) == (2 if dtype == F32 else 1)
-    assert said and set(said) == {f"{'gla' if case == 'gla' else OPS[case]}: fused (flash-linear-attention)"}
+    assert said and set(said) == {f"{OPS[case]}: flash-linear-attention"}
 
 
-def test_what_the_library_cannot_do_goes_to_torch(said, as_if_cuda, library):
-    a = inputs("gla", 3)
-    la.gated_linear_attention(**a)
+def test_what_the_library_cannot_do_goes_to_chunks(as_if_cuda, library):
+    la.gated_linear_attention(**inputs("gla", 3))  # float64
+    with torch.autocast("cpu", dtype=BF16):
+        o, _ = la.gated_linear_attention(**inputs("gla", 3))
+        assert o.dtype == F64
     a = {n: x.float() for n, x in inputs("delta_rule", 3).items()}
     la.delta_rule(**a)
-    with pytest.raises(RuntimeError, match="delta_rule: kernel 'fused' cannot run here: .* takes bfloat16 and float16: use"):
-        la.delta_rule(**a, kernel="fused")
+    with pytest.raises(RuntimeError, match="delta_rule: backend 'fused' cannot run here: .* takes bfloat16, float16, got"):
+        la.delta_rule(**a, backend="fused")
     wide = {n: x.to(BF16) for n, x in inputs("delta_rule", 3, 1, 1, 257, 2).items()}
     with pytest.raises(RuntimeError, match="up to a width of 256, not 257"):
-        la.delta_rule(**wide, kernel="fused")
+        la.delta_rule(**wide, backend="fused")
     assert library == []
-    assert said == ["gla: torch (flash-linear-attention does not compute in float64)",
-                    "delta_rule: torch (flash-linear-attention's delta rule takes bfloat16 and float16)"]
 
 
-def test_under_autocast_the_library_gets_the_lower_type(said, as_if_cuda, library):
+def test_under_autocast_the_library_gets_the_lower_type(as_if_cuda, library):
     a = {n: x.float() for n, x in inputs("gla", 20).items()}
     with torch.autocast("cpu", dtype=BF16):
         o, S = la.gated_linear_attention(**a)
     assert library[0]["dtypes"] == {BF16} and library[0]["g"].dtype == F32
     assert (o.dtype, S.dtype) == (F32, F32)
+
+
+@pytest.mark.parametrize("case", OPS)
+def test_torch_backend_is_the_loop_in_pieces(case):
+    """Over more than one piece, with every gradient, and memory that does not grow with the states of all steps."""
+    fast, loop = both(case)
+    for T in (3, 130):
+        a = inputs(case, T)
+        assert wrong(graded(fast, a, backend="torch"), graded(loop, a), F64) == {}
+    kept = []
+    a = {n: x.requires_grad_() for n, x in inputs(case, 192, 1, 1, 32, 32, state=False).items()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        outputs(fast, a, backend="torch")
+    assert sum(kept) < 192 * 32 * 32

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import build, ops
-from kernels.scan import longhorn_scan
+from kernels import build, ops, scan
+from kernels import linear_attention as la
+from kernels.scan import longhorn_scan, selective_scan
 
 ROOT = build.ROOT
 CACHES = (build.library, build.unavailable, build.say_once)
@@ -211,7 +212,7 @@ def test_a_failing_compiler_falls_back_and_says_so_once(how, fresh, tmp_path, mo
     ops.rms_norm(args[0], torch.ones(3))
     ops.causal_conv1d(args[0], torch.ones(3, 4))
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("scan: torch, much slower") and words in said[0]
+    assert len(said) == 1 and said[0].startswith("native kernels: none (") and words in said[0]
     for call in (lambda: longhorn_scan(*args, backend="cpu"), lambda: ops.rms_norm(args[0], torch.ones(3), backend="cpu"),
                  lambda: ops.causal_conv1d(args[0], torch.ones(3, 4), backend="cpu")):
         with pytest.raises(RuntimeError) as error:
@@ -268,9 +269,124 @@ def test_a_cpu_run_never_looks_for_nvcc_or_builds_for_torch(fresh, monkeypatch):
     longhorn_scan(*(v.double() for v in scan_inputs()))
 
 
-def test_choose_names_the_backends():
-    assert build.choose("scan", None, "cpu", False) == "cpu"
-    assert build.choose("scan", None, "cpu", True) == "torch"
-    assert build.choose("scan", "torch", "cuda", False) == "torch"
-    with pytest.raises(ValueError, match="'nvidia'"):
-        build.choose("scan", "nvidia", "cpu", False)
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def test_choose():
+    choose = build.choose
+    assert [choose("longhorn_scan", backend, "cpu") for backend in (None, "", "cpu", "torch")] == ["cpu"] * 3 + ["torch"]
+    assert choose("longhorn_scan", None, "cpu", torch.float64) == choose("causal_conv1d", "", "cpu", F32, "wide") == "torch"
+    assert choose("longhorn_scan", "torch", "cuda") == "torch"
+    assert choose("attention", "", "cuda", F32) == choose("wkv4", "cuda", "cuda") == "cuda"  # PyTorch's operators
+    assert choose("rms_norm", "fused", "cpu") == choose("linear_cross_entropy", "fused", "cpu") == "cpu"
+    for op in build.BODIES:
+        with pytest.raises(ValueError, match=f"^{op}: unknown backend 'nvidia': choose one of torch, cpu, cuda, fused"):
+            choose(op, "nvidia", "cpu")
+        with pytest.raises(RuntimeError, match=f"^{op}: backend 'cuda' cannot run here: [^\n]*$"):
+            choose(op, "cuda", "cpu")
+
+
+REFUSED = [("longhorn_scan", "cuda", F32, "no library has Longhorn's scan: leave backend empty"),
+           ("wkv4", "cuda", F32, "no library has RWKV-4's wkv: leave backend empty"),
+           ("selective_scan", "cpu", F32, "the tensors are on cpu: leave backend empty"),
+           ("attention", "cuda", F32, "flash-attn takes bfloat16, float16, got float32"),
+           ("delta_rule", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32"),
+           ("causal_conv1d", "cuda", torch.float64, "causal-conv1d takes float32, bfloat16, float16, got float64")]
+
+
+@pytest.mark.parametrize("op,device,dtype,words", REFUSED)
+def test_a_library_that_cannot_run_is_refused_in_a_line(op, device, dtype, words):
+    with pytest.raises(RuntimeError, match=rf"^{op}: [^\n]*{words}[^\n]*$"):
+        build.choose(op, "fused", device, dtype)
+
+
+def longhorn(**kw):
+    return longhorn_scan(*scan_inputs(), **kw)
+
+
+def mamba(**kw):
+    x, dt, k, q = scan_inputs()
+    return selective_scan(x, dt, -torch.ones(3, 2), k, q, delta_softplus=True, **kw)
+
+
+def heads(n=3):
+    return [torch.randn(1, 2, 70, 4, generator=torch.Generator().manual_seed(i)) for i in range(n)]
+
+
+CALLS = {  # operator: a call of it that takes `backend`
+    "longhorn_scan": longhorn, "selective_scan": mamba,
+    "causal_conv1d": lambda **kw: ops.causal_conv1d(scan_inputs()[0], torch.ones(3, 4) / 7, **kw),
+    "rms_norm": lambda **kw: ops.rms_norm(scan_inputs()[0], torch.ones(3), **kw),
+    "linear_cross_entropy": lambda **kw: ops.linear_cross_entropy(scan_inputs()[0], torch.eye(3), torch.zeros(1, 4).long(), **kw),
+    "attention": lambda **kw: ops.attention(*heads(), **kw),
+    "gated_linear_attention": lambda **kw: la.gated_linear_attention(*heads(), -heads(4)[3].exp(), **kw)[0],
+    "retention": lambda **kw: la.retention(*heads(), -torch.ones(70), **kw)[0],
+    "delta_rule": lambda **kw: la.delta_rule(*heads(), heads()[0][..., 0].sigmoid(), **kw)[0],
+    "wkv4": lambda **kw: la.wkv4(heads()[0][:, 0], heads()[1][:, 0], torch.ones(4), torch.zeros(4), **kw)[0],
+}
+PLAIN = {  # operator: (module, attribute) of what its plain body alone calls
+    "longhorn_scan": (scan, "_scan_torch"), "selective_scan": (scan, "_scan_torch"), "causal_conv1d": (ops, "_conv_torch"),
+    "rms_norm": (torch.nn.functional, "rms_norm"), "linear_cross_entropy": (torch.nn.functional, "cross_entropy"),
+    "attention": (ops, "_softmax_attention"), **{op: (la, f"{op}_ref") for op in list(CALLS)[6:]},
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_plain_makes_one_operator_run_its_plain_body(op, monkeypatch):
+    assert list(CALLS) == list(build.BODIES)
+    module, name = PLAIN[op]
+    called, run = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *a, **kw: called.append(1) or run(*a, **kw))
+    want = CALLS[op]()
+    assert not called
+    others = [other for other in CALLS if other != op]
+    with build.plain(*others):
+        assert torch.equal(CALLS[op](), want) and not called
+        with build.plain(op):
+            got = CALLS[op](backend="cpu")
+            assert called
+        called.clear()
+        CALLS[op]()
+        assert not called
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(CALLS[op](backend="torch"), got, rtol=0, atol=0)
+
+
+def test_plain_knows_its_operators():
+    with pytest.raises(ValueError, match="plain: unknown operator 'scan': choose from longhorn_scan,"):
+        with build.plain("rms_norm", "scan"):
+            pass
+    for places in build.BODIES.values():
+        for place in places:
+            file, name = place.split(": ")
+            assert name in (ROOT / file).read_text(), place
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_float64_stays_float64_under_autocast(op, monkeypatch):
+    """Whatever the body: autocast leaves float64 alone."""
+    for backend in ("", "torch"):
+        want = CALLS[op](backend=backend)
+        with torch.autocast("cpu", BF16):
+            assert CALLS[op](backend=backend).dtype in (F32, BF16)
+        rand = torch.randn
+        monkeypatch.setattr(torch, "randn", lambda *shape, **kw: rand(*shape, **kw).double())
+        with torch.autocast("cpu", BF16):
+            got = CALLS[op](backend=backend)
+        monkeypatch.undo()
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got.float(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_plain_body_runs_inside_a_compiled_model(op):
+    """As a break in the graph, where it is a loop over time."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: CALLS[op](backend="torch") * 2, backend="aot_eager")
+    torch.testing.assert_close(compiled(), CALLS[op](backend="torch") * 2, rtol=1e-6, atol=1e-6)
+
+
+def test_importing_the_operators_does_not_import_dynamo():
+    """2 s of CPU at every start."""
+    code = "import sys, kernels.scan, kernels.linear_attention; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"

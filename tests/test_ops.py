@@ -8,6 +8,8 @@ unit of the type (0.29 on average) for what is rounded to bfloat16 or float16.
 
 import functools
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import build, ops
-from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy, rms_norm
+from kernels import build, fused, ops
+from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
+from kernels.scan import selective_scan, selective_scan_ref
 
 EPS = torch.finfo(torch.float32).eps
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -309,6 +312,125 @@ def test_rms_norm_eps():
     assert agree(rms_norm(**a, eps=0.5), norm_true(**double(a), eps=0.5))
 
 
+# -------------------------------------------------------------------------------------------------------------- attention
+
+def attention_inputs(T, past, dtype=F32):
+    g = torch.Generator().manual_seed(T + past)
+    return {name: torch.randn(2, 3, n, 8, generator=g).to(dtype) for name, n in (("q", T), ("k", past + T), ("v", past + T))}
+
+
+def attention_true(q, k, v):
+    """One query at a time."""
+    past = k.shape[2] - q.shape[2]
+    rows = []
+    for t in range(q.shape[2]):
+        scores = torch.einsum("bhn,bhsn->bhs", q[:, :, t], k[:, :, :past + t + 1]) / math.sqrt(q.shape[3])
+        rows.append(torch.einsum("bhs,bhsn->bhn", scores.softmax(-1), v[:, :, :past + t + 1]))
+    return torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize("T,past", ((1, 0), (7, 0), (1, 5), (6, 3)))
+def test_attention(T, past):
+    a = attention_inputs(T, past)
+    true = graded(attention_true, double(a))
+    for backend in ("", "cpu", "torch"):
+        got = graded(attention, a, backend=backend)
+        assert all(agree(got[n], true[n], true["y"].norm().item()) for n in true)
+    half = {n: v.to(BF16) for n, v in a.items()}
+    for backend in ("", "torch"):
+        y = attention(**half, backend=backend)
+        assert y.dtype == BF16 and (y.double() - true["y"]).norm() < 0.02 * true["y"].norm()
+    with torch.autocast("cpu", BF16):
+        assert attention(**a).dtype == attention(**a, backend="torch").dtype == BF16
+
+
+def test_attention_misfits_are_one_line():
+    a = attention_inputs(4, 2)
+    for change in (dict(q=a["q"][0]), dict(v=a["v"][:, :, 1:]), dict(q=torch.cat([a["q"], a["q"]], 2)), dict(k=a["k"][..., 1:])):
+        with pytest.raises(ValueError, match=r"^attention: q must be \(B, H, T, n\), k and v [^\n]*$"):
+            attention(**{**a, **change})
+
+
+# ------------------------------------------------------------------------------------------------ other people's kernels
+
+@pytest.fixture
+def library(monkeypatch):
+    """library(op, function): a stand-in for the package with that operator, which runs on the CPU."""
+    monkeypatch.setattr(fused, "GPU", "cpu")
+    monkeypatch.setattr(build, "say_once", lambda line: None)
+
+    def put(op, function):
+        _, module, name, _ = fused.LIBRARIES[op]
+        for i in range(1, module.count(".") + 2):
+            monkeypatch.setitem(sys.modules, ".".join(module.split(".")[:i]), types.ModuleType(module))
+        setattr(sys.modules[module], name, function)
+        fused.load.cache_clear()
+
+    yield put
+    fused.load.cache_clear()
+
+
+def test_fused_convolution_is_causal_conv1ds_in_its_own_layout(library):
+    seen = []
+
+    def causal_conv1d_fn(x, weight, bias=None, activation=None):
+        seen.append((tuple(x.shape), activation))
+        return conv_true(x.transpose(1, 2), weight, bias, silu=activation == "silu").transpose(1, 2)
+
+    library("causal_conv1d", causal_conv1d_fn)
+    a = conv_inputs(2, 9, 5, 4, state=False)
+    for silu in (True, False):
+        got, true = graded(causal_conv1d, a, backend="fused", silu=silu), graded(conv_true, double(a), silu=silu)
+        assert all(agree(got[n], true[n]) for n in true)
+    assert seen == [((2, 5, 9), "silu"), ((2, 5, 9), None)]
+    for other in (conv_inputs(2, 9, 5, 4), conv_inputs(2, 9, 5, 5, state=False)):  # what it lacks: this repository's
+        assert torch.equal(causal_conv1d(**other, backend="fused"), causal_conv1d(**other))
+    assert len(seen) == 2
+    with torch.autocast("cpu", BF16):
+        assert causal_conv1d(a["x"], a["weight"].to(BF16), backend="fused").dtype == BF16
+
+
+def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
+    seen = []
+
+    def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
+        seen.append([tuple(a.shape) for a in (u, delta, A, B, C, D, z, delta_bias)] + [delta_softplus, return_last_state])
+        u, delta, B, C, z = (a.transpose(1, 2) for a in (u, delta, B, C, z))
+        return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
+
+    library("selective_scan", selective_scan_fn)
+    g = torch.Generator().manual_seed(0)
+    rand = lambda *shape: torch.randn(*shape, generator=g)
+    a = dict(u=rand(2, 9, 5), delta=rand(2, 9, 5), A=-rand(5, 3).exp(), B=rand(2, 9, 3), C=rand(2, 9, 3), D=rand(5),
+             z=rand(2, 9, 5), delta_bias=rand(5))
+    got, true = graded(selective_scan, a, backend="fused", delta_softplus=True), graded(
+        selective_scan_ref, double(a), delta_softplus=True)
+    assert all(agree(got[n], true[n], true["y"].norm().item()) for n in true)
+    wide, row = (2, 5, 9), (2, 3, 9)
+    assert seen == [[wide, wide, (5, 3), row, row, (5,), wide, (5,), True, False]]
+    for more in (dict(h0=torch.ones(2, 5, 3)), dict(return_last_state=True)):
+        got, want = (selective_scan(**a, **more, backend=backend) for backend in ("fused", ""))
+        assert all(map(torch.equal, got, want))
+    with pytest.raises(RuntimeError, match="selective_scan: backend 'fused' cannot run here: mamba-ssm takes float32, bfloat16"):
+        selective_scan(**double(a), backend="fused")
+    assert len(seen) == 1
+
+
+def test_fused_attention_is_flash_attns_in_its_own_layout(library):
+    seen = []
+
+    def flash_attn_func(q, k, v, causal=False):
+        seen.append((tuple(q.shape), tuple(k.shape), causal))
+        return attention_true(*(a.transpose(1, 2).float() for a in (q, k, v))).transpose(1, 2).to(q.dtype)
+
+    library("attention", flash_attn_func)
+    a = attention_inputs(4, 2, BF16)
+    assert agree(attention(**a, backend="fused"), attention_true(**double(a)))
+    assert seen == [((2, 4, 3, 8), (2, 6, 3, 8), True)]  # aligned at the end, as flash-attn since 2.1
+    with pytest.raises(RuntimeError, match="attention: backend 'fused' cannot run here: flash-attn takes bfloat16, float16, got"):
+        attention(**attention_inputs(4, 2), backend="fused")
+
+
 # ------------------------------------------------------------------------------------------------------- head and loss
 
 def loss_inputs(n, D, V, dtype=F32, device="cpu", ignored=0.2, scale=1.0):
@@ -383,6 +505,20 @@ def test_loss_under_autocast_rounds_as_a_linear_map_does():
     assert error(here[0], there[0].double()) < 1e-6 and all(g.dtype == F32 for g in here)
     for got, want in zip(here[1:], there[1:], strict=True):  # a mean over 2^6: the same numbers are rounded
         assert error(got, want.double()) < 1e-6
+
+
+def test_loss_of_the_torch_backend_is_pytorchs():
+    for dtype in (F32, torch.float64):
+        a = loss_inputs(20, 8, 30, dtype)
+        plain = functools.partial(linear_cross_entropy, backend="torch")
+        assert all(map(torch.equal, loss_and_gradients(plain, *a), loss_and_gradients(in_two, *a)))
+    x, weight, targets = loss_inputs(20, 8, 30)
+    assert torch.equal(plain(x.unflatten(0, (4, 5)), weight, targets.unflatten(0, (4, 5))), plain(x, weight, targets))
+    x.requires_grad_()
+    g, = torch.autograd.grad(plain(x, weight, targets), x, create_graph=True)
+    assert torch.autograd.grad(g.square().sum(), x)[0].norm() > 0
+    with torch.autocast("cpu", BF16):
+        assert error(plain(x, weight, targets), in_two(x, weight, targets).double()) < 1e-6
 
 
 def test_loss_does_not_round_the_factor_of_all_gradients():

@@ -29,7 +29,6 @@ from test_cuda import (
     use,
 )
 from test_scan import failures, inputs, results, source_text
-from test_scan_block import block_failures, block_inputs
 
 from kernels import build, cuda
 from tools import ptx
@@ -63,16 +62,15 @@ def emitted(builds):
     return functools.cache(lambda *key: load_ptx(builds, *key, left_out=() if key in SPLIT else JOINING))
 
 
-def run(monkeypatch, module, segments=1, conv=None):
+def run(monkeypatch, module, segments=1):
     """`use`, which also tells the translation what tensors each launch is given."""
-    use(monkeypatch, module, segments, conv)
+    use(monkeypatch, module, segments)
     point = build.point
 
     def tell(args, **tensors):
         extents = lambda a: a.numel() and (sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + 1) * a.itemsize
         known = [n for a in tensors.values() for n in (a.data_ptr(), extents(a), 0, 0)]
-        for kernels in (module, *[conv] * (conv is not None)):
-            kernels.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
+        module.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
         return point(args, **tensors)
 
     monkeypatch.setattr(build, "point", tell)
@@ -129,12 +127,6 @@ def test_extreme_values(emitted, monkeypatch, kw):
 def test_convolution(emitted, monkeypatch, T, D):
     run(monkeypatch, emitted("conv", BF16, 4))
     assert not conv_failures(BF16, 4, 2, T, D)
-
-
-@pytest.mark.parametrize("B,T,d", [(1, 64, 128), (2, 35, 40)])
-def test_block(emitted, monkeypatch, B, T, d):
-    run(monkeypatch, emitted("longhorn", BF16, *PAIRS), conv=emitted("conv", BF16, 4))
-    assert not block_failures("longhorn", block_inputs("longhorn", B, T, d, 16, 4, 3, BF16))
 
 
 def costs(monkeypatch, module, a):

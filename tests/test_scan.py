@@ -596,7 +596,7 @@ def test_second_derivative_is_refused():
     a = inputs(1, 5, 3, 2)
     a["x"].requires_grad_()
     (g,) = torch.autograd.grad(longhorn_scan(**a).square().sum(), a["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"^scan: the kernels are differentiable once: use backend='torch' [^\n]*$"):
+    with pytest.raises(RuntimeError, match=r"^scan: the kernels are differentiable once: use backend='torch'$"):
         torch.autograd.grad(g.sum(), a["x"])
     (g,) = torch.autograd.grad(longhorn_scan(**a, backend="torch").square().sum(), a["x"], create_graph=True)
     assert torch.autograd.grad(g.sum(), a["x"])[0].norm() > 0
@@ -747,7 +747,7 @@ def test_cu_seqlens_that_are_no_tensor_are_one_line(cu):
 
 
 def test_unknown_backend():
-    with pytest.raises(ValueError, match="unknown backend 'gpu': choose one of cpu, cuda, torch"):
+    with pytest.raises(ValueError, match="longhorn_scan: unknown backend 'gpu': choose one of torch, cpu, cuda, fused"):
         longhorn_scan(**inputs(1, 2, 3, 2), backend="gpu")
 
 
@@ -760,7 +760,7 @@ def test_cuda_without_a_gpu_carries_the_reason():
 def test_cpu_backend_of_tensors_elsewhere_and_of_float64():
     with pytest.raises(RuntimeError, match="the tensors are on meta"):
         longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
-    with pytest.raises(RuntimeError, match="float32, bfloat16 and float16"):
+    with pytest.raises(RuntimeError, match="float32, bfloat16, float16, got float64: use"):
         longhorn_scan(**{n: v.double() for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
 
 
