@@ -1,14 +1,14 @@
-"""What a checkpoint costs training: how long it stands still, written at once and in the background.
+"""How long training pauses for a checkpoint, written in the foreground and in the background.
 
     python bench/checkpoint.py                                       # config/longhorn_laptop.py and longhorn_120m.py
-    python bench/checkpoint.py config/longhorn_350m.py --runs=3      # 4.4 GB a checkpoint, and as much again in memory
+    python bench/checkpoint.py config/longhorn_350m.py --runs=3      # 4.4 GB each, and as much again in memory
     python bench/checkpoint.py --save                                # results/checkpoint_cpu.json, or _cuda.json
 
-    pause    until Keeper.save returns: all of the write, or the copy to memory alone
+    pause    until CheckpointManager.save returns: the whole write, or only the copy to memory
     on disk  until the file is flushed and renamed
 
-The surprise: the pause of the background's way does not depend on the disk at all; when the file is there does, and differs from
-run to run. Both ways take turns on the same state, weights and AdamW's two moments, in the same folder.
+In the background the pause does not depend on the disk; the time until the file is on disk does, and varies from run to
+run. Both modes alternate on the same state (weights and AdamW's two moments), in the same folder.
 """
 
 import argparse
@@ -28,49 +28,50 @@ import configurator  # noqa: E402
 from bench.measure import refuse_uncommitted, spread  # noqa: E402
 from model import LM  # noqa: E402
 from records import environment, write_json  # noqa: E402
-from train import TrainConfig, device_name  # noqa: E402
+from train import TrainConfig  # noqa: E402
 
 CONFIGS = ["config/longhorn_laptop.py", "config/longhorn_120m.py"]
-WAYS = {"at once": False, "in the background": True}
+MODES = {"foreground": False, "background": True}  # CheckpointManager's `background`
 
 
 def state_of(config, device):
-    """What train.py saves of a model that has taken its first step."""
+    """What train.py saves after the first step of this model: weights, AdamW's moments, random states."""
     config.vocab_size = config.vocab_size or 256
     torch.manual_seed(config.seed)
     model = LM(config).to(device)
-    optimizer = torch.optim.AdamW(model.optimizer_groups(config.weight_decay), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": checkpoint.rng_state()}
+    return {"model": model.state_dict(), "optimizer": [optimizer.state_dict()], "rng": checkpoint.rng_state()}
 
 
 def measure(state, folder, runs):
-    """{way: {"pause", "on_disk": seconds of each run}}. Raises OSError where the disk does not take it."""
-    found = {way: {"pause": [], "on_disk": []} for way in WAYS}
-    keepers = {}
-    for way, background in WAYS.items():
-        (folder / way).mkdir()
-        keepers[way] = checkpoint.Keeper(folder / way, keep=2, background=background)
+    """{mode: {"pause", "on_disk": seconds of each run}}. Raises OSError where the disk refuses the file."""
+    found = {mode: {"pause": [], "on_disk": []} for mode in MODES}
+    managers = {}
+    for mode, background in MODES.items():
+        (folder / mode).mkdir()
+        managers[mode] = checkpoint.CheckpointManager(folder / mode, keep=2, background=background)
     for step in range(runs + 1):
-        for way, keeper in keepers.items():
+        for mode, manager in managers.items():
             began = time.perf_counter()
-            keeper.save(state, {"step": step})
+            manager.save(state, {"step": step})
             pause = time.perf_counter() - began
-            _, error = keeper.result(wait=True)
+            _, error = manager.result(wait=True)
             if error:
                 raise error
-            if step:  # the first makes the copies that the later ones write to
-                found[way]["pause"].append(pause)
-                found[way]["on_disk"].append(time.perf_counter() - began)
+            if step:  # the first allocates the memory for the copies, which later ones reuse
+                found[mode]["pause"].append(pause)
+                found[mode]["on_disk"].append(time.perf_counter() - began)
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", default=CONFIGS, metavar="config/NAME.py", help="models to save (default: two)")
-    parser.add_argument("--runs", type=int, default=7, help="of each way (%(default)s)")
+    parser.add_argument("configs", nargs="*", default=CONFIGS, metavar="config/NAME.py",
+                        help="models to save (default: two)")
+    parser.add_argument("--runs", type=int, default=7, help="measurements of each mode (%(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("out"), help="on the disk to measure (%(default)s/)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save", action="store_true", help="write results/checkpoint_<device>.json")
@@ -78,6 +79,7 @@ def main():
     if args.runs < 1:
         parser.error(f"--runs {args.runs}: at least 1")
     device, rows = torch.device(args.device), []
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     out = REPO / "results" / f"checkpoint_{device.type}.json" if args.save else None
     refuse_uncommitted(out, "no --save")
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -85,17 +87,19 @@ def main():
         state = state_of(configurator.load(TrainConfig, [path]), device)
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             found = measure(state, Path(folder), args.runs)
-            size = (Path(folder) / next(iter(WAYS)) / checkpoint.NEWEST).stat().st_size
-        rows.append({"config": path, "bytes": size, **{way: {what: spread(s) for what, s in times.items()}
-                                                       for way, times in found.items()}})
-        for way in WAYS:
-            pause, disk = (rows[-1][way][what] for what in ("pause", "on_disk"))
+            size = (Path(folder) / next(iter(MODES)) / checkpoint.NEWEST).stat().st_size
+        spreads = {mode: {what: spread(seconds) for what, seconds in times.items()} for mode, times in found.items()}
+        rows.append({"config": path, "bytes": size, **spreads})
+        for mode in MODES:
+            pause, disk = (spreads[mode][what] for what in ("pause", "on_disk"))
             low, high = pause["quartile_seconds"]
-            print(f"{Path(path).stem:20} {size / 1e6:8.1f} MB  {way:18} pause {1e3 * pause['median_seconds']:8.1f} ms "
-                  f"({1e3 * low:.1f} to {1e3 * high:.1f}), on disk after {1e3 * disk['median_seconds']:8.1f} ms", flush=True)
+            print(f"{Path(path).stem:20} {size / 1e6:8.1f} MB  {mode:10} pause {1e3 * pause['median_seconds']:8.1f} ms "
+                  f"({1e3 * low:.1f} to {1e3 * high:.1f}), on disk after {1e3 * disk['median_seconds']:8.1f} ms",
+                  flush=True)
     if out is not None:
-        write_json(out, {"benchmark": "checkpoint", "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-                         "environment": environment(), "device_name": device_name(device), "rows": rows})
+        date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        write_json(out, {"benchmark": "checkpoint", "date": date, "environment": environment(),
+                         "device_name": device_name, "rows": rows})
         print(f"record: {out.relative_to(REPO)}")
 
 
