@@ -142,6 +142,7 @@ def _run_file(path, values):
         near = _nearest(os.path.basename(path), [s for s in siblings if s.endswith(".py")], os.path.join(folder, ""))
         raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{near}") from error
     names = _Namespace(values, __name__="config", __file__=path)
+    names["include"] = lambda other: _include(os.path.join(os.path.dirname(path), other), names)
     try:
         exec(compile(source, path, "exec", dont_inherit=True), names)
     except (Exception, SystemExit) as error:
@@ -155,6 +156,12 @@ def _run_file(path, values):
     assigned = [n for n in names if n in names.assigned or n in values and names[n] is not values[n]]
     return {n: names[n] for n in assigned if n in values or not (
         n.startswith("_") or isinstance(names[n], types.ModuleType) or callable(names[n]))}
+
+
+def _include(path, names):
+    """Run another config file in the namespace of the one that includes it; relative to that one's folder."""
+    with open(path, "rb") as f:
+        exec(compile(f.read(), path, "exec", dont_inherit=True), names)
 
 
 def _check_known(key, known, where="", dashes=""):

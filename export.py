@@ -5,16 +5,16 @@
     python export.py --from_hf=hf_llama_120m --out_dir=out/imported       # then python sample.py --out_dir=out/imported
 
 LLaMA and Mamba take the names and the config of Hugging Face transformers, which is not needed to write or read them. All
-other families keep our own names, under the model_type "longhorn".
+other families, and patterns of several, keep our own names, under the model_type "longhorn".
 
-    here                                         LLaMA there                          Mamba there
-    embed.weight (also the head)                 model.embed_tokens                   backbone.embeddings
-    branches.2i   norm, branch.qkv, out_proj     layers.i input_layernorm, self_attn  layers.2i norm, mixer
-    branches.2i+1 norm, branch.w1, w3, w2        post_attention_layernorm, mlp        layers.2i+1 norm, mixer
+    here                                           LLaMA there                          Mamba there
+    embed.weight (also the head)                   model.embed_tokens                   backbone.embeddings
+    layers.i.branches.0 norm, mixer.qkv, out_proj  layers.i input_layernorm, self_attn  layers.2i norm, mixer
+    layers.i.branches.1 norm, mixer.w1, w3, w2     post_attention_layernorm, mlp        layers.2i+1 norm, mixer
 
-The surprise: one of our layers is two residual branches, so n_layer Mamba layers here are 2 n_layer there, and an odd number
-there has no home. What this skeleton cannot express (grouped queries, an untied head, another rotary base) is refused by
-field and value, never approximated. Only JSON and safetensors are opened; nothing is unpickled.
+One of our layers has two residual branches, so n_layer Mamba layers here are 2 n_layer there, and an odd number of layers
+cannot be read. What this skeleton cannot express (grouped queries, an untied head, another rotary base) is refused by field
+and value, never approximated. Only JSON and safetensors are opened; nothing is unpickled.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ import checkpoint
 import configurator
 import sample
 from configurator import ConfigError
-from model import FAMILIES, LM, ModelConfig, round_up
+from model import FAMILIES, LM, ModelConfig, current_names, round_up
 
 
 @dataclass
@@ -51,8 +51,8 @@ class ExportConfig:
 
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM"}
-MACHINE = ("scan_backend", "kernel")  # settings of a machine, which no other one should inherit
-SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name not in MACHINE}
+SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # that is a machine's choice
+OLD_SETTINGS = {"scan_backend", "kernel"}  # of exports until November 2026
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 END_OF_TEXT = {"gpt2": 50256}  # of tokenizers that have one
 
@@ -65,31 +65,38 @@ MAMBA_ONLY = {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5)
 
 # ---------------------------------------------------------------------------------------------------------------- names
 
+def family(config):
+    """The family of all layers, or "longhorn", which keeps our own names, for a pattern of several."""
+    families = set(config.families)
+    return families.pop() if len(families) == 1 else "longhorn"
+
+
 def names(config):
     """{name in the file: (name here, None or which third of its rows)} of every tensor of LM(config).
 
-    A qkv matrix (3 d, d) is three files' names; everything else is one to one.
+    A qkv matrix (3 d, d) has three names in the file; everything else is one to one.
     """
     layers = range(config.n_layer)
-    if config.model == "llama":
+    if family(config) == "llama":
         found = {"model.embed_tokens.weight": ("embed.weight", None), "model.norm.weight": ("norm.weight", None)}
         for i in layers:
-            there, attention, mlp = f"model.layers.{i}", f"branches.{2 * i}", f"branches.{2 * i + 1}"
+            there, (attention, mlp) = f"model.layers.{i}", (f"layers.{i}.branches.{j}" for j in (0, 1))
             for part, letter in enumerate("qkv"):  # rotated as halves on both sides: rows keep their order
-                found[f"{there}.self_attn.{letter}_proj.weight"] = (f"{attention}.branch.qkv.weight", part)
-            for name, here in (("input_layernorm", f"{attention}.norm"), ("self_attn.o_proj", f"{attention}.branch.out_proj"),
-                               ("post_attention_layernorm", f"{mlp}.norm"), ("mlp.gate_proj", f"{mlp}.branch.w1"),
-                               ("mlp.up_proj", f"{mlp}.branch.w3"), ("mlp.down_proj", f"{mlp}.branch.w2")):
+                found[f"{there}.self_attn.{letter}_proj.weight"] = (f"{attention}.mixer.qkv.weight", part)
+            for name, here in (("input_layernorm", f"{attention}.norm"), ("self_attn.o_proj", f"{attention}.mixer.out_proj"),
+                               ("post_attention_layernorm", f"{mlp}.norm"), ("mlp.gate_proj", f"{mlp}.mixer.w1"),
+                               ("mlp.up_proj", f"{mlp}.mixer.w3"), ("mlp.down_proj", f"{mlp}.mixer.w2")):
                 found[f"{there}.{name}.weight"] = (f"{here}.weight", None)
         return found
-    if config.model == "mamba":
+    if family(config) == "mamba":
         found = {"backbone.embeddings.weight": ("embed.weight", None), "backbone.norm_f.weight": ("norm.weight", None)}
         mixer = {"A_log": "A_log", "D": "D", "conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias",
                  "dt_proj.weight": "dt_proj.weight", "dt_proj.bias": "dt_bias",
                  **{f"{name}.weight": f"{name}.weight" for name in ("in_proj", "x_proj", "out_proj")}}
         for i in range(2 * config.n_layer):
-            found[f"backbone.layers.{i}.norm.weight"] = (f"branches.{i}.norm.weight", None)
-            found.update({f"backbone.layers.{i}.mixer.{name}": (f"branches.{i}.branch.{here}", None)
+            branch = f"layers.{i // 2}.branches.{i % 2}"
+            found[f"backbone.layers.{i}.norm.weight"] = (f"{branch}.norm.weight", None)
+            found.update({f"backbone.layers.{i}.mixer.{name}": (f"{branch}.mixer.{here}", None)
                           for name, here in mixer.items()})
         return found
     return {name: (name, None) for name in skeleton(config).state_dict()}
@@ -132,14 +139,14 @@ def to_hf(lm, dtype=None, end_of_text=None):
               "hidden_act": "silu", "tie_word_embeddings": True, "use_cache": True, "initializer_range": 0.02,
               # said in full: transformers' own defaults would end every text at token 2, or 0
               "bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
-    if c.model == "llama":
+    if family(c) == "llama":
         return {"architectures": [ARCHITECTURES["llama"]], "model_type": "llama", **shared,
                 "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head, "num_key_value_heads": c.n_head,
-                "head_dim": c.n_embd // c.n_head, "intermediate_size": lm.branches[1].branch.w1.out_features,
+                "head_dim": c.n_embd // c.n_head, "intermediate_size": lm.layers[0].branches[1].mixer.w1.out_features,
                 "max_position_embeddings": c.block_size, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
                 "attention_dropout": 0.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, tensors
-    if c.model == "mamba":
-        block = lm.branches[0].branch
+    if family(c) == "mamba":
+        block = lm.layers[0].branches[0].mixer
         return {"architectures": [ARCHITECTURES["mamba"]], "model_type": "mamba", **shared,
                 "num_hidden_layers": 2 * c.n_layer, "state_size": c.d_state, "conv_kernel": c.d_conv, "expand": c.expand,
                 "intermediate_size": block.d_inner, "time_step_rank": block.R, "layer_norm_epsilon": 1e-5,
@@ -163,6 +170,7 @@ def from_hf(config, tensors):
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"no model has these sizes: {error}") from None
     expected = as_in_file(lm.state_dict(), ours)
+    tensors = current_names(tensors)
     check_tensors(expected, tensors, ours.model)
     dtype = functools.reduce(torch.promote_types, (tensors[name].dtype for name in expected), torch.float32)
     parts = {}
@@ -173,14 +181,14 @@ def from_hf(config, tensors):
     return lm.eval()
 
 
-def check_tensors(expected, tensors, family):
+def check_tensors(expected, tensors, kind):
     """Raises ConfigError unless `tensors` are those of `expected`, by name, shape and a float dtype.
 
     What is no weight may be there too: a head that equals the embedding, and rotary frequencies of older files.
     """
     for name, t in expected.items():
         if name not in tensors:
-            raise ConfigError(f"the tensor {name} is missing: the weights are not those of a {family} of this config")
+            raise ConfigError(f"the tensor {name} is missing: the weights are not those of a {kind} of this config")
         if tensors[name].shape != t.shape:
             raise ConfigError(f"the tensor {name} is {tuple(tensors[name].shape)} where the config asks for {tuple(t.shape)}")
         if tensors[name].dtype not in FLOATS:
@@ -193,7 +201,7 @@ def check_tensors(expected, tensors, family):
         if name == "lm_head.weight":
             raise ConfigError("lm_head.weight differs from the embedding: only a tied head is supported")
         if not name.endswith("rotary_emb.inv_freq"):
-            raise ConfigError(f"the tensor {name} has no place in a {family} of this project (no biases, no further norms)")
+            raise ConfigError(f"the tensor {name} has no place in a {kind} of this project (no biases, no further norms)")
 
 
 def model_config(config):
@@ -252,15 +260,23 @@ def mamba_config(config):
 
 
 def own_config(config):
-    unknown = config.keys() - SETTINGS.keys() - {"architectures", "model_type", "dtype", "run", "transformers_version"}
+    known = {"architectures", "model_type", "dtype", "run", "transformers_version"}
+    unknown = config.keys() - SETTINGS.keys() - OLD_SETTINGS - known
     if unknown:
         raise ConfigError(f"the setting {min(unknown)} is unknown here: {', '.join(SETTINGS)} are known; a newer version may "
                           "have written this")
     if config.get("model") not in list(FAMILIES):  # a list: what JSON holds may have no hash
         raise ConfigError(f"model {config.get('model')!r} is not supported: only {', '.join(FAMILIES)}")
+    if not isinstance(config.get("pattern", ""), str):
+        raise ConfigError(f"pattern {config['pattern']!r} is not supported: only a string")
     sizes = {name: config["dt_rank"] if name == "dt_rank" and config["dt_rank"] == 0 else whole(config, name)
-             for name in SETTINGS if name in config and name != "model"}
-    return ModelConfig(model=config["model"], **sizes)
+             for name in SETTINGS if name in config and name not in ("model", "pattern")}
+    ours = ModelConfig(model=config["model"], pattern=config.get("pattern", ""), **sizes)
+    try:
+        ours.families  # noqa: B018  raises ValueError
+    except ValueError as error:
+        raise ConfigError(error) from None
+    return ours
 
 
 def whole(config, field, absent=None):

@@ -3,10 +3,10 @@
     RWKV-4     wkv_t = (num' + e^{u + k_t} v_t) / (den' + e^{u + k_t}),  num = e^{-w} num' + e^{k_t} v_t,  den alike
     DeltaNet   S_t = (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t,  o_t = q_t S_t,  |k| = 1
 
-The surprise: DeltaNet's step is Longhorn's with a learned step size in place of beta / (1 + beta |k|^2). Nothing keeps
-beta |k|^2 below 2 but the normalised keys, which Longhorn does not need.
+DeltaNet's step is Longhorn's with a learned step size in place of beta / (1 + beta |k|^2). Only its normalised keys keep
+beta |k|^2 below 2; Longhorn does not need them.
 
-A branch's methods are listed in model.py, which imports this file.
+A mixer's methods are listed in model.py, which imports this file.
 """
 
 import math
@@ -33,14 +33,14 @@ def xavier(fan_out, fan_in, gain):
 
 def to_residual(config):
     """GPT-2's scale for what writes to the residual stream: its variance does not grow with the number of branches."""
-    return "normal", 0.02 / math.sqrt(2 * config.n_layer)
+    return "normal", 0.02 / math.sqrt(config.n_branches)
 
 
 def split_heads(config):
-    """Channels a head. Raises ValueError where heads do not divide them."""
+    """Channels per head. Raises ValueError where heads do not divide them."""
     if config.n_embd % config.n_head:
-        raise ValueError(f"n_embd {config.n_embd} is not a whole number of channels for each of n_head {config.n_head}: choose "
-                         f"an n_head that divides {config.n_embd}")
+        raise ValueError(f"n_embd {config.n_embd} is not a whole number of channels for each of n_head {config.n_head}: "
+                         f"choose an n_head that divides {config.n_embd}")
     return config.n_embd // config.n_head
 
 
@@ -51,16 +51,17 @@ def head_norm(x, weight=1.0, eps=1e-5, backend=None):
     return rms_norm(x, weight, eps, backend)
 
 
-# Keys that `append_to_cache` returned -> (where they and the values lie, with room behind them; the values returned with them).
+# Keys that `append_to_cache` returned -> (buffers of keys and values with free room behind them; the values returned).
 ROOMS = WeakIdKeyDictionary()
 
 
 def append_to_cache(cache, k, v):
-    """A cache (keys, values) with k and v (B, H, T, n) behind it; the one given stays as it was.
+    """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
 
-    They are written into the room behind it, so that few tokens copy all before them: when none is left, a quarter more is made.
-    The room belongs to the very tensors that were returned, and whoever continues them first takes it; another continuation,
-    and what somebody cut, sorted, expanded, moved or loaded, begins with a copy. With gradients or when compiling: torch.cat.
+    They are written into free room behind it, so that a new token does not copy all before it; when the room is used up, a
+    quarter more is made. The room belongs to the very tensors that were returned, and the first caller to continue them
+    gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, begins with a copy. With
+    gradients or when compiling: torch.cat.
     """
     past_k, past_v = cache
     past, T = past_k.shape[2], past_k.shape[2] + k.shape[2]
@@ -77,18 +78,8 @@ def append_to_cache(cache, k, v):
     return keys, values
 
 
-def scan_backend(config):
-    """The backend that the settings ask of the scan and its convolution, or None: the fastest there is."""
-    return "torch" if config.kernel == "torch" else config.scan_backend or None
-
-
-def norm_backend(config):
-    """The norms have kernels for the CPU only, so that the settings matter where they ask for none."""
-    return "torch" if scan_backend(config) == "torch" else None
-
-
 def token_shift(x, last):
-    """The token before each: x (B, T, d) one step later, led by `last` (B, d), or by zeros without it."""
+    """The token before each: x (B, T, d) shifted by one step, with `last` (B, d), or zeros, in front."""
     first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
     return torch.cat([first, x[:, :-1]], 1)  # (B, T, d)
 
@@ -118,11 +109,11 @@ class RWKV4TimeMix(nn.Module):
         out = W_o (sigmoid(r) * wkv(k, v, w, u)),  w = exp(decay) > 0
     """
 
+    operator = "wkv4"
+
     def __init__(self, config, layer):
         super().__init__()
-        if config.kernel == "fused":
-            raise RuntimeError("kernel 'fused': nobody's library has RWKV-4's wkv: leave kernel empty")
-        d, self.layer = config.n_embd, layer
+        d, self.layer, self.backend = config.n_embd, layer, config.backend
         self.mu = nn.Parameter(torch.empty(3, d))  # of r, k, v
         self.decay = nn.Parameter(torch.empty(d))
         self.bonus = nn.Parameter(torch.empty(d))
@@ -136,13 +127,13 @@ class RWKV4TimeMix(nn.Module):
         change = token_shift(x, last) - x  # (B, T, d)
         r, k, v = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
         r, k, v = self.receptance(r), self.key(k), self.value(v)  # (B, T, d) each
-        y, past = wkv4(k, v, self.decay.exp(), self.bonus, None if state is None else past)
+        y, past = wkv4(k, v, self.decay.exp(), self.bonus, None if state is None else past, backend=self.backend)
         y = self.output(torch.sigmoid(r) * y)
         return y, None if state is None else (x[:, -1].clone(), *past)
 
     def initial_state(self, batch_size, device):
         zero = torch.zeros(batch_size, self.decay.numel(), device=device)
-        return zero, zero, zero, zero - 1e38  # the last token; numerator, denominator and the exponent that both are over
+        return zero, zero, zero, zero - 1e38  # the last token; numerator, denominator, and the exponent both are divided by
 
     def init_table(self, config):
         d = config.n_embd
@@ -155,12 +146,9 @@ class RWKV4TimeMix(nn.Module):
                 "output.weight": to_residual(config)}
 
     def mixing_flops(self, T):
-        # a channel's output: bonus and maximum (2), two exponentials of differences (4), numerator, denominator, ratio (6);
-        # its state: decay and maximum (2), two exponentials (4), numerator and denominator (5)
+        # per channel, output: bonus and maximum (2), two exponentials of differences (4), numerator, denominator, ratio (6);
+        # state: decay and maximum (2), two exponentials (4), numerator and denominator (5)
         return 23 * self.decay.numel()
-
-    def state_size(self, T):
-        return 4 * self.decay.numel()
 
 
 # ------------------------------------------------------------------------------------------------------------- DeltaNet
@@ -168,17 +156,17 @@ class RWKV4TimeMix(nn.Module):
 class DeltaNet(nn.Module):
     """The delta rule over heads, with short convolutions (Schlag et al. 2021; Yang et al. 2024).
 
-        q, k, v = silu(causal_conv(W_qkv x));  q, k over their length, a head;  beta = sigmoid(W_b x), one a head
+        q, k, v = silu(causal_conv(W_qkv x));  q, k divided by their length;  beta = sigmoid(W_b x);  all per head
         S = (I - beta k^T k) S' + beta k^T v;  o = (q / sqrt(n)) S
         out = W_o (RMSNorm_head(o) * weight)
     """
 
+    operator = "delta_rule"
+
     def __init__(self, config, layer):
         super().__init__()
         d, self.H, self.W = config.n_embd, config.n_head, config.d_conv
-        self.n = split_heads(config)
-        self.kernel, self.norm_backend = config.kernel or None, norm_backend(config)
-        self.backend = scan_backend(config)
+        self.n, self.backend = split_heads(config), config.backend
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(3 * d, self.W))
         self.beta = nn.Linear(d, self.H, bias=False)
@@ -190,11 +178,11 @@ class DeltaNet(nn.Module):
         qkv = self.qkv(x)  # (B, T, 3 d)
         c = causal_conv1d(qkv, self.conv_weight, None, before, backend=self.backend)  # one call for all three
         qk, v = c.unflatten(-1, (3 * self.H, self.n)).split([2 * self.H, self.H], 2)  # (B, T, 2 H, n), (B, T, H, n)
-        # x / sqrt(|x|^2 + 1e-6) as the norm with a kernel: divided by the root of the mean square, times n^-1/2
-        q, k = head_norm(qk, self.n**-0.5, 1e-6 / self.n, self.norm_backend).chunk(2, 2)  # (B, T, H, n) each
+        # x / sqrt(|x|^2 + 1e-6), written as RMSNorm, which has a kernel: over the root of the mean square, times n^-1/2
+        q, k = head_norm(qk, self.n**-0.5, 1e-6 / self.n, self.backend).chunk(2, 2)  # (B, T, H, n) each
         beta = torch.sigmoid(self.beta(x))  # (B, T, H)
-        o, S = delta_rule(q * self.n**-0.5, k, v, beta, S, kernel=self.kernel)  # (B, T, H, n)
-        y = self.out_proj(head_norm(o, self.norm_weight, backend=self.norm_backend).flatten(2))
+        o, S = delta_rule(q * self.n**-0.5, k, v, beta, S, backend=self.backend)  # (B, T, H, n)
+        y = self.out_proj(head_norm(o, self.norm_weight, backend=self.backend).flatten(2))
         return y, None if state is None else (conv_state(qkv, before, self.W), S)
 
     def initial_state(self, batch_size, device):
@@ -206,8 +194,8 @@ class DeltaNet(nn.Module):
                 "norm_weight": ("constant", 1.0), "out_proj.weight": to_residual(config)}
 
     def mixing_flops(self, T):
-        # a state: k S (2), S += (2), q S (2); a value: the error and beta (2), its three convolutions
+        # per state: k S (2), S += (2), q S (2); per value: the error and beta (2), its three convolutions
         return self.H * self.n * (6 * self.n + 2 + 3 * 2 * self.W)
 
-    def state_size(self, T):
-        return self.H * self.n * (self.n + 3 * (self.W - 1))
+    def projections(self):
+        return {"qkv.weight": [self.H * self.n] * 3}

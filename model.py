@@ -1,82 +1,102 @@
-"""The families of the paper on one skeleton: embedding, residual branches, norm, tied head.
+"""The families of the paper on one skeleton: embedding, layers of residual branches, norm, tied head.
 
-A layer is a list of residual branches, h = h + branch(norm(h)), and a family is nothing but that list (FAMILIES, below the
-branches): LLaMA's is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches where LLaMA has those two.
-To add a family: one class with `forward(x, state) -> (y, state)`, one line in FAMILIES, one file in config/. The six
-families of Table 1 are here; RWKV-4 and DeltaNet, and what several families share, are in mixers.py.
+A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's is
+[Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches where LLaMA has those two. To add a family: one
+class with a `forward`, one row in FAMILIES, one file in config/. The six families of Table 1 are here; RWKV-4, DeltaNet
+and what several families share are in mixers.py.
 
-The surprise: every branch also takes and returns its state, so the model that trains on whole sequences generates one
-token at a time, or reads a long text in chunks, with the same code.
+A branch also takes and returns its state. So the model that trains on whole sequences generates token by token, and
+reads a long text in chunks, with the same code.
 
     paper       here           shape
     d           n_embd         width of the residual stream
     -           d_inner        2 d, width of the scan
-    m           d_state, N     state size of a channel
+    m           d_state, N     state size per channel
     x_t         x              (B, T, d_inner)
     k_t, q_t    k, q           (B, T, N)
     W_beta x_t  dt             (B, T, d_inner), through rank dt_rank
     S_t         h              (B, d_inner, N), float32
-    -           H, n           heads, and channels of a head of q and k (of v, too, where both are as wide)
-    S_t         S              (B, H, n, channels of a head of v), float32: the state of families with heads
+    -           H, n           heads, and channels per head of q and k (of v too, where both are equally wide)
+    S_t         S              (B, H, n, channels of v per head), float32: the state of families with heads
 
 `python model.py` prints parameters, FLOPs and state sizes beside the paper's Table 1.
 """
 
+import itertools
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import mixers
-from kernels import build, fused
-from kernels.linear_attention import choose_kernel, gated_linear_attention, retention
-from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy, rms_norm
+from kernels import build
+from kernels.linear_attention import gated_linear_attention, retention
+from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
 from mixers import (
     DeltaNet,
     RWKV4TimeMix,
+    append_to_cache,
     dense,
     head_norm,
-    norm_backend,
     ramp,
     rwkv_mu,
     split_heads,
     to_residual,
+    token_shift,
     xavier,
 )
-from scan_block import also_in_scan_block, can_run, is_plain, marked, scan_block
 
 
 @dataclass
 class ModelConfig:
     # --- model
     model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv, rwkv4, deltanet or longhorn_exact
-    n_layer: int = 12  # layers; each is two residual branches
+    pattern: str = ""  # families of the layers, repeated to n_layer, as longhorn*3,llama; empty: model in every layer
+    n_layer: int = 12  # layers; those of the paper's families have two residual branches each
     n_head: int = 12  # heads (families with heads)
     n_embd: int = 768  # width of the residual stream
     block_size: int = 1024  # tokens of context in training
     vocab_size: int = 50304  # GPT-2's 50257 padded to a multiple of 64
-    d_state: int = 16  # state size of a channel, N
+    d_state: int = 16  # state size per channel, N
     d_conv: int = 4  # width of the short causal convolution
     expand: int = 2  # width of the scan over n_embd
     dt_rank: int = 0  # rank of the step size's projection; 0: n_embd / 16 rounded up
     mlp_multiple: int = 256  # hidden widths of SwiGLU and of RWKV's channel mix are rounded up to a multiple of it
-    scan_backend: str = ""  # of the native kernels: cpu, cuda or torch; empty: the fastest there is
-    kernel: str = ""  # of the mixer: torch (plain) or fused (Triton, mamba-ssm, flash-attn); empty: the best that runs here
+    backend: str = ""  # of the operators: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest that runs
+
+    @property
+    def families(self):
+        """The family of every layer. Raises ValueError, one line, for a pattern that cannot be read."""
+        pattern = self.pattern or self.model
+        parts = [re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part) for part in pattern.split(",")]
+        if not all(parts):
+            raise ValueError(f"pattern {pattern!r}: give names of families, as longhorn*3,llama")
+        names = [part[1] for part in parts for _ in range(int(part[2] or 1))]
+        for name in names:
+            if name not in FAMILIES:
+                raise ValueError(f"unknown model {name!r}: choose one of {', '.join(FAMILIES)}")
+        return list(itertools.islice(itertools.cycle(names), self.n_layer))
+
+    @property
+    def n_branches(self):
+        """Residual branches of the whole model: the more there are, the smaller each begins (see to_residual)."""
+        return sum(len(FAMILIES[family]) for family in self.families)
 
 
-KERNELS = ("", "torch", "fused")
+BACKENDS = ("", "torch", "cpu", "cuda", "fused")
 
-
-# ------------------------------------------------------------------------------------------------------------- branches
-# A branch is an nn.Module, made of (config, layer), with
-#   forward(x, state) -> (y, state)     x, y (B, T, n_embd); state None: start empty and keep nothing; else tensors (B, ...)
-#   initial_state(batch_size, device)   what `forward` takes before the first token
-#   init_table(config)                  parameter name -> (kind, scale), see LM.init_weights
-#   mixing_flops(T)                     forward FLOPs a token beside its linear maps, averaged over T positions
-#   state_size(T)                       numbers kept a sequence after T tokens
+# -------------------------------------------------------------------------------------------------------------- mixers
+# A mixer is an nn.Module, made of (config, layer's index). Only `forward` is needed; Branch has the defaults of the rest.
+#   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state None: start empty and keep nothing; else tensors (B, ...)
+#   initial_state(batch_size, device)     what `forward` takes before the first token
+#   init_table(config)                    parameter name -> (kind, scale), see LM.init_table
+#   mixing_flops(T)                       forward FLOPs per token beside its linear maps, averaged over T positions
+#   state_size(T)                         numbers kept per sequence after T tokens
+#   projections()                         weight of fused linear maps -> rows of each, for Muon
+#   operator                              the operator that mixes the tokens, a key of kernels.build.BODIES
 
 
 class ScanBlock(nn.Module):
@@ -93,7 +113,7 @@ class ScanBlock(nn.Module):
         super().__init__()
         d, self.N, self.W = config.n_embd, config.d_state, config.d_conv
         self.d_inner, self.R = config.expand * d, config.dt_rank or math.ceil(d / 16)
-        self.backend = mixers.scan_backend(config)
+        self.backend = config.backend
         self.in_proj = nn.Linear(d, 2 * self.d_inner, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.d_inner, self.W))
         self.conv_bias = nn.Parameter(torch.empty(self.d_inner))
@@ -103,27 +123,10 @@ class ScanBlock(nn.Module):
         self.D = nn.Parameter(torch.empty(self.d_inner))
         self.out_proj = nn.Linear(self.d_inner, d, bias=False)
 
-    def rates(self):
-        """Mamba's A (d_inner, N), or None."""
-
-    @also_in_scan_block("conv")
-    def conv(self, x, before):
-        return causal_conv1d(x, self.conv_weight, self.conv_bias, before, backend=self.backend)  # (B, T, d_inner)
-
-    def in_one(self, xz):
-        """Whether scan_block does what `forward` spells out: on its kernels, where nobody replaced or watches a part."""
-        return (marked(self.conv) and marked(self.scan) and is_plain(self.x_proj) and is_plain(self.dt_proj)
-                and can_run(xz, self.W, backend=self.backend))
-
     def forward(self, u, state=None):
         x_before, h0 = (None, None) if state is None else state
-        xz = self.in_proj(u)  # (B, T, 2 d_inner)
-        if state is None and self.in_one(xz):  # c, r, k, q, y below, as one operator
-            y = scan_block(xz, self.conv_weight, self.conv_bias, self.x_proj.weight, self.dt_proj.weight, self.rates(), self.D,
-                           self.dt_bias, marked(self.scan))
-            return self.out_proj(y), None
-        x, z = xz.chunk(2, -1)  # (B, T, d_inner) each, views
-        c = self.conv(x, x_before)  # (B, T, d_inner)
+        x, z = self.in_proj(u).chunk(2, -1)  # (B, T, d_inner) each, views
+        c = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, backend=self.backend)  # (B, T, d_inner)
         r, k, q = self.x_proj(c).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
         y, hT = self.scan(c, self.dt_proj(r), k, q, z, h0)  # (B, T, d_inner), (B, d_inner, N)
         y = self.out_proj(y)
@@ -134,29 +137,24 @@ class ScanBlock(nn.Module):
                 torch.zeros(batch_size, self.d_inner, self.N, device=device))
 
     def init_table(self, config):
-        branches = 2 * config.n_layer
         return {"in_proj.weight": dense(config.n_embd), "conv_weight": dense(self.W), "conv_bias": dense(self.W),
                 "x_proj.weight": dense(self.d_inner), "dt_proj.weight": dense(self.R), "dt_bias": ("constant", 0.0),
-                "D": ("constant", 1.0), "out_proj.weight": ("uniform", (self.d_inner * branches) ** -0.5)}
+                "D": ("constant", 1.0), "out_proj.weight": ("uniform", (self.d_inner * config.n_branches) ** -0.5)}
+
+    def projections(self):
+        return {"in_proj.weight": [self.d_inner, self.d_inner], "x_proj.weight": [self.R, self.N, self.N]}
 
     def mixing_flops(self, T):
-        # a channel and state: eps k (1), x - k S (2), S += (2), S q (2); Mamba: delta A (1), exp (1), its product (1),
-        # S += (2), S q (2); a channel: step size, skip and gate (8), the conv
+        # per channel and state: eps k (1), x - k S (2), S += (2), S q (2); Mamba: delta A (1), exp (1), its product (1),
+        # S += (2), S q (2); per channel: step size, skip and gate (8), the convolution
         return self.d_inner * (7 * self.N + 8 + 2 * self.W)
-
-    def state_size(self, T):
-        return self.d_inner * (self.N + self.W - 1)
 
 
 class Longhorn(ScanBlock):
     """S_ij = (1 - eps_i k_j^2) S_ij + eps_i x_i k_j (Eq. 7), eps = beta / (1 + beta |k|^2), beta = sigmoid(dt + dt_bias)."""
 
-    def __init__(self, config, layer):
-        if config.kernel == "fused":
-            raise RuntimeError("kernel 'fused': nobody's library has Longhorn's scan: leave kernel empty")
-        super().__init__(config, layer)
+    operator = "longhorn_scan"
 
-    @also_in_scan_block("longhorn")
     def scan(self, x, dt, k, q, z, h0):
         return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, backend=self.backend)
 
@@ -164,49 +162,36 @@ class Longhorn(ScanBlock):
 class LonghornExact(Longhorn):
     """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k for each channel i (Eq. 6)."""
 
-    @also_in_scan_block("exact")
     def scan(self, x, dt, k, q, z, h0):
-        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True, backend=self.backend)
+        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True,
+                             backend=self.backend)
 
     def mixing_flops(self, T):
-        return super().mixing_flops(T) + self.d_inner  # k S summed over the states (2 a state, as k S alone), then x - k S (1)
+        # k S summed over the states (2 per state, as k S alone), then x - k S (1)
+        return super().mixing_flops(T) + self.d_inner
 
 
 class Mamba(ScanBlock):
     """S_ij = exp(delta_i A_ij) S_ij + delta_i x_i k_j, delta = softplus(dt + dt_bias), A = -exp(A_log) (Gu & Dao 2023)."""
 
+    operator = "selective_scan"
+
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.A_log = nn.Parameter(torch.empty(self.d_inner, self.N))
-        self.fused_scan, self.fused_conv = fused.load_mamba() if config.kernel == "fused" else (None, None)
 
-    def in_one(self, xz):
-        return self.fused_scan is None and self.fused_conv is None and super().in_one(xz)
-
-    def rates(self):
-        return -self.A_log.exp()
-
-    @also_in_scan_block("conv")
-    def conv(self, x, before):
-        if self.fused_conv is None or before is not None:
-            return super().conv(x, before)
-        return fused.mamba_conv(self.fused_conv, x, self.conv_weight, self.conv_bias)
-
-    @also_in_scan_block("mamba_softplus")
     def scan(self, x, dt, k, q, z, h0):
-        A = self.rates()  # (d_inner, N)
-        if self.fused_scan is None or h0 is not None:  # mamba-ssm's scan starts from zero only
-            return selective_scan(x, dt, A, k, q, self.D, z, self.dt_bias, delta_softplus=True, return_last_state=True, h0=h0,
-                                  backend=self.backend)
-        return fused.mamba_scan(self.fused_scan, x, dt, A, k, q, self.D, z, self.dt_bias), None
+        A = -self.A_log.exp()  # (d_inner, N)
+        return selective_scan(x, dt, A, k, q, self.D, z, self.dt_bias, delta_softplus=True, return_last_state=True, h0=h0,
+                              backend=self.backend)
 
     def init_table(self, config):
         A_log = torch.arange(1, self.N + 1, dtype=torch.float64).log().expand(self.d_inner, self.N)
         return {**super().init_table(config), "A_log": ("tensor", A_log), "dt_bias": ("step size", (1e-3, 0.1))}
 
 
-def rotate(x, cos, sin):
-    """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) turned by position times frequency i."""
+def apply_rotary(x, cos, sin):
+    """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) are rotated by position times frequency i."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # float32 until here, whatever x is
 
@@ -214,28 +199,17 @@ def rotate(x, cos, sin):
 class Attention(nn.Module):
     """Causal multi-head attention with rotary positions (LLaMA): softmax(q k^T / sqrt(n)) v, base 10000 on all of q, k."""
 
+    operator = "attention"
+
     def __init__(self, config, layer):
         super().__init__()
         d, self.H = config.n_embd, config.n_head
         if d % self.H or d // self.H % 2:
-            raise ValueError(f"n_embd {d} over n_head {self.H} is not an even whole number of channels a head: choose an "
-                             f"n_head that divides {d // 2}")
+            raise ValueError(f"n_embd {d} over n_head {self.H} is not an even whole number of channels per head: choose "
+                             f"an n_head that divides {d // 2}")
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.out_proj = nn.Linear(d, d, bias=False)
-        self.plain, self.flash = config.kernel == "torch", fused.load_attention() if config.kernel == "fused" else None
-
-    def attend(self, q, k, v):
-        """softmax(q k^T / sqrt(n)) v over the visible past: q (B, H, T, n), k and v (B, H, past + T, n) -> (B, H, T, n)."""
-        T, past = q.shape[2], k.shape[2] - q.shape[2]
-        if self.flash is not None:
-            return fused.attention(self.flash, q, k, v)
-        mask = None
-        if self.plain or past and T > 1:
-            mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past)
-        if self.plain:
-            scores = (q @ k.transpose(2, 3) * q.shape[3] ** -0.5).masked_fill(~mask, -torch.inf)  # (B, H, T, past + T)
-            return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype) @ v
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
+        self.backend = config.backend
 
     def forward(self, x, state=None):
         B, T, d = x.shape
@@ -243,11 +217,11 @@ class Attention(nn.Module):
         past = 0 if state is None else state[0].shape[2]
         frequency = 10000.0 ** -(torch.arange(0, d // self.H, 2, device=x.device) / (d // self.H))
         angle = torch.arange(past, past + T, device=x.device)[:, None] * frequency  # (T, n/2), float32
-        q, k = (rotate(a, angle.cos(), angle.sin()) for a in (q, k))
+        q, k = (apply_rotary(a, angle.cos(), angle.sin()) for a in (q, k))
         if state is not None:
-            k, v = state = mixers.append_to_cache(state, k, v)
-        y = self.out_proj(self.attend(q, k, v).transpose(1, 2).reshape(B, T, d))
-        return y, state
+            k, v = state = append_to_cache(state, k, v)
+        y = attention(q, k, v, backend=self.backend)  # (B, H, T, n): softmax(q k^T / sqrt(n)) v over the past
+        return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state
 
     def initial_state(self, batch_size, device):
         empty = torch.zeros(batch_size, self.H, 0, self.out_proj.in_features // self.H, device=device)
@@ -256,16 +230,20 @@ class Attention(nn.Module):
     def init_table(self, config):
         return {"qkv.weight": ("normal", 0.02), "out_proj.weight": to_residual(config)}
 
+    def projections(self):
+        return {"qkv.weight": [self.qkv.in_features] * 3}
+
     def mixing_flops(self, T):
         return 4 * self.out_proj.in_features * (T + 1) / 2  # q k^T and the weighted sum over the (T + 1) / 2 visible tokens
 
     def state_size(self, T):
-        return 2 * T * self.out_proj.in_features
+        return 2 * T * self.out_proj.in_features  # the cache
 
 
 class SwiGLU(nn.Module):
     """W_2 (silu(W_1 x) * W_3 x), hidden width 8 d / 3 rounded up to a multiple of mlp_multiple (LLaMA)."""
 
+    operator = None  # it mixes channels, not tokens
     activation = staticmethod(F.silu)
 
     def __init__(self, config, layer):
@@ -287,12 +265,6 @@ class SwiGLU(nn.Module):
     def init_table(self, config):
         return {"w1.weight": ("normal", 0.02), "w3.weight": ("normal", 0.02), "w2.weight": to_residual(config)}
 
-    def mixing_flops(self, T):
-        return 0
-
-    def state_size(self, T):
-        return 0
-
 
 def round_up(width, multiple):
     return math.ceil(width / multiple) * multiple
@@ -306,13 +278,15 @@ class GLA(nn.Module):
         out = W_o (silu(W_g x + b_g) * RMSNorm_head(o))
     """
 
+    operator = "gated_linear_attention"
+
     def __init__(self, config, layer):
         super().__init__()
         d, self.H = config.n_embd, config.n_head
         if d % (2 * self.H):
-            raise ValueError(f"n_embd {d} gives GLA keys of {d // 2}, which n_head {self.H} does not divide: choose an n_head "
-                             f"that divides {d // 2}")
-        self.n, self.kernel, self.norm_backend = d // 2 // self.H, config.kernel or None, norm_backend(config)
+            raise ValueError(f"n_embd {d} gives GLA keys of {d // 2}, which n_head {self.H} does not divide: choose an "
+                             f"n_head that divides {d // 2}")
+        self.n, self.backend = d // 2 // self.H, config.backend
         self.qk = nn.Linear(d, d, bias=False)
         self.v = nn.Linear(d, d, bias=False)
         self.forget1 = nn.Linear(d, 16, bias=False)
@@ -325,8 +299,8 @@ class GLA(nn.Module):
         q, k = self.qk(x).chunk(2, -1)  # (B, T, d/2) each
         log_a = F.logsigmoid(self.forget2(self.forget1(x))) / 16  # (B, T, d/2)
         o, S = gated_linear_attention(heads(q * self.n**-0.5), heads(k), heads(self.v(x)), heads(log_a), state,
-                                      kernel=self.kernel)  # (B, T, H, 2 n), (B, H, n, 2 n)
-        y = self.out_proj(F.silu(self.gate(x)) * head_norm(o, backend=self.norm_backend).flatten(2))
+                                      backend=self.backend)  # (B, T, H, 2 n), (B, H, n, 2 n)
+        y = self.out_proj(F.silu(self.gate(x)) * head_norm(o, backend=self.backend).flatten(2))
         return y, None if state is None else S
 
     def initial_state(self, batch_size, device):
@@ -334,62 +308,65 @@ class GLA(nn.Module):
 
     def init_table(self, config):
         d = config.n_embd
-        return {"qk.weight": xavier(d // 2, d, 2**-2.5), "v.weight": ("normal", 0.02), "forget1.weight": xavier(16, d, 2**-2.5),
-                "forget2.weight": xavier(d // 2, 16, 2**-2.5), "forget2.bias": ("constant", 0.0), "gate.weight": ("normal", 0.02),
-                "gate.bias": ("constant", 0.0), "out_proj.weight": to_residual(config)}
+        return {"qk.weight": xavier(d // 2, d, 2**-2.5), "v.weight": ("normal", 0.02),
+                "forget1.weight": xavier(16, d, 2**-2.5), "forget2.weight": xavier(d // 2, 16, 2**-2.5),
+                "forget2.bias": ("constant", 0.0), "gate.weight": ("normal", 0.02), "gate.bias": ("constant", 0.0),
+                "out_proj.weight": to_residual(config)}
+
+    def projections(self):
+        return {"qk.weight": [self.H * self.n] * 2}
 
     def mixing_flops(self, T):
-        return 5 * self.state_size(T)  # as the recurrence has them: a S (1), k^T v added (2), q S (2)
-
-    def state_size(self, T):
-        return self.H * self.n * 2 * self.n
+        return 5 * self.H * self.n * 2 * self.n  # of the recurrence, per state: a S (1), k^T v added (2), q S (2)
 
 
 class Retention(nn.Module):
-    """RetNet's retention: a fixed decay a head, and rotated queries and keys (Sun et al. 2023, Eq. 5 to 8).
+    """RetNet's retention: a fixed decay per head, and rotated queries and keys (Sun et al. 2023, Eq. 5 to 8).
 
         q, k = split(W_qk x);  v, g = split(W_vg x)      v, g: int(1.8 d) wide, rounded down to a multiple of the heads
-        q, k turned at position t, channel pair i of m, by t * 10000^(-i/(m-1));  k / sqrt(n)
+        q, k rotated at position t, channel pair i of m, by t * 10000^(-i/(m-1));  k / sqrt(n)
         S = gamma_h S' + k^T v,  gamma_h = 1 - 2^(-5-h);  o = q S
         out = W_o (silu(g) * RMSNorm_head(o))
 
-    The published code divides o by sums of absolute weights before the norm, which takes that away again: left out.
+    The published code also divides o by sums of absolute weights before the norm. The norm cancels that only where its
+    eps is negligible beside mean(o^2): at 1e-5 the first token differs by 24%. Left out here.
     """
+
+    operator = "retention"
 
     def __init__(self, config, layer):
         super().__init__()
         d, self.H = config.n_embd, config.n_head
         if d % self.H or d // self.H % 2:
-            raise ValueError(f"n_embd {d} over n_head {self.H} is not an even whole number of channels a head: choose an "
-                             f"n_head that divides {d // 2}")
-        self.n, self.n_v = d // self.H, retnet_width(config) // self.H
-        self.kernel, self.norm_backend = config.kernel or None, norm_backend(config)
+            raise ValueError(f"n_embd {d} over n_head {self.H} is not an even whole number of channels per head: choose "
+                             f"an n_head that divides {d // 2}")
+        self.n, self.n_v, self.backend = d // self.H, retnet_width(config) // self.H, config.backend
         self.qk = nn.Linear(d, 2 * d, bias=False)
         self.vg = nn.Linear(d, 2 * self.H * self.n_v, bias=False)
         self.out_proj = nn.Linear(self.H * self.n_v, d, bias=False)
 
-    def turn(self, x, t):
-        """The pairs (even, odd) of the last dimension of x (..., n) turned by angle t * frequency, t like x[..., 0]."""
+    def rotate(self, x, t):
+        """Rotate the pairs (even, odd) of the last dimension of x (..., n) by t * frequency; t as x[..., 0]."""
         m = self.n // 2
         angle = t[..., None] * 10000.0 ** -(torch.arange(m, device=x.device) / max(1, m - 1))  # (..., m), float32
         cos, sin = angle.cos(), angle.sin()
-        even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is turned by T, so that a rounded turn would show
+        even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is rotated by T, so rounding would show
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
 
     def forward(self, x, state=None):
         T = x.shape[1]
-        t = torch.arange(T, device=x.device)[:, None]  # (T, 1): alike for all heads
-        qk = self.turn(self.qk(x).unflatten(-1, (2 * self.H, self.n)), t)  # (B, T, 2 H, n)
+        t = torch.arange(T, device=x.device)[:, None]  # (T, 1): the same for all heads
+        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), t)  # (B, T, 2 H, n)
         q, k = qk.chunk(2, 2)  # (B, T, H, n) each
         v, g = self.vg(x).chunk(2, -1)  # (B, T, H n_v) each
         log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
-        o, S = retention(q, k * self.n**-0.5, v.unflatten(-1, (self.H, -1)), log_decay, state=state, kernel=self.kernel)
-        y = self.out_proj(F.silu(g) * head_norm(o, backend=self.norm_backend).flatten(2))  # o (B, T, H, n_v)
+        o, S = retention(q, k * self.n**-0.5, v.unflatten(-1, (self.H, -1)), log_decay, state=state, backend=self.backend)
+        y = self.out_proj(F.silu(g) * head_norm(o, backend=self.backend).flatten(2))  # o (B, T, H, n_v)
         if state is None:
             return y, None
-        # angles matter by their difference only: the keys in the state are turned back by T, and the next token is at 0 again
+        # only differences of angles matter: rotate the keys in the state back by T, and the next token is at 0 again
         back = torch.full((), -T, device=x.device)
-        return y, self.turn(S.transpose(2, 3), back).transpose(2, 3)  # (B, H, n, n_v)
+        return y, self.rotate(S.transpose(2, 3), back).transpose(2, 3)  # (B, H, n, n_v)
 
     def initial_state(self, batch_size, device):
         return torch.zeros(batch_size, self.H, self.n, self.n_v, device=device)
@@ -399,11 +376,11 @@ class Retention(nn.Module):
         return {"qk.weight": xavier(d, d, 2**-2.5), "vg.weight": xavier(wide, d, 2**-2.5),
                 "out_proj.weight": xavier(d, wide, 0.5)}
 
-    def mixing_flops(self, T):
-        return 5 * self.state_size(T)  # as the recurrence has them: gamma S (1), k^T v added (2), q S (2)
+    def projections(self):
+        return {"qk.weight": [self.H * self.n] * 2, "vg.weight": [self.H * self.n_v] * 2}
 
-    def state_size(self, T):
-        return self.H * self.n * self.n_v
+    def mixing_flops(self, T):
+        return 5 * self.H * self.n * self.n_v  # of the recurrence, per state: gamma S (1), k^T v added (2), q S (2)
 
 
 def retnet_width(config):
@@ -420,18 +397,20 @@ class RetNetGLU(SwiGLU):
 
 
 class RWKVTimeMix(nn.Module):
-    """RWKV's time mix as Table 1 counts it: the 5.1 form, Eagle's with one decay and one bonus a head (Peng et al. 2024).
+    """RWKV's time mix as Table 1 counts it: 5.1, Eagle's with one decay and one bonus per head (Peng et al. 2024).
 
         x_c = x + (x_before - x) * mu_c  for c in r, k, v, g
-        r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)), a head
+        r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)) per head
         o = r (S' + u k^T v);  S = w S' + k^T v
         out = W_o (GroupNorm_head(o) * g)
     """
 
+    operator = "retention"
+
     def __init__(self, config, layer):
         super().__init__()
         d, self.H, self.layer = config.n_embd, config.n_head, layer
-        self.n, self.kernel = split_heads(config), config.kernel or None
+        self.n, self.backend = split_heads(config), config.backend
         self.mu = nn.Parameter(torch.empty(4, d))  # of r, k, v, g
         self.decay = nn.Parameter(torch.empty(self.H))
         self.bonus = nn.Parameter(torch.empty(self.H))
@@ -445,10 +424,11 @@ class RWKVTimeMix(nn.Module):
 
     def forward(self, x, state=None):
         last, S = (None, None) if state is None else state
-        change = mixers.token_shift(x, last) - x  # (B, T, d)
+        change = token_shift(x, last) - x  # (B, T, d)
         r, k, v, g = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
-        r, k, v = (a.unflatten(-1, (self.H, self.n)) for a in (self.receptance(r), self.key(k), self.value(v)))  # (B, T, H, n)
-        o, S = retention(r, k, v, -self.decay.exp(), self.bonus, S, kernel=self.kernel)  # (B, T, H, n), (B, H, n, n)
+        heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
+        r, k, v = heads(self.receptance(r)), heads(self.key(k)), heads(self.value(v))
+        o, S = retention(r, k, v, -self.decay.exp(), self.bonus, S, backend=self.backend)  # (B, T, H, n), (B, H, n, n)
         o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm whose groups are the heads of one token
         y = self.output(torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype)) * F.silu(self.gate(g)))
         return y, None if state is None else (x[:, -1].clone(), S)
@@ -461,33 +441,33 @@ class RWKVTimeMix(nn.Module):
         a, mu = rwkv_mu(config, self.layer)
         h = ramp(self.H)
         linear = {f"{name}.weight": ("normal", 0.02) for name in ("receptance", "key", "value", "gate")}
-        return {"mu": ("tensor", torch.stack([mu[c] for c in "rkvg"])), "decay": ("tensor", -6 + 5 * h ** (0.7 + 1.3 * a)),
-                "bonus": ("tensor", a * (1 - h)), "norm_weight": ("constant", 1.0), "norm_bias": ("constant", 0.0), **linear,
+        return {"mu": ("tensor", torch.stack([mu[c] for c in "rkvg"])),
+                "decay": ("tensor", -6 + 5 * h ** (0.7 + 1.3 * a)), "bonus": ("tensor", a * (1 - h)),
+                "norm_weight": ("constant", 1.0), "norm_bias": ("constant", 0.0), **linear,
                 "output.weight": to_residual(config)}
 
     def mixing_flops(self, T):
-        # a state: r S (2), w S (1), k^T v added (2); a channel: r . u k (3), times v, added to o (2)
+        # per state: r S (2), w S (1), k^T v added (2); per channel: r . u k (3), times v, added to o (2)
         return self.H * self.n * (5 * self.n + 5)
-
-    def state_size(self, T):
-        return self.H * self.n * (self.n + 1)
 
 
 class RWKVChannelMix(nn.Module):
     """sigmoid(W_r x_r) * W_v relu(W_k x_k)^2 of shifted tokens, hidden 3 d or the next multiple of mlp_multiple."""
 
+    operator = None  # it mixes channels
     factor = 3
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.layer, hidden = config.n_embd, layer, round_up(self.factor * config.n_embd, config.mlp_multiple)
+        d, self.layer = config.n_embd, layer
+        hidden = round_up(self.factor * d, config.mlp_multiple)
         self.mu = nn.Parameter(torch.empty(2, d))  # of r, k
         self.receptance = nn.Linear(d, d, bias=False)
         self.key = nn.Linear(d, hidden, bias=False)
         self.value = nn.Linear(hidden, d, bias=False)
 
     def forward(self, x, state=None):
-        change = mixers.token_shift(x, state) - x  # (B, T, d)
+        change = token_shift(x, state) - x  # (B, T, d)
         r, k = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
         y = torch.sigmoid(self.receptance(r)) * self.value(F.relu(self.key(k)).square())
         return y, None if state is None else x[:, -1].clone()
@@ -499,12 +479,6 @@ class RWKVChannelMix(nn.Module):
         _, mu = rwkv_mu(config, self.layer)
         return {"mu": ("tensor", torch.stack([mu["k"], mu["k"]])), "receptance.weight": ("normal", 0.02),
                 "key.weight": ("normal", 0.02), "value.weight": to_residual(config)}
-
-    def mixing_flops(self, T):
-        return 0
-
-    def state_size(self, T):
-        return self.mu.shape[1]
 
 
 class RWKV4ChannelMix(RWKVChannelMix):
@@ -527,33 +501,7 @@ FAMILIES = {
 }
 
 
-def mixing_by(config, device):
-    """Whose code mixes the tokens of this family on 'cpu' or 'cuda', in a few words: train.py prints it."""
-    words = [_mixing_by(branch, config, device) for branch in FAMILIES[config.model]]
-    return ", ".join(dict.fromkeys(w for w in words if w)) or "nothing"
-
-
-def _mixing_by(branch, config, device):
-    """The same of one branch; '' for one that mixes channels."""
-    is_a = lambda *classes: isinstance(branch, type) and issubclass(branch, classes)
-    if is_a(SwiGLU, RWKVChannelMix):
-        return ""
-    if is_a(Attention):
-        return {"": "PyTorch's scaled_dot_product_attention", "torch": "a plain softmax", "fused": "flash-attn"}[config.kernel]
-    if is_a(GLA, Retention, RWKVTimeMix, DeltaNet):
-        op = "gla" if is_a(GLA) else "delta_rule" if is_a(DeltaNet) else "retention"
-        return {"torch": "chunks in PyTorch", "fused": "flash-linear-attention"}[choose_kernel(config.kernel or None, op, device)]
-    if is_a(RWKV4TimeMix):
-        return "chunks in PyTorch"
-    if is_a(Mamba) and config.kernel == "fused":
-        return "mamba-ssm"
-    if is_a(ScanBlock):
-        chosen = build.choose("scan", mixers.scan_backend(config), device, False)
-        return {"cpu": "longhorn_scan.cu on the CPU", "cuda": "longhorn_scan.cu", "torch": "a loop in PyTorch"}[chosen]
-    return "its own code"
-
-
-# ------------------------------------------------------------------------------------------------------------- skeleton
+# ------------------------------------------------------------------------------------------------------------ skeleton
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + 1e-5) * weight."""
@@ -561,10 +509,10 @@ class RMSNorm(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_embd))
-        self.backend = norm_backend(config)
+        self.backend = config.backend
 
     def forward(self, x):
-        return rms_norm(x, self.weight, 1e-5, self.backend)
+        return rms_norm(x, self.weight, 1e-5, backend=self.backend)
 
 
 class LayerNorm(nn.Module):
@@ -591,17 +539,62 @@ NORMS = {"rwkv": LayerNorm, "rwkv4": BiasedLayerNorm}  # of all the others: RMSN
 NORM_OF_EMBEDDING = {"rwkv4"}  # families that norm what enters the first layer
 
 
-class Residual(nn.Module):
-    """h + branch(norm(h)), with the branch's state."""
+class Branch(nn.Module):
+    """mixer(norm(h)), what one branch adds to the residual stream; and the defaults of all that a mixer leaves out."""
 
-    def __init__(self, config, branch, layer):
+    def __init__(self, norm, mixer):
         super().__init__()
-        self.norm = NORMS.get(config.model, RMSNorm)(config)
-        self.branch = branch(config, layer)
+        self.norm, self.mixer = norm, mixer
 
     def forward(self, h, state=None):
-        y, state = self.branch(self.norm(h), state)
-        return h + y, state
+        x = self.norm(h)
+        out = self.mixer(x, state) if self.has_state else self.mixer(x)
+        return out if isinstance(out, tuple) else (out, None)
+
+    @property
+    def has_state(self):
+        return hasattr(self.mixer, "initial_state")
+
+    def initial_state(self, batch_size, device):
+        """Raises ValueError, one line, for a mixer that keeps no state."""
+        if not self.has_state:
+            raise ValueError(f"{where_is(type(self.mixer))} keeps no state, so it cannot sample or read in chunks: write its "
+                             "initial_state(batch_size, device) and forward(x, state) -> (y, state)")
+        return self.mixer.initial_state(batch_size, device)
+
+    def init_table(self, config):
+        """{} for a mixer without one: its parameters keep the values that its constructor gave them."""
+        return self.mixer.init_table(config) if hasattr(self.mixer, "init_table") else {}
+
+    def mixing_flops(self, T):
+        return self.mixer.mixing_flops(T) if hasattr(self.mixer, "mixing_flops") else 0
+
+    def state_size(self, T):
+        """Counted from initial_state, unless the mixer says that it grows with T."""
+        if hasattr(self.mixer, "state_size"):
+            return self.mixer.state_size(T)
+        return sum(a.numel() for a in tensors_of(self.mixer.initial_state(1, "meta"))) if self.has_state else 0
+
+
+class Layer(nn.Module):
+    """The branches of one layer, one after another. For parallel branches, add up what they make of the same h here."""
+
+    def __init__(self, config, mixers, index, norm=RMSNorm):
+        super().__init__()
+        self.branches = nn.ModuleList(Branch(norm(config), mixer(config, index)) for mixer in mixers)
+
+    def forward(self, h, state=None):
+        after = []
+        for branch, s in zip(self.branches, state or [None] * len(self.branches), strict=True):
+            y, s = branch(h, s)
+            h = h + y
+            after.append(s)
+        return h, after
+
+
+def where_is(cls):
+    """'Mamba (model.py)'."""
+    return f"{cls.__name__} ({cls.__module__.replace('.', '/')}.py)"
 
 
 def check_tokens(idx):
@@ -609,41 +602,42 @@ def check_tokens(idx):
         raise ValueError(f"idx must be (B, T) of int64, both at least 1, got {tuple(idx.shape)} {idx.dtype}")
 
 
-def batch_sizes(state):
-    """The first size of every tensor of two or more dimensions in a state, in any nesting of lists and tuples."""
+def tensors_of(state):
+    """The tensors of a state, in any nesting of lists and tuples."""
     if isinstance(state, (list, tuple)):
-        return [n for part in state for n in batch_sizes(part)]
-    return [state.shape[0]] if isinstance(state, torch.Tensor) and state.dim() > 1 else []
+        return [a for part in state for a in tensors_of(part)]
+    return [state] if isinstance(state, torch.Tensor) else []
 
 
 class LM(nn.Module):
-    """Language model of any family: `logits, loss = LM(config)(idx, targets)`.
+    """Language model of any family or pattern of families: `logits, loss = LM(config)(idx, targets)`.
 
-    Raises ValueError for an unknown family or kernel or sizes that do not fit together, RuntimeError for a kernel that is
-    not installed.
+    Raises ValueError for an unknown family or backend or sizes that do not fit together, RuntimeError for a backend that
+    is not installed.
     """
 
     def __init__(self, config):
         super().__init__()
-        if config.model not in FAMILIES:
-            raise ValueError(f"unknown model {config.model!r}: choose one of {', '.join(FAMILIES)}")
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "d_state", "d_conv", "expand",
                      "mlp_multiple"):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} {getattr(config, name)} must be at least 1")
         if config.dt_rank < 0:
             raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
-        if config.kernel not in KERNELS:
-            raise ValueError(f"unknown kernel {config.kernel!r}: choose torch or fused, or leave it empty")
-        if config.kernel == "torch" and config.scan_backend not in ("", "torch"):
-            raise ValueError(f"kernel 'torch' and scan_backend {config.scan_backend!r} contradict each other: choose one")
+        if config.backend not in BACKENDS:
+            raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or leave it empty")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        Norm = NORMS.get(config.model, RMSNorm)
-        self.embed_norm = Norm(config) if config.model in NORM_OF_EMBEDDING else nn.Identity()
-        self.branches = nn.ModuleList(Residual(config, b, i) for i in range(config.n_layer) for b in FAMILIES[config.model])
-        self.norm = Norm(config)
+        self.layers = nn.ModuleList(self.build_layers(config))
+        families = config.families  # the first and the last layer's say which norms stand before and behind all layers
+        norm = lambda family: NORMS.get(family, RMSNorm)(config)
+        self.embed_norm = norm(families[0]) if families[0] in NORM_OF_EMBEDDING else nn.Identity()
+        self.norm = norm(families[-1])
         self.init_weights()
+
+    def build_layers(self, config):
+        """The layers that the config's pattern names."""
+        return [Layer(config, FAMILIES[family], i, NORMS.get(family, RMSNorm)) for i, family in enumerate(config.families)]
 
     def forward(self, idx, targets=None, state=None, last_only=False, loss_only=False):
         """Predict the next token at every position.
@@ -658,42 +652,58 @@ class LM(nn.Module):
             (logits, loss), logits (B, T, vocab_size), loss the mean cross-entropy in nats or None without targets;
             with a state (logits, loss, state).
 
-        Raises ValueError for an idx of another shape or dtype, for a state of other branches or another batch size, and for
+        Raises ValueError for an idx of another shape or dtype, for a state of another model or batch size, and for
         loss_only without targets.
         """
         check_tokens(idx)
         if loss_only and targets is None:
-            raise ValueError("loss_only asks for a loss: give targets too")
+            raise ValueError("loss_only needs targets: give them, or leave loss_only out")
         keep = state is not None
-        if keep and (len(state) != len(self.branches) or set(batch_sizes(state)) - {idx.shape[0]}):
-            raise ValueError(f"state is not one of {len(self.branches)} branches for a batch of {idx.shape[0]}: start from "
-                             f"initial_state({idx.shape[0]}), or from what the call before returned")
-        states = state if keep else [None] * len(self.branches)
-        h = self.embed_norm(self.embed(idx))  # (B, T, n_embd)
-        after = []
-        for branch, s in zip(self.branches, states, strict=True):
-            h, s = branch(h, s)
+        if keep and (len(state) != len(self.layers) or {len(a) for a in tensors_of(state) if a.dim() > 1} - {len(idx)}):
+            raise ValueError(f"state is not one of {len(self.layers)} layers for a batch of {len(idx)}: start from "
+                             f"initial_state({len(idx)}), or from what the call before returned")
+        h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
+        for layer, s in zip(self.layers, state if keep else [None] * len(self.layers), strict=True):
+            h, s = layer(h, s)
             after.append(s)
-        h, logits, loss = self.norm(h[:, -1:] if last_only else h), None, None
-        if loss_only and not torch.compiler.is_compiling():
+        h = self.norm(h[:, -1:] if last_only else h)
+        logits = loss = None
+        if loss_only and self.config.backend != "torch" and not torch.compiler.is_compiling():
             loss = linear_cross_entropy(h, self.embed.weight, targets, ignore_index=-1)
-        else:  # with loss_only too: torch.compile fuses these lines, and keeps the logits alone
+        else:  # with loss_only too: torch.compile fuses these lines
             logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
             if targets is not None:
-                loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+                wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1)
         logits = None if loss_only else logits
         return (logits, loss, after) if keep else (logits, loss)
 
+    def toy(self, backend):
+        """A small model of the same code, for self_check.py: every family of this one once, in one layer."""
+        families = list(dict.fromkeys(self.config.families))
+        return type(self)(replace(self.config, pattern=",".join(families), n_layer=len(families), n_embd=32, n_head=2,
+                                  vocab_size=64, mlp_multiple=16, backend=backend))
+
+    def toy_batch(self):
+        """Tokens and targets (2, 66) for a toy."""
+        idx = torch.randint(self.config.vocab_size, (2, 67))
+        return idx[:, :-1], idx[:, 1:]
+
+    def branches(self):
+        """Every Branch with its name, in the order in which they run."""
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, Branch)]
+
     def initial_state(self, batch_size):
-        """The state before the first token: a list with one entry a residual branch."""
-        return [branch.branch.initial_state(batch_size, self.embed.weight.device) for branch in self.branches]
+        """The state before the first token: per layer, per branch. Raises ValueError for a mixer that keeps none."""
+        return [[branch.initial_state(batch_size, self.embed.weight.device) for branch in layer.branches]
+                for layer in self.layers]
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, chunk=4096):
         """Yield `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), from the recurrent state.
 
-        The prompt is read in chunks; then time and memory a token are constant for recurrent families, and grow with the
-        cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail before sampling.
+        The prompt is read in chunks; then time and memory per token are constant for recurrent families, and grow with
+        the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail before sampling.
         """
         check_tokens(idx)
         if max_new_tokens < 0:
@@ -711,10 +721,10 @@ class LM(nn.Module):
         """idx (B, T) with `max_new_tokens` more tokens behind it; see `stream` for the sampling arguments."""
         return torch.cat([idx, *(token[:, None] for token in self.stream(idx, max_new_tokens, **sampling))], 1)
 
-    # -------------------------------------------------------------------------- initialisation, optimiser, bookkeeping
+    # ---------------------------------------------------------------------------------- initialisation, bookkeeping
 
     def init_table(self):
-        """Parameter name -> (kind, scale) of all of them.
+        """Parameter name -> (kind, scale) of all that have an entry; the others keep what their constructor drew.
 
         'normal' standard deviation, 'uniform' bound, 'constant' value, 'tensor' values; 'step size' (low, high): the
         inverse softplus of a log-uniform number between them, so that softplus gives it back (Mamba's dt_bias).
@@ -723,21 +733,21 @@ class LM(nn.Module):
         for name, _ in self.named_parameters():
             if name.split(".")[-2] in ("norm", "embed_norm"):
                 table[name] = ("constant", 1.0 if name.endswith("weight") else 0.0)
-        for i, branch in enumerate(self.branches):
-            table.update({f"branches.{i}.branch.{name}": how for name, how in branch.branch.init_table(self.config).items()})
+        for name, branch in self.branches():
+            own = branch.init_table(self.config)
+            table.update({f"{name}.mixer.{parameter}": how for parameter, how in own.items()})
+            missing = [n for n, _ in branch.mixer.named_parameters() if n not in own] if own else []
+            if missing:
+                raise ValueError(f"{where_is(type(branch.mixer))}: init_table does not say how {missing[0]!r} starts: add "
+                                 f"{missing[0]!r}: (kind, scale), whose kinds are listed at LM.init_table")
         return table
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw every parameter as `init_table` says."""
+        """Draw every parameter that `init_table` names."""
         table = self.init_table()
         for name, p in self.named_parameters():
-            if name not in table:
-                residual, _, own = name.partition(".branch.")
-                branch = type(self.get_submodule(residual).branch).__name__
-                raise ValueError(f"{branch}.init_table does not say how {own!r} starts: add {own!r}: (kind, scale), whose kinds "
-                                 "are listed at LM.init_table")
-            kind, scale = table[name]
+            kind, scale = table.get(name, (None, None))
             if kind == "normal":
                 p.normal_(0.0, scale)
             elif kind == "uniform":
@@ -747,45 +757,72 @@ class LM(nn.Module):
             elif kind == "step size":
                 step = p.uniform_(*map(math.log, scale)).exp().clamp(min=1e-4)
                 p.copy_(step + torch.log(-torch.expm1(-step)))
-            else:
+            elif kind == "constant":
                 p.fill_(scale)
 
     def decayed(self):
         """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding, nothing else."""
         return [f"{name}.weight" for name, m in self.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
 
-    def optimizer_groups(self, weight_decay):
-        """Two parameter groups for AdamW: decayed matrices, and the rest without decay."""
-        names = set(self.decayed())
-        named = dict(self.named_parameters())
-        return [{"params": [p for n, p in named.items() if n in names], "weight_decay": weight_decay},
-                {"params": [p for n, p in named.items() if n not in names], "weight_decay": 0.0}]
+    def computed_by(self):
+        """The operators that mix the tokens, each with where it runs: 'longhorn_scan (cpu), attention (cpu)'."""
+        device, words = self.embed.weight.device.type, {}
+        for _, branch in self.branches():
+            operator = getattr(branch.mixer, "operator", type(branch.mixer).__name__)
+            if operator in build.BODIES:
+                operator += f" ({build.choose(operator, self.config.backend, device)})"
+            words[operator] = None
+        return ", ".join(filter(None, words)) or "nothing"
+
+    def defaults(self):
+        """A line on each class of mixers that relies on defaults: what it leaves out, and what happens then."""
+        what = {"init_table": "its parameters start as its constructor left them", "initial_state": "it cannot sample",
+                "mixing_flops": "FLOPs count its linear maps only"}
+        lines = []
+        for cls in dict.fromkeys(type(branch.mixer) for _, branch in self.branches()):
+            optional = {"mixing_flops"} if getattr(cls, "operator", "") is None else set()  # its linear maps are all it has
+            said = [f"no {name}: {then}" for name, then in what.items() if not hasattr(cls, name) and name not in optional]
+            lines += [f"{where_is(cls)} has {'; '.join(said)}"] if said else []
+        return lines
 
     def parameter_count(self):
-        """Parameters by part: embedding (tied with the head), branches by class, norms, and their total."""
+        """Parameters by part: embedding (tied with the head), mixers by class, norms, and their total."""
         count = lambda module: sum(p.numel() for p in module.parameters())
         parts = {"embedding": self.embed.weight.numel(), "norms": count(self.norm) + count(self.embed_norm)}
-        for branch in self.branches:
-            name = type(branch.branch).__name__
-            parts[name] = parts.get(name, 0) + count(branch.branch)
+        for _, branch in self.branches():
+            name = type(branch.mixer).__name__
+            parts[name] = parts.get(name, 0) + count(branch.mixer)
             parts["norms"] += count(branch.norm)
         return {**parts, "total": sum(parts.values())}
 
     def flops_per_token(self, T=None):
-        """FLOPs a token of a sequence of T (default block_size): {'forward', 'backward', 'total'}.
+        """FLOPs per token of a sequence of T (default block_size): {'forward', 'backward', 'total'}.
 
         A linear map of n weights costs 2 n forward; the head counts, the embedding look-up does not; causal attention
         counts the visible half only, a recurrence what it takes token by token, however it is computed. The backward is
         twice the forward; recomputation is not counted.
         """
         T = T or self.config.block_size
-        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) + 2 * self.embed.weight.numel()
-        forward = linear + sum(b.branch.mixing_flops(T) for b in self.branches)
+        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        forward = linear + 2 * self.embed.weight.numel() + sum(b.mixing_flops(T) for _, b in self.branches())
         return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
     def state_size(self, T=None):
-        """Numbers kept a sequence after T tokens (default block_size), over all layers."""
-        return sum(b.branch.state_size(T or self.config.block_size) for b in self.branches)
+        """Numbers kept per sequence after T tokens (default block_size), over all layers."""
+        return sum(branch.state_size(T or self.config.block_size) for _, branch in self.branches())
+
+
+def current_names(weights):
+    """A state_dict with the parameters' names of today. Until November 2026 a model was one list of branches, two per
+    layer: branches.5.branch.in_proj.weight is layers.2.branches.1.mixer.in_proj.weight."""
+    def rename(name):
+        old = re.fullmatch(r"branches\.(\d+)\.(norm|branch)\.(.*)", name)
+        if not old:
+            return name
+        layer, branch = divmod(int(old[1]), 2)
+        return f"layers.{layer}.branches.{branch}.{'mixer' if old[2] == 'branch' else 'norm'}.{old[3]}"
+
+    return {rename(name): a for name, a in weights.items()}
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -794,7 +831,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
     if temperature == 0:
         return logits.argmax(-1)
-    # differences to the largest, so that a small temperature overflows to -inf, never to inf; and a normal number, or 0 / 0
+    # differences to the largest, so that a small temperature overflows to -inf, never to inf; at least `tiny`, or 0 / 0
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
@@ -818,14 +855,16 @@ TABLE1 = {  # the paper's counts
 
 
 def table(T=1024):
-    """Rows of (family, size, parameters, the paper's count or None, forward+backward FLOPs a token, state a sequence of T)."""
+    """Rows of (family, size, parameters, the paper's count or None, FLOPs per token forward and backward, numbers of
+    state per sequence of T)."""
     rows = []
     for family in FAMILIES:
         for size, shape in SIZES.items():
             with torch.device("meta"):
                 lm = LM(ModelConfig(model=family, block_size=T, **shape))
             paper = TABLE1.get(family, {}).get(size)
-            rows.append((family, size, lm.parameter_count()["total"], paper, lm.flops_per_token()["total"], lm.state_size()))
+            count, flops = lm.parameter_count()["total"], lm.flops_per_token()["total"]
+            rows.append((family, size, count, paper, flops, lm.state_size()))
     return rows
 
 

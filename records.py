@@ -1,13 +1,13 @@
 """A run's records: what train.py writes, and what every table and figure is drawn from.
 
-    out/<run>/config.json    the run as it ran: settings, derived values, command, commit, versions, device, data; and of the
-                             code, every version that a part of the run was trained with
-    out/<run>/log.jsonl      one JSON object a line and event, keys with their units
+    out/<run>/config.json    the run as it ran: settings, derived values, command, versions, device, data; and every
+                             version of the code that a part of the run was trained with
+    out/<run>/log.jsonl      one JSON object per event, one per line, keys with their units
     out/<run>/result.json    the outcome, written only when the run finished
     out/<run>/loss.png       the loss curve
 
-The surprise: a killed process leaves a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the
-log back to its checkpoint, so that the log reads as if nothing had happened.
+A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back to
+its checkpoint, so that the log reads as if nothing had happened.
 
     python records.py out/longhorn_laptop     # draw loss.png again
 """
@@ -25,6 +25,8 @@ import sys
 from pathlib import Path
 
 from configurator import main_error
+
+NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
 
 def write_json(path, record):
@@ -123,47 +125,45 @@ class Log:
             del self.unwritten[0]
 
 
-def code_version():
-    """The commit of this checkout and how it differs from that; each None where git does not know. $LONGHORN_COMMIT names the
-    commit of a copy without .git, as in a container.
+def code_identity():
+    """What code this process runs: {"code": 12 hex digits, "code_files": {path: 12 hex digits}}.
 
-    uncommitted_changes: whether a file that git tracks was changed, those in results/ aside, which a measurement writes and
-    none reads; or a Python or native source is there that git does not track. changed_code: a hash of the changes to
-    Python and native sources, and of those that git does not track, as a mixer in a file of its own that model.py imports.
+    By content: the project's own modules that are imported by now, and the native sources. So a comment in the README, a
+    plot script nobody imports, or another commit of the same sources is the same code; an edited mixer is not.
     """
+    root = Path(__file__).resolve().parent
+    paths = {root / name for name in NATIVE_SOURCES}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if name and Path(name).suffix == ".py" and Path(name).resolve().is_relative_to(root):
+            paths.add(Path(name).resolve())
+    files = {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(paths)
+             if not path.relative_to(root).parts[0].startswith(".") and path.exists()}
+    return {"code": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12], "code_files": files}
+
+
+def code_version():
+    """{"commit": of this checkout, "uncommitted_changes"}; each None where git does not know. $LONGHORN_COMMIT names the
+    commit of a copy without .git, as in a container. Changes in results/, which a measurement writes, do not count."""
     folder = Path(__file__).parent
 
     def git(*args):
-        run = subprocess.run(["git", "-C", str(folder), *args], capture_output=True)
+        run = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True)
         return run.stdout.strip() if run.returncode == 0 else None
 
     try:
-        commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
-        code = git("diff", "HEAD", "--", "*.py", "*.cu", "*.h") or b""
-        new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.cu", "*.h") or b""
+        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".", ":(exclude)results")
     except OSError:  # no git
-        commit, changed, code, new = None, None, b"", b""
-    for name in sorted(filter(None, new.split(b"\0"))):
-        code += b"\0" + name + b"\0"
-        with contextlib.suppress(OSError):  # a link to nowhere, or gone again
-            code += (folder / os.fsdecode(name)).read_bytes()
-    return {"commit": commit.decode() if commit else os.environ.get("LONGHORN_COMMIT"),
-            "uncommitted_changes": None if changed is None else bool(changed or new),
-            "changed_code": hashlib.sha256(code).hexdigest()[:12] if code else None}
-
-
-def version(ran_in):
-    """Of the code that ran: the commit, and a + with a hash where its sources differed; None where neither is known."""
-    code = ran_in["changed_code"] if "changed_code" in ran_in else ran_in["uncommitted_changes"] and "changed"
-    return ran_in["commit"] and ran_in["commit"] + (f"+{code}" if code else "")
+        commit = changed = None
+    return {"commit": commit or os.environ.get("LONGHORN_COMMIT"),
+            "uncommitted_changes": None if changed is None else bool(changed)}
 
 
 def environment():
-    """Commit, versions, machine and command of this process, for config.json."""
+    """Code, commit, versions, machine and command of this process, for config.json."""
     import torch
 
-    return {**code_version(),
+    return {**code_identity(), **code_version(),
             "command": shlex.join([Path(sys.executable).name, *sys.argv]), "python": platform.python_version(),
             "torch": torch.__version__, "system": platform.platform(), "cpu": cpu_model(), "cores": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -4,9 +4,14 @@
     python sample.py --out_dir=out/longhorn_laptop --prompt="def main():" --temperature=0.7 --top_k=50
     cat notes.txt | python sample.py --out_dir=out/longhorn_laptop --prompt=-
 
-The surprise: the prompt may be far longer than the training context. It is read in chunks through the state; for
-recurrent families memory and time a token do not depend on what came before.
+The prompt may be far longer than the training context: it is read in chunks through the state. For recurrent families,
+memory and time per token do not depend on what came before.
 """
+
+if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import codecs
 import dataclasses
@@ -21,7 +26,8 @@ import torch
 import checkpoint
 import configurator
 from configurator import ConfigError
-from model import LM, ModelConfig
+from distributed import named_device
+from model import LM, ModelConfig, current_names
 
 
 @dataclass
@@ -41,9 +47,10 @@ def load_model(folder, device="cpu"):
     """(LM in evaluation mode, the checkpoint's meta) of a run's folder. Raises CheckpointError, one line."""
     tensors, meta = checkpoint.load(Path(folder) / "checkpoint.safetensors")
     weights = checkpoint.unflatten(tensors, meta["skeleton"])["model"]
-    names = {f.name for f in dataclasses.fields(ModelConfig)} - {"scan_backend", "kernel"}  # this machine's own choice
-    lm = LM(ModelConfig(**{k: v for k, v in meta["config"].items() if k in names}))
-    lm.load_state_dict(weights)
+    names = {f.name for f in dataclasses.fields(ModelConfig)} - {"backend"}
+    backend = "torch" if meta["config"].get("backend") == "torch" else ""  # an edited plain operator; else this machine's choice
+    lm = LM(ModelConfig(**{k: v for k, v in meta["config"].items() if k in names}, backend=backend))
+    lm.load_state_dict(current_names(weights))
     return lm.to(device).eval(), meta
 
 
@@ -98,18 +105,6 @@ def read_prompt(prompt, text):
     return shown, text.encode(shown)
 
 
-def open_device(name):
-    """The device of that name, tried with one number; train.py's would also join its processes."""
-    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu")
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, ValueError):
-        raise ConfigError(f"device {name!r} is unknown or not there: use cpu, cuda, cuda:1 ...") from None
-    return name
-
-
 def main(argv):
     config = configurator.load(SampleConfig, argv)
     if config.max_new_tokens < 1 or config.num_samples < 1:
@@ -119,7 +114,7 @@ def main(argv):
                           f"top_p {config.top_p} in (0, 1]")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed {config.seed} must be in 0 .. {2**63 - 1}")
-    device = open_device(config.device)
+    device = named_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     text = Text(meta["tokenizer"], meta["table"])
     prompt, tokens = read_prompt(config.prompt, text)

@@ -1,22 +1,5 @@
-# LLaMA beside longhorn_laptop.py: the same tokens, order and schedule; 1.49M parameters, as Longhorn.
-# It validates on windows of 256, as it was trained, where Longhorn reads on to 1024: to compare the two, give both
-# --eval_block_size=256. Nothing here was tuned for LLaMA.
+# 1.49M parameters, as Longhorn. It validates at 256, the length it was trained at: to compare, give both that length.
+include("laptop.py")
 model = "llama"
-n_layer = 3
-n_head = 3
-n_embd = 192
 mlp_multiple = 192  # SwiGLU 576 wide: as many parameters as Longhorn
-block_size = 256
-dataset = "pystdlib"
-
-batch_tokens = 1024
-batch_size = 4
-max_iters = 4600
-learning_rate = 1.5e-3  # peak
-min_lr = 0.0
-beta2 = 0.99
-
-eval_interval = 1000
-eval_tokens = 65536
-eval_batch_size = 32
-log_interval = 20
+eval_block_size = 256

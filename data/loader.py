@@ -300,6 +300,7 @@ class TokenData:
     Attributes:
         windows_per_step: int, batch_tokens / block_size; n_train_windows: int, windows of the training split;
         identity: {"train": hex, "val": hex}, the sha256 of the two files: the same data has the same identity;
+        meta: dict, meta.json; sequences_per_step: int, of all processes together;
         file_times: [[bytes, mtime in ns] of train.bin, of val.bin] as they were when this was made.
 
     Raises DataError, one line, for a batch that is no whole number of windows, or of more than 2^24 of them.
@@ -320,7 +321,7 @@ class TokenData:
                 f"{MAX_WINDOWS:,} per step; choose fewer batch_tokens"
             )
         self.n_train_windows = n_windows(len(tokens.train), block_size)
-        self.identity = tokens.sha256
+        self.identity, self.meta, self.sequences_per_step = tokens.sha256, tokens.meta, self.windows_per_step
         self._stamps = [_file_stamp(split) for split in (tokens.train, tokens.val)]
         self.file_times = [list(stamp[1:]) for stamp in self._stamps]
 
@@ -367,6 +368,26 @@ class TokenData:
             length = int(batch[0, 1])
             rows = np.stack([self.tokens.val[start : start + length + 1] for start, _ in batch])  # (W, length + 1)
             yield _inputs_and_targets(rows, self.device)
+
+    def derived(self, config, world_size):
+        """What config.json says of a run on this data, beside its settings. Raises DataError as `rank_slice`."""
+        self.rank_slice(0, world_size)
+        return {
+            "windows_per_step": self.windows_per_step,
+            "accumulation": math.ceil(self.windows_per_step / world_size / config.micro_batch_size),
+            "epochs": config.max_iters * self.windows_per_step / self.n_train_windows,
+            "train_tokens": len(self.tokens.train),
+            "val_tokens": len(self.tokens.val),
+        }
+
+    def where(self, step, rank, world_size):
+        """Where a step's batch begins, for an error message."""
+        first = int(self.windows(step, rank, world_size)[0]) * self.block_size
+        return f"the last batch began at token {first:,} of {self.tokens.folder / 'train.bin'}"
+
+    def verify(self):
+        """Read both files whole and compare their sha256 with meta.json's: DataError where they differ."""
+        self.tokens.verify()
 
     def check_unchanged(self):
         """Raises DataError where train.bin or val.bin is no longer the file that was opened.

@@ -1,0 +1,192 @@
+"""The processes of a run: devices, torchrun's process group, and what happens when one of them does not answer.
+
+    torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
+
+Collectives time out after timeout_minutes. Then every process says in one line which ranks did not answer, and exits with
+code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` starts all of them again.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+
+import torch
+import torch.distributed as dist
+
+from configurator import ConfigError
+
+EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
+ROLL_CALL_SECONDS = 5.0
+STORE = None  # of the process group, asked who is alive after an error
+
+
+class Lost(RuntimeError):
+    """Another process is gone or silent. The same command may well succeed: the exit code is EXIT_RETRYABLE."""
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def named_device(name):
+    """The torch.device of "auto", "cpu", "cuda" (this process's) or "cuda:1". Raises ConfigError where it is not there."""
+    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu, or install a CUDA build of torch")
+    try:
+        device = torch.device(name if name != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.zeros(1, device=device).item()  # "meta" is a known device that holds no number
+    except (RuntimeError, AssertionError, ValueError, ImportError):
+        raise ConfigError(f"device {name!r} is unknown or not there: use cpu, cuda, cuda:1 ...") from None
+    return device
+
+
+def open_device(config):
+    """The device of this process; joins torchrun's process group when started by it.
+
+    config: device, timeout_minutes. Raises ConfigError for a device that is not there, Lost where not all processes come.
+    """
+    device, world = named_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    else:
+        keep_freed_memory()
+    if world > 1:
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            per_process = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+            torch.set_num_threads(max(1, per_process))
+        wait = datetime.timedelta(minutes=config.timeout_minutes)
+        join("nccl" if device.type == "cuda" else "gloo", wait)
+    return device
+
+
+def keep_freed_memory():
+    """Keep freed activations in the process. Returned to the OS, they cost a page fault per 4 KB in every step."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        if libc.mallopt(m_mmap_threshold, 1 << 30) or libc.mallopt(m_mmap_threshold, 1 << 25):  # the limit before 2.35
+            libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
+def join(backend, wait):
+    """Join the process group; `wait` (timedelta) is the timeout of every collective. Raises Lost."""
+    global STORE
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=wait))
+        STORE = new_store_prefix(store, rank, world, wait)
+        dist.init_process_group(backend, store=dist.PrefixStore("group", STORE), rank=rank, world_size=world, timeout=wait)
+    except Lost:
+        raise
+    except RuntimeError as error:  # dist's errors are RuntimeErrors, but not all of them are DistErrors
+        raise Lost(f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} processes met within {wait} "
+                   f"({first_line(error)}): start them all, or raise timeout_minutes") from None
+
+
+def new_store_prefix(store, rank, world, wait):
+    """A part of the store that no earlier attempt wrote to.
+
+    torchrun keeps one store over its restarts, and PyTorch 2.13 puts every attempt's addresses under the same names: a
+    process that reads before another has written would connect to a dead one. So every process asks under a new name of
+    its own, and rank 0 answers each of them until all that are alive have read its answer.
+    """
+    own, until = uuid.uuid4().hex, time.monotonic() + wait.total_seconds()
+    store.set(f"longhorn/asks/{rank}", own)
+    if rank:
+        prefix = store.get(f"longhorn/{own}").decode()
+        store.set(f"longhorn/{prefix}/{rank}", "here")
+        return dist.PrefixStore(prefix, store)
+    while missing := [r for r in range(1, world) if not store.check([f"longhorn/{own}/{r}"])]:
+        if time.monotonic() > until:
+            raise Lost(f"no answer from rank {', '.join(map(str, missing))} within {wait}: start it, or raise "
+                       "timeout_minutes")
+        for r in missing:
+            if store.check([f"longhorn/asks/{r}"]):
+                store.set(f"longhorn/{store.get(f'longhorn/asks/{r}').decode()}", own)
+        time.sleep(0.02)
+    return dist.PrefixStore(own, store)
+
+
+def is_communication_error(error):
+    """Whether a RuntimeError comes from a collective that failed."""
+    return STORE is not None and (isinstance(error, dist.DistError) or "gloo" in str(error))
+
+
+def who_is_missing(error):
+    """One line on a collective that failed: which rank says it, and which did not answer. A roll call of some seconds."""
+    own, world, present, reached = rank(), world_size(), {rank()}, []
+
+    def call():
+        with contextlib.suppress(RuntimeError):
+            STORE.set(f"here/{own}", "")
+            while len(present) < world:
+                present.update(r for r in range(world) if STORE.check([f"here/{r}"]))
+                reached.append(True)
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=call, daemon=True)  # a store whose process hangs would never return
+    thread.start()
+    thread.join(ROLL_CALL_SECONDS)
+    missing = [r for r in range(world) if r not in present] if reached else [0]  # rank 0, or torchrun, holds the store
+    who = (f"no answer from rank {', '.join(map(str, missing))} within {ROLL_CALL_SECONDS:g} s" if missing else
+           "all others answer by now")
+    return (f"rank {own} on {platform.node()}: {who} ({first_line(error)}); continue from the last checkpoint with the same "
+            "line and --resume=auto; torchrun --max-restarts does that by itself")
+
+
+def first_line(error, limit=200):
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:limit]
+
+
+def exit_retryable(prog, error):
+    """End this process with EXIT_RETRYABLE, after a checkpoint that is being written. Not by Python's own exit: the
+    threads of a broken process group would abort it now and then."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    with contextlib.suppress(OSError):
+        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+    os._exit(EXIT_RETRYABLE)
+
+
+def leave():
+    """Destroy the process group, after the last reference to DistributedDataParallel is gone: if that were the last owner
+    of the group, it would wait for gloo's threads while it holds the GIL, which they wait for."""
+    if dist.is_initialized():
+        gc.collect()  # the frame of main may live on in a reference cycle of an exception
+        dist.destroy_process_group()
+
+
+def all_gather(value):
+    """The values of all processes, in order of rank."""
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier():
+    if world_size() > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(a, device):
+    """The sum of a small tensor over all processes, on the CPU."""
+    if world_size() > 1:
+        a = a.to(device)
+        dist.all_reduce(a)
+    return a.cpu()

@@ -1,0 +1,85 @@
+"""Optimisers: AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest.
+
+    decayed matrices   weights of linear maps and the embedding: weight_decay
+    the rest           norms, biases, convolutions, rates of the scans: no decay
+    --optimizer=muon   Muon (Jordan et al. 2024) on the linear maps of the layers; embedding and the rest stay with AdamW
+
+Each group has its own `initial_lr`, and the schedule in train.py scales all of them by one factor. So another optimiser is
+one more entry in the list that `build_optimizers` returns.
+"""
+
+import torch
+import torch.nn as nn
+
+from configurator import ConfigError
+
+
+def build_optimizers(model, config):
+    """The list of optimisers of a model, every parameter in exactly one group.
+
+    config: optimizer ("adamw" or "muon"), learning_rate, weight_decay, beta1, beta2. The model says by `decayed()` what
+    weight decay applies to.
+    """
+    named, decayed = dict(model.named_parameters()), set(model.decayed())
+    optimizers, matrices = [], {}
+    if config.optimizer == "muon":
+        if config.dtype == "float16":
+            raise ConfigError("optimizer 'muon' has no loss scaling for dtype float16: choose bfloat16 or float32")
+        matrices = muon_matrices(model)
+        optimizers.append(Muon([(named[name], rows) for name, rows in matrices.items()], lr=config.learning_rate,
+                               weight_decay=config.weight_decay))
+    rest = {name: p for name, p in named.items() if name not in matrices}
+    groups = [{"params": [p for name, p in rest.items() if name in decayed], "weight_decay": config.weight_decay},
+              {"params": [p for name, p in rest.items() if name not in decayed], "weight_decay": 0.0}]
+    optimizers.append(torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
+                                        betas=(config.beta1, config.beta2), fused=True))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers
+
+
+def set_learning_rate(optimizers, factor):
+    """Give every group `factor` times its own initial rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group["initial_lr"]
+
+
+def muon_matrices(model):
+    """Name -> rows of its parts, of every linear map inside the layers. A fused projection, such as in_proj of x and z,
+    has several parts, as its mixer's `projections()` says."""
+    matrices = {}
+    for name, branch in model.branches():
+        fused = branch.mixer.projections() if hasattr(branch.mixer, "projections") else {}
+        for inner, module in branch.mixer.named_modules():
+            if isinstance(module, nn.Linear):
+                weight = f"{inner}.weight" if inner else "weight"
+                matrices[f"{name}.mixer.{weight}"] = fused.get(weight, [module.out_features])
+    return matrices
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon with the parts of a fused projection orthogonalised separately: x|z are two maps in one matrix.
+
+    matrices: [(parameter (m, n), rows of its parts, which add up to m)]. A part is a view of its parameter, so the update
+    lands in the model. Rates are scaled to AdamW's size of update (Liu et al. 2025), so one learning_rate suits both.
+    """
+
+    def __init__(self, matrices, lr, weight_decay):
+        self.parts = [(p, rows, [nn.Parameter(part) for part in p.detach().split(rows)]) for p, rows in matrices]
+        super().__init__([part for _, _, parts in self.parts for part in parts], lr=lr, weight_decay=weight_decay,
+                         adjust_lr_fn="match_rms_adamw")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, rows, parts in self.parts:
+            for part, grad in zip(parts, p.grad.split(rows), strict=True):
+                part.grad = grad
+        super().step(closure)
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none=True):
+        for p, _, parts in self.parts:
+            for part in (p, *parts):
+                part.grad = None
