@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -27,15 +27,16 @@ class Base:
 
 @dataclass
 class Config(Base):
+    RENAMED = {"batch_size": "batch_tokens"}
     n_layer: int = 12
     # --- training
     learning_rate: float = 6e-4  # peak # of the cosine
     batch_tokens: int = 16384
     compile: bool = False  # use torch.compile
     out_dir: str = "out/a#b"  # records go here
-    name: Optional[str] = None  # noqa: UP045  the run's name
-    top_k: int | None = 200  # none for all
-    act: Literal["relu", "silu"] | None = None
+    name: str = ""  # the run's name
+    top_k: int = 200  # 0 for all
+    act: Literal["relu", "silu"] = "silu"
 
     def __post_init__(self):
         if self.n_layer < 1:
@@ -71,9 +72,7 @@ def file(tmp_path, monkeypatch):
     ("--compile", "compile", True), ("--compile=No", "compile", False), ("--compile=1", "compile", True),
     ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=", "out_dir", ""), ("--out_dir=none", "out_dir", "none"),
     ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
-    ("--name=none", "name", None), ("--name=3", "name", "3"), ("--top_k=None", "top_k", None),
-    ("--top_k=3", "top_k", 3),
-    ("--model=llama", "model", "llama"), ("--act=silu", "act", "silu"), ("--act=none", "act", None),
+    ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu"),
 ])
 def test_command_line_value(argument, key, expected):
     found = value(key, argument)
@@ -83,6 +82,8 @@ def test_command_line_value(argument, key, expected):
 @pytest.mark.parametrize("argument, expected", [
     ("--learning_rte=3", "unknown key '--learning_rte': did you mean '--learning_rate'? --help lists all keys"),
     ("--learning-rate=3", "unknown key '--learning-rate': did you mean '--learning_rate'? --help lists all keys"),
+    ("--batch_size=3", "unknown key '--batch_size': it is now '--batch_tokens'"),
+    ("--RENAMED=3", "unknown key '--RENAMED': did you mean '--name'? --help lists all keys"),
     ("--qqq=3", "unknown key '--qqq'; --help lists all keys"),
     ("--", "unknown key '--'; --help lists all keys"),
     ("--n_layer", "--n_layer needs a value, joined by '=': --n_layer=12"),
@@ -95,9 +96,9 @@ def test_command_line_value(argument, key, expected):
     ("--dropout=-inf", "--dropout=-inf: expected a finite number (float)"),
     ("--dropout=1e999", "--dropout=1e999: expected a finite number (float)"),
     ("--compile=maybe", "--compile=maybe: expected true or false (bool)"),
-    ("--top_k=x", "--top_k=x: expected a whole number (int) or none"),
+    ("--top_k=none", "--top_k=none: expected a whole number (int)"),
     ("--model=lama", "--model=lama: expected one of longhorn, llama: did you mean 'llama'?"),
-    ("--act=gelu", "--act=gelu: expected one of relu, silu or none: did you mean 'relu'?"),
+    ("--act=gelu", "--act=gelu: expected one of relu, silu: did you mean 'relu'?"),
     ("--n_layer=0", "n_layer 0 is below 1: choose a positive number"),
     ("batch", "unexpected argument 'batch': give config files (*.py) and --key=value; --help lists all keys"),
     ("-n=3", "unexpected argument '-n=3': give config files (*.py) and --key=value; --help lists all keys"),
@@ -109,6 +110,7 @@ def test_command_line_mistake(argument, expected):
 @pytest.mark.parametrize("text, expected", [
     ("learning_rte = 3",
      "config/x.py: unknown key 'learning_rte': did you mean 'learning_rate'? --help lists all keys"),
+    ("batch_size = 3", "config/x.py: unknown key 'batch_size': it is now 'batch_tokens'"),
     ("qqq = 3", "config/x.py: unknown key 'qqq'; --help lists all keys; a helper's name starts with _"),
     ("n_layer = '6'", "config/x.py: n_layer = '6': expected a whole number (int)"),
     ("n_layer = True", "config/x.py: n_layer = True: expected a whole number (int)"),
@@ -120,6 +122,7 @@ def test_command_line_mistake(argument, expected):
     ("compile = 1", "config/x.py: compile = 1: expected true or false (bool)"),
     ("compile = 'yes'", "config/x.py: compile = 'yes': expected true or false (bool)"),
     ("out_dir = 3", "config/x.py: out_dir = 3: expected a string (str)"),
+    ("model = ['llama']", "config/x.py: model = ['llama']: expected one of longhorn, llama"),
     ("model = 'longhron'",
      "config/x.py: model = 'longhron': expected one of longhorn, llama: did you mean 'longhorn'?"),
     ("import math as n_layer", "config/x.py: n_layer = <module 'math'"),
@@ -142,16 +145,25 @@ def test_missing_file(file):
 
 
 def test_later_wins_and_files_see_the_values_so_far(file):
-    a = file("batch_tokens = block_size * 64\ncompile = True  # shadows nothing that we need\ntop_k = None\n", "a")
+    a = file("batch_tokens = block_size * 64\ncompile = True  # shadows nothing that we need\ntop_k = 0\n", "a")
     b = file("import math\nfrom math import sqrt\n_helper = 2\ndef double(n): return 2 * n\n"
              "n_layer = double(n_layer) + _helper\nlearning_rate = 0\ndropout = 1e-1\nblock_size = 2e5", "b")
     c = load(Config, ["--block_size=128", "--n_layer=3", a, b, "--dropout=0.5", "--name=z"])
     assert (c.batch_tokens, c.block_size, c.n_layer, c.dropout, c.compile) == (128 * 64, 200_000, 8, 0.5, True)
     assert type(c.block_size) is int and type(c.learning_rate) is float
     assert c.config_files == [a, b]
-    assert c.overrides == dict(block_size=200_000, n_layer=8, batch_tokens=8192, compile=True, top_k=None,
+    assert c.overrides == dict(block_size=200_000, n_layer=8, batch_tokens=8192, compile=True, top_k=0,
                                learning_rate=0.0, dropout=0.5, name="z")
     assert "overrides" not in dataclasses.asdict(c)
+
+
+def test_a_file_includes_another_of_its_folder(file):
+    file("n_layer = 3\nblock_size = n_layer * 64\n", "base")
+    config = load(Config, ["--n_layer=2", file('include("base.py")\nbatch_tokens = block_size * 4\n'), "--dropout=0"])
+    assert config.overrides == {"n_layer": 3, "block_size": 192, "batch_tokens": 768, "dropout": 0.0}
+    file("n_layer = 1 / 0\n", "base")
+    assert message("config/x.py") == "config/base.py:1: ZeroDivisionError: division by zero"
+    assert message(file('include("bas.py")')) == "config/bas.py: No such file or directory: did you mean 'config/base.py'?"
 
 
 def test_a_key_set_to_its_default_is_an_override_and_a_branch_not_taken_is_none(file):
@@ -176,8 +188,7 @@ def test_help_names_every_key_with_type_default_and_meaning(capsys, monkeypatch)
     assert lines["--learning_rate"] == "float 0.0006 peak # of the cosine"
     assert lines["--out_dir"] == "str out/a#b records go here"
     assert lines["--model"] == "choice longhorn the family (one of longhorn, llama)"
-    assert lines["--act"] == "choice|none none (one of relu, silu or none)"
-    assert lines["--top_k"] == "int|none 200 none for all"
+    assert lines["--act"] == "choice silu (one of relu, silu)" and lines["--top_k"] == "int 200 0 for all"
     assert out.index("model:") < out.index("--model") < out.index("training:") < out.index("--learning_rate")
     assert {f"--{f.name}" for f in dataclasses.fields(Config)} <= set(lines)
     meanings = [line.index(word) for line in out.splitlines() for word in ("layers", "fraction zeroed") if word in line]
@@ -213,7 +224,8 @@ def with_nobody_reading(*command, **environment):
     reads, writes = os.pipe()
     os.close(reads)
     try:
-        return subprocess.run(command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+        return subprocess.run(command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True,
+                              env=os.environ | environment)
     finally:
         os.close(writes)
 
@@ -242,7 +254,7 @@ def test_another_broken_pipe_is_not_taken_for_the_output(capsys):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("script", ["experiments/scaling/table1.py", "experiments/recall/mqar.py", "bench/gpu.py", "data/loader.py"])
+@pytest.mark.parametrize("script", ["experiments/scaling/table1.py", "bench/gpu.py", "data/loader.py"])
 def test_scripts_whose_reader_has_gone(script, unbuffered):
     assert with_nobody_reading(sys.executable, script, "--help", PYTHONUNBUFFERED=unbuffered).stderr == ""
 
