@@ -1,1 +1,1 @@
-"""Datasets: one folder each with its prepare.py, and loader.py, which they and train.py share."""
+"""Datasets: loader.py reads them, writer.py writes them, and each folder has a prepare.py."""

@@ -1,40 +1,27 @@
-"""The loader that every dataset and train.py share: a prepared folder in, batches of token windows out.
+"""A prepared dataset: its files checked, its windows in order, the batches that training and evaluation read.
 
-A prepared folder holds train.bin and val.bin (token ids end to end, uint16 or uint32, no header) and meta.json,
-which says what they are. meta.json is written last, so a folder that has one is finished.
+A prepared folder holds train.bin and val.bin (token ids end to end, uint16 or uint32, no header) and meta.json, which
+describes them. meta.json is written last, so a folder that has one is finished; data/writer.py writes all three.
 
     window w of a split reads tokens [w B, w B + B] : x the first B of them, y the last B     (B = block_size)
-    step s of training reads windows permutation(epoch)[s W : (s + 1) W]                       (W = windows a step)
+    step s of training reads windows permutation(epoch)[s W : (s + 1) W]                       (W = windows per step)
 
-The surprise: training order has no state. `step_windows` is a pure function of (seed, step), every window comes once
-an epoch, and neither the number of processes nor the micro-batch enters: resuming needs the step number, nothing else.
+Training order has no state: `step_windows` is a pure function of (seed, step). Every window comes once per epoch, and
+neither the number of processes nor the micro-batch changes the order, so resuming needs only the step.
 
-    python data/loader.py data/pystdlib     # say what a prepared folder holds, and check its sha256
-    python data/loader.py FOLDER --adopt --vocab_size=50257 --tokenizer=gpt2     # nanoGPT's train.bin, val.bin: as they are
+    python data/loader.py data/pystdlib     # describe a prepared folder and check its sha256
+    python data/loader.py FOLDER --adopt --vocab_size=50257 --tokenizer=gpt2     # use nanoGPT's train.bin and val.bin
 """
 
-import argparse
-import contextlib
 import functools
 import hashlib
 import json
 import math
 import os
-import platform
-import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
-from configurator import main_error  # noqa: E402
-from records import sync_folder  # noqa: E402
-
-try:
-    import fcntl
-except ImportError:  # not a Unix: two preparations of one folder at once are then the user's care
-    fcntl = None
 
 # torch is imported where a batch is made: it takes seconds, and `prepare.py --help` should not.
 
@@ -42,7 +29,7 @@ SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 FULL_CHECK_TOKENS = 200_000_000  # splits up to here are read whole when opened (a tenth of a second or two)
 MAX_WINDOWS = 2**24  # per step: beyond, the indices of a step alone would take hundreds of MB
-SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # above: this many evenly spaced slices of this length
+SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # of longer ones: this many evenly spaced slices of this length
 
 
 class DataError(ValueError):
@@ -59,21 +46,21 @@ class Tokens:
     Args:
         folder: holds train.bin, val.bin and meta.json, as a prepare.py wrote them.
         vocab_size: the model's; the dataset's may not be larger.
-        block_size: tokens a window predicts; both splits must hold one window (block_size + 1 tokens).
+        block_size: tokens that a window predicts; both splits must hold one window (block_size + 1 tokens).
 
     Attributes:
-        meta: dict, meta.json as it stands.
+        meta: dict, the content of meta.json.
         vocab_size: int, the dataset's.
         train, val: read-only np.memmap, (tokens of the split,), uint16 or uint32.
         bytes_per_token: 1.0 where tokens are bytes; else {"train": float, "val": float} where meta.json counts the
             bytes of each split; else None.
         sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
 
-    Raises DataError, one line each: folder, bin or meta.json missing, a file whose size is not the recorded one, an
+    Raises DataError, one line, for: folder, bin or meta.json missing, a file whose size is not the recorded one, an
     unknown dtype, an empty split, a block longer than a split, a vocabulary larger than the model's, token ids outside
-    the dataset's own vocabulary, content that is not what was prepared. These last two read a split whole up to 200M
-    tokens; of a longer one (OpenWebText has 9 billion) 256 evenly spaced slices of 65,536 tokens are looked at for such
-    ids, and the rest is taken as prepare.py recorded it; `verify()` reads all.
+    the dataset's own vocabulary, content that is not what was prepared. For the last two a split is read whole up to
+    200M tokens; of a longer one (OpenWebText has 9 billion) 256 evenly spaced slices of 65,536 tokens are checked for
+    such ids, and the rest is trusted as prepare.py recorded it; `verify()` reads everything.
     """
 
     def __init__(self, folder, vocab_size=None, block_size=None):
@@ -139,6 +126,15 @@ class Tokens:
             )
 
 
+def file_sha256(path):
+    """Hex sha256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def _prepare_command(folder, force=False):
     script = Path(folder) / "prepare.py"
     if not script.is_file():
@@ -160,18 +156,18 @@ def _read_meta(folder):
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ok = False
     if not ok:
-        raise DataError(f"{path} is damaged (a field is missing, or not what a prepare.py writes): prepare again ({how})")
+        raise DataError(f"{path} is damaged (a field is missing or has the wrong type): prepare again ({how})")
     if meta["dtype"] not in DTYPES:
-        raise DataError(f"{path} says dtype {meta['dtype']!r}: the loader reads {' or '.join(DTYPES)}; prepare again ({how})")
+        raise DataError(f"{path}: dtype {meta['dtype']!r} is not {' or '.join(DTYPES)}: prepare again ({how})")
     return meta
 
 
 def _well_formed(meta):
-    """Whether all fields that are computed with are what they should be: else training ends hours later, or says nonsense.
+    """Whether every field that is used later has the right type, so that no run fails hours later or logs nonsense.
 
     Raises KeyError, TypeError or AttributeError where one cannot be reached.
     """
-    count = lambda n, least=0: type(n) is int and least <= n < 2**63  # not isinstance: a bool is no count
+    count = lambda n, least=0: type(n) is int and least <= n < 2**63  # not isinstance: a bool is not a count
     ratio = lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max
     splits = [meta["splits"][split] for split in SPLITS]
     counts = [split.get(key) for split in splits for key in ("max_token", "bytes")]
@@ -211,8 +207,8 @@ def _permutation(n, seed, epoch):
 def step_windows(n_windows, windows_per_step, seed, step):
     """The training windows of one optimiser step, for all processes together.
 
-    A pure function of its arguments. Step after step this reads off `default_rng([seed, epoch]).permutation(n_windows)`
-    for epoch 0, 1, ...: every window once an epoch; a step may straddle epochs. Rank r of R takes a slice of it.
+    A pure function of its arguments: consecutive steps read consecutive parts of
+    `default_rng([seed, epoch]).permutation(n_windows)` for epoch 0, 1, ...; a step may straddle two epochs.
 
     Args:
         n_windows: windows in the split; windows_per_step: batch_tokens // block_size; seed, step: from 0.
@@ -222,7 +218,7 @@ def step_windows(n_windows, windows_per_step, seed, step):
     if n_windows < 1:
         raise DataError(f"{n_windows} windows to train on: choose a smaller block or prepare more data")
     if windows_per_step < 1:
-        raise DataError(f"{windows_per_step} windows a step: the batch must hold at least one block")
+        raise DataError(f"{windows_per_step} windows per step: the batch must hold at least one block")
     if seed < 0 or step < 0:
         raise DataError(f"seed {seed}, step {step}: both must be 0 or more")
     out = np.empty(windows_per_step, dtype=np.int64)  # (W,)
@@ -266,10 +262,10 @@ def _inputs_and_targets(rows, device):
 
 
 def eval_windows(n_tokens, block_size, limit_tokens=0):
-    """The fixed windows of an evaluation: non-overlapping, in order, the same whatever model, batch or process count.
+    """The fixed windows of an evaluation: non-overlapping, in order, the same for every model, batch and process count.
 
     Args:
-        n_tokens: of the split; block_size: predicted tokens a window;
+        n_tokens: of the split; block_size: tokens that a window predicts;
         limit_tokens: 0 for all of the split, the last shorter window included (every token but the first is predicted
             once); else this many predicted tokens, in windows evenly spaced over the split.
     Returns: (n, 2) int64 array of (start, length): inputs [start, start + length), targets one further. Only the last
@@ -326,12 +322,12 @@ class TokenData:
         self.file_times = [list(stamp[1:]) for stamp in self._stamps]
 
     def rank_slice(self, rank, world_size):
-        """The part of a step's windows that one process reads. Raises DataError where processes cannot share equally."""
+        """The part of a step's windows that one process reads. Raises DataError where they cannot be shared equally."""
         if self.windows_per_step % world_size:
             more = -(-self.windows_per_step // world_size) * world_size * self.block_size
             raise DataError(
                 f"batch_tokens {self.batch_tokens} is {self.windows_per_step} windows of {self.block_size}, which "
-                f"{world_size} processes cannot share equally: choose batch_tokens {more} or another number of processes"
+                f"{world_size} processes cannot share equally: choose batch_tokens {more} or another number of them"
             )
         per_rank = self.windows_per_step // world_size
         return slice(rank * per_rank, (rank + 1) * per_rank)
@@ -419,202 +415,8 @@ def _file_stamp(tokens):
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# writing: what every prepare.py shares. Files are written beside and renamed, meta.json last.
-
-
-def token_dtype(vocab_size):
-    """'uint16', or 'uint32' for a vocabulary above 65,536."""
-    if not 1 <= vocab_size <= 2**32:
-        raise DataError(f"a vocabulary of {vocab_size} tokens: it must be between 1 and {2**32}")
-    return "uint16" if vocab_size <= 2**16 else "uint32"
-
-
-@contextlib.contextmanager
-def preparing(folder):
-    """Makes `folder` and holds its lock: two preparations of one folder at once would tread on each other.
-
-    The lock goes with the process, however it dies. DataError when another holds it, or the folder cannot be made.
-    """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")
-    except OSError as error:
-        raise DataError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from None
-    with lock:
-        if fcntl:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise DataError(f"another process is preparing {folder}: wait for it, or take another --out") from None
-        yield folder
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """A binary file to write beside `path` (path.part), renamed over it, with fsync, when the block ends well."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_folder(path.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def write_split(path, chunks, vocab_size):
-    """Streams token ids into a .bin and returns its entry for meta.json.
-
-    A meta.json beside it is removed before the file is replaced: it describes the old one.
-
-    Args:
-        path: .../train.bin or .../val.bin; chunks: iterable of 1-d integer arrays, one after the other in memory.
-    Returns: {"tokens", "sha256", "max_token"}; max_token is None for an empty split.
-    Raises: DataError for an id outside [0, vocab_size): checked before the cast, which would wrap it.
-    """
-    path, dtype = Path(path), DTYPES[token_dtype(vocab_size)]
-    n_tokens, largest, digest = 0, None, hashlib.sha256()
-    with replacing(path) as file:
-        for chunk in chunks:
-            chunk = np.asarray(chunk)
-            if chunk.size == 0:
-                continue
-            low, high = int(chunk.min()), int(chunk.max())
-            if low < 0 or high >= vocab_size:
-                bad = low if low < 0 else high
-                raise DataError(f"token id {bad} for {path.name} is outside the vocabulary of {vocab_size:,}")
-            data = np.ascontiguousarray(chunk, dtype=dtype)
-            file.write(data.data)
-            digest.update(data.data)
-            n_tokens, largest = n_tokens + data.size, high if largest is None else max(largest, high)
-        (path.parent / "meta.json").unlink(missing_ok=True)
-    return {"tokens": n_tokens, "sha256": digest.hexdigest(), "max_token": largest}
-
-
-def finish(folder, meta):
-    """Writes meta.json, the last act of a preparation, after checking that it describes the files that stand there.
-
-    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype (unless given),
-    python and numpy versions are added. Returns: the folder opened, as Tokens. Raises: DataError, and then no meta.json stands.
-    """
-    folder = Path(folder)
-    versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
-    meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
-    path = folder / "meta.json"
-    with replacing(path) as file:
-        file.write((json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode())
-    try:
-        return Tokens(folder)
-    except DataError:
-        path.unlink()
-        raise
-
-
-def read_split(path, dtype, vocab_size):
-    """The entry for meta.json, as write_split's, of a .bin that somebody else wrote. Raises DataError for what cannot be it."""
-    dtype, largest, digest = np.dtype(DTYPES[dtype]), None, hashlib.sha256()
-    if not path.is_file():
-        raise DataError(f"{path} is missing: give a folder with train.bin and val.bin")
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise DataError(f"{path} is {size:,} bytes, no whole number of {dtype} tokens: give its --dtype")
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-            largest = max(largest or 0, int(np.frombuffer(piece, dtype).max()))
-            if largest >= vocab_size:
-                raise DataError(
-                    f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: give its "
-                    "--vocab_size, or its --dtype"
-                )
-    return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
-
-
-def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=None):
-    """Makes a prepared folder of a train.bin and a val.bin of tokens end to end, as nanoGPT's: meta.json is added.
-
-    A meta.pkl is not opened: it is a pickle, which could run code. Returns: the folder opened, as Tokens.
-    Raises: DataError, one line for the user.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}: check the path")
-    token_dtype(vocab_size)  # refuses what is no size of a vocabulary
-    if bytes_per_token is not None and not 0 < bytes_per_token <= sys.float_info.max:
-        raise DataError(f"--bytes_per_token={bytes_per_token:g}: it must be above 0")
-    with preparing(folder):
-        if (folder / "meta.json").exists():
-            raise DataError(f"{folder / 'meta.json'} exists already: remove it if it does not describe these files")
-        meta = {
-            "dataset": folder.resolve().name,
-            "vocab_size": vocab_size,
-            "dtype": dtype,
-            "tokenizer": tokenizer,
-            "splits": {split: read_split(folder / f"{split}.bin", dtype, vocab_size) for split in SPLITS},
-            "bytes_per_token": bytes_per_token,
-            "how": shlex.join(["python", *sys.argv]),
-        }
-        return finish(folder, meta)
-
-
-def finished(folder, inputs):
-    """The Tokens of a folder already prepared from the same inputs (meta["inputs"]), or None."""
-    try:
-        tokens = Tokens(folder)
-    except DataError:
-        return None
-    return tokens if tokens.meta.get("inputs") == inputs else None
-
-
-def file_sha256(path):
-    """Hex sha256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def run(main):
-    """Runs a script's main(); a DataError, or the system's (disk full), becomes one line on stderr and exit code 2."""
-    with main_error(Path(sys.argv[0]).name):  # for a reader of the output that has gone, as after `| head`
-        try:
-            main()
-        except BrokenPipeError:
-            raise
-        except (DataError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            print("interrupted: nothing unfinished was left in place; run the same command again", file=sys.stderr)
-            sys.exit(130)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="holds train.bin and val.bin")
-    parser.add_argument("--adopt", action="store_true", help="write the meta.json of files that no prepare.py here wrote")
-    parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
-    parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="with --adopt: of the files (default uint16)")
-    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), help="with --adopt: what sample.py decodes tokens with")
-    parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, for losses in bits per byte")
-    args = vars(parser.parse_args())
-    if args.pop("adopt"):
-        if args["vocab_size"] is None:
-            raise DataError("--adopt needs --vocab_size: 50257 for GPT-2's tokens")
-        tokens, checked = adopt(**args), "meta.json written"
-    else:
-        tokens, checked = Tokens(args["folder"]), "sha256 verified"
-        tokens.verify()
-    counts = ", ".join(f"{len(getattr(tokens, split)):,} {split}" for split in SPLITS)
-    print(f"{tokens.folder}: {counts} tokens, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, {checked}")
-
-
 if __name__ == "__main__":
-    run(main)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+    from data import writer  # it imports this file as data.loader, and its errors are that module's
+
+    writer.run(writer.main)

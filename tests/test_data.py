@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import loader
+from data import gpt2, loader, writer
 from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n_windows, step_windows
 from data.openwebtext import prepare as openwebtext
 from data.pystdlib import prepare as pystdlib
@@ -41,8 +42,8 @@ def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
     splits = {}
     for split, tokens in (("train", train), ("val", val)):
         tokens = rng.integers(vocab_size, size=tokens) if isinstance(tokens, int) else np.asarray(tokens)
-        splits[split] = loader.write_split(folder / f"{split}.bin", [tokens], vocab_size)
-    loader.finish(folder, {"dataset": "test", "vocab_size": vocab_size, "splits": splits, **meta})
+        splits[split] = writer.write_split(folder / f"{split}.bin", [tokens], vocab_size)
+    writer.finish(folder, {"dataset": "test", "vocab_size": vocab_size, "splits": splits, **meta})
     return folder
 
 
@@ -177,7 +178,7 @@ def test_windows_outside_the_split_are_refused():
     refused(lambda: get_batch(tokens, [-1], 11), "window -1")  # NumPy would read from the end
     refused(lambda: step_windows(0, 4, 0, 0), "0 windows", "prepare more data")
     refused(lambda: step_windows(5, 4, -1, 0), "seed -1")
-    refused(lambda: step_windows(5, 0, 0, 0), "0 windows a step")
+    refused(lambda: step_windows(5, 0, 0, 0), "0 windows per step")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -389,9 +390,9 @@ def test_ids_outside_the_vocabulary(tmp_path, monkeypatch):
 
 
 def test_dtype_follows_the_vocabulary(tmp_path):
-    assert loader.token_dtype(256) == loader.token_dtype(65_536) == "uint16"
-    assert loader.token_dtype(65_537) == loader.token_dtype(2**32) == "uint32"
-    refused(lambda: loader.token_dtype(2**32 + 1), "4294967297")
+    assert writer.token_dtype(256) == writer.token_dtype(65_536) == "uint16"
+    assert writer.token_dtype(65_537) == writer.token_dtype(2**32) == "uint32"
+    refused(lambda: writer.token_dtype(2**32 + 1), "4294967297")
     tokens = Tokens(write_folder(tmp_path, val=[65_536, 5, 70_000, 1], vocab_size=70_001))
     assert tokens.val.dtype == np.uint32 and tokens.val.tolist() == [65_536, 5, 70_000, 1]
     x, y = get_batch(tokens.val, [0], 3)
@@ -400,13 +401,13 @@ def test_dtype_follows_the_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("bad", [-1, 256, 65_536 + 7])  # the last one would wrap to 7
 def test_ids_are_checked_before_the_cast(tmp_path, bad):
-    refused(lambda: loader.write_split(tmp_path / "val.bin", [[1, 2], [3, bad]], 256), f"token id {bad}", "256")
+    refused(lambda: writer.write_split(tmp_path / "val.bin", [[1, 2], [3, bad]], 256), f"token id {bad}", "256")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_chunks_are_joined(tmp_path):
     chunks = [np.arange(5)[::2], [], np.array([9], np.uint8), range(2)]
-    entry = loader.write_split(tmp_path / "val.bin", chunks, 10)
+    entry = writer.write_split(tmp_path / "val.bin", chunks, 10)
     data = (tmp_path / "val.bin").read_bytes()
     assert np.frombuffer(data, np.uint16).tolist() == [0, 2, 4, 9, 0, 1]
     assert entry == {"tokens": 6, "sha256": hashlib.sha256(data).hexdigest(), "max_token": 9}
@@ -442,7 +443,7 @@ def run_python(code, *arguments, **environment):
 KILL_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from data import loader
+from data import writer
 
 def chunks(n):
     for i in range(n):
@@ -450,9 +451,9 @@ def chunks(n):
         if i == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-with loader.preparing(sys.argv[1]) as folder:
-    splits = {s: loader.write_split(folder / f"{s}.bin", chunks(n), 256) for s, n in (("train", 5), ("val", 10))}
-    loader.finish(folder, {"vocab_size": 256, "splits": splits})
+with writer.preparing(sys.argv[1]) as folder:
+    splits = {s: writer.write_split(folder / f"{s}.bin", chunks(n), 256) for s, n in (("train", 5), ("val", 10))}
+    writer.finish(folder, {"vocab_size": 256, "splits": splits})
 """
 
 
@@ -466,14 +467,14 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(tmp_path, at):
     assert looks_finished(folder) and not list(folder.glob("*.part"))
 
 
-@pytest.mark.skipif(loader.fcntl is None, reason="no file locks here")
+@pytest.mark.skipif(writer.fcntl is None, reason="no file locks here")
 def test_two_preparations_of_one_folder(tmp_path):
-    with loader.preparing(tmp_path / "d"):
-        refused(lambda: loader.preparing(tmp_path / "d").__enter__(), "another process is preparing", "d")
-    with loader.preparing(tmp_path / "d"):
+    with writer.preparing(tmp_path / "d"):
+        refused(lambda: writer.preparing(tmp_path / "d").__enter__(), "another process is preparing", "d")
+    with writer.preparing(tmp_path / "d"):
         pass
     (tmp_path / "file").write_text("")
-    refused(lambda: loader.preparing(tmp_path / "file").__enter__(), "cannot write to", "--out")
+    refused(lambda: writer.preparing(tmp_path / "file").__enter__(), "cannot write to", "--out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -650,6 +651,25 @@ def test_what_earlier_runs_were_trained_on_has_not_changed(library, tmp_path):
     assert inspect.signature(pystdlib.prepare).parameters["documents"].default == "file" and pystdlib.VAL_FRACTION["file"] == 0.02
 
 
+def test_a_validation_set_of_one_document_is_said(tmp_path, capsys):
+    def prepare(n_long, **options):
+        root = tmp_path / f"lib{n_long}"
+        for i in range(40):
+            path = root / f"p{i}" / "a.py"
+            path.parent.mkdir(parents=True)
+            path.write_text(f"# {i}\n" + "x" * (990 if i < n_long else 400))
+        tokens, _ = pystdlib.prepare(tmp_path / f"out{n_long}", stdlib=root, **options)
+        return tokens, capsys.readouterr().err
+
+    tokens, said = prepare(0, val_fraction=0.1)
+    assert said == "" and tokens.meta["splits"]["val"]["files"] > 1
+    with mock.patch.object(pystdlib, "LONG", 900):
+        tokens, said = prepare(1, val_fraction=0.25, documents="package")
+    n = len(tokens.val)
+    assert said == (f"WARNING: val.bin is a single document of {n} tokens: raise --val_fraction (now 0.25), "
+                    "or add --roots\n")
+
+
 def test_pystdlib_refusals(library, tmp_path):
     refused(lambda: pystdlib.prepare(tmp_path / "x", stdlib=library, val_fraction=1.5), "--val_fraction 1.5")
     refused(lambda: pystdlib.prepare(tmp_path / "x", stdlib=library, val_fraction=1e-6), "1e-06", "another fraction")
@@ -711,9 +731,9 @@ def test_adopt_nanogpts_files(tmp_path):
     again = loader_script(folder, "--adopt", "--vocab_size=50257")
     assert again.returncode == 2 and again.stderr.startswith("error: ") and "meta.json exists already" in again.stderr
     assert again.stderr.count("\n") == 1 and Tokens(folder).bytes_per_token == 4.5
-    wide = loader.adopt(nanogpt(tmp_path / "wide", train=[3, 70_000], dtype=np.uint32), 70_001, "uint32")
+    wide = writer.adopt(nanogpt(tmp_path / "wide", train=[3, 70_000], dtype=np.uint32), 70_001, "uint32")
     assert wide.train.tolist() == [3, 70_000] and wide.bytes_per_token is None
-    narrow = loader.adopt(nanogpt(tmp_path / "narrow", train=[3, 64], dtype=np.uint32), 65, "uint32")
+    narrow = writer.adopt(nanogpt(tmp_path / "narrow", train=[3, 64], dtype=np.uint32), 65, "uint32")
     assert narrow.train.tolist() == [3, 64] and narrow.train.dtype == np.uint32  # where our own would be uint16
     bare = loader_script(nanogpt(tmp_path / "bare"), "--adopt")
     assert bare.returncode == 2 and bare.stderr == "error: --adopt needs --vocab_size: 50257 for GPT-2's tokens\n"
@@ -721,22 +741,22 @@ def test_adopt_nanogpts_files(tmp_path):
 
 def test_adopt_refusals(tmp_path):
     folder = nanogpt(tmp_path / "owt", val=[1, 2, 3])
-    refused(lambda: loader.adopt(tmp_path / "nothing", 50_257), "no folder", "nothing")
-    refused(lambda: loader.adopt(folder, 50_256), "train.bin holds token id 50256 as uint16", "vocabulary of 50,256")
-    refused(lambda: loader.adopt(folder, 50_257, "uint32"), "train.bin is 6 bytes", "uint32", "--dtype")
-    refused(lambda: loader.adopt(folder, 0), "vocabulary of 0")
-    refused(lambda: loader.adopt(folder, 50_257, bytes_per_token=math.nan), "--bytes_per_token=nan")
+    refused(lambda: writer.adopt(tmp_path / "nothing", 50_257), "no folder", "nothing")
+    refused(lambda: writer.adopt(folder, 50_256), "train.bin holds token id 50256 as uint16", "vocabulary of 50,256")
+    refused(lambda: writer.adopt(folder, 50_257, "uint32"), "train.bin is 6 bytes", "uint32", "--dtype")
+    refused(lambda: writer.adopt(folder, 0), "vocabulary of 0")
+    refused(lambda: writer.adopt(folder, 50_257, bytes_per_token=math.nan), "--bytes_per_token=nan")
     (folder / "val.bin").write_bytes(b"")
-    refused(lambda: loader.adopt(folder, 50_257), "val.bin is empty")
+    refused(lambda: writer.adopt(folder, 50_257), "val.bin is empty")
     (folder / "val.bin").unlink()
-    refused(lambda: loader.adopt(folder, 50_257), "val.bin is missing", "train.bin and val.bin")
+    refused(lambda: writer.adopt(folder, 50_257), "val.bin is missing", "train.bin and val.bin")
     assert not (folder / "meta.json").exists() and not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize("name", ["pystdlib", "openwebtext", "shakespeare_char"])
 def test_scripts_speak_to_the_user(name, tmp_path):
     helped = run_script(name, "--help")
-    assert helped.returncode == 0 and "--force" in helped.stdout and "surprise" in helped.stdout
+    assert helped.returncode == 0 and "--force" in helped.stdout and "data/" + name in helped.stdout
     (tmp_path / "file").write_text("")
     failed = run_script(name, "--out", tmp_path / "file")
     assert failed.returncode == 2 and failed.stdout == ""
@@ -797,7 +817,7 @@ def local(tmp_path, monkeypatch):
     return prepare
 
 
-def test_openwebtext_is_nanogpts_recipe(local, tmp_path):
+def test_openwebtext_is_nanogpts_recipe(local, tmp_path, capsys):
     texts = documents(230)
     tokens, new = local(write_jsonl(tmp_path / "docs.jsonl", texts))
     train, val = expected_tokens(texts, tiny_encoding())
@@ -809,9 +829,11 @@ def test_openwebtext_is_nanogpts_recipe(local, tmp_path):
     assert splits["train"]["bytes"] + splits["val"]["bytes"] == n_bytes
     assert tokens.bytes_per_token["train"] == splits["train"]["bytes"] / len(train)
     assert not (tmp_path / "out/shards").exists()
+    assert f"val.bin is a single document of {len(val)} tokens: raise --val_fraction" in capsys.readouterr().err
     assert not local(tmp_path / "docs.jsonl")[1]  # stands already
     more, new = local(tmp_path / "docs.jsonl", val_fraction=0.1, seed=1)
     assert new and more.val.tolist() == expected_tokens(texts, tiny_encoding(), 0.1, 1)[1]
+    assert "WARNING" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "txt"])
@@ -905,7 +927,7 @@ def test_openwebtext_does_not_mix_shards_of_other_inputs(local, tmp_path, monkey
     other = [text + " more" for text in documents(230)]
     tokens, _ = local(write_jsonl(tmp_path / "other.jsonl", other))
     assert tokens.train.tolist() == expected_tokens(other, tiny_encoding())[0]
-    assert "starting afresh" in capsys.readouterr().out
+    assert "starting again" in capsys.readouterr().out
 
 
 def test_openwebtext_refusals(local, tmp_path):
@@ -944,14 +966,10 @@ def test_openwebtext_without_network(local, tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-def test_openwebtext_vocab_folder(tmp_path):
-    def enter():
-        with openwebtext.gpt2_encoding(tmp_path):
-            pass
-
-    refused(enter, "holds no vocab.bpe")
+def test_gpt2_vocabulary_files_are_checked(tmp_path):
+    refused(lambda: gpt2.gpt2_encoding(tmp_path), "holds no vocab.bpe")
     (tmp_path / "vocab.bpe").write_text("not it")
-    refused(enter, "vocab.bpe is not GPT-2's")
+    refused(lambda: gpt2.gpt2_encoding(tmp_path), "vocab.bpe is not GPT-2's")
     assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
 
 
@@ -990,6 +1008,11 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path):
     assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
     assert (tokens.train == 50256).sum() == 120
     assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train)) + ","
+    assert tokens.meta["vocabulary"] == gpt2.VOCAB_SHA256
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TIKTOKEN_CACHE_DIR", None)
+        encoding = gpt2.gpt2_encoding(gpt2_vocabulary())  # as sample.py decodes it, without network
+        assert encoding.encode("Hello world") == [15496, 995] and "TIKTOKEN_CACHE_DIR" not in os.environ
 
 
 # ----------------------------------------------------------------------------------------------------------------------

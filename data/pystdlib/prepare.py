@@ -1,23 +1,21 @@
-"""The embedded default dataset: the running interpreter's own standard library, its source as bytes.
+"""The default dataset: the running interpreter's own standard library, its source as bytes.
 
 Every .py file below the standard library's folder (site-packages and dist-packages left out); the tokens are the bytes
-of the files (vocabulary 256), and one zero byte ends each file. Nothing is downloaded and nothing is committed: about
-31 MB with a Python from python.org, pyenv, uv, conda or Homebrew; 11 MB with Debian's own, which leaves the standard
-library's tests out.
+of the files (vocabulary 256), and one zero byte ends each file. Nothing is downloaded: about 31 MB with a Python from
+python.org, pyenv, uv, conda or Homebrew; 11 MB with Debian's, which leaves the library's tests out.
 
-The surprise: the split is by file, and by name. Files stand in the order of sha256(relative path): that is the shuffle;
-the first of them make up the validation set, until it holds --val_fraction of the bytes. So the split does not depend
-on the machine, a file's content is never in both parts (of files with equal content only one is kept), and a file
-larger than a quarter of the validation set goes to train, since a single generated table would be the whole measure.
+The split is by file. Files are ordered by sha256(relative path), which is the shuffle, and the first ones are the
+validation set, until it holds --val_fraction of the bytes. So the split does not depend on the machine, and no content
+is in both parts (of files with equal content only one is kept). A file larger than a quarter of the validation set goes
+to train: otherwise one generated table could be most of it.
 
-meta.json also records what `xz -9` needs for the validation bytes: a language model worth its steps beats that.
+meta.json also records what `xz -9` needs for the validation bytes: a useful language model needs less.
 
---documents=package makes long documents of the same files, for what a model remembers over 64K tokens. A document is a
-package: all files of a folder and of the folders in it, in the order of their paths. A folder of more than 4 MiB is no
-package but a shelf (the library itself, its `test`, a tree in --roots): each file and each folder on it is looked at by
-itself. The split is by document, in the order of sha256(path), so that no package is in both parts; and to be held out a
-document must be longer than 65,536 bytes: one sequence of that length and its next token. meta.json says how long the
-documents are and where those of val.bin begin.
+--documents=package makes long documents of the same files, to measure memory over 64K tokens. A document is a package:
+all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the library
+itself, its `test`, a tree in --roots): then each file and folder in it is considered separately. The split is by
+document, ordered by sha256(path); only documents longer than 65,536 bytes are held out: one sequence of that length and
+its next token. meta.json lists the lengths of the documents and where those of val.bin begin.
 
     python data/pystdlib/prepare.py                                        # seconds
     python data/pystdlib/prepare.py --roots .venv/lib/python3.11/site-packages ~/linux --out data/big
@@ -36,14 +34,15 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DataError, file_sha256, finish, finished, preparing, run, write_split
+from data.loader import DataError, file_sha256
+from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 
 RECIPE = 1  # goes up when the same files would give other tokens
-SEPARATOR = b"\0"  # ends each file; no source file holds one (those that do are skipped as binary)
+SEPARATOR = b"\0"  # ends each file; files that hold one are skipped as binary
 VOCAB_SIZE = 256
-VAL_FRACTION = {"file": 0.02, "package": 0.05}  # a fiftieth of the library would be five long documents
-SHELF_BYTES = 4 << 20  # a folder of more is no document: of the standard library only `test`, with half of all bytes
-LONG = 65_536  # tokens of the longest sequences that a held-out document is to give
+VAL_FRACTION = {"file": 0.02, "package": 0.05}  # 2% of the library would be only five long documents
+SHELF_BYTES = 4 << 20  # a larger folder is not a document: in the standard library only `test`, half of all bytes
+LONG = 65_536  # tokens of the longest sequence that a held-out document must provide
 ROOT_EXTENSIONS = (
     ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .S .rs .go .java .js .ts .tsx .rb .pl .lua .sh .m .swift .kt "
     ".scala .hs .ml .jl .r .sql .proto .cmake .md .rst"
@@ -52,7 +51,7 @@ NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__", ".git", ".hg",
 
 
 def source_files(root, extensions):
-    """(path relative to root with slashes, Path) of the regular files below it, sorted; linked folders not entered."""
+    """(path relative to root with slashes, Path) of the regular files below it, sorted; linked folders are skipped."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NEVER_ENTERED]
@@ -64,7 +63,7 @@ def source_files(root, extensions):
 
 
 def collect(roots):
-    """Lists the files of a corpus: readable text, each content once.
+    """List the files of a corpus: readable text, each content once.
 
     Args: roots: [(prefix, folder, extensions), ...]; the prefix keeps equal paths of two roots apart.
     Returns: [(name, Path, bytes, sha256 hex), ...] sorted by root and name, and the number of files skipped
@@ -89,7 +88,7 @@ def collect(roots):
 def split_by_name(items, val_fraction, shortest=0):
     """Deterministic shuffle and split; see the top of the file.
 
-    Args: items: tuples that begin with (name, _, bytes): files, or documents; shortest: bytes below which none is held out.
+    Args: items: files or documents, tuples that begin with (name, _, bytes); shortest: bytes of the smallest held out.
     Returns: the lists train, val, in shuffled order. Raises: DataError where one of them would be empty.
     """
     shuffled = sorted(items, key=lambda item: hashlib.sha256(item[0].encode("utf-8", "surrogateescape")).digest())
@@ -111,22 +110,22 @@ def split_by_name(items, val_fraction, shortest=0):
 
 
 def join_packages(files):
-    """Joins files into documents, a package each; see the top of the file.
+    """Join files into documents, one per package; see the top of the file.
 
     Args: files: as `collect` gives them, names with slashes.
-    Returns: [(name, files, bytes), ...]; a folder's name ends in a slash, its files stand in the order of their names,
-    and its bytes count the zero that ends each.
+    Returns: [(name, files, bytes), ...]; a folder's name ends in a slash, its files are sorted by name, and its bytes
+    include the zero that ends each.
     """
-    folders = {}  # of each folder, the bytes in it and below
+    folders = {}  # bytes in each folder and below
     for name, _, size, _ in files:
         parts = name.split("/")
         for depth in range(len(parts)):
-            above = "/".join(parts[:depth] + [""])  # "" is the top, "/" no folder's name
+            above = "/".join(parts[:depth] + [""])  # "" is the top
             folders[above] = folders.get(above, 0) + size + len(SEPARATOR)
 
     def document(name):
         parts = name.split("/")
-        paths = ["/".join(parts[:depth] + [""]) for depth in range(1, len(parts))]  # never the top: it is no package
+        paths = ["/".join(parts[:depth] + [""]) for depth in range(1, len(parts))]  # not the top: it is no package
         return next((path for path in paths if folders[path] <= SHELF_BYTES), name)
 
     documents = {}
@@ -136,7 +135,7 @@ def join_packages(files):
 
 
 def lengths(documents):
-    """How long documents are, for meta.json, in tokens."""
+    """Statistics of the documents' lengths in tokens, for meta.json."""
     sizes = sorted(document[2] for document in documents)
     quarters = [sizes[round(q * (len(sizes) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)]
     return dict(zip(("shortest", "quarter", "median", "three_quarters", "longest"), quarters, strict=True)) | {
@@ -144,14 +143,14 @@ def lengths(documents):
 
 
 def contents(files):
-    """The bytes of each file and its end mark, as (bytes,) uint8 arrays; DataError for one changed since listed."""
+    """The bytes of each file and its separator, as (bytes,) uint8 arrays. DataError where one changed meanwhile."""
     for name, path, _, digest in files:
         try:
             content = path.read_bytes()
         except OSError:
             content = b""
         if hashlib.sha256(content).hexdigest() != digest:
-            raise DataError(f"{name} changed while it was read: run the preparation again")
+            raise DataError(f"{name} changed during the preparation: run it again")
         yield np.frombuffer(content + SEPARATOR, dtype=np.uint8)
 
 
@@ -168,11 +167,11 @@ def xz9_bits_per_byte(pieces):
 
 
 def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file"):
-    """Writes the dataset into `out`, unless it stands there already; returns (Tokens, False if nothing was done).
+    """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written).
 
-    Args: roots: more folders of source; extensions: of the files taken from them; val_fraction: of the bytes, None:
-    VAL_FRACTION's; stdlib: the standard library's folder (the running interpreter's by default); documents: 'file' or
-    'package'. Raises: DataError, one line for the user.
+    Args: roots: more folders of source; extensions: of their files; val_fraction: of the bytes (None: VAL_FRACTION);
+    stdlib: the standard library's folder (the running interpreter's by default); documents: 'file' or 'package'.
+    Raises: DataError, one line.
     """
     val_fraction = VAL_FRACTION[documents] if val_fraction is None else val_fraction
     if not 0 < val_fraction < 1:
@@ -197,11 +196,15 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
             parts = split_by_name(join_packages(files), val_fraction, LONG + 1)
             train, val = ([file for document in part for file in document[1]] for part in parts)
         else:
-            train, val = split_by_name(files, val_fraction)
+            train, val = parts = split_by_name(files, val_fraction)
         splits = {}
         for split, members in (("train", train), ("val", val)):
             splits[split] = write_split(folder / f"{split}.bin", contents(members), VOCAB_SIZE)
             splits[split] |= {"bytes": splits[split]["tokens"], "files": len(members)}
+        for split, part in zip(("train", "val"), parts, strict=True):
+            change = "raise" if split == "val" else "lower"
+            way_out = f"{change} --val_fraction (now {val_fraction:g}), or add --roots"
+            warn_single_document(split, len(part), splits[split]["tokens"], way_out)
         meta = {
             "dataset": "pystdlib",
             "vocab_size": VOCAB_SIZE,
@@ -242,13 +245,15 @@ def main():
         "--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT", help="of files in --roots (default: source)"
     )
     parser.add_argument(
-        "--documents", choices=list(VAL_FRACTION), default="file", help="what is kept together: file (default) or package"
+        "--documents", choices=list(VAL_FRACTION), default="file", help="what is a document: file (default) or package"
     )
     parser.add_argument("--val_fraction", type=float, help="of the bytes, to hold out (default 0.02; packages: 0.05)")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
-    parser.add_argument("--force", action="store_true", help="prepare even what stands there already")
+    parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")
     args = parser.parse_args()
-    tokens, new = prepare(args.out, args.roots, args.extensions, args.val_fraction, args.force, documents=args.documents)
+    tokens, new = prepare(
+        args.out, args.roots, args.extensions, args.val_fraction, args.force, documents=args.documents
+    )
     recipe, splits = tokens.meta["recipe"], tokens.meta["splits"]
     more = f" and {len(args.roots)} more folder{'s'[: len(args.roots) > 1]}" if args.roots else ""
     done = "" if new else " (already prepared; --force prepares again)"

@@ -1,7 +1,7 @@
-"""Tiny Shakespeare by character, for those who come from nanoGPT: 1.1 MB, the first 90% to train on, the rest held out.
+"""Tiny Shakespeare by character, as in nanoGPT: 1.1 MB, the first 90% to train on, the rest held out.
 
-The surprise: the tokens are characters that occur (65), not bytes; the table that maps them stands in meta.json, and
-since every character of the text is ASCII, a token is also a byte.
+The tokens are the 65 characters that occur, not bytes; "table" in meta.json lists them. Every character of the text is
+ASCII, so a token is also a byte.
 
     python data/shakespeare_char/prepare.py                          # downloads, checks the sha256
     python data/shakespeare_char/prepare.py --file input.txt         # a copy you have; checked as well
@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DataError, finish, finished, preparing, replacing, run, write_split
+from data.loader import DataError
+from data.writer import finish, finished, preparing, replacing, run, write_split
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes
@@ -26,7 +27,7 @@ TRAIN_FRACTION = 0.9
 
 
 def download(url=URL, seconds=30):
-    """The bytes at `url`; DataError with what to do when it cannot be reached."""
+    """The bytes at `url`. Raises DataError where it cannot be reached."""
     try:
         with urllib.request.urlopen(url, timeout=seconds) as answer:
             return answer.read()
@@ -35,7 +36,7 @@ def download(url=URL, seconds=30):
 
 
 def check(content, where, sha256=SHA256):
-    """DataError unless `content` is the known text."""
+    """Raises DataError unless `content` is the known text."""
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise DataError(
@@ -45,7 +46,7 @@ def check(content, where, sha256=SHA256):
 
 
 def prepare(out, file=None, any_text=False, force=False):
-    """Writes the dataset into `out`, unless it stands there already; returns (Tokens, False if nothing was done)."""
+    """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written)."""
     if any_text and file is None:
         raise DataError("--any_text needs --file: name the text to use")
     with preparing(out) as folder:
@@ -69,7 +70,7 @@ def prepare(out, file=None, any_text=False, force=False):
         if len(text) < 2:
             raise DataError(f"--file {file} holds {len(text)} characters: nothing to split, choose a longer text")
         if file is None and not copy.is_file():
-            with replacing(copy) as kept:  # a rerun needs no network
+            with replacing(copy) as kept:  # so that a rerun needs no network
                 kept.write(content)
         table = sorted(set(text))  # token i is character table[i]
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # (characters,)
@@ -100,7 +101,7 @@ def main():
     parser.add_argument("--file", help="a local copy of the text, in place of the download")
     parser.add_argument("--any_text", action="store_true", help="accept a --file that is not Tiny Shakespeare")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
-    parser.add_argument("--force", action="store_true", help="prepare even what stands there already")
+    parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")
     tokens, new = prepare(**vars(parser.parse_args()))
     done = "" if new else " (already prepared; --force prepares again)"
     print(f"{tokens.folder}: {len(tokens.train):,} characters to train on, {len(tokens.val):,} held out{done}")

@@ -1,0 +1,223 @@
+"""Writing a prepared dataset: what every prepare.py shares, and the adoption of files that others prepared.
+
+Each file is written under another name, flushed and renamed, and meta.json comes last: a folder that has a meta.json is
+finished, whenever the process was killed.
+
+    with preparing(out) as folder:
+        splits = {split: write_split(folder / f"{split}.bin", chunks[split], vocab_size) for split in ("train", "val")}
+        tokens = finish(folder, {"dataset": "mine", "vocab_size": vocab_size, "tokenizer": "bytes", "splits": splits})
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import data.loader
+from configurator import main_error
+from data.loader import DTYPES, SPLITS, DataError, Tokens
+from records import sync_folder
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: then nothing stops two preparations of one folder at once
+    fcntl = None
+
+
+def token_dtype(vocab_size):
+    """'uint16', or 'uint32' for a vocabulary above 65,536."""
+    if not 1 <= vocab_size <= 2**32:
+        raise DataError(f"a vocabulary of {vocab_size} tokens: it must be between 1 and {2**32}")
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+@contextlib.contextmanager
+def preparing(folder):
+    """Make `folder` and lock it, so that two processes cannot prepare it at once. The lock ends with the process.
+
+    Raises DataError when another process holds it, or the folder cannot be made.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")
+    except OSError as error:
+        raise DataError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from None
+    with lock:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise DataError(f"another process is preparing {folder}: wait for it, or take another --out") from None
+        yield folder
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file to write (path.part), flushed to disk and renamed to `path` if the block ends without an error."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        sync_folder(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_split(path, chunks, vocab_size):
+    """Stream token ids into a .bin and return its entry for meta.json.
+
+    A meta.json in the folder is removed before the file is replaced: it describes the old one.
+
+    Args:
+        path: .../train.bin or .../val.bin; chunks: iterable of 1-d integer arrays, one after the other in memory.
+    Returns: {"tokens", "sha256", "max_token"}; max_token is None for an empty split.
+    Raises: DataError for an id outside [0, vocab_size): checked before the cast, which would wrap it.
+    """
+    path, dtype = Path(path), DTYPES[token_dtype(vocab_size)]
+    n_tokens, largest, digest = 0, None, hashlib.sha256()
+    with replacing(path) as file:
+        for chunk in chunks:
+            chunk = np.asarray(chunk)
+            if chunk.size == 0:
+                continue
+            low, high = int(chunk.min()), int(chunk.max())
+            if low < 0 or high >= vocab_size:
+                bad = low if low < 0 else high
+                raise DataError(f"token id {bad} for {path.name} is outside the vocabulary of {vocab_size:,}")
+            data = np.ascontiguousarray(chunk, dtype=dtype)
+            file.write(data.data)
+            digest.update(data.data)
+            n_tokens, largest = n_tokens + data.size, high if largest is None else max(largest, high)
+        (path.parent / "meta.json").unlink(missing_ok=True)
+    return {"tokens": n_tokens, "sha256": digest.hexdigest(), "max_token": largest}
+
+
+def finish(folder, meta):
+    """Write meta.json, the last step of a preparation, and open the folder.
+
+    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype (unless given),
+    python and numpy versions are added. Returns: Tokens. Raises: DataError where meta.json does not describe the files;
+    it is then removed.
+    """
+    folder = Path(folder)
+    versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
+    meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
+    path = folder / "meta.json"
+    with replacing(path) as file:
+        file.write((json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode())
+    try:
+        return Tokens(folder)
+    except DataError:
+        path.unlink()
+        raise
+
+
+def read_split(path, dtype, vocab_size):
+    """The entry for meta.json, as write_split's, of a .bin that another program wrote. Raises DataError, one line."""
+    dtype, largest, digest = np.dtype(DTYPES[dtype]), None, hashlib.sha256()
+    if not path.is_file():
+        raise DataError(f"{path} is missing: give a folder with train.bin and val.bin")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(f"{path} is {size:,} bytes, not a whole number of {dtype} tokens: give its --dtype")
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            largest = max(largest or 0, int(np.frombuffer(piece, dtype).max()))
+            if largest >= vocab_size:
+                raise DataError(
+                    f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: give its "
+                    "--vocab_size, or its --dtype"
+                )
+    return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
+
+
+def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=None):
+    """Add the meta.json to a train.bin and a val.bin of tokens end to end, such as nanoGPT's; return Tokens.
+
+    A meta.pkl is not opened: it is a pickle, which could run code. Raises DataError, one line.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}: check the path")
+    token_dtype(vocab_size)  # refuses what cannot be the size of a vocabulary
+    if bytes_per_token is not None and not 0 < bytes_per_token <= sys.float_info.max:
+        raise DataError(f"--bytes_per_token={bytes_per_token:g}: it must be above 0")
+    with preparing(folder):
+        if (folder / "meta.json").exists():
+            raise DataError(f"{folder / 'meta.json'} exists already: remove it if it does not describe these files")
+        meta = {
+            "dataset": folder.resolve().name,
+            "vocab_size": vocab_size,
+            "dtype": dtype,
+            "tokenizer": tokenizer,
+            "splits": {split: read_split(folder / f"{split}.bin", dtype, vocab_size) for split in SPLITS},
+            "bytes_per_token": bytes_per_token,
+            "how": shlex.join(["python", *sys.argv]),
+        }
+        return finish(folder, meta)
+
+
+def warn_single_document(split, n_documents, n_tokens, way_out):
+    """Print a line where a split is a single document: a loss over it is that document's, not the data's."""
+    if n_documents == 1:
+        print(f"WARNING: {split}.bin is a single document of {n_tokens:,} tokens: {way_out}", file=sys.stderr)
+
+
+def finished(folder, inputs):
+    """The Tokens of a folder already prepared from the same inputs (meta["inputs"]), or None."""
+    try:
+        tokens = Tokens(folder)
+    except DataError:
+        return None
+    return tokens if tokens.meta.get("inputs") == inputs else None
+
+
+def run(main):
+    """Run a script's main(): a DataError or OSError (disk full) becomes one line on stderr and exit code 2."""
+    with main_error(Path(sys.argv[0]).name):  # for a reader of the output that has gone (`| head`)
+        try:
+            main()
+        except BrokenPipeError:
+            raise
+        except (DataError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print("interrupted: no unfinished file has its final name; run the same command again", file=sys.stderr)
+            sys.exit(130)
+
+
+def main():
+    """`python data/loader.py FOLDER`."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=data.loader.__doc__, formatter_class=layout)
+    parser.add_argument("folder", help="holds train.bin and val.bin")
+    parser.add_argument("--adopt", action="store_true", help="add the meta.json to files that no prepare.py here wrote")
+    parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
+    parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="with --adopt: of the files (default uint16)")
+    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), help="with --adopt: for sample.py")
+    parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, for losses in bits per byte")
+    args = vars(parser.parse_args())
+    if args.pop("adopt"):
+        if args["vocab_size"] is None:
+            raise DataError("--adopt needs --vocab_size: 50257 for GPT-2's tokens")
+        tokens, checked = adopt(**args), "meta.json written"
+    else:
+        tokens, checked = Tokens(args["folder"]), "sha256 verified"
+        tokens.verify()
+    counts = ", ".join(f"{len(getattr(tokens, split)):,} {split}" for split in SPLITS)
+    print(f"{tokens.folder}: {counts} tokens, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, {checked}")
