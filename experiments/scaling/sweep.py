@@ -1,15 +1,16 @@
-"""Many training runs as one job: start them, watch them, go on after any kill, and read their records back.
+"""Many training runs as one job: start them, watch them, resume after any kill.
 
-A sweep is a folder with a plan and a folder a cell:
+A sweep is a folder with a plan and a folder per cell, where a cell is one run:
 
-    out/table1_laptop/plan.json              every cell: its name, what it stands for, its arguments
-    out/table1_laptop/<cell>/                the records that train.py writes (records.py)
-    out/table1_laptop/<cell>.txt             what it printed
+    out/table1_laptop/plan.json      every cell: its name, what it stands for, its arguments
+    out/table1_laptop/<cell>/        the records that train.py writes (records.py)
+    out/table1_laptop/<cell>.txt     what it printed
 
-The surprise: there is no list of what is done. A cell is finished when its result.json stands, which its own process
-renames into place as its last act; whatever else died, the same command goes on from the cells' checkpoints.
+A sweep keeps no list of what is done: a cell is finished when its result.json exists, and its process renames that file
+into place as its last act. So whatever was killed, the same command resumes the cells from their checkpoints. A sweep
+also grows: later commands add cells to the plan, and finished ones are not run again, even if the code has changed.
 
-experiments/scaling/table1.py and experiments/extrapolation.py plan and report; running and reading are here.
+table1.py plans runs and runs.py reads them back; recall and extrapolation use this module too.
 """
 
 import argparse
@@ -18,14 +19,12 @@ import ctypes
 import functools
 import importlib.util
 import json
-import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,21 +32,19 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from configurator import ConfigError, main_error  # noqa: E402
-from records import environment, read_log, version, write_json  # noqa: E402
+from records import read_log, write_json  # noqa: E402
 
-# Settings that make two runs comparable: where they differ, something else than the cell's own coordinates was changed.
-SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
-                   "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from")
-
-
-# Settings that train.py works out, or that may differ from the command line's without changing the result.
-WORKED_OUT = {"vocab_size", "batch_size", "dtype", "device", "dataset", "out_dir", "resume"}
+# Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
+WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
+                  "checkpoint_interval", "wandb", "wandb_project", "wandb_group"}
 
 
 @dataclass
 class Cell:
-    """One run: `name` is its folder, `argv` what its script gets, `at` its coordinates (model, size, seed ...), and
-    `seconds` how long it will take, 0 where nobody knows."""
+    """One run.
+
+    name: its folder; argv: its script's arguments; at: its coordinates (model, size, seed ...); seconds: an estimate.
+    """
 
     name: str
     argv: list
@@ -56,23 +53,22 @@ class Cell:
 
     def command(self, folder, nproc=1, script="train.py"):
         """Its command line, to be run at the top of the repository."""
-        python = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *patience(nproc)]
-        return [*(python if nproc > 1 else python[:1]), script, *self.argv, f"--out_dir={beside(folder) / self.name}",
-                "--resume=auto"]
+        python = [sys.executable]
+        if nproc > 1:
+            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *shutdown_timeout()]
+        return [*python, script, *self.argv, f"--out_dir={from_repo(folder) / self.name}", "--resume=auto"]
 
 
 @functools.cache
-def patience(nproc):
-    """torchrun's option that leaves a worker more than 30 s to save when it is asked to stop, where it has that."""
-    if nproc == 1:
-        return ()
+def shutdown_timeout():
+    """torchrun's option that gives a worker more than 30 s to save when it is asked to stop; older versions lack it."""
     from torch.distributed.run import get_args_parser
 
     return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
 
 
-def beside(folder):
-    """`folder` as seen from the repository's top, where cells run; a path outside of it stays whole."""
+def from_repo(folder):
+    """`folder` relative to the repository, where cells run; a path outside of it stays absolute."""
     folder = Path(folder).resolve()
     return folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
 
@@ -82,10 +78,10 @@ def finished(folder, cell):
     return (Path(folder) / cell.name / "result.json").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------------ plan
+# ---------------------------------------------------------------------------------------------------------------- plan
 
 def make_folder(folder):
-    """Raises ConfigError where it cannot be: before hours of work go into it."""
+    """Create the sweep's folder. Raises ConfigError where that fails: before hours of work go into it."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -93,20 +89,32 @@ def make_folder(folder):
 
 
 def write_plan(folder, cells, **about):
-    """Adds the cells to folder/plan.json, beside those that stand there, with what is true of the whole sweep (`about`).
+    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
 
-    Raises ConfigError where a cell of the same name has begun with other arguments.
+    A cell that has begun keeps the arguments it began with (cell.argv is set to them). Raises ConfigError where the new
+    ones would give another result.
     """
     folder = Path(folder)
     make_folder(folder)
     old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
-    new = {c.name: {**c.at, "argv": c.argv} for c in cells}
     for c in cells:
-        before = old["cells"].get(c.name, {}).get("argv", c.argv)
-        if sorted(before) != sorted(c.argv) and (folder / c.name / "config.json").exists():
-            other = sorted(set(before) ^ set(c.argv))
-            raise ConfigError(f"{c.name} in {folder} ran with other arguments ({' '.join(other)}): choose another --out")
+        if not (folder / c.name / "config.json").exists():
+            continue
+        began = old["cells"].get(c.name, {}).get("argv", c.argv)
+        before, now = settings(began, WITHOUT_EFFECT), settings(c.argv, WITHOUT_EFFECT)
+        if before != now:
+            changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
+            raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
+                              "choose another --out")
+        c.argv = began
+    new = {c.name: {**c.at, "argv": c.argv} for c in cells}
     write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
+
+
+def settings(argv, without=()):
+    """{setting: text} of the --key=value in argv, the later one of two; config files under their own name."""
+    found = dict(a[2:].split("=", 1) if a.startswith("--") and "=" in a else (a, "") for a in argv)
+    return {key: text for key, text in found.items() if key not in without}
 
 
 def read_plan(folder):
@@ -122,34 +130,65 @@ def read_plan(folder):
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): delete it and give `run` again, finished cells stay") from None
+        raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
+                          "stay") from None
 
 
-def same_commit(folder):
-    """This checkout's environment. Raises ConfigError where the sweep has runs of other code: they would not compare."""
-    where = environment()
-    if (folder / "plan.json").exists():
-        plan = read_plan(folder)
-        begun = any((folder / name / "config.json").exists() for name in plan["cells"])
-        if begun and plan.get("commit") != version(where):
-            old, new = (c if c is None or "+" not in c else f"{c[:12]} with changes {c.split('+')[1]}"
-                        for c in (plan.get("commit"), version(where)))
-            raise ConfigError(f"{folder} was begun at commit {old}, this is {new}: runs of different code are not compared; go "
-                              "back to that code, or choose another --out")
-    return where
+# ---------------------------------------------------------------------------------------------------------------- code
+
+def code_of(environment):
+    """The identity of the code in a config.json's environment: a hash of the content of what training imported.
+
+    Records of older versions have a commit instead, and a + with a hash where sources were changed. None: unknown.
+    """
+    if environment.get("code"):
+        return environment["code"]
+    unnamed = "changed" if environment.get("uncommitted_changes") else None  # the oldest do not say what was changed
+    changed = environment.get("changed_code", unnamed)
+    return short_code(environment.get("commit") and environment["commit"] + (f"+{changed}" if changed else ""))
 
 
-# ------------------------------------------------------------------------------------------------------------------- run
+def short_code(version):
+    """A version of the code in at most 12 digits; an older one with what follows its commit."""
+    return version and "+".join([version.split("+")[0][:12], *version.split("+")[1:]])
+
+
+def changed_files(before, now):
+    """Files {path: hash} that both versions of the code have and that differ."""
+    return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
+
+
+def say_changed_code(folder):
+    """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same."""
+    files = {}
+    for name in read_plan(folder)["cells"] if (Path(folder) / "plan.json").exists() else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            environment = json.loads((Path(folder) / name / "config.json").read_text())["environment"]
+            files[code_of(environment)] = environment.get("code_files", {})  # older records have none
+    if not files:
+        return
+    import train  # noqa: F401  # so that what it imports is known
+    from records import code_identity
+
+    now = code_identity()["code_files"]
+    changed = {code: ", ".join(changed_files(old, now)) or not old and "files unknown" for code, old in files.items()}
+    if all(changed.values()):
+        said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
+        print(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the report "
+              "compares them with the others only with --accept_code")
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
 
 def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     """Run every unfinished cell in its own process, `jobs` at a time; return {name: why} of those that failed.
 
-    A cell that was interrupted goes on from its checkpoint. A failure does not stop the others. SIGINT or SIGTERM ask
+    A cell that was interrupted resumes from its checkpoint. A failure does not stop the others. SIGINT or SIGTERM ask
     the running cells to save and stop, and raise KeyboardInterrupt when they have. A second of either kills them.
 
     Args:
-        cells: [Cell]; folder: of the sweep; nproc: processes a cell, by torchrun.
-        jobs: cells at a time; 0: one a GPU (with nproc > 1: one at all), and without a GPU one a core.
+        cells: [Cell]; folder: of the sweep; nproc: processes per cell, by torchrun.
+        jobs: cells at a time; 0: one per GPU (with nproc > 1: one in all), and without a GPU one per core.
         gpus: ids, for CUDA_VISIBLE_DEVICES; None: those PyTorch sees. Several jobs may share one.
     """
     folder = Path(folder)
@@ -160,58 +199,63 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     gpus = visible_gpus() if gpus is None else gpus
     jobs = jobs or (1 if nproc > 1 else len(gpus) or cores())
     threads = max(1, cores() // min(jobs, len(waiting)))
-    lock = take_sweep(folder)
-    running, failed, asked, done = {}, {}, [], len(cells) - len(waiting)
+    lock = lock_sweep(folder)
+    running, failed, signals = {}, {}, []  # running: slot -> (process, cell, time it began)
+    done = len(cells) - len(waiting)
 
-    def ask(number, frame):
-        asked.append(number)
-        for process, _, _, _ in running.values():
-            stop_group(process.pid, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+    def stop(number, frame):
+        signals.append(number)
+        for process, _, _ in running.values():
+            stop_group(process.pid, signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    bar = Bar(cells, folder, jobs)
+    def start(cell, slot):
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if gpus:
+            devices = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        else:
+            env.setdefault("OMP_NUM_THREADS", str(max(1, threads // nproc)))
+        command = cell.command(folder, nproc, script)
+        with open(folder / f"{cell.name}.txt", "a") as out:
+            print("$", shlex.join(command), file=out, flush=True)
+            process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT,
+                                       stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=stop_with_parent,
+                                       pass_fds=lock)
+        running[slot] = process, cell, time.perf_counter()
+        if signals:  # one came while the process started
+            stop_group(process.pid, signal.SIGTERM)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    work = {c.name: c.seconds or 1.0 for c in waiting}
+    total, began_all = sum(work.values()), time.perf_counter()
+    print(f"{len(waiting)} of {len(cells)} cells to run, {jobs} at a time; records in {folder}/", flush=True)
     try:
-        while running or waiting and not asked:
-            while waiting and not asked and len(running) < jobs:
-                slot = next(s for s in range(jobs) if s not in running)
-                cell = waiting.pop(0)
-                env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-                if gpus:
-                    mine = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
-                    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-                else:
-                    env.setdefault("OMP_NUM_THREADS", str(max(1, threads // nproc)))
-                with open(folder / f"{cell.name}.txt", "a") as out:
-                    command = cell.command(folder, nproc, script)
-                    print("$", shlex.join(command), file=out, flush=True)
-                    running[slot] = (subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT,
-                                                      stdin=subprocess.DEVNULL, start_new_session=True,
-                                                      preexec_fn=stop_with_parent, pass_fds=lock), cell, slot,
-                                     time.perf_counter())
-                if asked:  # since the loop looked
-                    stop_group(running[slot][0].pid, signal.SIGTERM)
+        while running or waiting and not signals:
+            while waiting and not signals and len(running) < jobs:
+                start(waiting.pop(0), next(s for s in range(jobs) if s not in running))
             time.sleep(0.2)
-            for process, cell, slot, began in list(running.values()):
-                bar.show([c for _, c, _, _ in running.values()])
+            for slot, (process, cell, began) in list(running.items()):
                 if process.poll() is None:
                     continue
-                del running[slot]
+                del running[slot], work[cell.name]
+                now = time.perf_counter()
                 if finished(folder, cell):
                     done += 1
-                    bar.end(cell, time.perf_counter() - began, done)
-                elif not asked:
+                    left = (now - began_all) * sum(work.values()) / (total - sum(work.values()))
+                    print(f"{cell.name}: {outcome(folder, cell)}, {now - began:.0f} s ({done} of {len(cells)}, about "
+                          f"{hours(left)} left)", flush=True)
+                elif not signals:
                     failed[cell.name] = last_words(folder / f"{cell.name}.txt", process.returncode)
-                    bar.line(f"{cell.name}: FAILED: {failed[cell.name]}")
+                    print(f"{cell.name}: FAILED: {failed[cell.name]}", flush=True)
     finally:
-        bar.close()
         for s, handler in before.items():
             signal.signal(s, handler)
-        for process, _, _, _ in running.values():  # only after an error of our own
+        for process, _, _ in running.values():  # only after an error in this function
             stop_group(process.pid, signal.SIGTERM)
         for fd in lock:
             os.close(fd)
-    if asked:
-        raise KeyboardInterrupt(f"{len(cells) - done} of {len(cells)} cells are left; the same command goes on")
+    if signals:
+        raise KeyboardInterrupt(f"{len(cells) - done} of {len(cells)} cells are left; the same command resumes")
     return failed
 
 
@@ -228,14 +272,14 @@ def cores():
 
 
 def stop_with_parent():
-    """In the child: be asked to stop when the sweep's process dies, however it dies (Linux)."""
+    """In the child: receive SIGTERM when the sweep's process dies, however it dies (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def stop_group(pid, number):
-    """Send a signal to a cell's process group; SIGKILL also to the groups of its children, which torchrun gives their own."""
+    """Send a signal to a cell's process group; SIGKILL also to its children's: torchrun gives them their own."""
     found = [pid]
     if number == signal.SIGKILL:
         for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
@@ -246,7 +290,7 @@ def stop_group(pid, number):
             os.killpg(each, number)
 
 
-def take_sweep(folder):
+def lock_sweep(folder):
     """Lock the sweep's folder. The cells inherit the lock: after a kill, the next sweep waits until they have saved."""
     try:
         import fcntl
@@ -259,14 +303,14 @@ def take_sweep(folder):
             return (handle,)
         except BlockingIOError:
             if attempt == 0:
-                print(f"waiting for the runs in {folder} that another sweep left or still has", file=sys.stderr, flush=True)
+                print(f"waiting for runs in {folder} that another sweep started", file=sys.stderr, flush=True)
             time.sleep(0.2)
     os.close(handle)
     raise ConfigError(f"another sweep is at work in {folder}: wait for it, or choose another --out")
 
 
 def last_words(path, code):
-    """Why a cell failed: the last line it printed, of an error if one names it so, and how it ended."""
+    """Why a cell failed: the last line it printed, an error's line first, and how it ended."""
     lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
     began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
     lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
@@ -274,106 +318,22 @@ def last_words(path, code):
     return f"{lines[-1][:240] if lines else 'it printed nothing'} ({how}; all of it in {path})"
 
 
-class Bar:
-    """Progress over all cells: a bar on a terminal, a line a cell elsewhere. Time left is by the cells' estimates."""
-
-    def __init__(self, cells, folder, jobs):
-        self.cells, self.folder, self.bar = cells, folder, None
-        self.total = sum(c.seconds for c in cells) or len(cells)
-        self.at_start = self.share([])
-        self.began = time.perf_counter()
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=1.0, bar_format="{l_bar}{bar}| {elapsed}{postfix}", dynamic_ncols=True)
-        self.line(f"{sum(not finished(folder, c) for c in cells)} of {len(cells)} cells to run, {jobs} at a time; records in "
-                  f"{folder}/")
-
-    def share(self, running):
-        """The part of all work that is done."""
-        weight = (lambda c: c.seconds) if any(c.seconds for c in self.cells) else lambda c: 1.0
-        done = sum(weight(c) for c in self.cells if finished(self.folder, c))
-        for cell in running:
-            with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-                steps = json.loads((self.folder / cell.name / "config.json").read_text())["config"]["max_iters"]
-                done += weight(cell) * read_log(self.folder / cell.name)[-1]["step"] / steps
-        return done / self.total
-
-    def left(self, running=()):
-        """Minutes left, or None before anything is known."""
-        now, spent = self.share(running), time.perf_counter() - self.began
-        return spent / 60 * (1 - now) / (now - self.at_start) if now > self.at_start else None
-
-    def show(self, running):
-        if self.bar is not None and time.perf_counter() - getattr(self, "shown", 0) > 2:
-            self.shown, left = time.perf_counter(), self.left(running)
-            self.bar.n = min(1.0, self.share(running))
-            self.bar.set_postfix_str(", ".join(c.name for c in running) + (f"; {left:.0f} min left" if left else ""))
-
-    def end(self, cell, seconds, done):
-        result = json.loads((self.folder / cell.name / "result.json").read_text())
-        left = self.left()
-        known = [f"{words} {result[key]:.4f}" for key, words in (("val_loss", "validation loss"), ("accuracy", "accuracy"))
-                 if isinstance(result.get(key), float)]
-        outcome = known[0] if known else "done"
-        self.line(f"{cell.name}: {outcome}, {seconds:.0f} s ({done} of {len(self.cells)}"
-                  + (f", about {left:.0f} min left)" if left else ")"))
-
-    def line(self, text):
-        self.bar.write(text) if self.bar is not None else print(text, flush=True)
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
+def outcome(folder, cell):
+    """A finished cell's result in a few words."""
+    result = json.loads((folder / cell.name / "result.json").read_text())
+    known = [f"{words} {result[key]:.4f}" for key, words in (("val_loss", "validation loss"), ("accuracy", "accuracy"))
+             if isinstance(result.get(key), float)]
+    return known[0] if known else "done"
 
 
-# ------------------------------------------------------------------------------------------------------------------ read
-
-@dataclass
-class Run:
-    """A finished run, read and checked."""
-
-    name: str  # its folder in the sweep
-    folder: Path
-    model: str
-    size: str  # the sweep's label: 120M, 350M ...
-    context: int  # tokens of a training window
-    tokens: int  # trained on
-    learning_rate: float  # peak
-    seed: int
-    parameters: int  # all, embedding counted once
-    embedding: int  # of them in the embedding
-    flops: float  # of the whole training
-    seconds: float  # of it, evaluation and checkpoints included
-    loss: float  # validation, nats a token, at the end
-    bits_per_byte: float  # None where the data do not say how long a token is
-    curve: list  # [(tokens, validation loss or None)] along the run, its end included
-    device: str
-    processes: int
-    commit: str  # with a + where files were changed since; None outside of git
-    data: str  # sha256 of train.bin and val.bin
-    config: dict
-    result: dict
-    environment: dict
-    at: dict  # the plan's coordinates
-
-
-def means(text, value):
-    """Whether a setting's text on the command line stands for the value in a record."""
-    if isinstance(value, bool):
-        return text.lower() in ("true", "yes", "1") if value else text.lower() in ("false", "no", "0")
-    if isinstance(value, (int, float)):
-        with contextlib.suppress(ValueError):
-            return float(text) == value
-    return text == str(value)
-
+# --------------------------------------------------------------------------------------------------------- read records
 
 class BadRecord(ValueError):
     """A run whose records cannot be trusted; the message says why."""
 
 
 def finished_records(folder):
-    """result.json and config.json of a run, as tables. Raises BadRecord where it is not finished, or one is damaged."""
+    """result.json and config.json of a run, as dicts. Raises BadRecord where it is not finished, or one is damaged."""
     folder = Path(folder)
 
     def load(name):
@@ -393,95 +353,7 @@ def finished_records(folder):
     return load("result.json"), load("config.json")
 
 
-def read_run(folder, at):
-    """The Run in a folder. Raises BadRecord where a file is missing, torn, or at odds with another or with the plan."""
-    folder = Path(folder)
-
-    def number(table, key, least=0.0):
-        value = table[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < 1e300:  # NaN is not
-            raise BadRecord(f"{key} is {str(value)[:40]}: not a number above {least:g}")
-        return value
-
-    result, record = finished_records(folder)
-    try:
-        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        curve = [(e["tokens"], e["val_loss"]) for e in lines if e["event"] == "eval"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadRecord(f"log.jsonl is damaged ({error})") from None
-    try:
-        config, derived, where = record["config"], record["derived"], record["environment"]
-        if not isinstance(result["val_loss"], (int, float)) or result["val_loss"] != result["val_loss"]:
-            raise BadRecord(f"its loss is {result['val_loss']}: it diverged")
-        guessing = math.log(number(config, "vocab_size", 1))
-        if number(result, "val_loss") >= guessing:
-            raise BadRecord(f"its loss {result['val_loss']:.4g} is no better than guessing, {guessing:.3f}: it diverged")
-        for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
-            number(result, key)
-        for key, got, wanted in [("model", result["model"], config["model"]), ("seed", result["seed"], config["seed"]),
-                                 ("commit", result["commit"], where["commit"]),
-                                 ("steps", result["steps"], config["max_iters"]),
-                                 ("tokens", result["tokens"], config["max_iters"] * config["batch_tokens"])]:
-            if got != wanted:
-                raise BadRecord(f"result.json and config.json disagree: {key} {got} and {wanted}")
-        for key, name in [("model", "model"), ("context", "block_size"), ("learning_rate", "learning_rate"), ("seed", "seed"),
-                          ("steps", "max_iters")]:
-            if key in at and at[key] != config[name]:
-                raise BadRecord(f"another run's records: {name} is {config[name]}, the plan says {at[key]}")
-        given = dict(a[2:].split("=", 1) for a in at.get("argv", ()) if a.startswith("--") and "=" in a)  # the later one wins
-        for key, text in given.items():
-            if key in config and key not in WORKED_OUT and not means(text, config[key]):
-                raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
-        stretches = record.get("code_versions", [])  # absent in old records
-        if len(set(stretches)) > 1:
-            raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
-        if Path(config["out_dir"]).name != folder.name:
-            raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
-        if any(not isinstance(tokens, int) or tokens < 1 for tokens, _ in curve):
-            raise BadRecord("log.jsonl is damaged (tokens that are no number)")
-        if not curve or curve[-1] != (result["tokens"], result["val_loss"]):
-            raise BadRecord("log.jsonl does not end with the loss in result.json")
-        splits, on_cpu = record["data"]["splits"], result["device_name"] == "cpu"
-        return Run(name=folder.name, folder=folder, model=config["model"], size=at.get("size", ""), context=config["block_size"],
-                   tokens=result["tokens"], learning_rate=config["learning_rate"], seed=config["seed"],
-                   parameters=result["parameters"], embedding=derived["parameters"]["embedding"], flops=result["flops"],
-                   seconds=result["seconds"], loss=result["val_loss"], bits_per_byte=result.get("val_bits_per_byte"),
-                   curve=curve, device=where["cpu"] if on_cpu else result["device_name"], processes=result["processes"],
-                   commit=version(where), data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config,
-                   result=result, environment=where, at=at)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BadRecord(f"its records lack {error}") from None
-
-
-def read_runs(folder):
-    """(runs, left_out) of a sweep: [Run] that may be compared, and {name: why} of every other cell in its plan.
-
-    Runs of another commit, other data or other common settings than most are left out, never averaged in. Raises
-    ConfigError where there is no plan.
-    """
-    runs, left_out = [], {}
-    for name, at in read_plan(folder)["cells"].items():
-        try:
-            runs.append(read_run(Path(folder) / name, at))
-        except BadRecord as reason:
-            left_out[name] = str(reason)
-
-    def sides(run):
-        return {"commit": run.commit, "data": run.data, "validation tokens": run.result["val_tokens"],
-                **{key: run.config.get(key) for key in SAME_IN_A_SWEEP}}
-
-    if runs:
-        kinds = Counter(json.dumps(sides(r)) for r in runs)
-        most = json.loads(kinds.most_common(1)[0][0])
-        for run in runs:
-            other = [f"{key} {value} where most have {most[key]}" for key, value in sides(run).items() if value != most[key]]
-            if other:
-                left_out[run.name] = "not comparable: " + ", ".join(other)
-        runs = [r for r in runs if r.name not in left_out]
-    return runs, left_out
-
-
-# ---------------------------------------------------------------------------------------------------------- command line
+# -------------------------------------------------------------------------------------------------------- command line
 
 def numbers(kind, least=None):
     """A parser of numbers joined by commas, each above 0, or at least `least`."""
@@ -498,18 +370,23 @@ def numbers(kind, least=None):
 
 
 def names(text):
+    """A parser of names joined by commas."""
     return tuple(dict.fromkeys(n for n in text.split(",") if n))
 
 
 def hours(seconds):
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+    """A duration in words."""
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
 
 
 def run_or_report(prog, args, extra, run, write, sets, see):
-    """The main of a sweep's script: its exit code. `run(args, extra)` gets settings for every run as `extra`.
+    """The main function of a sweep's script; returns its exit code. `run(args, extra)` gets the settings for every run.
 
-    Args: write(folder, out) draws the report and returns its files; sets: keys that the sweep itself gives each run, and `see`
-    the options for them.
+    Args:
+        write: write(folder, out) draws the report and returns {name: path} of its files.
+        sets: settings that the sweep itself gives each run; see: the options for them.
     """
     with main_error(prog):
         if args.command == "report":
@@ -528,7 +405,7 @@ def run_or_report(prog, args, extra, run, write, sets, see):
         try:
             return run(args, extra)
         except KeyboardInterrupt as stopped:
-            raise ConfigError(f"stopped: {stopped or 'the same command goes on'}") from None
+            raise ConfigError(f"stopped: {stopped or 'the same command resumes'}") from None
 
 
 def need_pictures():
@@ -544,7 +421,7 @@ def say_written(paths):
 
 
 def say_failed(failed, cells):
-    """The failures, last of all that a sweep says; its exit code."""
+    """Print the failures, last of all that a sweep prints; return its exit code."""
     for name, why in failed.items():
         print(f"FAILED {name}: {why}")
     if failed:

@@ -1,0 +1,290 @@
+"""The runs of a sweep, read back and checked: from its folder, or from the one file in results/ that it was saved to.
+
+    read_sweep("out/table1_laptop")              plan.json, and config.json, log.jsonl and result.json of each run
+    read_sweep("results/table1_laptop.json")     a file that save() wrote: the same records without repetition
+
+A run counts only if its records are whole, agree with one another and with the plan, and have the code, data and common
+settings that most runs of the sweep have. Every other run is left out, with the reason.
+
+Code is identified by the content of the files that training imported (records.py), so a commit that changes a README is
+the same code. `accept_code` joins runs of code that did change, where the change is known to be harmless.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections import Counter, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from configurator import ConfigError  # noqa: E402
+from experiments.scaling import sweep  # noqa: E402
+from experiments.scaling.sweep import BadRecord, code_of, short_code  # noqa: E402
+
+# Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
+SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
+                   "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from", "optimizer", "schedule")
+WITHOUT_RECORD = {"optimizer": "adamw", "schedule": "cosine"}  # how runs were trained whose records lack these settings
+
+# Settings that train.py works out itself, so that a record may differ from the command line.
+WORKED_OUT = {"vocab_size", "micro_batch_size", "batch_size", "dtype", "device", "dataset", "out_dir", "resume"}
+
+Records = namedtuple("Records", "result config events")  # result.json, config.json, lines of log.jsonl
+
+
+@dataclass
+class Run:
+    """A finished run, read and checked."""
+
+    name: str  # its folder in the sweep
+    model: str
+    size: str  # the sweep's label: 120M, 350M ...
+    context: int  # tokens per training window
+    tokens: int  # trained on
+    learning_rate: float  # peak
+    seed: int
+    parameters: int  # all, embedding counted once
+    embedding: int  # of them in the embedding
+    flops: float  # of the whole training
+    seconds: float  # evaluation and checkpoints included
+    loss: float  # validation, nats per token, at the end
+    bits_per_byte: float  # None where the data do not say how long a token is
+    curve: list  # [(tokens, validation loss or None)] along the run, its end included
+    device: str
+    on_gpu: bool
+    processes: int
+    code: str  # sweep.code_of
+    data: str  # sha256 of train.bin and val.bin
+    val_tokens: int
+    config: dict
+    environment: dict
+    time: str  # when it began
+    at: dict  # the plan's coordinates
+
+
+@dataclass
+class Sweep:
+    """A sweep as read. `runs` may be compared; `left_out` is {name: why} of every other cell of the plan.
+
+    code: a dict per version of the code, that of most runs first: code, commit, runs (finished), used (of them in `runs`),
+    and changed_files, those that differ from the first version's, or None where the records do not say.
+    """
+
+    folder: Path  # or the file
+    plan: dict
+    runs: list
+    left_out: dict
+    code: list
+
+
+def read_sweep(source, accept_code=()):
+    """The Sweep in a folder or file. Raises ConfigError where there is none, or accept_code names no code of it."""
+    plan, records = load(source)
+    runs, left_out = [], {}
+    for name, at in plan["cells"].items():
+        try:
+            runs.append(check_run(name, records[name], at, accept_code))
+        except BadRecord as reason:
+            left_out[name] = str(reason)
+    whole = [r.config for r in records.values() if isinstance(r, Records)]
+    where = {code_of(c["environment"]): c["environment"] for c in whole if isinstance(c.get("environment"), dict)}
+    known = {*where, *(short_code(code) for c in whole for code in c.get("code_versions") or ())}
+    for code in accept_code:
+        if code not in known:
+            raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(map(str, known)) or 'no code'}")
+
+    versions = Counter(r.code for r in runs)
+    first = max(versions, key=lambda code: (code not in accept_code, versions[code]), default=None)
+    for r in runs:
+        if r.code not in {first, *accept_code}:
+            left_out[r.name] = f"other code, {r.code}, than most runs, {first}: --accept_code={r.code} joins it"
+
+    def common(run):
+        settings = {key: run.config.get(key, WITHOUT_RECORD.get(key)) for key in SAME_IN_A_SWEEP}
+        return {"data": run.data, "validation tokens": run.val_tokens, **settings}
+
+    comparable = [r for r in runs if r.name not in left_out]
+    most = json.loads(Counter(json.dumps(common(r)) for r in comparable).most_common(1)[0][0]) if comparable else {}
+    for run in comparable:
+        other = [f"{key} {value} where most have {most[key]}" for key, value in common(run).items() if value != most[key]]
+        if other:
+            left_out[run.name] = "not comparable: " + ", ".join(other)
+    used = [r for r in comparable if r.name not in left_out]
+    code = []
+    for each in sorted(versions, key=lambda code: (code != first, -versions[code])):
+        here, there = ((where.get(code) or {}).get("code_files") for code in (first, each))
+        code.append({"code": each, "commit": (where.get(each) or {}).get("commit"), "runs": versions[each],
+                     "used": sum(r.code == each for r in used),
+                     "changed_files": sweep.changed_files(here, there) if here and there else None})
+    return Sweep(Path(source), plan, used, left_out, code)
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+def read_run(folder, at, accept_code=()):
+    """The Run in a folder. Raises BadRecord where a file is missing or torn, or contradicts another or the plan (`at`)."""
+    return check_run(Path(folder).name, read_records(folder), at, accept_code)
+
+
+def read_records(folder):
+    """The Records of a finished run. Raises BadRecord."""
+    result, config = sweep.finished_records(folder)
+    try:
+        events = [dict(json.loads(line)) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    except (OSError, ValueError, TypeError) as error:
+        raise BadRecord(f"log.jsonl is damaged ({error})") from None
+    return Records(result, config, events)
+
+
+def check_run(name, records, at, accept_code=()):
+    """The Run that a cell's Records describe, or the BadRecord in their place raised. Raises BadRecord."""
+    if isinstance(records, BadRecord):
+        raise records
+    result, record, events = records
+
+    def number(table, key, least=0.0):
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < 1e300:  # NaN is not
+            raise BadRecord(f"{key} is {str(value)[:40]}: not a number above {least:g}")
+        return value
+
+    try:
+        config, environment = record["config"], record["environment"]
+        if not isinstance(result["val_loss"], (int, float)) or result["val_loss"] != result["val_loss"]:
+            raise BadRecord(f"its loss is {result['val_loss']}: it diverged")
+        guessing = math.log(number(config, "vocab_size", 1))
+        if number(result, "val_loss") >= guessing:
+            raise BadRecord(f"its loss {result['val_loss']:.4g} is no better than guessing, {guessing:.3f}: it diverged")
+        for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
+            number(result, key)
+        code = "code" if "code" in result else "commit"  # older records
+        for key, got, wanted in [("model", result["model"], config["model"]), ("seed", result["seed"], config["seed"]),
+                                 (code, result[code], environment[code]),
+                                 ("steps", result["steps"], config["max_iters"]),
+                                 ("tokens", result["tokens"], config["max_iters"] * config["batch_tokens"])]:
+            if got != wanted:
+                raise BadRecord(f"result.json and config.json disagree: {key} {got} and {wanted}")
+        for key, setting in [("model", "model"), ("context", "block_size"), ("learning_rate", "learning_rate"),
+                             ("seed", "seed"), ("steps", "max_iters")]:
+            if key in at and at[key] != config[setting]:
+                raise BadRecord(f"another run's records: {setting} is {config[setting]}, the plan says {at[key]}")
+        for key, text in sweep.settings(at.get("argv", ()), WORKED_OUT).items():
+            if key in config and not stands_for(text, config[key]):
+                raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
+        if Path(config["out_dir"]).name != name:
+            raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
+        stretches = record.get("code_versions") or [code_of(environment)]  # the oldest records lack it
+        codes = [c for c in map(short_code, stretches) if c not in accept_code] or [short_code(stretches[-1])]
+        if len(set(codes)) > 1:
+            raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
+        curve = [(e["tokens"], e["val_loss"]) for e in events if e["event"] == "eval"]
+        if any(not isinstance(tokens, int) or tokens < 1 for tokens, _ in curve):
+            raise BadRecord("log.jsonl is damaged (tokens that are no number)")
+        if not curve or curve[-1] != (result["tokens"], result["val_loss"]):
+            raise BadRecord("log.jsonl does not end with the loss in result.json")
+        splits, on_gpu = record["data"]["splits"], result["device_name"] != "cpu"
+        return Run(name=name, model=config["model"], size=at.get("size", ""), context=config["block_size"],
+                   tokens=result["tokens"], learning_rate=config["learning_rate"], seed=config["seed"],
+                   parameters=result["parameters"], embedding=record["derived"]["parameters"]["embedding"],
+                   flops=result["flops"], seconds=result["seconds"], loss=result["val_loss"],
+                   bits_per_byte=result.get("val_bits_per_byte"), curve=curve,
+                   device=result["device_name"] if on_gpu else environment["cpu"], on_gpu=on_gpu,
+                   processes=result["processes"], code=codes[-1], val_tokens=result["val_tokens"],
+                   data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config,
+                   environment=environment, time=str(record.get("time", "")), at=at)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadRecord(f"its records lack {error}") from None
+
+
+def stands_for(text, value):
+    """Whether a setting's text on the command line means the value in a record."""
+    if isinstance(value, bool):
+        return text.lower() in (("true", "yes", "1") if value else ("false", "no", "0"))
+    if isinstance(value, (int, float)):
+        with contextlib.suppress(ValueError):
+            return float(text) == value
+    return text == str(value)
+
+
+# ----------------------------------------------------------------------------------------------------- the saved sweep
+
+TRAIN_POINTS = 24  # of a run's training curve, in a saved sweep
+SECTIONS = {"config": {"out_dir"}, "environment": {"command", "code_files"}, "derived": {"decayed"}, "data": {}}  # not kept
+EVENTS = {"eval": ("tokens", "val_loss", "seconds"), "train": ("step", "train_loss")}
+
+
+def load(source):
+    """(plan, {name: Records or BadRecord}) of every cell in a folder or saved file. Raises ConfigError."""
+    source = Path(source)
+    if source.is_file():
+        return load_file(source)
+    plan, records = sweep.read_plan(source), {}
+    for name in plan["cells"]:
+        try:
+            records[name] = read_records(source / name)
+        except BadRecord as reason:
+            records[name] = reason
+    return plan, records
+
+
+def save(source, path):
+    """Write a sweep's records to one file: what all runs share once, then a line per run with what differs.
+
+    Plan, settings, results and evaluations are kept exactly, the training curve at TRAIN_POINTS steps. Dropped are the
+    command line, which the plan has, and the list of tensors with weight decay.
+    """
+    plan, records = load(source)
+    cells, files = {}, {}
+    for name, r in records.items():
+        try:
+            sections = {s: {k: v for k, v in r.config[s].items() if k not in drop} for s, drop in SECTIONS.items()}
+            other = {k: v for k, v in r.config.items() if k not in SECTIONS}
+            cells[name] = {**sections, **other, "result": r.result} | {kind: columns(r.events, kind) for kind in EVENTS}
+            files[code_of(r.config["environment"])] = r.config["environment"].get("code_files", {})
+        except (AttributeError, KeyError, TypeError) as error:  # a BadRecord has no config
+            cells[name] = {"left_out": str(r) if isinstance(r, BadRecord) else f"its records lack {error}"}
+    whole = [c for c in cells.values() if "left_out" not in c]
+    shared = {s: {k: v for k, v in whole[0][s].items() if all(c[s].get(k, ...) == v for c in whole)}
+              for s in (*SECTIONS, "result") if whole}
+    for c in whole:
+        c |= {s: {k: v for k, v in c[s].items() if k not in table} for s, table in shared.items()}
+    head = {"plan": {k: v for k, v in plan.items() if k != "cells"}, "code_files": files, "shared": shared}
+    lines = (f"  {json.dumps(name)}: {json.dumps({'at': at, **cells[name]})}" for name, at in plan["cells"].items())
+    text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "cells": {\n' + ",\n".join(lines) + "\n }\n}\n"
+    temporary = Path(f"{path}.tmp-{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def columns(events, kind):
+    """{key: values} of the events of a kind; of many training steps TRAIN_POINTS, evenly spaced."""
+    events = [e for e in events if e["event"] == kind]
+    if kind == "train" and len(events) > TRAIN_POINTS:
+        events = [events[round(i * (len(events) - 1) / (TRAIN_POINTS - 1))] for i in range(TRAIN_POINTS)]
+    return {key: [e[key] for e in events] for key in EVENTS[kind]}
+
+
+def load_file(path):
+    """What load() gives, of a file that save() wrote. Raises ConfigError where it is none."""
+    try:
+        saved, records = json.loads(path.read_text()), {}
+        for name, cell in saved["cells"].items():
+            if "left_out" in cell:
+                records[name] = BadRecord(cell["left_out"])
+                continue
+            config = {k: v for k, v in cell.items() if k not in ("at", "result", *EVENTS)}
+            config |= {s: saved["shared"][s] | cell[s] for s in SECTIONS}
+            config["config"]["out_dir"] = name
+            config["environment"]["code_files"] = saved["code_files"][code_of(config["environment"])]
+            events = [{"event": kind, **dict(zip(cell[kind], row, strict=True))}
+                      for kind in EVENTS for row in zip(*cell[kind].values(), strict=True)]
+            records[name] = Records(saved["shared"]["result"] | cell["result"], config, events)
+        return {**saved["plan"], "cells": {name: dict(cell["at"]) for name, cell in saved["cells"].items()}}, records
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no saved sweep ({type(error).__name__}: {error}): give a sweep's folder, or a file "
+                          "that `report --save` wrote") from None
