@@ -1,11 +1,14 @@
-"""What the measurements of the scans share: inputs, the comparison with the float64 loop, bytes and operations by count.
+"""What the benchmarks share: inputs, the comparison with the float64 loop, timing in turn, peak memory, records.
 
-    relative error = |got - true| / |true|            by the 2-norm; NaN anywhere makes it NaN, which passes no test
+    relative error = |got - true| / (|true| + TINY)       2-norms; a NaN anywhere makes it NaN, which is above any tolerance
 
-The surprise: at logits of -1000 a true gradient can be smaller than float32 can hold, so errors are relative to the norm
-or to TINY, whichever is more.
+TINY is there because at logits of -1000 a true gradient can be smaller than float32 can represent.
 """
 
+import ctypes
+import datetime
+import gc
+import importlib
 import math
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import records  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 from kernels import build  # noqa: E402
 from records import code_version  # noqa: E402
@@ -25,46 +29,55 @@ TINY = 1e-15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+# -------------------------------------------------------------------------------------------------- inputs and errors
+
 def make_inputs(B, T, D, N, dtype, extras=True, device="cpu", key=1.0, logit=None):
-    """Random arguments of longhorn_scan by name; `extras` adds D, z and dt_bias, `key` scales k, `logit` sets dt to +- it."""
+    """Random arguments of longhorn_scan by name: x, dt (B, T, D) and k, q (B, T, N) in `dtype`.
+
+    extras: also D, dt_bias (D,) in float32 and z (B, T, D). key: a factor on k. logit: dt is +logit or -logit everywhere.
+    """
     g = torch.Generator(device).manual_seed(0)
     shapes = dict(x=(B, T, D), dt=(B, T, D), k=(B, T, N), q=(B, T, N))
     if extras:
         shapes |= dict(D=(D,), z=(B, T, D), dt_bias=(D,))
-    a = {}
-    for name, shape in shapes.items():
-        v = torch.randn(*shape, generator=g, device=device)
-        v = v * key if name == "k" else v.sign() * logit if name == "dt" and logit is not None else v
-        a[name] = v.to(dtype) if v.dim() == 3 else v
-    return a
+    a = {name: torch.randn(*shape, generator=g, device=device) for name, shape in shapes.items()}
+    a["k"] = a["k"] * key
+    if logit is not None:
+        a["dt"] = a["dt"].sign() * logit
+    return {name: v.to(dtype) if v.dim() == 3 else v for name, v in a.items()}
 
 
 def as_mamba(a):
-    """The same tensors as arguments of selective_scan: A is -1, ..., -N in every channel, as Mamba starts."""
+    """The same tensors as arguments of selective_scan; A is -1, ..., -N in every channel, as Mamba starts."""
     D, N = a["x"].shape[2], a["k"].shape[2]
     A = -torch.arange(1.0, N + 1, device=a["x"].device).repeat(D, 1)  # (D, N)
     names = dict(x="u", dt="delta", k="B", q="C", D="D", z="z", dt_bias="delta_bias")
     return {"u": a["x"], "delta": a["dt"], "A": A} | {names[n]: v for n, v in a.items() if n not in ("x", "dt")}
 
 
-def values_and_gradients(f, a, dtype=None, dh=True):
-    """y, hT and the gradient of every argument, of a fixed random linear loss; in `dtype` where it is given.
+def leaves(a):
+    """The same tensors, each a leaf that requires a gradient."""
+    return {n: v.detach().requires_grad_() for n, v in a.items()}
 
-    f(**a) returns (y, hT).
+
+def values_and_gradients(f, a, dtype=None):
+    """y, hT and the gradient of every argument, for a fixed random linear loss; computed in `dtype` if it is given.
+
+    f(**a) returns (y, hT), y (B, T, D) and hT (B, D, N).
     """
-    (B, T, D), N = next(iter(a.values())).shape, next(v for n, v in a.items() if n in ("k", "B")).shape[2]
     x = next(iter(a.values()))
+    N = next(v for n, v in a.items() if n in ("k", "B")).shape[2]
     g = torch.Generator(x.device).manual_seed(1)
-    dy = torch.randn(B, T, D, generator=g, device=x.device).to(x.dtype)
-    dhT = torch.randn(B, D, N, generator=g, device=x.device)
-    args = {n: v.detach().to(dtype or v.dtype, copy=True).requires_grad_() for n, v in a.items()}
+    dy = torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
+    dhT = torch.randn(x.shape[0], x.shape[2], N, generator=g, device=x.device)
+    args = leaves({n: v.to(dtype or v.dtype, copy=True) for n, v in a.items()})
     y, hT = f(**args)
     grads = torch.autograd.grad((y, hT), list(args.values()), (dy.to(y.dtype), dhT.to(hT.dtype)))
     return {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
 
 
 def compare(got, true, slack):
-    """{name: {"relative_error", "tolerance", "right"}}: the tolerance is `slack` plus half a unit of the result's dtype."""
+    """{name: {"relative_error", "tolerance", "right"}}; the tolerance is `slack` plus half a unit of the result's dtype."""
     found = {}
     for name, want in true.items():
         have = got[name]
@@ -75,18 +88,20 @@ def compare(got, true, slack):
     return found
 
 
-def work(B, T, D, N, itemsize, extras):
-    """Bytes that must move and floating-point operations by count: each tensor read or written once, Eq. 7's arithmetic."""
-    wide, narrow, chunks = B * T * D * itemsize, B * T * N * itemsize, 4 * B * math.ceil(T / build.CHUNK) * D * N
-    z = int(extras)
-    forward = (3 + z) * wide + 2 * narrow                  # x, dt, k, q (z) in, y out
-    backward = (3 + z + 2 + z) * wide + 4 * narrow         # x, dt, k, q, dy (z) in, dx, ddt, dk, dq (dz) out
-    states = B * T * D
-    return {"forward": {"bytes": forward, "flops": states * (7 * N + 30)},  # 7 a state; exp, reciprocal, gate: about 30
-            # with autograd the forward writes the chunk states and the backward reads them, and recomputes (9 a state,
-            # dq is added up there) before it walks back (15 a state)
-            "forward_backward": {"bytes": forward + backward + 2 * chunks,
-                                 "flops": states * (7 * N + 30 + 9 * N + 40 + 15 * N + 30)}}
+# ------------------------------------------------------------------------------------------------------ time and memory
+
+def in_turn(timed, rounds):
+    """{name: [what timed[name]() returned, per round]}: every function once per round.
+
+    Whatever else the machine does then falls on all of them alike. `rounds` is a number, or {name: number}.
+    """
+    times = {name: [] for name in timed}
+    each = rounds if isinstance(rounds, dict) else dict.fromkeys(timed, rounds)
+    for round_ in range(max(each.values(), default=0)):
+        for name, f in timed.items():
+            if round_ < each[name]:
+                times[name].append(f())
+    return times
 
 
 def spread(seconds):
@@ -96,16 +111,121 @@ def spread(seconds):
             "runs": len(seconds)}
 
 
+def quartiles(times, digits=1):
+    """'low .. high' in milliseconds, for a table."""
+    return " .. ".join(f"{1e3 * s:.{digits}f}" for s in times["quartile_seconds"])
+
+
+def bytes_moved(B, T, D, N, itemsize, extras=True):
+    """{"forward", "forward_backward"}: bytes that the scan must read and write, every tensor once.
+
+    With autograd the forward also writes one state per chunk, in float32, and the backward reads them.
+    """
+    wide, narrow = B * T * D * itemsize, B * T * N * itemsize
+    z = int(extras)
+    forward = (3 + z) * wide + 2 * narrow                    # x, dt, (z) in, y out; k, q in
+    backward = (3 + z + 2 + z) * wide + 4 * narrow           # x, dt, dy, (z) in, dx, ddt, (dz) out; k, q in, dk, dq out
+    return {"forward": forward, "forward_backward": forward + backward + 2 * chunk_state_bytes(B, T, D, N)}
+
+
+def chunk_state_bytes(B, T, D, N):
+    """Bytes of the states that the scan's forward keeps for its backward."""
+    return 4 * B * math.ceil(T / build.CHUNK) * D * N
+
+
+def kept_bytes(forward):
+    """{address: bytes} of the storages that autograd keeps for the backward of forward()."""
+    kept = {}
+
+    def pack(v):
+        kept[v.untyped_storage().data_ptr()] = v.untyped_storage().nbytes()
+        return v
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
+        results = forward()
+    del results
+    return kept
+
+
+def state_bytes(state):
+    """(bytes of the numbers in a nested state, bytes of the storages that they keep alive)."""
+    found = tensors(state)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(t.numel() * t.element_size() for t in found), sum(storages.values())
+
+
+def tensors(state):
+    """All tensors of a nested state, in order."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [t for part in state or () for t in tensors(part)]
+
+
+class Peak:
+    """Peak memory since this object was made, above what was in use then: allocated on a GPU, resident on a CPU."""
+
+    def __init__(self, device="cpu"):
+        self.cuda = torch.device(device).type == "cuda"
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        else:
+            try:
+                ctypes.CDLL(None).malloc_trim(0)
+                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
+                self.before = self._resident()
+            except (AttributeError, OSError):
+                self.before = None
+
+    def bytes(self):
+        """The peak in bytes, or None where the system does not report it."""
+        peak = torch.cuda.max_memory_allocated() if self.cuda else self._resident()
+        return None if peak is None or self.before is None else peak - self.before
+
+    def _resident(self):
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+        except (OSError, StopIteration):
+            return None
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
 def refuse_uncommitted(out, instead="another --out"):
-    """Raises ConfigError where a record is to go to `out` in results/ and the code is not as it was committed; `instead`: the
-    other way out. Where git does not know, nothing is refused."""
-    if out is not None and Path(out).resolve().is_relative_to(ROOT / "results") and code_version()["uncommitted_changes"]:
-        raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (git status lists them): "
-                          f"commit them, or give {instead}")
+    """Raise ConfigError if a record would go to `out` in results/ while the code differs from its commit.
+
+    instead: the way out that the message names. Where git does not know, nothing is refused.
+    """
+    inside = out is not None and Path(out).resolve().is_relative_to(ROOT / "results")
+    if inside and code_version()["uncommitted_changes"]:
+        raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (git status lists "
+                          f"them): commit them, or give {instead}")
+
+
+def new_record(benchmark, **about):
+    """The beginning of a record: what was measured, when, on what and with which code."""
+    date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"benchmark": benchmark, "finished": False, "date": date, "environment": records.environment(), **about}
+
+
+def headline(record, device=None):
+    """One line of a record's machine, versions, date and commit."""
+    ran = record["environment"]
+    return (f"{device or ran['cpu']}, {torch.get_num_threads()} threads, torch {ran['torch']}, {record['date'][:10]}, "
+            f"commit {(ran['commit'] or 'none')[:10]}")
+
+
+def write_record(out, record):
+    """Write a record to the file `out`, making its folder; numbers that are not finite become null."""
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    records.write_json(out, finite(record))
 
 
 def finite(record):
-    """The record with every number that is not finite as null, which JSON can hold."""
+    """The record with null for every number that is not finite: JSON has no NaN."""
     if isinstance(record, dict):
         return {k: finite(v) for k, v in record.items()}
     if isinstance(record, (list, tuple)):
@@ -113,8 +233,25 @@ def finite(record):
     return None if isinstance(record, float) and not math.isfinite(record) else record
 
 
+# ----------------------------------------------------------------------------------------------------- what cannot run
+
+class LeftOut(Exception):
+    """Why a contender or model does not run here."""
+
+
+def imported(module, name):
+    """`name` of an optional package. Raises LeftOut, saying what is missing."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        missing = error.name == module.split(".")[0]
+        raise LeftOut("not installed" if missing else in_one_line(error)) from None
+    except Exception as error:  # for example an extension built for another PyTorch
+        raise LeftOut(in_one_line(error)) from None
+
+
 def in_one_line(error, limit=240):
-    """What went wrong, for a record: the kind and the first line of an exception."""
+    """An exception for a record: its kind and the first line of its message."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
