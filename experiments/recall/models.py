@@ -1,16 +1,17 @@
-"""The models of the recall benchmark: two layers of one mixer each on model.py's skeleton, and the mixers that are new here.
+"""The models of the recall benchmark: model.py's skeleton with one mixer per layer, and the mixers that only it uses.
 
-    attention    softmax(q k^T / sqrt(d)) v, one head, learned positions, biases
-    BaseConv     y = conv(x) * (W x + b) + x                      conv: 3 taps in the first layer, T in the second
-    Based        first layer BaseConv; second y_t = sum_s w_ts v_s / sum_s w_ts,  w = 1 + q.k + (q.k)^2 / 2,  q, k of 8
-    Hyena        y = W_o (x_2 * conv_T(x_1 * v)),  x_1, x_2, v = conv_3(W x)
+    Attention   softmax(q k^T / sqrt(d)) v, one head, biases, learned positions
+    BaseConv    y = conv(x) * (W x + b) + x              3 taps in the first layer, as many as tokens in the second
+    Based       BaseConv, then y_t = sum_s w_ts v_s / sum_s w_ts,  w = 1 + q.k + (q.k)^2 / 2,  q, k of 8 channels
+    Hyena       y = W_o (x_2 * conv(x_1 * v)) + b_o,  x_1, x_2, v = conv_3(W x + b)
 
-Sources: Arora et al. 2023 (BaseConv, the benchmark), Arora et al. 2024 (Based), Poli et al. 2023 (Hyena).
+Sources: Arora et al. 2023, arXiv 2312.04927 (BaseConv, the benchmark and its implementation of Hyena and attention),
+Arora et al. 2024 (Based), Poli et al. 2023 (Hyena).
 
-The surprise: Based's attention is linear because w = phi(q) . phi(k) with 1 + 8 + 64 features, so that it is retention
-without decay; and since a column of ones among the values adds up the weights, the same call gives the denominator.
+Based's attention is linear because w = phi(q) . phi(k) with 1 + 8 + 64 features: it is retention without decay. A
+column of ones among the values adds up the weights, so the same call gives the denominator.
 
-A branch's methods are listed in model.py. Add one of your own with a line in MIXERS.
+A mixer's methods are listed in model.py. Add your own with a row in MIXERS.
 """
 
 import math
@@ -24,73 +25,106 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kernels.linear_attention import retention  # noqa: E402
-from kernels.ops import causal_conv1d, conv_state  # noqa: E402
-from mixers import DeltaNet, RWKV4TimeMix, dense, scan_backend, to_residual  # noqa: E402
-from model import GLA, LM, NORM_OF_EMBEDDING, NORMS, Longhorn, LonghornExact, Mamba, ModelConfig, Residual, RMSNorm  # noqa: E402
+from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy  # noqa: E402
+from mixers import DeltaNet, RWKV4TimeMix, dense, to_residual  # noqa: E402
+from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm  # noqa: E402
 
-# ------------------------------------------------------------------------------------------------------------ convolutions
+# ---------------------------------------------------------------------------------------------------- long convolutions
 
 
-class LongConv(nn.Module):
-    """A depthwise causal convolution as long as the context, its kernel given by a small MLP of the lag.
+def lag_features(T):
+    """What a filter is computed from, (T, 3): lag / (T - 1), cos(w lag), -sin(w lag).
 
-        t = lag / T;  a = sin(w (W_1 [t, cos 2 pi t, sin 2 pi t] + b_1));  a = sin(w (W_2 a + b_2));  kernel = W_3 a
-        with a window: kernel * exp(-t |delta|), delta evenly from ln(0.01) / 1.5 to ln(0.01) / 0.3 over the channels
+    w = 1e-4 * 2 pi / T, as published: with one frequency band the last two are nearly 1 and 0.
+    """
+    lag = torch.arange(T, dtype=torch.float64)
+    w = 1e-4 * 2 * math.pi / T
+    return torch.stack([lag / max(1, T - 1), (w * lag).cos(), -(w * lag).sin()], 1).float()
 
-    w is learned from 10 on, a hidden unit: with 1 the kernel would start as smooth as its three features. Kernels are not
-    decayed, so that these are parameters and no nn.Linear.
+
+def long_conv(u, taps, past=None):
+    """y_t = sum_lag taps[lag] u_{t - lag}, by FFT.
+
+    Args: u: (B, T, d); taps: (at least past + T, d); past: (B, ., d), the inputs before u.
+    Returns: (B, T, d) in u's dtype.
+    Raises ValueError, one line, for more tokens than taps.
+    """
+    full = u if past is None else torch.cat([past.to(u.dtype), u], 1)
+    n = full.shape[1]
+    if n > len(taps):
+        raise ValueError(f"a sequence of {n} tokens, but the long convolution has {len(taps)} taps: "
+                         "give a larger block_size")
+    fft = lambda a: torch.fft.rfft(a.transpose(-1, -2), 2 * n)  # zeros to twice the length: nothing wraps around
+    y = torch.fft.irfft(fft(full.to(taps.dtype)) * fft(taps[:n]), 2 * n)[..., n - u.shape[1]:n]  # (B, d, T)
+    return y.transpose(1, 2).to(u.dtype)
+
+
+class BaseFilter(nn.Module):
+    """The taps of BaseConv's long convolution: W_out relu(W_1 f + b_1) + b_out, f the features of a lag.
+
+    Computed outside autocast, in the dtype of the weights.
     """
 
-    HIDDEN = 64
-
-    def __init__(self, config, window):
+    def __init__(self, T, d):
         super().__init__()
-        self.T, d, h = config.block_size, config.n_embd, self.HIDDEN
-        self.w1, self.b1 = nn.Parameter(torch.empty(3, h)), nn.Parameter(torch.empty(h))
-        self.w2, self.b2 = nn.Parameter(torch.empty(h, h)), nn.Parameter(torch.empty(h))
-        self.w3, self.frequency = nn.Parameter(torch.empty(h, d)), nn.Parameter(torch.empty(h))
-        t = torch.arange(self.T)[:, None] / self.T
-        self.register_buffer("features", torch.cat([t, (2 * math.pi * t).cos(), (2 * math.pi * t).sin()], 1), persistent=False)
-        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d)
-        self.register_buffer("window", (-t * delta.abs()).exp() if window else None, persistent=False)
+        self.hidden = nn.ModuleList([nn.Linear(3, 16)])
+        self.out = nn.Linear(16, d)
+        self.register_buffer("features", lag_features(T), persistent=False)
 
-    def kernel(self):
-        """The taps by lag, (T, d)."""
-        a = torch.sin(self.frequency * (self.features @ self.w1 + self.b1))  # (T, hidden)
-        k = torch.sin(self.frequency * (a @ self.w2 + self.b2)) @ self.w3  # (T, d)
-        return k if self.window is None else k * self.window
+    def activation(self, a):
+        return F.relu(a)
 
-    def forward(self, u, past=None):
-        """y_t = sum_lag kernel_lag u_{t - lag}: u (B, T, d), led by `past` (B, ., d), -> (B, T, d) in u's dtype."""
-        whole = u if past is None else torch.cat([past.to(u.dtype), u], 1)
-        n = whole.shape[1]
-        if n > self.T:
-            raise ValueError(f"a sequence of {n} tokens, but the long convolution has {self.T} taps: give a larger block_size")
-        with torch.autocast(u.device.type, enabled=False):
-            f = lambda a: torch.fft.rfft(a.transpose(-1, -2).to(self.w1.dtype), 2 * n)  # twice as long: nothing wraps around
-            y = torch.fft.irfft(f(whole) * f(self.kernel()[:n]), 2 * n)[..., n - u.shape[1]:n]  # (B, d, T)
-        return y.transpose(1, 2).to(u.dtype)
+    def forward(self):
+        """(T, d)."""
+        with torch.autocast(self.features.device.type, enabled=False):
+            a = self.features  # (T, 3)
+            for linear in self.hidden:
+                a = self.activation(linear(a))
+            return self.out(a)
 
-    def init_table(self):
-        return {"w1": dense(3), "b1": dense(3), "w2": dense(self.HIDDEN), "b2": dense(self.HIDDEN), "w3": dense(self.HIDDEN),
-                "frequency": ("constant", 10.0)}
+    def init_table(self, prefix):
+        """The benchmark's: matrices normal with 0.02, biases 0, frequencies 1."""
+        kinds = {"weight": ("normal", 0.02), "bias": ("constant", 0.0), "frequency": ("constant", 1.0)}
+        return {f"{prefix}.{name}": kinds[name.split(".")[-1]] for name, _ in self.named_parameters()}
 
     def flops(self, T):
-        return 2 * 10 * math.log2(2 * T) + 6  # a token and channel: two transforms of 2 T, a product; the kernel's is shared
+        """Per token: in every channel two transforms of 2 T and a product; minus the network of linear maps, which
+        LM.flops_per_token counts per token, but which runs once per batch."""
+        network = sum(2 * m.weight.numel() for m in [*self.hidden, self.out])
+        return self.out.out_features * (2 * 10 * math.log2(2 * T) + 6) - network
 
 
-def named(prefix, table):
-    return {f"{prefix}.{name}": how for name, how in table.items()}
+class HyenaFilter(BaseFilter):
+    """The taps of Hyena: three sine layers with learned frequencies w, then a decay per channel.
+
+        a_1 = sin(w * (W_1 f + b_1)), a_2 and a_3 alike;  taps = W_out a_3 * exp(-|delta| lag / (T - 1))
+        delta evenly from ln(0.01) / 1.5 to ln(0.01) / 0.3 over the channels
+    """
+
+    def __init__(self, T, d):
+        super().__init__(T, d)
+        self.hidden = nn.ModuleList([nn.Linear(3, 64), nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.frequency = nn.Parameter(torch.empty(64))
+        self.out = nn.Linear(64, d, bias=False)
+        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d)
+        self.register_buffer("decay", (-self.features[:, :1] * delta.abs()).exp(), persistent=False)  # (T, d)
+
+    def activation(self, a):
+        return torch.sin(self.frequency * a)
+
+    def forward(self):
+        return super().forward() * self.decay
 
 
 class BaseConv(nn.Module):
     """y = conv(x) * (W x + b) + x with a depthwise causal convolution of 3 taps (Arora et al. 2023)."""
 
+    operator = "causal_conv1d"
     W = 3
 
     def __init__(self, config, layer):
         super().__init__()
-        self.backend = scan_backend(config)
+        self.backend = config.backend
         self.proj = nn.Linear(config.n_embd, config.n_embd)
         self.conv_weight = nn.Parameter(torch.empty(config.n_embd, self.W))
         self.conv_bias = nn.Parameter(torch.empty(config.n_embd))
@@ -103,55 +137,56 @@ class BaseConv(nn.Module):
         return torch.zeros(batch_size, self.W - 1, self.proj.in_features, device=device)
 
     def init_table(self, config):
-        return {"proj.weight": to_residual(config), "proj.bias": ("constant", 0.0), "conv_weight": dense(self.W),
+        return {"proj.weight": ("normal", 0.02), "proj.bias": ("constant", 0.0), "conv_weight": dense(self.W),
                 "conv_bias": dense(self.W)}
 
     def mixing_flops(self, T):
         return self.proj.in_features * (2 * self.W + 2)
 
-    def state_size(self, T):
-        return self.proj.in_features * (self.W - 1)
-
 
 class LongBaseConv(nn.Module):
-    """y = conv(x) * (W x + b) + x with a convolution of T taps: it has to keep every input."""
+    """y = (conv(x) + x) * (W x + b) + x with a convolution as long as the context: its state is every input."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.proj = nn.Linear(config.n_embd, config.n_embd)
-        self.conv = LongConv(config, window=False)
+        self.filter = BaseFilter(config.block_size, config.n_embd)
 
     def forward(self, x, state=None):
-        y = torch.addcmul(x, self.conv(x, state), self.proj(x))
-        return y, None if state is None else torch.cat([state, x], 1)
+        c = long_conv(x, self.filter(), state) + x  # (B, T, d)
+        return torch.addcmul(x, c, self.proj(x)), None if state is None else torch.cat([state, x], 1)
 
     def initial_state(self, batch_size, device):
         return torch.zeros(batch_size, 0, self.proj.in_features, device=device)
 
     def init_table(self, config):
-        return {"proj.weight": to_residual(config), "proj.bias": ("constant", 0.0), **named("conv", self.conv.init_table())}
+        return {"proj.weight": ("normal", 0.02), "proj.bias": ("constant", 0.0), **self.filter.init_table("filter")}
 
     def mixing_flops(self, T):
-        return self.proj.in_features * (self.conv.flops(T) + 2)
+        return self.filter.flops(T) + 3 * self.proj.in_features
 
     def state_size(self, T):
         return self.proj.in_features * T
 
 
 class Hyena(nn.Module):
-    """Hyena of order 2: x_1, x_2, v = conv_3(W x);  y = W_o (x_2 * (conv_T(u) + D u)), u = x_1 * v (Poli et al. 2023)."""
+    """Hyena of order 2 (Poli et al. 2023).
+
+        x_1, x_2, v = conv_3(W x + b)
+        y = W_o (x_2 * (conv_T(u) + D u)) + b_o,  u = x_1 * v
+    """
 
     W = 3
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.backend = config.n_embd, scan_backend(config)
-        self.in_proj = nn.Linear(d, 3 * d, bias=False)
+        d, self.backend = config.n_embd, config.backend
+        self.in_proj = nn.Linear(d, 3 * d)
         self.conv_weight = nn.Parameter(torch.empty(3 * d, self.W))
         self.conv_bias = nn.Parameter(torch.empty(3 * d))
-        self.long = LongConv(config, window=True)
+        self.filter = HyenaFilter(config.block_size, d)
         self.D = nn.Parameter(torch.empty(d))
-        self.out_proj = nn.Linear(d, d, bias=False)
+        self.out_proj = nn.Linear(d, d)
 
     def forward(self, x, state=None):
         before, past = (None, None) if state is None else state
@@ -159,7 +194,7 @@ class Hyena(nn.Module):
         c = causal_conv1d(xs, self.conv_weight, self.conv_bias, before, silu=False, backend=self.backend)
         x1, x2, v = c.chunk(3, -1)  # (B, T, d) each
         u = x1 * v
-        y = self.out_proj(x2 * torch.addcmul(self.long(u, past), self.D.to(u.dtype), u))
+        y = self.out_proj(x2 * torch.addcmul(long_conv(u, self.filter(), past), self.D.to(u.dtype), u))
         return y, None if state is None else (conv_state(xs, before, self.W), torch.cat([past, u], 1))
 
     def initial_state(self, batch_size, device):
@@ -167,30 +202,35 @@ class Hyena(nn.Module):
         return torch.zeros(batch_size, self.W - 1, 3 * d, device=device), torch.zeros(batch_size, 0, d, device=device)
 
     def init_table(self, config):
-        return {"in_proj.weight": ("normal", 0.02), "conv_weight": dense(self.W), "conv_bias": dense(self.W),
-                **named("long", self.long.init_table()), "D": ("normal", 1.0), "out_proj.weight": to_residual(config)}
+        return {"in_proj.weight": ("normal", 0.02), "in_proj.bias": ("constant", 0.0), "conv_weight": dense(self.W),
+                "conv_bias": dense(self.W), **self.filter.init_table("filter"), "D": ("normal", 1.0),
+                "out_proj.weight": to_residual(config), "out_proj.bias": ("constant", 0.0)}
+
+    def projections(self):
+        return {"in_proj.weight": [self.D.numel()] * 3}
 
     def mixing_flops(self, T):
-        return self.D.numel() * (3 * 2 * self.W + self.long.flops(T) + 4)
+        return self.filter.flops(T) + self.D.numel() * (3 * 2 * self.W + 4)
 
     def state_size(self, T):
         return self.D.numel() * (3 * (self.W - 1) + T)
 
 
-# --------------------------------------------------------------------------------------------------------------- attention
+# ----------------------------------------------------------------------------------------------------------- attention
 
 class TaylorAttention(nn.Module):
-    """Based's linear attention: weights 1 + s + s^2 / 2 for e^s, s = q.k / sqrt(n), n = 8, over their sum (Arora et al. 2024).
+    """Based's linear attention (Arora et al. 2024): weights 1 + s + s^2 / 2 in place of e^s, s = q.k / sqrt(n), n = 8.
 
         phi(x) = [1, x / n^(1/4), (x outer x) / sqrt(2 n)];  S = S' + phi(k)^T [v, 1]
         [num, den] = phi(q) S;  y = W_o (num / den)
     """
 
+    operator = "retention"
     n = 8
 
     def __init__(self, config, layer):
         super().__init__()
-        d = config.n_embd
+        d, self.backend = config.n_embd, config.backend
         self.qk = nn.Linear(d, 2 * self.n, bias=False)
         self.v = nn.Linear(d, d, bias=False)
         self.out_proj = nn.Linear(d, d, bias=False)
@@ -204,8 +244,8 @@ class TaylorAttention(nn.Module):
         q, k = self.qk(x).unflatten(-1, (2, 1, self.n)).unbind(2)  # (B, T, 1, n) each
         v = self.v(x)[:, :, None]  # (B, T, 1, d)
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        no_decay = torch.zeros(1, device=x.device)
-        o, S = retention(self.features(q), self.features(k), v, no_decay, state=state, kernel="torch")  # (B, T, 1, d + 1)
+        o, S = retention(self.features(q), self.features(k), v, torch.zeros(1, device=x.device), state=state,
+                         backend=self.backend)  # (B, T, 1, d + 1), (B, 1, 1 + n + n^2, d + 1)
         y = self.out_proj((o[..., :-1] / o[..., -1:]).squeeze(2))
         return y, None if state is None else S
 
@@ -215,15 +255,16 @@ class TaylorAttention(nn.Module):
     def init_table(self, config):
         return {"qk.weight": ("normal", 0.02), "v.weight": ("normal", 0.02), "out_proj.weight": to_residual(config)}
 
-    def mixing_flops(self, T):
-        return 4 * self.state_size(T) + 2 * (2 * self.n**2 + self.n)  # phi(k)^T v added (2), phi(q) S (2); phi twice
+    def projections(self):
+        return {"qk.weight": [self.n, self.n]}
 
-    def state_size(self, T):
-        return (1 + self.n + self.n**2) * (self.v.in_features + 1)
+    def mixing_flops(self, T):
+        state = (1 + self.n + self.n**2) * (self.v.in_features + 1)
+        return 4 * state + 2 * (2 * self.n**2 + self.n)  # phi(k)^T v added (2), phi(q) S (2); phi twice
 
 
 class Attention(nn.Module):
-    """The benchmark's attention: one head, biases, weights dropped with 0.1; positions come with the embedding (Recall)."""
+    """The benchmark's attention: one head, biases, dropout of 0.1 on the weights. Recall adds the positions."""
 
     dropout = 0.1
 
@@ -238,7 +279,8 @@ class Attention(nn.Module):
             k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
         T, past = q.shape[2], k.shape[2] - q.shape[2]
         mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past else None
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
         return self.out_proj(y[:, 0]), None if state is None else (k, v)
 
     def initial_state(self, batch_size, device):
@@ -249,6 +291,9 @@ class Attention(nn.Module):
         return {"qkv.weight": ("normal", 0.02), "qkv.bias": ("constant", 0.0), "out_proj.weight": to_residual(config),
                 "out_proj.bias": ("constant", 0.0)}
 
+    def projections(self):
+        return {"qkv.weight": [self.out_proj.in_features] * 3}
+
     def mixing_flops(self, T):
         return 4 * self.out_proj.in_features * (T + 1) / 2
 
@@ -256,9 +301,9 @@ class Attention(nn.Module):
         return 2 * T * self.out_proj.in_features
 
 
-# ------------------------------------------------------------------------------------------------------------------- model
+# --------------------------------------------------------------------------------------------------------------- model
 
-MIXERS = {  # the branches of the two layers
+MIXERS = {  # the mixers of the two layers; more layers repeat them
     "attention": [Attention, Attention],
     "based": [BaseConv, TaylorAttention],
     "hyena": [Hyena, Hyena],
@@ -272,50 +317,61 @@ MIXERS = {  # the branches of the two layers
     "longhorn_exact": [LonghornExact, LonghornExact],
 }
 POSITIONS = {"attention"}  # mixers that cannot tell the order of tokens by themselves
-HEAD_WIDTH = 64  # of mixers with several heads
-
-
-def recall_model(mixer, n_embd, T, vocab_size, kernel="", scan_backend=""):
-    """The Recall of a mixer. Raises ValueError for an unknown one, or a width that its heads do not divide."""
-    if mixer not in MIXERS:
-        raise ValueError(f"unknown mixer {mixer!r}: choose one of {', '.join(MIXERS)}")
-    if n_embd < 1 or n_embd > HEAD_WIDTH and n_embd % HEAD_WIDTH:
-        raise ValueError(f"n_embd {n_embd} is not a whole number of heads of {HEAD_WIDTH}: choose a multiple of it, or less")
-    return Recall(ModelConfig(model=mixer, n_layer=2, n_head=max(1, n_embd // HEAD_WIDTH), n_embd=n_embd, block_size=T,
-                              vocab_size=vocab_size, kernel=kernel, scan_backend=scan_backend))
+NO_DROPOUT = {"mamba", "longhorn", "longhorn_exact"}  # the benchmark's Mamba block has none; all others drop 0.1
 
 
 class Recall(LM):
-    """LM with the layers of MIXERS, that answers at the queries only: `model(idx, where)` -> what the head takes there.
+    """LM with one mixer of MIXERS per layer and no MLP, whose loss is taken at the queries alone.
 
-    Two plain pre-norm residual branches without MLP, the same for every mixer.
+    Its config is an experiments.recall.cell.RecallConfig. Raises ValueError for an unknown mixer.
     """
 
     def __init__(self, config):
-        nn.Module.__init__(self)  # LM's own would take the layers of a family
-        self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        Norm = NORMS.get(config.model, RMSNorm)
-        self.embed_norm = Norm(config) if config.model in NORM_OF_EMBEDDING else nn.Identity()
-        self.positions = nn.Embedding(config.block_size, config.n_embd) if config.model in POSITIONS else None
-        self.branches = nn.ModuleList(Residual(config, branch, i) for i, branch in enumerate(MIXERS[config.model]))
-        self.norm = Norm(config)
-        self.init_weights()
+        super().__init__(config)
+        self.dropout = 0.0 if config.model in NO_DROPOUT else 0.1  # on what enters the first layer
+        self.positions = None
+        if config.model in POSITIONS:
+            self.positions = nn.Embedding(config.block_size, config.n_embd)
+            nn.init.normal_(self.positions.weight, std=0.02)
 
-    def init_table(self):
-        return {**super().init_table(), "positions.weight": ("normal", 0.02)}
+    def build_layers(self, config):
+        if config.model not in MIXERS:
+            raise ValueError(f"unknown mixer {config.model!r}: choose one of {', '.join(MIXERS)}")
+        norm, mixers = NORMS.get(config.model, RMSNorm), MIXERS[config.model]
+        return [Layer(config, [mixers[i % len(mixers)]], i, norm) for i in range(config.n_layer)]
 
-    def forward(self, idx, where):
-        """idx (B, T) integers, where (B, P) positions -> (B, P, n_embd): its products with the embedding are the logits."""
-        h = self.embed(idx.long())  # (B, T, n_embd)
+    def forward(self, idx, targets=None, state=None, loss_only=False):
+        """Answer at the queries.
+
+        Args:
+            idx: (B, T) integers; targets: (B, T) int64, the value at each query and -1 elsewhere.
+            state: what `initial_state` or the call before returned; loss_only: None for the logits.
+
+        Returns:
+            (logits, loss), with a state (logits, loss, state): logits (queries, vocab_size), those of the first example
+            first; without targets (B, T, vocab_size), and None for the loss. The loss is in nats per query.
+        """
+        h = self.embed(idx)  # (B, T, n_embd)
         if self.positions is not None:
-            h = h + self.positions.weight[:h.shape[1]]
-        h = self.embed_norm(h)
-        for branch in self.branches:
-            h, _ = branch(h)
-        return self.norm(h.gather(1, where.long()[..., None].expand(-1, -1, h.shape[2])))
+            past = 0 if state is None else state[0][0][0].shape[2]  # the length of the first layer's cache
+            h = h + self.positions.weight[past:past + h.shape[1]]
+        h, after = F.dropout(self.embed_norm(h), self.dropout, self.training), []
+        for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
+            h, s = layer(h, s)
+            after.append(s)
+        h, logits, loss = self.norm(h), None, None
+        if targets is not None:
+            asked = targets >= 0
+            h, targets = h[asked], targets[asked]  # (queries, n_embd), (queries,)
+        if loss_only:
+            loss = linear_cross_entropy(h, self.embed.weight, targets, backend=self.config.backend)
+        else:
+            logits = F.linear(h, self.embed.weight)
+            if targets is not None:
+                loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+        return (logits, loss) if state is None else (logits, loss, after)
 
-    def step_flops(self, T, pairs):
-        """Forward and backward FLOPs of one example, the head at its queries only."""
+    def example_flops(self, T, pairs):
+        """Forward and backward FLOPs per example of T tokens, with the head at its queries only."""
         head = 2 * self.embed.weight.numel()
         return T * self.flops_per_token(T)["total"] - 3 * head * (T - pairs)

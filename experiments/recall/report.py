@@ -1,10 +1,10 @@
-"""Figure 4 from the records of experiments/recall/mqar.py: recall against width and against state size, a panel for each T.
+"""Figure 4 from the records of experiments/recall/mqar.py: recall against width and against state size, for each T.
 
     recall of a point = mean over the seeds at the learning rate whose mean is best; its bar: from the worst seed to the best
 
-The surprise: there is nothing to compare with but the paper's picture, which gives no numbers; so none of the paper's is here.
-
-`python experiments/recall/mqar.py report` writes report.json, report.md and figure4.png.
+`mqar.py report FOLDER` reads a sweep and writes report.json (one record of all its runs), report.md and report.png;
+`mqar.py report RECORD.json` draws the latter two from such a record alone. The paper's Figure 4 gives no numbers, so none
+of the paper's stand here.
 """
 
 import json
@@ -16,35 +16,38 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from configurator import ConfigError  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.sweep import BadRecord  # noqa: E402
-from records import read_log, write_json  # noqa: E402
+from records import read_log  # noqa: E402
 
-# Cells are compared where these agree. A length has its own number of pairs and batch size, a seed its own examples.
-SAME = ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "weight_decay", "dtype", "eval_interval")
+# Runs are compared where these agree. A length has its own number of pairs and batch, a seed its own examples.
+SAME = ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "weight_decay", "dtype",
+        "eval_interval")
 SAME_AT_A_LENGTH = ("pairs", "batch_size")
-COLOURS = {"attention": "#222222", "based": "tab:brown", "hyena": "tab:pink", "rwkv4": "tab:olive", "baseconv": "tab:gray",
-           "mamba": "tab:purple", "longhorn": "tab:red", "deltanet": "tab:green", "gla": "tab:orange",
-           "longhorn_exact": "tab:blue"}
 NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": "RWKV-4", "baseconv": "BaseConv",
-         "mamba": "Mamba", "longhorn": "Longhorn", "deltanet": "DeltaNet", "gla": "GLA", "longhorn_exact": "Longhorn, exact"}
+         "mamba": "Mamba", "longhorn": "Longhorn", "deltanet": "DeltaNet", "gla": "GLA",
+         "longhorn_exact": "Longhorn, exact"}
+COLOURS = dict(zip(NAMES, ("#222222", "tab:brown", "tab:pink", "tab:olive", "tab:gray", "tab:purple", "tab:red",
+                           "tab:green", "tab:orange", "tab:blue"), strict=True))
 
 
 def name_of(mixer):
     return NAMES.get(mixer, mixer)
 
 
-# -------------------------------------------------------------------------------------------------------------------- read
+# ---------------------------------------------------------------------------------------------------------------- read
 
 def read_cell(folder, at):
-    """config.json, result.json of a finished run and the plan's coordinates in one table. Raises BadRecord."""
+    """One finished run as a flat record. Raises BadRecord where its files are missing, torn or at odds."""
     result, record = sweep.finished_records(folder)
     try:
-        config, where = record["config"], record["environment"]
+        config, ran_in = record["config"], record["environment"]
         for key in ("mixer", "T", "n_embd", "learning_rate", "seed"):
             if len({result[key], config[key], at[key]}) > 1:
-                raise BadRecord(f"{key} is {result[key]} in result.json, {config[key]} in config.json, {at[key]} in the plan")
-        if result["commit"] != where["commit"]:
+                raise BadRecord(f"{key} is {result[key]} in result.json, {config[key]} in config.json, {at[key]} in the "
+                                "plan")
+        if result["commit"] != ran_in["commit"]:
             raise BadRecord("result.json and config.json are of two commits")
         if result["diverged_at_step"] is not None:
             raise BadRecord(f"diverged at step {result['diverged_at_step']}")
@@ -54,27 +57,29 @@ def read_cell(folder, at):
         events = read_log(folder, "eval")
         if not events or (events[-1]["step"], events[-1]["accuracy"]) != (result["steps"], accuracy):
             raise BadRecord("log.jsonl does not end with the accuracy in result.json")
-        return {**result, "config": {key: config[key] for key in (*SAME, *SAME_AT_A_LENGTH)}, "data": record["data"],
-                "commit": sweep.version(where), "machine": where["gpu"] or where["cpu"],
-                "curve": [(e["epoch"], e["accuracy"]) for e in events]}
+        return {"name": Path(folder).name, **{k: v for k, v in result.items() if k not in ("diverged_at_step", "commit")},
+                "settings": {key: config[key] for key in SAME}, **{key: config[key] for key in SAME_AT_A_LENGTH},
+                "data": record["data"], "code": sweep.version(ran_in), "machine": ran_in["gpu"] or ran_in["cpu"],
+                "time": record["time"], "curve": [[e["step"], e["accuracy"], e["test_loss"]] for e in events]}
     except (KeyError, TypeError) as error:
         raise BadRecord(f"its records lack {error}") from None
 
 
-def read_cells(folder):
-    """(cells, left_out): the finished runs of a sweep that may be compared, and {name: why} of all others in its plan.
+def read_sweep(folder):
+    """The record of a sweep: its finished runs that may be compared, and why each other run of its plan is left out.
 
+    Returns {"runs": [...], "planned": how many, "left_out": {name: why}, "preset", "machines", "code", "settings"}.
     Raises ConfigError where there is no plan.
     """
-    cells, left_out = {}, {}
-    for name, at in sweep.read_plan(folder)["cells"].items():
+    plan, cells, left_out = sweep.read_plan(folder), {}, {}
+    for name, at in plan["cells"].items():
         try:
             cells[name] = read_cell(Path(folder) / name, at)
         except BadRecord as reason:
             left_out[name] = str(reason)
 
     def leave_out(group, values):
-        """Of the cells of a group, those whose values are not most's."""
+        """Of the runs of a group, those whose values differ from the most frequent ones."""
         kinds = {}
         for cell in cells.values():
             kinds.setdefault(group(cell), Counter())[json.dumps(values(cell))] += 1
@@ -84,16 +89,39 @@ def read_cells(folder):
                 left_out[name] = "not comparable: " + ", ".join(other)
                 del cells[name]
 
-    leave_out(lambda c: 0, lambda c: {"commit": c["commit"], **{key: c["config"][key] for key in SAME}})
-    leave_out(lambda c: c["T"], lambda c: {key: c["config"][key] for key in SAME_AT_A_LENGTH})
+    leave_out(lambda c: 0, lambda c: {"code": c["code"], **c["settings"]})
+    leave_out(lambda c: c["T"], lambda c: {key: c[key] for key in SAME_AT_A_LENGTH})
     leave_out(lambda c: (c["T"], c["seed"]), lambda c: c["data"])
-    return list(cells.values()), left_out
+    runs = list(cells.values())
+    shared = {"code": runs[0]["code"], "settings": runs[0]["settings"]} if runs else {"code": None, "settings": {}}
+    return {"preset": plan.get("preset"), **shared, "machines": sorted({c["machine"] for c in runs}),
+            "planned": len(plan["cells"]), "left_out": left_out,
+            "runs": [{k: v for k, v in c.items() if k not in ("settings", "code", "machine")} for c in runs]}
 
 
-# --------------------------------------------------------------------------------------------------------------- summarise
+def write_record(record, path):
+    """A JSON file with one line per run."""
+    head = json.dumps({k: v for k, v in record.items() if k != "runs"}, indent=1).removesuffix("\n}")
+    runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])
+    path.write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n')
+
+
+def read_record(path):
+    """What write_record wrote. Raises ConfigError for another file."""
+    try:
+        record = json.loads(path.read_text())
+        if not isinstance(record["runs"], list):
+            raise TypeError("runs is not a list")
+        return record
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a record of a recall sweep ({error}): give the folder of one, or the .json that "
+                          "`report` wrote") from None
+
+
+# ----------------------------------------------------------------------------------------------------------- summarise
 
 def pooled(rows, *keys):
-    """Rows [{*keys, "queries", "accuracy"}] of several seeds as one a key, accuracies weighted by their queries."""
+    """Rows [{*keys, "queries", "accuracy"}] of several seeds as one per key, accuracies weighted by their queries."""
     at = {}
     for row in rows:
         at.setdefault(tuple(row[k] for k in keys), []).append(row)
@@ -105,14 +133,14 @@ def pooled(rows, *keys):
     return out
 
 
-def summarise(cells):
-    """The points of Figure 4: one table for each T, width and mixer, in this order, at its best learning rate.
+def summarise(runs):
+    """The points of Figure 4: one for each T, width and mixer, in this order, at its best learning rate.
 
     A rate that fewer seeds have finished than another does not compete with it.
     """
     points = {}
-    for cell in cells:
-        points.setdefault((cell["T"], cell["n_embd"], cell["mixer"]), {}).setdefault(cell["learning_rate"], []).append(cell)
+    for run in runs:
+        points.setdefault((run["T"], run["n_embd"], run["mixer"]), {}).setdefault(run["learning_rate"], []).append(run)
     order = {mixer: i for i, mixer in enumerate(NAMES)}
     rows = []
     for (T, n_embd, mixer), rates in sorted(points.items(), key=lambda p: (*p[0][:2], order.get(p[0][2], 99), p[0][2])):
@@ -121,11 +149,10 @@ def summarise(cells):
         accuracies = [c["accuracy"] for c in best]
         rows.append({"T": T, "pairs": best[0]["pairs"], "n_embd": n_embd, "mixer": mixer, "accuracy": mean(accuracies),
                      "lowest": min(accuracies), "highest": max(accuracies), "seeds": sorted(c["seed"] for c in best),
-                     "reached": sum(c["reached"] for c in best), "learning_rate": rate,
+                     "learning_rate": rate,
                      "rates": {f"{r:g}": mean(c["accuracy"] for c in rates[r]) for r in sorted(rates)},
-                     "epochs": mean(c["epochs"] for c in best), "steps": mean(c["steps"] for c in best),
-                     "seconds": mean(c["seconds"] for c in best), "parameters": best[0]["parameters"],
-                     "state_size": best[0]["state_size"],
+                     "epochs": mean(c["epochs"] for c in best), "seconds": mean(c["seconds"] for c in best),
+                     "parameters": best[0]["parameters"], "state_size": best[0]["state_size"],
                      "by_distance": pooled([r for c in best for r in c["by_distance"]], "from", "to"),
                      "by_pairs": pooled([r for c in best for r in c["by_pairs"]], "pairs")})
     return rows
@@ -142,69 +169,71 @@ def percent(x):
     return f"{100 * x:.1f}"
 
 
-def markdown(report):
-    """report.md, a list of lines."""
-    rows, left_out = report["points"], report["left_out"]
-    lines = ["# Multi-query associative recall", "",
-             f"{report['runs']} runs, {', '.join(report['machines'])}, commit {report['commit'] or 'unknown'}. "
-             + "; ".join(f"{key} {value}" for key, value in report["settings"].items()) + ".",
-             "Recall in percent of the test's queries, at the best of the learning rates; runs stop where they have reached "
-             "stop_at, so that values above it say no more than that.", ""]
+def markdown(record, points):
+    """The report as lines of Markdown."""
+    lines = ["# Multi-query associative recall", "", *([record["note"], ""] if record.get("note") else []),
+             f"{len(record['runs'])} runs, {', '.join(record['machines'])}, code {record['code'] or 'unknown'}. "
+             + "; ".join(f"{key} {value}" for key, value in record["settings"].items()) + ".",
+             "Recall in percent of the test's queries, at the best of the learning rates. A run stops where it reaches "
+             "stop_at, so differences above that value mean nothing.", ""]
     cells = []
-    for r in rows:
-        spread = f" ({percent(r['lowest'])} .. {percent(r['highest'])}, {len(r['seeds'])} seeds)" if len(r["seeds"]) > 1 else ""
-        cells.append([str(r["T"]), str(r["pairs"]), str(r["n_embd"]), name_of(r["mixer"]), percent(r["accuracy"]) + spread,
-                      f"{r['learning_rate']:g}", ", ".join(f"{k}: {percent(a)}" for k, a in r["rates"].items()),
-                      f"{r['epochs']:.2f}", f"{r['seconds']:.0f}", f"{r['state_size']:,}", f"{r['parameters']:,}"])
-    lines += table(["T", "pairs", "width", "mixer", "recall", "best rate", "all rates", "epochs", "seconds", "state, numbers",
-                    "parameters"], cells)
-    for T in dict.fromkeys(r["T"] for r in rows):
-        width = min(r["n_embd"] for r in rows if r["T"] == T)
-        here = [r for r in rows if (r["T"], r["n_embd"]) == (T, width)]
+    for p in points:
+        seeds = f" ({percent(p['lowest'])} .. {percent(p['highest'])}, {len(p['seeds'])} seeds)"
+        cells.append([str(p["T"]), str(p["pairs"]), str(p["n_embd"]), name_of(p["mixer"]),
+                      percent(p["accuracy"]) + (seeds if len(p["seeds"]) > 1 else ""), f"{p['learning_rate']:g}",
+                      ", ".join(f"{rate}: {percent(a)}" for rate, a in p["rates"].items()), f"{p['epochs']:.2f}",
+                      f"{p['seconds']:.0f}", f"{p['state_size']:,}", f"{p['parameters']:,}"])
+    lines += table(["T", "pairs", "width", "mixer", "recall", "best rate", "all rates", "epochs", "seconds",
+                    "state, numbers", "parameters"], cells)
+    for T in dict.fromkeys(p["T"] for p in points):
+        width = min(p["n_embd"] for p in points if p["T"] == T)
+        here = [p for p in points if (p["T"], p["n_embd"]) == (T, width)]
         for title, key, label in (
                 ("by the tokens from a key to its query", "by_distance", lambda b: f"{b['from']}-{b['to'] - 1}"),
                 (f"by the number of pairs (trained with {here[0]['pairs']})", "by_pairs", lambda b: str(b["pairs"]))):
-            columns = list(dict.fromkeys(label(b) for r in sorted(here, key=lambda r: -len(r[key])) for b in r[key]))
-            lines += ["", f"T = {T}, width {width}, {title}:", "", *table(["mixer", *columns], [
-                [name_of(r["mixer"]), *({label(b): percent(b["accuracy"]) for b in r[key]}.get(c, "-") for c in columns)]
-                for r in here])]
-    if left_out:
-        lines += ["", f"Left out, {len(left_out)} of {report['planned']} planned runs:", "",
-                  *(f"- {name}: {why}" for name, why in left_out.items())]
+            columns = list(dict.fromkeys(label(b) for p in sorted(here, key=lambda p: -len(p[key])) for b in p[key]))
+            rows = []
+            for p in here:
+                found = {label(b): percent(b["accuracy"]) for b in p[key]}
+                rows.append([name_of(p["mixer"]), *(found.get(c, "-") for c in columns)])
+            lines += ["", f"T = {T}, width {width}, {title}:", "", *table(["mixer", *columns], rows)]
+    if record["left_out"]:
+        lines += ["", f"Left out, {len(record['left_out'])} of {record['planned']} planned runs:", "",
+                  *(f"- {name}: {why}" for name, why in record["left_out"].items())]
     return lines
 
 
-# ------------------------------------------------------------------------------------------------------------------ figure
+# -------------------------------------------------------------------------------------------------------------- figure
 
-def draw(report, path):
-    """Figure 4 into `path`: above recall against width (bars where there is one width), below against the state, for each T."""
+def draw(points, path):
+    """Figure 4 into `path`, a column per T: recall against width (bars where there is one width), and against the state."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = report["points"]
-    lengths = list(dict.fromkeys(r["T"] for r in rows))
-    mixers = [m for m in dict.fromkeys((*NAMES, *(r["mixer"] for r in rows))) if any(r["mixer"] == m for r in rows)]
+    lengths = list(dict.fromkeys(p["T"] for p in points))
+    mixers = [m for m in dict.fromkeys((*NAMES, *(p["mixer"] for p in points))) if any(p["mixer"] == m for p in points)]
     spare = iter(plt.cm.tab20.colors)
     colour = {m: COLOURS.get(m) or next(spare) for m in mixers}
-    figure, axes = plt.subplots(2, len(lengths), figsize=(max(6.0, 4.1 * len(lengths)), 7.4), dpi=120, squeeze=False)
+    size = (max(6.0, 4.1 * len(lengths)), 7.4)
+    figure, axes = plt.subplots(2, len(lengths), figsize=size, dpi=120, squeeze=False)
     for column, T in enumerate(lengths):
-        here = [r for r in rows if r["T"] == T]
-        widths = sorted({r["n_embd"] for r in here})
+        here = [p for p in points if p["T"] == T]
+        widths = sorted({p["n_embd"] for p in here})
         top, below = axes[:, column]
-        for i, m in enumerate(m for m in mixers if any(r["mixer"] == m for r in here)):
-            mine = [r for r in here if r["mixer"] == m]
-            y, off = [r["accuracy"] for r in mine], [[r["accuracy"] - r["lowest"] for r in mine],
-                                                     [r["highest"] - r["accuracy"] for r in mine]]
-            thick = {"lw": 2.4 if m == "longhorn" else 1.3, "color": colour[m], "capsize": 2, "marker": "o", "ms": 4}
+        for i, m in enumerate(m for m in mixers if any(p["mixer"] == m for p in here)):
+            own = [p for p in here if p["mixer"] == m]
+            y = [p["accuracy"] for p in own]
+            bars = [[p["accuracy"] - p["lowest"] for p in own], [p["highest"] - p["accuracy"] for p in own]]
+            style = {"lw": 2.4 if m == "longhorn" else 1.3, "color": colour[m], "capsize": 2, "marker": "o", "ms": 4}
             if len(widths) > 1:
-                top.errorbar([r["n_embd"] for r in mine], y, off, **thick)
+                top.errorbar([p["n_embd"] for p in own], y, bars, **style)
             else:
-                top.barh(-i, y, xerr=off, color=colour[m], height=0.7)
-                top.text(y[0] + 0.02 if y[0] < 0.5 else 0.02, -i, f"{name_of(m)} {percent(y[0])}", va="center", fontsize=8,
-                         color="black" if y[0] < 0.5 else "white")
-            below.errorbar([r["state_size"] for r in mine], y, off, label=name_of(m), **thick)
+                top.barh(-i, y, xerr=bars, color=colour[m], height=0.7)
+                top.text(y[0] + 0.02 if y[0] < 0.5 else 0.02, -i, f"{name_of(m)} {percent(y[0])}", va="center",
+                         fontsize=8, color="black" if y[0] < 0.5 else "white")
+            below.errorbar([p["state_size"] for p in own], y, bars, label=name_of(m), **style)
         title = f"T = {T}, {here[0]['pairs']} pairs" + ("" if len(widths) > 1 else f", width {widths[0]}")
         if len(widths) > 1:
             top.set(xscale="log", xlabel="width", ylabel="recall", title=title, ylim=(-0.03, 1.03))
@@ -212,38 +241,37 @@ def draw(report, path):
             top.minorticks_off()
         else:
             top.set(xlabel="recall", title=title, xlim=(0, 1.03), yticks=[], ylim=(0.5 - len(mixers), 0.5))
-        below.set(xscale="log", xlabel="numbers of state a sequence at T", ylabel="recall", ylim=(-0.03, 1.03))
+        below.set(xscale="log", xlabel="numbers of state per sequence at T", ylabel="recall", ylim=(-0.03, 1.03))
         below.xaxis.set_minor_formatter("")
         for a in (top, below):
             a.grid(alpha=0.3)
             a.set_axisbelow(True)
-            a.axhline(1, color="black", lw=0.4) if a is below or len(widths) > 1 else a.axvline(1, color="black", lw=0.4)
     handles = {}
     for a in axes[1]:
         handles |= dict(zip(*reversed(a.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles, loc="lower center", ncol=min(len(handles), 3 + 2 * len(lengths)), frameon=False,
-                  fontsize=8.5)
-    figure.tight_layout(rect=(0, 0.03 + 0.03 * math.ceil(len(handles) / (3 + 2 * len(lengths))), 1, 1))
+    columns = min(len(handles), 3 + 2 * len(lengths))
+    figure.legend(handles.values(), handles, loc="lower center", ncol=columns, frameon=False, fontsize=8.5)
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * math.ceil(len(handles) / columns), 1, 1))
     figure.savefig(path)
     plt.close(figure)
 
 
-def write(folder, out=None):
-    """Report of the sweep in `folder` into `out` (default: the folder itself); {kind: path}, and says what was left out.
+def write(place, out=None):
+    """The report of a sweep's folder, or of a record that `write` made of one; {kind: path}.
 
-    Raises ConfigError where there is no plan.
+    place: the folder, or the .json; out: path of the three files without their endings (default: `report` in the folder,
+    or beside the record). Raises ConfigError where there is no plan, or no record.
     """
-    folder, out = Path(folder), Path(out or folder)
-    cells, left_out = read_cells(folder)
-    report = {"runs": len(cells), "planned": len(cells) + len(left_out), "preset": sweep.read_plan(folder).get("preset"),
-              "machines": sorted({c["machine"] for c in cells}), "commit": cells[0]["commit"] if cells else None,
-              "settings": {key: cells[0]["config"][key] for key in SAME} if cells else {}, "points": summarise(cells),
-              "left_out": left_out}
-    out.mkdir(parents=True, exist_ok=True)
-    paths = {"json": out / "report.json", "markdown": out / "report.md"}
-    write_json(paths["json"], report)
-    paths["markdown"].write_text("\n".join(markdown(report)) + "\n")
-    if report["points"]:
-        paths["figure"] = out / "figure4.png"
-        draw(report, paths["figure"])
+    place = Path(place)
+    record = read_record(place) if place.suffix == ".json" else read_sweep(place)
+    out = Path(out) if out else place.with_suffix("") if place.suffix == ".json" else place / "report"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    paths = {kind: Path(f"{out}.{kind}") for kind in ("json", "md", "png")}
+    points = summarise(record["runs"])
+    write_record(record, paths["json"])
+    paths["md"].write_text("\n".join(markdown(record, points)) + "\n")
+    if points:
+        draw(points, paths["png"])
+    else:
+        del paths["png"]
     return paths

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: the examples of Figure 4 (Arora et al. 2023), drawn by the hundred thousand.
+"""Multi-query associative recall (Arora et al. 2023): the examples of Figure 4, drawn by the hundred thousand.
 
     k_1 v_1 k_2 v_2 ... k_P v_P | 0 0 k_7 0 k_2 0 0 0 k_1 0 ...          T tokens, P pairs
                                       v_7   v_2       v_1                the labels, at the P queries and nowhere else
@@ -7,17 +7,14 @@
     slots   S = (T - 2 P) / 2, slot i = 1 .. S stands at token 2 P + 2 (i - 1); the queries take P of them one after
             another, the first pair first, each from what is left with p(i) ~ i^(a-1)
 
-The surprise: no loop over the examples. Taking slots one after another without replacement is the same as giving each an
-exponential waiting time of rate p(i) and keeping the P that ring first, in their order; all examples' clocks are sorted in
-one call. Distinct keys are drawn with repeats and only the repeats again, which favours none: no step depends on a key's name.
-
-    python experiments/recall/task.py          # draws 100,000 examples of every length, checks and times them
+There is no loop over the examples. Taking slots one after another without replacement is the same as giving each an
+exponential waiting time of rate p(i) and keeping the P that ring first, in their order; one call sorts all clocks.
+Distinct keys are drawn with repeats, and only the repeats are drawn again.
 """
 
 import hashlib
 import os
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +23,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configurator import ConfigError, main_error  # noqa: E402
+from configurator import ConfigError  # noqa: E402
 
 PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}  # of the benchmark, by T
-BLOCK = 2048  # examples of one generator: fixed, so that neither their number nor the threads change an example
+BLOCK = 2048  # examples per generator: fixed, so that neither their number nor the threads change an example
 SPLITS = {"train": 0, "test": 1, "pairs": 2}  # "pairs": for tests with other numbers of pairs
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the examples look like. Raises ConfigError for sizes that cannot be."""
+    """The shape and the law of the examples. Raises ConfigError for sizes that cannot be."""
 
     T: int = 64  # tokens
     pairs: int = 0  # P; 0: the benchmark's
@@ -45,18 +42,19 @@ class Task:
     def __post_init__(self):
         if not self.pairs:
             if self.T not in PAIRS:
-                raise ConfigError(f"the benchmark has no number of pairs for T={self.T}, only for {', '.join(map(str, PAIRS))}: "
-                                  "give --pairs")
+                raise ConfigError(f"the benchmark has no number of pairs for T={self.T}, only for "
+                                  f"{', '.join(map(str, PAIRS))}: give --pairs")
             object.__setattr__(self, "pairs", PAIRS[self.T])
         if self.pairs < 1 or self.slots < self.pairs:
-            raise ConfigError(f"T={self.T} leaves {max(0, self.slots)} slots for the queries of {self.pairs} pairs: give a T of "
-                              "at least four times the pairs")
+            raise ConfigError(f"T={self.T} leaves {max(0, self.slots)} slots for the queries of {self.pairs} pairs: give "
+                              "a T of at least four times the pairs")
         if self.vocab_size // 2 - 1 < self.pairs or self.vocab_size > 2**31 - 1:
-            raise ConfigError(f"vocab_size={self.vocab_size} has {max(0, self.vocab_size // 2 - 1)} keys for {self.pairs} pairs: "
-                              f"give at least {2 * self.pairs + 2}")
-        if not abs(self.power_a - 1) * np.log(self.slots) < 20:  # beyond, rounding would show in the rare slots; NaN is refused
-            raise ConfigError(f"power_a={self.power_a} makes one of {self.slots} slots e^20 times as likely as another: give one "
-                              "nearer to 1")
+            raise ConfigError(f"vocab_size={self.vocab_size} has {max(0, self.vocab_size // 2 - 1)} keys for "
+                              f"{self.pairs} pairs: give at least {2 * self.pairs + 2}")
+        # beyond 20, rounding would show in the rare slots; `not <` so that NaN is refused
+        if not abs(self.power_a - 1) * np.log(self.slots) < 20:
+            raise ConfigError(f"power_a={self.power_a} makes one of {self.slots} slots e^20 times as likely as another: "
+                              "give one nearer to 1")
 
     @property
     def slots(self):
@@ -71,7 +69,8 @@ class Task:
 
 @dataclass
 class Examples:
-    """n examples: `tokens` (n, T) the input; `where` (n, P) the position of each pair's query, `values` (n, P) its label."""
+    """n examples: `tokens` (n, T), the input; `where` (n, P), the position of each pair's query; `values` (n, P), its
+    label."""
 
     tokens: np.ndarray
     where: np.ndarray
@@ -85,7 +84,7 @@ class Examples:
         return self.where - 2 * np.arange(self.where.shape[1], dtype=self.where.dtype)
 
     def sha256(self):
-        """Hash of the inputs and the labels, to tell whether two runs saw the same."""
+        """Hash of the inputs and the labels, to tell whether two runs saw the same examples."""
         digest = hashlib.sha256(self.tokens.tobytes())
         digest.update(self.values.tobytes())
         return digest.hexdigest()
@@ -96,14 +95,13 @@ def generate(task, n, seed, split="train", threads=0):
 
     Args:
         n: how many; seed: 0 <= seed < 2**32; split: "train", "test" or "pairs", each with its own random numbers.
-        threads: 0: one a core.
+        threads: 0: one per core.
 
-    Returns:
-        Examples with integers of 16 bits, of 32 where V or T need them.
+    Returns: Examples of 16-bit integers, or 32-bit where V or T need them.
     """
     kind = np.int16 if max(task.vocab_size, task.T) < 2**15 else np.int32
     out = Examples(np.zeros((n, task.T), kind), np.empty((n, task.pairs), kind), np.empty((n, task.pairs), kind))
-    # The bits of a positive float64 sort like the number: its last ones carry the slot along, 40 and more are left for the clock.
+    # The bits of a positive float64 sort like the number: the last few carry the slot, 40 or more remain for the clock.
     p, mask = task.slot_probabilities(), np.uint64((1 << task.slots.bit_length()) - 1)
     half, P = task.vocab_size // 2, task.pairs
 
@@ -112,7 +110,7 @@ def generate(task, n, seed, split="train", threads=0):
         m, rng = rows.stop - rows.start, np.random.default_rng([seed, SPLITS[split], block])
         clocks = rng.standard_exponential((BLOCK, task.slots)) / p
         codes = clocks.view(np.uint64) & ~mask | np.arange(task.slots, dtype=np.uint64)
-        first = np.sort(np.partition(codes, P - 1, axis=1)[:, :P], axis=1) & mask  # (BLOCK, P) slots in the order of ringing
+        first = np.sort(np.partition(codes, P - 1, axis=1)[:, :P], axis=1) & mask  # (BLOCK, P), in their order
         keys, values = 1 + distinct(rng, BLOCK, P, half - 1), half + distinct(rng, BLOCK, P, task.vocab_size - half)
         out.where[rows] = (2 * P + 2 * first.astype(np.int64))[:m]
         out.values[rows] = values[:m]
@@ -120,14 +118,14 @@ def generate(task, n, seed, split="train", threads=0):
         tokens[:, 0:2 * P:2], tokens[:, 1:2 * P:2] = keys[:m], values[:m]
         np.put_along_axis(tokens, out.where[rows].astype(np.int64), keys[:m].astype(kind), 1)
 
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:  # numpy lets go of the interpreter's lock
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:  # numpy releases the interpreter's lock
         list(pool.map(draw, range(-(-n // BLOCK))))
     return out
 
 
 def distinct(rng, rows, k, n):
     """k distinct numbers of 0 .. n - 1 in each row, every ordered choice equally likely: (rows, k) int64."""
-    if 2 * k > n:  # nearly all of them: few repeats would be left to hope for
+    if 2 * k > n:  # drawing repeats again would take many rounds
         return rng.permuted(np.tile(np.arange(n), (rows, 1)), axis=1)[:, :k]
     x, some = rng.integers(0, n, (rows, k)), np.arange(rows)
     while len(some):
@@ -143,37 +141,3 @@ def overlap(train, test):
     """How many of the test's examples stand among the training's."""
     seen = {row.tobytes() for row in test.tokens}
     return len(seen & {row.tobytes() for row in train.tokens})
-
-
-def problems(task, examples):
-    """What is wrong with the examples, a line each: each key once before its query, every label right, zeros elsewhere."""
-    tokens, where, P = examples.tokens, examples.where.astype(np.int64), task.pairs
-    keys, values = tokens[:, 0:2 * P:2], tokens[:, 1:2 * P:2]
-    half, rest = task.vocab_size // 2, tokens[:, 2 * P:].copy()
-    np.put_along_axis(rest, where - 2 * P, 0, 1)
-    wrong = {
-        "a key outside 1 .. V/2 - 1": (keys < 1) | (keys >= half),
-        "a value outside V/2 .. V - 1": (values < half) | (values >= task.vocab_size),
-        "a key or value twice": np.diff(np.sort(tokens[:, :2 * P], axis=1), axis=1) == 0,
-        "a query elsewhere than in a slot": (where < 2 * P) | (where >= task.T) | (where % 2 != 0),
-        "two queries in one slot": np.diff(np.sort(where, axis=1), axis=1) == 0,
-        "a query for another key": np.take_along_axis(tokens, where, 1) != keys,
-        "a label that is not the key's value": examples.values != values,
-        "a token that is neither pair, query nor 0": rest != 0,
-    }
-    return [f"{what}: {bad.any(1).sum()} of {len(tokens)} examples" for what, bad in wrong.items() if bad.any()]
-
-
-def main():
-    for T in PAIRS:
-        task, began = Task(T), time.perf_counter()
-        train = generate(task, 100_000, seed=1)
-        seconds, test = time.perf_counter() - began, generate(task, 3000, seed=1, split="test")
-        bad = problems(task, train) + problems(task, test)
-        print(f"T {T}, {task.pairs} pairs: {len(train):,} examples in {seconds:.2f} s ({len(train) / seconds:,.0f} a second); "
-              f"{overlap(train, test)} test examples among them; {'; '.join(bad) or 'all right'}")
-
-
-if __name__ == "__main__":
-    with main_error("experiments/recall/task.py"):
-        main()
