@@ -16,6 +16,7 @@ A mixer's methods are listed in model.py. Add your own with a row in MIXERS.
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -371,7 +372,12 @@ class Recall(LM):
                 loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
         return (logits, loss) if state is None else (logits, loss, after)
 
-    def example_flops(self, T, pairs):
-        """Forward and backward FLOPs per example of T tokens, with the head at its queries only."""
-        head = 2 * self.embed.weight.numel()
-        return T * self.flops_per_token(T)["total"] - 3 * head * (T - pairs)
+    def toy(self, backend):
+        """A small model of the same code, for self_check.py."""
+        return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
+
+    def flops_per_token(self, T=None):
+        """As LM's, with the head at the queries only."""
+        T = T or self.config.block_size
+        forward = super().flops_per_token(T)["forward"] - 2 * self.embed.weight.numel() * (1 - self.config.pairs / T)
+        return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
