@@ -1,24 +1,24 @@
 """Figure 4 of the paper: multi-query associative recall, nine mixers by length, width and learning rate.
 
     python experiments/recall/mqar.py run --preset=laptop              T = 64 and 128 at width 64, within an hour on two CPU cores
-    python experiments/recall/mqar.py run --preset=gpu                 the claim: T = 512 at width 64, Longhorn, Mamba, attention, four rates
+    python experiments/recall/mqar.py run --preset=gpu                 the claim: T = 512 at width 64, Longhorn, Mamba, attention
     python experiments/recall/mqar.py run --preset=paper --dry-run     the whole figure, 448 runs, and how long they take here
-    python experiments/recall/mqar.py report out/mqar_laptop           from the records alone: table, figure4.png, report.json
-    python experiments/recall/mqar.py cell --mixer=longhorn --T=64     one run; cell --help lists its settings
+    python experiments/recall/mqar.py report out/recall_laptop         table and figure, from the records alone
+    python experiments/recall/mqar.py cell --model=longhorn            one run; cell --help lists its settings
 
     python experiments/recall/mqar.py run --mixers=longhorn,mamba --Ts=128 --widths=64,128 --lrs=2.2e-3,1e-2 --seeds=1,2,3
 
-What else is given as --key=value goes to every run (`--epochs=8`, `--dtype=float32`). Stop it at any moment: the same command
-goes on. A mixer of your own takes part with a line in MIXERS of experiments/recall/models.py.
+Any other --key=value goes to every run (`--epochs=8`, `--dtype=float32`). Stop it at any moment: the same command resumes,
+and one with more seeds, lengths or mixers adds to the same sweep. Your own mixer takes part with a row in MIXERS of
+experiments/recall/models.py.
 
-The surprise: the published protocol is one seed, and the best of four learning rates on the very examples that also say when to
-stop. Both are kept, to compare with Figure 4; `--seeds=1,2,3` adds what it does not show, the spread.
-
-The task is in mqar_task.py, the models in mqar_mixers.py, one run in mqar_train.py, the report in mqar_report.py.
+The published protocol is one seed, and the best of four learning rates on the very examples that also say when to stop. Both
+are kept, to compare with Figure 4; `--seeds=1,2,3` adds what it does not show, the spread.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ from statistics import median
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-import configurator  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
-from experiments.scaling.sweep import Cell, hours, names, numbers, same_commit  # noqa: E402
+from experiments.scaling.sweep import Cell, hours, names, numbers  # noqa: E402
 
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
+SCRIPT = "experiments/recall/mqar.py"
 
 
 @dataclass
@@ -46,155 +46,141 @@ class Preset:
     lrs: tuple = RATES
     seeds: tuple = (1,)
     args: tuple = ()  # for every run
-    jobs_a_gpu: int = 1  # small models leave most of a GPU idle
-    minutes: float = 0  # what it is meant to take at most, 0: nothing promised
-    on: str = ""  # on what
+    jobs_per_gpu: int = 4  # small models leave most of a GPU idle
+    minutes: float = 0  # what it is meant to take at most, 0: no promise
 
 
 PRESETS = {
-    # Of the same compute, batches of 128 make four times the steps of the benchmark's 512: of Longhorn's queries at a rate of
-    # 1e-2, 89% were right after 200 steps of 128 (seed 1), where 560 steps of 512 had come to 98%. And a cosine of three epochs.
-    "laptop": Preset({64: (*FIGURE4, "deltanet", "gla"), 128: ("attention", "mamba", "longhorn")}, widths=(64,),
-                     lrs=(2.2e-3, 1e-2), args=("--batch_size=128", "--epochs=3", "--eval_interval=130"), minutes=60,
-                     on="two CPU cores"),
-    "gpu": Preset({512: ("attention", "mamba", "longhorn")}, widths=(64,), args=("--epochs=20",), jobs_a_gpu=4, minutes=20,
-                  on="one large GPU"),
-    "paper": Preset(dict.fromkeys((64, 128, 256, 512), FIGURE4), widths=(64, 128, 256, 512), args=("--dtype=float32",),
-                    jobs_a_gpu=4),
+    # At equal compute, batches of 128 make four times the steps of the benchmark's 512, and learn more: of Longhorn's
+    # queries at a rate of 1e-2, 89% were right after 200 steps of 128 (seed 1), and 98% after 560 steps of 512.
+    "laptop": Preset({64: (*FIGURE4, "deltanet", "gla"), 128: ("attention", "mamba", "longhorn")}, widths=(64,), minutes=60,
+                     lrs=(2.2e-3, 1e-2), args=("--batch_examples=128", "--epochs=3", "--eval_interval=130")),
+    "gpu": Preset({512: ("attention", "mamba", "longhorn")}, widths=(64,), args=("--epochs=20",), minutes=20),
+    "paper": Preset(dict.fromkeys((64, 128, 256, 512), FIGURE4), widths=(64, 128, 256, 512), args=("--dtype=float32",)),
 }
-
-
-def load(argv):
-    """The settings that `argv` gives a run, zeros filled in, with its Task. Raises ConfigError."""
-    from experiments.recall.cell import RecallConfig, check
-
-    config = configurator.load(RecallConfig, argv)
-    return config, check(config)
 
 
 def cells_of(preset, extra=()):
     """[Cell] of the preset. The rates of a point follow one another, so that they run together. Raises ConfigError."""
+    from experiments.recall import cell
     from experiments.recall.models import MIXERS
 
     cells = []
     for T, mixers in preset.lengths.items():
         if unknown := [m for m in mixers if m not in MIXERS]:
-            raise ConfigError(f"unknown mixer {unknown[0]!r}: choose of {', '.join(MIXERS)}")
+            raise ConfigError(f"unknown mixer {unknown[0]!r}: choose one of {', '.join(MIXERS)}")
         for width in preset.widths:
             for mixer in mixers:
                 for seed in preset.seeds:
                     for rate in sorted(preset.lrs, reverse=True):
-                        at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": rate, "seed": seed}
-                        argv = [*(f"--{k}={v:g}" if k == "learning_rate" else f"--{k}={v}" for k, v in at.items()),
-                                *preset.args, *extra]
-                        load(argv)
-                        at["learning_rate"] = float(f"{rate:g}")
+                        argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
+                                f"--seed={seed}", *preset.args, *extra]
+                        config = cell.load(argv)
+                        at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
+                              "pairs": config.pairs, "steps": config.max_iters}
                         cells.append(Cell(f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}", ["cell", *argv], at))
     return cells
 
 
-# ---------------------------------------------------------------------------------------------------------------- estimate
+# ------------------------------------------------------------------------------------------------------------ estimate
 
-MEASURED_TOKENS = 4096  # of a trial step on a CPU; on a GPU, where a small step takes as long as a large one, the whole batch
+MEASURED_TOKENS = 4096  # of a trial step on a CPU; on a GPU, where a small step takes as long as a large one, a whole batch
 START_SECONDS = 10.0  # importing PyTorch, drawing the examples, the tests at the end
 
 
 def estimate(cells, threads):
-    """Sets `seconds` of every cell, at most: all its epochs. Measures a training step of each mixer, T and width; yields these.
+    """Set every cell's `seconds`, at most (all its steps), and at["flops"], from a trial of each mixer, T and width.
 
-    An evaluation costs a third of a training step an example; the trial step is scaled by its examples.
+    An evaluation costs a third of a training step per example; the trial step is scaled by its examples.
     """
     import torch
+    from tqdm import tqdm
 
-    from experiments.recall.cell import OnDevice, logits
-    from experiments.recall.models import recall_model
-    from experiments.recall.task import generate
-    from train import keep_memory, pick_dtype
+    from experiments.recall import cell
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    keep_memory()
-    before = torch.get_num_threads()
+    before, trials = torch.get_num_threads(), {}
     torch.set_num_threads(threads)
-    speed = {}  # (mixer, T, width) -> (seconds an example, FLOPs an example)
-    for c in cells:
-        config, task = load(c.argv[1:])
-        key = config.mixer, config.T, config.n_embd
-        if key not in speed:
-            yield key
-            B = config.batch_size if device.type == "cuda" else max(1, min(config.batch_size, MEASURED_TOKENS // config.T))
-            batch = OnDevice(generate(task, B, 0, threads=threads), device)
-            try:
-                model = recall_model(config.mixer, config.n_embd, config.T, config.vocab_size).to(device)
-            except ValueError as error:
-                raise ConfigError(error) from None
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-            dtype, times = pick_dtype(config.dtype, device), []
-            for _ in range(4):
-                began = time.perf_counter()
-                with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-                    out = logits(model, batch.tokens, batch.where)
-                loss = torch.nn.functional.cross_entropy(out.float().flatten(0, 1), batch.labels.flatten())
-                del out
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                loss.item()
-                times.append(time.perf_counter() - began)
-                if len(times) > 1 and sum(times) > 3:
-                    break
-            speed[key] = median(times[1:]) / B, model.step_flops(config.T, config.pairs)
-            del model, optimizer
-        seconds, flops = speed[key]
-        steps = -(-config.train_examples // config.batch_size) * config.epochs
-        evaluations = steps // config.eval_interval if config.eval_interval else config.epochs
-        examples = config.train_examples * config.epochs + evaluations * config.test_examples / 3
-        c.at |= {"pairs": config.pairs, "steps": steps, "flops": flops * examples}
+    for c in tqdm(cells, desc="measuring a step of each", leave=False, disable=None):
+        config, key = cell.load(c.argv[1:]), (c.at["mixer"], c.at["T"], c.at["n_embd"])
+        trials[key] = seconds, flops = trials.get(key) or measure(config)
+        examples = config.max_iters / config.steps_per_epoch * config.train_examples
+        examples += config.max_iters / config.eval_interval * config.test_examples / 3
+        c.at["flops"] = flops * examples
         c.seconds = seconds * examples + START_SECONDS
     torch.set_num_threads(before)
 
 
+def measure(config):
+    """(seconds, FLOPs) per example of a training step."""
+    import torch
+
+    from experiments.recall import cell
+    from experiments.recall.task import generate
+    from optim import build_optimizers
+    from train import pick_dtype
+
+    device, batch = torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.batch_examples
+    if device.type == "cpu":
+        batch = max(1, min(batch, MEASURED_TOKENS // config.block_size))
+    model = cell.build_model(config, device)
+    x, y = cell.OnDevice(generate(config.task(), batch, seed=0), device).batch(torch.arange(batch))
+    optimizers, dtype, times = build_optimizers(model, config), pick_dtype(config.dtype, device), []
+    while len(times) < 2 or sum(times) < 3 and len(times) < 4:
+        began = time.perf_counter()
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(x, y, loss_only=True)[1]
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss.item()
+        times.append(time.perf_counter() - began)
+    return median(times[1:]) / batch, config.block_size * model.flops_per_token()["total"]
+
+
 def print_plan(preset, cells, jobs, gpus):
-    """The plan as a table: a line a T, width and mixer; then the whole."""
-    print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'rates':33}{'seeds':>5}{'steps':>8}{'FLOPs':>9}{'a run at most':>15}")
+    """The plan as a table, a line per T, width and mixer; then the total."""
+    print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'rates':33}{'seeds':>5}{'steps':>8}{'FLOPs':>9}{'at most':>9}")
     lines = {}
     for c in cells:
-        lines.setdefault((c.at["T"], c.at["n_embd"], c.at["mixer"]), []).append(c)
-    for (T, width, mixer), group in lines.items():
-        a = group[0].at
+        lines.setdefault((c.at["T"], c.at["pairs"], c.at["n_embd"], c.at["mixer"]), []).append(c)
+    for (T, pairs, width, mixer), group in lines.items():
         rates = ", ".join(f"{r:g}" for r in sorted({c.at["learning_rate"] for c in group}))
-        print(f"{T:>4}{a['pairs']:>7}{width:>7}  {mixer:15}{rates:33}{len({c.at['seed'] for c in group}):>5}{a['steps']:>8,}"
-              f"{a['flops']:>9.2g}{hours(group[0].seconds):>15}")
-    total, flops = sum(c.seconds for c in cells), sum(c.at["flops"] for c in cells)
+        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{rates:33}{len({c.at['seed'] for c in group}):>5}"
+              f"{group[0].at['steps']:>8,}{group[0].at['flops']:>9.2g}{hours(group[0].seconds):>9}")
+    total = sum(c.seconds for c in cells) / (max(1, len(gpus)) if gpus else jobs)
     where = f"{len(gpus)} GPU(s)" if gpus else f"{sweep.cores()} CPU core(s)"
-    share = max(1, len(gpus)) if gpus else jobs
-    print(f"{len(cells)} runs, {flops:.2g} FLOPs, at most {hours(total / share)} on {where}, {jobs} at a time: a run stops where "
-          "it answers enough of the test right (from a short measurement of each"
-          + (", as if runs that share a GPU gained nothing by it)" if gpus and jobs > len(gpus) else ")"))
-    if preset.minutes and total / share > 60 * preset.minutes * 1.1:
-        print(f"that is more than the {preset.minutes:.0f} minutes of {preset.on} that this preset is meant for; --mixers, --Ts, "
-              "--lrs, --epochs make it shorter")
+    print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs, at most {hours(total)} on {where}, {jobs} at a "
+          "time, by a short measurement of each; a run stops where it answers enough of the test right")
+    if preset.minutes and total > 66 * preset.minutes:
+        print(f"that is more than the {preset.minutes:.0f} minutes that this preset is meant for; --mixers, --Ts, --lrs, "
+              "--epochs make it shorter")
 
 
-# ------------------------------------------------------------------------------------------------------------ command line
+# -------------------------------------------------------------------------------------------------------- command line
 
 def parser():
-    top = argparse.ArgumentParser(prog="mqar.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    top = argparse.ArgumentParser(prog="mqar.py", **formatter)
     exact = {"allow_abbrev": False}  # --seed is a run's, not short for --seeds
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="plan the runs and run what has no final record yet",
-                              epilog="any other --key=value is a run's and goes to every one: see cell --help", **exact)
+                              epilog="any other --key=value goes to every run: see cell --help", **exact)
     run.add_argument("--preset", choices=PRESETS, default="laptop")
     run.add_argument("--mixers", type=names, help="joined by commas (default: the preset's at each T)")
     run.add_argument("--Ts", type=numbers(int), help="lengths; one that the preset lacks gets the mixers of its first")
     run.add_argument("--widths", type=numbers(int))
     run.add_argument("--lrs", type=numbers(float), help="learning rates, of which the best counts")
     run.add_argument("--seeds", type=numbers(int, least=0))
-    run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one a core; on a GPU the preset's, 1 to 4)")
-    run.add_argument("--out", type=Path, help="folder of the sweep (default: out/mqar_<preset>)")
+    run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core, or four per GPU)")
+    run.add_argument("--out", type=Path, help="folder of the sweep (default: out/recall_<preset>)")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
-    show = commands.add_parser("report", help="table, figure and report.json, from the records alone", **exact)
-    show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/mqar_laptop", help="default: out/mqar_laptop")
-    show.add_argument("--out", type=Path, help="where to write (default: the sweep's own folder)")
+    show = commands.add_parser("report", help="record, table and figure, from the runs' records alone", **exact)
+    show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/recall_laptop",
+                      help="of the sweep, or the .json that a report wrote (default: out/recall_laptop)")
+    show.add_argument("--out", type=Path, help="what the .json, .md and .png are named (default: report, in the folder)")
+    show.add_argument("--accept_code", action="append", default=[], metavar="CODE",
+                      help="also compare runs of this version of the code")
     commands.add_parser("cell", help="one run; cell --help lists its settings", add_help=False)
     return top
 
@@ -208,51 +194,41 @@ def chosen(args):
 
 
 def run(args, extra):
-    preset = chosen(args)
-    folder = args.out or REPO / "out" / f"mqar_{args.preset}"
-    gpus = sweep.visible_gpus()
-    jobs = args.jobs or (len(gpus) * preset.jobs_a_gpu if gpus else sweep.cores())
+    from experiments.recall import report
+
+    preset, gpus = chosen(args), sweep.visible_gpus()
+    folder = args.out or REPO / "out" / f"recall_{args.preset}"
+    jobs = args.jobs or (len(gpus) * preset.jobs_per_gpu if gpus else sweep.cores())
     cells = cells_of(preset, extra)
-    where = same_commit(folder)
     if not args.dry_run:
         sweep.make_folder(folder)
-    for key in estimate(cells, max(1, sweep.cores() // jobs)):
-        if sys.stderr.isatty():
-            print(f"\rmeasuring a step: {' '.join(map(str, key))}".ljust(70), end="\r", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(" " * 70, end="\r", file=sys.stderr, flush=True)
+    estimate(cells, max(1, sweep.cores() // jobs))
     print_plan(preset, cells, jobs, gpus)
     if args.dry_run:
-        command = cells[0].command(folder, script="experiments/recall/mqar.py")
-        print(f"nothing was run; the first of them would be: python {' '.join(command[1:])}")
+        command = cells[0].command(folder, script=SCRIPT)
+        print(f"nothing was run; the first run would be: python {' '.join(command[1:])}")
         return 0
-    sweep.write_plan(folder, cells, preset=args.preset, commit=sweep.version(where), machine=where["gpu"] or where["cpu"],
-                     cores=sweep.cores())
-    failed = sweep.run_cells(cells, folder, jobs, script="experiments/recall/mqar.py", gpus=gpus)
-    sweep.say_written(write_report(folder))
+    sweep.say_changed_code(folder)
+    sweep.write_plan(folder, cells, preset=args.preset)
+    failed = sweep.run_cells(cells, folder, jobs, script=SCRIPT, gpus=gpus)
+    sweep.say_written(report.write(folder))
     return sweep.say_failed(failed, cells)
-
-
-def write_report(folder, out=None):
-    from bench import mqar_report
-
-    return mqar_report.write(folder, out)
 
 
 def main(argv):
     if argv[:1] == ["cell"]:
-        import checkpoint
-        from bench import mqar_train
+        from experiments.recall import cell
+        from run import launch
 
-        with configurator.main_error("mqar.py cell", checkpoint.CheckpointError):
-            mqar_train.main(argv[1:])
-        return 0
+        return launch("mqar.py cell", lambda _: cell.main(argv[1:]))
+    from experiments.recall import report
+
     args, extra = parser().parse_known_args(argv)
-    return sweep.run_or_report("mqar.py", args, extra, run, write_report,
-                               ("mixer", "T", "n_embd", "learning_rate", "seed", "out_dir", "resume"),
+    write = functools.partial(report.write, accept_code=getattr(args, "accept_code", ()))
+    return sweep.run_or_report("mqar.py", args, extra, run, write,
+                               ("model", "block_size", "n_embd", "learning_rate", "seed", "out_dir", "resume"),
                                "--mixers, --Ts, --widths, --lrs, --seeds, --out")
 
 
 if __name__ == "__main__":
-    with configurator.main_error("mqar.py"):
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

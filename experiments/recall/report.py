@@ -22,9 +22,12 @@ from experiments.scaling.sweep import BadRecord  # noqa: E402
 from records import read_log  # noqa: E402
 
 # Runs are compared where these agree. A length has its own number of pairs and batch, a seed its own examples.
-SAME = ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "weight_decay", "dtype",
-        "eval_interval")
-SAME_AT_A_LENGTH = ("pairs", "batch_size")
+SAME = ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer", "weight_decay",
+        "schedule", "grad_clip", "n_layer", "dtype")
+SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
+COORDINATES = {"mixer": "model", "T": "block_size", "n_embd": "n_embd", "learning_rate": "learning_rate", "seed": "seed"}
+OUTCOME = ("accuracy", "reached", "val_loss", "by_distance", "by_pairs", "steps", "seconds", "parameters", "state_size",
+           "memory_bytes", "processes", "device_name")
 NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": "RWKV-4", "baseconv": "BaseConv",
          "mamba": "Mamba", "longhorn": "Longhorn", "deltanet": "DeltaNet", "gla": "GLA",
          "longhorn_exact": "Longhorn, exact"}
@@ -38,34 +41,34 @@ def name_of(mixer):
 
 # ---------------------------------------------------------------------------------------------------------------- read
 
-def read_cell(folder, at):
+def read_cell(folder, at, accept_code=()):
     """One finished run as a flat record. Raises BadRecord where its files are missing, torn or at odds."""
     result, record = sweep.finished_records(folder)
     try:
         config, ran_in = record["config"], record["environment"]
-        for key in ("mixer", "T", "n_embd", "learning_rate", "seed"):
-            if len({result[key], config[key], at[key]}) > 1:
-                raise BadRecord(f"{key} is {result[key]} in result.json, {config[key]} in config.json, {at[key]} in the "
-                                "plan")
-        if result["commit"] != ran_in["commit"]:
-            raise BadRecord("result.json and config.json are of two commits")
-        if result["diverged_at_step"] is not None:
-            raise BadRecord(f"diverged at step {result['diverged_at_step']}")
-        accuracy = result["accuracy"]
+        cell = {key: config[setting] for key, setting in COORDINATES.items()}
+        for key, value in cell.items():
+            if len({value, at[key], result.get(COORDINATES[key], value)}) > 1:
+                raise BadRecord(f"another run's records: {key} is {value} in config.json, {at[key]} in the plan")
+        codes = [c for c in record["code_versions"] if c not in accept_code] or record["code_versions"][-1:]
+        if len(codes) > 1 or result["code"] != record["code_versions"][-1]:
+            raise BadRecord(f"its code changed while it was down: {', then '.join(record['code_versions'])}")
+        accuracy, events = result["accuracy"], read_log(folder, "eval")
         if not isinstance(accuracy, (int, float)) or not 0 <= accuracy <= 1:
             raise BadRecord(f"its accuracy is {accuracy}")
-        events = read_log(folder, "eval")
         if not events or (events[-1]["step"], events[-1]["accuracy"]) != (result["steps"], accuracy):
             raise BadRecord("log.jsonl does not end with the accuracy in result.json")
-        return {"name": Path(folder).name, **{k: v for k, v in result.items() if k not in ("diverged_at_step", "commit")},
-                "settings": {key: config[key] for key in SAME}, **{key: config[key] for key in SAME_AT_A_LENGTH},
-                "data": record["data"], "code": sweep.version(ran_in), "machine": ran_in["gpu"] or ran_in["cpu"],
-                "time": record["time"], "curve": [[e["step"], e["accuracy"], e["test_loss"]] for e in events]}
-    except (KeyError, TypeError) as error:
+        cell |= {"name": Path(folder).name, **{key: result[key] for key in OUTCOME},
+                 **{key: config[key] for key in SAME_AT_A_LENGTH}, "time": record["time"],
+                 "epochs": result["steps"] / record["derived"]["steps_per_epoch"],
+                 "data": record["data"]["sha256"], "curve": [[e["step"], e["accuracy"], e["val_loss"]] for e in events]}
+        return cell | {"code": codes[0], "machine": ran_in["gpu"] or ran_in["cpu"],
+                       "settings": {key: config[key] for key in SAME}}
+    except (KeyError, TypeError, IndexError) as error:
         raise BadRecord(f"its records lack {error}") from None
 
 
-def read_sweep(folder):
+def read_sweep(folder, accept_code=()):
     """The record of a sweep: its finished runs that may be compared, and why each other run of its plan is left out.
 
     Returns {"runs": [...], "planned": how many, "left_out": {name: why}, "preset", "machines", "code", "settings"}.
@@ -74,7 +77,7 @@ def read_sweep(folder):
     plan, cells, left_out = sweep.read_plan(folder), {}, {}
     for name, at in plan["cells"].items():
         try:
-            cells[name] = read_cell(Path(folder) / name, at)
+            cells[name] = read_cell(Path(folder) / name, at, accept_code)
         except BadRecord as reason:
             left_out[name] = str(reason)
 
@@ -89,12 +92,18 @@ def read_sweep(folder):
                 left_out[name] = "not comparable: " + ", ".join(other)
                 del cells[name]
 
-    leave_out(lambda c: 0, lambda c: {"code": c["code"], **c["settings"]})
+    codes = Counter(c["code"] for c in cells.values())
+    first = max(codes, key=lambda code: (code not in accept_code, codes[code]), default=None)
+    for name, cell in list(cells.items()):
+        if cell["code"] not in (first, *accept_code):
+            left_out[name] = f"other code, {cell['code']}, than most runs, {first}: --accept_code={cell['code']} joins it"
+            del cells[name]
+    leave_out(lambda c: 0, lambda c: c["settings"])
     leave_out(lambda c: c["T"], lambda c: {key: c[key] for key in SAME_AT_A_LENGTH})
     leave_out(lambda c: (c["T"], c["seed"]), lambda c: c["data"])
     runs = list(cells.values())
-    shared = {"code": runs[0]["code"], "settings": runs[0]["settings"]} if runs else {"code": None, "settings": {}}
-    return {"preset": plan.get("preset"), **shared, "machines": sorted({c["machine"] for c in runs}),
+    return {"preset": plan.get("preset"), "code": {code: codes[code] for code in sorted({c["code"] for c in runs})},
+            "settings": runs[0]["settings"] if runs else {}, "machines": sorted({c["machine"] for c in runs}),
             "planned": len(plan["cells"]), "left_out": left_out,
             "runs": [{k: v for k, v in c.items() if k not in ("settings", "code", "machine")} for c in runs]}
 
@@ -172,7 +181,7 @@ def percent(x):
 def markdown(record, points):
     """The report as lines of Markdown."""
     lines = ["# Multi-query associative recall", "", *([record["note"], ""] if record.get("note") else []),
-             f"{len(record['runs'])} runs, {', '.join(record['machines'])}, code {record['code'] or 'unknown'}. "
+             f"{len(record['runs'])} runs, {', '.join(record['machines'])}, code {' and '.join(record['code'])}. "
              + "; ".join(f"{key} {value}" for key, value in record["settings"].items()) + ".",
              "Recall in percent of the test's queries, at the best of the learning rates. A run stops where it reaches "
              "stop_at, so differences above that value mean nothing.", ""]
@@ -256,14 +265,14 @@ def draw(points, path):
     plt.close(figure)
 
 
-def write(place, out=None):
+def write(place, out=None, accept_code=()):
     """The report of a sweep's folder, or of a record that `write` made of one; {kind: path}.
 
     place: the folder, or the .json; out: path of the three files without their endings (default: `report` in the folder,
     or beside the record). Raises ConfigError where there is no plan, or no record.
     """
     place = Path(place)
-    record = read_record(place) if place.suffix == ".json" else read_sweep(place)
+    record = read_record(place) if place.suffix == ".json" else read_sweep(place, accept_code)
     out = Path(out) if out else place.with_suffix("") if place.suffix == ".json" else place / "report"
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = {kind: Path(f"{out}.{kind}") for kind in ("json", "md", "png")}
