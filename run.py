@@ -490,8 +490,7 @@ class Run:
             {"step": step, "tokens": step * self.config.batch_tokens, "seconds": self.seconds(), "skipped": self.skipped,
              "bad": self.bad, "ended": self.ended, "best_val_loss": self.best, "config": self.settings, "data": self.data.identity,
              "file_times": getattr(self.data, "file_times", None), "code_versions": self.code_versions,
-             "wandb_id": self.wandb_id, "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table"),
-             "vocab": self.data.meta.get("vocab")},
+             "wandb_id": self.wandb_id, "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")},
             loss, first=self.log_file.sync)
 
     def settle(self, wait=False):

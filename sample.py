@@ -26,6 +26,7 @@ import torch
 import checkpoint
 import configurator
 from configurator import ConfigError
+from data.gpt2 import gpt2_encoding
 from distributed import named_device
 from model import LM, ModelConfig, current_names
 
@@ -40,6 +41,7 @@ class SampleConfig:
     top_k: int = 0  # only among the k most likely; 0: all
     top_p: float = 1.0  # only among the most likely that together have this probability
     seed: int = 1337  # of the sampling
+    vocab: str = ""  # GPT-2's tokenizer without a network: a folder with vocab.bpe and encoder.json
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
 
 
@@ -57,17 +59,11 @@ def load_model(folder, device="cpu"):
 class Text:
     """Tokens <-> text for the tokenizers that prepare.py scripts name: bytes, gpt2, or a table of characters."""
 
-    def __init__(self, tokenizer, table=None):
-        self.kind, self.table = tokenizer, table
+    def __init__(self, tokenizer, table=None, vocab=None):
+        self.kind, self.itos = tokenizer, table
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
         if self.kind == "gpt2":
-            try:
-                import tiktoken
-
-                self.gpt2 = tiktoken.get_encoding("gpt2")
-            except Exception as error:  # not installed, or one of the network's many kinds
-                raise ConfigError(f"GPT-2's tokenizer cannot be had ({error}): pip install tiktoken, and where there is "
-                                  "no network set TIKTOKEN_CACHE_DIR to a cache that holds its vocabulary") from None
+            self.gpt2 = gpt2_encoding(vocab)
         elif self.kind != "bytes" and not table:
             raise ConfigError(f"the dataset's tokenizer {tokenizer!r} is unknown: sample.py reads bytes, gpt2 and char")
 
@@ -76,15 +72,15 @@ class Text:
             return list(text.encode())
         if self.kind == "gpt2":
             return self.gpt2.encode(text, allowed_special={"<|endoftext|>"})
-        unknown = sorted(set(text) - set(self.table))
+        unknown = sorted(set(text) - set(self.itos))
         if unknown:
             raise ConfigError(f"prompt: the character {unknown[0]!r} is not in the training text's vocabulary")
-        return [self.table.index(c) for c in text]
+        return [self.itos.index(c) for c in text]
 
     def decode(self, token):
         """The text that this token completes: '' inside a character of several bytes, or for an id beyond the vocabulary."""
         if self.kind == "char":
-            return self.table[token] if token < len(self.table) else ""
+            return self.itos[token] if token < len(self.itos) else ""
         if self.kind == "bytes":
             piece = bytes([token]) if token < 256 else b""
         else:
@@ -116,7 +112,7 @@ def main(argv):
         raise ConfigError(f"seed {config.seed} must be in 0 .. {2**63 - 1}")
     device = named_device(config.device)
     lm, meta = load_model(config.out_dir, device)
-    text = Text(meta["tokenizer"], meta["table"])
+    text = Text(meta["tokenizer"], meta["table"], config.vocab or None)
     prompt, tokens = read_prompt(config.prompt, text)
     if not tokens:
         raise ConfigError("the prompt is empty: give at least one character")
