@@ -4,8 +4,8 @@ Some of the code has two bodies: an operator has a kernel and a plain PyTorch sp
 and through its state, and its loss comes with logits or without. Someone who edits one of the two would train one model
 and sample another. So train.py builds a toy of the same model from the same code and compares loss and every gradient:
 
-    operators    the backend that trains, and --backend=torch
     loss alone   what training asks for, and the loss of the logits
+    operators    the backend that trains, and --backend=torch
     state        the whole sequence, and the same tokens in chunks and single steps
 
 Unedited they agree to about 1e-5; half a step size or a dropped gate shows as 1e-2 or more. `--self_check=off` skips it.
@@ -56,18 +56,18 @@ def compare(toy, plain, batch):
     run = lambda m, loss=whole: gradients(m, loss, batch, autocast)
     trains = run(toy)
     if backend != "torch":
-        name, error = difference(trains, run(plain))
-        if error > TOLERANCE[dtype]:
-            raise ConfigError(f"{what_differs(toy, plain, run, dtype)} disagree by {error:.0e} in {name}: edit both, or train "
-                              "with --backend=torch, which runs plain PyTorch everywhere")
-        agreed.append(f"{backend or 'native'} and plain operators")
-        errors.append(error)
         name, error = difference(trains, run(toy, from_logits))
         if error > TOLERANCE[dtype]:
             places = f"{place(type(toy).forward)} with logits and {' / '.join(build.BODIES['linear_cross_entropy'])}"
             raise ConfigError(f"self-check: the loss alone and the loss of the logits disagree by {error:.0e} in {name}: edit "
                               f"both ({places}), or train with --backend=torch")
         agreed.append("the loss alone and from logits")
+        errors.append(error)
+        name, error = difference(trains, run(plain))
+        if error > TOLERANCE[dtype]:
+            raise ConfigError(f"{what_differs(toy, plain, run, dtype)} disagree by {error:.0e} in {name}: edit both, or train "
+                              "with --backend=torch, which runs plain PyTorch everywhere")
+        agreed.append(f"{backend or 'native'} and plain operators")
         errors.append(error)
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without or not hasattr(toy, "initial_state"):
