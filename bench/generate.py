@@ -4,14 +4,14 @@
     python bench/generate.py --families=llama,longhorn --contexts=1024,8192 --out=record.json
     python bench/generate.py --device=cuda --size=350M --save              # results/generate_cuda_350m.json and .png
 
-First the state of each family is checked: a short text, read in pieces and continued greedily, must give the logits, and
-so the tokens, of one forward pass over the whole. A family that fails is not timed. Then a text of random tokens is read
-in chunks and, at each context length, continued by the --new_tokens most likely tokens, a few at a time, all families in
-turn. LLaMA, whose state is the cache of all keys and values, is the contrast. A context that would take a family over
---budget_s is left out, with a line that says so.
+First the state of each family is checked: a short text, read in pieces and continued greedily, must give the logits,
+and so the tokens, of one forward pass over the whole. A family that fails is not timed. Then a text of random tokens is
+read in chunks and, at each context length, continued by the --new_tokens most likely tokens, a few at a time, all
+families in turn. LLaMA, whose state is the cache of all keys and values, is the contrast. A context that would take a
+family over --budget_s is left out, with a line that says so.
 
-LLaMA's cache has spare room, up to a quarter of its tokens, so that most new tokens copy nothing. While it reads, attention
-also needs a mask of (chunk, past + chunk): its peak grows with --chunk times the context.
+LLaMA's cache has spare room, up to a quarter of its tokens, so that most new tokens copy nothing. While it reads,
+attention also needs a mask of (chunk, past + chunk): its peak grows with --chunk times the context.
 
 Each family is a process of its own, as in bench/step.py. Weights are random: the cost does not depend on them.
 """
@@ -38,14 +38,15 @@ BURSTS = 4  # turns that the new tokens of a context are divided into
 PIECES = (31, 1, 16)  # of the check's text, before one token at a time
 
 
-# ------------------------------------------------------------------------------------------------- one family, in a worker
+# ---------------------------------------------------------------------------------------------- one family, in a worker
 
 @torch.no_grad()
 def check(lm, dtype="float32", new_tokens=16):
     """(why text from the state is not what a whole forward pass gives, or None; the relative error of the logits).
 
-    Every new token must be the whole pass's most likely one, up to the tolerance. In bfloat16 the reference is the whole
-    pass in float32 with backend torch, and the state may be four times as far off as the whole pass in bfloat16 is.
+    Every new token must be the whole pass's most likely one, up to the tolerance. In bfloat16 the reference is the
+    whole pass in float32 with backend torch, and the state may be four times as far off as the whole pass in bfloat16
+    is.
     """
     device, tolerance = lm.embed.weight.device, TOLERANCE
     with torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32"):
@@ -67,7 +68,7 @@ def check(lm, dtype="float32", new_tokens=16):
         whole, tolerance = true, max(tolerance, 4 * ((whole - true).norm() / true.norm()).item())
     error = ((got - whole).norm() / whole.norm()).item()
     if not error <= tolerance:  # NaN is not right
-        return f"the state is wrong: logits {error:.1e} off those of a whole forward pass (at most {tolerance:.0e})", error
+        return f"the state is wrong: logits {error:.1e} off a whole forward pass's (at most {tolerance:.0e})", error
     chosen = whole.gather(-1, got.argmax(-1, keepdim=True))[..., 0]
     if (whole.max(-1).values - chosen > tolerance * whole.abs().amax(-1)).any():
         return "the state is wrong: a new token is not the most likely one of a whole forward pass", error
@@ -130,7 +131,7 @@ class Reader:
         return {"seconds": seconds, "peak_bytes": peak.bytes()}
 
 
-# --------------------------------------------------------------------------------------------------------------- contexts
+# ------------------------------------------------------------------------------------------------------------- contexts
 
 def run_contexts(specs, contexts, new_tokens, budget_s, worker=Worker):
     """One row per family: {'family', ..., 'contexts': [{'context', 'prefill', 'decode', ...} or with 'left_out']}."""
@@ -192,7 +193,7 @@ def run_contexts(specs, contexts, new_tokens, budget_s, worker=Worker):
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------------------- output
+# --------------------------------------------------------------------------------------------------------------- output
 
 def mib(b):
     return "-" if b is None else f"{b / 2**20:.2f}" if b < 100 * 2**20 else f"{b / 2**20:.0f}"
@@ -255,12 +256,12 @@ def draw(record, path):
     return True
 
 
-# ------------------------------------------------------------------------------------------------------------------- main
+# ----------------------------------------------------------------------------------------------------------------- main
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, 120.0, batch_size=1)
-    parser.add_argument("--contexts", default="1024,4096,16384,65536", help="lengths of the text in tokens (%(default)s)")
+    parser.add_argument("--contexts", default="1024,4096,16384,65536", help="tokens of text, by commas (%(default)s)")
     parser.add_argument("--new_tokens", type=int, default=64, help="tokens written after each (%(default)s)")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
     args = settle(parser, parser.parse_args(argv), ["new_tokens", "chunk"])
@@ -277,8 +278,8 @@ def main(argv=None):
     args = parse(argv)
     out, record = start(args, "generate", contexts=args.contexts, new_tokens=args.new_tokens, chunk=args.chunk,
                         budget_seconds=args.budget_s)
-    specs = [{"name": family, "config": model_config(family, args), "batch_size": args.batch_size, "device": args.device,
-              "dtype": args.dtype, "threads": args.threads, "chunk": args.chunk} for family in args.families]
+    shared = {name: getattr(args, name) for name in ("batch_size", "device", "dtype", "threads", "chunk")}
+    specs = [{"name": family, "config": model_config(family, args), **shared} for family in args.families]
     record["rows"] = run_contexts(specs, args.contexts, args.new_tokens, args.budget_s)
     print_rows(record["rows"])
     finish(out, record)

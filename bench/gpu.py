@@ -4,9 +4,9 @@
     make gpu PYTHON=python3              # with the interpreter given; installs nothing
     make gpu OUT=elsewhere ARGS="--stages=training"
 
-Each stage is a process of its own with a time limit. A stage that lacks something says what and is skipped; a stage that
-fails stops no other. Written are gpu.json (after every stage), gpu.log (all output), and the records of bench/scan.py and
-bench/step.py. The exit status is 1 if any stage failed.
+Each stage is a process of its own with a time limit. A stage that lacks something says what and is skipped; a stage
+that fails stops no other. Written are gpu.json (after every stage), gpu.log (all output), and the records of
+bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
 
 A stage that is a function of this file hands over its numbers as JSON lines in a file, so one that is killed half way
 keeps what it had found.
@@ -38,7 +38,7 @@ PACKAGES = {"mamba_ssm": "mamba_ssm.ops.selective_scan_interface", "fla": "fla.o
             "causal_conv1d": "causal_conv1d", "triton": "triton"}
 
 
-# ---------------------------------------------------------------------------------------------------------- the runner
+# ----------------------------------------------------------------------------------------------------------- the runner
 
 class Skip(Exception):
     """Why a stage does not run here."""
@@ -47,16 +47,16 @@ class Skip(Exception):
 class Stage(NamedTuple):
     name: str
     limit_s: float
-    command: object                             # (context) -> [argument, ...]; may raise Skip
-    summary: object = lambda found, text: ""    # (records, output) -> the numbers that matter, in one line
-    verdict: object = None                      # (exit status, output) -> (status, reason), unless the exit status says it
+    command: object                           # (context) -> [argument, ...]; may raise Skip
+    summary: object = lambda found, text: ""  # (records, output) -> the numbers that matter, in one line
+    verdict: object = None                    # (exit status, output) -> (status, reason); None: by the exit status
 
 
 class Context(NamedTuple):
     out: Path
     dry_run: bool
-    seconds: float = 0.0                        # that the stage has
-    record: str = ""                            # the file that it writes its records to
+    seconds: float = 0.0  # that the stage has
+    record: str = ""      # the file that it writes its records to
 
     def inner(self, stage):
         """The command of a stage that is a function of this file."""
@@ -173,7 +173,7 @@ def print_summary(results, out):
     print(f"records: {out / 'gpu.json'}, {out / 'gpu.log'}")
 
 
-# ---------------------------------------------------------------------------------------------------- stage: environment
+# --------------------------------------------------------------------------------------------------- stage: environment
 
 def device(dry_run, **kwargs):
     from bench import scan_cuda
@@ -210,14 +210,14 @@ def environment_summary(found, text):
     return f"{gpu['name']}, torch {gpu['torch']}, CUDA {gpu.get('cuda')}; not found: {', '.join(missing) or 'nothing'}"
 
 
-# -------------------------------------------------------------------------------------------------- stages: build, small
+# ------------------------------------------------------------------------------------------------- stages: build, small
 
-# (B, T, D, N) of the benchmark and of the tests on a GPU (tests/test_cuda.py): `build` compiles their kernels beforehand
+# (B, T, D, N) of the benchmark and of the tests on a GPU (tests/test_cuda.py): `build` compiles their kernels
 BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16), (2, 32768, 2048, 64)]
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
           (72, 40, 512, 64), (1, 3000, 100, 16), (72, 64, 512, 64), (72, 64, 256, 16), (1, 1024, 128, 16)]
-# family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few), whole chunks and blocks or a rest; T of 256
-# and more is split into segments
+# family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few), whole chunks and blocks or a rest; T
+# of 256 or more is split into segments
 SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 16, "float32"),
          ("longhorn", 288, 33, 20, 16, "bfloat16"), ("longhorn", 1, 300, 150, 16, "float32"),
          ("longhorn", 1, 40, 70, 64, "bfloat16"), ("mamba", 2, 70, 150, 16, "float32"),
@@ -225,7 +225,8 @@ SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 1
 
 
 def build(emit, dry_run, budget_s):
-    """Compile every kernel that the later stages use: the first one alone, which a user waits for, then all side by side."""
+    """Compile every kernel that the later stages use: the first one alone, which a user waits for, then all side by
+    side."""
     from concurrent.futures import ThreadPoolExecutor
 
     from bench.measure import in_one_line
@@ -280,7 +281,7 @@ def small(emit, dry_run, budget_s):
         emit(convolution=T)
 
 
-# ---------------------------------------------------------------------------------------------------- stage: convolution
+# --------------------------------------------------------------------------------------------------- stage: convolution
 
 def convolution(emit, dry_run, budget_s):
     """The short convolution with SiLU at the models' widths: ours, PyTorch's and causal-conv1d's, in turn."""
@@ -347,7 +348,7 @@ def convolution_summary(found, text):
     return f"ms forward / backward: {', '.join(words)}"
 
 
-# -------------------------------------------------------------------------------------- stages that are other programs
+# --------------------------------------------------------------------------------------- stages that are other programs
 
 def tests(context):
     for package in ("pytest", "hypothesis"):
@@ -375,9 +376,9 @@ def training(name, limit_s, T, *options):
     def command(context):
         if context.dry_run and options:
             raise Skip("dry run")
-        sizes = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--vocab_size=128", f"--block_size={T // 64}", "--rounds=2"]
-        if not context.dry_run:
-            sizes = ["--device=cuda", "--size=120M", f"--block_size={T}", f"--batch_size={32768 // T}", *options]
+        sizes = ["--device=cuda", "--size=120M", f"--block_size={T}", f"--batch_size={32768 // T}", *options]
+        if context.dry_run:
+            sizes = "--n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 --block_size=16 --rounds=2".split()
         return [sys.executable, "bench/step.py", "--families=longhorn,llama", *sizes,
                 f"--budget_s={max(1, context.seconds / 3):.0f}", f"--out={context.out}/{name}.json"]
 

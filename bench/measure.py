@@ -1,6 +1,6 @@
 """What the benchmarks share: inputs, the comparison with the float64 loop, timing in turn, peak memory, records.
 
-    relative error = |got - true| / (|true| + TINY)       2-norms; a NaN anywhere makes it NaN, which is above any tolerance
+    relative error = |got - true| / (|true| + TINY)       2-norms; NaN anywhere makes it NaN, which is never right
 
 TINY is there because at logits of -1000 a true gradient can be smaller than float32 can represent.
 """
@@ -29,12 +29,13 @@ TINY = 1e-15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# -------------------------------------------------------------------------------------------------- inputs and errors
+# ---------------------------------------------------------------------------------------------------- inputs and errors
 
 def make_inputs(B, T, D, N, dtype, extras=True, device="cpu", key=1.0, logit=None):
     """Random arguments of longhorn_scan by name: x, dt (B, T, D) and k, q (B, T, N) in `dtype`.
 
-    extras: also D, dt_bias (D,) in float32 and z (B, T, D). key: a factor on k. logit: dt is +logit or -logit everywhere.
+    extras: also D, dt_bias (D,) in float32 and z (B, T, D). key: a factor on k. logit: dt is +logit or -logit
+    everywhere.
     """
     g = torch.Generator(device).manual_seed(0)
     shapes = dict(x=(B, T, D), dt=(B, T, D), k=(B, T, N), q=(B, T, N))
@@ -77,7 +78,8 @@ def values_and_gradients(f, a, dtype=None):
 
 
 def compare(got, true, slack):
-    """{name: {"relative_error", "tolerance", "right"}}; the tolerance is `slack` plus half a unit of the result's dtype."""
+    """{name: {"relative_error", "tolerance", "right"}}; the tolerance is `slack` plus half a unit of the result's
+    dtype."""
     found = {}
     for name, want in true.items():
         have = got[name]
@@ -201,8 +203,8 @@ def refuse_uncommitted(out, instead="another --out"):
     """
     inside = out is not None and Path(out).resolve().is_relative_to(ROOT / "results")
     if inside and code_version()["uncommitted_changes"]:
-        raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (git status lists "
-                          f"them): commit them, or give {instead}")
+        raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (see git status):"
+                          f" commit them, or give {instead}")
 
 
 def new_record(benchmark, **about):
@@ -233,7 +235,7 @@ def finite(record):
     return None if isinstance(record, float) and not math.isfinite(record) else record
 
 
-# ----------------------------------------------------------------------------------------------------- what cannot run
+# ------------------------------------------------------------------------------------------------------ what cannot run
 
 class LeftOut(Exception):
     """Why a contender or model does not run here."""

@@ -4,11 +4,12 @@
     python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # a shape of your own
 
 First every result and gradient is compared with the loop in float64 on the same GPU: at odd sizes, at keys of 1000 and
-logits of +-1000, and at the paper's shapes. What is wrong is not timed. Then, shape by shape, all contenders are warmed up
+logits of +-1000, and at the paper's shapes. What is wrong is not timed. Then, shape by shape, all contenders are warmed
+up
 and take turns, round after round, between CUDA events: the forward without autograd, then forward and backward with it.
 
-Beside the times of the scans stands a share of the copy bandwidth, measured on the same device: the bytes that a scan must
-move (measure.bytes_moved) over the time. GLA and attention do another job and have none.
+Beside the times of the scans stands a share of the copy bandwidth, measured on the same device: the bytes that a scan
+must move (measure.bytes_moved) over the time. GLA and attention do another job and have none.
 
 Before every timed pass gigabytes are written. That empties the cache, and it keeps the device busy for so long that the
 host has queued the whole pass before the clock starts: otherwise a short kernel is timed with Python's overhead.
@@ -112,7 +113,7 @@ class Gpu:
         p = self.properties
         return {"name": p.name, "capability": f"{p.major}.{p.minor}", "multiprocessors": p.multi_processor_count,
                 "memory_bytes": p.total_memory, "torch": torch.__version__, "cuda": torch.version.cuda,
-                "nvidia_smi": nvidia_smi("driver_version", "clocks.max.sm", "clocks.sm", "temperature.gpu", "power.draw")}
+                "nvidia_smi": nvidia_smi("driver_version", "clocks.max.sm", "clocks.sm", "temperature.gpu")}
 
 
 class DryRun(Gpu):
@@ -220,8 +221,8 @@ PAPER = (64, 1024, 1536, 16)
 
 
 def cases(tiny=False):
-    """[(family, (B, T, D, N), dtype, extremes)]: sizes that are no multiples of a block or chunk, extreme values, and the
-    paper's shapes, the last with few rows, so that T is split into segments."""
+    """[(family, (B, T, D, N), dtype, extremes)]: sizes that are no multiples of a block or chunk, extreme values, and
+    the paper's shapes, the last with few rows, so that T is split into segments."""
     extremes = (dict(key=1000.0), dict(logit=1000.0), dict(key=1000.0, logit=1000.0))
     B, T, D = (2, 40, 24) if tiny else (2, 257, 200)
     found = [(family, (B, T, D, N), dtype, {}) for family in ("longhorn", "mamba") for N, dtype in (
@@ -243,8 +244,8 @@ def scans(family, backend):
 
 
 def check_case(family, shape, dtype, extreme, device):
-    """One comparison with the loop in float64, as a record: errors and tolerances of y, hT and every gradient, and whether
-    two runs agree to the bit; or {'reason'} if it did not run."""
+    """One comparison with the loop in float64, as a record: errors and tolerances of y, hT and every gradient, and
+    whether two runs agree to the bit; or {'reason'} if it did not run."""
     row = {"family": family, **dict(zip("BTDN", shape, strict=True)), "dtype": dtype, **extreme}
     try:
         a = make_inputs(*shape, DTYPES[dtype], device=device.name, **extreme)
@@ -380,7 +381,8 @@ def print_shape(entry):
 
 
 def in_short(record):
-    """How many comparisons were right, and forward + backward of every contender at the first two shapes, one line each."""
+    """How many comparisons were right, and forward + backward of every contender at the first two shapes, one line
+    each."""
     rows = record["correctness"]
     yield f"{sum(r['right'] for r in rows)} of {len(rows)} comparisons with the loop in float64 are right"
     for entry in record["shapes"][:2]:

@@ -5,12 +5,12 @@
     python bench/step.py --device=cuda --size=120M --compile --save     # results/step_cuda_120m.json
     python bench/step.py --families=llama,mamba --rounds=3
 
-A step is train.py's: forward, backward, clipping, AdamW. The peers are transformers' LLaMA, Mamba and RWKV-4 of the same
-shape and optimizer, and mambapy's Mamba. Install what is missing outside the project, for this comparison only:
+A step is train.py's: forward, backward, clipping, AdamW. The peers are transformers' LLaMA, Mamba and RWKV-4 of the
+same shape and optimizer, and mambapy's Mamba. Install what is missing outside the project, for this comparison only:
     pip install transformers;  pip install --no-deps --target /tmp/peers mambapy
 
-Each model lives in a process of its own, and they take turns, round after round: whatever else the machine does falls on
-all of them alike, and no model's memory is counted as another's. The batch is the same in every step, its tokens as
+Each model lives in a process of its own, and they take turns, round after round: whatever else the machine does falls
+on all of them alike, and no model's memory is counted as another's. The batch is the same in every step, its tokens as
 unevenly distributed as words are, so that a working model must learn: one whose loss does not fall gets no time.
 
 One layer of ours is two residual branches, so 4 layers of Mamba are 8 of transformers' or mambapy's, whose published
@@ -51,7 +51,7 @@ STEPS = {"cpu": (0, 1), "cuda": (1, 5)}  # untimed and timed steps per turn; bet
 START_S = 600  # limit for building the kernels, and for torch.compile
 
 
-# ------------------------------------------------------------------------------------------------- one process per model
+# ------------------------------------------------------------------------------------------------ one process per model
 
 def serve(pipe, make, spec):
     """The main function of a worker: make(spec), then answer (method, arguments) until the pipe closes."""
@@ -118,7 +118,7 @@ class Worker:
         self.process.join()
 
 
-# ---------------------------------------------------------------------------------------------------------------- models
+# --------------------------------------------------------------------------------------------------------------- models
 
 def model_config(family, args):
     """ModelConfig of a family at the size that args ask for."""
@@ -130,8 +130,8 @@ def peer_model(package, config):
     d, layers, V = config.n_embd, config.n_layer, config.vocab_size
     if package == "mambapy":
         Mamba, MambaConfig = imported("mambapy.mamba", "Mamba"), imported("mambapy.mamba", "MambaConfig")
-        own = MambaConfig(d_model=d, n_layers=config.n_branches, dt_rank=config.dt_rank or "auto", d_state=config.d_state,
-                          expand_factor=config.expand, d_conv=config.d_conv)
+        own = MambaConfig(d_model=d, n_layers=config.n_branches, dt_rank=config.dt_rank or "auto",
+                          d_state=config.d_state, expand_factor=config.expand, d_conv=config.d_conv)
         module = nn.ModuleDict({"embed": nn.Embedding(V, d), "mamba": Mamba(own), "norm": nn.RMSNorm(d, eps=1e-5)})
         weight = nn.init.normal_(module["embed"].weight, 0.0, 0.02)
         return module, lambda idx: F.linear(module["norm"](module["mamba"](module["embed"](idx))), weight)
@@ -222,7 +222,7 @@ class Trial:
         return {"losses": losses, "seconds": seconds, "peak_bytes": peak}
 
 
-# ---------------------------------------------------------------------------------------------------------------- rounds
+# --------------------------------------------------------------------------------------------------------------- rounds
 
 def verdict(losses):
     """Why these losses, in the order of the steps, are not those of a model that learns; or None."""
@@ -235,7 +235,8 @@ def verdict(losses):
 def run_rounds(specs, rounds, budget_s, worker=Worker):
     """One row per spec, in order: all start, then each takes a turn, round after round.
 
-    A model that has used up `budget_s` seconds takes no further turn; one that takes longer than that for a turn is ended.
+    A model that has used up `budget_s` seconds takes no further turn; one that takes longer than that for a turn is
+    ended.
     """
     from tqdm import tqdm
 
@@ -290,7 +291,8 @@ def run_rounds(specs, rounds, budget_s, worker=Worker):
 
 
 def derive(rows, peak):
-    """Add what follows from the times: FLOP/s by count, MFU where the peak (FLOP/s) is known, the ratio to LLaMA's step."""
+    """Add what follows from the times: FLOP/s by count, MFU where the peak (FLOP/s) is known, the ratio to LLaMA's
+    step."""
     llama = next((r["seconds"]["median_seconds"] for r in rows if r["name"] == "llama" and "seconds" in r), None)
     for row in rows:
         if "seconds" in row:
@@ -300,7 +302,7 @@ def derive(rows, peak):
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# --------------------------------------------------------------------------------------------------------------- output
 
 def print_rows(rows, peak):
     print(f"\n{'':20}{'parameters':>11}{'ms per step':>12}{'quartiles':>18}{'tokens/s':>10}"
@@ -360,19 +362,19 @@ def finish(out, record):
         print(f"record: {out}")
 
 
-# ------------------------------------------------------------------------------------------------------------------ main
+# ----------------------------------------------------------------------------------------------------------------- main
 
 def add_options(parser, budget_s, **shape):
     """The options that bench/generate.py shares; `shape` overrides the defaults of SHAPE."""
     parser.add_argument("--families", default="all", help=f"all, or some of {', '.join(FAMILIES)}, separated by commas")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of matrix products (float32; cuda: bfloat16)")
-    parser.add_argument("--size", choices=SIZES, default="", help="one of the paper's sizes, instead of the shape below")
+    parser.add_argument("--size", choices=SIZES, default="", help="a size of the paper, instead of this shape:")
     for name, value in SHAPE.items():
         paper = SIZES["120M"] | PAPER
         words = f"({shape[name]})" if name in shape else f"({value}; with --size=120M: {paper[name]})"
         parser.add_argument(f"--{name}", type=int, default=shape.get(name), help=words)
-    parser.add_argument("--backend", default="", choices=("torch", "cpu", "cuda", "fused"), help="(the fastest there is)")
+    parser.add_argument("--backend", default="", choices=("torch", "cpu", "cuda", "fused"), help="(the fastest)")
     parser.add_argument("--threads", type=int, help="of PyTorch and the kernels (PyTorch's choice)")
     parser.add_argument("--budget_s", type=float, default=budget_s, help="seconds per family (%(default)g)")
     parser.add_argument("--out", help="write the record, JSON, to this file")
@@ -406,7 +408,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, 60.0)
     parser.add_argument("--compile", action="store_true", help="torch.compile our models; the peers run as published")
-    parser.add_argument("--with_peers", action="store_true", help="also transformers' and mambapy's models of this shape")
+    parser.add_argument("--with_peers", action="store_true", help="also other people's models of the same shape")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each model (%(default)s)")
     return settle(parser, parser.parse_args(argv), ["rounds"])
 

@@ -329,7 +329,7 @@ def first_line(error):
     return (str(error).strip().splitlines() or [""])[0]
 
 
-# --------------------------------------------------------------------------------------------------------------- streams
+# -------------------------------------------------------------------------------------------------------------- streams
 
 def make_pairs(n, d, N, correlation, g):
     """n random pairs: keys (n, N) of length 1 whose expected cosine is about `correlation`, all sharing one random
@@ -429,7 +429,7 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
             "missed": (left / there).item(), "apart": torch.stack(apart).mean().item()}
 
 
-# ---------------------------------------------------------------------------------------------------- the mixers that train
+# ------------------------------------------------------------------------------------------------ the mixers that train
 # How each family's mixer calls its kernel, as sequences of the updates above: (S before, S after, k (T, N), x (T, d),
 # [p of each step], y (T, d), what of S and S_prev is y at step t).
 
@@ -535,7 +535,7 @@ def mixer_off(family, update, kernel=""):
     return ((got - true).norm() / true.norm()).item()
 
 
-# ----------------------------------------------------------------------------------------------------------- your update
+# ---------------------------------------------------------------------------------------------------------- your update
 
 def read_update(path):
     """The row that a user's file describes: objective(S, S_prev, k, x, p), update(S_prev, k, x, p); name, note, L, S and
@@ -563,7 +563,7 @@ def read_update(path):
                   found["objective"], found["update"], "you", note=str(found.get("note", "")), tune=tuple(tune), yours=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# --------------------------------------------------------------------------------------------------------------- output
 
 def table(head, rows):
     """Lines of a Markdown table whose columns are aligned, so that a terminal shows it as well."""
@@ -692,7 +692,7 @@ def draw(record, path):
     plt.close(figure)
 
 
-# ------------------------------------------------------------------------------------------------------------------ main
+# ----------------------------------------------------------------------------------------------------------------- main
 
 def measure(rows, draw_count, streams, seed):
     """Everything that the tables and the picture show, as a record."""
