@@ -165,8 +165,8 @@ def print_memory(rows):
         cells = ["-" if r[n] is None else f"{r[n] / 2**20:.1f}" for n in names]
         print(f"{r['T']:8}" + "".join(f"{cell:>15}" for cell in cells))
     last = rows[-1]
-    print(f"T = {last['T']} : kept are {last['kept_bytes'] / last['BTD_bytes']:.1f} x 4 B T D: x, dt and one state per "
-          f"{build.CHUNK} steps, {last['N'] / build.CHUNK:g} x 4 B T D. All states: {last['N']} x 4 B T D.\n")
+    print(f"At T = {last['T']} it keeps {last['kept_bytes'] / last['BTD_bytes']:.1f} x 4 B T D: x, dt, and one state "
+          f"per {build.CHUNK} steps, {last['N'] / build.CHUNK:g} x 4 B T D. All states: {last['N']} x 4 B T D.\n")
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
