@@ -6,8 +6,7 @@
     loss = mean over the queries of -log softmax(h E^T)[value]         E the embedding, h (n_embd,) at a query
     rate(epoch) = learning_rate (1 + cos(pi epoch / epochs)) / 2       no warmup, no clipping
 
-The loop, the records, resuming and several processes are train.py's; here are its model, data and evaluation. A step costs
-what its labels cost: the head over 8192 tokens is computed at 4 positions of 64.
+The loop, the records, resuming and several processes are train.py's; here are its configuration, data and evaluation.
 
 A run stops where `stop_at` of the test's queries are answered right, at an evaluation: after each epoch, as in the
 benchmark, or every eval_interval steps. So the test's examples decide when to stop, and in Figure 4 which learning rate
@@ -17,24 +16,18 @@ counts: they are no untouched test. The examples behind `by_pairs` are.
 import contextlib
 import functools
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import configurator  # noqa: E402
-import distributed  # noqa: E402
-import train  # noqa: E402
-from configurator import ConfigError  # noqa: E402
-from experiments.recall.models import Recall  # noqa: E402
-from experiments.recall.task import Task, generate, overlap  # noqa: E402
-
-HEAD_WIDTH = 64  # of mixers with several heads
+import configurator
+import distributed
+import train
+from configurator import ConfigError
+from experiments.recall.models import Recall
+from experiments.recall.task import Task, generate, overlap
 
 
 @dataclass
@@ -55,7 +48,7 @@ class RecallConfig(train.TrainConfig):
     seed: int = 1  # of the weights, the examples, their order and the dropout
     # --- training
     batch_examples: int = 0  # per optimiser step; 0: the benchmark's, 512 up to T = 128, then 65536 / T
-    batch_tokens: int = 0  # batch_examples times T
+    batch_tokens: int = 0  # batch_examples times T: set that
     micro_batch_size: int = 512  # examples of one micro-batch on one process
     epochs: int = 64  # length of the cosine
     max_iters: int = 0  # optimiser steps; 0: those of all epochs
@@ -90,21 +83,14 @@ class RecallConfig(train.TrainConfig):
 def load(argv):
     """The RecallConfig of a command line, with the benchmark's values in place of 0. Raises ConfigError."""
     config = configurator.load(RecallConfig, argv, prog="mqar.py cell")
-    for name in ("n_embd", "train_examples", "test_examples", "epochs"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
-    for name in ("batch_examples", "max_iters"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{name} {getattr(config, name)} must be 0 or more")
-    if config.stop_at <= 0:
-        raise ConfigError(f"stop_at {config.stop_at} must be above 0")
+    least = {"n_embd": 1, "train_examples": 1, "test_examples": 1, "epochs": 1, "batch_examples": 0, "max_iters": 0}
+    for name, value in least.items():
+        if getattr(config, name) < value:
+            raise ConfigError(f"{name} {getattr(config, name)} must be at least {value}")
     if config.pattern or config.batch_tokens:
         raise ConfigError("pattern and batch_tokens are not for recall: choose a model of MIXERS, and batch_examples")
-    if not config.n_head and config.n_embd > HEAD_WIDTH and config.n_embd % HEAD_WIDTH:
-        raise ConfigError(f"n_embd {config.n_embd} is not a whole number of heads of {HEAD_WIDTH}: choose a multiple of "
-                          "it, or less, or give n_head")
     config.pairs = config.task().pairs
-    config.n_head = config.n_head or max(1, config.n_embd // HEAD_WIDTH)
+    config.n_head = config.n_head or max(1, config.n_embd // 64)
     config.batch_examples = config.batch_examples or min(512, max(1, 65536 // config.block_size))
     config.batch_tokens = config.batch_examples * config.block_size
     config.max_iters = config.max_iters or config.steps_per_epoch * config.epochs
@@ -124,36 +110,17 @@ def rate_factor(step, config):
 
 # ---------------------------------------------------------------------------------------------------------------- data
 
-class OnDevice:
-    """Examples as tensors of one device, with the targets that Recall takes."""
-
-    def __init__(self, examples, device):
-        self.tokens, self.where, self.values = (
-            torch.from_numpy(a).to(device) for a in (examples.tokens, examples.where, examples.values))
-        in_order = examples.where.argsort(1)  # as a model answers: by position
-        self.distances = torch.from_numpy(np.take_along_axis(examples.distances(), in_order, 1))
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def batch(self, rows):
-        """idx, targets of some examples, (B, T) int64 each; targets are -1 where nothing is asked."""
-        idx = self.tokens[rows].long()
-        return idx, torch.full_like(idx, -1).scatter_(1, self.where[rows].long(), self.values[rows].long())
-
-
 class RecallData:
-    """The examples of a run, as train.py's loop takes them. Raises ConfigError where test examples are in training."""
+    """The examples of a run, as train.py's loop takes them. Raises ConfigError where training has test examples."""
 
     def __init__(self, config, device):
-        self.config, self.sequences_per_step = config, config.batch_examples
+        self.config, self.device, self.sequences_per_step = config, device, config.batch_examples
         draw = lambda split, n: generate(config.task(), n, config.seed, split, torch.get_num_threads())
-        drawn = {"train": draw("train", config.train_examples), "test": draw("test", config.test_examples)}
-        if shared := overlap(drawn["train"], drawn["test"]):
-            raise ConfigError(f"{shared} of {config.test_examples} test examples stand in the training set too: give more "
-                              "pairs or a larger vocab_size")
-        self.train, self.test = (OnDevice(drawn[split], device) for split in ("train", "test"))
-        self.identity = {split: examples.sha256() for split, examples in drawn.items()}
+        self.train, self.test = draw("train", config.train_examples), draw("test", config.test_examples)
+        if shared := overlap(self.train, self.test):
+            raise ConfigError(f"{shared} of {config.test_examples} test examples stand in the training set too: give "
+                              "more pairs or a larger vocab_size")
+        self.identity = {"train": self.train.sha256(), "test": self.test.sha256()}
         self.meta = {"dataset": "recall", "sha256": self.identity}
 
     def derived(self, config, world_size):
@@ -162,25 +129,30 @@ class RecallData:
     def check_unchanged(self):
         """They are in memory."""
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019  one object per run
-    def order(self, epoch):
-        """The training examples in the order of an epoch, (train_examples,): a function of (seed, epoch) alone."""
-        return np.random.default_rng([self.config.seed, 3, epoch]).permutation(self.config.train_examples)
-
     def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """See data/loader.py. The last step of an epoch has the examples that are left, so shares can be unequal: the
-        weights of a process add up to its share of the step times world_size.
+        """The examples of a step on one process, a function of (seed, step) alone: see data/loader.py.
 
-        Also seeds PyTorch, which draws the dropout: a run that resumes then draws the same, on every process.
+        The last step of an epoch has the examples that are left, so shares can be unequal: the weights of a process add
+        up to its share of the step times world_size. Also seeds PyTorch, which draws the dropout: a run that resumes
+        draws the same on every process.
         """
-        torch.manual_seed(int(np.random.SeedSequence([self.config.seed, 4, step, rank]).generate_state(1)[0]))
-        epoch, at = divmod(step, self.config.steps_per_epoch)
-        rows = self.order(epoch)[at * self.config.batch_examples:(at + 1) * self.config.batch_examples]
-        own = torch.from_numpy(rows[rank::world_size])
-        if not len(own):  # fewer examples are left than processes, and each has to take part in the gradient's mean
-            yield *self.train.batch(torch.from_numpy(rows[:1])), 0.0
-        for part in own.split(micro_batch_size):
-            yield *self.train.batch(part), len(part) * world_size / len(rows)
+        config = self.config
+        seeds = np.random.SeedSequence([config.seed, 4, step, rank]).generate_state(1)
+        torch.manual_seed(int(seeds[0]))
+        epoch, at = divmod(step, config.steps_per_epoch)
+        rows = epoch_order(config.seed, epoch, config.train_examples)[at * config.batch_examples:][:config.batch_examples]
+        own = rows[rank::world_size]
+        if not len(own):  # fewer examples are left than processes, and each takes part in the gradient's mean
+            yield *self.train.batch(rows[:1], self.device), 0.0
+        for i in range(0, len(own), micro_batch_size):
+            part = own[i:i + micro_batch_size]
+            yield *self.train.batch(part, self.device), len(part) * world_size / len(rows)
+
+
+@functools.lru_cache(maxsize=1)
+def epoch_order(seed, epoch, n):
+    """The n training examples in the order of an epoch."""
+    return np.random.default_rng([seed, 3, epoch]).permutation(n)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -189,53 +161,49 @@ class Evaluate:
     """The test's accuracy, on every process; at the end also by distance and by number of pairs."""
 
     def __init__(self, config, data):
-        self.config, self.test = config, data.test
+        self.config, self.test, self.device = config, data.test, data.device
 
     def __call__(self, model, final=False):
         right, loss = self.answers(model, self.test)
-        accuracy = right.float().mean().item()
+        accuracy = right.mean().item()
         metrics = {"val_loss": loss, "accuracy": accuracy, "stop": accuracy >= self.config.stop_at}
         if final or metrics["stop"]:
             metrics |= {"reached": metrics["stop"], "state_size": model.state_size(),
-                        "by_distance": by_distance(right, self.test.distances), "by_pairs": self.by_pairs(model)}
+                        "by_distance": by_distance(right, self.test.distances()), "by_pairs": self.by_pairs(model)}
         return metrics
 
     @torch.no_grad()
     def answers(self, model, examples):
-        """Which queries are answered right, and the mean loss in nats: ((n, P) bool on the CPU, float)."""
+        """(n, P) float64, 1.0 where a query is answered right, the first of an example first; and the mean loss in nats."""
         model.eval()
-        right, total, device = [], 0.0, examples.tokens.device
-        dtype = getattr(torch, self.config.dtype)
-        for rows in torch.arange(len(examples)).split(self.config.micro_batch_size):
-            idx, targets = examples.batch(rows)
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        right, total, dtype = [], 0.0, getattr(torch, self.config.dtype)
+        for i in range(0, len(examples), self.config.micro_batch_size):
+            rows = np.arange(i, min(i + self.config.micro_batch_size, len(examples)))
+            idx, targets = examples.batch(rows, self.device)
+            with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
                 logits, loss = model(idx, targets)  # (queries, vocab_size)
-            right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(rows), -1).cpu())
+            right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(rows), -1).double().cpu())
             total += loss.item() * len(rows)
         model.train()
-        return torch.cat(right), total / len(examples)
+        return torch.cat(right).numpy(), total / len(examples)
 
     def by_pairs(self, model, examples=1000):
         """Accuracy on fresh examples with fewer and with more pairs than in training: [{"pairs", "queries", "accuracy"}]."""
         config, rows = self.config, []
         for pairs in sorted({config.pairs, *(2**i for i in range(2, 20) if 4 * 2**i <= config.block_size)}):
             with contextlib.suppress(ConfigError):  # more keys than the vocabulary has
-                drawn = generate(config.task(pairs), examples, config.seed, "pairs", torch.get_num_threads())
-                right, _ = self.answers(model, OnDevice(drawn, self.test.tokens.device))
-                rows.append({"pairs": pairs, "queries": right.numel(), "accuracy": right.float().mean().item()})
+                fresh = generate(config.task(pairs), examples, config.seed, "pairs", torch.get_num_threads())
+                right, _ = self.answers(model, fresh)
+                rows.append({"pairs": pairs, "queries": right.size, "accuracy": right.mean().item()})
         return rows
 
 
 def by_distance(right, distances):
-    """Accuracy by the tokens from a key to its query, in powers of two: [{"from", "to" (exclusive), "queries",
-    "accuracy"}]. right, distances: (n, P)."""
-    rows, low = [], 1
-    while low <= distances.max():
-        here = right[(distances >= low) & (distances < 2 * low)]
-        if len(here):
-            rows.append({"from": low, "to": 2 * low, "queries": len(here), "accuracy": here.float().mean().item()})
-        low *= 2
-    return rows
+    """Accuracy by the tokens from a key to its query, both (n, P), in powers of two:
+    [{"from", "to" (exclusive), "queries", "accuracy"}]."""
+    power = np.log2(distances).astype(int)
+    return [{"from": 2**i, "to": 2 ** (i + 1), "queries": int((power == i).sum()),
+             "accuracy": right[power == i].mean().item()} for i in np.unique(power).tolist()]
 
 
 def build_model(config, device):
@@ -255,7 +223,3 @@ def main(argv):
     if config.init_from:
         print(train.load_weights(model, config, data), flush=True)
     train.train(config, model, data, Evaluate(config, data), rate_factor)
-
-
-if __name__ == "__main__":
-    sys.exit(train.launch("mqar.py cell", main))

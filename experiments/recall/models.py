@@ -14,41 +14,26 @@ column of ones among the values adds up the weights, so the same call gives the 
 A mixer's methods are listed in model.py. Add your own with a row in MIXERS.
 """
 
+import itertools
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from kernels.linear_attention import retention  # noqa: E402
-from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy  # noqa: E402
-from mixers import DeltaNet, RWKV4TimeMix, dense, to_residual  # noqa: E402
-from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm  # noqa: E402
+from kernels.linear_attention import retention
+from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy
+from mixers import DeltaNet, RWKV4TimeMix, dense, to_residual
+from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
-
-
-def lag_features(T):
-    """What a filter is computed from, (T, 3): lag / (T - 1), cos(w lag), -sin(w lag).
-
-    w = 1e-4 * 2 pi / T, as published: with one frequency band the last two are nearly 1 and 0.
-    """
-    lag = torch.arange(T, dtype=torch.float64)
-    w = 1e-4 * 2 * math.pi / T
-    return torch.stack([lag / max(1, T - 1), (w * lag).cos(), -(w * lag).sin()], 1).float()
-
 
 def long_conv(u, taps, past=None):
     """y_t = sum_lag taps[lag] u_{t - lag}, by FFT.
 
     Args: u: (B, T, d); taps: (at least past + T, d); past: (B, ., d), the inputs before u.
-    Returns: (B, T, d) in u's dtype.
-    Raises ValueError, one line, for more tokens than taps.
+    Returns: (B, T, d) in u's dtype. Raises ValueError, one line, for more tokens than taps.
     """
     full = u if past is None else torch.cat([past.to(u.dtype), u], 1)
     n = full.shape[1]
@@ -60,61 +45,45 @@ def long_conv(u, taps, past=None):
     return y.transpose(1, 2).to(u.dtype)
 
 
-class BaseFilter(nn.Module):
-    """The taps of BaseConv's long convolution: W_out relu(W_1 f + b_1) + b_out, f the features of a lag.
+class Filter(nn.Module):
+    """The taps of a long convolution, (T, d), by a small network of the lag. Outside autocast, in the weights' dtype.
 
-    Computed outside autocast, in the dtype of the weights.
+        BaseConv    taps = W_out relu(W_1 f + b_1) + b_out, 16 wide
+        Hyena       a = sin(w * (W_i a + b_i)) for i = 1, 2, 3 from a = f, 64 wide, w learned;
+                    taps = W_out a * exp(-|delta| lag / (T - 1)),  delta from ln(0.01) / 1.5 to ln(0.01) / 0.3 over d
+
+    f = [lag / (T - 1), cos(v lag), -sin(v lag)], v = 2 pi / T * 1e-4: as published, so the last two are nearly 1 and 0.
     """
 
-    def __init__(self, T, d):
+    def __init__(self, T, d, sine):
         super().__init__()
-        self.hidden = nn.ModuleList([nn.Linear(3, 16)])
-        self.out = nn.Linear(16, d)
-        self.register_buffer("features", lag_features(T), persistent=False)
-
-    def activation(self, a):
-        return F.relu(a)
+        lag = torch.arange(T)[:, None]
+        t, angle = lag / max(1, T - 1), lag * (2e-4 * math.pi / T)
+        widths = [3, 64, 64, 64] if sine else [3, 16]
+        self.hidden = nn.ModuleList(nn.Linear(n, m) for n, m in itertools.pairwise(widths))
+        self.out = nn.Linear(widths[-1], d, bias=not sine)
+        self.frequency = nn.Parameter(torch.empty(widths[-1])) if sine else None
+        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d)
+        self.register_buffer("features", torch.cat([t, angle.cos(), -angle.sin()], 1), persistent=False)  # (T, 3)
+        self.register_buffer("decay", (-t * delta.abs()).exp() if sine else None, persistent=False)  # (T, d)
 
     def forward(self):
-        """(T, d)."""
         with torch.autocast(self.features.device.type, enabled=False):
-            a = self.features  # (T, 3)
+            a = self.features
             for linear in self.hidden:
-                a = self.activation(linear(a))
-            return self.out(a)
+                a = F.relu(linear(a)) if self.frequency is None else torch.sin(self.frequency * linear(a))
+            return self.out(a) if self.decay is None else self.out(a) * self.decay
 
-    def init_table(self, prefix):
+    def init_table(self):
         """The benchmark's: matrices normal with 0.02, biases 0, frequencies 1."""
         kinds = {"weight": ("normal", 0.02), "bias": ("constant", 0.0), "frequency": ("constant", 1.0)}
-        return {f"{prefix}.{name}": kinds[name.split(".")[-1]] for name, _ in self.named_parameters()}
+        return {f"filter.{name}": kinds[name.split(".")[-1]] for name, _ in self.named_parameters()}
 
     def flops(self, T):
-        """Per token: in every channel two transforms of 2 T and a product; minus the network of linear maps, which
-        LM.flops_per_token counts per token, but which runs once per batch."""
+        """Per token: two transforms of 2 T and a product in every channel; minus the network, which
+        LM.flops_per_token counts per token although it runs once per batch."""
         network = sum(2 * m.weight.numel() for m in [*self.hidden, self.out])
         return self.out.out_features * (2 * 10 * math.log2(2 * T) + 6) - network
-
-
-class HyenaFilter(BaseFilter):
-    """The taps of Hyena: three sine layers with learned frequencies w, then a decay per channel.
-
-        a_1 = sin(w * (W_1 f + b_1)), a_2 and a_3 alike;  taps = W_out a_3 * exp(-|delta| lag / (T - 1))
-        delta evenly from ln(0.01) / 1.5 to ln(0.01) / 0.3 over the channels
-    """
-
-    def __init__(self, T, d):
-        super().__init__(T, d)
-        self.hidden = nn.ModuleList([nn.Linear(3, 64), nn.Linear(64, 64), nn.Linear(64, 64)])
-        self.frequency = nn.Parameter(torch.empty(64))
-        self.out = nn.Linear(64, d, bias=False)
-        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d)
-        self.register_buffer("decay", (-self.features[:, :1] * delta.abs()).exp(), persistent=False)  # (T, d)
-
-    def activation(self, a):
-        return torch.sin(self.frequency * a)
-
-    def forward(self):
-        return super().forward() * self.decay
 
 
 class BaseConv(nn.Module):
@@ -151,7 +120,7 @@ class LongBaseConv(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.proj = nn.Linear(config.n_embd, config.n_embd)
-        self.filter = BaseFilter(config.block_size, config.n_embd)
+        self.filter = Filter(config.block_size, config.n_embd, sine=False)
 
     def forward(self, x, state=None):
         c = long_conv(x, self.filter(), state) + x  # (B, T, d)
@@ -161,7 +130,7 @@ class LongBaseConv(nn.Module):
         return torch.zeros(batch_size, 0, self.proj.in_features, device=device)
 
     def init_table(self, config):
-        return {"proj.weight": ("normal", 0.02), "proj.bias": ("constant", 0.0), **self.filter.init_table("filter")}
+        return {"proj.weight": ("normal", 0.02), "proj.bias": ("constant", 0.0), **self.filter.init_table()}
 
     def mixing_flops(self, T):
         return self.filter.flops(T) + 3 * self.proj.in_features
@@ -185,7 +154,7 @@ class Hyena(nn.Module):
         self.in_proj = nn.Linear(d, 3 * d)
         self.conv_weight = nn.Parameter(torch.empty(3 * d, self.W))
         self.conv_bias = nn.Parameter(torch.empty(3 * d))
-        self.filter = HyenaFilter(config.block_size, d)
+        self.filter = Filter(config.block_size, d, sine=True)
         self.D = nn.Parameter(torch.empty(d))
         self.out_proj = nn.Linear(d, d)
 
@@ -204,7 +173,7 @@ class Hyena(nn.Module):
 
     def init_table(self, config):
         return {"in_proj.weight": ("normal", 0.02), "in_proj.bias": ("constant", 0.0), "conv_weight": dense(self.W),
-                "conv_bias": dense(self.W), **self.filter.init_table("filter"), "D": ("normal", 1.0),
+                "conv_bias": dense(self.W), **self.filter.init_table(), "D": ("normal", 1.0),
                 "out_proj.weight": to_residual(config), "out_proj.bias": ("constant", 0.0)}
 
     def projections(self):
@@ -375,6 +344,11 @@ class Recall(LM):
     def toy(self, backend):
         """A small model of the same code, for self_check.py."""
         return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
+
+    def parameter_count(self):
+        parts = super().parameter_count()
+        return parts if self.positions is None else {**parts, "positions": self.positions.weight.numel(),
+                                                     "total": parts["total"] + self.positions.weight.numel()}
 
     def flops_per_token(self, T=None):
         """As LM's, with the head at the queries only."""

@@ -8,18 +8,14 @@ of the paper's stand here.
 """
 
 import json
-import math
-import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from configurator import ConfigError  # noqa: E402
-from experiments.scaling import sweep  # noqa: E402
-from experiments.scaling.sweep import BadRecord  # noqa: E402
-from records import read_log  # noqa: E402
+from configurator import ConfigError
+from experiments.scaling import sweep
+from experiments.scaling.sweep import BadRecord
+from records import read_log
 
 # Runs are compared where these agree. A length has its own number of pairs and batch, a seed its own examples.
 SAME = ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer", "weight_decay",
@@ -94,11 +90,7 @@ def read_sweep(folder, accept_code=()):
 
     codes = Counter(c["code"] for c in cells.values())
     first = max(codes, key=lambda code: (code not in accept_code, codes[code]), default=None)
-    for name, cell in list(cells.items()):
-        if cell["code"] not in (first, *accept_code):
-            left_out[name] = f"other code, {cell['code']}, than most runs, {first}: --accept_code={cell['code']} joins it"
-            del cells[name]
-    leave_out(lambda c: 0, lambda c: c["settings"])
+    leave_out(lambda c: 0, lambda c: {"code": first if c["code"] in accept_code else c["code"], **c["settings"]})
     leave_out(lambda c: c["T"], lambda c: {key: c[key] for key in SAME_AT_A_LENGTH})
     leave_out(lambda c: (c["T"], c["seed"]), lambda c: c["data"])
     runs = list(cells.values())
@@ -215,52 +207,41 @@ def markdown(record, points):
 # -------------------------------------------------------------------------------------------------------------- figure
 
 def draw(points, path):
-    """Figure 4 into `path`, a column per T: recall against width (bars where there is one width), and against the state."""
+    """Figure 4 into `path`: recall for each T, against width; as bars, with the size of the state, where there is one width."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     lengths = list(dict.fromkeys(p["T"] for p in points))
-    mixers = [m for m in dict.fromkeys((*NAMES, *(p["mixer"] for p in points))) if any(p["mixer"] == m for p in points)]
     spare = iter(plt.cm.tab20.colors)
-    colour = {m: COLOURS.get(m) or next(spare) for m in mixers}
-    size = (max(6.0, 4.1 * len(lengths)), 7.4)
-    figure, axes = plt.subplots(2, len(lengths), figsize=size, dpi=120, squeeze=False)
-    for column, T in enumerate(lengths):
+    colours = {mixer: COLOURS.get(mixer) or next(spare) for mixer in dict.fromkeys(p["mixer"] for p in points)}
+    size = (max(6.0, 4.1 * len(lengths)), 4.4)
+    figure, axes = plt.subplots(1, len(lengths), figsize=size, dpi=120, squeeze=False)
+    for T, a in zip(lengths, axes[0], strict=True):
         here = [p for p in points if p["T"] == T]
         widths = sorted({p["n_embd"] for p in here})
-        top, below = axes[:, column]
-        for i, m in enumerate(m for m in mixers if any(p["mixer"] == m for p in here)):
-            own = [p for p in here if p["mixer"] == m]
+        a.set_title(f"T = {T}, {here[0]['pairs']} pairs" + (f", width {widths[0]}" if len(widths) == 1 else ""))
+        for i, mixer in enumerate(dict.fromkeys(p["mixer"] for p in here)):
+            own = [p for p in here if p["mixer"] == mixer]
             y = [p["accuracy"] for p in own]
-            bars = [[p["accuracy"] - p["lowest"] for p in own], [p["highest"] - p["accuracy"] for p in own]]
-            style = {"lw": 2.4 if m == "longhorn" else 1.3, "color": colour[m], "capsize": 2, "marker": "o", "ms": 4}
+            spread = [[p["accuracy"] - p["lowest"] for p in own], [p["highest"] - p["accuracy"] for p in own]]
             if len(widths) > 1:
-                top.errorbar([p["n_embd"] for p in own], y, bars, **style)
+                a.errorbar([p["n_embd"] for p in own], y, spread, color=colours[mixer], capsize=2, marker="o", ms=4,
+                           lw=2.4 if mixer == "longhorn" else 1.3, label=name_of(mixer))
             else:
-                top.barh(-i, y, xerr=bars, color=colour[m], height=0.7)
-                top.text(y[0] + 0.02 if y[0] < 0.5 else 0.02, -i, f"{name_of(m)} {percent(y[0])}", va="center",
-                         fontsize=8, color="black" if y[0] < 0.5 else "white")
-            below.errorbar([p["state_size"] for p in own], y, bars, label=name_of(m), **style)
-        title = f"T = {T}, {here[0]['pairs']} pairs" + ("" if len(widths) > 1 else f", width {widths[0]}")
+                a.barh(-i, y, xerr=spread, color=colours[mixer], alpha=0.6)
+                words = f"{name_of(mixer)} {percent(y[0])}, state {own[0]['state_size']:,}"
+                a.text(0.02, 0.2 - i, words, va="center", fontsize=8)
         if len(widths) > 1:
-            top.set(xscale="log", xlabel="width", ylabel="recall", title=title, ylim=(-0.03, 1.03))
-            top.set_xticks(widths, widths)
-            top.minorticks_off()
+            a.set(xscale="log", xlabel="width", ylabel="recall", ylim=(-0.03, 1.03))
+            a.set_xticks(widths, widths)
+            a.minorticks_off()
+            a.legend(fontsize=8)
         else:
-            top.set(xlabel="recall", title=title, xlim=(0, 1.03), yticks=[], ylim=(0.5 - len(mixers), 0.5))
-        below.set(xscale="log", xlabel="numbers of state per sequence at T", ylabel="recall", ylim=(-0.03, 1.03))
-        below.xaxis.set_minor_formatter("")
-        for a in (top, below):
-            a.grid(alpha=0.3)
-            a.set_axisbelow(True)
-    handles = {}
-    for a in axes[1]:
-        handles |= dict(zip(*reversed(a.get_legend_handles_labels()), strict=True))
-    columns = min(len(handles), 3 + 2 * len(lengths))
-    figure.legend(handles.values(), handles, loc="lower center", ncol=columns, frameon=False, fontsize=8.5)
-    figure.tight_layout(rect=(0, 0.03 + 0.03 * math.ceil(len(handles) / columns), 1, 1))
+            a.set(xlabel="recall", xlim=(0, 1.03), yticks=[], ylim=(0.5 - len(colours), 0.5))
+        a.grid(alpha=0.3)
+    figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
 

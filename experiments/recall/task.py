@@ -14,16 +14,13 @@ Distinct keys are drawn with repeats, and only the repeats are drawn again.
 
 import hashlib
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from configurator import ConfigError  # noqa: E402
+from configurator import ConfigError
 
 PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}  # of the benchmark, by T
 BLOCK = 2048  # examples per generator: fixed, so that neither their number nor the threads change an example
@@ -46,15 +43,15 @@ class Task:
                                   f"{', '.join(map(str, PAIRS))}: give --pairs")
             object.__setattr__(self, "pairs", PAIRS[self.T])
         if self.pairs < 1 or self.slots < self.pairs:
-            raise ConfigError(f"T={self.T} leaves {max(0, self.slots)} slots for the queries of {self.pairs} pairs: give "
-                              "a T of at least four times the pairs")
+            raise ConfigError(f"T={self.T} leaves {max(0, self.slots)} slots for the queries of {self.pairs} pairs: "
+                              "give a T of at least four times the pairs")
         if self.vocab_size // 2 - 1 < self.pairs or self.vocab_size > 2**31 - 1:
             raise ConfigError(f"vocab_size={self.vocab_size} has {max(0, self.vocab_size // 2 - 1)} keys for "
                               f"{self.pairs} pairs: give at least {2 * self.pairs + 2}")
         # beyond 20, rounding would show in the rare slots; `not <` so that NaN is refused
         if not abs(self.power_a - 1) * np.log(self.slots) < 20:
-            raise ConfigError(f"power_a={self.power_a} makes one of {self.slots} slots e^20 times as likely as another: "
-                              "give one nearer to 1")
+            raise ConfigError(f"power_a={self.power_a} makes one of {self.slots} slots e^20 times as likely as "
+                              "another: give one nearer to 1")
 
     @property
     def slots(self):
@@ -79,9 +76,15 @@ class Examples:
     def __len__(self):
         return len(self.tokens)
 
+    def batch(self, rows, device):
+        """idx, targets of some examples, (B, T) int64 tensors on the device; targets are -1 where nothing is asked."""
+        idx, where, values = (torch.from_numpy(a[rows].astype(np.int64)) for a in (self.tokens, self.where, self.values))
+        return idx.to(device), torch.full_like(idx, -1).scatter_(1, where, values).to(device)
+
     def distances(self):
-        """Tokens from each key to its query, (n, P)."""
-        return self.where - 2 * np.arange(self.where.shape[1], dtype=self.where.dtype)
+        """Tokens from each key to its query, (n, P), the first query of an example first."""
+        distances = self.where - 2 * np.arange(self.where.shape[1], dtype=self.where.dtype)
+        return np.take_along_axis(distances, self.where.argsort(1), 1)
 
     def sha256(self):
         """Hash of the inputs and the labels, to tell whether two runs saw the same examples."""

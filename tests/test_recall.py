@@ -1,0 +1,684 @@
+"""experiments/recall/: the examples against the benchmark's description, the mixers against sums over all pairs of
+positions, a run that is killed and resumes, one on two processes, and a sweep from its plan to the figure.
+
+The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails. That they can fail is shown on draws that
+are nearly right.
+
+    python -m pytest tests/test_recall.py
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from configurator import ConfigError
+from experiments.recall import cell, models, mqar, report
+from experiments.recall.models import MIXERS, Recall
+from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap
+from experiments.scaling import sweep
+from model import ModelConfig
+from records import read_log
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REPO = Path(__file__).resolve().parent.parent
+EACH_MIXER = pytest.mark.parametrize("mixer", MIXERS)
+NEW = {"short BaseConv": models.BaseConv, "long BaseConv": models.LongBaseConv, "Hyena": models.Hyena,
+       "Based": models.TaylorAttention, "attention": models.Attention}
+
+
+# ------------------------------------------------------------------------------------------------------------ the task
+
+@pytest.mark.parametrize("task", [Task(64), Task(512), Task(40, 10, 64, 0.5), Task(101, 3, 9, 1.0),
+                                  Task(16, 4, 2**17, -0.5), Task(4, 1, 4)], ids=str)
+def test_every_key_once_before_its_query_and_every_label_right(task):
+    examples, P, half = generate(task, 2500, seed=1), task.pairs, task.vocab_size // 2
+    assert examples.tokens.shape == (2500, task.T) and examples.where.shape == examples.values.shape == (2500, P)
+    arrays = (examples.tokens, examples.where, examples.values)
+    for tokens, where, values in zip(*(a.tolist() for a in arrays), strict=True):
+        keys = tokens[0:2 * P:2]
+        pairs = dict(zip(keys, tokens[1:2 * P:2], strict=True))
+        assert len(pairs) == len(set(pairs.values())) == P == len(set(where))
+        assert all(1 <= key < half <= value < task.vocab_size for key, value in pairs.items())
+        queries = {t: pairs[token] for t, token in enumerate(tokens) if t >= 2 * P and token}
+        assert queries == dict(zip(where, values, strict=True)) and all(t % 2 == 0 for t in where)
+        assert [tokens[t] for t in where] == keys
+
+
+def test_targets_and_distances_of_a_batch():
+    examples = generate(Task(32, 3, 64), 50, seed=1)
+    idx, targets = examples.batch(np.array([7, 3]), "cpu")
+    assert (idx == torch.from_numpy(examples.tokens[[7, 3]]).long()).all()
+    for row, n in enumerate((7, 3)):
+        labels = dict(zip(examples.where[n].tolist(), examples.values[n].tolist(), strict=True))
+        assert targets[row].tolist() == [labels.get(t, -1) for t in range(32)]
+        positions = sorted(labels)
+        keys = [examples.tokens[n, :6:2].tolist().index(examples.tokens[n, t]) for t in positions]
+        assert examples.distances()[n].tolist() == [t - 2 * k for t, k in zip(positions, keys, strict=True)]
+
+
+def power_law(T, pairs, a):
+    p = np.array([i ** (a - 1) for i in range(1, (T - 2 * pairs) // 2 + 1)])
+    return p / p.sum()
+
+
+def chi_square(counts, p):
+    """The p-value of counts under p, with rare cells put together until each expects at least 20."""
+    n, groups, got, want = counts.sum(), [], 0, 0.0
+    for c, q in sorted(zip(counts, p, strict=True), key=lambda cq: cq[1]):
+        got, want = got + c, want + n * q
+        if want >= 20:
+            groups.append((got, want))
+            got, want = 0, 0.0
+    groups[-1] = (groups[-1][0] + got, groups[-1][1] + want)
+    assert len(groups) > 3
+    return stats.chisquare(*zip(*groups, strict=True)).pvalue
+
+
+@pytest.mark.parametrize("T, pairs, a", [(64, 4, 0.01), (512, 64, 0.01), (32, 4, 2.5), (64, 8, 1.0)])
+def test_gaps_follow_the_power_law(T, pairs, a):
+    task, n = Task(T, pairs, power_a=a), 100_000 if T < 512 else 40_000
+    slots = (generate(task, n, seed=5).where.astype(int) - 2 * pairs) // 2
+    p = power_law(T, pairs, a)
+    assert chi_square(np.bincount(slots[:, 0], minlength=len(p)), p) > 1e-4
+    # the second pair's given the first's: the same law over what is left
+    first = np.bincount(slots[:, 0]).argmax()
+    second = slots[slots[:, 0] == first, 1]
+    left = np.delete(p, first)
+    assert chi_square(np.delete(np.bincount(second, minlength=len(p)), first), left / left.sum()) > 1e-4
+    # a law that is a little off is refused
+    q = power_law(T, pairs, a + 0.1)
+    assert chi_square(np.bincount(slots[:, 0], minlength=len(q)), q) < 1e-4
+
+
+def test_slots_of_all_pairs_as_drawn_one_after_another():
+    """Three pairs over three slots: each of the six orders as often as drawing one after another has it."""
+    task, n = Task(12, 3, power_a=-1.0), 60_000
+    slots, p = (generate(task, n, seed=2).where.astype(int) - 6) // 2, power_law(12, 3, -1.0)
+    orders = list(permutations(range(3)))
+    wanted = [p[a] * p[b] / (1 - p[a]) for a, b, _ in orders]
+    counts = np.array([(slots == order).all(1).sum() for order in orders])
+    assert counts.sum() == n and math.isclose(sum(wanted), 1)
+    assert stats.chisquare(counts, np.array(wanted) * n).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("k, n", [(2, 4), (3, 5), (2, 7)])  # drawn again where they repeat; permuted where k is large
+def test_distinct_numbers_in_every_order_alike(k, n):
+    x = distinct(np.random.default_rng(3), 40_000, k, n)
+    counts = np.array([(x == order).all(1).sum() for order in permutations(range(n), k)])
+    assert counts.sum() == len(x) and stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_keys_and_values_are_uniform():
+    tokens = generate(Task(64, vocab_size=64), 50_000, seed=4).tokens
+    keys, values = np.bincount(tokens[:, 6], minlength=64)[1:32], np.bincount(tokens[:, 7], minlength=64)[32:]
+    assert keys.sum() == values.sum() == 50_000
+    assert stats.chisquare(keys).pvalue > 1e-4 and stats.chisquare(values).pvalue > 1e-4
+
+
+def test_no_overlap_between_train_and_test():
+    train, test = (generate(Task(64), n, 1, split) for split, n in (("train", 100_000), ("test", 3000)))
+    assert overlap(train, test) == 0
+    assert len({row.tobytes() for row in train.tokens}) == len(train)
+    copied = Examples(test.tokens.copy(), test.where, test.values)
+    copied.tokens[17] = train.tokens[99_999]
+    assert overlap(train, copied) == 1
+
+
+def test_examples_depend_on_seed_split_and_task_alone():
+    task = Task(64)
+    some = generate(task, 5000, seed=1, threads=1)
+    for other in (generate(task, 5000, seed=1, threads=3), generate(task, 9000, seed=1)):
+        assert (other.tokens[:5000] == some.tokens).all() and (other.where[:5000] == some.where).all()
+        assert (other.values[:5000] == some.values).all()
+    assert some.sha256() == generate(task, 5000, seed=1).sha256()
+    splits = ("train", "test", "pairs")
+    assert len({generate(task, 50, seed, split).sha256() for seed in (0, 1, 2) for split in splits}) == 9
+    # another random generator in numpy would silently change every record
+    assert some.tokens[0, :8].tolist() == [2379, 4836, 2220, 5676, 1241, 6281, 342, 4362]
+    assert some.where[0].tolist() == [24, 16, 10, 8]
+
+
+@pytest.mark.parametrize("settings, word", [
+    (dict(T=100), "give --pairs"), (dict(T=64, pairs=17), "at least four times the pairs"),
+    (dict(T=64, pairs=-1), "four times"), (dict(T=64, vocab_size=8), "give at least 10"),
+    (dict(T=64, power_a=99.0), "nearer to 1"), (dict(T=64, power_a=math.nan), "nearer to 1"),
+    (dict(T=0, pairs=1), "0 slots")])
+def test_sizes_that_cannot_be(settings, word):
+    with pytest.raises(ConfigError, match=word):
+        Task(**settings)
+
+
+# ---------------------------------------------------------------------------------------------------------- the mixers
+
+def mixer_of(name, T=24, d=12, dtype=torch.float64):
+    """A mixer alone, with weights large enough to matter; in float64, which the convolution's kernel does not have."""
+    torch.manual_seed(3)
+    mixer = NEW[name](ModelConfig(n_layer=2, n_head=1, n_embd=d, block_size=T, backend="torch"), 1).to(dtype)
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.copy_(torch.randn_like(p) * (p.shape[-1] ** -0.5 if p.dim() > 1 else 0.5))
+    return mixer.eval()
+
+
+def inputs(B=2, T=24, d=12, dtype=torch.float64):
+    return torch.randn(B, T, d, dtype=dtype, generator=torch.Generator().manual_seed(4))
+
+
+def convolved(u, taps, bias=0.0):
+    """y_t = bias + sum_lag taps[lag] u_{t - lag}, one product after another: u (B, T, d), taps (lags, d)."""
+    y = torch.zeros_like(u) + bias
+    for t in range(u.shape[1]):
+        for lag in range(min(t + 1, len(taps))):
+            y[:, t] += taps[lag] * u[:, t - lag]
+    return y
+
+
+def taps_by_hand(filter, T, d):
+    """The taps of a long convolution, one lag at a time, from the parameters of its network."""
+    w = {name: p.detach().numpy() for name, p in filter.named_parameters()}
+    taps = np.zeros((T, d))
+    for lag in range(T):
+        t, angle = lag / (T - 1), 1e-4 * 2 * math.pi * lag / T
+        a = np.array([t, math.cos(angle), -math.sin(angle)])
+        if "frequency" not in w:  # BaseConv
+            a = np.maximum(w["hidden.0.weight"] @ a + w["hidden.0.bias"], 0)
+            taps[lag] = w["out.weight"] @ a + w["out.bias"]
+            continue
+        for i in range(3):
+            a = np.sin(w["frequency"] * (w[f"hidden.{i}.weight"] @ a + w[f"hidden.{i}.bias"]))
+        for c in range(d):
+            low, high = math.log(0.01) / 1.5, math.log(0.01) / 0.3
+            delta = low + (high - low) * c / (d - 1)
+            taps[lag, c] = w["out.weight"][c] @ a * math.exp(-t * abs(delta))
+    return torch.from_numpy(taps)
+
+
+def by_hand(name, m, x):
+    """What a mixer computes, from its definition: direct convolutions, weights of all pairs of positions."""
+    T, d = x.shape[1:]
+    if name == "short BaseConv":
+        return convolved(x, m.conv_weight.T.flip(0), m.conv_bias) * (x @ m.proj.weight.T + m.proj.bias) + x
+    if name == "long BaseConv":
+        return (convolved(x, taps_by_hand(m.filter, T, d)) + x) * (x @ m.proj.weight.T + m.proj.bias) + x
+    if name == "Hyena":
+        c = convolved(x @ m.in_proj.weight.T + m.in_proj.bias, m.conv_weight.T.flip(0), m.conv_bias)
+        x1, x2, v = c[..., :d], c[..., d:2 * d], c[..., 2 * d:]
+        u = x1 * v
+        return (x2 * (convolved(u, taps_by_hand(m.filter, T, d)) + m.D * u)) @ m.out_proj.weight.T + m.out_proj.bias
+    if name == "attention":
+        q, k, v = (x @ w.T + b for w, b in zip(m.qkv.weight.split(d), m.qkv.bias.split(d), strict=True))
+        weights = torch.exp(q @ k.mT / math.sqrt(d)).tril()
+        return (weights @ v / weights.sum(-1, keepdim=True)) @ m.out_proj.weight.T + m.out_proj.bias
+    q, k = (x @ w.T for w in m.qk.weight.split(8))
+    s = q @ k.mT / math.sqrt(8)
+    weights = (1 + s + s**2 / 2).tril()
+    return (weights @ (x @ m.v.weight.T) / weights.sum(-1, keepdim=True)) @ m.out_proj.weight.T
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_against_direct_sums(name):
+    m, x = mixer_of(name), inputs().requires_grad_()
+    dy = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    y, true = m(x)[0], by_hand(name, m, x)
+    torch.testing.assert_close(y, true, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(*(torch.autograd.grad(a, x, dy)[0] for a in (y, true)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 65, 130])
+def test_based_over_several_chunks_in_float32(T):
+    m, x = mixer_of("Based", T, dtype=torch.float32), inputs(T=T, dtype=torch.float32)
+    torch.testing.assert_close(m(x)[0], by_hand("Based", m, x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NEW)
+@torch.no_grad()
+def test_chunks_equal_the_whole_sequence_and_the_state_has_the_size_given(name):
+    m, x = mixer_of(name), inputs()
+    for splits in ([24], [1] * 24, [5, 1, 2, 16]):
+        state, parts = m.initial_state(2, "cpu"), []
+        for part in x.split(splits, 1):
+            y, state = m(part, state)
+            parts.append(y)
+        torch.testing.assert_close(torch.cat(parts, 1), m(x)[0], rtol=1e-6, atol=1e-7)
+        if hasattr(m, "state_size"):  # it grows with T; the others are counted from initial_state
+            assert sum(t.numel() for t in (state if isinstance(state, tuple) else (state,))) == 2 * m.state_size(24)
+
+
+def test_a_sequence_longer_than_the_taps():
+    with pytest.raises(ValueError, match="25 tokens, but the long convolution has 24 taps"):
+        mixer_of("Hyena")(inputs(T=25))
+
+
+def config_of(mixer, **settings):
+    settings = {"n_embd": 16, "block_size": 24, "pairs": 3, "vocab_size": 32, **settings}
+    return cell.load([f"--model={mixer}", *(f"--{key}={value}" for key, value in settings.items())])
+
+
+def tiny(mixer):
+    torch.manual_seed(0)
+    m = Recall(config_of(mixer)).eval()
+    named = dict(m.named_parameters())
+    with torch.no_grad():
+        for name in m.decayed():
+            named[name].normal_(0, 0.3 if "embed" in name or "positions" in name else named[name].shape[1] ** -0.5)
+    return m
+
+
+@EACH_MIXER
+@torch.no_grad()
+def test_a_token_changes_nothing_before_it_and_the_loss_is_taken_at_the_queries(mixer):
+    m, idx = tiny(mixer), torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(1))
+    before, _ = m(idx)
+    for t in (0, 5, 23):
+        other = idx.clone()
+        other[:, t] = (other[:, t] + 1) % 32
+        after, _ = m(other)
+        torch.testing.assert_close(after[:, :t], before[:, :t], rtol=1e-5, atol=1e-5)
+        assert (after[:, t] - before[:, t]).abs().max() > 1e-4
+    targets = torch.full((2, 24), -1)
+    targets[0, [3, 20]], targets[1, [7, 8]] = torch.tensor([5, 6]), torch.tensor([7, 31])
+    logits, loss = m(idx, targets)
+    torch.testing.assert_close(logits, torch.stack([before[0, 3], before[0, 20], before[1, 7], before[1, 8]]))
+    nats = [-torch.log_softmax(row, 0)[label] for row, label in zip(logits, (5, 6, 7, 31), strict=True)]
+    torch.testing.assert_close(loss, sum(nats) / 4)
+    torch.testing.assert_close(m(idx, targets, loss_only=True)[1], loss)
+
+
+@EACH_MIXER
+def test_every_parameter_learns_and_what_writes_to_the_residual_stream_starts_at_the_scale_of_two_branches(mixer):
+    model = Recall(config_of(mixer, n_embd=64))
+    assert model.config.n_branches == 2
+    for _, branch in model.branches():
+        last = branch.mixer.output if mixer == "rwkv4" else getattr(branch.mixer, "out_proj", None)
+        if last is not None:
+            inner = last.in_features
+            wanted = (3 * 2 * inner) ** -0.5 if mixer in models.NO_DROPOUT else 0.02 * 2**-0.5
+            assert last.weight.std().item() == pytest.approx(wanted, rel=0.1)
+    model = tiny(mixer)
+    idx, targets = generate(Task(24, 3, 32), 64, 1).batch(slice(None), "cpu")
+    model(idx, targets, loss_only=True)[1].backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0] == []
+
+
+@EACH_MIXER
+@torch.no_grad()
+def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
+    model, idx = tiny(mixer), torch.randint(32, (8, 24))
+    entering = []
+    model.layers[0].register_forward_pre_hook(lambda layer, args: entering.append(args[0]))
+    torch.testing.assert_close(model(idx)[0], model(idx)[0], rtol=0, atol=0)
+    model.train()(idx)
+    kept, whole = entering[-1], entering[0]
+    if mixer in ("mamba", "longhorn", "longhorn_exact"):
+        assert torch.equal(kept, whole)
+    else:
+        assert (kept == 0).double().mean().item() == pytest.approx(0.1, abs=0.02)
+        torch.testing.assert_close(kept[kept != 0], whole[kept != 0] / 0.9)
+
+
+SHARED = 8192 * 64 + 3 * 64  # embedding, norms
+PARAMETERS = {  # at width 64, T = 64, vocabulary 8192, by hand
+    "attention": SHARED + 64 * 64 + 2 * (4 * 64 * 64 + 4 * 64),
+    "based": SHARED + (64 * 64 + 64 + 4 * 64) + (2 * 8 * 64 + 2 * 64 * 64),
+    "hyena": SHARED + 2 * (4 * 64 * 64 + 4 * 64 + 3 * 64 * 4 + 64 + 4 * 64 + 2 * (64 * 64 + 64) + 64 * 64 + 64),
+    "baseconv": SHARED + (64 * 64 + 64 + 4 * 64) + (64 * 64 + 64 + 4 * 16 + 16 * 64 + 64),
+    "longhorn": SHARED + 2 * (64 * 256 + 128 * 5 + 128 * 36 + 4 * 128 + 128 + 128 + 128 * 64),
+    "mamba": SHARED + 2 * (64 * 256 + 128 * 5 + 128 * 36 + 4 * 128 + 128 + 128 + 128 * 64 + 128 * 16),
+}
+STATE = {"attention": 2 * 2 * 64 * 64, "based": 2 * 64 + 73 * 65, "hyena": 2 * (64 * 64 + 6 * 64),
+         "baseconv": 2 * 64 + 64 * 64, "longhorn": 2 * 128 * 19, "mamba": 2 * 128 * 19, "rwkv4": 2 * 4 * 64,
+         "deltanet": 2 * 64 * (64 + 9), "gla": 2 * 32 * 64, "longhorn_exact": 2 * 128 * 19}
+
+
+@EACH_MIXER
+def test_counts_by_hand(mixer):
+    m = Recall(config_of(mixer, n_embd=64, block_size=64, pairs=4, vocab_size=8192))
+    assert m.parameter_count()["total"] == PARAMETERS.get(mixer, m.parameter_count()["total"])
+    assert m.state_size() == STATE[mixer]
+    every = super(Recall, m).flops_per_token()["total"]  # with the head at all 64 positions
+    assert 64 * (every - m.flops_per_token()["total"]) == 60 * 6 * 8192 * 64
+
+
+# ------------------------------------------------------------------------------------------------------------- one run
+
+SMALL = ["--n_embd=16", "--block_size=16", "--pairs=2", "--vocab_size=32", "--train_examples=600", "--test_examples=50",
+         "--batch_examples=50", "--device=cpu", "--dtype=float32"]
+
+
+def small_run(out, *more):
+    cell.main([*SMALL, f"--out_dir={out}", *more])
+    return json.loads((out / "result.json").read_text())
+
+
+def test_a_run_and_its_records(tmp_path, capsys):
+    settings = ["--model=based", "--epochs=2", "--eval_interval=5", "--seed=3"]
+    result = small_run(tmp_path / "a", *settings)
+    assert "self-check: native and plain operators" in capsys.readouterr().out
+    record, log = json.loads((tmp_path / "a/config.json").read_text()), read_log(tmp_path / "a", "eval")
+    assert [e["step"] for e in log] == [5, 10, 15, 20, 24]
+    assert record["config"]["max_iters"] == result["steps"] == 24 and record["derived"]["steps_per_epoch"] == 12
+    assert log[-1]["accuracy"] == result["accuracy"] and 0 <= result["accuracy"] <= 1 and not result["reached"]
+    assert result["state_size"] == 2 * 16 + 73 * 17
+    assert sum(b["queries"] for b in result["by_distance"]) == 100
+    right = sum(b["queries"] * b["accuracy"] for b in result["by_distance"])
+    assert right == pytest.approx(100 * result["accuracy"])
+    assert [b["pairs"] for b in result["by_pairs"]] == [2, 4]
+    assert record["data"]["sha256"]["test"] == generate(Task(16, 2, 32), 50, 3, "test").sha256()
+    assert (tmp_path / "a/loss.png").exists() and (tmp_path / "a/checkpoint.safetensors").exists()
+    assert small_run(tmp_path / "a", *settings, "--resume=auto") == result
+    assert "finished already" in capsys.readouterr().out
+
+
+def test_it_learns_and_stops_at_the_accuracy_asked_for(tmp_path):
+    result = small_run(tmp_path / "a", "--model=longhorn", "--n_embd=32", "--vocab_size=64", "--train_examples=20000",
+                       "--epochs=4", "--eval_interval=25", "--stop_at=0.4", "--learning_rate=1e-2")
+    assert result["reached"] and 0.4 <= result["accuracy"] and result["steps"] < 4 * 400 and result["steps"] % 25 == 0
+    assert result["by_pairs"] and result["by_distance"]
+
+
+def test_the_rate_is_a_cosine_stepped_once_per_epoch(tmp_path):
+    small_run(tmp_path / "a", "--model=baseconv", "--epochs=3", "--learning_rate=4e-3", "--log_interval=6")
+    rates = {e["step"]: e["lr"] for e in read_log(tmp_path / "a", "train")}
+    np.testing.assert_allclose([rates[s] for s in (6, 12, 18, 24, 36)], [4e-3, 4e-3, 3e-3, 3e-3, 1e-3])
+
+
+def test_accuracy_is_that_of_answers_one_example_at_a_time():
+    config = config_of("attention", test_examples=40, train_examples=50)
+    config.dtype = "float32"
+    model, data = tiny("attention").train(), cell.RecallData(config, torch.device("cpu"))
+    right, loss = cell.Evaluate(config, data).answers(model, data.test)
+    assert model.training
+    model.eval()
+    for n in range(40):
+        idx = torch.from_numpy(data.test.tokens[n:n + 1]).long()
+        order = data.test.where[n].argsort()
+        answers = model(idx)[0][0, data.test.where[n][order].tolist()].argmax(-1)
+        assert (right[n] == (answers.numpy() == data.test.values[n][order])).all()
+    rows = {b["from"]: b["accuracy"] for b in cell.by_distance(right, data.test.distances())}
+    far = right[(data.test.distances() >= 4) & (data.test.distances() < 8)]
+    assert rows[4] == far.mean() and math.isfinite(loss)
+
+
+def test_an_epoch_has_every_example_once_however_it_is_shared():
+    config = config_of("attention", train_examples=101, test_examples=1, batch_examples=50, seed=2)
+    data = cell.RecallData(config, torch.device("cpu"))
+    row = {r.tobytes(): i for i, r in enumerate(data.train.tokens.astype(np.int64))}
+    assert config.steps_per_epoch == 3
+    for world, size in ((1, 50), (2, 8), (3, 50)):
+        seen, weights = [], []
+        for step in range(3):
+            for rank in range(world):
+                for idx, _, weight in data.micro_batches(step, rank, world, size):
+                    seen += [row[r.tobytes()] for r in idx.numpy()] if weight else []
+                    weights.append((step, weight / world))  # as the mean over processes has it
+        assert sorted(seen) == list(range(101))
+        assert all(sum(w for s, w in weights if s == step) == pytest.approx(1) for step in range(3))
+    first = [next(data.micro_batches(step, 0, 1, 50))[0] for step in (0, 3)]  # of two epochs
+    assert not torch.equal(*first) and torch.equal(first[0], next(data.micro_batches(0, 0, 1, 50))[0])
+
+
+def test_dropout_is_a_function_of_seed_step_and_process():
+    data = cell.RecallData(config_of("attention", train_examples=100, batch_examples=50), torch.device("cpu"))
+
+    def drawn(step, rank):
+        next(data.micro_batches(step, rank, 2, 50))
+        return torch.rand(4).tolist()
+
+    first = drawn(1, 0)
+    torch.manual_seed(99)
+    assert drawn(1, 0) == first and drawn(1, 1) != first != drawn(0, 0)
+
+
+TIMES = {"seconds", "tokens_per_second", "memory_bytes", "environment"}
+
+
+def timeless(record):
+    return {k: v for k, v in record.items() if k not in TIMES}
+
+
+def command(out, *more, nproc=1):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    return [sys.executable, *torchrun, "experiments/recall/mqar.py", "cell", *SMALL, f"--out_dir={out}", *more]
+
+
+def test_killed_and_resumed_it_is_the_same_run_to_the_last_bit(tmp_path, monkeypatch):
+    """attention, which draws dropout twice; killed by SIGKILL between two checkpoints."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = ["--model=attention", "--epochs=25", "--eval_interval=50", "--checkpoint_interval=7", "--log_interval=10"]
+    whole = small_run(tmp_path / "whole", *settings)
+    process = subprocess.Popen(command(tmp_path / "parts", *settings), cwd=REPO, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "parts/checkpoint.safetensors").exists() and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "parts/result.json").exists()
+    with pytest.raises(ConfigError, match="learning_rate 0.01 -> 0.5"):
+        small_run(tmp_path / "parts", *settings, "--resume=auto", "--learning_rate=0.5")
+    with pytest.raises(ConfigError, match="seed 1 -> 2"):
+        small_run(tmp_path / "parts", *settings, "--resume=auto", "--seed=2")
+    parts = small_run(tmp_path / "parts", *settings, "--resume=auto")
+    assert timeless(parts) == timeless(whole)
+    logs = [[timeless(e) for e in read_log(tmp_path / name)] for name in ("whole", "parts")]
+    assert logs[0] == logs[1] and len(logs[0]) == 30 + 6
+
+
+def test_two_processes_train_as_one_does(tmp_path, monkeypatch):
+    """601 examples: the last step of an epoch has one, and the second process none."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = ["--model=longhorn", "--epochs=2", "--train_examples=601", "--log_interval=1", "--eval_interval=13"]
+    run = subprocess.run(command(tmp_path / "two", *settings, nproc=2), cwd=REPO, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    two, one = json.loads((tmp_path / "two/result.json").read_text()), small_run(tmp_path / "one", *settings)
+    assert (two["processes"], one["processes"], one["steps"], two["steps"]) == (2, 1, 26, 26)
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
+    losses = [[e["train_loss"] for e in read_log(tmp_path / name, "train")] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("argument, word", [
+    ("--block_size=10 --pairs=5", "four times"), ("--learning_rate=0", "above 0"), ("--epochs=0", "at least 1"),
+    ("--model=longhorm", "unknown mixer"), ("--vocab_size=6", "training set too"), ("--eval_interval=-1", "0 or more"),
+    ("--resume=must", "there is no .*checkpoint"), ("--mixers=a", "unknown key"), ("--pattern=mamba", "not for recall"),
+    ("--batch_tokens=4096", "batch_examples"), ("--backend=gpu", "unknown backend")])
+def test_mistakes_are_one_line(tmp_path, argument, word):
+    with pytest.raises(ConfigError, match=word):
+        cell.main([*SMALL, f"--out_dir={tmp_path / 'a'}", *argument.split()])
+    assert not (tmp_path / "a").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- the sweep
+
+def test_the_papers_448_runs_as_specified():
+    cells = mqar.cells_of(mqar.PRESETS["paper"])
+    assert len(cells) == len({c.name for c in cells}) == 448
+    assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}
+    batches = {64: 512, 128: 512, 256: 256, 512: 128}
+    for c in cells[::7]:
+        config = cell.load(c.argv[1:])
+        assert (config.pairs, config.batch_examples) == (PAIRS[config.block_size], batches[config.block_size])
+        assert (config.epochs, config.stop_at, config.weight_decay, config.vocab_size) == (64, 0.99, 0.1, 8192)
+        assert (config.train_examples, config.test_examples, config.power_a) == (100_000, 3000, 0.01)
+        assert (config.model, config.block_size, config.n_embd, config.learning_rate) == tuple(
+            c.at[k] for k in ("mixer", "T", "n_embd", "learning_rate"))
+        assert config.eval_interval == config.steps_per_epoch and config.learning_rate in (1e-4, 4.6e-4, 2.2e-3, 1e-2)
+        assert (config.dtype, config.beta2, config.grad_clip, config.schedule) == ("float32", 0.999, 0.0, "epochs")
+
+
+IN_A_SWEEP = [*(a for a in SMALL if not a.startswith(("--block_size=", "--n_embd"))), "--eval_interval=10"]
+
+
+def test_a_sweep_that_is_stopped_and_given_again(tmp_path, monkeypatch, capsys):
+    """The sweep in this process gets SIGTERM once the cell, a process of its own, has begun to train."""
+    folder = tmp_path / "recall"
+    for name, value in (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.setenv(name, value)
+    line = ["run", "--mixers=based", "--Ts=16", "--widths=16", "--lrs=1e-2", f"--out={folder}", *IN_A_SWEEP,
+            "--epochs=40"]
+    ended = threading.Event()
+
+    def stop():
+        while not ended.wait(0.02):
+            if list(folder.glob("*/log.jsonl")):
+                return os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # should it come too late
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            mqar.main(line)
+    finally:
+        ended.set()
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and "the same command" in printed.err and "at most" in printed.out, printed
+    assert mqar.main(line) == 0 and "report.png" in capsys.readouterr().out
+    output = (folder / "based_T16_d16_lr0.01_seed1.txt").read_text()
+    assert output.count("$ ") == 2 and "continuing from" in output
+    assert len(json.loads((folder / "report.json").read_text())["runs"]) == 1
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """The records of a sweep of four runs."""
+    folder = tmp_path_factory.mktemp("sweep") / "recall"
+    preset = mqar.Preset({16: ("based", "longhorn")}, widths=(16,), lrs=(1e-2, 1e-3))
+    cells = mqar.cells_of(preset, [*IN_A_SWEEP, "--epochs=2"])
+    sweep.write_plan(folder, cells, preset="none")
+    for c in cells:
+        cell.main([*c.argv[1:], f"--out_dir={folder / c.name}", "--self_check=off"])
+    return folder
+
+
+def test_the_report_of_a_sweep_and_of_its_record(swept, tmp_path):
+    paths = report.write(swept, tmp_path / "x")
+    record = json.loads(paths["json"].read_text())
+    assert len(record["runs"]) == 4 and record["left_out"] == {}
+    points = report.summarise(record["runs"])
+    assert [p["mixer"] for p in points] == ["based", "longhorn"]
+    for point in points:
+        results = [json.loads(p.read_text()) for p in swept.glob(f"{point['mixer']}_*/result.json")]
+        assert point["accuracy"] == max(r["accuracy"] for r in results) == max(point["rates"].values())
+        assert set(point["rates"]) == {"0.01", "0.001"} and point["seeds"] == [1] and point["epochs"] == 2
+    again = report.write(paths["json"], tmp_path / "y")  # from the record alone
+    assert all(again[kind].read_bytes() == paths[kind].read_bytes() for kind in paths) and len(paths) == 3
+    assert paths["png"].read_bytes()[:4] == b"\x89PNG" and "| Longhorn |" in paths["md"].read_text()
+
+
+def test_the_record_in_results_draws_what_lies_beside_it(tmp_path):
+    paths = report.write(REPO / "results/recall_laptop.json", tmp_path / "x")
+    for kind in ("json", "md"):
+        assert paths[kind].read_bytes() == (REPO / f"results/recall_laptop.{kind}").read_bytes()
+
+
+def test_the_plan_is_printed_and_nothing_run(tmp_path, capsys):
+    line = ["run", "--mixers=based,longhorn", "--Ts=16", "--widths=16", f"--out={tmp_path / 'x'}", *IN_A_SWEEP,
+            "--dry-run"]
+    assert mqar.main(line) == 0 and not (tmp_path / "x").exists()
+    printed = capsys.readouterr().out
+    assert "4 runs" in printed and "at most" in printed
+    assert "experiments/recall/mqar.py cell --model=based --block_size=16" in printed
+
+
+def edit(path, section=None, **changes):
+    record = json.loads(path.read_text())
+    (record[section] if section else record).update(changes)
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("damage, word", [
+    (lambda f: (f / "result.json").unlink(), "not finished"),
+    (lambda f: (f / "result.json").write_text("{"), "damaged"),
+    (lambda f: edit(f / "result.json", accuracy=0.5), "log.jsonl does not end"),
+    (lambda f: edit(f / "result.json", accuracy=None), "accuracy is None"),
+    (lambda f: edit(f / "config.json", "config", learning_rate=3.0), "learning_rate is 3.0"),
+    (lambda f: edit(f / "config.json", "config", epochs=9), "epochs 9 where most have 2"),
+    (lambda f: edit(f / "config.json", "config", batch_examples=9), "batch_examples 9 where most have 50"),
+    (lambda f: edit(f / "config.json", "data", sha256={"test": "0"}), "not comparable: test 0"),
+    (lambda f: edit(f / "config.json", config={}), "lack 'model'"),
+    (lambda f: edit(f / "config.json", code_versions=["a", "b"]), "code changed while it was down: a, then b"),
+    (lambda f: [p.unlink() for p in f.iterdir()], "not run"),
+], ids=range(11))
+def test_a_bad_record_is_named_and_left_out(swept, tmp_path, damage, word):
+    shutil.copytree(swept, tmp_path / "copy")
+    name = "longhorn_T16_d16_lr0.01_seed1"
+    damage(tmp_path / "copy" / name)
+    record = report.read_sweep(tmp_path / "copy")
+    assert list(record["left_out"]) == [name] and re.search(word, record["left_out"][name])
+    points = report.summarise(record["runs"])
+    assert len(record["runs"]) == 3 and name in "\n".join(report.markdown(record, points))
+    assert points[1]["mixer"] == "longhorn" and points[1]["learning_rate"] == 1e-3
+
+
+def test_runs_of_other_code_are_compared_only_where_it_is_accepted(swept, tmp_path):
+    shutil.copytree(swept, tmp_path / "copy")
+    name = "based_T16_d16_lr0.001_seed1"
+    edit(tmp_path / "copy" / name / "config.json", code_versions=["0123456789ab"])
+    edit(tmp_path / "copy" / name / "result.json", code="0123456789ab")
+    record = report.read_sweep(tmp_path / "copy")
+    assert "code 0123456789ab where most have" in record["left_out"][name] and len(record["code"]) == 1
+    record = report.read_sweep(tmp_path / "copy", ["0123456789ab"])
+    assert record["left_out"] == {} and record["code"]["0123456789ab"] == 1
+    assert "code 0123456789ab and " in "\n".join(report.markdown(record, report.summarise(record["runs"])))
+
+
+def row(mixer="longhorn", T=64, n_embd=64, rate=1e-2, seed=1, accuracy=0.5):
+    return {"mixer": mixer, "T": T, "n_embd": n_embd, "learning_rate": rate, "seed": seed, "accuracy": accuracy,
+            "pairs": 4, "epochs": 1.0, "seconds": 3.0, "parameters": 5, "state_size": 10 * n_embd,
+            "by_distance": [{"from": 2, "to": 4, "queries": 10 * seed, "accuracy": accuracy}],
+            "by_pairs": [{"pairs": 4, "queries": 8, "accuracy": accuracy}]}
+
+
+def test_the_best_rate_and_the_spread_over_seeds():
+    (point,) = report.summarise([row(rate=1e-2, seed=1, accuracy=0.95), row(rate=1e-2, seed=2, accuracy=0.05),
+                                 row(rate=1e-3, seed=1, accuracy=0.7), row(rate=1e-3, seed=2, accuracy=0.6),
+                                 row(rate=1e-4, accuracy=0.99)])
+    assert point["learning_rate"] == 1e-3 and point["accuracy"] == pytest.approx(0.65)  # of the rates with both seeds
+    assert (point["lowest"], point["highest"], point["seeds"]) == (0.6, 0.7, [1, 2])
+    accuracy = pytest.approx((0.7 * 10 + 0.6 * 20) / 30)
+    assert point["by_distance"] == [{"from": 2, "to": 4, "queries": 30, "accuracy": accuracy}]
+
+
+def test_the_figure_of_several_widths(tmp_path):
+    runs = [row(m, T, d, seed=s, accuracy=0.1 * s + 0.001 * d) for m in ("longhorn", "mamba", "own") for T in (64, 512)
+            for d in (64, 128, 256) for s in (1, 2)]
+    record = {"runs": runs, "planned": 36, "machines": ["m"], "code": {"c": 36}, "settings": {}, "left_out": {}}
+    points = report.summarise(runs)
+    report.draw(points, tmp_path / "f.png")
+    assert (tmp_path / "f.png").stat().st_size > 10_000
+    assert any("own" in line and "(" in line for line in report.markdown(record, points))
+
+
+@pytest.mark.parametrize("line, word", [
+    ("run --mixers=longhorm --dry-run", "unknown mixer"), ("run --lr=3 --dry-run", "unknown key"),
+    ("run --seed=3", "the sweep sets that"), ("run epochs=3", "given as --key=value"),
+    ("run --Ts=100 --dry-run", "give --pairs"), ("run --mixers=gla --widths=31 --dry-run", "n_head"),
+    ("report /nowhere", "holds no sweep"), ("report /nowhere.json", "not a record"), ("report --x=1", "unknown option"),
+    ("cell --model=x --device=cpu", "unknown mixer"), ("cell --seed", "needs a value"), ("cell --mixer=x", "--model")])
+def test_mistakes_on_the_command_line(line, word, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        mqar.main(line.split())
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and word in err and err.count("\n") == 1
+
+
+def test_help_lists_the_settings(capsys):
+    with pytest.raises(SystemExit):
+        mqar.main(["cell", "--help"])
+    assert "--power_a" in capsys.readouterr().out
