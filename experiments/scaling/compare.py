@@ -2,8 +2,8 @@
 
     ratio(loss) = tokens that b needs for it / tokens that a needs            above 1, a learns from fewer
 
-The surprise: no family is called the winner for being lowest. It has to be below every other one at once, by Welch's test over
-seeds with Holm's correction for the number of comparisons; with one seed nobody can win.
+No family is called the winner for being lowest. It has to be below every other one at once, by Welch's
+test over seeds with Holm's correction for the number of comparisons; with one seed nobody can win.
 
 `python experiments/scaling/table1.py report` prints both, fit.py fits the curves.
 """
@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.scaling.fit import CannotFit, column  # noqa: E402
 
-# ----------------------------------------------------------------------------------------------------- sample efficiency
+# ---------------------------------------------------------------------------------------------------- sample efficiency
 
 @dataclass
 class SampleEfficiency:
-    """loss (m,) falling, and at each the tokens b needs over the tokens a needs, ratio (m,); at_end is the last: at the loss
-    loss_at_end that the worse of the two ends with (its lowest). Empty and None where reason says why."""
+    """loss (m,) falling, and at each the tokens b needs over the tokens a needs, ratio (m,); at_end is the last: at
+    the loss loss_at_end that the worse of the two ends with (its lowest). Empty and None where reason says why."""
 
     loss: np.ndarray
     ratio: np.ndarray
@@ -39,19 +39,20 @@ class SampleEfficiency:
 def sample_efficiency(tokens_a, loss_a, tokens_b, loss_b):
     """How many times the tokens of family a that family b needs for the same loss. Returns a SampleEfficiency.
 
-    Above 1, a learns from fewer tokens. A curve counts as having reached a loss when it first goes below it (its running
-    minimum), between two evaluations linearly in log tokens; losses that are None or not finite are left out. The running
-    minimum favours the noisier curve and the one that was evaluated more often: give both the same evaluations. Raises
-    CannotFit on tokens that are not positive numbers or lengths that differ.
+    Above 1, a learns from fewer tokens. A curve counts as having reached a loss when it first goes below it (its
+    running minimum), between two evaluations linearly in log tokens; losses that are None or not finite are left out.
+    The running minimum favours the noisier curve and the one that was evaluated more often: give both the same
+    evaluations. Raises CannotFit on tokens that are not positive numbers or lengths that differ.
     """
     curves = []
     for name, tokens, loss in (("a", tokens_a, loss_a), ("b", tokens_b, loss_b)):
         tokens, loss = column(f"tokens_{name}", tokens), column(f"loss_{name}", loss)
         if len(tokens) != len(loss):
-            raise CannotFit(f"tokens_{name} and loss_{name} have {len(tokens)} and {len(loss)} values: give one loss a count")
+            raise CannotFit(f"tokens_{name}, loss_{name} have {len(tokens)} and {len(loss)} values: give a loss each")
         tokens, loss = tokens[np.isfinite(loss)], loss[np.isfinite(loss)]
-        if not ((tokens > 0) & np.isfinite(tokens)).all():
-            raise CannotFit(f"tokens_{name} holds {tokens[~((tokens > 0) & np.isfinite(tokens))][0]:g}: not a positive number")
+        bad = tokens[~((tokens > 0) & np.isfinite(tokens))]
+        if len(bad):
+            raise CannotFit(f"tokens_{name} holds {bad[0]:g}: not a positive number")
         order = np.lexsort((loss, tokens))  # of two losses at one count the lower, as it would be with a finer clock
         curves.append((np.log(tokens[order]), np.minimum.accumulate(loss[order])))
     nothing = np.array([])
@@ -62,8 +63,8 @@ def sample_efficiency(tokens_a, loss_a, tokens_b, loss_b):
     top, end = min(la[0], lb[0]), max(la[-1], lb[-1])
     if end > top:
         better, worse = "ab" if la[-1] < lb[-1] else "ba"
-        return SampleEfficiency(nothing, nothing, None, None, f"family {better} starts below {end:.4g}, the lowest loss of "
-                                f"family {worse}: no loss was reached by both, evaluate family {better} earlier")
+        reason = f"family {better} starts below {end:.4g}, the lowest loss of family {worse}: evaluate it earlier"
+        return SampleEfficiency(nothing, nothing, None, None, reason)
     loss = np.unique(np.concatenate([la, lb, [top, end]]))[::-1]
     loss = loss[(loss <= top) & (loss >= end)]
     with np.errstate(over="ignore"):
@@ -80,9 +81,9 @@ def _reached(x, envelope, loss):
     return x[i] + part * (x[j] - x[i])
 
 
-# ------------------------------------------------------------------------------------------------------------ over seeds
+# ----------------------------------------------------------------------------------------------------------- over seeds
 
-Winner = namedtuple("Winner", "family reason p")  # name or None; sentence; {other family: p after Holm's correction, or None}
+Winner = namedtuple("Winner", "family reason p")  # name or None; sentence; {other family: p by Holm's method, or None}
 
 
 def _seeds(losses):
@@ -91,15 +92,15 @@ def _seeds(losses):
 
 
 def compare(losses_a, losses_b):
-    """p of Welch's two-sided t test that two families have the same mean loss over seeds; losses None or not finite are holes.
+    """p of Welch's two-sided t test that two families have the same mean loss over seeds; None and NaN are holes.
 
-    None with fewer than two seeds on a side, and when no seed changed anything but the families differ: then there is no
-    spread to judge by. 1 when all losses are the same number.
+    None with fewer than two seeds on a side, and when no seed changed anything but the families differ: then there is
+    no spread to judge by. 1 when all losses are the same number.
 
-    Not paired, though a seed fixes the data order for both: with three seeds pairing halves the degrees of freedom, it needs the
-    two lists aligned run by run, and holes break that. What the common order makes equal in both families makes Welch's p too
-    large, not too small, so a claim that passes here stands. The choice is made here, before any result is seen: to take the
-    smaller of two tests' p would be no test.
+    Not paired, though a seed fixes the data order for both: with three seeds pairing halves the degrees of freedom, it
+    needs the two lists aligned run by run, and holes break that. What the common order makes equal in both families
+    makes Welch's p too large, not too small, so a claim that passes here stands. The choice is made here, before any
+    result is seen: to take the smaller of two tests' p would be no test.
     """
     a, b = _seeds(losses_a), _seeds(losses_b)
     if min(len(a), len(b)) < 2:
@@ -113,11 +114,11 @@ def compare(losses_a, losses_b):
 
 
 def winner(cells, alpha=0.05):
-    """The family with the lowest mean loss if it is significantly better than every other: Winner(family or None, reason, p).
+    """The family with the lowest mean loss if it is significantly better than every other: a Winner.
 
-    cells {family: losses over seeds}. Each comparison of the best with another is Welch's, the p are corrected by Holm's
-    method for their number, and all must be below alpha. That the best was chosen by looking costs nothing extra: to be named
-    it has to beat all the others at once.
+    cells {family: losses over seeds}. Each comparison of the best with another is Welch's, the p are corrected by
+    Holm's method for their number, and all must be below alpha. That the best was chosen by looking costs nothing
+    extra: to be named it has to beat all the others at once.
     """
     seeds = {family: _seeds(losses) for family, losses in cells.items()}
     means = {family: float(values.mean()) for family, values in seeds.items() if len(values)}
@@ -137,5 +138,6 @@ def winner(cells, alpha=0.05):
                 f"{' and '.join(short)} of the two seeds needed" if short else "their seeds all gave the same loss"), p)
     worst = max(others, key=p.get)
     if p[worst] >= alpha:
-        return Winner(None, f"{best} is lowest, but not significantly below {worst}: p = {p[worst]:.2g}, limit {alpha:g}", p)
+        return Winner(None, f"{best} is lowest, but not significantly below {worst}: p = {p[worst]:.2g}, limit "
+                      f"{alpha:g}", p)
     return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction", p)

@@ -52,7 +52,8 @@ class Line:
 
 @dataclass
 class Panel:
-    """A plot: `alt` says in words what it shows, `axes` goes to matplotlib's Axes.set, x and y have logarithmic ticks."""
+    """A plot: `alt` says in words what it shows, `axes` goes to matplotlib's Axes.set, x and y have logarithmic
+    ticks."""
 
     alt: str
     axes: dict
@@ -66,7 +67,8 @@ class Panel:
             axes.plot(line.x, line.y, color=line.colour, **line.look)
             if line.band is not None:
                 axes.fill_between(line.x, line.y - line.band, line.y + line.band, color=line.colour, alpha=0.2, lw=0)
-        for axis, form in ((axes.xaxis, EngFormatter(sep="")), (axes.yaxis, FuncFormatter(lambda y, _: f"{y:g}\u00d7"))):
+        times = FuncFormatter(lambda y, _: f"{y:g}\u00d7")
+        for axis, form in ((axes.xaxis, EngFormatter(sep="")), (axes.yaxis, times)):
             if axis.get_scale() == "log":
                 axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
                 axis.set_minor_locator(NullLocator())
@@ -131,7 +133,7 @@ def figure5(entries, laws, style):
         here = [e for e in entries if e.context == context and e.runs]
         if here:
             fits = {law["model"]: law["fit"] for law in laws
-                    if law["context"] == context and law["embeddings"] and law["fit"]}
+                    if law["context"] == context and law["embeddings"] and "fit" in law}
             panels.append(loss_against_parameters(here, fits, f"T={context}", style))
     return panels
 
@@ -175,8 +177,8 @@ def loss_against_parameters(entries, fits, title, style):
     margin = (max(counts) / min(counts))**0.05 if max(counts) > 1.2 * min(counts) else 2
     ends = ", ".join(f"{name_of(m)} {cells[-1].mean:.3f}" for m, cells in families.items())
     return Panel(f"Final validation loss against parameters, {title}. At the largest size: {ends}", {
-        "xscale": "log", "xlim": (min(counts) / margin, max(counts) * margin), "xlabel": "parameters, embedding included",
-        "ylabel": "validation loss (nats per token)",
+        "xscale": "log", "xlim": (min(counts) / margin, max(counts) * margin),
+        "xlabel": "parameters, embedding included", "ylabel": "validation loss (nats per token)",
         "title": f"Loss against parameters, {title}" + ("" if fits else ", no law fitted")}, lines)
 
 

@@ -1,46 +1,39 @@
 """Scaling-law fits: numbers in, numbers, intervals and plain sentences out.
 
-    L(N, D) = E + A / N^alpha + B / D^beta        Hoffmann et al. 2022, approach 3; N parameters, D tokens, L nats a token
-    N_opt ~ C^a, D_opt ~ C^b                      a = beta / (alpha + beta), b = alpha / (alpha + beta), for C ~ N D
+    L(N, D) = E + A / N^alpha + B / D^beta    Hoffmann et al. 2022, approach 3; N parameters, D tokens, L nats per token
+    N_opt ~ C^a, D_opt ~ C^b                  a = beta / (alpha + beta), b = alpha / (alpha + beta), for C ~ N D
 
-fit_loss minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. An interval of a constant holds the
-values that, held fixed, raise the best Huber loss by less than a critical share; that share is what `confidence` of refits
-to data simulated from the fit itself need.
+fit_loss minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. An interval of a constant holds
+the values that, held fixed, raise the best Huber loss by less than a critical share; that share is what `confidence`
+of refits to data simulated from the fit itself need.
 
-The surprise: percentiles over refits to resampled residuals are not honest. With delta = 1e-3 below a noise of about 1% the
-Huber loss is a sum of absolute values, and the curve passes exactly through as many runs as it has constants: of a 3 x 3 grid
-only four residuals are left to say how large the noise is. How often 90% intervals held the truth, lowest and highest of E, A,
-alpha, B, beta, a, for N in 1e6 .. 1e9, D in 1e8 .. 1e11, normal noise in log L (200 draws, 200 simulated data sets each):
+Percentiles over refits to resampled residuals would be too narrow. With delta = 1e-3 below a noise of about 1% the
+Huber loss is a sum of absolute values, and the curve passes exactly through as many runs as it has constants: of a 3 x
+3 grid only four residuals are left to estimate the noise. How often 90% intervals held the truth, lowest and highest
+of E, A, alpha, B, beta, a, for N in 1e6 .. 1e9, D in 1e8 .. 1e11, normal noise in log L (200 draws, 200 simulated data
+sets each):
 
     grid, noise                 5x5, 1%       5x5, 0.5%     4x4, 1%       3x3, 1%       3x3, 0.5%
     here                        0.90 .. 0.94  0.90 .. 0.94  0.92 .. 0.96  0.94 .. 0.97  0.94 .. 0.97
     percentile, residuals       0.73 .. 0.78                              0.61 .. 0.69
     percentile, pairs           0.93 .. 0.98                              0.88 .. 0.92
 
-Pairs hold it here about as well, though one resampled 3 x 3 grid in seven lacks a size or a token count altogether. The
-simulated noise is normal and equally large, as a share of the loss, in all runs: where it is not, coverage was not measured.
-Intervals are each constant's own: that all hold at once is rarer.
+Resampled pairs cover about as well here, though one resampled 3 x 3 grid in seven lacks a size or a token count
+altogether. The simulated noise is normal and equally large, as a share of the loss, in all runs: where it is not,
+coverage was not measured. Intervals are each constant's own: that all hold at once is rarer.
 
-    python experiments/scaling/fit.py points.csv          # columns N, D, L; a loss that is missing or not finite is left out and named
-    python experiments/scaling/fit.py --demo              # runs made with known constants
+    found = fit_loss(N, D, L)                   # arrays, an entry per run
+    found.alpha, found.intervals["alpha"], found.warnings
 """
 
-import argparse
-import csv
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy import optimize, stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from configurator import main_error  # noqa: E402
-
-ISOFLOP_BIAS = ("isoFLOP parabolas are biased even without noise: the loss is a parabola of log N only near its minimum, so "
-                "sizes that do not lie symmetrically around it move the vertex")
+ISOFLOP_BIAS = ("isoFLOP parabolas are biased even without noise: the loss is a parabola of log N only near its "
+                "minimum, so sizes that do not lie symmetrically around it move the vertex")
 
 
 class CannotFit(ValueError):
@@ -53,9 +46,9 @@ class Fit:
 
     E, A, alpha, B, beta   the constants: E, A, B in nats (times N^alpha, D^beta), the exponents without units
     a, b                   compute-optimal exponents, N_opt ~ C^a and D_opt ~ C^b
-    floors                 {value of the coordinate with one or two values: loss that the other's term falls to}, or None
+    floors                 {value of a coordinate with one or two values: loss that the other's term falls to}, or None
     intervals              {name of a constant: (low, high)}, 0 and inf among the bounds possible, or None
-    huber, noise           the minimum of the summed Huber loss; standard deviation of log L around the least-squares curve
+    huber, noise           minimum of the summed Huber loss; standard deviation of log L around the least-squares curve
     residuals              measured / predicted - 1, (points given,); NaN where a run was left out
     points, left_out       number of runs fitted; {index of a run left out: why}
     warnings               sentences that belong beside the numbers
@@ -90,10 +83,10 @@ class Fit:
         return loss.reshape(N.shape)[()]
 
 
-# ------------------------------------------------------------------------------------------------- the curve and its fit
+# ------------------------------------------------------------------------------------------------ the curve and its fit
 
 class _Model:
-    """log L as log sum exp of terms that are linear in theta, so that the full law and the partial ones share one solver.
+    """log L as log sum exp of terms linear in theta, so that the full law and the partial ones share one solver.
 
     full law            theta = (log E, log A', alpha, log B', beta), A' and B' at the centre of log N and log D
     N or D at 1 or 2    theta = (log floor of each level, log B', beta): E and A / N^alpha are one number a level
@@ -104,14 +97,14 @@ class _Model:
         few = [name for name in "ND" if len(levels[name]) < 3]
         if len(few) == 2:
             sizes = " and ".join(f"{len(levels[n])} value{'s' * (len(levels[n]) > 1)} of {n}" for n in few)
-            raise CannotFit(f"{len(N)} usable runs with {sizes} cannot show how the loss falls: run at least three sizes N "
-                            "or three token counts D")
+            raise CannotFit(f"{len(N)} usable runs with {sizes} cannot show how the loss falls: run at least three "
+                            "sizes N or three token counts D")
         self.levels, self.few = levels[few[0]] if few else None, few[0] if few else None
         self.varies = "N and D" if not few else "D" if few[0] == "N" else "N"
         self.centre = {"N": np.log(N).mean(), "D": np.log(D).mean()}
         self.scale = {"N": np.log(N).std() or 1.0, "D": np.log(D).std() or 1.0}
         k = len(self.levels) if few else 1
-        self.slots = {name: k + 2 * i for i, name in enumerate(self.varies.split(" and "))}  # log A' there, alpha behind it
+        self.slots = {name: k + 2 * i for i, name in enumerate(self.varies.split(" and "))}  # of log A', then alpha
         self.size = k + 2 * len(self.slots)
 
     def terms(self, N, D):
@@ -120,8 +113,8 @@ class _Model:
         if self.few:
             which = (N if self.few == "N" else D)[:, None] == self.levels
             if not which.any(1).all():
-                raise CannotFit(f"this fit knows the loss at {self.few} = {', '.join(f'{v:g}' for v in self.levels)} only: "
-                                f"with three or more values of {self.few} it could tell the rest")
+                raise CannotFit(f"this fit knows the loss at {self.few} = {', '.join(f'{v:g}' for v in self.levels)} "
+                                f"only: three or more values of {self.few} would determine the rest")
             out[0, :, :len(self.levels)] = which
         else:
             out[0, :, 0] = 1
@@ -131,7 +124,7 @@ class _Model:
         return out
 
     def starts(self, loss, count):
-        """(S, constants): exponents on a grid, the floor at 5, 50 and 90% of the lowest loss, the rest in equal shares."""
+        """(S, constants): exponents on a grid, floors of 5, 50 and 90% of the lowest loss, the rest in equal shares."""
         rows = []
         steepness = np.geomspace(0.1, 4, count)  # of the term's logarithm over one standard deviation of log N
         for part in (0.05, 0.5, 0.9):
@@ -147,9 +140,11 @@ class _Model:
     def quantities(self):
         """{name of a constant: vector c, so that it, or its logarithm for all but the exponents, is c @ theta}."""
         unit = np.eye(self.size)
-        out = {f"floor at {self.few} = {v:g}": unit[i] for i, v in enumerate(self.levels)} if self.few else {"E": unit[0]}
+        out = {"E": unit[0]}
+        if self.few:
+            out = {f"floor at {self.few} = {v:g}": unit[i] for i, v in enumerate(self.levels)}
         for name, slot in self.slots.items():
-            out["A" if name == "N" else "B"] = unit[slot] + self.centre[name] * unit[slot + 1]  # uncentred: linear still
+            out["A" if name == "N" else "B"] = unit[slot] + self.centre[name] * unit[slot + 1]  # linear, uncentred too
             out["alpha" if name == "N" else "beta"] = unit[slot + 1]
         return out
 
@@ -178,9 +173,10 @@ def objective(theta, M, y, delta):
 def _solve(M, y, theta, delta, along=None, keep=None, iterations=80, tolerance=1e-5):
     """Minimise S Huber losses at once: iteratively reweighted least squares with Levenberg's damping.
 
-    M (T, n, p), y (S, n) or (n,), theta (S, p); `along` (S, p, k) restricts each search to theta + along @ z, `keep` (S, n)
-    is 0 for points to leave out. Returns theta (S, p) and the losses (S,). The weights majorise the Huber loss, which is
-    convex in the residual, so that no step goes up; scipy's minimisers would take one problem at a time, a hundred times slower.
+    M (T, n, p), y (S, n) or (n,), theta (S, p); `along` (S, p, k) restricts each search to theta + along @ z, `keep`
+    (S, n) is 0 for points to leave out. Returns theta (S, p) and the losses (S,). The weights majorise the Huber loss,
+    which is convex in the residual, so that no step goes up; scipy's minimisers would take one problem at a time, a
+    hundred times slower.
     """
     S, n = len(theta), M.shape[1]
     y = np.broadcast_to(y, (S, n))
@@ -228,7 +224,7 @@ def _best(model, M, y, delta, starts):
     first = np.argsort(value)[:8]
     theta, value = _solve(M, y, theta[first], delta, iterations=400, tolerance=1e-10)
     theta, value = theta[value.argmin()], value.min()
-    polished = optimize.minimize(objective, theta, args=(M, y, delta), jac=True, method="L-BFGS-B")  # past a kink, rarely
+    polished = optimize.minimize(objective, theta, args=(M, y, delta), jac=True, method="L-BFGS-B")  # rarely better
     return (polished.x, polished.fun) if polished.fun < value else (theta, value)
 
 
@@ -237,8 +233,9 @@ def _jacobian(M, theta):
 
 
 def _outliers(M, y, theta, delta):
-    """Indices of runs that normal noise does not explain: each run against the fit of the others, the worst one taken out,
-    and again, so that one bad run cannot hide another (Rosner's generalised ESD, one false alarm in 10,000 fits)."""
+    """Indices of runs that normal noise does not explain: each run against the fit of the others, the worst one taken
+    out, and again, so that one bad run cannot hide another (Rosner's generalised ESD, one false alarm in 10,000
+    fits)."""
     (n, p), kept, found, bad = M.shape[1:], np.arange(len(y)), [], 0
     for k in range(1, min(n // 6, n - p - 2) + 1):
         m, without = len(kept), 1 - np.eye(len(kept))
@@ -259,17 +256,18 @@ def _outliers(M, y, theta, delta):
 
 
 def _rank(S, confidence):
-    """Which of S sorted draws is not below the quantile `confidence`, 95 times in 100; S or more if they are too few."""
+    """Index of the sorted draw that is not below the quantile `confidence` 95 times in 100; S or more: S is too few."""
     return int(stats.binom.ppf(0.95, S, confidence))
 
 
 def _intervals(model, M, y, theta, huber, noise, delta, names, bootstrap, confidence, rng):
-    """{name: (low, high)} for constants `names`: values where the profiled Huber loss exceeds its minimum by less than a
-    share that `confidence` of fits to y simulated at theta keep below. See the module's docstring for why."""
+    """{name: (low, high)} for constants `names`: values where the profiled Huber loss exceeds its minimum by less than
+    a share that `confidence` of fits to y simulated at theta keep below. See the module's docstring for why."""
     p, rows = model.size, model.quantities()
     zero, at = np.zeros(p), np.where
     C0 = np.array([rows[n] if n != "a" else np.eye(p)[model.slots["D"] + 1] for n in names])
-    C1 = np.array([zero if n != "a" else -np.eye(p)[model.slots["D"] + 1] - np.eye(p)[model.slots["N"] + 1] for n in names])
+    C1 = np.array([zero if n != "a" else -np.eye(p)[model.slots["D"] + 1] - np.eye(p)[model.slots["N"] + 1]
+                   for n in names])
     K = np.array([n != "a" for n in names])  # constant = value where (C0 + value C1) @ theta = K value
     hat = at(K, C0 @ theta, -(C0 @ theta) / at(K, 1, C1 @ theta))
 
@@ -298,7 +296,7 @@ def _intervals(model, M, y, theta, huber, noise, delta, names, bootstrap, confid
     limits |= {n: (c @ theta - 300, c @ theta + 300) for n, c in rows.items() if n not in limits}
     limit = np.array([limits[n] for n in names]).T.ravel()  # (2 Q,): lower ones, then upper
     inside, outside, near = hat[q], np.full(2 * Q, np.nan), np.repeat(theta[None], 2 * Q, 0)
-    root = np.stack([np.zeros(2 * Q), np.full(2 * Q, np.nan)])  # sqrt(excess / share allowed), inside and outside: 1 is wanted
+    root = np.stack([np.zeros(2 * Q), np.full(2 * Q, np.nan)])  # sqrt(excess / allowed) inside, outside; 1 is the aim
 
     def step_to(rows, value):
         fit, loss = held(q[rows], value, near[rows], y)
@@ -328,36 +326,29 @@ def _intervals(model, M, y, theta, huber, noise, delta, names, bootstrap, confid
     return {n: (float(lo), float(hi)) for n, lo, hi in zip(names, low, high, strict=True)}
 
 
-def fit_loss(N, D, L, delta=1e-3, starts=6, bootstrap=200, seed=0, confidence=0.9, untrained=None, log=None):
-    """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs. Returns a Fit; raises CannotFit where no constant can be told.
+def fit_loss(N, D, L, delta=1e-3, starts=6, bootstrap=200, seed=0, confidence=0.9, untrained=None):
+    """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs. Returns a Fit; raises CannotFit where none is possible.
 
-    N, D, L     (runs,) parameters, tokens, loss in nats; a loss that is None, not finite or not positive is left out and named
+    N, D, L     (runs,) parameters, tokens, loss in nats; a loss that is None, not finite or <= 0 is left out and named
     delta       Huber's threshold in log L
     starts      steps of the grid of starts in each exponent (times three of E)
     bootstrap   simulated data sets behind the intervals, 0 for none; `seed` draws their noise
     untrained   loss of a model that knows nothing, log(vocabulary): runs at or above it are left out as diverged
-    log         called with each warning as it is found
 
-    With one or two values of N the constants E, A and alpha cannot be told apart: they are None, and L = floor + B / D^beta is
-    fitted with a floor for each N; likewise for D.
+    With one or two values of N the constants E, A and alpha cannot be told apart: they are None, and L = floor + B /
+    D^beta is fitted with a floor for each N; likewise for D.
     """
     warnings = []
-
-    def warn(sentence):
-        warnings.append(sentence)
-        if log:
-            log(sentence)
-
+    warn = warnings.append
     N, D, L = column("N", N), column("D", D), column("L", L)
     if not len(N) == len(D) == len(L):
         raise CannotFit(f"N, D and L have {len(N)}, {len(D)} and {len(L)} values: give each run's three")
-    for name, values in (("N", N), ("D", D)):
-        for i in np.flatnonzero(~((values > 0) & np.isfinite(values))):
-            raise CannotFit(f"{name}[{i}] = {values[i]:g} is not a positive number")
+    _must_be_positive(N=N, D=D)
     if not (delta > 0 and math.isfinite(delta)) or not 0 < confidence < 1 or starts < 1 or bootstrap < 0:
-        raise CannotFit(f"delta {delta:g} must be above 0, confidence {confidence:g} between 0 and 1, starts {starts} at least 1 "
-                        f"and bootstrap {bootstrap} at least 0")
-    left_out = {int(i): f"its loss {L[i]:g} is not a positive number" for i in np.flatnonzero(~((L > 0) & np.isfinite(L)))}
+        raise CannotFit(f"delta {delta:g} must be above 0, confidence {confidence:g} between 0 and 1, starts {starts} "
+                        f"at least 1 and bootstrap {bootstrap} at least 0")
+    no_loss = np.flatnonzero(~((L > 0) & np.isfinite(L)))
+    left_out = {int(i): f"its loss {L[i]:g} is not a positive number" for i in no_loss}
     if untrained is not None:
         left_out |= {int(i): f"its loss {L[i]:g} is not below an untrained model's {untrained:g}: it diverged"
                      for i in np.flatnonzero(np.isfinite(L) & (L >= untrained))}
@@ -375,22 +366,23 @@ def fit_loss(N, D, L, delta=1e-3, starts=6, bootstrap=200, seed=0, confidence=0.
             break
         for i, off in sorted(bad):
             i = int(used[i])
-            left_out[i] = (f"its loss {L[i]:g} lies {abs(off):.3g} of its value {'above' if off > 0 else 'below'} what the "
-                           "others predict" + ("; it diverged, perhaps" if off > 0 else ""))
+            left_out[i] = f"its loss {L[i]:g} lies {abs(off):.3g} of its value " + (
+                "above what the others predict; it diverged, perhaps" if off > 0 else "below what the others predict")
             warn(f"run {i} (N = {N[i]:g}, D = {D[i]:g}) is left out: {left_out[i]}")
 
     p = model.size
     values, shaky = _constants(model, M, y, theta, warn)
     if model.few:
         names = {"N": "E, A and alpha", "D": "E, B and beta"}[model.few]
-        warn(f"{names} cannot be told apart with {len(model.levels)} value{'s' * (len(model.levels) > 1)} of {model.few}: "
-             f"fitted is how the loss falls with {model.varies}, to a floor for each {model.few}")
+        several = "s" * (len(model.levels) > 1)
+        warn(f"{names} cannot be told apart with {len(model.levels)} value{several} of {model.few}: fitted is how the "
+             f"loss falls with {model.varies}, to a floor for each {model.few}")
     least = _solve(M, y, theta[None], 1e3)[0]  # least squares: of all residuals its own say best how large the noise is
     noise = math.sqrt(((_curve(M, least)[0] - y) ** 2).sum() / (n - p)) if n > p else None
     intervals = dict.fromkeys(["E", "A", "alpha", "B", "beta", "a", "b"])
     told = [name for name in (*model.quantities(), "a") if values.get(name) is not None and name not in shaky]
     if noise is None:
-        warn(f"{n} runs are as many as the constants: the curve passes through all of them, and no interval can be given")
+        warn(f"{n} runs are as many as the constants: the curve passes through all of them, so there is no interval")
     elif noise < 1e-9:
         warn("the runs lie on the curve to rounding: there is no noise to take intervals from")
     elif not bootstrap or _rank(bootstrap, confidence) >= bootstrap:
@@ -414,8 +406,9 @@ def fit_loss(N, D, L, delta=1e-3, starts=6, bootstrap=200, seed=0, confidence=0.
         warn(f"the law describes these runs badly: run {i} lies {residuals[i]:+.0%} off the curve")
     floors = {float(v): values[f"floor at {model.few} = {v:g}"] for v in model.levels} if model.few else None
     known = {name: values.get(name) for name in ("E", "A", "alpha", "B", "beta", "a", "b")}
-    return Fit(**known, floors=floors, varies=model.varies, intervals=intervals, confidence=confidence, huber=float(huber),
-               noise=noise, residuals=residuals, points=n, left_out=left_out, warnings=warnings, _model=model, _theta=theta)
+    return Fit(**known, floors=floors, varies=model.varies, intervals=intervals, confidence=confidence,
+               huber=float(huber), noise=noise, residuals=residuals, points=n, left_out=left_out, warnings=warnings,
+               _model=model, _theta=theta)
 
 
 def column(name, values):
@@ -424,6 +417,12 @@ def column(name, values):
         return np.array([math.nan if v is None else float(v) for v in np.asarray(values, object).ravel()], float)
     except (TypeError, ValueError, OverflowError) as error:
         raise CannotFit(f"{name} holds something that is not a number: {error}") from None
+
+
+def _must_be_positive(**columns):
+    for name, values in columns.items():
+        for i in np.flatnonzero(~((values > 0) & np.isfinite(values))):
+            raise CannotFit(f"{name}[{i}] = {values[i]:g} is not a positive number")
 
 
 def _checked_model(N, D):
@@ -438,13 +437,13 @@ def _checked_model(N, D):
     if not model.few:
         together = abs(np.corrcoef(np.log(N), np.log(D))[0, 1])
         if not together < 0.999:
-            raise CannotFit(f"log N and log D are {together:.4f} correlated, so A / N^alpha and B / D^beta cannot be told apart "
-                            "(limit 0.999): train each size at more than one budget")
+            raise CannotFit(f"log N and log D are {together:.4f} correlated, so A / N^alpha and B / D^beta cannot be "
+                            "told apart (limit 0.999): train each size at more than one budget")
     return model
 
 
 def _constants(model, M, y, theta, warn):
-    """({name: value or None}, names whose interval means nothing); warns of what ran to a boundary or is not determined.
+    """({name: value or None}, names whose interval means nothing); warns of what ran to a boundary or is undetermined.
 
     Moves log E up from minus infinity in place, where E has vanished, so that its profile can be walked.
     """
@@ -475,7 +474,8 @@ def _constants(model, M, y, theta, warn):
             shaky.add(factor)
             warn(f"{factor} ran to 0: the loss does not fall with {d}, and {power} means nothing")
         elif values[power] is not None and steepness < 0.02:
-            warn(f"{power} ran to {values[power]:.3g}: " + ("the loss rises with " if steepness < 0 else "no power law of ") + d)
+            what = "the loss rises with" if steepness < 0 else "no power law of"
+            warn(f"{power} ran to {values[power]:.3g}: {what} {d}")
         elif values[power] is not None and steepness > 8:
             warn(f"{power} ran to {values[power]:.3g}: the term matters at the smallest {d} only")
     if values.get("alpha") is not None and values.get("beta") is not None and min(values["alpha"], values["beta"]) > 0:
@@ -486,39 +486,26 @@ def _constants(model, M, y, theta, warn):
 
 # ---------------------------------------------------------------------------------------------------- isoFLOP parabolas
 
-@dataclass
-class Isoflop:
-    """budgets: one dict a budget with C, sizes, N_opt, loss (both None where `reason` says why), in rising C.
-    exponent, low, high: a of N_opt ~ C^a and its interval (None with fewer than 2 and 3 vertices). warnings: sentences."""
-
-    budgets: list
-    exponent: float | None
-    low: float | None
-    high: float | None
-    warnings: list
-
-
 def isoflop(N, L, C, tolerance=0.1, confidence=0.9):
-    """Where a parabola of the loss in log N has its vertex, for each budget of C FLOPs, and N_opt ~ C^a over the budgets.
+    """Where a parabola of the loss in log N has its vertex, for each budget of C FLOPs, and N_opt ~ C^exponent.
 
-    N, L, C (runs,): parameters, loss, FLOPs. Runs whose sorted C follow one another within a share of `tolerance` are one
-    budget. Returns an Isoflop, the first of its warnings always that such vertices are biased. Raises CannotFit on N or C
-    that are not positive numbers.
+    N, L, C (runs,): parameters, loss, FLOPs. Runs whose sorted C follow one another within a share of `tolerance` are
+    one budget. Returns {budgets, exponent, low, high, warnings}: a dict per budget with C, sizes, N_opt, loss and the
+    reason why there is no vertex, in rising C; the exponent (None with fewer than two vertices) with its interval
+    (None with fewer than three); sentences, the first always that such vertices are biased. Raises CannotFit for N or
+    C not above 0.
     """
     N, L, C = column("N", N), column("L", L), column("C", C)
     if not len(N) == len(L) == len(C):
         raise CannotFit(f"N, L and C have {len(N)}, {len(L)} and {len(C)} values: give each run's three")
-    for name, values in (("N", N), ("C", C)):
-        for i in np.flatnonzero(~((values > 0) & np.isfinite(values))):
-            raise CannotFit(f"{name}[{i}] = {values[i]:g} is not a positive number")
-    warnings = [ISOFLOP_BIAS]
+    _must_be_positive(N=N, C=C)
     good = np.isfinite(L) & (L > 0)
+    warnings = [ISOFLOP_BIAS]
     warnings += [f"run {i} is left out: its loss {L[i]:g} is not a positive number" for i in np.flatnonzero(~good)]
     N, L, C = N[good], L[good], C[good]
     order = np.argsort(C, kind="stable")
     ends = np.flatnonzero(np.diff(np.log(C[order])) > math.log1p(tolerance)) + 1
     budgets = [_vertex(N[g], L[g], C[g]) for g in np.split(order, ends) if len(g)]
-    warnings += [f"C = {b['C']:.3g}: {b['reason']}" for b in budgets if b["reason"]]
     found = [(math.log(b["C"]), math.log(b["N_opt"])) for b in budgets if b["N_opt"]]
     exponent = low = high = None
     if len(found) < 2:
@@ -526,12 +513,10 @@ def isoflop(N, L, C, tolerance=0.1, confidence=0.9):
     else:
         line = stats.linregress(*zip(*found, strict=True))
         exponent = float(line.slope)
-        if len(found) > 2:
-            half = float(stats.t.ppf((1 + confidence) / 2, len(found) - 2) * line.stderr)
-            low, high = exponent - half, exponent + half
-        else:
-            warnings.append("two budgets give an exponent and no interval")
-    return Isoflop(budgets, exponent, low, high, warnings)
+    if len(found) > 2:
+        half = float(stats.t.ppf((1 + confidence) / 2, len(found) - 2) * line.stderr)
+        low, high = exponent - half, exponent + half
+    return {"budgets": budgets, "exponent": exponent, "low": low, "high": high, "warnings": warnings}
 
 
 def _vertex(N, L, C):
@@ -540,83 +525,14 @@ def _vertex(N, L, C):
     out = {"C": float(np.exp(np.log(C).mean())), "sizes": sizes, "N_opt": None, "loss": None, "reason": None}
     if sizes < 3:
         return out | {"reason": f"{sizes} size{'s' * (sizes > 1)}: a parabola needs three"}
-    centre, scale = x.mean(), np.ptp(x) / 2
+    centre, scale, level = x.mean(), np.ptp(x) / 2, L.mean()
     u = (x - centre) / scale
-    (c2, c1, c0), level = np.polyfit(u, L / L.mean(), 2), L.mean()  # in units of the spread and the level: well conditioned
+    c2, c1, c0 = np.polyfit(u, L / level, 2)  # in units of the spread and the level: well conditioned
     if c2 <= 1e-9:
         return out | {"reason": "the parabola opens downwards or is flat: there is no minimum"}
     best = -c1 / (2 * c2)
-    if not u.min() <= best <= u.max():
-        side = "below the smallest" if best < u.min() else "above the largest"
-        return out | {"reason": f"the vertex lies {side} size measured, {(N.min() if best < 0 else N.max()):.3g}: run "
-                                f"{'smaller' if best < 0 else 'larger'} ones"}
+    if best < u.min():
+        return out | {"reason": f"the vertex lies below the smallest size measured, {N.min():.3g}: run smaller ones"}
+    if best > u.max():
+        return out | {"reason": f"the vertex lies above the largest size measured, {N.max():.3g}: run larger ones"}
     return out | {"N_opt": float(np.exp(centre + scale * best)), "loss": float(level * (c0 - c1 * c1 / (4 * c2)))}
-
-
-# ---------------------------------------------------------------------------------------------------------- command line
-
-def table(fit):
-    """The fit as text: constants with intervals, then what was fitted, then the warnings."""
-    rows = [("", "value", f"{fit.confidence:.0%} interval")]
-    for name in ("E", "A", "alpha", "B", "beta", "a", "b"):
-        value, interval = getattr(fit, name), fit.intervals[name]
-        rows.append((name, "-" if value is None else f"{value:.4g}",
-                     "-" if interval is None else f"{interval[0]:.4g} .. {interval[1]:.4g}"))
-    for level, value in (fit.floors or {}).items():
-        rows.append((f"floor {level:.3g}", "-" if value is None else f"{value:.4g}", ""))
-    lines = [f"{name:<14}{value:>12}   {interval}".rstrip() for name, value, interval in rows]
-    noise = "" if fit.noise is None else f", noise {fit.noise:.2%}"
-    worst = np.nanmax(np.abs(fit.residuals))
-    lines.append(f"\n{fit.points} runs, Huber loss {fit.huber:.4g}{noise}, largest residual {worst:.2%}")
-    return "\n".join(lines + [f"note: {w}" for w in fit.warnings])
-
-
-def demo(noise=0.005, seed=0):
-    """N, D, L of 25 runs with E 1.69, A 406.4, alpha 0.34, B 410.7, beta 0.28 (Hoffmann et al.) and `noise` in log L."""
-    N, D = (v.ravel() for v in np.meshgrid(np.geomspace(1e6, 1e9, 5), np.geomspace(1e8, 1e11, 5)))
-    return N, D, (1.69 + 406.4 / N**0.34 + 410.7 / D**0.28) * np.exp(noise * np.random.default_rng(seed).standard_normal(25))
-
-
-def read_points(path):
-    """N, D, L (runs,) of a CSV file with these columns; an empty loss is None. Raises CannotFit, with the line, or OSError."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, skipinitialspace=True)
-        missing = [c for c in "NDL" if c not in (reader.fieldnames or [])]
-        if missing:
-            raise CannotFit(f"{path} has no column {', '.join(missing)}: its first line must name N, D and L")
-        points = []
-        for row in reader:
-            try:
-                if row["L"] is None:
-                    raise ValueError("a short line")
-                points.append([None if c == "L" and not (row[c] or "").strip() else float(row[c]) for c in "NDL"])
-            except (TypeError, ValueError):
-                raise CannotFit(f"{path}, line {reader.line_num}: N = {row['N']}, D = {row['D']}, L = {row['L']} are not three "
-                                "numbers") from None
-    return zip(*points, strict=True) if points else ([], [], [])
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("points", nargs="?", help="CSV file with columns N, D, L")
-    parser.add_argument("--demo", action="store_true", help="fit runs made with known constants")
-    parser.add_argument("--delta", type=float, default=1e-3, help="Huber's threshold in log L (1e-3)")
-    parser.add_argument("--bootstrap", type=int, default=200, help="simulated data sets for the intervals (200)")
-    parser.add_argument("--confidence", type=float, default=0.9, help="of the intervals (0.9)")
-    parser.add_argument("--untrained", type=float, help="loss of an untrained model; runs at or above it are left out")
-    parser.add_argument("--seed", type=int, default=0, help="of the simulated noise (0)")
-    args = parser.parse_args()
-    if args.demo == bool(args.points):
-        parser.error("give a CSV file or --demo")
-    options = {name: getattr(args, name) for name in ("delta", "bootstrap", "confidence", "untrained", "seed")}
-    try:
-        N, D, L = demo(seed=args.seed) if args.demo else read_points(args.points)
-        fitted = table(fit_loss(N, D, L, **options))
-    except (CannotFit, OSError, UnicodeDecodeError, csv.Error) as error:
-        sys.exit(f"fit.py: {error}")
-    print(fitted)
-
-
-if __name__ == "__main__":
-    with main_error("fit.py"):
-        main()

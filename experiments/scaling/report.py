@@ -4,11 +4,12 @@
     report.html   all of them in one file that opens from disk, with every run
     table1.md     the same as Markdown, beside figure5.png and efficiency.png
 
-A family's learning rate at a size is the one whose first seed ended lowest; mean and standard deviation are over all seeds at
-that rate. A run that cannot be trusted enters no number, and every run that is missing has a reason that the report gives.
+A family's learning rate at a size is the one whose first seed ended lowest; mean and standard deviation are over all
+seeds at that rate. A run that cannot be trusted enters no number, and every run that is missing has a reason that the
+report gives.
 
-The words are in report.j2, which writes both pages from report.json and the tables made here. Jinja2 escapes every value, so
-that no name in a record can become a tag.
+The words are in report.j2, which writes both pages from report.json and the tables made here. Jinja2 escapes every
+value, so that no name in a record can become a tag.
 
     python experiments/scaling/table1.py report out/table1_laptop
 """
@@ -49,7 +50,7 @@ ISOFLOP_TOLERANCE = 0.2  # runs whose FLOPs are this close, as a share, have one
 DASH = "\u2013"
 
 
-# -------------------------------------------------------------------------------------------------------------- choose
+# --------------------------------------------------------------------------------------------------------------- choose
 
 @dataclass
 class Entry:
@@ -141,8 +142,8 @@ def choose(key, cells, runs, left_out, budget):
     entry.runs = sorted((r for r in full if r.learning_rate == entry.rate), key=lambda r: r.seed)
     others = {r.learning_rate for r in full if r.seed != first} - {entry.rate}
     if others:
-        entry.notes.append(f"further seeds ran at {', '.join(f'{r:g}' for r in sorted(others))}, which is not the best rate "
-                           f"of seed {first} any more ({entry.rate:g}): not averaged")
+        entry.notes.append(f"further seeds ran at {', '.join(f'{r:g}' for r in sorted(others))}, which is not the best "
+                           f"rate of seed {first} any more ({entry.rate:g}): not averaged")
     entry.planned = len({at.get("seed") for at in cells.values() if at.get("stage") != "ladder"
                          and at.get("learning_rate") == entry.rate})
     if len(entry.runs) < entry.planned:
@@ -155,7 +156,7 @@ def choose(key, cells, runs, left_out, budget):
     return entry
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
+# -------------------------------------------------------------------------------------------------------------- numbers
 
 def winners(entries):
     """{(size, context): compare.Winner} over the families that have a run there."""
@@ -168,15 +169,12 @@ def winners(entries):
     return found
 
 
-CONSTANTS = ("E", "A", "alpha", "B", "beta", "a")
-
-
 def laws(entries, bootstrap):
     """A dict per family, context and count of N (with and without the embedding): the fit.Fit, or why there is none."""
     found = []
     for (model, context), runs in runs_of_families(entries).items():
         for embeddings in (True, False):
-            row = {"model": model, "context": context, "embeddings": embeddings, "fit": None, "cannot": None, "warnings": []}
+            row = {"model": model, "context": context, "embeddings": embeddings, "cannot": None, "warnings": []}
             found.append(row)
             try:
                 row["fit"] = fit.fit_loss([r.parameters - (0 if embeddings else r.embedding) for r in runs],
@@ -192,8 +190,8 @@ def isoflops(entries):
     """A dict per family and context: the vertices of its isoFLOP parabolas, N with the embedding."""
     found = []
     for (model, context), runs in runs_of_families(entries).items():
-        made = fit.isoflop([r.parameters for r in runs], [r.loss for r in runs], [r.flops for r in runs], ISOFLOP_TOLERANCE)
-        found.append({"model": model, "context": context, **vars(made)})
+        columns = ([getattr(r, key) for r in runs] for key in ("parameters", "loss", "flops"))
+        found.append({"model": model, "context": context, **fit.isoflop(*columns, ISOFLOP_TOLERANCE)})
     return found
 
 
@@ -211,8 +209,8 @@ def with_names(sentence, runs):
 def efficiencies(entries):
     """Sample efficiency of Longhorn, or else the first family, over every other one, at each size and context.
 
-    curve: along the runs of the table. budgets: between the ends of runs of several lengths, each with its own schedule of the
-    learning rate; None where a family has one length.
+    curve: along the runs of the table. budgets: between the ends of runs of several lengths, each with its own
+    schedule of the learning rate; None where a family has one length.
     """
     found, models = [], sorted({e.model for e in entries if e.runs}, key=family_order)
     first = "longhorn" if "longhorn" in models else models[0] if models else None
@@ -276,12 +274,12 @@ def numbers_of(sweep, entries, accepted, won, laws, isoflops, pairs):
               "flops": e.runs[0].flops if e.runs else None, "notes": e.notes,
               "hours": {kind: hours / len(e.runs) for kind, hours in hours_of(e.runs).items()},
               "seconds": statistics.fmean(r.seconds for r in e.runs) if e.runs else None} for e in entries]
+    drop = ("residuals", "warnings", "left_out", "_model", "_theta")
     law = [{k: v for k, v in row.items() if k != "fit"} | {
-        k: v for k, v in vars(row["fit"]).items() if k not in ("residuals", "warnings", "left_out") and k[0] != "_"}
-        if row["fit"] else {k: v for k, v in row.items() if k != "fit"} for row in laws]
+        k: v for k, v in (vars(row["fit"]) if "fit" in row else {}).items() if k not in drop} for row in laws]
     return finite({
-        "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"), "paper": plan.get("paper"),
-        "machine": plan.get("machine"), "commands": plan.get("commands") or [plan.get("command")] * ("command" in plan),
+        "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"),
+        "paper": plan.get("paper"), "machine": plan.get("machine"), "commands": plan.get("commands", []),
         "planned": len(plan["cells"]), "runs_used": len(runs), "left_out": reasons, "code": sweep.code,
         "accepted_code": accepted, "table": table,
         "winners": [{"size": s, "context": c, "winner": w.family, "reason": w.reason, "p": w.p}
@@ -296,7 +294,7 @@ def numbers_of(sweep, entries, accepted, won, laws, isoflops, pairs):
                      for key in ("torch", "python")}})
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
+# --------------------------------------------------------------------------------------------------------------- pages
 
 def human(n, digits=3):
     """1485888 as 1.49M."""
@@ -310,13 +308,13 @@ def power(x):
     return f"{x:.3g}".replace("e+", "e")
 
 
-def plural(n, thing):
-    return f"{n:,} {thing}{'s' * (n != 1)}"
-
-
-def listed(names):
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+def interval(row, name):
+    """'0.35 (0.31 .. 0.39)'; a dash for a constant that the runs do not determine. In report.json null stands for
+    inf."""
+    if row[name] is None:
+        return DASH
+    bounds = ["inf" if b is None else f"{b:.3g}" for b in row["intervals"].get(name) or ()]
+    return f"{row[name]:.3g}" + (f" ({bounds[0]} .. {bounds[1]})" if bounds else "")
 
 
 def in_families(sentence, models):
@@ -326,142 +324,67 @@ def in_families(sentence, models):
 
 
 def grid(cells, index, values):
-    """(head, rows) of a table: a row per cell[index], a column per cell["column"] and each of `values`, texts of the cells."""
+    """Rows of a table, the head first: one per cell[index], a column per cell["column"] and each of `values`."""
     columns = dict.fromkeys(c["column"] for c in cells)
-    head = [index, *(f"{column}: {v}" if len(values) > 1 else column for column in columns for v in values)]
-    rows = []
+    rows = [[index, *(f"{column}: {v}" for column in columns for v in values)]]
     for name in dict.fromkeys(c[index] for c in cells):
         here = {c["column"]: c for c in cells if c[index] == name}
         rows.append([name, *(here.get(column, {}).get(v) or DASH for column in columns for v in values)])
-    return head, rows
+    return rows
 
 
-def tables_of(numbers, sweep, out):
-    """{name: (head, rows)} of the tables in report.j2, of texts; ** begins what is bold. Links are relative to `out`."""
-    several = len({e["context"] for e in numbers["table"]}) > 1
-    column = lambda row: f"{row['size']} at T={row['context']}" if several else row["size"]
-    won = {(w["size"], w["context"]): w["winner"] for w in numbers["winners"]}
-    usual, cells, costs = usual_rates(numbers), [], []
+def table1(numbers, title):
+    """Rows of Table 1; ** begins a loss that is significantly below every other family's."""
+    won, cells = {(w["size"], w["context"]): w["winner"] for w in numbers["winners"]}, []
     for e in numbers["table"]:
-        cell = {"model": name_of(e["model"]), "column": column(e)}
-        cells.append(cell)
+        cells.append({"model": name_of(e["model"]), "column": title(e)})
         if not e["losses"]:
             continue
-        paper = e["paper_loss"] is not None
+        bold = "**" if won[e["size"], e["context"]] == e["model"] else ""
         spread = f" \u00b1 {e['sd_loss']:.4f}" if e["sd_loss"] is not None else ""
-        loss = f"{e['mean_loss']:.4f}{spread} ({len(e['losses'])})" + (f"; paper {e['paper_loss']:.3f}" if paper else "")
-        cell["parameters"] = human(e["parameters"], 4) + (
-            f"; paper {PAPER[e['model']][e['size']][0]}M" if paper else "")
-        cell["loss"] = "**" * (won[e["size"], e["context"]] == e["model"]) + loss
-        cell["bits per byte"] = e["bits_per_byte"] and f"{e['bits_per_byte']:.4f}"
-        cell["rate"] = f"{e['learning_rate']:g}" + (f", {e['learning_rate_is']}" if e["learning_rate_is"] else "")
-        if e["learning_rates_tried"] != usual:
-            cell["rate"] += f" of {', '.join(f'{r:g}' for r in e['learning_rates_tried'])}"
-        costs.append([cell["model"], column(e), human(e["tokens"]), power(e["flops"]), f"{e['seconds']:,.0f}",
-                      " ".join(f"{power(h)} {kind}" for kind, h in e["hours"].items()),
-                      f"{e['tokens'] / max(e['seconds'], 1e-9):,.0f}"])
-    pairs = [{"pair": f"{name_of(p['a'])} over {name_of(p['b'])}", "column": column(p)} | {
+        loss = f"{bold}{e['mean_loss']:.4f}{spread} ({len(e['losses'])})"
+        parameters = human(e["parameters"], 4)
+        if e["paper_loss"] is not None:
+            loss += f"; paper {e['paper_loss']:.3f}"
+            parameters += f"; paper {PAPER[e['model']][e['size']][0]}M"
+        edge = f", {e['learning_rate_is']}" if e["learning_rate_is"] else ""
+        cells[-1] |= {"parameters": parameters, "loss": loss, "learning rate": f"{e['learning_rate']:g}{edge}",
+                      "bits per byte": e["bits_per_byte"] and f"{e['bits_per_byte']:.4f}"}
+    bits = any(c.get("bits per byte") for c in cells)
+    return grid(cells, "model", ["parameters", "loss", *["bits per byte"] * bits, "learning rate"])
+
+
+def efficiency_table(numbers, title):
+    """Rows of the table of sample efficiency."""
+    kinds = {"along_the_runs": "along the runs", "between_budgets": "between budgets"}
+    cells = [{"pair": f"{name_of(p['a'])} over {name_of(p['b'])}", "column": title(p)} | {
         words: f"{p[key]['at_end']:.2f}\u00d7 at {p[key]['loss_at_end']:.3f}"
-        for key, words in (("along_the_runs", "along the runs"), ("between_budgets", "between budgets"))
-        if p[key] and p[key]["at_end"]} for p in numbers["sample_efficiency"]]
-    laws = [[name_of(f["model"]), *[f"T={f['context']}"] * several, "with" if f["embeddings"] else "without",
-             *(interval(f, name) for name in CONSTANTS), str(f["points"]),
-             DASH if f["noise"] is None else f"{f['noise']:.2%}"] for f in numbers["fits"] if not f["cannot"]]
-    vertices = [[name_of(i["model"]), power(b["C"]), str(b["sizes"]), human(b["N_opt"]), f"{b['loss']:.4f}",
-                 DASH if i["exponent"] is None else f"{i['exponent']:.2f}"]
-                for i in numbers["isoflops"] for b in i["budgets"] if b["N_opt"]]
-    by_name, runs = {r.name: r for r in sweep.runs}, []
-    for name, at in sweep.plan["cells"].items():
-        run, folder = by_name.get(name), sweep.folder / name
-        link = quote(Path(os.path.relpath(folder, out)).as_posix()) if folder.is_dir() else None
-        runs.append([(name, link), str(at.get("stage", "")), f"{run.loss:.4f}" if run else DASH,
-                     f"{run.seconds:,.0f}" if run else DASH, "used" if run else sweep.left_out.get(name, "left out")])
-    paper = [[name_of(m), *(f"{v:.1f}M" if i in (0, 3) else f"{v:.3f}" for i, v in enumerate(p["120M"] + p["350M"]))]
-             for m, p in PAPER.items()]
-    code = [[str(c["code"]), str(c["commit"] or DASH)[:12], str(c["runs"]), str(c["used"]),
-             DASH if c["changed_files"] is None else ", ".join(c["changed_files"]) or "none"] for c in numbers["code"]]
-    known_bits = any(c.get("bits per byte") for c in cells)
-    return {
-        "table1": grid(cells, "model", ("parameters", "loss", *["bits per byte"] * known_bits)),
-        "rates": grid(cells, "model", ("rate",)),
-        "paper": (["the paper's", "120M: parameters", "T=1024", "T=4096", "350M: parameters", "T=1024", "T=4096"], paper),
-        "efficiency": grid(pairs, "pair", ("along the runs", "between budgets")),
-        "law": (["model", *["context"] * several, "embedding in N", *CONSTANTS, "runs", "noise"], laws),
-        "isoflop": (["model", "FLOPs", "sizes", "N_opt", "loss there", "a of N_opt ~ C^a"], vertices),
-        "cost": (["model", "size", "tokens", "FLOPs", "seconds", "hours", "tokens/s"], costs),
-        "code": (["code", "commit", "runs", "used", "files that differ from the first"], code),
-        "runs": (["run", "stage", "loss", "seconds", "status"], runs)}
-
-
-def usual_rates(numbers):
-    """The learning rates that were tried in most cells of the table."""
-    tried = Counter(tuple(e["learning_rates_tried"]) for e in numbers["table"] if e["losses"])
-    return [*max(tried, key=tried.get, default=())]
-
-
-def interval(row, name):
-    """'0.35 (0.31 .. 0.39)'; a dash for a constant that the runs do not determine."""
-    bounds = row["intervals"].get(name)
-    if row[name] is None:
-        return DASH
-    # a bound that is not finite is null in report.json
-    return f"{row[name]:.3g}" + (" ({} .. {})".format(*("inf" if b is None else f"{b:.3g}" for b in bounds)) if bounds else "")
-
-
-def notes_of(numbers):
-    """Sentences under Table 1: who is significantly lowest or why nobody is, which cells are holes or lack seeds."""
-    several, models = len({e["context"] for e in numbers["table"]}) > 1, {e["model"] for e in numbers["table"]}
-    notes = []
-    for w in numbers["winners"]:
-        title = f"{w['size']} at T={w['context']}" if several else w["size"]
-        notes.append(f"{title}: {in_families(w['reason'], models)}.")
-        for e in (e for e in numbers["table"] if (e["size"], e["context"]) == (w["size"], w["context"])):
-            notes += [f"{title}, {name_of(e['model'])}: {note}." for note in e["notes"]]
-            if not e["losses"]:
-                notes.append(f"{title}, {name_of(e['model'])}: no usable run, see below.")
-    return notes
+        for key, words in kinds.items() if p[key] and p[key]["at_end"]} for p in numbers["sample_efficiency"]]
+    return grid(cells, "pair", kinds.values())
 
 
 def law_notes(numbers):
-    """Sentences under the laws, each with the families that it concerns."""
-    said, families = {}, {f["model"] for f in numbers["fits"]}
+    """{sentence about a fit: {families that it concerns}}; of hardly determined constants the table has the
+    interval."""
+    said = {}
     for f in numbers["fits"]:
         for sentence in [f"cannot be fitted: {f['cannot']}"] * bool(f["cannot"]) + f["warnings"]:
-            vague = sentence.split(" = ")[0] + " is hardly determined: its interval is wider than its value"
-            sentence = vague if " is hardly determined" in sentence else sentence  # the table has the interval
-            said.setdefault(sentence, {})[f["model"]] = None
-    return [f"{'every family' if 2 < len(families) == len(models) else listed(map(name_of, models))}: {sentence}."
-            for sentence, models in said.items()]
+            if " is hardly determined" in sentence:
+                sentence = f"{sentence.split(' ')[0]} is hardly determined: its interval is wider than its value"
+            said.setdefault(sentence, {})[name_of(f["model"])] = None
+    return said
 
 
-def in_short(numbers):
-    """The sentences at the top of the report."""
-    several, table = len({e["context"] for e in numbers["table"]}) > 1, [e for e in numbers["table"] if e["losses"]]
-    title = lambda row: f"{row['size']} at T={row['context']}" if several else row["size"]
-    lines = [f"{numbers['runs_used']} of {plural(numbers['planned'], 'run')} are used"
-             + ("; the others are named below with the reason." if numbers["left_out"] else ".")]
-    if len(numbers["code"]) > 1:
-        lines.append(f"The runs have {len(numbers['code'])} versions of the code, listed below" + (
-            f"; those of {listed(numbers['accepted_code'])} are compared with the others because --accept_code joins them."
-            if numbers["accepted_code"] else "; only runs of one version are compared."))
-    for w in numbers["winners"]:
-        here = [e for e in table if (e["size"], e["context"]) == (w["size"], w["context"])]
-        if len(here) > 1:
-            best = min(here, key=lambda e: e["mean_loss"])
-            sure = "significantly" if w["winner"] == best["model"] else "not significantly"
-            lines.append(f"{title(w)}: {name_of(best['model'])} has the lowest mean loss, {best['mean_loss']:.4f} over "
-                         f"{plural(len(best['losses']), 'seed')}, {sure} below every other family (p < 0.05).")
-    for p in [p for p in numbers["sample_efficiency"] if p["b"] == "mamba" and p["along_the_runs"]["at_end"]][-1:]:
-        lines.append(f"{name_of(p['b'])} needs {p['along_the_runs']['at_end']:.2f} times the tokens of {name_of(p['a'])} for "
-                     f"the lowest loss that both reached ({title(p)}). The paper's 1.8 times is of another experiment: 1.3B "
-                     "parameters, SlimPajama, perplexity on eight tasks.")
-    fitted = len({f["model"] for f in numbers["fits"] if not f["cannot"]})
-    lines.append(f"The law L(N, D) is fitted for {fitted} of {len({f['model'] for f in numbers['fits']})} families.")
-    hours = " and ".join(f"{power(v)} {kind}" for kind, v in numbers["cost"]["hours"].items())
-    return lines + [f"All used runs together took {power(numbers['cost']['flops'])} FLOPs and {hours}."] * bool(hours)
+def run_rows(sweep, out):
+    """Rows of every cell in the plan; the first column has a link to the run's folder, relative to `out`."""
+    by_name, rows = {r.name: r for r in sweep.runs}, [["run", "stage", "loss", "seconds", "status"]]
+    for name, at in sweep.plan["cells"].items():
+        run, folder = by_name.get(name), sweep.folder / name
+        link = quote(Path(os.path.relpath(folder, out)).as_posix()) if folder.is_dir() else None
+        rows.append([(name, link), str(at.get("stage", "")), f"{run.loss:.4f}" if run else DASH,
+                     f"{run.seconds:,.0f}" if run else DASH, "used" if run else sweep.left_out.get(name, "left out")])
+    return rows
 
-
-# --------------------------------------------------------------------------------------------------------------- pages
 
 def markdown_escape(value):
     """A value in report.j2 as Markdown shows it literally; what a macro has made stays as it is."""
@@ -473,21 +396,22 @@ def markdown_escape(value):
     return Markup(re.sub(r"([|*\[\]`\\])", r"\\\1", text))
 
 
-def page(kind, **values):
-    """report.j2 as "html" or "md"."""
-    import jinja2
-
-    lookup = jinja2.FileSystemLoader(Path(__file__).parent)
-    made = jinja2.Environment(loader=lookup, autoescape=True, trim_blocks=True, lstrip_blocks=True,
-                              undefined=jinja2.StrictUndefined, finalize=markdown_escape if kind == "md" else None)
-    return made.get_template("report.j2").render(html=kind == "html", **values)
-
-
 def svg(panel):
     """A panel as SVG, in base64."""
     drawn = io.BytesIO()
     figures.picture([panel], drawn, "svg")
     return base64.b64encode(drawn.getvalue()).decode()
+
+
+def page(kind, **values):
+    """report.j2 as "html" or "md". Raises for a name that it lacks, so that no sentence goes missing."""
+    import jinja2
+
+    made = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
+                              lstrip_blocks=True, extensions=["jinja2.ext.do"], undefined=jinja2.StrictUndefined,
+                              finalize=markdown_escape if kind == "md" else None)
+    made.globals |= {"human": human, "power": power, "interval": interval, "name_of": name_of, "svg": svg}
+    return made.get_template("report.j2").render(html=kind == "html", DASH=DASH, **values)
 
 
 def write(source, out=None, bootstrap=200, accept_code=(), save_it=False):
@@ -496,34 +420,35 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False):
     Args:
         out: where to; default: the sweep's folder, or out/<name>_report of a saved file.
         bootstrap: simulated sweeps behind the intervals of the fits.
-        accept_code: versions of the code to compare with the most frequent one.
-        save_it: also write results/<name>.json, and the Markdown and figures to results/<name>/.
+        accept_code: versions of the code to compare with that of most runs.
+        save_it: also write results/<name>.json, and table and figures to results/<name>/.
     Raises ConfigError where there is no sweep, or where `out` cannot be written.
     """
     source = Path(source)
     found = read_sweep(source, accept_code)
     entries = collect(found)
-    won, fits, pairs = winners(entries), laws(entries, bootstrap), efficiencies(entries)
-    numbers = numbers_of(found, entries, list(accept_code), won, fits, isoflops(entries), pairs)
+    fits, pairs = laws(entries, bootstrap), efficiencies(entries)
+    numbers = numbers_of(found, entries, list(accept_code), winners(entries), fits, isoflops(entries), pairs)
     out = Path(out or (REPO / "out" / f"{numbers['name']}_report" if source.is_file() else source))
     style = figures.looks({e.model for e in entries})
     panels = {"figure5": figures.figure5(entries, fits, style), "efficiency": figures.efficiency(entries, pairs, style)}
-    values = {"numbers": numbers, "tables": tables_of(numbers, found, out), "in_short": in_short(numbers),
-              "usual_rates": ", ".join(f"{r:g}" for r in usual_rates(numbers)), "notes": notes_of(numbers), "law_notes": law_notes(numbers),
-              "left_out": [f"{why} ({len(n)}): {', '.join(n)}" for why, n in numbers["left_out"].items()], "panels": panels,
-              "colours": {name: colour for name, colour, _ in style.values()}, "isoflop_bias": fit.ISOFLOP_BIAS,
-              "tolerance": ISOFLOP_TOLERANCE, "svg": svg, "usable": any(e.runs for e in entries)}
+    several = len({e.context for e in entries}) > 1
+    title = lambda row: f"{row['size']} at T={row['context']}" if several else row["size"]
+    values = {"numbers": numbers, "title": title, "several": several, "panels": panels, "paper": PAPER,
+              "table1": table1(numbers, title), "efficiency": efficiency_table(numbers, title),
+              "law_notes": law_notes(numbers), "run_rows": run_rows(found, out), "isoflop_bias": fit.ISOFLOP_BIAS,
+              "colours": {name: colour for name, colour, _ in style.values()}, "tolerance": ISOFLOP_TOLERANCE,
+              "in_families": lambda sentence: in_families(sentence, style)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        paths = {"report.json": out / "report.json"}
+        paths = {name: out / name for name in ("report.json", "table1.md", "report.html")}
         write_json(paths["report.json"], numbers)
         for name, drawn in panels.items():
             if drawn:
                 paths[f"{name}.png"] = out / f"{name}.png"
                 figures.picture(drawn, paths[f"{name}.png"])
-        for name, kind in (("table1.md", "md"), ("report.html", "html")):
-            paths[name] = out / name
-            paths[name].write_text(page(kind, **values), encoding="utf-8")
+        paths["table1.md"].write_text(page("md", **values), encoding="utf-8")
+        paths["report.html"].write_text(page("html", **values), encoding="utf-8")
         if save_it:
             paths |= save_to(REPO / "results", numbers["name"], source, paths)
     except OSError as error:
@@ -532,13 +457,12 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False):
 
 
 def save_to(results, name, source, paths):
-    """Save the sweep to results/<name>.json, and its table and figures to results/<name>/. Returns {name: path}."""
+    """Save the sweep to results/<name>.json, its table and figures to results/<name>/. Returns {name: path}."""
     (results / name).mkdir(parents=True, exist_ok=True)
     saved = {f"{name}.json": results / f"{name}.json"}
     save(source, saved[f"{name}.json"])
-    for file in ("table1.md", "figure5.png", "efficiency.png"):
-        if file in paths:
-            saved[f"{name}/{file}"] = results / name / file
-            if paths[file].resolve() != saved[f"{name}/{file}"].resolve():
-                shutil.copyfile(paths[file], saved[f"{name}/{file}"])
+    for file in sorted({"table1.md", "figure5.png", "efficiency.png"} & paths.keys()):
+        saved[f"{name}/{file}"] = results / name / file
+        if paths[file].resolve() != saved[f"{name}/{file}"].resolve():
+            shutil.copyfile(paths[file], saved[f"{name}/{file}"])
     return saved

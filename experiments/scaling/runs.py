@@ -27,8 +27,9 @@ from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.sweep import BadRecord, code_of, short_code  # noqa: E402
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
-SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
-                   "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from", "optimizer", "schedule")
+SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
+                   "vocab_size", "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from",
+                   "optimizer", "schedule")
 WITHOUT_RECORD = {"optimizer": "adamw", "schedule": "cosine"}  # how runs were trained whose records lack these settings
 
 # Settings that train.py works out itself, so that a record may differ from the command line.
@@ -71,8 +72,8 @@ class Run:
 class Sweep:
     """A sweep as read. `runs` may be compared; `left_out` is {name: why} of every other cell of the plan.
 
-    code: a dict per version of the code, that of most runs first: code, commit, runs (finished), used (of them in `runs`),
-    and changed_files, those that differ from the first version's, or None where the records do not say.
+    code: a dict per version of the code, that of most runs first: code, commit, runs (finished), used (of them in
+    `runs`), and changed_files, those that differ from the first version's, or None where the records do not say.
     """
 
     folder: Path  # or the file
@@ -96,7 +97,7 @@ def read_sweep(source, accept_code=()):
     known = {*where, *(short_code(code) for c in whole for code in c.get("code_versions") or ())}
     for code in accept_code:
         if code not in known:
-            raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(map(str, known)) or 'no code'}")
+            raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(map(str, known)) or 'none'}")
 
     versions = Counter(r.code for r in runs)
     first = max(versions, key=lambda code: (code not in accept_code, versions[code]), default=None)
@@ -111,7 +112,8 @@ def read_sweep(source, accept_code=()):
     comparable = [r for r in runs if r.name not in left_out]
     most = json.loads(Counter(json.dumps(common(r)) for r in comparable).most_common(1)[0][0]) if comparable else {}
     for run in comparable:
-        other = [f"{key} {value} where most have {most[key]}" for key, value in common(run).items() if value != most[key]]
+        other = [f"{key} {value} where most have {most[key]}"
+                 for key, value in common(run).items() if value != most[key]]
         if other:
             left_out[run.name] = "not comparable: " + ", ".join(other)
     used = [r for r in comparable if r.name not in left_out]
@@ -124,10 +126,10 @@ def read_sweep(source, accept_code=()):
     return Sweep(Path(source), plan, used, left_out, code)
 
 
-# --------------------------------------------------------------------------------------------------------------- check
+# ---------------------------------------------------------------------------------------------------------------- check
 
 def read_run(folder, at, accept_code=()):
-    """The Run in a folder. Raises BadRecord where a file is missing or torn, or contradicts another or the plan (`at`)."""
+    """The Run in a folder. Raises BadRecord where a file is missing or torn, or contradicts another or the plan."""
     return check_run(Path(folder).name, read_records(folder), at, accept_code)
 
 
@@ -159,7 +161,7 @@ def check_run(name, records, at, accept_code=()):
             raise BadRecord(f"its loss is {result['val_loss']}: it diverged")
         guessing = math.log(number(config, "vocab_size", 1))
         if number(result, "val_loss") >= guessing:
-            raise BadRecord(f"its loss {result['val_loss']:.4g} is no better than guessing, {guessing:.3f}: it diverged")
+            raise BadRecord(f"its loss {result['val_loss']:.4g} is not below guessing's {guessing:.3f}: it diverged")
         for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
             number(result, key)
         code = "code" if "code" in result else "commit"  # older records
@@ -211,10 +213,11 @@ def stands_for(text, value):
     return text == str(value)
 
 
-# ----------------------------------------------------------------------------------------------------- the saved sweep
+# ------------------------------------------------------------------------------------------------------ the saved sweep
 
 TRAIN_POINTS = 24  # of a run's training curve, in a saved sweep
-SECTIONS = {"config": {"out_dir"}, "environment": {"command", "code_files"}, "derived": {"decayed"}, "data": {}}  # not kept
+# sections of config.json, with what is not kept of each
+SECTIONS = {"config": {"out_dir"}, "environment": {"command", "code_files"}, "derived": {"decayed"}, "data": {}}
 EVENTS = {"eval": ("tokens", "val_loss", "seconds"), "train": ("step", "train_loss")}
 
 
@@ -286,5 +289,5 @@ def load_file(path):
             records[name] = Records(saved["shared"]["result"] | cell["result"], config, events)
         return {**saved["plan"], "cells": {name: dict(cell["at"]) for name, cell in saved["cells"].items()}}, records
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no saved sweep ({type(error).__name__}: {error}): give a sweep's folder, or a file "
-                          "that `report --save` wrote") from None
+        raise ConfigError(f"{path} is no saved sweep ({type(error).__name__}: {error}): give a sweep's folder, or a "
+                          "file that `report --save` wrote") from None

@@ -78,7 +78,7 @@ def finished(folder, cell):
     return (Path(folder) / cell.name / "result.json").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------- plan
+# ----------------------------------------------------------------------------------------------------------------- plan
 
 def make_folder(folder):
     """Create the sweep's folder. Raises ConfigError where that fails: before hours of work go into it."""
@@ -134,7 +134,7 @@ def read_plan(folder):
                           "stay") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------- code
+# ----------------------------------------------------------------------------------------------------------------- code
 
 def code_of(environment):
     """The identity of the code in a config.json's environment: a hash of the content of what training imported.
@@ -178,7 +178,7 @@ def say_changed_code(folder):
               "compares them with the others only with --accept_code")
 
 
-# ----------------------------------------------------------------------------------------------------------------- run
+# ------------------------------------------------------------------------------------------------------------------ run
 
 def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     """Run every unfinished cell in its own process, `jobs` at a time; return {name: why} of those that failed.
@@ -353,7 +353,7 @@ def finished_records(folder):
     return load("result.json"), load("config.json")
 
 
-# -------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------- command line
 
 def numbers(kind, least=None):
     """A parser of numbers joined by commas, each above 0, or at least `least`."""

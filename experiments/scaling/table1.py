@@ -1,8 +1,8 @@
 """Table 1 and Figure 5 of the paper, at a scale you can afford: plan the runs, run them, report.
 
-    python experiments/scaling/table1.py run --preset=laptop             six families, three sizes, an hour on two CPU cores
+    python experiments/scaling/table1.py run --preset=laptop             six families, three sizes: an hour on two cores
     python experiments/scaling/table1.py run --preset=gpu                a ladder meant for 20 minutes of one large GPU
-    python experiments/scaling/table1.py run --preset=paper --dry-run    the paper's 24 cells, with the torchrun line of each
+    python experiments/scaling/table1.py run --preset=paper --dry-run    the paper's 24 cells, with their torchrun lines
     python experiments/scaling/table1.py report out/table1_laptop        from the records alone: tables, figures, fits
     python experiments/scaling/table1.py report out/table1_laptop --save       and the sweep as one file in results/
     python experiments/scaling/table1.py report results/table1_laptop.json     the same report from that file
@@ -14,11 +14,11 @@ Stop it at any moment: the same command resumes. A sweep grows in the same way: 
     python experiments/scaling/table1.py run --steps=1024,640                                       one more budget
     python experiments/scaling/table1.py run --models=longhorn,slow_longhorn --sizes=460K           one more family
 
-A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. Any other --key=value
-goes to every run (`--wandb=offline`, `--dtype=float32`).
+A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. Any other
+--key=value goes to every run (`--wandb=offline`, `--dtype=float32`).
 
-The learning rate is chosen for each family and size before anything else, on the first seed; the other seeds and budgets
-follow at the best rate. One rate for all would favour the family whose optimum it happens to be.
+The learning rate is chosen for each family and size before anything else, on the first seed; the other seeds and
+budgets follow at the best rate. One rate for all would favour the family whose optimum it happens to be.
 """
 
 import argparse
@@ -26,10 +26,8 @@ import dataclasses
 import re
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
@@ -58,21 +56,20 @@ class Preset:
     seeds: tuple = (1337,)
     models: tuple = FAMILIES
     args: tuple = ()  # for every run
-    minutes: float = 0  # what it is meant to take, 0: no promise
 
 
 PRESETS = {
     # Windows of 256 bytes, 4 per step. A third of the steps, and for the smallest size three times as many: 3.2 is also
     # about the ratio of one size's FLOPs per token to the next, so the runs of equal compute lie on a diagonal.
     "laptop": Preset(
-        config="laptop", contexts=(256,), steps=1024, lrs=(1e-3, 3e-3, 9e-3), seeds=(1337, 1338, 1339), minutes=60,
+        config="laptop", contexts=(256,), steps=1024, lrs=(1e-3, 3e-3, 9e-3), seeds=(1337, 1338, 1339),
         sizes={"130K": ("--n_layer=2", "--n_head=1", "--n_embd=64"),
                "460K": ("--n_layer=2", "--n_head=2", "--n_embd=128"),
                "1.5M": ("--n_layer=3", "--n_head=3", "--n_embd=192")},
         ladder={"130K": (320, 3200), "460K": (320,), "1.5M": (320,)},
         args=("--eval_block_size=0", "--eval_tokens=131072", "--final_eval_tokens=131072", "--log_interval=32")),
     "gpu": Preset(
-        config="120m", contexts=(1024,), steps=512, lrs=(2e-3,), minutes=20,
+        config="120m", contexts=(1024,), steps=512, lrs=(2e-3,),
         sizes={"3M": ("--n_layer=4", "--n_head=4", "--n_embd=256"),
                "11M": ("--n_layer=6", "--n_head=6", "--n_embd=384"),
                "25M": ("--n_layer=8", "--n_head=8", "--n_embd=512")},
@@ -83,7 +80,7 @@ PRESETS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------- plan
+# ----------------------------------------------------------------------------------------------------------------- plan
 
 def config_arguments(preset, model, size):
     """A model's config file at a size, and what the preset changes in it. Raises ConfigError where there is no file."""
@@ -139,7 +136,8 @@ def more_cells(preset, best, extra=()):
     best: {(model, size, context): rate}. What is missing from it (its runs failed) has nothing to follow.
     """
     wanted = [("seed", preset.steps, seed, size) for seed in preset.seeds[1:] for size in preset.sizes]
-    wanted += [("ladder", steps, preset.seeds[0], size) for size in preset.sizes for steps in preset.ladder.get(size, ())]
+    wanted += [("ladder", steps, preset.seeds[0], size)
+               for size in preset.sizes for steps in preset.ladder.get(size, ())]
     return [cell(preset, extra, stage, model, size, context, steps, best[model, size, context], seed)
             for stage, steps, seed, size in wanted for context in preset.contexts for model in preset.models
             if (model, size, context) in best]
@@ -164,76 +162,38 @@ def best_rates(cells, folder):
     return {key: min(found)[1] for key, found in losses.items()}
 
 
-# ------------------------------------------------------------------------------------------------------------ estimate
+# ------------------------------------------------------------------------------------------------------------- estimate
 
-MEASURED_FLOPS = {"cpu": 2e11, "cuda": 1e14}  # of one trial step, so that a large model on a small machine takes seconds
-START_SECONDS = 5.0  # importing PyTorch, reading the data, building or loading the kernels
+# Fitted to the runs of results/table1_laptop.json: one core of an AMD EPYC (Zen 4) per run, shared with other work.
+CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
 
 
-def estimate(cells, threads, nproc=1):
-    """Set `seconds` of every cell from a short training step of each model, size and context; yields before each of these.
+def estimate(cells, on_gpu=False):
+    """Set parameters, tokens and flops of every cell, and `seconds`, by which the time left is shared among cells.
 
-    The time of the step is scaled by FLOPs. A token of an evaluation costs a third of a training token.
+    Raises ConfigError where a config does not make a model.
     """
     import torch
 
     from model import LM, ModelConfig
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    measured = {}  # place -> seconds per FLOP
     for c in cells:
         config = load(c.argv)
         settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or 256}
-        model_config = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
         try:
             with torch.device("meta"):
-                model = LM(model_config)
+                model = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
         except ValueError as error:
             raise ConfigError(f"{c.argv[0]}: {error}") from None
-        flops = model.flops_per_token()["total"]
-        if place(c.at) not in measured:
-            yield place(c.at)
-            measured[place(c.at)] = seconds_per_flop(config, model_config, flops)
-        evaluations = config.max_iters // config.eval_interval if config.eval_interval else 0
-        trained = config.max_iters * config.batch_tokens
-        tokens = trained + (evaluations * config.eval_tokens + config.final_eval_tokens) / 3
-        c.at |= {"parameters": model.parameter_count()["total"], "tokens": trained, "flops": flops * trained}
-        c.seconds = tokens * flops * measured[place(c.at)] / nproc + START_SECONDS
-    torch.set_num_threads(before)
+        tokens = config.max_iters * config.batch_tokens
+        flops = model.flops_per_token()["total"] * tokens
+        c.at |= {"parameters": model.parameter_count()["total"], "tokens": tokens, "flops": flops}
+        c.seconds = CPU_SECONDS_PER_FLOP * flops + (0 if on_gpu else CPU_SECONDS_PER_TOKEN * tokens)
 
 
-def seconds_per_flop(config, model_config, flops):
-    """Measured on a training step of at most MEASURED_FLOPS; flops: per token at the config's block_size."""
-    import torch
-
-    from model import LM
-    from train import pick_dtype
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = LM(model_config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    tokens = MEASURED_FLOPS[device.type] / flops
-    T = min(config.block_size, max(64, 64 * int(tokens / 64)))
-    B = int(max(1, min(config.micro_batch_size or tokens, config.batch_tokens // T, tokens / T)))
-    idx = torch.randint(model_config.vocab_size, (B, T + 1), device=device)
-    dtype, times = pick_dtype(config.dtype, device), []
-    while len(times) < 5 and sum(times[1:]) < 5:
-        began = time.perf_counter()
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(idx[:, :-1], idx[:, 1:], loss_only=True)[1]
-        loss.backward()
-        if B * T >= 512:  # with few tokens the optimizer would take most of the time
-            optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-        times.append(time.perf_counter() - began)
-    return median(times[1:]) / (B * T * model.flops_per_token(T)["total"])
-
-
-def print_plan(preset, cells, later, jobs, nproc, gpus):
+def print_plan(cells, later, jobs, nproc, gpus):
     """The plan as a table: a line per family, size, context and budget; then the whole."""
-    print(f"{'model':15}{'size':>6}{'context':>9}{'parameters':>13}{'tokens':>10}{'FLOPs':>11}{'per run':>12}  runs")
+    print(f"{'model':15}{'size':>6}{'context':>9}{'parameters':>13}{'tokens':>10}{'FLOPs':>11}  runs")
     lines = {}
     for c in cells + later:
         lines.setdefault((*place(c.at), c.at["steps"]), []).append(c)
@@ -244,17 +204,17 @@ def print_plan(preset, cells, later, jobs, nproc, gpus):
         what = [f"rates {', '.join(f'{r:g}' for r in rates)}"] * bool(rates)
         what += [f"{seeds} {'more ' if rates else ''}at the best rate"] * bool(seeds)
         print(f"{model:15}{size:>6}{context:>9,}{a['parameters'] / 1e6:>12.3g}M{a['tokens'] / 1e6:>9,.3g}M"
-              f"{a['flops']:>11.2g}{hours(group[0].seconds):>12}  {' + '.join(what)}")
-    total, flops = sum(c.seconds for c in cells + later) / jobs, sum(c.at["flops"] for c in cells + later)
+              f"{a['flops']:>11.2g}  {' + '.join(what)}")
+    every = cells + later
     where = f"{len(gpus)} GPU(s)" if gpus else f"{sweep.cores()} CPU core(s)"
-    print(f"{len(cells + later)} runs, {flops:.2g} FLOPs, about {hours(total)} on {where}, {jobs} at a time"
-          + (f" by {nproc} processes each" if nproc > 1 else "") + " (from a short measurement of each)")
-    if preset.minutes and total > 60 * preset.minutes * 1.1:
-        print(f"that is more than the {preset.minutes:.0f} minutes this preset is meant for: choose fewer --models, --sizes, "
-              "--seeds or --steps")
+    print(f"{len(every)} runs, {sum(c.at['flops'] for c in every):.2g} FLOPs on {where}, {jobs} at a time"
+          + f" by {nproc} processes each" * (nproc > 1))
+    if not gpus:
+        time = hours(sum(c.seconds for c in every) / jobs)
+        print(f"at most about {time} on such cores as results/table1_laptop.json had")
 
 
-# -------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------- command line
 
 def sizes(text):
     """{label: arguments} of LABEL:key=value,key=value; {label: None} for labels of the preset, joined by commas."""
@@ -263,7 +223,7 @@ def sizes(text):
     label, changes = text.split(":", 1)
     changes = changes.split(",")
     if not re.fullmatch(r"[\w.-]+", label) or not all("=" in c for c in changes):
-        raise argparse.ArgumentTypeError(f"{text!r}: give one size as LABEL:key=value,key=value, or labels of the preset")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a size as LABEL:key=value,key=value, or labels of the preset")
     for key in (c.split("=")[0] for c in changes):
         if key in SET_BY_THE_SWEEP:
             raise argparse.ArgumentTypeError(f"{text!r}: a size cannot set {key}")
@@ -279,22 +239,22 @@ def parser():
     labels = "; ".join(f"{name}: {', '.join(p.sizes)}" for name, p in PRESETS.items())
     run.add_argument("--preset", choices=PRESETS, default="laptop")
     run.add_argument("--models", type=names, help="families, joined by commas (default: the six of Table 1)")
-    run.add_argument("--sizes", type=sizes, action="append", help="labels of the preset, joined by commas, or a new size as "
-                     f"LABEL:key=value,key=value; give the option once per new size ({labels})")
+    run.add_argument("--sizes", type=sizes, action="append", help="labels of the preset, joined by commas, or a new "
+                     f"size as LABEL:key=value,key=value; give the option once per new size ({labels})")
     run.add_argument("--contexts", type=numbers(int), help="tokens per training window")
     run.add_argument("--seeds", type=numbers(int, least=0), help="the first one also chooses the learning rate")
     run.add_argument("--lrs", type=numbers(float), help="peak learning rates to choose from, for each family and size")
-    run.add_argument("--steps", type=numbers(int), help="optimizer steps of the table's runs, then of other budgets for the "
-                     "fit, joined by commas")
+    run.add_argument("--steps", type=numbers(int), help="optimizer steps of the table's runs, then of other budgets "
+                     "for the fit, joined by commas")
     run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per GPU; on a CPU one per core)")
-    run.add_argument("--nproc", type=int, default=0, help="processes per run, by torchrun (default 1; paper: one per GPU)")
+    run.add_argument("--nproc", type=int, default=0, help="processes per run (default 1; paper: one per GPU)")
     run.add_argument("--out", type=Path, help="folder of the sweep (default: out/table1_<preset>)")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
     show = commands.add_parser("report", help="tables, figures, fits and report.html, from the records alone", **exact)
     show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/table1_laptop",
                       help="a sweep's folder (default: out/table1_laptop), or a file that --save wrote")
-    show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder; of a file: out/<name>_report)")
-    show.add_argument("--save", action="store_true", help="write the sweep to results/<name>.json, its table and figures "
+    show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder, or out/<name>_report)")
+    show.add_argument("--save", action="store_true", help="write the sweep to results/<name>.json, table and figures "
                       "to results/<name>/")
     for command in (run, show):
         command.add_argument("--accept_code", "--accept-code", type=names, default=(), metavar="HASH,HASH",
@@ -309,8 +269,8 @@ def chosen(args):
     given = {label: argv for each in args.sizes or () for label, argv in each.items()}
     for label, argv in given.items():
         if argv is None and label not in preset.sizes:
-            raise ConfigError(f"--sizes={label}: preset {args.preset} has {', '.join(preset.sizes)}; define another size as "
-                              f"--sizes={label}:n_layer=2,n_embd=96")
+            raise ConfigError(f"--sizes={label}: preset {args.preset} has {', '.join(preset.sizes)}; define another "
+                              f"size as --sizes={label}:n_layer=2,n_embd=96")
         if argv is not None and label in preset.sizes:
             raise ConfigError(f"--sizes={label}:...: preset {args.preset} has a size {label}: choose another label")
     if given:
@@ -338,12 +298,10 @@ def run(args, extra):
     about = about_sweep(args, preset, folder, extra)
     sweep.say_changed_code(folder)
 
-    # to estimate what follows, the first rate stands for the best one
+    # what follows is planned with the first rate in place of the best one
     later = more_cells(preset, {place(c.at): c.at["learning_rate"] for c in first}, extra)
-    for key in estimate(first + later, max(1, sweep.cores() // jobs) if not gpus else sweep.cores(), nproc):
-        if sys.stderr.isatty():
-            print(f"\rmeasuring a step: {' '.join(map(str, key))}".ljust(70), end="\r", file=sys.stderr, flush=True)
-    print_plan(preset, first, later, jobs, nproc, gpus)
+    estimate(first + later, bool(gpus))
+    print_plan(first, later, jobs, nproc, gpus)
     if args.dry_run:
         if args.preset == "paper":
             print("on a machine with 8 GPUs, one after another (this command without --dry-run does the same):")
@@ -355,10 +313,8 @@ def run(args, extra):
 
     sweep.write_plan(folder, first, **about)
     failed = sweep.run_cells(first, folder, jobs, nproc)
-    seconds = {(*place(c.at), c.at["steps"]): c.seconds for c in first + later}
     follow = more_cells(preset, best_rates(first, folder), extra)
-    for c in follow:
-        c.seconds = seconds[*place(c.at), c.at["steps"]]
+    estimate(follow, bool(gpus))
     sweep.write_plan(folder, follow)
     failed |= sweep.run_cells(follow, folder, jobs, nproc)
     sweep.say_written(write_report(folder, None, args.accept_code))
@@ -366,7 +322,8 @@ def run(args, extra):
 
 
 def about_sweep(args, preset, folder, extra):
-    """What plan.json says of the whole sweep, with what earlier commands put there. Raises ConfigError where they disagree."""
+    """What plan.json says of the whole sweep. Raises ConfigError where an earlier command had another size of a
+    label."""
     before = sweep.read_plan(folder) if (folder / "plan.json").exists() else {}
     known = before.get("sizes", {})
     for label, argv in preset.sizes.items():
@@ -406,8 +363,8 @@ def check_settings(cells):
             value = getattr(config, key, None)
             other, known = found.setdefault(key, (c.at["model"], value))
             if value != known:
-                raise ConfigError(f"{key} is {known} in {other}'s config and {value} in {c.at['model']}'s: such runs are not "
-                                  f"compared; give --{key}=... for all, or change a config")
+                raise ConfigError(f"{key} is {known} in {other}'s config and {value} in {c.at['model']}'s: such runs "
+                                  f"are not compared; give --{key}=... for all, or change a config")
 
 
 def write_report(folder, out=None, accept_code=(), save=False):
