@@ -112,8 +112,8 @@ def load(path, prefix=""):
         hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
     except (safetensors.SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of torch.save "
-                              "could run code and is never opened)") from error
+        raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of "
+                              "torch.save could run code and is never opened)") from error
 
 
 def _check_bytes(path):

@@ -5,7 +5,7 @@ finished, whenever the process was killed.
 
     with preparing(out) as folder:
         splits = {split: write_split(folder / f"{split}.bin", chunks[split], vocab_size) for split in ("train", "val")}
-        tokens = finish(folder, {"dataset": "mine", "vocab_size": vocab_size, "tokenizer": "bytes", "splits": splits})
+        tokens = finish(folder, {"dataset": "name", "vocab_size": vocab_size, "tokenizer": "bytes", "splits": splits})
 """
 
 import argparse

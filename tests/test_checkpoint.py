@@ -72,10 +72,9 @@ def test_dtypes_and_shapes_round_trip(tmp_path, dtype, shape):
 
 
 def test_every_bit_of_a_float_survives(tmp_path):
-    t = torch.arange(-2**15, 2**15, dtype=torch.int16)
-    for dtype in (torch.bfloat16, torch.float16):
-        save(tmp_path / "c", {"t": t.view(dtype)}, {})
-        assert torch.equal(load(tmp_path / "c")[0]["t"].view(torch.int16), t)  # all nans too
+    t = torch.arange(-2**15, 2**15, dtype=torch.int16).view(torch.bfloat16)  # all nans too
+    save(tmp_path / "c", {"t": t}, {})
+    assert same(load(tmp_path / "c")[0]["t"], t)
 
 
 def test_views_ties_and_parameters_are_saved_as_copies(tmp_path):
@@ -103,19 +102,14 @@ def test_meta_and_interchange(tmp_path):
     tensors = {"ü \"": torch.randn(3), "crc32": torch.ones(2, 2), "": torch.zeros(1)}
     save(tmp_path / "c", tensors, meta)
     assert load(tmp_path / "c")[1] == meta
-    foreign = safetensors.torch.load_file(tmp_path / "c")
-    assert set(foreign) == set(tensors) and all(same(foreign[n], t) for n, t in tensors.items())
-    before = open(tmp_path / "c", "rb").read()
-    save(tmp_path / "c", tensors, meta)
-    assert open(tmp_path / "c", "rb").read() == before
+    assert same(dict(sorted(safetensors.torch.load_file(tmp_path / "c").items())), dict(sorted(tensors.items())))
 
 
-numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(), max_size=5))
-tensors = st.builds(lambda n, d: torch.arange(n).to(d), st.integers(0, 3), st.sampled_from(list(checkpoint.DTYPES)))
-keys = st.one_of(st.integers(), st.booleans(), st.none(), st.text(max_size=3),
-                 st.tuples(st.integers(), st.text(max_size=2)), st.sampled_from(
-                 ["a", "a.b", "tensor", "dict", "tuple", "array", "__metadata__", "\ud800", "0", 0]))
-states = st.recursive(numbers | tensors, lambda s: st.lists(s, max_size=3) | st.lists(s, max_size=3).map(tuple)
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.builds(
+    lambda n, d: torch.arange(n).to(d), st.integers(0, 3), st.sampled_from(list(checkpoint.DTYPES)))
+keys = st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2)) | st.sampled_from(
+    ["a", "a.b", "tensor", "dict", "tuple", "array", "__metadata__", "\ud800", "0", 0, ""])
+states = st.recursive(leaves, lambda s: st.lists(s, max_size=3) | st.lists(s, max_size=3).map(tuple)
                       | st.dictionaries(keys, s, max_size=4), max_leaves=12)
 
 
@@ -139,24 +133,21 @@ def test_arrays_of_earlier_checkpoints_are_read():
 def test_what_cannot_be_stored_is_named(tmp_path):
     with pytest.raises(TypeError, match="model.3.f: cannot store a function in a checkpoint"):
         flatten({"model": {3: {"f": flatten}}})
-    for bad in ({"x": torch.zeros(2).to_sparse()}, {"x": torch.zeros(1, dtype=torch.complex64)}, {"x": 3},
-                {"x": torch.empty(1, device="meta")}, {"__metadata__": torch.zeros(1)}):
-        with pytest.raises(TypeError, match="cannot store"):
-            save(tmp_path / "c", bad, {})
-    with pytest.raises(TypeError):
-        save(tmp_path / "c", {}, {"x": flatten})
+    for bad in (torch.zeros(2).to_sparse(), torch.zeros(1, dtype=torch.complex64), 3, torch.empty(1, device="meta")):
+        with pytest.raises(TypeError, match="cannot store 'x'"):
+            save(tmp_path / "c", {"x": bad}, {})
+    for tensors, meta in (({"__metadata__": torch.zeros(1)}, {}), ({}, {"x": flatten})):
+        with pytest.raises(TypeError):
+            save(tmp_path / "c", tensors, meta)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("skeleton", [{"tensor": "x"}, {"foo": 1}, {"dict": 3},
-                                      {"array": "t", "dtype": "O", "shape": []},
-                                      {"array": "none", "dtype": "u1", "shape": [8]},
-                                      {"array": "t", "dtype": "f8,(", "shape": []},
-                                      functools.reduce(lambda deep, _: [deep], range(100_000), [])],
-                         ids=["no tensor", "no kind", "no pairs", "objects", "no array", "syntax", "too deep"])
-def test_a_foreign_skeleton_is_refused(skeleton):
-    with pytest.raises(CheckpointError, match="^checkpoint and skeleton: does not fit"):
-        unflatten({"t": torch.zeros(8, dtype=torch.uint8), "none": None}, skeleton)
+def test_a_foreign_skeleton_is_refused():
+    deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
+    for skeleton in ({"tensor": "x"}, {"foo": 1}, {"dict": 3}, {"array": "t", "dtype": "O", "shape": []}, deep,
+                     {"array": "none", "dtype": "u1", "shape": [8]}, {"array": "t", "dtype": "f8,(", "shape": []}):
+        with pytest.raises(CheckpointError, match="^checkpoint and skeleton: does not fit"):
+            unflatten({"t": torch.zeros(8, dtype=torch.uint8), "none": None}, skeleton)
 
 
 def test_a_state_that_does_not_fit_is_one_line():
@@ -173,47 +164,44 @@ def test_a_state_that_does_not_fit_is_one_line():
     assert "size mismatch for weight" in said(lambda: model.load_state_dict(torch.nn.Linear(2, 4).state_dict()))
     said(lambda: model.load_state_dict({f"layer{i}": torch.zeros(1) for i in range(99)}))
     said(lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}))
-    said(lambda: optimizer.load_state_dict({"state": {}}))
-    said(lambda: unflatten({}, {"tensor": "x"}))
+    said(lambda: set_rng_state({}))
     for part in ("python", "numpy", "torch"):
         for odd in (None, 3, "x", [], (), (3, (-1,) * 625, None), {}):
             said(lambda part=part, odd=odd: set_rng_state({**rng_state(), part: odd}))
-    said(lambda: set_rng_state({}))
-
-    def raising(error): raise error
-    assert said(lambda: raising(KeyError())) == "out/c: does not fit this run (KeyError)"
     for error in (torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt(), OSError()):
         with pytest.raises(type(error)), checkpoint.fitting("out/c"):
             raise error
 
 
 @pytest.mark.parametrize("make", [
-    lambda p: torch.optim.AdamW([{"params": p[:1], "weight_decay": 0.1}, {"params": p[1:]}], fused=True),
-    lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), capturable=False, foreach=False),
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-])
+    lambda p: [torch.optim.AdamW([{"params": p[:1], "weight_decay": 0.1}, {"params": p[1:2]}], fused=True),
+               torch.optim.SGD(p[2:], lr=0.1, momentum=0.9)],
+    lambda p: [torch.optim.AdamW(p, lr=torch.tensor(1e-3), capturable=False, foreach=False)],
+], ids=["two optimizers", "a tensor as learning rate"])
 def test_training_goes_on_bit_for_bit(tmp_path, make):
     def run(state, steps):
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        optimizer = make(list(model.parameters()))
+        optimizers = make(list(model.parameters()))
         if state:
             model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            for optimizer, saved in zip(optimizers, state["optimizer"], strict=True):
+                optimizer.load_state_dict(saved)
             set_rng_state(state["rng"])
         for _ in range(steps):
             x = torch.randn(16, 4) + random.random() + np.random.rand()
-            optimizer.zero_grad()
+            model.zero_grad()
             model(x).square().mean().backward()
-            optimizer.step()
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng_state(),
-                "scaler": torch.amp.GradScaler("cpu").state_dict()}
+            for optimizer in optimizers:
+                optimizer.step()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11)
+        return {"model": model.state_dict(), "optimizer": [o.state_dict() for o in optimizers], "rng": rng_state(),
+                "scaler": scaler.state_dict()}
+
     torch.manual_seed(0)
     start = through_disk(run(None, 0), tmp_path)
     undisturbed = run(start, 6)
     resumed = run(through_disk(run(start, 3), tmp_path), 3)
-    assert same(resumed["model"], undisturbed["model"])
-    assert same(resumed["optimizer"], undisturbed["optimizer"]) and resumed["optimizer"]["state"].keys() == {0, 1, 2, 3}
-    assert same(resumed["rng"], undisturbed["rng"]) and same(resumed["scaler"], undisturbed["scaler"])
+    assert undisturbed["optimizer"][0]["state"] and same(resumed, undisturbed)
 
 
 def test_any_changed_byte_is_refused(tmp_path):
@@ -245,10 +233,8 @@ class Malice:
 
 def test_a_pickle_is_refused_and_never_run(tmp_path):
     path, mark = tmp_path / "checkpoint.safetensors", tmp_path / "ran"
-    writers = [lambda f: torch.save(Malice(mark), f),
-               lambda f: torch.save(Malice(mark), f, _use_new_zipfile_serialization=False),
-               *(lambda f, p=p: pickle.dump(Malice(mark), f, p) for p in range(6))]
-    for write in writers:
+    for write in (lambda f: torch.save(Malice(mark), f), lambda f: pickle.dump(Malice(mark), f, 0),
+                  lambda f: pickle.dump(Malice(mark), f)):
         with open(path, "wb") as f:
             write(f)
         assert "not a checkpoint of this project" in refusal(path) and "never opened" in refusal(path)
@@ -261,38 +247,29 @@ def test_a_pickle_is_refused_and_never_run(tmp_path):
 def test_other_files_are_refused(tmp_path):
     assert refusal(tmp_path / "none") == ": No such file or directory: no checkpoint was saved here"
     assert "Is a directory" in refusal(tmp_path)
-    safetensors.torch.save_file({"x": torch.zeros(300)}, tmp_path / "c")
-    assert "not a checkpoint of this project" in refusal(tmp_path / "c")
-    for junk in (b"hello, this is no checkpoint" * 20, b"\0" * 5000, b"\xff" * 5000):
+    safetensors.torch.save_file({"x": torch.zeros(300)}, tmp_path / "foreign")
+    for junk in ((tmp_path / "foreign").read_bytes(), b"hello, this is no checkpoint" * 20, b"\0" * 999, b"\xff" * 999):
         (tmp_path / "c").write_bytes(junk)
         assert "not a checkpoint of this project" in refusal(tmp_path / "c")
 
 
 def forge(path, meta, entry="", data=b""):
     """A file with the right sum whose header holds the JSON `meta` and `entry`."""
-    start = checkpoint.START
     rest = f"{meta}}}{entry}}}"
-    length = len(start % (1, 0, 0)) + len(rest)
+    length = len(checkpoint.START % (1, 0, 0)) + len(rest)
     first = length.to_bytes(8, "little")
-    header = lambda crc: (start % (1, 8 + length + len(data), crc) + rest).encode()
+    header = lambda crc: (checkpoint.START % (1, 8 + length + len(data), crc) + rest).encode()
     path.write_bytes(first + header(zlib.crc32(first + header(0) + data)) + data)
 
 
-FORGED = {
-    "no meta": ('"other":"{}"',), "meta no JSON": ('"meta":"{"',), "a list": ('"meta":"[]"',),
-    "a number": ('"meta":"3"',), "null": ('"meta":"null"',), "meta no string": ('"meta":3',),
-    "digits": (f'"meta":"{"1" * 5000}"',), "too deep": (f'"meta":"{"[" * 100_000 + "]" * 100_000}"',),
-    "a shape beyond 64 bits": ('"meta":"{}"', f',"x":{{"dtype":"I8","shape":[0,{2**63}],"data_offsets":[0,0]}}'),
-    "another dtype": ('"meta":"{}"', ',"x":{"dtype":"\\n9","shape":[1],"data_offsets":[0,1]}', b"0"),
-}
-
-
-@pytest.mark.parametrize("case", FORGED)
-def test_an_odd_file_with_the_right_sum_is_refused(tmp_path, case):
+def test_an_odd_file_with_the_right_sum_is_refused(tmp_path):
     forge(tmp_path / "c", '"meta":"{}"', ',"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}', b"7")
     assert load(tmp_path / "c") == ({"x": torch.tensor([55], dtype=torch.int8)}, {})
-    forge(tmp_path / "c", *FORGED[case])
-    said = refusal(tmp_path / "c")
+    beyond_64_bits = f',"x":{{"dtype":"I8","shape":[0,{2**63}],"data_offsets":[0,0]}}'
+    for odd in (['"other":"{}"'], ['"meta":"{"'], ['"meta":"[]"'], ['"meta":"{}"', beyond_64_bits],
+                [f'"meta":"{"[" * 100_000 + "]" * 100_000}"']):
+        forge(tmp_path / "c", *odd)
+        said = refusal(tmp_path / "c")
     save(tmp_path / "d", {}, {"step": 3})
     path, _, meta, passed = checkpoint.load_first([tmp_path / "c", tmp_path / "d"])
     assert (path, meta) == (tmp_path / "d", {"step": 3}) and passed == [f"{tmp_path / 'c'}{said}"]
@@ -342,8 +319,8 @@ def test_a_full_disk_is_an_oserror(tmp_path):
     """No file may grow beyond a MB: the system refuses the rest, as a full disk does."""
     save(tmp_path / "c", {"x": torch.zeros(3)}, {"step": 1})
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
         with pytest.raises(OSError, match="File too large"):
             save(tmp_path / "c", {"x": torch.ones(1 << 20)}, {"step": 2})
     finally:
@@ -361,6 +338,20 @@ def test_the_order_of_flush_and_rename(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
+KILLED = """
+import sys, torch, checkpoint
+path, w = sys.argv[1], torch.empty(1 << 22)
+try:
+    step = checkpoint.load(path)[1]["step"]
+except checkpoint.CheckpointError:
+    step = 0
+while True:
+    step += 1
+    checkpoint.save(path, {"w": w.fill_(step)}, {"step": step})
+    print(step, flush=True)
+"""
+
+
 def torn_file(path):
     """Whether a second file beside `path` has grown beyond a MB by now."""
     try:
@@ -370,31 +361,20 @@ def torn_file(path):
 
 
 def test_killed_in_the_middle_of_a_write(tmp_path):
-    path = tmp_path / "c"
-    code = ("import sys, time, torch, checkpoint\nw = torch.empty(1 << 22)\nstep = 0\n"
-            "try: step = checkpoint.load(sys.argv[1])[1]['step']\nexcept checkpoint.CheckpointError: pass\n"
-            "print('ready', flush=True)\n"
-            "while True:\n    step += 1\n    checkpoint.save(sys.argv[1], {'w': w.fill_(step)}, {'step': step})\n"
-            "    print(step, flush=True)")
-    chance, steps, torn = random.Random(0), 0, 0
+    path, chance, steps, torn = tmp_path / "c", random.Random(0), 0, 0
     for _ in range(3):  # each a start of python and torch; the many-times version belongs to `make chaos`
-        child = subprocess.Popen([sys.executable, "-c", code, path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert child.stdout.readline() == "ready\n"
+        child = subprocess.Popen([sys.executable, "-c", KILLED, path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         child.stdout.readline()  # one whole save
         deadline = time.time() + chance.uniform(0.05, 0.15)
         while time.time() < deadline or not torn_file(path) and time.time() < deadline + 20:  # then strike in a write
             pass
-        child.send_signal(signal.SIGKILL)
-        said = child.stdout.read().split()
-        child.wait()
+        child.kill()
+        said, _ = child.communicate()
         tensors, meta = load(path)
         assert bool((tensors["w"] == meta["step"]).all())
-        assert meta["step"] > steps and meta["step"] >= int((said or [0])[-1])
+        assert meta["step"] > steps and meta["step"] >= int((said.split() or [0])[-1])
         steps = meta["step"]
-        leftovers = [n for n in os.listdir(tmp_path) if n != "c"]
-        torn += len(leftovers)
-        assert all(n == f"c.tmp-{child.pid}" for n in leftovers)
-        child.stdout.close()
+        torn += os.listdir(tmp_path) != ["c"]
     assert torn >= 1  # the kills did strike in the middle
     save(path, {}, {})
     assert os.listdir(tmp_path) == ["c"]
@@ -417,7 +397,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     resumed.save({"w": torch.zeros(2)}, {"step": 5}, 1.5)  # where the newest was damaged, it is not kept
     assert resumed.result(wait=True) == (5, None)
     assert files(tmp_path) == ["best", "checkpoint", "checkpoint-4"]
-    assert load(tmp_path / checkpoint.BEST)[1]["step"] == 2
+    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [5, 4, 2]
 
 
 def test_the_state_of_the_moment_is_written_though_training_continues(tmp_path, monkeypatch):
@@ -455,28 +435,24 @@ def test_without_hard_links_it_copies(tmp_path, monkeypatch):
     assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [2, 1, 1]
 
 
-def test_a_kill_before_the_oldest_is_deleted_leaves_that_to_the_resumed_run(tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
+class Killed(BaseException):
+    pass
 
+
+def test_a_kill_before_the_oldest_is_deleted_leaves_that_to_the_resumed_run(tmp_path, monkeypatch):
     manager = checkpoint.CheckpointManager(tmp_path, background=False)
     for step in (10, 20):
         manager.save({"w": torch.zeros(2)}, {"step": step})
     with monkeypatch.context() as m, pytest.raises(Killed):
         m.setattr(Path, "unlink", mock.Mock(side_effect=Killed))
         manager.save({"w": torch.zeros(2)}, {"step": 30})
-    newest, before = tmp_path / checkpoint.NEWEST, tmp_path / "checkpoint-20.safetensors"
     assert files(tmp_path) == ["checkpoint", "checkpoint-10", "checkpoint-20"]
-    checkpoint.CheckpointManager(tmp_path).on_resume(newest, load(newest)[1])  # it may have been the last of the run
-    assert files(tmp_path) == ["checkpoint", "checkpoint-20"]
-    checkpoint.CheckpointManager(tmp_path).on_resume(before, load(before)[1])  # the newest is damaged: nothing goes
-    assert files(tmp_path) == ["checkpoint", "checkpoint-20"]
+    for path in (tmp_path / checkpoint.NEWEST, tmp_path / "checkpoint-20.safetensors"):  # the second: nothing goes
+        checkpoint.CheckpointManager(tmp_path).on_resume(path, load(path)[1])
+        assert files(tmp_path) == ["checkpoint", "checkpoint-20"]
 
 
 def test_a_kill_before_the_best_has_its_name_leaves_that_to_the_resumed_run(tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-
     manager, newest = checkpoint.CheckpointManager(tmp_path, background=False), tmp_path / checkpoint.NEWEST
     with monkeypatch.context() as m, pytest.raises(Killed):
         m.setattr(os, "link", mock.Mock(side_effect=Killed))
@@ -486,17 +462,15 @@ def test_a_kill_before_the_best_has_its_name_leaves_that_to_the_resumed_run(tmp_
     assert load(tmp_path / checkpoint.BEST)[1]["step"] == 10
 
 
-@pytest.mark.parametrize("missing", ["thread", "memory"])
-def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, missing):
-    def refuse(*args, **how):
-        raise RuntimeError("can't start new thread" if missing == "thread" else "can't allocate memory")
-
-    monkeypatch.setattr(*((checkpoint.threading.Thread, "start") if missing == "thread" else (torch, "empty")), refuse)
+@pytest.mark.parametrize("target, name, words", [
+    (threading.Thread, "start", "can't start new thread"), (torch, "empty", "can't allocate memory")])
+def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, target, name, words):
+    monkeypatch.setattr(target, name, mock.Mock(side_effect=RuntimeError(words)))
     manager = checkpoint.CheckpointManager(tmp_path)
     manager.save({"w": torch.arange(3.0)}, {"step": 5}, loss=1.0)
-    assert manager.result() == (5, None)
-    tensors, meta = checkpoint.load(tmp_path / checkpoint.NEWEST)
-    assert tensors["w"].tolist() == [0, 1, 2] and meta["step"] == 5 and (tmp_path / checkpoint.BEST).exists()
+    assert manager.result() == (5, None) and (tmp_path / checkpoint.BEST).exists()
+    tensors, meta = load(tmp_path / checkpoint.NEWEST)
+    assert tensors["w"].tolist() == [0, 1, 2] and meta["step"] == 5
 
 
 def test_what_a_checkpoint_costs_is_measured_on_what_train_saves(tmp_path):
