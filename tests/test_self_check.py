@@ -1,0 +1,268 @@
+"""self_check.py: what you read is what runs. Each edit is made in a copy of the sources, which then trains and is checked.
+
+    python -m pytest tests/test_self_check.py
+
+An edit either changes the training loss and agrees with the state path, or the start stops with one line that names both
+places. A process that has imported PyTorch forks for every edit, and the child imports the edited copy.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from configurator import ConfigError
+from model import FAMILIES, LM, ModelConfig
+from self_check import self_check
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("model.py", "mixers.py", "self_check.py", "configurator.py", "longhorn_scan.cu", "kernels")
+CHILD = """
+import json, os, sys, torch, torch._dynamo  # which operators and optimisers import, in 2 s
+torch.set_num_threads(1)
+
+def probe(folder, config, environment):
+    sys.path.insert(0, folder)
+    os.environ.update(environment)
+    from configurator import ConfigError
+    from model import LM, ModelConfig
+    from self_check import self_check
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 40, "vocab_size": 64, "mlp_multiple": 16}
+    lm = LM(ModelConfig(**{**sizes, **config}))
+    try:
+        line, stopped = self_check(lm), False
+    except ConfigError as error:
+        line, stopped = str(error), True
+    idx = torch.randint(64, (2, 41), generator=torch.Generator().manual_seed(1))
+    x, y = idx[:, :-1], idx[:, 1:]
+    optimizer, losses = torch.optim.SGD(lm.parameters(), lr=1.0), []
+    for _ in range(3):
+        loss = lm(x, y, loss_only=True)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    found = {"line": line, "stopped": stopped, "losses": losses}
+    with torch.no_grad():
+        if all(branch.has_state for _, branch in lm.branches()):
+            state, sum_, parts = lm.initial_state(2), 0.0, []
+            for t in range(40):
+                logits, loss, state = lm(x[:, t:t + 1], y[:, t:t + 1], state=state)
+                sum_ += loss.item() / 40
+                parts.append(logits)
+            whole = lm(x)[0]
+            by_logits = ((torch.cat(parts, 1) - whole).norm() / whole.norm()).item()
+            found["state"] = max(by_logits, abs(sum_ / lm(x, y, loss_only=True)[1].item() - 1))
+    return found
+
+for line in sys.stdin:
+    if os.fork():
+        os.wait()
+        continue
+    print(json.dumps(probe(*json.loads(line))), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    """probe(edits, **config): {"line", "stopped", "losses", "state"} of a model whose sources have these edits."""
+    folder = tmp_path_factory.mktemp("copies")
+    (folder / "cxx").write_text('#!/bin/sh\nexec c++ "$@" -O0\n')  # an edited kernel is built in 3 s, not 13
+    (folder / "cxx").chmod(0o755)
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                             stderr=open(folder / "stderr", "w"), text=True,
+                             env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "OMP_NUM_THREADS": "1"})
+    unedited = {"LONGHORN_BUILD_DIR": os.environ.get("LONGHORN_BUILD_DIR", str(ROOT / "build"))}
+    edited = {"LONGHORN_BUILD_DIR": str(folder / "build"), "CXX": str(folder / "cxx")}
+    known = {}
+
+    def probe(edits=(), **config):
+        key = json.dumps([edits, config])
+        if key not in known:
+            copy = folder / str(len(known))
+            for name in SOURCES:
+                copy_of = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                copy.mkdir(exist_ok=True)
+                copy_of(ROOT / name, copy / name)
+            for file, old, new in edits:
+                text = (copy / file).read_text()
+                assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times"
+                (copy / file).write_text(text.replace(old, new))
+            build = edited if any(file.endswith(".cu") for file, _, _ in edits) else unedited
+            child.stdin.write(json.dumps([str(copy), config, build]) + "\n")
+            child.stdin.flush()
+            known[key] = json.loads(child.stdout.readline() or json.dumps({"died": (folder / "stderr").read_text()[-2000:]}))
+        return known[key]
+
+    yield probe
+    child.stdin.close()
+    assert child.wait() == 0
+
+
+SCAN = "        y, hT = self.scan(c, self.dt_proj(r), k, q, z, h0)"
+CONV = "causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, backend=self.backend)"
+LONGHORN = "longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, backend=self.backend)"
+LOGITS = "logits = F.linear(h, self.embed.weight)"
+LOSS = "F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1)"
+ALONE = 'if loss_only and self.config.backend != "torch" and not torch.compiler.is_compiling():'
+CAP = ("model.py", LOGITS, "logits = 15 * torch.tanh(F.linear(h, self.embed.weight) / 15)")
+SMOOTH = ("model.py", LOSS, LOSS[:-1] + ", label_smoothing=0.1)")
+ONE_LOSS = ("model.py", ALONE, "if False:")
+HALF = ("kernels/scan.py", "return (1 / (1 + torch.exp(", "return (0.5 / (1 + torch.exp(")
+HALF_FORWARD = ("longhorn_scan.cu", "return {x, reciprocal(1.0f + e + kk),", "return {x, 0.5f * reciprocal(1.0f + e + kk),")
+HALF_BACKWARD = ("longhorn_scan.cu", "return {dx, de * (s.size * s.slope), de * s.size};",
+                 "return {dx, 2.0f * de * (s.size * s.slope), 2.0f * de * s.size};")
+MODEL = lambda old, new: [("model.py", old, new)]
+OWN = [("model.py", "FAMILIES = {\n", '''class Own(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.linear = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.linear(x.cumsum(1))
+
+
+FAMILIES = {
+    "own": [Own],
+''')]
+
+TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling follows
+    "keys and queries normalised": ("longhorn", MODEL(SCAN, "        k, q = F.normalize(k, dim=-1), F.normalize(q, dim=-1)\n"
+                                                      + SCAN)),
+    "RMSNorm of keys and queries": ("mamba", MODEL(SCAN, "        k, q = (F.rms_norm(a, (self.N,)) for a in (k, q))\n" + SCAN)),
+    "no gate": ("longhorn", MODEL(SCAN, SCAN.replace("z, h0", "None, h0"))),
+    "x normed before the convolution": ("longhorn", MODEL(
+        "x, z = self.in_proj(u).chunk(2, -1)", "x, z = self.in_proj(u).chunk(2, -1)\n        x = F.rms_norm(x, x.shape[-1:])")),
+    "half the output": ("mamba", MODEL("        y = self.out_proj(y)\n        return y, None if state is None else (conv_state",
+                                       "        y = 0.5 * self.out_proj(y)\n"
+                                       "        return y, None if state is None else (conv_state")),
+    "dt - 0.7": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("dt,", "dt - 0.7,", 1))),
+    "no D": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("self.D", "None"))),
+    "k / 2": ("longhorn", MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
+    "gelu behind the convolution": ("longhorn", MODEL(CONV, f"F.gelu({CONV[:-1]}, silu=False))")),
+    "A times 2": ("mamba", MODEL("A = -self.A_log.exp()", "A = -2 * self.A_log.exp()")),
+    "label smoothing in both": ("llama", [SMOOTH, ONE_LOSS]),
+    "a cap in both": ("llama", [CAP, ONE_LOSS]),
+    "another eps of the norms": ("llama", MODEL("self.weight, 1e-5, backend", "self.weight, 1e-6, backend")),
+    "decay of GLA": ("gla", MODEL("self.forget2(self.forget1(x))) / 16", "self.forget2(self.forget1(x))) / 8")),
+    "scaled embedding": ("rwkv", MODEL("self.embed_norm(self.embed(idx))", "self.embed_norm(8 * self.embed(idx))")),
+    "parallel branches": ("llama", MODEL("            y, s = branch(h, s)\n            h = h + y\n",
+                                         "            y, s = branch(start, s)\n            h = h + y\n") + MODEL(
+        "    def forward(self, h, state=None):\n        after = []", "    def forward(self, h, state=None):\n"
+        "        after, start = [], h")),
+    "half the step size in kernel and loop": ("longhorn", [HALF, HALF_FORWARD, HALF_BACKWARD]),
+    "a hybrid's mixer": ({"pattern": "longhorn,llama"}, MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
+}
+SCANS = ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step")
+LOSSES = ("model.py: LM.forward", "kernels/ops.py: _LinearCrossEntropy")
+STATE = ("over the whole sequence", "through the state")
+STOPS = {  # what is edited: (family, edits, places that the line names)
+    "label smoothing of the logits' loss": ("llama", [SMOOTH], LOSSES),
+    "a cap of the logits": ("longhorn", [CAP], LOSSES),
+    "a factor in the loss alone": ("gla", [("kernels/ops.py", "-torch.where(counts, log_p, 0).sum() /",
+                                            "-torch.where(counts, 0.9 * log_p, 0).sum() /")], LOSSES),
+    "half the step size in the loop": ("longhorn", [HALF], SCANS),
+    "half the step size in the kernel's forward": ("longhorn", [HALF_FORWARD], SCANS),
+    "half the step size in loop and kernel, the kernel's backward left": ("longhorn", [HALF, HALF_FORWARD], SCANS),
+    "keys halved in the kernel": ("longhorn", [("longhorn_scan.cu", "S + (s.size * k) * (s.x - k * S)",
+                                                "S + (s.size * 0.5f * k) * (s.x - 0.5f * k * S)")], SCANS),
+    "gelu in the plain convolution": ("mamba", [("kernels/ops.py", "return F.silu(y) if silu", "return F.gelu(y) if silu")],
+                                      ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),
+    "eps of the plain RMSNorm": ("llama", [("kernels/ops.py", "weight.to(x.dtype), eps)", "weight.to(x.dtype), 1e-6)")],
+                                 ("kernels/conv_norm.cu: rms_norm_forward_cpu", "kernels/ops.py: rms_norm")),
+    "decay of GLA's loop": ("gla", [("kernels/linear_attention.py", "S = g_t.exp()[", "S = (2 * g_t).exp()[")],
+                            ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
+    "decay of GLA's chunks": ("gla", [("kernels/linear_attention.py", "all_ = g.exp()", "all_ = (2 * g).exp()")],
+                              ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
+    "decay of RetNet's loop": ("retnet", [("kernels/linear_attention.py", "S, before = w * S + kv", "S, before = w * w * S + kv")],
+                               ("linear_attention.py: _retention", "linear_attention.py: retention_ref")),
+    "scale of the plain attention": ("llama", [("kernels/ops.py", "q.shape[3] ** -0.5  #", "q.shape[3] ** -1  #")],
+                                     ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention")),
+    "bonus of RWKV-4's loop": ("rwkv4", [("kernels/linear_attention.py", "old, new = (top - seen).exp(), (bonus + k_t - seen)",
+                                          "old, new = (top - seen).exp(), (2 * bonus + k_t - seen)")],
+                               ("linear_attention.py: _wkv4", "linear_attention.py: wkv4_ref")),
+    "beta of DeltaNet's chunks": ("deltanet", [("kernels/linear_attention.py", "coupling = (b_c *", "coupling = (0.9 * b_c *")],
+                                  ("linear_attention.py: _delta_rule", "linear_attention.py: delta_rule_ref")),
+    "x normed for the convolution, not for its state": (
+        "longhorn", MODEL(CONV, CONV.replace("(x,", "(F.rms_norm(x, x.shape[-1:]),")), ("model.py: ScanBlock.forward", *STATE)),
+    "without a state only": ("longhorn", MODEL(SCAN, f"        k = F.normalize(k, dim=-1) if state is None else k\n{SCAN}"),
+                             ("model.py: ScanBlock.forward", *STATE)),
+    "with a state only": ("mamba", MODEL(SCAN, f"        z = z if state is None else 0.9 * z\n{SCAN}"),
+                          ("model.py: ScanBlock.forward", *STATE)),
+    "in single steps only": ("gla", MODEL("q, k = self.qk(x).chunk(2, -1)  # (B, T, d/2)",
+                                          "q, k = ((1 + (x.shape[1] == 1)) * self.qk(x)).chunk(2, -1)  # (B, T, d/2)"),
+                             ("model.py: GLA.forward", *STATE)),
+    "positions begin again": ("llama", MODEL("past = 0 if state is None else state[0].shape[2]", "past = 0"),
+                              ("model.py: Attention.forward", *STATE)),
+    "a cache that grows in place": ("llama", [("mixers.py", "room_v[:, :, past:T] = k, v", "room_v[:, :, past:T] = k, 0.5 * v")],
+                                    ("model.py: Attention.forward", *STATE)),
+    "the token before": ("rwkv", [("mixers.py", "if last is None else last[:, None].to(x.dtype)", "")],
+                         ("model.py: RWKVTimeMix.forward", "model.py: RWKVChannelMix.forward", *STATE)),
+    "a state that gets no gradient": ("retnet", MODEL("back).transpose(2, 3)  #", "back).transpose(2, 3).detach()  #"),
+                                      ("model.py: Retention.forward", *STATE)),
+    "a hybrid's loop": ({"pattern": "longhorn*3,llama"}, [HALF], SCANS),
+}
+
+
+def settings(family):
+    return family if isinstance(family, dict) else {"model": family}
+
+
+@pytest.mark.parametrize("edit", TRAINS)
+def test_an_edit_of_what_is_read_trains_and_samples(edit, probe):
+    family, edits = TRAINS[edit]
+    found, before = probe(edits, **settings(family)), probe(**settings(family))
+    assert not found["stopped"], found["line"]
+    assert found["losses"][0] != before["losses"][0] and found["losses"] != before["losses"], "another model trained"
+    assert found["state"] < 1e-4
+
+
+@pytest.mark.parametrize("edit", STOPS)
+def test_an_edit_of_one_of_two_bodies_stops_in_a_line_with_both(edit, probe):
+    family, edits, places = STOPS[edit]
+    found = probe(edits, **settings(family))
+    assert found["stopped"], f"{found}, unedited {probe(**settings(family))}"
+    assert found["line"].startswith("self-check: ") and "\n" not in found["line"] and "edit both" in found["line"]
+    assert all(place in found["line"] for place in places), found["line"]
+
+
+def test_with_plain_pytorch_an_edited_loop_trains(probe):
+    """--backend=torch is the mode for editing an operator: no native kernel is asked about it."""
+    found, before = (probe(edits, model="longhorn", backend="torch") for edits in ([HALF], []))
+    assert not found["stopped"] and found["losses"] != before["losses"] and found["state"] < 1e-4
+    found = probe([SMOOTH], model="llama", backend="torch")
+    assert not found["stopped"] and found["losses"] != probe(model="llama", backend="torch")["losses"]
+
+
+def test_a_mixer_with_only_forward_trains(probe):
+    found = probe(OWN, model="own")
+    assert not found["stopped"] and "(state left out: Own keeps none)" in found["line"]
+    assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("backend", ["", "cpu", "torch"])
+@pytest.mark.parametrize("model", [*FAMILIES, "longhorn*3,llama", "rwkv4,gla,mamba"])
+def test_unedited_all_agrees(model, backend):
+    torch.manual_seed(0)
+    lm = LM(ModelConfig(model="longhorn", pattern=model, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend))
+    weights, random = [p.clone() for p in lm.parameters()], torch.get_rng_state()
+    line = self_check(lm)
+    assert line.startswith("self-check: ") and "whole sequences and states agree to " in line and "\n" not in line
+    assert ("plain operators" in line) == (backend != "torch")
+    assert float(line.split("agree to ")[1].split()[0]) < 1e-5
+    assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), weights, strict=True))
+    assert torch.equal(torch.get_rng_state(), random) and lm.training
+
+
+def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
+    lm = LM(ModelConfig(n_layer=1, n_embd=32, vocab_size=64))
+    monkeypatch.setattr(LM, "toy", lambda self, backend: LM(ModelConfig(n_head=0)))
+    with pytest.raises(ConfigError, match="^self-check: a small model [^\n]*n_head 0[^\n]*--self_check=off[^\n]*$"):
+        self_check(lm)
