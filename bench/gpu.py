@@ -13,7 +13,7 @@ keeps what it had found.
 """
 
 import argparse
-import importlib
+import functools
 import importlib.util
 import json
 import os
@@ -262,7 +262,6 @@ def small(emit, dry_run, budget_s):
     import torch
 
     from bench import measure, scan_cuda
-    from kernels.ops import causal_conv1d
 
     gpu = device(dry_run, flush_bytes=0)  # a buffer would be watched too
     for family, B, T, D, N, dtype in SMALL:
@@ -275,7 +274,7 @@ def small(emit, dry_run, budget_s):
     for T in (1, 70, 128):
         a = {"x": torch.randn(2, T, 70).bfloat16(), "weight": torch.randn(70, 4), "state": torch.randn(2, 3, 70)}
         a = {n: v.to(gpu.name) for n, v in a.items()}
-        results = conv_steps(causal_conv1d, a, torch.ones_like(a["x"]))[2]
+        results = conv_results(a, torch.ones_like(a["x"]), gpu.backend)
         if not all(v.isfinite().all() for v in results.values()):
             raise RuntimeError(f"the convolution at T={T}: a result is not finite")
         emit(convolution=T)
@@ -287,7 +286,7 @@ def convolution(emit, dry_run, budget_s):
     """The short convolution with SiLU at the models' widths: ours, PyTorch's and causal-conv1d's, in turn."""
     import torch
 
-    from bench import measure
+    from bench import measure, scan_cuda
     from kernels.ops import causal_conv1d
 
     gpu = device(dry_run)
@@ -295,55 +294,41 @@ def convolution(emit, dry_run, budget_s):
     for B, T, D in [(2, 80, 48)] if dry_run else [(64, 1024, 1536), (16, 4096, 1536), (8, 1024, 2048)]:
         both = torch.randn(B, T, 2 * D, device=gpu.name).bfloat16()  # x is half of a projection, as in the models
         a = {"x": both[..., :D], "weight": torch.randn(D, 4, device=gpu.name), "bias": torch.randn(D, device=gpu.name)}
-        dy, steps = torch.randn_like(a["x"]).contiguous(), {}
-        for backend in (gpu.backend, "torch", "fused"):
-            f = lambda backend=backend, **given: causal_conv1d(**given, backend=backend)
-            try:
-                *steps[backend], got = conv_steps(f, a, dy)
-                if backend == gpu.backend:
-                    plain = lambda **given: causal_conv1d(**given, backend="torch")
-                    true = conv_steps(plain, {n: v.double() for n, v in a.items()}, dy)[2]
-                    wrong = [n for n, r in measure.compare(got, true, 64 * measure.EPS).items() if not r["right"]]
-                    failed += [f"wrong at B={B} T={T} D={D}: {', '.join(wrong)}"] * bool(wrong)
-                    del true
-                del got
-            except Exception as error:
-                steps.pop(backend, None)
-                emit(backend=backend, B=B, T=T, D=D, reason=measure.in_one_line(error))
-                failed += [f"B={B} T={T} D={D}: {measure.in_one_line(error)}"] * (backend == gpu.backend)
-        timed = {name: lambda name=name: [gpu.laps(step)[0] for step in steps[name]] for name in steps}
-        for backend, laps in measure.in_turn(timed, 3 if dry_run else 20).items():
-            row = {what: measure.spread(times) for what, times in
-                   zip(("forward", "backward"), zip(*laps, strict=True), strict=True)}
-            for t, passes in zip(row.values(), (2, 3), strict=True):  # x in, y out; x, dy in, dx out
-                t["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / t["median_seconds"]
-            emit(backend=backend, B=B, T=T, D=D, **row)
+        dy = torch.randn(B, T, D, device=gpu.name).bfloat16()
+        true = conv_results({n: v.double() for n, v in a.items()}, dy, "torch")
+        found = measure.compare(conv_results(a, dy, gpu.backend), true, 64 * measure.EPS)
+        failed += [f"wrong at B={B} T={T} D={D}: {n}" for n, r in found.items() if not r["right"]]
+        del true
+
+        def contender(backend, a=a, dy=dy):
+            args = measure.leaves(a)
+            return scan_cuda.Pass(lambda: causal_conv1d(**args, backend=backend), list(args.values()), dy)
+
+        contenders = {backend: functools.partial(contender, backend) for backend in (gpu.backend, "torch", "fused")}
+        for row in scan_cuda.time_contenders(contenders, gpu, 3 if dry_run else 20):
+            for what, passes in (("forward", 2), ("backward", 3)) if "reason" not in row else ():
+                row[what]["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / row[what]["median_seconds"]
+            emit(B=B, T=T, D=D, **row)
     if failed:
         sys.exit(failed[0])
 
 
-def conv_steps(f, a, dy):
-    """(forward, backward) of f(**a) as calls without arguments, and {name: result} of one of each."""
+def conv_results(a, dy, backend):
+    """{"y", "dx", ...} of causal_conv1d(**a) and its gradients for dy."""
     import torch
 
     from bench.measure import leaves
+    from kernels.ops import causal_conv1d
 
-    args, kept = leaves(a), {}
-
-    def forward():
-        kept["y"] = f(**args)
-        return kept["y"]
-
-    def backward():
-        return torch.autograd.grad(kept["y"], list(args.values()), dy.to(kept["y"].dtype))
-
-    results = {"y": forward().detach(), **{f"d{n}": g for n, g in zip(args, backward(), strict=True)}}
-    return forward, backward, results
+    args = leaves(a)
+    y = causal_conv1d(**args, backend=backend)
+    grads = torch.autograd.grad(y, list(args.values()), dy.to(y.dtype))
+    return {"y": y.detach(), **{f"d{n}": g for n, g in zip(args, grads, strict=True)}}
 
 
 def convolution_summary(found, text):
     rows = [r for r in found if "forward" in r]
-    words = [f"{r['backend']} " + " / ".join(f"{r[p]['median_seconds'] * 1e3:.2f}" for p in ("forward", "backward"))
+    words = [f"{r['contender']} " + " / ".join(f"{r[p]['median_seconds'] * 1e3:.2f}" for p in ("forward", "backward"))
              for r in rows if all(r[n] == rows[0][n] for n in "BTD")]
     return f"ms forward / backward: {', '.join(words)}"
 

@@ -15,6 +15,7 @@ Before every timed pass gigabytes are written. That empties the cache, and it ke
 host has queued the whole pass before the clock starts: otherwise a short kernel is timed with Python's overhead.
 """
 
+import functools
 import gc
 import math
 import subprocess
@@ -302,16 +303,13 @@ def runs_for(pass_seconds, rounds):
     return max(min(3, rounds), min(rounds, int(CONTENDER_SECONDS / max(pass_seconds, 1e-9))))
 
 
-def measure_shape(shape, dtype, device, bandwidth, rounds=10, without=None, contenders=None):
-    """All contenders at one shape in turn: a list with one row per contender, either times or a 'reason'.
+def time_contenders(contenders, device, rounds=10, without=None):
+    """Every contender's passes in turn: a list with one row per contender, either times or a 'reason'.
 
-    bandwidth: bytes per second; without: {contender: why it is left out}. Raises Lost, naming the contender.
+    contenders: {name: function () -> Pass, which may raise LeftOut}; without: {contender: why it is left out}. Raises
+    Lost, naming the contender.
     """
-    contenders, without = contenders or CONTENDERS, without or {}
-    a = make_inputs(*shape, dtype, device=device.name)
-    g = torch.Generator(device.name).manual_seed(2)
-    dy = torch.randn(shape.B, shape.T, shape.D, generator=g, device=device.name).to(dtype)
-    ready, rows, runs = {}, {name: {"contender": name} for name in contenders}, {}
+    ready, rows, runs, without = {}, {name: {"contender": name} for name in contenders}, {}, without or {}
 
     def with_autograd(p):
         ys = []
@@ -324,7 +322,7 @@ def measure_shape(shape, dtype, device, bandwidth, rounds=10, without=None, cont
     def warm_up(name):
         if name in without:
             raise LeftOut(without[name])
-        p = contenders[name](shape, a, dy, device)
+        p = contenders[name]()
         with_autograd(p)  # whatever the first call builds, loads or tunes
         rows[name]["peak_bytes_above_inputs"] = device.peak_above(lambda: with_autograd(p))
         without_autograd(p)
@@ -353,14 +351,26 @@ def measure_shape(shape, dtype, device, bandwidth, rounds=10, without=None, cont
     for name in contenders:
         attempt(warm_up, name)
     times = measure.in_turn({name: lambda name=name: attempt(one_round, name) for name in runs}, runs)
+    for name in ready:
+        rows[name] |= {what: measure.spread(seconds) for what, seconds in
+                       zip(PASSES, zip(*times[name], strict=True), strict=True)}
+    return list(rows.values())
+
+
+def measure_shape(shape, dtype, device, bandwidth, rounds, without):
+    """The rows of all CONTENDERS at one shape; bandwidth: bytes per second of a copy."""
+    a = make_inputs(*shape, dtype, device=device.name)
+    g = torch.Generator(device.name).manual_seed(2)
+    dy = torch.randn(shape.B, shape.T, shape.D, generator=g, device=device.name).to(dtype)
+    contenders = {name: functools.partial(f, shape, a, dy, device) for name, f in CONTENDERS.items()}
+    rows = time_contenders(contenders, device, rounds, without)
     moved = measure.bytes_moved(*shape, dtype.itemsize)
     moved["backward"] = moved["forward_backward"] - moved["forward"] - measure.chunk_state_bytes(*shape)
-    for name in ready:
-        for what, seconds in zip(PASSES, zip(*times[name], strict=True), strict=True):
-            t = rows[name][what] = measure.spread(seconds)
-            t["share_of_bandwidth"] = moved[what] / bandwidth / t["median_seconds"] if name in SCANS else None
-        rows[name]["tokens_per_second"] = shape.tokens / rows[name]["forward_backward"]["median_seconds"]
-    return list(rows.values())
+    for row in rows:
+        for what in PASSES if "reason" not in row else ():
+            share = moved[what] / bandwidth / row[what]["median_seconds"]
+            row[what]["share_of_bandwidth"] = share if row["contender"] in SCANS else None
+    return rows
 
 
 def print_shape(entry):
@@ -377,7 +387,8 @@ def print_shape(entry):
             share = t["share_of_bandwidth"]
             line += f"{cell:>28}{'-' if share is None else f'{share:.0%}':>7}"
         peak = row["peak_bytes_above_inputs"]
-        print(line + f"{'-' if peak is None else f'{peak / 2**20:.0f}':>10}{row['tokens_per_second'] / 1e6:8.1f}")
+        rate = entry["tokens"] / row["forward_backward"]["median_seconds"]
+        print(line + f"{'-' if peak is None else f'{peak / 2**20:.0f}':>10}{rate / 1e6:8.1f}")
 
 
 def in_short(record):

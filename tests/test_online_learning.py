@@ -1,7 +1,6 @@
-"""experiments/online_learning.py: every claim of its table, the minimiser behind it, the mixers that train, and a user's own update.
+"""experiments/online_learning.py: every claim of its table, the minimiser behind it, the mixers that train, and --add.
 
-The surprise: most tests here are about what must NOT hold. A table of zeros would be as easy to get from a comparison that
-compares nothing.
+Most tests here are about what must not hold: a comparison that compares nothing would also give a table of zeros.
 
     python -m pytest tests/test_online_learning.py
 """
@@ -16,8 +15,9 @@ import torch
 
 import mixers
 import model
+from configurator import ConfigError
 from experiments import online_learning as ol
-from experiments.online_learning import ROW, UPDATES, Mistake
+from experiments.online_learning import ROW, UPDATES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 9
@@ -29,7 +29,7 @@ def draw(N=4, d=3, seed=0, **given):
     return normal(d, N), normal(N), normal(d), ol.settings(d, N, **given)
 
 
-# ------------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------ the table
 
 @pytest.mark.parametrize("name", ROW)
 def test_the_claim_is_as_the_table_says(name):
@@ -73,7 +73,8 @@ def test_deltanet_is_a_gradient_step_and_longhorn_of_one_beta():
     torch.testing.assert_close(ol.deltanet(S, k, x, p), S - 0.3 * gradient, rtol=1e-13, atol=1e-13)
     beta = torch.tensor(0.7, dtype=torch.float64)
     as_longhorn, as_deltanet = ol.settings(3, 4, beta=beta), ol.settings(3, 4, rate=beta / (1 + beta * (k @ k)))
-    torch.testing.assert_close(ol.longhorn_exact(S, k, x, as_longhorn), ol.deltanet(S, k, x, as_deltanet), rtol=1e-13, atol=1e-13)
+    got, want = ol.longhorn_exact(S, k, x, as_longhorn), ol.deltanet(S, k, x, as_deltanet)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
     eigenvalues = torch.linalg.eigvalsh(torch.eye(4) - 0.3 * torch.outer(k, k).float() * 100)
     assert eigenvalues.max() <= 1 + 1e-5 and eigenvalues.min() < -1  # never above 1, but far below -1
 
@@ -81,12 +82,12 @@ def test_deltanet_is_a_gradient_step_and_longhorn_of_one_beta():
 def test_where_eq7_is_the_minimiser():
     S, k, x, p = draw()
     along = torch.tensor([0.0, 2.0, 0.0, 0.0], dtype=torch.float64)
-    same = lambda S, k, x, p: torch.allclose(ol.longhorn(S, k, x, p), ol.longhorn_exact(S, k, x, p), rtol=1e-14, atol=1e-14)
+    same = lambda *a: torch.allclose(ol.longhorn(*a), ol.longhorn_exact(*a), rtol=1e-14, atol=1e-14)
     assert same(torch.zeros_like(S), k, x, p) and same(S, along, x, p) and same(*draw(N=1))
     assert not same(S, k, x, p)
 
 
-# --------------------------------------------------------------------------------------------------------- the minimiser
+# -------------------------------------------------------------------------------------------------------- the minimiser
 
 def test_minimiser_finds_a_minimum_that_is_known():
     target = torch.tensor([[1.0, -2.0, 300.0], [1e5, 0.0, 1e-3]], dtype=torch.float64)
@@ -114,61 +115,60 @@ def test_draws_reach_the_extremes():
     lengths, betas = [a.norm().item() for a in k], torch.cat([a.beta for a in p])
     assert min(lengths) == pytest.approx(1e-3) and max(lengths) == pytest.approx(1e3)
     assert betas.min() == 1e-6 and betas.max() == 1 - 1e-6
-    assert any((a == 0).all() for a in S) and any(a.abs().max() > 50 for a in S) and {a.shape[1] for a in S} >= {1, 8, 16}
+    assert any((a == 0).all() for a in S) and any(a.abs().max() > 50 for a in S)
+    assert {a.shape[1] for a in S} >= {1, 8, 16}
     assert all(abs(length - 1) < 1e-12 for length in lengths[:16])
     again = [a for a, *_ in ol.draws(48, False, 0)]
     assert all(torch.equal(a, b) for a, b in zip(S, again, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------- the mixers that train
+# ------------------------------------------------------------------------------------------------ the mixers that train
 
 def test_every_recurrent_family_has_a_row():
-    assert set(model.TABLE1) - {"llama"} <= set(ol.KERNEL_OF) <= set(model.FAMILIES)
-    assert sorted(f for row in UPDATES for f in row.mixers) == sorted(ol.KERNEL_OF)
+    rows = [f for row in UPDATES for f in row.mixers]
+    assert set(model.TABLE1) - {"llama"} <= set(rows) <= set(model.FAMILIES) and len(rows) == len(set(rows))
 
 
-@pytest.mark.parametrize("family", ol.KERNEL_OF)
+@pytest.mark.parametrize("family", [f for row in UPDATES for f in row.mixers])
 def test_mixer_is_the_update_of_its_row(family):
     row, = (row for row in UPDATES if family in row.mixers)
     assert ol.mixer_off(family, row.update) <= ol.MIXER_HOLDS
-    assert ol.mixer_off(family, row.update, kernel="torch") <= ol.MIXER_HOLDS
-    others = {"longhorn": ol.longhorn_exact, "longhorn_exact": ol.longhorn, "rwkv4": lambda S, k, x, p: 0.5 * S + 0.5 * x}
+    assert ol.mixer_off(family, row.update, backend="torch") <= ol.MIXER_HOLDS
+    others = {"longhorn": ol.longhorn_exact, "longhorn_exact": ol.longhorn,
+              "rwkv4": lambda S, k, x, p: 0.5 * S + 0.5 * x}
     assert ol.mixer_off(family, others.get(family, ol.linear_attention)) > 100 * ol.MIXER_HOLDS
 
 
 def test_a_changed_mixer_is_seen(monkeypatch):
     longhorn, retention, delta_rule = model.longhorn_scan, model.retention, mixers.delta_rule
-    with monkeypatch.context() as m:
-        m.setattr(model.Longhorn, "scan", model.LonghornExact.scan)  # another update behind the same family
-        assert ol.mixer_off("longhorn", ol.longhorn) > 1e-3
     for family, module, name, changed in (
             ("longhorn", model, "longhorn_scan", lambda x, dt, *a, **kw: longhorn(x, dt + 0.01, *a, **kw)),
             ("retnet", model, "retention", lambda q, k, v, g, *a, **kw: retention(q, k, v, 1.01 * g, *a, **kw)),
-            ("deltanet", mixers, "delta_rule", lambda q, k, v, beta, state, kernel: delta_rule(q, k, v, 0.99 * beta, state))):
+            ("deltanet", mixers, "delta_rule", lambda q, k, v, b, *a, **kw: delta_rule(q, k, v, 0.99 * b, *a, **kw))):
         update = next(row.update for row in UPDATES if family in row.mixers)
         with monkeypatch.context() as m:
             changed.__signature__ = inspect.signature(getattr(module, name))
             m.setattr(module, name, changed)
             assert ol.mixer_off(family, update) > 10 * ol.MIXER_HOLDS, family
-    with monkeypatch.context() as m:
-        m.setattr(model.Longhorn, "scan", lambda self, x, dt, k, q, z, h0: (x, h0))  # no longer the scan
-        with pytest.raises(RuntimeError, match="longhorn_scan 0 times"):
-            ol.mixer_off("longhorn", ol.longhorn)
+    monkeypatch.setattr(model.Longhorn, "scan", lambda self, x, dt, k, q, z, h0: (x, h0))  # no longer the scan
+    with pytest.raises(RuntimeError, match="longhorn_scan 0 times"):
+        ol.mixer_off("longhorn", ol.longhorn)
 
 
-def test_what_mixers_give_their_kernels():
-    a, _ = ol.kernel_call("retnet")
-    torch.testing.assert_close(a["log_decay"].exp(), 1 - 2.0 ** (-5 - torch.arange(2, dtype=torch.float64)), rtol=1e-6, atol=0)
-    a, _ = ol.kernel_call("deltanet")
-    torch.testing.assert_close(a["k"].norm(dim=-1), torch.ones(a["k"].shape[:3], dtype=torch.float64), rtol=1e-3, atol=0)
+def test_what_mixers_give_their_operators():
+    _, a, _ = ol.operator_call("retnet")
+    decays = 1 - 2.0 ** (-5 - torch.arange(2, dtype=torch.float64))
+    torch.testing.assert_close(a["log_decay"].exp(), decays, rtol=1e-6, atol=0)
+    _, a, _ = ol.operator_call("deltanet")
+    one = torch.ones(a["k"].shape[:3], dtype=torch.float64)
+    torch.testing.assert_close(a["k"].norm(dim=-1), one, rtol=1e-3, atol=0)
     assert 0 < a["beta"].min() < 0.3 and 0.7 < a["beta"].max() < 1  # of a learned step size, and not all alike
-    a, _ = ol.kernel_call("gla")
-    assert 0 < a["log_decay"].exp().min() < 0.9 and a["log_decay"].max() < 0
-    a, _ = ol.kernel_call("longhorn")
-    assert a["h0"].abs().max() > 0 and torch.sigmoid(a["dt"] + a["dt_bias"]).std() > 0.1
+    name, a, state = ol.operator_call("longhorn")
+    assert name == "longhorn_scan" and a["h0"].abs().max() > 0 and state.dtype == torch.float64
+    assert torch.sigmoid(a["dt"] + a["dt_bias"]).std() > 0.1
 
 
-# --------------------------------------------------------------------------------------------------------------- streams
+# -------------------------------------------------------------------------------------------------------------- streams
 
 def test_lost():
     x = torch.randn(5, 3, dtype=torch.float64)
@@ -183,8 +183,8 @@ def test_orthogonal_keys_are_recalled_whole_and_random_ones_as_theory_says():
     for name in ("linear attention", "Longhorn, Eq. 6", "Longhorn, Eq. 7", "DeltaNet"):
         assert ol.recall(ROW[name], p, eye, values).abs().max() < 1e-12
     assert ol.recall(ROW["RetNet"], p, eye, values)[0, -1] > 1e-3  # what it forgot cannot be had back by one gain
-    got = [ol.recall(ROW["linear attention"], p, *ol.make_pairs(64, 16, 16, 0.0, torch.Generator().manual_seed(s)))[0, -1]
-           for s in range(8)]
+    pairs = lambda seed: ol.make_pairs(64, 16, 16, 0.0, torch.Generator().manual_seed(seed))
+    got = [ol.recall(ROW["linear attention"], p, *pairs(seed))[0, -1] for seed in range(8)]
     noise = 63 / 16  # n - 1 other pairs, each 1 / N of a value's square
     assert sum(got).item() / 8 == pytest.approx(noise / (1 + noise), abs=0.03)
 
@@ -205,15 +205,17 @@ def test_keys_are_correlated_as_asked():
 
 
 def test_recall_rows_choose_the_best_and_survive_a_state_that_explodes():
-    rows = [replace(ROW["DeltaNet"], tune=({"rate": 0.2}, {"rate": 1e9})), replace(ROW["DeltaNet"], name="all", tune=())]
+    delta = ROW["DeltaNet"]
+    rows = [replace(delta, tune=({"rate": 0.2}, {"rate": 1e9})), replace(delta, name="all", tune=())]
     tuned, plain = ol.recall_rows(rows, 0.0, 2, 0)
     assert all(b <= s + 1e-12 for b, s in zip(tuned["best"], tuned["start"], strict=True))
     assert tuned["best"][-1] < tuned["start"][-1]
-    assert tuned["setting"][-1] == {"rate": 0.2} and plain["start"] == tuned["start"] and plain["best"] == plain["start"]
+    assert tuned["setting"][-1] == {"rate": 0.2} and plain["best"] == plain["start"] == tuned["start"]
     assert tuned["newest"][-1] < 0.6 < 0.8 < tuned["best"][-1]  # the last 8 of 128 are not yet written over
     (low, high), = tuned["best_quartiles"][-1:]
     assert low <= tuned["best"][-1] <= high
-    exploded, = ol.recall_rows([replace(ROW["DeltaNet"], update=lambda S, k, x, p: 1e9 * S + torch.outer(x, k))], 0.0, 1, 0)
+    explodes = replace(delta, update=lambda S, k, x, p: 1e9 * S + torch.outer(x, k))
+    exploded, = ol.recall_rows([explodes], 0.0, 1, 0)
     assert exploded["start"][-1] == math.inf
 
 
@@ -229,17 +231,14 @@ def test_a_pair_written_again():
 
 
 def test_what_the_diagonal_costs():
-    one = ol.diagonal_cost(1, 0.5, 0.9, 1, 0)
-    assert abs(one["missed"]) < 1e-12 and one["step_off"] < 1e-7 and one["apart"] < 1e-12
-    cost = {(N, c): ol.diagonal_cost(N, c, 1 / 3, 1, 0) for N in (4, 16) for c in (0.0, 0.75)}
-    for measure in ("missed", "step_off", "apart"):
-        at = {size: found[measure] for size, found in cost.items()}
-        assert 0 < at[16, 0.0] < at[16, 0.75] and at[4, 0.75] < at[16, 0.75], measure
+    missed = lambda N, c: ol.diagonal_cost(N, c, 1 / 3, 1, 0)["missed"]
+    assert abs(missed(1, 0.5)) < 1e-12
+    assert 0 < missed(16, 0.0) < missed(16, 0.75) < 1 and missed(4, 0.75) < missed(16, 0.75)
 
 
-# ----------------------------------------------------------------------------------------------------------- your update
+# ------------------------------------------------------------------------------------------------------ an added update
 
-MINE = """
+FILE = """
 import torch
 name = "Longhorn that forgets"
 tune = [{"gamma": 1.0, "key": 2.0}]
@@ -253,67 +252,57 @@ def update(S_prev, k, x, p):
 """
 
 
-def test_a_file_of_yours_goes_through_everything(tmp_path, monkeypatch, capsys):
-    mine, out = tmp_path / "mine.py", tmp_path / "new" / "record.json"
-    mine.write_text(MINE)
+def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
+    added, out = tmp_path / "added.py", tmp_path / "new" / "record.json"
+    added.write_text(FILE)
     monkeypatch.setattr(ol, "UPDATES", [ROW[n] for n in ("linear attention", "Longhorn, Eq. 6", "Longhorn, Eq. 7")])
-    assert ol.main(["--quick", f"--add={mine}", f"--out={out}"]) == 0
-    said, record = capsys.readouterr().out, json.loads(out.read_text())
-    assert record["benchmark"] == "online_learning" and record["environment"]["torch"] and record["run_seconds"] > 0
+    monkeypatch.setattr(ol, "PAIRS", (4, 8, 16, 32, 64, 128))
+    assert ol.main(["--quick", f"--add={added}", f"--out={out}"]) == 0
+    printed, record = capsys.readouterr().out, json.loads(out.read_text())
+    assert record["benchmark"] == "online_learning" and record["environment"]["torch"] and record["finished"]
     check = record["checks"][-1]
     assert check["name"] == "Longhorn that forgets" and check["minimises"] and check["off"] < 1e-12
     assert [r["name"] for r in record["recall"]["correlated"]][-1] == "Longhorn that forgets"
     assert "Longhorn that forgets" in record["written_again"]
     markdown = out.with_suffix(".md").read_text()
-    assert all(line in said for line in markdown.splitlines()) and markdown.count("| Longhorn that forgets") == 6
+    assert all(line in printed for line in markdown.splitlines()) and markdown.count("| Longhorn that forgets") == 6
     assert out.with_suffix(".png").stat().st_size > 50_000
-    # what is wrong is said, and for a row of this file it is an error
-    rows = [*ol.UPDATES, ol.read_update(mine)]
+    # what is wrong is reported, and for a row of this file it is an error
+    rows = [*ol.UPDATES, ol.read_update(added)]
     assert ol.unexpected(record, rows) == []
     for at in (0, -1):
         record["checks"][at]["minimises"] = False
     record["checks"][2]["mixers"]["longhorn"] = math.nan
-    wrong = ol.unexpected(record, rows)
-    assert len(wrong) == 2 and wrong[0].startswith("linear attention: the update is not") and "longhorn: the mixer" in wrong[1]
+    first, second = ol.unexpected(record, rows)
+    assert first.startswith("linear attention: the update is not") and "longhorn: its mixer is nan" in second
 
 
 @pytest.mark.parametrize("change,says", [
     (("    return S + ", "    return "), None),
     (("    return S + torch.outer", "    S_prev += 1; return S + torch.outer"), "changed S_prev in place"),
-    (("    return S + torch.outer(", "    return (S / 0) + torch.outer("), "not finite, for .k. = "),
-    (("    S = p.gamma * S_prev\n", "    return S_prev.float()\n"), "update returned torch.float32: keep to float64"),
-    (("    S = p.gamma * S_prev\n", "    return 3.0\n"), r"update returned float, not a tensor \(\d, \d+\)"),
-    (("    S = p.gamma * S_prev\n", "    S = p.gama * S_prev\n"), "update raised AttributeError: .*gama"),
-    (("(S @ k - x).square()).sum()", "(S @ k - x).square())"), r"objective returned \(\d,\), not one number"),
-    (("    return (S - p.gamma * S_prev).square().sum() +", "    S = S.detach()\n    return"), "objective does not depend on S"),
-    (("    return (S - p.gamma", "    return (S / 0 - p.gamma"), "objective is (nan|inf)"),
-    (("def objective(S, S_prev, k, x, p)", "def objective(S, S_prev, k, x)"), "objective raised TypeError: .*positional"),
+    (("    return S + torch.outer(", "    return (S / 0) + torch.outer("), "finite, for keys of length 0.001"),
+    (("    S = p.gamma * S_prev\n", "    return S_prev.float()\n"), r"returned .* torch.float32, not the new S"),
+    (("    S = p.gamma * S_prev\n", "    return 3.0\n"), r"update returned float, not the new S, \(\d, \d+\)"),
+    (("(S @ k - x).square()).sum()", "(S @ k - x).square())"), "objective must be one number"),
+    (("    return (S - p.gamma", "    return (S / 0 - p.gamma"), "objective must be one number, and it and the"),
     (("def objective(", "def loss("), r"defines no function objective\(S, S_prev, k, x, p\)"),
     (("def update(", "def Update("), r"defines no function update\(S_prev, k, x, p\)"),
-    (("def update(S_prev, k, x, p):", "def update(S_prev, k, x, p)"), "line 9: expected ':'"),
-    (("import torch", "import torchh"), "ModuleNotFoundError: No module named 'torchh'"),
     (('"Longhorn that forgets"', '"RetNet"'), "there is a row named 'RetNet' already"),
-    (('{"gamma": 1.0,', '{"gama": 1.0,'), "tune must be a list of settings such as"),
-    (('"key": 2.0}', '"key": [2.0]}'), "tune must be a list of settings such as")])
-def test_mistakes_in_your_file_are_one_line(tmp_path, change, says):
-    assert change[0] in MINE
-    path = tmp_path / "mine.py"
-    path.write_text(MINE.replace(*change))
-    if says is None:  # a wrong update is no mistake: it is found not to minimise
+    (('{"gamma": 1.0,', '{"gama": 1.0,'), "tune must be a list of settings such as")])
+def test_mistakes_in_an_added_file_are_one_line(tmp_path, change, says):
+    assert change[0] in FILE
+    path = tmp_path / "added.py"
+    path.write_text(FILE.replace(*change))
+    if says is None:  # a wrong update is no mistake: the check finds that it does not minimise
         assert not ol.check(ol.read_update(path), 4, 0)["minimises"]
         return
-    with pytest.raises(Mistake, match=says) as error:
+    with pytest.raises(ConfigError, match=says) as error:
         ol.check(ol.read_update(path), 12, 0)
     assert "\n" not in str(error.value)
 
 
-def test_command_line_mistakes(tmp_path, capsys):
-    assert ol.main([f"--add={tmp_path / 'none.py'}"]) == 2
-    assert capsys.readouterr().err.strip().endswith("none.py: there is no such file")
-    (tmp_path / "mine.py").write_text(MINE)
-    assert ol.main([f"--add={tmp_path / 'mine.py'}"] * 2) == 2
-    assert "'Longhorn that forgets' is the name of two" in capsys.readouterr().err
-    for arguments, says in ((["--seed=-1"], "--seed=-1: must be at least 0"), (["--out=a.png"], "choose a.json"),
+def test_command_line_mistakes(capsys):
+    for arguments, says in ((["--out=a.png"], "such as a.json"),
                             (["--save", "--add=a.py"], "choose a file with --out")):
         with pytest.raises(SystemExit) as stop:
             ol.main(arguments)
