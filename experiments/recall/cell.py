@@ -7,10 +7,8 @@
     rate(epoch) = learning_rate (1 + cos(pi epoch / epochs)) / 2       no warmup, no clipping
 
 The loop, the records, resuming and several processes are train.py's; here are its configuration, data and evaluation.
-
-A run stops where `stop_at` of the test's queries are answered right, at an evaluation: after each epoch, as in the
-benchmark, or every eval_interval steps. So the test's examples decide when to stop, and in Figure 4 which learning rate
-counts: they are no untouched test. The examples behind `by_pairs` are.
+A run stops where `stop_at` of the test's queries are answered right, at an evaluation. So the test's examples decide
+when to stop, and in Figure 4 which learning rate counts. The examples behind `by_pairs` are untouched by either.
 """
 
 import contextlib
@@ -137,10 +135,10 @@ class RecallData:
         draws the same on every process.
         """
         config = self.config
-        seeds = np.random.SeedSequence([config.seed, 4, step, rank]).generate_state(1)
-        torch.manual_seed(int(seeds[0]))
+        torch.manual_seed(int(np.random.SeedSequence([config.seed, 4, step, rank]).generate_state(1)[0]))
         epoch, at = divmod(step, config.steps_per_epoch)
-        rows = epoch_order(config.seed, epoch, config.train_examples)[at * config.batch_examples:][:config.batch_examples]
+        order = epoch_order(config.seed, epoch, config.train_examples)
+        rows = order[at * config.batch_examples:(at + 1) * config.batch_examples]
         own = rows[rank::world_size]
         if not len(own):  # fewer examples are left than processes, and each takes part in the gradient's mean
             yield *self.train.batch(rows[:1], self.device), 0.0
@@ -174,7 +172,7 @@ class Evaluate:
 
     @torch.no_grad()
     def answers(self, model, examples):
-        """(n, P) float64, 1.0 where a query is answered right, the first of an example first; and the mean loss in nats."""
+        """(n, P) float64, 1.0 where a query is answered right, by their positions; and the mean loss in nats."""
         model.eval()
         right, total, dtype = [], 0.0, getattr(torch, self.config.dtype)
         for i in range(0, len(examples), self.config.micro_batch_size):
@@ -188,7 +186,7 @@ class Evaluate:
         return torch.cat(right).numpy(), total / len(examples)
 
     def by_pairs(self, model, examples=1000):
-        """Accuracy on fresh examples with fewer and with more pairs than in training: [{"pairs", "queries", "accuracy"}]."""
+        """Accuracy on fresh examples with fewer and more pairs than in training: [{"pairs", "queries", "accuracy"}]."""
         config, rows = self.config, []
         for pairs in sorted({config.pairs, *(2**i for i in range(2, 20) if 4 * 2**i <= config.block_size)}):
             with contextlib.suppress(ConfigError):  # more keys than the vocabulary has

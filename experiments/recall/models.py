@@ -29,19 +29,19 @@ from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
-def long_conv(u, taps, past=None):
-    """y_t = sum_lag taps[lag] u_{t - lag}, by FFT.
+# Its state would be every input: these two mixers only read whole sequences.
 
-    Args: u: (B, T, d); taps: (at least past + T, d); past: (B, ., d), the inputs before u.
-    Returns: (B, T, d) in u's dtype. Raises ValueError, one line, for more tokens than taps.
+def long_conv(u, taps):
+    """y_t = sum_lag taps[lag] u_{t - lag}, by FFT: u (B, T, d), taps (at least T, d) -> (B, T, d) in u's dtype.
+
+    Raises ValueError, one line, for more tokens than taps.
     """
-    full = u if past is None else torch.cat([past.to(u.dtype), u], 1)
-    n = full.shape[1]
-    if n > len(taps):
-        raise ValueError(f"a sequence of {n} tokens, but the long convolution has {len(taps)} taps: "
+    T = u.shape[1]
+    if T > len(taps):
+        raise ValueError(f"a sequence of {T} tokens, but the long convolution has {len(taps)} taps: "
                          "give a larger block_size")
-    fft = lambda a: torch.fft.rfft(a.transpose(-1, -2), 2 * n)  # zeros to twice the length: nothing wraps around
-    y = torch.fft.irfft(fft(full.to(taps.dtype)) * fft(taps[:n]), 2 * n)[..., n - u.shape[1]:n]  # (B, d, T)
+    fft = lambda a: torch.fft.rfft(a.transpose(-1, -2), 2 * T)  # zeros to twice the length: nothing wraps around
+    y = torch.fft.irfft(fft(u.to(taps.dtype)) * fft(taps[:T]), 2 * T)[..., :T]  # (B, d, T)
     return y.transpose(1, 2).to(u.dtype)
 
 
@@ -115,19 +115,15 @@ class BaseConv(nn.Module):
 
 
 class LongBaseConv(nn.Module):
-    """y = (conv(x) + x) * (W x + b) + x with a convolution as long as the context: its state is every input."""
+    """y = (conv(x) + x) * (W x + b) + x with a convolution as long as the context."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.proj = nn.Linear(config.n_embd, config.n_embd)
         self.filter = Filter(config.block_size, config.n_embd, sine=False)
 
-    def forward(self, x, state=None):
-        c = long_conv(x, self.filter(), state) + x  # (B, T, d)
-        return torch.addcmul(x, c, self.proj(x)), None if state is None else torch.cat([state, x], 1)
-
-    def initial_state(self, batch_size, device):
-        return torch.zeros(batch_size, 0, self.proj.in_features, device=device)
+    def forward(self, x):
+        return torch.addcmul(x, long_conv(x, self.filter()) + x, self.proj(x))  # (B, T, d)
 
     def init_table(self, config):
         return {"proj.weight": ("normal", 0.02), "proj.bias": ("constant", 0.0), **self.filter.init_table()}
@@ -158,18 +154,11 @@ class Hyena(nn.Module):
         self.D = nn.Parameter(torch.empty(d))
         self.out_proj = nn.Linear(d, d)
 
-    def forward(self, x, state=None):
-        before, past = (None, None) if state is None else state
-        xs = self.in_proj(x)  # (B, T, 3 d)
-        c = causal_conv1d(xs, self.conv_weight, self.conv_bias, before, silu=False, backend=self.backend)
+    def forward(self, x):
+        c = causal_conv1d(self.in_proj(x), self.conv_weight, self.conv_bias, silu=False, backend=self.backend)
         x1, x2, v = c.chunk(3, -1)  # (B, T, d) each
         u = x1 * v
-        y = self.out_proj(x2 * torch.addcmul(long_conv(u, self.filter(), past), self.D.to(u.dtype), u))
-        return y, None if state is None else (conv_state(xs, before, self.W), torch.cat([past, u], 1))
-
-    def initial_state(self, batch_size, device):
-        d = self.D.numel()
-        return torch.zeros(batch_size, self.W - 1, 3 * d, device=device), torch.zeros(batch_size, 0, d, device=device)
+        return self.out_proj(x2 * torch.addcmul(long_conv(u, self.filter()), self.D.to(u.dtype), u))
 
     def init_table(self, config):
         return {"in_proj.weight": ("normal", 0.02), "in_proj.bias": ("constant", 0.0), "conv_weight": dense(self.W),

@@ -1,19 +1,18 @@
 """Figure 4 of the paper: multi-query associative recall, nine mixers by length, width and learning rate.
 
-    python experiments/recall/mqar.py run --preset=laptop              T = 64 and 128 at width 64, within an hour on two CPU cores
-    python experiments/recall/mqar.py run --preset=gpu                 the claim: T = 512 at width 64, Longhorn, Mamba, attention
-    python experiments/recall/mqar.py run --preset=paper --dry-run     the whole figure, 448 runs, and how long they take here
-    python experiments/recall/mqar.py report out/recall_laptop         table and figure, from the records alone
-    python experiments/recall/mqar.py cell --model=longhorn            one run; cell --help lists its settings
+    python experiments/recall/mqar.py run --preset=laptop           T = 64 and 128, width 64: an hour on two CPU cores
+    python experiments/recall/mqar.py run --preset=gpu              the claim: T = 512 at width 64, three mixers
+    python experiments/recall/mqar.py run --preset=paper --dry-run  the whole figure, 448 runs, and their time here
+    python experiments/recall/mqar.py report out/recall_laptop      table and figure, from the records alone
+    python experiments/recall/mqar.py cell --model=longhorn         one run; cell --help lists its settings
+    python experiments/recall/mqar.py run --mixers=longhorn,mamba --Ts=128 --widths=64,128 --lrs=2.2e-3,1e-2 --seeds=1,2
 
-    python experiments/recall/mqar.py run --mixers=longhorn,mamba --Ts=128 --widths=64,128 --lrs=2.2e-3,1e-2 --seeds=1,2,3
+Any other --key=value goes to every run (`--epochs=8`, `--dtype=float32`). Stop it at any moment: the same command
+resumes, and one with more seeds, lengths or mixers adds to the same sweep. Your own mixer takes part with a row in
+MIXERS of experiments/recall/models.py.
 
-Any other --key=value goes to every run (`--epochs=8`, `--dtype=float32`). Stop it at any moment: the same command resumes,
-and one with more seeds, lengths or mixers adds to the same sweep. Your own mixer takes part with a row in MIXERS of
-experiments/recall/models.py.
-
-The published protocol is one seed, and the best of four learning rates on the very examples that also say when to stop. Both
-are kept, to compare with Figure 4; `--seeds=1,2,3` adds what it does not show, the spread.
+The published protocol is one seed, and the best of four learning rates on the very examples that also say when to stop.
+Both are kept, to compare with Figure 4; `--seeds=1,2,3` adds what it does not show, the spread.
 """
 
 import argparse
@@ -22,6 +21,7 @@ import functools
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -35,7 +35,6 @@ from experiments.scaling.sweep import Cell, hours, names, numbers  # noqa: E402
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
 SCRIPT = "experiments/recall/mqar.py"
-MEASURED_TOKENS = 4096  # of a trial step on a CPU
 START_SECONDS = 10.0  # importing PyTorch, drawing the examples, the tests at the end
 
 
@@ -67,19 +66,16 @@ def cells_of(preset, extra=()):
     from experiments.recall.models import MIXERS
 
     cells = []
-    for T, mixers in preset.lengths.items():
-        if unknown := [m for m in mixers if m not in MIXERS]:
-            raise ConfigError(f"unknown mixer {unknown[0]!r}: choose one of {', '.join(MIXERS)}")
-        for width in preset.widths:
-            for mixer in mixers:
-                for seed in preset.seeds:
-                    for rate in sorted(preset.lrs, reverse=True):
-                        argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
-                                f"--seed={seed}", *preset.args, *extra]
-                        config = cell.load(argv)
-                        at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
-                              "pairs": config.pairs, "steps": config.max_iters}
-                        cells.append(Cell(f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}", ["cell", *argv], at))
+    points = [(T, width, mixer) for T in preset.lengths for width in preset.widths for mixer in preset.lengths[T]]
+    for (T, width, mixer), seed, rate in product(points, preset.seeds, sorted(preset.lrs, reverse=True)):
+        if mixer not in MIXERS:
+            raise ConfigError(f"unknown mixer {mixer!r}: choose one of {', '.join(MIXERS)}")
+        argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
+                f"--seed={seed}", *preset.args, *extra]
+        config = cell.load(argv)
+        at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
+              "pairs": config.pairs, "steps": config.max_iters}
+        cells.append(Cell(f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}", ["cell", *argv], at))
     return cells
 
 
@@ -103,42 +99,39 @@ def estimate(cells, threads):
 
 
 def measure(config):
-    """(seconds, FLOPs) per example of a training step, without the optimizer."""
+    """(seconds, FLOPs) per example of a training step, in float32 and without the optimizer."""
     import torch
 
     from experiments.recall import cell
     from experiments.recall.task import generate
-    from train import pick_dtype
 
-    device, batch = torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.batch_examples
-    if device.type == "cpu":  # on a GPU a small step takes as long as a large one
-        batch = max(1, min(batch, MEASURED_TOKENS // config.block_size))
-    model, dtype, times = cell.build_model(config, device), pick_dtype(config.dtype, device), []
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = config.batch_examples if device.type == "cuda" else min(config.batch_examples, 32)
+    model, times = cell.build_model(config, device), []
     x, y = generate(config.task(), batch, seed=0).batch(slice(None), device)
     for _ in range(4):
         began = time.perf_counter()
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(x, y, loss_only=True)[1]
-        loss.backward()
-        loss.item()
+        model(x, y, loss_only=True)[1].backward()
+        model.embed.weight.grad[0, 0].item()  # wait for the GPU
         times.append(time.perf_counter() - began)
     return median(times[1:]) / batch, config.block_size * model.flops_per_token()["total"]
 
 
 def print_plan(cells, jobs, gpus):
     """The plan as a table, a line per T, width and mixer; then the total."""
-    print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'rates':33}{'seeds':>5}{'steps':>8}{'FLOPs':>9}{'at most':>9}")
+    print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}{'at most':>9}")
     lines = {}
     for c in cells:
         lines.setdefault((c.at["T"], c.at["pairs"], c.at["n_embd"], c.at["mixer"]), []).append(c)
     for (T, pairs, width, mixer), group in lines.items():
-        rates = ", ".join(f"{r:g}" for r in sorted({c.at["learning_rate"] for c in group}))
-        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{rates:33}{len({c.at['seed'] for c in group}):>5}"
-              f"{group[0].at['steps']:>8,}{group[0].at['flops']:>9.2g}{hours(group[0].seconds):>9}")
+        at = group[0].at
+        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{len(group):>5}{at['steps']:>8,}{at['flops']:>12.2g}"
+              f"{hours(group[0].seconds):>9}")
     total = sum(c.seconds for c in cells) / (len(gpus) or jobs)
     where = f"{len(gpus)} GPU(s)" if gpus else f"{sweep.cores()} CPU core(s)"
-    print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs, at most {hours(total)} on {where}, {jobs} at a "
-          "time, by a short measurement of each; a run stops where it answers enough of the test right")
+    flops = sum(c.at["flops"] for c in cells)
+    print(f"{len(cells)} runs, {flops:.2g} FLOPs, at most {hours(total)} on {where}, {jobs} at a time, by a short "
+          "measurement of each; a run stops where it answers enough of the test right")
 
 
 # -------------------------------------------------------------------------------------------------------- command line
@@ -162,7 +155,7 @@ def parser():
     show = commands.add_parser("report", help="record, table and figure, from the runs' records alone", **exact)
     show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/recall_laptop",
                       help="of the sweep, or the .json that a report wrote (default: out/recall_laptop)")
-    show.add_argument("--out", type=Path, help="what the .json, .md and .png are named (default: report, in the folder)")
+    show.add_argument("--out", type=Path, help="name of the .json, .md and .png (default: report, in the folder)")
     show.add_argument("--accept_code", action="append", default=[], metavar="CODE",
                       help="also compare runs of this version of the code")
     commands.add_parser("cell", help="one run; cell --help lists its settings", add_help=False)

@@ -1,10 +1,10 @@
-"""Figure 4 from the records of experiments/recall/mqar.py: recall against width and against state size, for each T.
+"""Figure 4 from the records of experiments/recall/mqar.py: recall against width, for each T.
 
-    recall of a point = mean over the seeds at the learning rate whose mean is best; its bar: from the worst seed to the best
+    recall of a point = mean over the seeds at the learning rate whose mean is best; its bar: from worst seed to best
 
 `mqar.py report FOLDER` reads a sweep and writes report.json (one record of all its runs), report.md and report.png;
-`mqar.py report RECORD.json` draws the latter two from such a record alone. The paper's Figure 4 gives no numbers, so none
-of the paper's stand here.
+`mqar.py report RECORD.json` makes the latter two from such a record alone. The paper's Figure 4 gives no numbers, so
+none of the paper's are here.
 """
 
 import json
@@ -21,7 +21,8 @@ from records import read_log
 SAME = ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer", "weight_decay",
         "schedule", "grad_clip", "n_layer", "dtype")
 SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
-COORDINATES = {"mixer": "model", "T": "block_size", "n_embd": "n_embd", "learning_rate": "learning_rate", "seed": "seed"}
+COORDINATES = {"mixer": "model", "T": "block_size", "n_embd": "n_embd", "learning_rate": "learning_rate",
+               "seed": "seed"}  # in the plan -> in config.json
 OUTCOME = ("accuracy", "reached", "val_loss", "by_distance", "by_pairs", "steps", "seconds", "parameters", "state_size",
            "memory_bytes", "processes", "device_name")
 NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": "RWKV-4", "baseconv": "BaseConv",
@@ -37,29 +38,28 @@ def name_of(mixer):
 
 # ---------------------------------------------------------------------------------------------------------------- read
 
-def read_cell(folder, at, accept_code=()):
+def read_run(folder, at, accept_code=()):
     """One finished run as a flat record. Raises BadRecord where its files are missing, torn or at odds."""
     result, record = sweep.finished_records(folder)
     try:
-        config, ran_in = record["config"], record["environment"]
-        cell = {key: config[setting] for key, setting in COORDINATES.items()}
-        for key, value in cell.items():
-            if len({value, at[key], result.get(COORDINATES[key], value)}) > 1:
-                raise BadRecord(f"another run's records: {key} is {value} in config.json, {at[key]} in the plan")
-        codes = [c for c in record["code_versions"] if c not in accept_code] or record["code_versions"][-1:]
-        if len(codes) > 1 or result["code"] != record["code_versions"][-1]:
-            raise BadRecord(f"its code changed while it was down: {', then '.join(record['code_versions'])}")
+        config, ran_in, codes = record["config"], record["environment"], record["code_versions"]
+        for key, setting in COORDINATES.items():
+            if config[setting] != at[key]:
+                raise BadRecord(f"another run's records: {key} is {config[setting]}, {at[key]} in the plan")
+        own = [code for code in codes if code not in accept_code] or codes[-1:]
+        if len(own) > 1:
+            raise BadRecord(f"its code changed while it was down: {', then '.join(codes)}")
         accuracy, events = result["accuracy"], read_log(folder, "eval")
         if not isinstance(accuracy, (int, float)) or not 0 <= accuracy <= 1:
             raise BadRecord(f"its accuracy is {accuracy}")
         if not events or (events[-1]["step"], events[-1]["accuracy"]) != (result["steps"], accuracy):
             raise BadRecord("log.jsonl does not end with the accuracy in result.json")
-        cell |= {"name": Path(folder).name, **{key: result[key] for key in OUTCOME},
-                 **{key: config[key] for key in SAME_AT_A_LENGTH}, "time": record["time"],
-                 "epochs": result["steps"] / record["derived"]["steps_per_epoch"],
-                 "data": record["data"]["sha256"], "curve": [[e["step"], e["accuracy"], e["val_loss"]] for e in events]}
-        return cell | {"code": codes[0], "machine": ran_in["gpu"] or ran_in["cpu"],
-                       "settings": {key: config[key] for key in SAME}}
+        return {"name": Path(folder).name, **{key: config[setting] for key, setting in COORDINATES.items()},
+                **{key: result[key] for key in OUTCOME}, **{key: config[key] for key in SAME_AT_A_LENGTH},
+                "epochs": result["steps"] / record["derived"]["steps_per_epoch"], "data": record["data"]["sha256"],
+                "curve": [[e["step"], e["accuracy"], e["val_loss"]] for e in events], "time": record["time"],
+                "code": own[0], "machine": ran_in["gpu"] or ran_in["cpu"],
+                "settings": {key: config[key] for key in SAME}}
     except (KeyError, TypeError, IndexError) as error:
         raise BadRecord(f"its records lack {error}") from None
 
@@ -67,72 +67,49 @@ def read_cell(folder, at, accept_code=()):
 def read_sweep(folder, accept_code=()):
     """The record of a sweep: its finished runs that may be compared, and why each other run of its plan is left out.
 
-    Returns {"runs": [...], "planned": how many, "left_out": {name: why}, "preset", "machines", "code", "settings"}.
-    Raises ConfigError where there is no plan.
+    Returns {"runs": [...], "planned": how many, "left_out": {name: why}, "preset", "settings", "machines" and "code":
+    {which: runs}}. Raises ConfigError where there is no plan.
     """
-    plan, cells, left_out = sweep.read_plan(folder), {}, {}
+    plan, runs, left_out = sweep.read_plan(folder), {}, {}
     for name, at in plan["cells"].items():
         try:
-            cells[name] = read_cell(Path(folder) / name, at, accept_code)
+            runs[name] = read_run(Path(folder) / name, at, accept_code)
         except BadRecord as reason:
             left_out[name] = str(reason)
-
-    def leave_out(group, values):
-        """Of the runs of a group, those whose values differ from the most frequent ones."""
+    codes = Counter(r["code"] for r in runs.values())
+    first = max(codes, key=lambda code: (code not in accept_code, codes[code]), default=None)
+    for group, values in (
+            (lambda r: 0, lambda r: {"code": first if r["code"] in accept_code else r["code"], **r["settings"]}),
+            (lambda r: r["T"], lambda r: {key: r[key] for key in SAME_AT_A_LENGTH}),
+            (lambda r: (r["T"], r["seed"]), lambda r: r["data"])):
         kinds = {}
-        for cell in cells.values():
-            kinds.setdefault(group(cell), Counter())[json.dumps(values(cell))] += 1
-        for name, cell in list(cells.items()):
-            most, own = json.loads(kinds[group(cell)].most_common(1)[0][0]), values(cell)
+        for r in runs.values():
+            kinds.setdefault(group(r), Counter())[json.dumps(values(r))] += 1
+        for name, r in list(runs.items()):
+            most, own = json.loads(kinds[group(r)].most_common(1)[0][0]), values(r)
             if other := [f"{key} {own[key]} where most have {most[key]}" for key in own if own[key] != most[key]]:
                 left_out[name] = "not comparable: " + ", ".join(other)
-                del cells[name]
-
-    codes = Counter(c["code"] for c in cells.values())
-    first = max(codes, key=lambda code: (code not in accept_code, codes[code]), default=None)
-    leave_out(lambda c: 0, lambda c: {"code": first if c["code"] in accept_code else c["code"], **c["settings"]})
-    leave_out(lambda c: c["T"], lambda c: {key: c[key] for key in SAME_AT_A_LENGTH})
-    leave_out(lambda c: (c["T"], c["seed"]), lambda c: c["data"])
-    runs = list(cells.values())
-    return {"preset": plan.get("preset"), "code": {code: codes[code] for code in sorted({c["code"] for c in runs})},
-            "settings": runs[0]["settings"] if runs else {}, "machines": sorted({c["machine"] for c in runs}),
-            "planned": len(plan["cells"]), "left_out": left_out,
-            "runs": [{k: v for k, v in c.items() if k not in ("settings", "code", "machine")} for c in runs]}
-
-
-def write_record(record, path):
-    """A JSON file with one line per run."""
-    head = json.dumps({k: v for k, v in record.items() if k != "runs"}, indent=1).removesuffix("\n}")
-    runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])
-    path.write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n')
+                del runs[name]
+    settings, machines, codes = [], Counter(), Counter()
+    for r in runs.values():
+        settings.append(r.pop("settings"))
+        machines[r.pop("machine")] += 1
+        codes[r.pop("code")] += 1
+    return {"preset": plan.get("preset"), "code": codes, "machines": machines, "planned": len(plan["cells"]),
+            "settings": settings[0] if settings else {}, "left_out": left_out, "runs": list(runs.values())}
 
 
 def read_record(path):
-    """What write_record wrote. Raises ConfigError for another file."""
+    """What `write` wrote of a sweep. Raises ConfigError for another file."""
     try:
         record = json.loads(path.read_text())
-        if not isinstance(record["runs"], list):
-            raise TypeError("runs is not a list")
-        return record
+        return {**record, "runs": list(record["runs"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a record of a recall sweep ({error}): give the folder of one, or the .json that "
-                          "`report` wrote") from None
+        raise ConfigError(f"{path} is not a record of a recall sweep ({error}): give the folder of one, or the .json "
+                          "that `report` wrote") from None
 
 
 # ----------------------------------------------------------------------------------------------------------- summarise
-
-def pooled(rows, *keys):
-    """Rows [{*keys, "queries", "accuracy"}] of several seeds as one per key, accuracies weighted by their queries."""
-    at = {}
-    for row in rows:
-        at.setdefault(tuple(row[k] for k in keys), []).append(row)
-    out = []
-    for key, same in sorted(at.items()):
-        queries = sum(r["queries"] for r in same)
-        out.append({**dict(zip(keys, key, strict=True)), "queries": queries,
-                    "accuracy": sum(r["accuracy"] * r["queries"] for r in same) / queries})
-    return out
-
 
 def summarise(runs):
     """The points of Figure 4: one for each T, width and mixer, in this order, at its best learning rate.
@@ -145,25 +122,33 @@ def summarise(runs):
     order = {mixer: i for i, mixer in enumerate(NAMES)}
     rows = []
     for (T, n_embd, mixer), rates in sorted(points.items(), key=lambda p: (*p[0][:2], order.get(p[0][2], 99), p[0][2])):
-        rate = max(rates, key=lambda r: (len(rates[r]), mean(c["accuracy"] for c in rates[r]), -r))
+        recall = {rate: mean(run["accuracy"] for run in rates[rate]) for rate in sorted(rates)}
+        rate = max(rates, key=lambda rate: (len(rates[rate]), recall[rate], -rate))
         best = rates[rate]
-        accuracies = [c["accuracy"] for c in best]
-        rows.append({"T": T, "pairs": best[0]["pairs"], "n_embd": n_embd, "mixer": mixer, "accuracy": mean(accuracies),
-                     "lowest": min(accuracies), "highest": max(accuracies), "seeds": sorted(c["seed"] for c in best),
-                     "learning_rate": rate,
-                     "rates": {f"{r:g}": mean(c["accuracy"] for c in rates[r]) for r in sorted(rates)},
-                     "epochs": mean(c["epochs"] for c in best), "seconds": mean(c["seconds"] for c in best),
-                     "parameters": best[0]["parameters"], "state_size": best[0]["state_size"],
-                     "by_distance": pooled([r for c in best for r in c["by_distance"]], "from", "to"),
-                     "by_pairs": pooled([r for c in best for r in c["by_pairs"]], "pairs")})
+        accuracies = [run["accuracy"] for run in best]
+        rows.append({"T": T, "n_embd": n_embd, "mixer": mixer, "accuracy": recall[rate], "lowest": min(accuracies),
+                     "highest": max(accuracies), "seeds": sorted(run["seed"] for run in best), "learning_rate": rate,
+                     "rates": recall, **{key: best[0][key] for key in ("pairs", "parameters", "state_size")},
+                     **{key: mean(run[key] for run in best) for key in ("epochs", "seconds")},
+                     "by_distance": pooled(best, "by_distance", lambda b: f"{b['from']}-{b['to'] - 1}"),
+                     "by_pairs": pooled(best, "by_pairs", lambda b: str(b["pairs"]))})
     return rows
+
+
+def pooled(runs, key, label):
+    """{label: accuracy} over several seeds, weighted by their queries."""
+    queries, right = Counter(), Counter()
+    for row in (row for run in runs for row in run[key]):
+        queries[label(row)] += row["queries"]
+        right[label(row)] += row["accuracy"] * row["queries"]
+    return {at: right[at] / queries[at] for at in queries}
 
 
 def table(head, rows):
     """Lines of a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     line = lambda row: "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-    return [line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)]
+    return ["", line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)]
 
 
 def percent(x):
@@ -176,28 +161,24 @@ def markdown(record, points):
              f"{len(record['runs'])} runs, {', '.join(record['machines'])}, code {' and '.join(record['code'])}. "
              + "; ".join(f"{key} {value}" for key, value in record["settings"].items()) + ".",
              "Recall in percent of the test's queries, at the best of the learning rates. A run stops where it reaches "
-             "stop_at, so differences above that value mean nothing.", ""]
-    cells = []
+             "stop_at, so differences above that value mean nothing."]
+    rows = []
     for p in points:
         seeds = f" ({percent(p['lowest'])} .. {percent(p['highest'])}, {len(p['seeds'])} seeds)"
-        cells.append([str(p["T"]), str(p["pairs"]), str(p["n_embd"]), name_of(p["mixer"]),
-                      percent(p["accuracy"]) + (seeds if len(p["seeds"]) > 1 else ""), f"{p['learning_rate']:g}",
-                      ", ".join(f"{rate}: {percent(a)}" for rate, a in p["rates"].items()), f"{p['epochs']:.2f}",
-                      f"{p['seconds']:.0f}", f"{p['state_size']:,}", f"{p['parameters']:,}"])
+        rows.append([str(p["T"]), str(p["pairs"]), str(p["n_embd"]), name_of(p["mixer"]),
+                     percent(p["accuracy"]) + (seeds if len(p["seeds"]) > 1 else ""), f"{p['learning_rate']:g}",
+                     ", ".join(f"{rate:g}: {percent(a)}" for rate, a in p["rates"].items()), f"{p['epochs']:.2f}",
+                     f"{p['seconds']:.0f}", f"{p['state_size']:,}", f"{p['parameters']:,}"])
     lines += table(["T", "pairs", "width", "mixer", "recall", "best rate", "all rates", "epochs", "seconds",
-                    "state, numbers", "parameters"], cells)
+                    "state, numbers", "parameters"], rows)
     for T in dict.fromkeys(p["T"] for p in points):
         width = min(p["n_embd"] for p in points if p["T"] == T)
         here = [p for p in points if (p["T"], p["n_embd"]) == (T, width)]
-        for title, key, label in (
-                ("by the tokens from a key to its query", "by_distance", lambda b: f"{b['from']}-{b['to'] - 1}"),
-                (f"by the number of pairs (trained with {here[0]['pairs']})", "by_pairs", lambda b: str(b["pairs"]))):
-            columns = list(dict.fromkeys(label(b) for p in sorted(here, key=lambda p: -len(p[key])) for b in p[key]))
-            rows = []
-            for p in here:
-                found = {label(b): percent(b["accuracy"]) for b in p[key]}
-                rows.append([name_of(p["mixer"]), *(found.get(c, "-") for c in columns)])
-            lines += ["", f"T = {T}, width {width}, {title}:", "", *table(["mixer", *columns], rows)]
+        for key, title in (("by_distance", "by the tokens from a key to its query"),
+                           ("by_pairs", f"by the number of pairs (trained with {here[0]['pairs']})")):
+            columns = list(dict.fromkeys(c for p in sorted(here, key=lambda p: -len(p[key])) for c in p[key]))
+            rows = [[name_of(p["mixer"]), *(percent(p[key][c]) if c in p[key] else "-" for c in columns)] for p in here]
+            lines += ["", f"T = {T}, width {width}, {title}:", *table(["mixer", *columns], rows)]
     if record["left_out"]:
         lines += ["", f"Left out, {len(record['left_out'])} of {record['planned']} planned runs:", "",
                   *(f"- {name}: {why}" for name, why in record["left_out"].items())]
@@ -207,7 +188,7 @@ def markdown(record, points):
 # -------------------------------------------------------------------------------------------------------------- figure
 
 def draw(points, path):
-    """Figure 4 into `path`: recall for each T, against width; as bars, with the size of the state, where there is one width."""
+    """Figure 4: recall for each T, against width; as bars, with the size of the state, where there is one width."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,7 +202,6 @@ def draw(points, path):
     for T, a in zip(lengths, axes[0], strict=True):
         here = [p for p in points if p["T"] == T]
         widths = sorted({p["n_embd"] for p in here})
-        a.set_title(f"T = {T}, {here[0]['pairs']} pairs" + (f", width {widths[0]}" if len(widths) == 1 else ""))
         for i, mixer in enumerate(dict.fromkeys(p["mixer"] for p in here)):
             own = [p for p in here if p["mixer"] == mixer]
             y = [p["accuracy"] for p in own]
@@ -240,6 +220,7 @@ def draw(points, path):
             a.legend(fontsize=8)
         else:
             a.set(xlabel="recall", xlim=(0, 1.03), yticks=[], ylim=(0.5 - len(colours), 0.5))
+        a.set_title(f"T = {T}, {here[0]['pairs']} pairs" + (f", width {widths[0]}" if len(widths) == 1 else ""))
         a.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
@@ -247,21 +228,23 @@ def draw(points, path):
 
 
 def write(place, out=None, accept_code=()):
-    """The report of a sweep's folder, or of a record that `write` made of one; {kind: path}.
+    """The report of a sweep's folder, or of a record that this function wrote; {kind: path}.
 
-    place: the folder, or the .json; out: path of the three files without their endings (default: `report` in the folder,
-    or beside the record). Raises ConfigError where there is no plan, or no record.
+    place: the folder, or the .json; out: path of the three files without their endings (default: `report` in the
+    folder, or beside the record); accept_code: versions of the code whose runs are compared too. Raises ConfigError.
     """
     place = Path(place)
-    record = read_record(place) if place.suffix == ".json" else read_sweep(place, accept_code)
-    out = Path(out) if out else place.with_suffix("") if place.suffix == ".json" else place / "report"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    paths = {kind: Path(f"{out}.{kind}") for kind in ("json", "md", "png")}
-    points = summarise(record["runs"])
-    write_record(record, paths["json"])
-    paths["md"].write_text("\n".join(markdown(record, points)) + "\n")
-    if points:
-        draw(points, paths["png"])
+    if place.suffix == ".json":
+        record, out = read_record(place), Path(out or place.with_suffix(""))
     else:
-        del paths["png"]
+        record, out = read_sweep(place, accept_code), Path(out or place / "report")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    paths, points = {kind: Path(f"{out}.{kind}") for kind in ("json", "md", "png")}, summarise(record["runs"])
+    head = json.dumps({key: value for key, value in record.items() if key != "runs"}, indent=1).removesuffix("\n}")
+    runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])  # a line per run
+    paths["json"].write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n')
+    paths["md"].write_text("\n".join(markdown(record, points)) + "\n")
+    if not points:
+        return {kind: paths[kind] for kind in ("json", "md")}
+    draw(points, paths["png"])
     return paths

@@ -78,7 +78,8 @@ class Examples:
 
     def batch(self, rows, device):
         """idx, targets of some examples, (B, T) int64 tensors on the device; targets are -1 where nothing is asked."""
-        idx, where, values = (torch.from_numpy(a[rows].astype(np.int64)) for a in (self.tokens, self.where, self.values))
+        arrays = (self.tokens, self.where, self.values)
+        idx, where, values = (torch.from_numpy(a[rows].astype(np.int64)) for a in arrays)
         return idx.to(device), torch.full_like(idx, -1).scatter_(1, where, values).to(device)
 
     def distances(self):
