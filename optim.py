@@ -4,8 +4,8 @@
     the rest           norms, biases, convolutions, rates of the scans: no decay
     --optimizer=muon   Muon (Jordan et al. 2024) on the linear maps of the layers; embedding and the rest stay with AdamW
 
-Each group has its own `initial_lr`, and the schedule in train.py scales all of them by one factor. So another optimiser is
-one more entry in the list that `build_optimizers` returns.
+Each group has its own `initial_lr`, and the schedule in train.py scales all of them by one factor. So another optimiser
+is one more entry in the list that `build_optimizers` returns.
 """
 
 import torch
@@ -62,8 +62,8 @@ def muon_matrices(model):
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with the parts of a fused projection orthogonalised separately: x|z are two maps in one matrix.
 
-    matrices: [(parameter (m, n), rows of its parts, which add up to m)]. A part is a view of its parameter, so the update
-    lands in the model. Rates are scaled to AdamW's size of update (Liu et al. 2025), so one learning_rate suits both.
+    matrices: [(parameter (m, n), rows of its parts, which add up to m)]. A part is a view of its parameter, so the
+    update lands in the model. Rates are scaled to AdamW's size of update (Liu et al. 2025), so one learning_rate suits both.
     """
 
     def __init__(self, matrices, lr, weight_decay):
@@ -74,8 +74,9 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure=None):
         for p, rows, parts in self.parts:
-            for part, grad in zip(parts, p.grad.split(rows), strict=True):
-                part.grad = grad
+            if p.grad is not None:  # of a linear map that forward left out it is
+                for part, grad in zip(parts, p.grad.split(rows), strict=True):
+                    part.grad = grad
         super().step(closure)
         self.zero_grad()
 

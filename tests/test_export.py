@@ -1,13 +1,15 @@
-"""export.py: weights out to transformers and back, and every family through its own folder. `pytest tests/test_export.py`
+"""export.py: weights out to transformers and back, and every family through its own folder.
 
-The surprise: agreement is asked for in logits, gradients aside, with norms, biases and A_log away from their start: a
-weight under a wrong name gives other logits, while a wrong norm weight of 1.0 would not.
+    python -m pytest tests/test_export.py
+
+Norms, biases and A_log are away from their start, so that a weight under a wrong name gives other logits.
 """
 
 import dataclasses
 import json
 import os
 import pickle
+import re
 import sys
 
 import pytest
@@ -28,7 +30,7 @@ CLOSE = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 
 def tiny(family, **changes):
-    """A model whose every tensor matters to the logits and holds no value twice, so that no two can be exchanged unseen."""
+    """A model whose every tensor matters to the logits and holds no value twice: exchanging any two shows."""
     torch.manual_seed(0)
     lm = LM(ModelConfig(**{"model": family, **SMALL, **PARITY.get(family, {}), **changes}))
     with torch.no_grad():
@@ -47,12 +49,12 @@ def close(a, b, tolerance):
 
 
 def make_run(folder, lm, **meta):
-    """A run's folder as train.py leaves it: the model beside an optimiser's state, settings of training in the config."""
+    """A run's folder as train.py leaves it: the model, an optimiser's state, and the settings of training in the config."""
     tensors, skeleton = checkpoint.flatten({"model": lm.state_dict(), "optimizer": {"exp_avg": torch.ones(3)}})
     settings = {**dataclasses.asdict(lm.config), "learning_rate": 1e-3, "out_dir": str(folder)}
     folder.mkdir()
-    meta = {"skeleton": skeleton, "step": 7, "tokens": 700, "config": settings, "data": {"train": "ab"}, "tokenizer": "bytes",
-            "table": None, **meta}
+    meta = {"skeleton": skeleton, "step": 7, "tokens": 700, "config": settings, "data": {"train": "ab"},
+            "tokenizer": "bytes", "table": None, **meta}
     checkpoint.save(folder / "checkpoint.safetensors", tensors, meta)
     return folder
 
@@ -85,7 +87,7 @@ def transformers():
     return transformers
 
 
-# ------------------------------------------------------------------------------------------------- parity, both directions
+# ---------------------------------------------------------------------------------------------- parity, both directions
 
 @pytest.mark.parametrize("family", PARITY)
 def test_transformers_loads_what_is_written(family, tmp_path, run, transformers):
@@ -94,8 +96,9 @@ def test_transformers_loads_what_is_written(family, tmp_path, run, transformers)
     code, out, err = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
     count = sum(p.numel() for p in lm.parameters())
     megabytes = f"{(tmp_path / 'hf' / 'model.safetensors').stat().st_size / 1e6:.3g}"
-    assert (code, err) == (0, "") and out == (f"wrote {tmp_path}/hf: {count:,} parameters, {megabytes} MB; load it with "
-                                              f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')\n")
+    assert (code, err) == (0, "")
+    assert out == (f"wrote {tmp_path}/hf: {count:,} parameters, {megabytes} MB; load it with "
+                   f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')\n")
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
     with safetensors.safe_open(tmp_path / "hf" / "model.safetensors", "pt") as f:
         assert f.metadata() == {"format": "pt"}  # without it older versions of transformers refuse the file
@@ -106,7 +109,7 @@ def test_transformers_loads_what_is_written(family, tmp_path, run, transformers)
     with torch.no_grad():
         close(theirs(idx).logits, lm(idx)[0], CLOSE[torch.float32])
     written = theirs.generate(idx, max_new_tokens=40, do_sample=False)
-    assert torch.equal(written, lm.generate(idx, 40, temperature=0)) and written.shape == (2, 60)  # no token ends the text
+    assert torch.equal(written, lm.generate(idx, 40, temperature=0)) and written.shape == (2, 60)  # nothing ends it
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -120,20 +123,27 @@ def test_pure_functions_agree_with_transformers(family, dtype, transformers):
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).to(dtype).eval()
     result = theirs.load_state_dict({**tensors, "lm_head.weight": tensors[next(iter(tensors))]})
     assert not result.missing_keys and not result.unexpected_keys
-    with torch.no_grad():
-        close(theirs(tokens()).logits, lm(tokens())[0], CLOSE[torch.float32 if family == "mamba" else dtype])
+    tolerance, targets = CLOSE[torch.float32 if family == "mamba" else dtype], tokens().roll(1, 1)
+    (logits, loss), expected = lm(tokens(), targets), theirs(tokens()).logits
+    close(logits, expected, tolerance)
+    grads = torch.autograd.grad(loss, list(lm.parameters()))
+    grads = export.as_in_file(dict(zip(dict(lm.named_parameters()), grads, strict=True)), lm.config)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, theirs.get_parameter(name).grad, rtol=50 * tolerance, atol=50 * tolerance)
     back = from_hf(config, tensors)
-    assert torch.equal(back(tokens())[0], lm(tokens())[0])
+    assert torch.equal(back(tokens())[0], logits)
     assert {n: p.dtype for n, p in back.named_parameters()} == {n: dtype for n, _ in lm.named_parameters()}
 
 
 def theirs_at_random(transformers, family, **changes):
     torch.manual_seed(3)
     if family == "llama":
-        config = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3, "intermediate_size": 150, "vocab_size": 64,
-                  "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 40}
+        config = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3, "intermediate_size": 150,
+                  "vocab_size": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 40}
     else:
-        config = {"hidden_size": 40, "num_hidden_layers": 4, "state_size": 6, "expand": 3, "conv_kernel": 2, "vocab_size": 64}
+        config = {"hidden_size": 40, "num_hidden_layers": 4, "state_size": 6, "expand": 3, "conv_kernel": 2,
+                  "vocab_size": 64}
     config = getattr(transformers, {"llama": "LlamaConfig", "mamba": "MambaConfig"}[family])(**{**config, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -150,7 +160,8 @@ def test_a_model_of_transformers_becomes_ours(family, tmp_path, run, transformer
     code, out, err = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run", tokenizer="bytes")
     assert (code, err) == (0, "") and "go on with python sample.py" in out and family in out
     lm, meta = sample.load_model(tmp_path / "run")
-    assert meta["tokenizer"] == "bytes" and lm.config.model == family and lm.config.n_layer == {"llama": 3, "mamba": 2}[family]
+    assert meta["tokenizer"] == "bytes" and lm.config.model == family
+    assert lm.config.n_layer == {"llama": 3, "mamba": 2}[family]
     idx = tokens()
     with torch.no_grad():
         expected = theirs(idx).logits
@@ -175,7 +186,7 @@ def test_several_files_and_half_precision(family, tmp_path, transformers):
         close(lm(tokens())[0], theirs(tokens()).logits, CLOSE[torch.float32])
 
 
-# --------------------------------------------------------------------------------------------------- every family, our format
+# --------------------------------------------------------------------------------------------- every family, our format
 
 @pytest.mark.parametrize("notes, words", [
     ({"tokenizer": ["x"]}, "tokenizer"), ({"tokenizer": "klingon"}, "klingon"), ({"table": 5}, "table"),
@@ -189,39 +200,53 @@ def test_notes_that_sample_could_not_use_are_refused(notes, words, tmp_path, run
     assert code == 2 and err.count("\n") == 1 and words in err and not (tmp_path / "imported").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "longhorn*2,llama", "mamba*2", "llama,mamba"])
 def test_out_and_in_again(family, tmp_path, run):
     """A run exported and imported is the same model with the same tokenizer; `load` gives it too."""
-    lm, table = tiny(family), "abc\n"
+    lm, table = tiny(family) if family in FAMILIES else tiny("longhorn", pattern=family, n_layer=3), "abc\n"
+    kind = family.removesuffix("*2")
     make_run(tmp_path / "run", lm, tokenizer="char", table=table)
     code, out, err = run(out_dir=tmp_path / "run", to=tmp_path / "folder")
-    assert (code, err) == (0, "") and (family in PARITY or f"export.load('{tmp_path}/folder')" in out)
+    assert (code, err) == (0, "") and (kind in PARITY or f"export.load('{tmp_path}/folder')" in out)
     config = json.loads((tmp_path / "folder" / "config.json").read_text())
     assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"}}
-    if family not in PARITY:
-        assert config["model_type"] == "longhorn" and config["model"] == family and config["architectures"] == ["LM"]
+    if kind not in PARITY:
+        assert config["model_type"] == "longhorn" and config["architectures"] == ["LM"]
+        assert (config["pattern"] or config["model"]) == family
         assert config.keys() == {*export.SETTINGS, "model_type", "architectures", "dtype", "run"}
         assert safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors").keys() == lm.state_dict().keys()
     code, out, err = run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
     assert (code, err) == (0, "") and "sample.py" in out
     again, meta = sample.load_model(tmp_path / "imported")
     assert (meta["tokenizer"], meta["table"], meta["step"]) == ("char", table, 7)
-    relevant = set(SMALL) - {"n_head"} | {"model"} | set(PARITY.get(family, {}))
+    relevant = set(SMALL) - {"n_head"} | {"families"} | set(PARITY.get(family, {}))
     assert all(getattr(again.config, name) == getattr(lm.config, name) for name in relevant)
     loaded = export.load(tmp_path / "folder")
     assert not loaded.training
     for other in (again, loaded):
-        assert all(torch.equal(p, q) for p, q in zip(lm.state_dict().values(), other.state_dict().values(), strict=True))
+        ours, theirs = lm.state_dict(), other.state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in {**ours, **theirs})
         assert [p.requires_grad for p in other.parameters()] == [True] * len(list(lm.parameters()))
     with torch.no_grad():
         assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
 
 
-def test_the_machines_own_settings_stay_behind():
-    lm = tiny("longhorn", scan_backend="torch")
+def test_the_machines_own_setting_stays_behind():
+    lm = tiny("longhorn", backend="torch")
     config, tensors = to_hf(lm)
-    assert not {"scan_backend", "kernel"} & config.keys()
-    assert from_hf(config, tensors).config == dataclasses.replace(lm.config, scan_backend="")
+    assert "backend" not in config and from_hf(config, tensors).config == dataclasses.replace(lm.config, backend="")
+
+
+def test_exports_of_before_november_2026_load():
+    """Their settings and names of weights, of a model that kept our own names."""
+    lm = tiny("gla")
+    config, tensors = to_hf(lm)
+    older = {**{k: v for k, v in config.items() if k != "pattern"}, "scan_backend": "", "kernel": "torch"}
+    number = lambda m: f"branches.{2 * int(m[1]) + int(m[2])}"
+    name = lambda n: re.sub(r"layers\.(\d)\.branches\.(\d)", number, n).replace(".mixer.", ".branch.")
+    loaded = from_hf(older, {name(n): t for n, t in tensors.items()})
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
@@ -248,13 +273,15 @@ def test_dtypes(family, dtype, tmp_path, run, transformers):
     for name, p in lm.named_parameters():
         assert torch.equal(loaded.get_parameter(name), p.to(getattr(torch, dtype)).float())
     if family == "llama":
-        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype="auto").dtype == getattr(torch, dtype)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype="auto")
+        assert theirs.dtype == getattr(torch, dtype)
 
 
 def test_float16_that_overflows_is_refused(tmp_path, run):
     lm = tiny("longhorn")
     lm.embed.weight.data[3, 4] = 7e4
-    refused(run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "folder", dtype="float16"), "embed.weight", "bfloat16")
+    make_run(tmp_path / "run", lm)
+    refused(run(out_dir=tmp_path / "run", to=tmp_path / "folder", dtype="float16"), "embed.weight", "bfloat16")
     assert os.listdir(tmp_path) == ["run"]
 
 
@@ -265,7 +292,7 @@ def test_gpt2_texts_end(tmp_path, run, transformers):
     assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 50256
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 def rope(**how):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **how}}
@@ -324,6 +351,8 @@ REFUSED = [
     ("longhorn", {"n_heads": 4}, "the setting n_heads is unknown"),
     ("longhorn", {"n_embd": 64}, "embed.weight is (64, 32)", "(64, 64)"),
     ("longhorn", {"n_layer": 0}, "n_layer 0"),
+    ("longhorn", {"pattern": "llama,griffin"}, "griffin", "longhorn, mamba"),
+    ("longhorn", {"pattern": 5}, "pattern 5", "only a string"),
 ]
 
 
@@ -373,10 +402,10 @@ def test_the_rank_of_mambas_step_size():
 def test_any_hidden_width_that_mlp_multiple_can_give(hidden):
     config, _ = to_hf(tiny("llama"))
     ours = export.model_config({**config, "intermediate_size": hidden})
-    assert export.skeleton(ours).branches[1].branch.w1.out_features == hidden
+    assert export.skeleton(ours).layers[0].branches[1].mixer.w1.out_features == hidden
 
 
-# --------------------------------------------------------------------------------------------------------- files and folders
+# ---------------------------------------------------------------------------------------------------- files and folders
 
 def test_wrong_settings(tmp_path, run):
     refused(run(out_dir=tmp_path), "--to", "--from_hf")
@@ -386,12 +415,6 @@ def test_wrong_settings(tmp_path, run):
     refused(run(out_dir=tmp_path, from_hf=tmp_path, dtype="bfloat16"), "--to")
     refused(run(out_dir=tmp_path, to="a", dtype="int8"), "float32, bfloat16, float16")
     refused(run(out_dir=tmp_path, two="a"), "--to")
-
-
-def test_help_says_what_an_import_is_not(capsys):
-    with pytest.raises(SystemExit) as info:
-        export.main(["--help"])
-    assert info.value.code == 0 and "cannot resume" in " ".join(capsys.readouterr().out.split())
 
 
 def test_nothing_is_overwritten_unasked(tmp_path, run):
@@ -408,14 +431,16 @@ def test_nothing_is_overwritten_unasked(tmp_path, run):
     (to / "thesis.tex").write_text("my only copy")
     refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "thesis.tex", "never overwritten")
     refused(run(out_dir=tmp_path / "run", to=to / "thesis.tex"), "thesis.tex")
-    refused(run(out_dir=tmp_path / "run", to=tmp_path / "run", overwrite="true"), "checkpoint.safetensors", "never overwritten")
-    assert (to / "thesis.tex").read_text() == "my only copy" and sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
+    refused(run(out_dir=tmp_path / "run", to=tmp_path / "run", overwrite="true"), "never overwritten")
+    assert (to / "thesis.tex").read_text() == "my only copy"
+    assert sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
 
 
 def test_training_does_not_resume_from_an_import(tmp_path, run):
     assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
     assert run(from_hf=tmp_path / "hf", out_dir=tmp_path / "imported")[0] == 0
-    with pytest.raises(checkpoint.CheckpointError, match=rf"imported from {tmp_path}/hf, weights without [^\n]*another out_dir$"):
+    words = rf"imported from {tmp_path}/hf, weights without .*another out_dir$"
+    with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
 
 
@@ -449,18 +474,11 @@ def test_a_failure_leaves_what_was_there(fails, there, tmp_path, run, monkeypatc
         rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*{"save_file": (safetensors.torch, "save_file", save_file), "rename": (os, "rename", no_rename)}[fails])
+        what = {"save_file": (safetensors.torch, "save_file", save_file), "rename": (os, "rename", no_rename)}
+        patch.setattr(*what[fails])
         refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
     assert sorted(os.listdir(tmp_path)) == entries
     assert not there or export.load(to).config.model == "gla"
-
-
-def test_files_are_readable_by_others_and_links_are_followed(tmp_path, run):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    assert run(out_dir=make_run(tmp_path / "run", tiny("longhorn")), to=tmp_path / "link")[0] == 0
-    modes = {(tmp_path / "real" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
-    assert len(modes) == 1 and (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize("writes", ["llama", "longhorn"])
@@ -518,7 +536,8 @@ def test_runs_that_cannot_be_exported(tmp_path, run):
     refused(run(out_dir=tmp_path / "nothing", to=to), "nothing/checkpoint.safetensors", "no checkpoint")
     lm = tiny("llama")
     other = {**dataclasses.asdict(lm.config), "model": "mamba"}
-    refused(run(out_dir=make_run(tmp_path / "mixed", lm, config=other), to=to), "mixed/checkpoint.safetensors", "do not fit")
+    make_run(tmp_path / "mixed", lm, config=other)
+    refused(run(out_dir=tmp_path / "mixed", to=to), "mixed/checkpoint.safetensors", "do not fit")
     make_run(tmp_path / "new", lm, config={**other, "model": "griffin"})
     refused(run(out_dir=tmp_path / "new", to=to), "griffin", "longhorn, mamba")
     content = bytearray((tmp_path / "new" / "checkpoint.safetensors").read_bytes())
@@ -528,12 +547,6 @@ def test_runs_that_cannot_be_exported(tmp_path, run):
     checkpoint.save(tmp_path / "new" / "checkpoint.safetensors", {}, {"some": "thing"})
     refused(run(out_dir=tmp_path / "new", to=to), "do not fit")
     assert not to.exists()
-
-
-def test_transformers_is_not_imported_to_export(tmp_path, run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
-    assert run(from_hf=tmp_path / "hf", out_dir=tmp_path / "again")[0] == 0
 
 
 def test_an_import_without_a_known_tokenizer_says_so(tmp_path, run):

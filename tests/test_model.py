@@ -65,7 +65,7 @@ def numel(state):
     return state.numel() if isinstance(state, torch.Tensor) else sum(map(numel, state))
 
 
-# ------------------------------------------------------------------------------------------- sequences, chunks and steps
+# ------------------------------------------------------------------------------------------ sequences, chunks and steps
 
 @EACH_FAMILY
 @torch.no_grad()
@@ -103,20 +103,6 @@ def test_a_state_is_left_as_it_was(family):
 
 
 @EACH_FAMILY
-def test_gradients_flow_through_the_state(family):
-    """Two halves with the state carried over give the gradients of the whole: truncation would be silent otherwise."""
-    lm, idx, targets = tiny(family), tokens(2, 12), tokens(2, 12, seed=2)
-    lm(idx, targets)[1].backward()
-    whole = {name: p.grad.clone() for name, p in lm.named_parameters()}
-    lm.zero_grad()
-    _, first, state = lm(idx[:, :5], targets[:, :5], state=lm.initial_state(2))
-    _, second, _ = lm(idx[:, 5:], targets[:, 5:], state=state)
-    (first * 5 / 12 + second * 7 / 12).backward()
-    for name, p in lm.named_parameters():
-        close(p.grad, whole[name], 1e-4)
-
-
-@EACH_FAMILY
 @torch.no_grad()
 def test_shapes_loss_and_last_only(family):
     lm, idx, targets = tiny(family), tokens(3, 10), tokens(3, 10, seed=2)
@@ -129,6 +115,11 @@ def test_shapes_loss_and_last_only(family):
     keep = targets >= 0
     _, loss = lm(idx, targets)
     close(loss.double(), -p[keep].gather(-1, targets[keep][:, None]).mean())
+    none, alone = lm(idx, targets, loss_only=True)
+    assert none is None
+    close(alone, loss)
+    with pytest.raises(ValueError, match="loss_only needs targets"):
+        lm(idx, loss_only=True)
     last, none = lm(idx, last_only=True)
     assert last.shape == (3, 1, 64) and none is None
     close(last, logits[:, -1:])
@@ -154,39 +145,7 @@ def test_every_parameter_gets_a_gradient(family):
     lm(tokens(4, 24), tokens(4, 24, seed=2))[1].backward()
     for name, p in lm.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), name
-        assert (p.grad != 0).float().mean() > (0.5 if name != "embed.weight" else 0.99), f"{name}: gradients are mostly zero"
-
-
-@EACH_FAMILY
-def test_it_can_learn_one_batch_by_heart(family):
-    torch.manual_seed(0)
-    lm, idx, targets = LM(config(family, n_layer=1)), tokens(4, 16), tokens(4, 16, seed=2)
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(120):
-        loss = lm(idx, targets)[1]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.1, f"{family}: {loss.item()}"
-
-
-@EACH_FAMILY
-def test_the_loss_alone_is_the_same(family):
-    lm, idx, targets = tiny(family, n_layer=1), tokens(2, 16), tokens(2, 16, seed=2)
-    targets[:, 5:8], found = -1, []
-    for how in ({}, {"loss_only": True}):
-        lm.zero_grad()
-        logits, loss = lm(idx, targets, **how)
-        loss.backward()
-        found.append((loss.detach(), {name: p.grad.clone() for name, p in lm.named_parameters()}))
-        assert (logits is None) == bool(how)
-    (loss, gradients), (alone, gradients_alone) = found
-    close(alone, loss)
-    for name, g in gradients.items():
-        close(gradients_alone[name], g)
-    assert lm(idx, targets, lm.initial_state(2), loss_only=True)[1].item() == pytest.approx(loss.item())
-    with pytest.raises(ValueError, match="loss_only"):
-        lm(idx, loss_only=True)
+        assert (p.grad != 0).float().mean() > (0.5 if name != "embed.weight" else 0.99), name
 
 
 @EACH_FAMILY
@@ -213,7 +172,7 @@ def test_compiled_equals_eager(family):
 def test_other_precisions_agree_with_float32(family, how):
     """Values, gradients and the state, by the size of the whole.
 
-    Gradients loosely: at the first token a head's o is (q . k) v, and where q . k is nearly 0 its norm magnifies rounding.
+    Gradients loosely: the first o of a head is (q . k) v, whose norm magnifies rounding where q . k is nearly 0.
     """
     lm, other, idx, targets = tiny(family), tiny(family), tokens(2, 24), tokens(2, 24, seed=2)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=how != "float64")
@@ -240,39 +199,17 @@ def test_other_precisions_agree_with_float32(family, how):
 
 # ------------------------------------------------------------------------------------------------ counted a second time
 
-def longhorn_parameters(L, H, d, N=16, W=4, mamba=False):
-    inner, R = 2 * d, math.ceil(d / 16)
-    block = d * 2 * inner + inner * W + inner + inner * (R + 2 * N) + R * inner + inner + inner + inner * d + d
-    return 2 * L * (block + (inner * N if mamba else 0))
-
-
-def swiglu(d):
-    return 3 * d * (math.ceil(8 * d / 3 / 256) * 256)
-
-
-def squared_relu(d, factor):
-    return 2 * d * (math.ceil(factor * d / 256) * 256)
-
-
-def retnet_parameters(L, H, d):
-    wide = int(1.8 * d) // H * H
-    return L * (2 * d * d + 3 * d * wide + 3 * d * wide + 2 * d)  # q k, v g o, the GLU's three; two norms
-
-
-# family -> parameters of the layers (their norms with them) from n_layer, n_head, n_embd
+# exact counts at 120M and 350M: of LLaMA and Mamba what transformers has, all within 1% of the paper's where it has one
 PARAMETERS = {
-    "longhorn": longhorn_parameters,
-    "mamba": lambda L, H, d: longhorn_parameters(L, H, d, mamba=True),
-    "llama": lambda L, H, d: L * (4 * d * d + swiglu(d) + 2 * d),
-    "gla": lambda L, H, d: L * (2 * d * d // 2 + 3 * d * d + d + 16 * d + 16 * d // 2 + d // 2 + swiglu(d) + 2 * d),
-    "retnet": retnet_parameters,
-    # r k v g o, four mu, decay and bonus per head, the group norm; two mu, r, k and v; two norms
-    "rwkv": lambda L, H, d: L * (5 * d * d + 4 * d + 2 * H + 2 * d + 2 * d + d * d + squared_relu(d, 3) + 2 * d),
-    # r k v o, three mu, decay and bonus; two mu, r, k and v; two norms with bias; the embedding's, the last one's bias
-    "rwkv4": lambda L, H, d: L * (4 * d * d + 3 * d + 2 * d + 2 * d + d * d + squared_relu(d, 4) + 4 * d) + 2 * d + d,
-    # q k v o, three convolutions, beta, the norm of a head; SwiGLU; two norms
-    "deltanet": lambda L, H, d: L * (4 * d * d + 3 * d * 4 + d * H + d // H + swiglu(d) + 2 * d),
-    "longhorn_exact": longhorn_parameters,
+    "longhorn": (128_563_968, 369_968_128),
+    "mamba": (129_153_792, 371_540_992),
+    "llama": (123_587_328, 359_842_816),
+    "gla": (123_822_336, 360_469_504),
+    "retnet": (129_116_928, 373_212_160),
+    "rwkv": (123_661_344, 353_748_736),
+    "rwkv4": (130_750_464, 378_941_440),
+    "deltanet": (123_809_280, 360_532_480),
+    "longhorn_exact": (128_563_968, 369_968_128),
 }
 TABLE1 = {"retnet": (129.1, 373.2), "gla": (123.8, 361.1), "rwkv": (124.4, 354.8), "mamba": (129.2, 371.5),
           "llama": (124.4, 357.7), "longhorn": (128.6, 369.8)}  # millions, the paper's
@@ -283,44 +220,32 @@ TABLE1 = {"retnet": (129.1, 373.2), "gla": (123.8, 361.1), "rwkv": (124.4, 354.8
 def test_parameter_count(family, size):
     with torch.device("meta"):
         lm = LM(ModelConfig(model=family, **SIZES[size]))
-    L, H, d = SIZES[size]["n_layer"], SIZES[size]["n_head"], SIZES[size]["n_embd"]
     count = sum(p.numel() for p in lm.parameters())
     parts = lm.parameter_count()
     assert parts["total"] == count == sum(n for part, n in parts.items() if part != "total")
-    assert parts["embedding"] == 50304 * d
+    assert parts["embedding"] == 50304 * SIZES[size]["n_embd"]
     if family in PARAMETERS:
-        assert count == 50304 * d + d + PARAMETERS[family](L, H, d)
+        assert count == PARAMETERS[family][list(SIZES).index(size)]
     if family in TABLE1:
         assert count / 1e6 == pytest.approx(TABLE1[family][list(SIZES).index(size)], rel=0.01)
 
 
-def longhorn_flops(L, H, d, T, N, sum_over_state=0):
-    # in, x, dt and out projections; the convolution; eps k, x - k S, S +=, S q = 1 + 2 + 2 + 2 per state (Mamba: delta A, exp
-    # and its product, S +=, S q = 1 + 2 + 2 + 2); step size, skip, gate = 8
-    R = math.ceil(d / 16)
-    return 2 * L * (2 * (4 * d * d + 2 * d * (R + 2 * N) + R * 2 * d + 2 * d * d) + 2 * d * (2 * 4 + 7 * N + 8 + sum_over_state))
-
-
-def retnet_flops(L, H, d, T, N):
-    wide = int(1.8 * d) // H * H
-    return L * (2 * (2 * d * d + 6 * d * wide) + 5 * d * wide // H)
-
-
-# family -> forward FLOPs per token in the layers, from n_layer, n_head, n_embd, T, N; d_conv 4
-FLOPS = {
-    "longhorn": longhorn_flops,
-    "mamba": longhorn_flops,
-    "longhorn_exact": lambda *sizes: longhorn_flops(*sizes, sum_over_state=1),
-    # q k v o and the MLP; each of the d channels of q and of v meets (T + 1) / 2 tokens on average
-    "llama": lambda L, H, d, T, N: L * (2 * (4 * d * d + swiglu(d)) + 2 * 2 * d * (T + 1) / 2),
-    # the linear maps; then a S, S +=, q S = 1 + 2 + 2 for each number of the state, which is H heads of n x m
-    "gla": lambda L, H, d, T, N: L * (2 * (4 * d * d + 16 * d + 8 * d + swiglu(d)) + 5 * (d // 2) * (d // H)),
-    "retnet": retnet_flops,
-    # beside that r . u k, times v, added to o = 3 + 1 + 1 per channel
-    "rwkv": lambda L, H, d, T, N: L * (2 * (6 * d * d + squared_relu(d, 3)) + 5 * d * (d // H) + 5 * d),
-    "rwkv4": lambda L, H, d, T, N: L * (2 * (5 * d * d + squared_relu(d, 4)) + 23 * d),
+# family -> forward FLOPs per token and layer beside the linear maps, from n_head, n_embd, T and N; d_conv 4
+MIXING = {
+    # eps k, x - k S, S +=, S q: 1 + 2 + 2 + 2 per state (Mamba: delta A, exp and its product, S +=, S q: the same);
+    # step size, skip, gate = 8 per channel; the convolution; two branches
+    "longhorn": lambda H, d, T, N: 2 * 2 * d * (7 * N + 8 + 2 * 4),
+    "mamba": lambda H, d, T, N: 2 * 2 * d * (7 * N + 8 + 2 * 4),
+    "longhorn_exact": lambda H, d, T, N: 2 * 2 * d * (7 * N + 8 + 2 * 4 + 1),  # k S summed over the states first
+    # each of the d channels of q and of v meets (T + 1) / 2 tokens on average
+    "llama": lambda H, d, T, N: 2 * 2 * d * (T + 1) / 2,
+    # a S, S +=, q S = 1 + 2 + 2 for each number of the state, which is H heads of n x m
+    "gla": lambda H, d, T, N: 5 * (d // 2) * (d // H),
+    "retnet": lambda H, d, T, N: 5 * d * (int(1.8 * d) // H),
+    "rwkv": lambda H, d, T, N: 5 * d * (d // H) + 5 * d,  # r . u k, times v, added to o: 3 + 1 + 1 per channel
+    "rwkv4": lambda H, d, T, N: 23 * d,
     # k S, S +=, q S = 2 + 2 + 2; the error and beta = 2 per value; three convolutions
-    "deltanet": lambda L, H, d, T, N: L * (2 * (4 * d * d + d * H + swiglu(d)) + 6 * d * (d // H) + 2 * d + 3 * d * 2 * 4),
+    "deltanet": lambda H, d, T, N: 6 * d * (d // H) + 2 * d + 3 * d * 2 * 4,
 }
 
 
@@ -331,9 +256,12 @@ def test_flops_per_token(family):
     flops = lm.flops_per_token()
     assert flops["total"] == flops["forward"] + flops["backward"] and flops["backward"] == 2 * flops["forward"]
     assert lm.flops_per_token(T=24) == flops and lm.flops_per_token(48)["total"] >= flops["total"]
-    if family in FLOPS:
-        assert flops["forward"] == 2 * 96 * 64 + FLOPS[family](2, 2, 64, T, 16)
-        assert lm.flops_per_token(100)["forward"] == 2 * 96 * 64 + FLOPS[family](2, 2, 64, 100, 16)
+    maps = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear))
+    mixing = flops["forward"] - 2 * maps - 2 * 96 * 64
+    if family in MIXING:
+        assert mixing == 2 * MIXING[family](2, 64, T, 16)
+        longer = lm.flops_per_token(100)["forward"] - flops["forward"]
+        assert longer == 2 * (MIXING[family](2, 64, 100, 16) - MIXING[family](2, 64, T, 16))
     # what PyTorch counts: linear maps are mm, forward once and backward twice; mixing is everything else
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the fused attention is not counted
         loss = lm(tokens(B, T, 96), tokens(B, T, 96, seed=2))[1]
@@ -341,12 +269,12 @@ def test_flops_per_token(family):
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     matrices = [torch.ops.aten.mm, torch.ops.aten.addmm]
-    linear = flops["forward"] - sum(b.mixing_flops(T) for _, b in lm.branches())
+    linear = flops["forward"] - mixing
     assert sum(forward.get(op, 0) for op in matrices) == B * T * linear
     assert sum(counter.get_flop_counts()["Global"].get(op, 0) for op in matrices) == 2 * B * T * linear
     if family == "llama":  # PyTorch counts the whole square of attention, we the visible half with the diagonal
         square = sum(n for op, n in forward.items() if op not in matrices)
-        assert square * (T + 1) / (2 * T) == B * T * sum(b.mixing_flops(T) for _, b in lm.branches())
+        assert square * (T + 1) / (2 * T) == B * T * mixing
 
 
 def read(name):
@@ -456,7 +384,8 @@ HANDLED = {  # what somebody may do to a state between two calls: (lm, state, to
     "one of two": lambda lm, state, idx: (with_caches(state, lambda a: a[:1]), idx[:1]),
     "the other of two": lambda lm, state, idx: (with_caches(state, lambda a: a[1:]), idx[1:]),
     "copied": lambda lm, state, idx: (copy.deepcopy(with_caches(state, torch.detach)), idx),
-    "both from one": lambda lm, state, idx: (with_caches(state, lambda a: a[:1].expand(2, -1, -1, -1)), idx[:1].expand(2, -1)),
+    "both from one": lambda lm, state, idx: (
+        with_caches(state, lambda a: a[:1].expand(2, -1, -1, -1)), idx[:1].expand(2, -1)),
     "of another dtype": lambda lm, state, idx: (with_caches(state, torch.Tensor.double), idx),
     "through a file": lambda lm, state, idx: (through_a_file(state), idx),
 }
@@ -471,57 +400,44 @@ def test_a_cache_continues_whatever_was_done_to_it(how, mode):
     with torch.no_grad():
         state, idx = HANDLED[how](lm, state, idx)
         ways = [tokens(2, 5, seed=seed)[:len(idx)] for seed in (3, 4)]
-        begun = [lm(way[:, :3], state=state) for way in ways]  # two from one state: neither may write into the other's past
+        begun = [lm(way[:, :3], state=state) for way in ways]  # neither may write into the other's past
         for way, (logits, _, after) in zip(ways, begun, strict=True):
             got = torch.cat([logits, lm(way[:, 3:], state=after)[0]], 1)
             close(got, lm(torch.cat([idx, way], 1))[0][:, -5:])
 
 
-# ------------------------------------------------------------------------------------------- initialisation, weight decay
+# ----------------------------------------------------------------------------------------- initialisation, weight decay
 
 def expected_init(family, layer, branch, d, L, H, N=16, W=4):
-    """Name of a parameter within its branch -> (kind, scale) or values, by hand; None: not written down here.
-
-    GPT-2's scheme where the family's own code does not say otherwise; Mamba, GLA, RetNet and RWKV as their papers' code.
-    """
-    plain, residual = ("normal", 0.02), ("normal", 0.02 / math.sqrt(2 * L))  # two residual branches per layer
+    """Name of a parameter within its mixer -> (kind, scale) or values, as the papers' code has it, of those that are not
+    normal of 0.02, or of that over the root of the residual branches."""
     kaiming = lambda fan_in: ("uniform", fan_in**-0.5)
     xavier = lambda fan_in, fan_out, gain: ("uniform", gain * math.sqrt(6 / (fan_in + fan_out)))
     one, zero, low, wide = ("constant", 1), ("constant", 0), 2**-2.5, int(1.8 * d) // H * H
-    if family in ("longhorn", "longhorn_exact", "mamba"):
-        block = {"in_proj.weight": kaiming(d), "conv_weight": kaiming(W), "conv_bias": kaiming(W), "dt_bias": zero, "D": one,
-                 "x_proj.weight": kaiming(2 * d), "dt_proj.weight": kaiming(math.ceil(d / 16)),
-                 "out_proj.weight": ("uniform", (2 * d) ** -0.5 / math.sqrt(2 * L))}
-        mambas = {"dt_bias": ("step size", (1e-3, 0.1)), "A_log": [[math.log(j) for j in range(1, N + 1)]] * (2 * d)}
-        return {**block, **mambas} if family == "mamba" else block
-    mlp = {"w1.weight": plain, "w3.weight": plain, "w2.weight": residual}
-    if family == "llama":
-        return {"qkv.weight": plain, "out_proj.weight": residual, **mlp}
-    if family == "gla":
-        return {"qk.weight": xavier(d, d // 2, low), "v.weight": plain, "forget1.weight": xavier(d, 16, low),
-                "forget2.weight": xavier(16, d // 2, low), "forget2.bias": zero, "gate.weight": plain, "gate.bias": zero,
-                "out_proj.weight": residual, **mlp}
-    if family == "retnet":
-        return {"qk.weight": xavier(d, d, low), "vg.weight": xavier(d, wide, low), "out_proj.weight": xavier(wide, d, 0.5), **mlp}
-    if family == "deltanet":
-        return {"qkv.weight": plain, "conv_weight": kaiming(W), "beta.weight": plain, "norm_weight": one,
-                "out_proj.weight": residual, **mlp}
-    if family in ("rwkv", "rwkv4"):
-        a, c, i = layer / max(1, L - 1), 1 - layer / L, [j / d for j in range(d)]
-        mu_k = [1 - x**c for x in i]
-        mu_v, mu_r = [1 - (x**c + 0.3 * a) for x in i], [1 - x ** (c / 2) for x in i]
-        linear = {"receptance.weight": plain, "key.weight": plain}
-        if branch == 1:
-            return {"mu": [mu_k, mu_k], **linear, "value.weight": residual}
-        linear = {**linear, "value.weight": plain, "output.weight": residual}
-        if family == "rwkv4":
-            decay = [-5 + 8 * (j / max(1, d - 1)) ** (0.7 + 1.3 * a) for j in range(d)]
-            return {"mu": [mu_r, mu_k, mu_v], "decay": decay,
-                    "bonus": [math.log(0.3) + (-0.5, 0, 0.5)[(j + 1) % 3] for j in range(d)], **linear}
-        h = [j / max(1, H - 1) for j in range(H)]
-        return {"mu": [mu_r, mu_k, mu_v, mu_r], "decay": [-6 + 5 * x ** (0.7 + 1.3 * a) for x in h],
-                "bonus": [a * (1 - x) for x in h], **linear, "gate.weight": plain, "norm_weight": one, "norm_bias": zero}
-    return None
+    a, c, i = layer / max(1, L - 1), 1 - layer / L, [j / d for j in range(d)]
+    mu_k, mu_v, mu_r = [1 - x**c for x in i], [1 - (x**c + 0.3 * a) for x in i], [1 - x ** (c / 2) for x in i]
+    d_ramp, h_ramp = ([j / max(1, n - 1) for j in range(n)] for n in (d, H))
+    scan = {"in_proj.weight": kaiming(d), "conv_weight": kaiming(W), "conv_bias": kaiming(W), "dt_bias": zero, "D": one,
+            "x_proj.weight": kaiming(2 * d), "dt_proj.weight": kaiming(math.ceil(d / 16)),
+            "out_proj.weight": ("uniform", (2 * d) ** -0.5 / math.sqrt(2 * L))}
+    return {
+        "longhorn": scan, "longhorn_exact": scan,
+        "mamba": {**scan, "dt_bias": ("step size", (1e-3, 0.1)),
+                  "A_log": [[math.log(j + 1) for j in range(N)]] * (2 * d)},
+        "gla": {"qk.weight": xavier(d, d // 2, low), "forget1.weight": xavier(d, 16, low),
+                "forget2.weight": xavier(16, d // 2, low), "forget2.bias": zero, "gate.bias": zero},
+        "retnet": {"qk.weight": xavier(d, d, low), "vg.weight": xavier(d, wide, low),
+                   "out_proj.weight": xavier(wide, d, 0.5)},
+        "deltanet": {"conv_weight": kaiming(W), "norm_weight": one},
+        "rwkv": {"mu": [mu_k, mu_k] if branch else [mu_r, mu_k, mu_v, mu_r], "norm_weight": one, "norm_bias": zero,
+                 "decay": [-6 + 5 * x ** (0.7 + 1.3 * a) for x in h_ramp], "bonus": [a * (1 - x) for x in h_ramp]},
+        "rwkv4": {"mu": [mu_k, mu_k] if branch else [mu_r, mu_k, mu_v],
+                  "decay": [-5 + 8 * x ** (0.7 + 1.3 * a) for x in d_ramp],
+                  "bonus": [math.log(0.3) + (-0.5, 0, 0.5)[(j + 1) % 3] for j in range(d)]},
+    }.get(family, {})
+
+
+RESIDUAL = {"out_proj.weight", "w2.weight", "output.weight"}  # and RWKV's channel mix's value
 
 
 @pytest.mark.parametrize("L, H", [(2, 4), (1, 1)])
@@ -539,22 +455,24 @@ def test_every_parameter_starts_as_the_table_says(family, L, H):
             assert (kind, scale) == ("normal", 0.02)
         elif re.fullmatch(r"(layers\.\d+\.branches\.\d+\.|embed_)?norm\.(weight|bias)", name):
             assert (kind, scale) == ("constant", name.endswith("weight"))
-        elif (by_hand := expected_init(family, *map(int, name.split(".")[1:4:2]), d, L, H)) is not None:
-            expected = by_hand[name.split(".mixer.")[1]]
+        elif family in OPERATORS:
+            layer, branch, own = int(name.split(".")[1]), int(name.split(".")[3]), name.split(".mixer.")[1]
+            writes = own in RESIDUAL or (own == "value.weight" and branch)
+            plain = "normal", 0.02 / math.sqrt(2 * L) if writes else 0.02
+            expected = expected_init(family, layer, branch, d, L, H).get(own, plain)
             if kind == "tensor":
-                expected = "tensor", torch.tensor(expected, dtype=torch.float64)
-                close(scale, expected[1], 1e-12)
+                close(scale, torch.tensor(expected, dtype=torch.float64), 1e-12)
             else:
-                assert scale == pytest.approx(expected[1]), name
-            assert kind == expected[0], name
+                assert kind == expected[0] and scale == pytest.approx(expected[1]), name
         if kind == "constant":
             assert (p == scale).all(), name
         elif kind == "tensor":
             assert torch.equal(p.float(), scale.float()) and p.isfinite().all(), name
         elif kind == "step size":
-            step, (low, high) = torch.log1p(p.exp()), scale  # softplus gives back what is log-uniform within low and high
+            step, (low, high) = torch.log1p(p.exp()), scale  # softplus gives it back, log-uniform
             assert low * 0.999 <= step.min() < 1.1 * low and 0.9 * high < step.max() <= high * 1.001, name
-            assert step.log().mean() == pytest.approx(math.log(low * high) / 2, abs=math.log(high / low) * slack / 6), name
+            middle, width = math.log(low * high) / 2, math.log(high / low)
+            assert step.log().mean() == pytest.approx(middle, abs=width * slack / 6), name
         elif kind == "normal":
             assert p.std() == pytest.approx(scale, rel=slack) and abs(p.mean()) < scale * slack, name
             assert p.abs().max() > 2.3 * scale, f"{name} is not normal"
@@ -563,13 +481,6 @@ def test_every_parameter_starts_as_the_table_says(family, L, H):
             assert abs(p.mean()) < scale * slack and p.abs().max() > scale * (1 - 30 / p.numel()), name
         else:
             pytest.fail(f"{name}: say here how an initialisation of kind {kind!r} is read back")
-
-
-@EACH_FAMILY
-def test_the_same_seed_gives_the_same_weights(family):
-    one, same, other = (LM(config(family)) for seed in (5, 5, 6) if torch.manual_seed(seed))
-    equal = lambda a, b: all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    assert equal(one, same) and not equal(one, other)
 
 
 @EACH_FAMILY
@@ -582,53 +493,7 @@ def test_matrices_and_the_embedding_decay_and_nothing_else(family):
     assert "embed.weight" in decayed and len(decayed) == len(set(decayed))
 
 
-# ------------------------------------------------------------------------------------------ against other implementations
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 2e-6)], ids=str)
-def test_llama_is_transformers_llama(dtype, tolerance):
-    """Logits and gradients. In float64 what remains is the rotary angle, which both sides round to float32."""
-    import transformers  # in requirements-test.txt: without it these tests fail, they are not left out
-
-    d, H, L, V, T = 64, 4, 2, 96, 40
-    lm = tiny("llama", n_embd=d, n_head=H, n_layer=L, vocab_size=V, block_size=T)
-    with torch.no_grad():
-        for p in lm.parameters():
-            if p.ndim == 1:
-                p.uniform_(0.5, 1.5)  # norms: a forgotten weight must show
-    lm = lm.to(dtype)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=d, num_attention_heads=H, num_key_value_heads=H, num_hidden_layers=L, intermediate_size=256, vocab_size=V,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=T,
-        tie_word_embeddings=True, attention_bias=False, hidden_act="silu", attn_implementation="sdpa")).to(dtype).eval()
-    names = {"model.embed_tokens.weight": ("embed.weight", ...), "model.norm.weight": ("norm.weight", ...)}
-    for i in range(L):
-        attention, mlp, layer = f"layers.{i}.branches.0", f"layers.{i}.branches.1", f"model.layers.{i}"
-        for j, letter in enumerate("qkv"):
-            names[f"{layer}.self_attn.{letter}_proj.weight"] = (f"{attention}.mixer.qkv.weight", slice(j * d, (j + 1) * d))
-        for name, here in (("self_attn.o_proj", f"{attention}.mixer.out_proj"), ("mlp.gate_proj", f"{mlp}.mixer.w1"),
-                           ("mlp.up_proj", f"{mlp}.mixer.w3"), ("mlp.down_proj", f"{mlp}.mixer.w2"),
-                           ("input_layernorm", f"{attention}.norm"), ("post_attention_layernorm", f"{mlp}.norm")):
-            names[f"{layer}.{name}.weight"] = (f"{here}.weight", ...)
-    agree_with_transformers(lm, theirs, names, tolerance)
-
-
-def agree_with_transformers(lm, theirs, names, tolerance):
-    """The same weights under both names; then logits and every gradient. names: theirs -> (ours, rows or an index)."""
-    ours, params = dict(lm.named_parameters()), dict(theirs.named_parameters())
-    assert set(params) == set(names) and {here for here, _ in names.values()} == set(ours)
-    with torch.no_grad():
-        for name, (here, rows) in names.items():
-            params[name].copy_(ours[here][rows].reshape(params[name].shape))
-    V, T = lm.config.vocab_size, lm.config.block_size
-    idx, targets = tokens(2, T, V), tokens(2, T, V, seed=2)
-    logits, loss = lm(idx, targets)
-    expected = theirs(idx).logits
-    close(logits, expected, tolerance)
-    loss.backward()
-    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
-    for name, (here, rows) in names.items():
-        close(ours[here].grad[rows], params[name].grad.view(ours[here][rows].shape), tolerance)
-
+# ---------------------------------------------------------------------------------------- against other implementations
 
 def shake(lm):
     """Vectors away from their start, so that one that is forgotten shows."""
@@ -639,44 +504,27 @@ def shake(lm):
     return lm
 
 
-@pytest.mark.parametrize("backend", ["", "torch"], ids=["fastest", "torch"])
-def test_mamba_is_transformers_mamba(backend):
-    import transformers  # in requirements-test.txt: without it these tests fail, they are not left out
-
-    d, L, V, T, N = 32, 2, 96, 33, 5
-    lm = shake(tiny("mamba", n_embd=d, n_layer=L, vocab_size=V, block_size=T, d_state=N, d_conv=3, backend=backend))
-    theirs = transformers.MambaForCausalLM(transformers.MambaConfig(
-        hidden_size=d, state_size=N, num_hidden_layers=2 * L, vocab_size=V, layer_norm_epsilon=1e-5, conv_kernel=3, expand=2,
-        time_step_rank=math.ceil(d / 16), use_cache=False, tie_word_embeddings=True)).eval()
-    names = {"backbone.embeddings.weight": ("embed.weight", ...), "backbone.norm_f.weight": ("norm.weight", ...)}
-    same = ("A_log", "D", "in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight")
-    other = {"conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "dt_proj.bias": "dt_bias"}
-    for i in range(2 * L):
-        names[f"backbone.layers.{i}.norm.weight"] = (f"layers.{i // 2}.branches.{i % 2}.norm.weight", ...)
-        for name, here in {**dict(zip(same, same, strict=True)), **other}.items():
-            names[f"backbone.layers.{i}.mixer.{name}"] = (f"layers.{i // 2}.branches.{i % 2}.mixer.{here}", ...)
-    agree_with_transformers(lm, theirs, names, 1e-4)
-
-
 def test_rwkv4_is_transformers_rwkv():
     import transformers  # in requirements-test.txt: without it these tests fail, they are not left out
 
     d, L, V, T = 32, 3, 96, 30
     lm = shake(tiny("rwkv4", n_embd=d, n_layer=L, vocab_size=V, block_size=T, mlp_multiple=1))
     theirs = transformers.RwkvForCausalLM(transformers.RwkvConfig(
-        hidden_size=d, attention_hidden_size=d, intermediate_size=4 * d, num_hidden_layers=L, vocab_size=V, context_length=T,
-        layer_norm_epsilon=1e-5, rescale_every=0, tie_word_embeddings=True, use_cache=False)).eval()
+        hidden_size=d, attention_hidden_size=d, intermediate_size=4 * d, num_hidden_layers=L, vocab_size=V,
+        context_length=T, layer_norm_epsilon=1e-5, rescale_every=0, tie_word_embeddings=True, use_cache=False)).eval()
     # theirs weigh the present by time_mix, ours the past by mu = 1 - time_mix: the token before is x + (before - x) mu
     for module, _, name in [n.rpartition(".") for n, _ in theirs.named_parameters() if "time_mix" in n]:
         torch.nn.utils.parametrize.register_parametrization(theirs.get_submodule(module), name, OneMinus())
     names = {"rwkv.embeddings.weight": ("embed.weight", ...)}
     for theirs_norm, here in [("ln_out", "norm"), ("blocks.0.pre_ln", "embed_norm"),
-                              *((f"blocks.{i}.ln{j + 1}", f"layers.{i}.branches.{j}.norm") for i in range(L) for j in range(2))]:
+                              *((f"blocks.{i}.ln{j + 1}", f"layers.{i}.branches.{j}.norm")
+                                for i in range(L) for j in range(2))]:
         names.update({f"rwkv.{theirs_norm}.{p}": (f"{here}.{p}", ...) for p in ("weight", "bias")})
     for i in range(L):
         time, channel = (f"layers.{i}.branches.{j}.mixer" for j in (0, 1))
         there = f"rwkv.blocks.{i}.attention"
-        names.update({f"{there}.{n}.weight": (f"{time}.{n}.weight", ...) for n in ("receptance", "key", "value", "output")})
+        for n in ("receptance", "key", "value", "output"):
+            names[f"{there}.{n}.weight"] = (f"{time}.{n}.weight", ...)
         names.update({f"{there}.time_decay": (f"{time}.decay", ...), f"{there}.time_first": (f"{time}.bonus", ...)})
         for j, n in enumerate(("receptance", "key", "value")):
             names[f"{there}.parametrizations.time_mix_{n}.original"] = (f"{time}.mu", j)
@@ -684,7 +532,19 @@ def test_rwkv4_is_transformers_rwkv():
         names.update({f"{there}.{n}.weight": (f"{channel}.{n}.weight", ...) for n in ("receptance", "key", "value")})
         for j, n in enumerate(("receptance", "key")):
             names[f"{there}.parametrizations.time_mix_{n}.original"] = (f"{channel}.mu", j)
-    agree_with_transformers(lm, theirs, names, 1e-4)
+    ours, params = dict(lm.named_parameters()), dict(theirs.named_parameters())
+    assert set(params) == set(names) and {here for here, _ in names.values()} == set(ours)
+    with torch.no_grad():
+        for name, (here, rows) in names.items():
+            params[name].copy_(ours[here][rows].reshape(params[name].shape))
+    idx, targets = tokens(2, T, V), tokens(2, T, V, seed=2)
+    logits, loss = lm(idx, targets)
+    expected = theirs(idx).logits
+    close(logits, expected, 1e-4)
+    loss.backward()
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    for name, (here, rows) in names.items():
+        close(ours[here].grad[rows], params[name].grad.view(ours[here][rows].shape), 1e-4)
 
 
 class OneMinus(torch.nn.Module):
@@ -756,7 +616,8 @@ def rwkv_time_by_hand(x, p, H):
             o[h] = r[h] @ (S[h] + p["bonus"][h] * kv)
             S[h] = np.exp(-np.exp(p["decay"][h])) * S[h] + kv
         o = (o - o.mean(1, keepdims=True)) / np.sqrt(o.var(1, keepdims=True) + 64e-5)
-        out.append(p["output.weight"] @ ((o.ravel() * p["norm_weight"] + p["norm_bias"]) * silu(p["gate.weight"] @ x_g)))
+        o = (o.ravel() * p["norm_weight"] + p["norm_bias"]) * silu(p["gate.weight"] @ x_g)
+        out.append(p["output.weight"] @ o)
         before = x_t
     return np.array(out)
 
@@ -799,14 +660,6 @@ def test_a_block_is_its_equations(family, branch, by_hand, dtype, tolerance):
         close(y[b].double(), torch.from_numpy(by_hand(u[b].double().numpy(), p, 4)), exact)
 
 
-def test_rwkv_heads_start_with_decays_of_their_own_and_mamba_with_small_steps():
-    lm = LM(config("rwkv", n_head=4))
-    w = torch.exp(-lm.layers[0].branches[0].mixer.decay.exp())
-    assert (w[1:] < w[:-1]).all() and w[0] > 0.99 and w[-1] < 0.8
-    step = torch.nn.functional.softplus(LM(config("mamba")).layers[0].branches[0].mixer.dt_bias)
-    assert 1e-3 * 0.99 < step.min() and step.max() < 0.1 * 1.01
-
-
 def test_a_retention_state_turned_back_is_as_good_as_a_position():
     """Far into a sequence, in steps and in chunks: the angle of the state does not drift."""
     torch.manual_seed(0)
@@ -820,7 +673,7 @@ def test_a_retention_state_turned_back_is_as_good_as_a_position():
 
 
 def longhorn_by_hand(u, p, N, exact=False):
-    """Algorithm 1, or Eq. 6 with the whole k k^T, inside Mamba's block, token by token: u (T, d), p parameters in float64."""
+    """Algorithm 1, or Eq. 6 with the whole k k^T, inside Mamba's block, token by token: u (T, d), p in float64."""
     inner, W = p["conv_weight"].shape
     R = p["dt_proj.weight"].shape[1]
     S, window, out = np.zeros((inner, N)), np.zeros((W, inner)), []
@@ -833,7 +686,8 @@ def longhorn_by_hand(u, p, N, exact=False):
         beta = sigmoid(p["dt_proj.weight"] @ r + p["dt_bias"])
         eps = beta / (1 + beta * (k @ k))  # Eq. 6
         if exact:
-            S = np.array([(np.eye(N) - e * np.outer(k, k)) @ s + e * x_i * k for s, e, x_i in zip(S, eps, x, strict=True)])
+            S = np.array([(np.eye(N) - e * np.outer(k, k)) @ s + e * x_i * k
+                          for s, e, x_i in zip(S, eps, x, strict=True)])
         else:
             S = (1 - np.outer(eps, k**2)) * S + np.outer(eps * x, k)  # Algorithm 1, step 3
         y = (S @ q + p["D"] * x) * z * sigmoid(z)
@@ -858,27 +712,11 @@ def test_longhorn_block_is_algorithm_1(family, dtype, backend, tolerance):
         assert state is None
         p = {name: t.double().numpy() for name, t in block.named_parameters()}
         for b in range(2):
-            close(y[b].double(), torch.from_numpy(longhorn_by_hand(u[b].double().numpy(), p, 5, family == "longhorn_exact")),
-                  tolerance)
+            by_hand = longhorn_by_hand(u[b].double().numpy(), p, 5, family == "longhorn_exact")
+            close(y[b].double(), torch.from_numpy(by_hand), tolerance)
 
 
-# -------------------------------------------------------------------------------------------------------------- backends
-
-@EACH_FAMILY
-def test_plain_pytorch_gives_the_same(family):
-    results = []
-    for backend in ("", "torch"):
-        lm = tiny(family, n_layer=1, backend=backend)
-        with torch.profiler.profile() as profile:
-            logits, loss = lm(tokens(2, 24), tokens(2, 24, seed=2))
-        ours = {event.key for event in profile.key_averages() if event.key.startswith(("longhorn::", "aten::_scaled"))}
-        assert not (ours and backend == "torch"), f"plain PyTorch was asked for, and {ours} ran"
-        loss.backward()
-        results.append((logits.detach(), {name: p.grad for name, p in lm.named_parameters()}))
-    close(results[1][0], results[0][0])
-    for name, g in results[0][1].items():
-        close(results[1][1][name], g, 1e-4)
-
+# ------------------------------------------------------------------------------------------------------------- backends
 
 OPERATORS = {"longhorn": "longhorn_scan", "longhorn_exact": "longhorn_scan", "mamba": "selective_scan",
              "llama": "attention", "gla": "gated_linear_attention", "retnet": "retention", "rwkv": "retention",
@@ -899,14 +737,7 @@ def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
         assert tiny(family, n_layer=1, backend=backend).computed_by() == f"{OPERATORS[family]} ({ran})"
 
 
-@pytest.mark.parametrize("family", ["longhorn", "longhorn_exact", "rwkv4", "mamba", "llama"])
-def test_fused_without_the_library_is_refused_in_a_line(family):
-    with pytest.raises(RuntimeError, match="no library has|cannot run here") as caught:
-        tiny(family, n_layer=1, backend="fused")(tokens(1, 3))
-    assert "\n" not in str(caught.value) and "leave backend empty" in str(caught.value)
-
-
-# ----------------------------------------------------------------------------------------------- mixers of one's own
+# -------------------------------------------------------------------------------------------------- mixers of one's own
 
 class Mean(torch.nn.Module):
     """The mean of the tokens so far: a mixer that is its forward."""
@@ -934,8 +765,8 @@ def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
     c = configurator.load(train.TrainConfig, [str(tmp_path / "mean.py"), "--vocab_size=64", "--dtype=float32"])
     torch.manual_seed(0)
     lm = train.build_model(c, "cpu")
-    plain = torch.nn.Linear(32, 32)
-    assert lm.layers[1].branches[0].mixer.linear.weight.std().item() == pytest.approx(plain.weight.std().item(), rel=0.1)
+    drawn, own = torch.nn.Linear(32, 32).weight.std().item(), lm.layers[1].branches[0].mixer.linear.weight
+    assert own.std().item() == pytest.approx(drawn, rel=0.1), "PyTorch's own initialisation"
     idx, targets = tokens(4, 16), tokens(4, 16, seed=2)
     c.learning_rate = 1e-2
     optimizers, losses = build_optimizers(lm, c), []
@@ -962,20 +793,7 @@ def test_families_of_the_paper_leave_nothing_out():
     assert not [line for family in FAMILIES for line in LM(config(family)).defaults()]
 
 
-def test_parallel_branches_are_one_new_forward(monkeypatch):
-    """Sampling, chunks and counts follow it."""
-    def forward(self, h, state=None):
-        outs = [branch(h, s) for branch, s in zip(self.branches, state or [None] * len(self.branches), strict=True)]
-        return h + sum(y for y, _ in outs), [s for _, s in outs]
-
-    idx, serial = tokens(2, 24), tiny("llama")(tokens(2, 24))[0]
-    monkeypatch.setattr(model.Layer, "forward", forward)
-    assert (tiny("llama")(idx)[0] - serial).abs().max() > 0.1
-    test_chunks_with_their_state_equal_the_whole("llama", [1, 2, 3, 7, 11])
-    test_greedy_generation_is_the_argmax_of_the_whole("llama")
-
-
-# -------------------------------------------------------------------------------------------------------------- patterns
+# ------------------------------------------------------------------------------------------------------------- patterns
 
 @pytest.mark.parametrize("pattern, families", [
     ("", ["gla"] * 5), ("llama", ["llama"] * 5), ("longhorn*3,llama", ["longhorn"] * 3 + ["llama", "longhorn"]),
@@ -989,8 +807,8 @@ def test_a_pattern_is_repeated_to_n_layer(pattern, families):
     assert [[type(b.mixer) for b in layer.branches] for layer in lm.layers] == [FAMILIES[f] for f in families]
 
 
-@pytest.mark.parametrize("pattern", [",", "longhorn,", "longhorn*0", "longhorn*-1", "longhorn*x", "longhorn**2", "longhorn llama",
-                                     "*3", "longhorn*99999"])
+@pytest.mark.parametrize("pattern", [",", "longhorn,", "longhorn*0", "longhorn*-1", "longhorn*x", "longhorn**2",
+                                     "longhorn llama", "*3", "longhorn*99999"])
 def test_a_pattern_that_cannot_be_read_is_refused_in_a_line(pattern):
     with pytest.raises(ValueError, match=r"^pattern '[^\n]*longhorn\*3,llama$"):
         LM(config("longhorn", pattern=pattern))
@@ -1003,14 +821,15 @@ HYBRIDS = ["longhorn*2,llama", "rwkv4,mamba", "gla,retnet,rwkv", "deltanet,longh
 
 @pytest.mark.parametrize("pattern", HYBRIDS)
 def test_a_hybrid_is_its_layers(pattern):
-    """Counts, FLOPs and state are the sums of its layers'; chunks, sampling and the loss alone agree as they do for one."""
+    """Counts, FLOPs and state are the sums of its layers'; it reads in chunks and samples as one family does."""
     families = config("longhorn", pattern=pattern, n_layer=3).families
     hybrid = tiny("longhorn", pattern=pattern, n_layer=3)
     each = [tiny(family, n_layer=1) for family in families]
     head = 2 * 64 * 32
     assert hybrid.flops_per_token(20)["forward"] - head == sum(lm.flops_per_token(20)["forward"] - head for lm in each)
     assert hybrid.state_size(20) == sum(lm.state_size(20) for lm in each)
-    mixers_only = lambda lm: sum(n for part, n in lm.parameter_count().items() if part not in ("embedding", "norms", "total"))
+    skeleton = ("embedding", "norms", "total")
+    mixers_only = lambda lm: sum(n for part, n in lm.parameter_count().items() if part not in skeleton)
     assert mixers_only(hybrid) == sum(map(mixers_only, each))
     assert hybrid.parameter_count()["total"] == sum(p.numel() for p in hybrid.parameters())
     assert (hybrid.embed_norm.__class__ is not torch.nn.Identity) == pattern.startswith("rwkv4")
@@ -1028,7 +847,7 @@ def test_a_hybrid_is_its_layers(pattern):
 
 @pytest.mark.parametrize("pattern, n_layer, writes", [
     ("llama", 2, 4), ("longhorn,llama", 8, 16), ("mean,llama", 2, 3), ("mean", 5, 5), ("quad", 2, 8)])
-def test_what_writes_to_the_residual_stream_scales_with_the_branches_of_the_whole_model(pattern, n_layer, writes, monkeypatch):
+def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern, n_layer, writes, monkeypatch):
     """GPT-2's 0.02 / sqrt(residual branches), however many a layer has."""
     monkeypatch.setitem(FAMILIES, "mean", [Mean])
     monkeypatch.setitem(FAMILIES, "quad", [model.Attention, model.SwiGLU, model.Attention, model.SwiGLU])
@@ -1036,9 +855,8 @@ def test_what_writes_to_the_residual_stream_scales_with_the_branches_of_the_whol
     assert lm.config.n_branches == writes == len(lm.branches())
     for name, p in lm.named_parameters():
         if name.endswith(("out_proj.weight", "w2.weight")):
-            scale = (128 * 3 * writes) ** -0.5 if isinstance(lm.layers[int(name.split(".")[1])].branches[0].mixer,
-                                                             model.Longhorn) else 0.02 / math.sqrt(writes)
-            assert p.std().item() == pytest.approx(scale, rel=0.05), name
+            scale = (3 * 128) ** -0.5 if p.shape[1] == 128 else 0.02  # Longhorn's out_proj: uniform, d_inner 128
+            assert p.std().item() == pytest.approx(scale / math.sqrt(writes), rel=0.05), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -1057,7 +875,7 @@ def test_weights_of_older_checkpoints_load(family):
     assert current_names(lm.state_dict()).keys() == lm.state_dict().keys()
 
 
-# ------------------------------------------------------------------------------------------------------------ generation
+# ----------------------------------------------------------------------------------------------------------- generation
 
 @EACH_FAMILY
 @torch.no_grad()
@@ -1111,7 +929,7 @@ def test_sampling_refuses_what_means_nothing(how):
         sample_token(torch.zeros(1, 4), **how)
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 @pytest.mark.parametrize("changes, words", [
     ({"model": "longhron"}, ["longhron", "longhorn", "llama"]),
@@ -1141,16 +959,16 @@ def test_a_parameter_that_init_table_forgets_is_named(monkeypatch):
             return {"linear.weight": ("normal", 0.02)}
 
     monkeypatch.setitem(FAMILIES, "own", [Forgets])
-    with pytest.raises(ValueError, match=r"^Forgets \([^\n]*init_table does not say how 'linear.bias' starts: add [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^Forgets \([^\n]*not say how 'linear.bias' starts: add [^\n]*$"):
         LM(config("own"))
 
 
 @EACH_FAMILY
 def test_what_no_sequence_can_be_is_refused_in_a_line(family):
     lm, idx = tiny(family, n_layer=1), tokens(2, 5)
-    for wrong, words in ((idx[:, :0], r"\(2, 0\)"), (idx[0], r"\(5,\)"), (idx[:0], r"\(0, 5\)"), (idx.float(), "torch.float32")):
+    for wrong, words in ((idx[:, :0], r"\(2, 0\)"), (idx[0], r"\(5,\)"), (idx[:0], r"\(0, 5\)"), (idx * 1.0, "float")):
         for call in (lm, lambda idx: lm.generate(idx, 3)):
-            with pytest.raises(ValueError, match=rf"^idx must be \(B, T\) of int64, both at least 1, got [^\n]*{words}[^\n]*$"):
+            with pytest.raises(ValueError, match=rf"^idx must be \(B, T\) of int64, both at least 1, got .*{words}.*$"):
                 call(wrong)
     with pytest.raises(ValueError, match="^max_new_tokens -1 must be 0 or more$"):
         lm.generate(idx, -1)
@@ -1164,10 +982,9 @@ def test_the_table_is_printed(capsys):
     model.main()
     head, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2 * len(FAMILIES) and "Table 1" in head
-    assert {family: tuple(round(n / 1e6, 1) for n in sizes.values()) for family, sizes in model.TABLE1.items()} == TABLE1
+    millions = {family: tuple(round(n / 1e6, 1) for n in sizes.values()) for family, sizes in model.TABLE1.items()}
+    assert millions == TABLE1
     row = next(r for r in rows if r.startswith("longhorn ") and "350M" in r)
     assert "369." in row or "370." in row
-    parameters, flops, state = 50304 * 1024 + 1024 + longhorn_parameters(24, 16, 1024), 3 * (
-        2 * 50304 * 1024 + FLOPS["longhorn"](24, 16, 1024, 1024, 16)), 48 * 2048 * (16 + 3)
-    assert ["longhorn", "350M", f"{parameters / 1e6:.1f}M", "369.8M"] == row.split()[:4]
-    assert [f"{flops / 1e6:.0f}M", f"{state / 1e6:.2f}M"] == row.split()[-2:]
+    assert ["longhorn", "350M", f"{PARAMETERS['longhorn'][1] / 1e6:.1f}M", "369.8M"] == row.split()[:4]
+    assert row.split()[-1] == f"{48 * 2048 * (16 + 3) / 1e6:.2f}M"

@@ -20,6 +20,7 @@ from configurator import ConfigError
 from model import FAMILIES, LM, ModelConfig
 from self_check import self_check
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("model.py", "mixers.py", "self_check.py", "configurator.py", "longhorn_scan.cu", "kernels")
 CHILD = """

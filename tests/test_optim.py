@@ -1,0 +1,120 @@
+"""optim.py: which parameter goes where, and Muon on fused projections against torch.optim.Muon on separate matrices.
+
+    python -m pytest tests/test_optim.py
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from configurator import ConfigError
+from model import FAMILIES, LM, ModelConfig
+from optim import Muon, build_optimizers, muon_matrices, set_learning_rate
+
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "mlp_multiple": 16}
+
+
+def settings(**changes):
+    return SimpleNamespace(**{"optimizer": "adamw", "dtype": "float32", "learning_rate": 1e-2, "weight_decay": 0.1,
+                              "beta1": 0.9, "beta2": 0.95, **changes})
+
+
+def build(family="longhorn", **changes):
+    torch.manual_seed(0)
+    lm = LM(ModelConfig(model=family, **SMALL))
+    return lm, build_optimizers(lm, settings(**changes))
+
+
+def one_step(lm, optimizers):
+    idx = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+    lm(idx[:, :-1], idx[:, 1:])[1].backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def storages(group):
+    return {p.untyped_storage().data_ptr() for p in group["params"]}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_in_one_group(family, optimizer):
+    lm, optimizers = build(family, optimizer=optimizer)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in lm.parameters())
+    of = lambda names: {lm.get_parameter(name).untyped_storage().data_ptr() for name in names}
+    found = [storages(group) for group in groups]
+    assert set().union(*found) == of(name for name, _ in lm.named_parameters()) and sum(map(len, found)) == len(
+        list(lm.parameters()))
+    matrices, decayed = set(muon_matrices(lm)) if optimizer == "muon" else set(), set(lm.decayed())
+    free = [name for name, _ in lm.named_parameters() if name not in decayed]
+    expected = [of(matrices)] * bool(matrices) + [of(decayed - matrices), of(free)]
+    assert found == expected and matrices <= decayed and "embed.weight" not in matrices
+    assert [group["weight_decay"] for group in groups] == [0.1] * bool(matrices) + [0.1, 0.0]
+    assert {"adamw": len(optimizers) == 1, "muon": isinstance(optimizers[0], Muon)}[optimizer]
+
+
+def test_the_schedule_scales_each_groups_own_rate():
+    _, optimizers = build(optimizer="muon")
+    optimizers[1].param_groups[1]["initial_lr"] = 5.0
+    for factor in (0.5, 0.1, 1.0):  # of the initial rate, not of the last one
+        set_learning_rate(optimizers, factor)
+        assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"] == pytest.approx(factor * 1e-2)
+        assert optimizers[1].param_groups[1]["lr"] == pytest.approx(factor * 5.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_a_fused_projection_are_matrices_of_their_own(family):
+    """Three steps equal torch.optim.Muon's on copies of the separate maps."""
+    lm, optimizers = build(family, optimizer="muon")
+    rows = muon_matrices(lm)
+    assert all(sum(parts) == len(lm.get_parameter(name)) for name, parts in rows.items())
+    separate = {name: [torch.nn.Parameter(part.clone()) for part in lm.get_parameter(name).detach().split(parts)]
+                for name, parts in rows.items()}
+    plain = torch.optim.Muon([part for parts in separate.values() for part in parts], lr=1e-2, weight_decay=0.1,
+                             adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        for name, parts in separate.items():
+            grad = torch.randn(lm.get_parameter(name).shape, generator=torch.Generator().manual_seed(step + len(name)))
+            lm.get_parameter(name).grad = grad.clone()
+            for part, g in zip(parts, grad.split(rows[name]), strict=True):
+                part.grad = g.clone()
+        optimizers[0].step()
+        plain.step()
+    for name, parts in separate.items():
+        assert torch.equal(lm.get_parameter(name), torch.cat([part.detach() for part in parts])), name
+    optimizers[0].zero_grad()
+    assert all(lm.get_parameter(name).grad is None for name in rows)
+    optimizers[0].step()  # a map that forward leaves out has no gradient
+
+
+@pytest.mark.parametrize("family, name, rows", [
+    ("longhorn", "in_proj.weight", [64, 64]), ("mamba", "x_proj.weight", [2, 16, 16]), ("llama", "qkv.weight", [32] * 3),
+    ("gla", "qk.weight", [16, 16]), ("retnet", "vg.weight", [56, 56]), ("deltanet", "qkv.weight", [32] * 3),
+    ("llama", "out_proj.weight", [32])])
+def test_which_maps_are_fused(family, name, rows):
+    assert muon_matrices(LM(ModelConfig(model=family, **SMALL)))[f"layers.0.branches.0.mixer.{name}"] == rows
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_state_dict_continues_bit_for_bit(optimizer):
+    lm, optimizers = build("mamba", optimizer=optimizer)
+    one_step(lm, optimizers)
+    other, others = build("mamba", optimizer=optimizer)
+    other.load_state_dict(lm.state_dict())
+    for new, old in zip(others, optimizers, strict=True):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    for _ in range(2):
+        one_step(lm, optimizers)
+        one_step(other, others)
+    assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), other.parameters(), strict=True))
+
+
+def test_muon_in_float16_is_refused_in_a_line():
+    with pytest.raises(ConfigError, match="^optimizer 'muon' has no loss scaling for dtype float16: choose [^\n]*$"):
+        build(optimizer="muon", dtype="float16")
+    build(optimizer="adamw", dtype="float16")
