@@ -5,19 +5,19 @@
     records         config.json, log.jsonl, result.json, loss.png, Weights & Biases (see records.py)
     checkpoints     after evaluations, every checkpoint_interval steps, at the end, and when asked to stop
     signals         SIGTERM, SIGINT, SIGUSR1: finish the step, save, exit with 0; a second SIGINT exits at once
-    what stops it   memory that runs out, max_bad_steps, a data file that changed, a silent process: one line each, which
-                    says what is saved and how to continue
+    what stops it   memory that runs out, max_bad_steps, a data file that changed, a silent process: each is one line
+                    that says what is saved and how to continue
 
 Nothing here knows what is trained: losses and metrics come in, decisions go out.
-
-    python -m pytest tests/test_chaos.py          make chaos: the same, for long
 """
 
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import math
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -43,12 +43,12 @@ MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_datasets", "log_interval", "checkpoint_interval", "keep_checkpoints", "async_checkpoint",
     "wandb", "wandb_project", "device", "compile", "max_bad_steps", "backend", "self_check", "timeout_minutes",
-    "init_from",  # only read where there is no checkpoint
+    "init_from",  # read only where there is no checkpoint
     "dataset",  # its content is compared by its hash instead
     "max_iters",  # where the steps that are done keep their learning rates
 }
 COMPARED_OVER = {"eval_tokens", "eval_block_size"}  # losses over other tokens cannot be compared with the best so far
-PICTURE_SECONDS = 60  # at most one loss.png in so many; importing matplotlib takes 2 s, so a process of its own draws it
+PICTURE_SECONDS = 60  # between pictures; importing matplotlib takes 2 s, so a process of its own draws them
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
@@ -97,13 +97,13 @@ class Run:
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.is_main, self.device = self.rank == 0, next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.dtype == "float16")
-        self.progress, self.metrics, self.not_saved, self.stopping = Progress(), None, None, False
+        self.progress, self.metrics, self.stopping = Progress(), None, False
         self.bar = self.wandb = self.picture = None
 
     def __enter__(self):
         if self.is_main:
             with writing_to(self.out):
-                self.lock = lock_run_dir(self.out)  # until the process ends; what is read below must not be written to
+                self.lock = lock_run_dir(self.out)  # held until the process ends
             self.wandb = open_wandb(self.config)
         distributed.barrier()
         self.stop = StopRequest()
@@ -113,15 +113,14 @@ class Run:
         self.stop.close()
         if self.bar is not None:
             self.bar.close()
-        if self.picture:
-            self.picture.kill()
         if error is not None and is_out_of_memory(error):
             traceback.clear_frames(trace)  # they keep the activations alive
-            size = self.config.micro_batch_size
-            way_out = (resume_command(f"--micro_batch_size={size // 2}", "--resume=auto") if size > 1 else
-                       "choose a smaller block_size or model, or --dtype=bfloat16")
-            raise Stopped(f"memory does not hold a micro-batch of {size} x {self.config.block_size} tokens: {way_out} "
-                          "(--auto_micro_batch finds one that fits; the result is the same)") from None
+            size, way_out = self.config.micro_batch_size, "choose a smaller block_size or model, or --dtype=bfloat16"
+            if size > 1:
+                way_out = (resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
+                           + " (--auto_micro_batch finds one that fits; the result is the same)")
+            raise Stopped(f"memory does not hold a micro-batch of {size} x {self.config.block_size} tokens: "
+                          f"{way_out}") from None
 
     def say(self, text):
         """Print a line on rank 0, above the progress bar where there is one."""
@@ -134,10 +133,7 @@ class Run:
         """The model as the loop calls it: compiled, and with its gradients averaged over all processes."""
         config, self.forward = self.config, self.model
         if config.auto_micro_batch:
-            config.micro_batch_size = min(distributed.all_gather(self.find_micro_batch_size()))
-            if not config.micro_batch_size:
-                raise Stopped(f"not even a micro-batch of 1 x {config.block_size} tokens fits in memory: choose a smaller "
-                              "block_size or model, or --dtype=bfloat16")
+            self.find_micro_batch_size()
         if config.compile:
             self.model.compile()
         if self.world_size > 1:
@@ -145,78 +141,76 @@ class Run:
 
             ids = [self.device.index] if self.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
-            # DDP reorders its buckets after its first backward, and gradients added in another order differ in the last
-            # bit. A resumed run must equal one that never stopped, so the first backward is not that of a step.
-            self.first_loss(config.micro_batch_size).backward()
+            # DDP reorders its buckets after the first backward that synchronizes, and gradients added in another order
+            # differ in the last bit. A resumed run must equal one that never stopped, so that backward is not a step's.
+            self.first_loss().backward()
             self.model.zero_grad(set_to_none=True)
         return self.forward
 
-    def first_loss(self, micro_batch_size):
-        x, y, _ = next(iter(self.data.micro_batches(0, self.rank, self.world_size, micro_batch_size)))
+    def first_loss(self):
+        size = self.config.micro_batch_size
+        x, y, _ = next(iter(self.data.micro_batches(0, self.rank, self.world_size, size)))
         with self.autocast():
             return self.forward(x, y, loss_only=True)[1]
 
     def find_micro_batch_size(self):
-        """The largest of micro_batch_size, its half, its quarter ... whose forward and backward fit in memory, beside the
-        gradients and what AdamW keeps; 0 where not even 1 does."""
-        size, parameters = self.config.micro_batch_size, list(self.model.parameters())
-        held_bytes, fits = 3 * sum(p.numel() * p.element_size() for p in parameters), False
-        while size and not fits:
+        """Halve micro_batch_size until forward and backward fit in every process's memory, beside the gradients and what
+        AdamW keeps."""
+        config, parameters = self.config, list(self.model.parameters())
+        reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
+        while True:
             try:
-                held = torch.empty(held_bytes, dtype=torch.uint8, device=self.device)
-                torch.autograd.grad(self.first_loss(size), parameters, allow_unused=True)
-                fits = True
+                reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.device)  # noqa: F841
+                torch.autograd.grad(self.first_loss(), parameters, allow_unused=True)
+                break
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if config.micro_batch_size == 1 or not is_out_of_memory(error):
                     raise
-                size //= 2
-            held = None  # noqa: F841  free for the next try, which is not in the except block: tracebacks hold activations
+            reserved = None  # noqa: F841  not in the except block, where the traceback keeps the activations alive
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return size
+            config.micro_batch_size //= 2
+        config.micro_batch_size = min(distributed.all_gather(config.micro_batch_size))
 
     def resume(self, optimizers, schedule):
         """Restore the newest good checkpoint, if the run is to continue, and open the records.
 
         Raises ConfigError where the checkpoint belongs to another run.
         """
-        config, out, step, path, said = self.config, self.out, 0, None, []
+        config, out, step, path, lines = self.config, self.out, 0, None, []
         self.settings, self.optimizers = dataclasses.asdict(config), optimizers
+        self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, config.async_checkpoint)
         found = checkpoint.candidates(out)
         if config.resume == "must" and not found:
             raise ConfigError(f"resume=must: there is no {out / checkpoint.NEWEST}; start with --resume=auto")
         if config.resume != "never" and found:
             path, tensors, meta, damaged = checkpoint.load_first(found)
             with checkpoint.fitting(path):
-                problem, changes = self.compare(path, tensors, meta, schedule)
-            if problem:
-                raise ConfigError(problem)
+                refusal, changes = self.compare(path, tensors, meta, schedule)
+            if refusal:
+                raise ConfigError(refusal)
             if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
                 self.data.verify()  # copied, or written to in between; 18 GB take a minute
-            with checkpoint.fitting(path):
-                step = self.restore(tensors, meta)
-            said = [*(f"skipped: {line}" for line in damaged), "; ".join([f"continuing from {path} at step {step}", *changes])]
+            with writing_to(out), checkpoint.fitting(path):
+                step = self.restore(path, tensors, meta)
             del tensors  # as large as the model and its optimiser
+            lines = [f"skipped: {line}" for line in damaged]
+            lines.append("; ".join([f"continuing from {path} at step {step}", *changes]))
         seen = distributed.all_gather((step, config.dtype, self.data.identity))
         if any(s != seen[0] for s in seen):
-            raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be the "
-                              "same on every node")
+            raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
+                              "the same on every node")
         self.done = self.saved_step = step
         self.complete = step > 0 and self.at_end() and (out / "result.json").exists()
         if self.complete:
             return
         if self.is_main:
-            self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, config.async_checkpoint)
             with writing_to(out):
-                if path:
-                    (out / "result.json").unlink(missing_ok=True)  # of fewer steps
-                    with checkpoint.fitting(path):
-                        self.manager.on_resume(path, meta)
-                else:
+                if path is None:
                     keep_earlier(out)
-                out.mkdir(parents=True, exist_ok=True)
-        distributed.barrier()
-        self.open_records(said)
+                out.mkdir(exist_ok=True)
+                (out / "result.json").unlink(missing_ok=True)  # of fewer steps
+        self.open_records(lines)
         self.began = self.last_log_time = self.picture_time = time.perf_counter()
         self.last_log_step, self.paused_seconds = step, 0.0
 
@@ -224,58 +218,60 @@ class Run:
         """(why this run cannot continue from a checkpoint, or None; a phrase for each setting that changed)."""
         config, now, step = self.config, self.settings, meta["step"] + 0
         if any(name.startswith("model.branches.") for name in tensors):
-            return (f"{path} was written when the model's parameters had other names: sample.py, export.py and --init_from "
-                    "read its weights; resume it with the commit that config.json names"), []
-        before = {name: meta["config"].get(name, default) for name, default in
-                  ((f.name, f.default) for f in dataclasses.fields(config))}
+            return (f"{path} was written when the model's parameters had other names: sample.py, export.py and "
+                    "--init_from read its weights; resume it with the commit that config.json names"), []
+        before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
         longer = before["max_iters"] != config.max_iters
-        if config.warmup_iters < 0 and (longer or before["warmup_iters"] >= 0):  # as long as the run's plan was at its start
+        if config.warmup_iters < 0 and (longer or before["warmup_iters"] >= 0):  # 5% of what was planned at first
             if before["warmup_iters"] < 0:
                 before["warmup_iters"] = round(0.05 * before["max_iters"])
             config.warmup_iters = now["warmup_iters"] = before["warmup_iters"]
         serious = [f"{key} {before[key]!r} -> {value!r}" for key, value in now.items()
                    if before[key] != value and key not in MAY_CHANGE_ON_RESUME]
         if serious:
-            return f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another out_dir", []
+            return (f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another "
+                    "out_dir"), []
         old = dataclasses.replace(config, max_iters=before["max_iters"])
         if longer and (step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step))):
-            return (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} steps that "
-                    "are done: a run goes on longer with --schedule=constant, or with --schedule=wsd before its decay"), []
+            return (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} steps "
+                    "that are done: a run goes on longer with --schedule=constant, or with --schedule=wsd before its "
+                    "decay"), []
         if meta["data"] != self.data.identity:
-            return (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as before, "
-                    "or choose another out_dir"), []
-        return None, [f"{key} was {before[key]!r}, is {value!r}" for key, value in now.items() if before[key] != value]
+            return (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as "
+                    "before, or choose another out_dir"), []
+        return None, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in now if before[key] != now[key]]
 
-    def restore(self, tensors, meta):
+    def restore(self, path, tensors, meta):
         """Put back what `save` saved; returns its step."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
         self.progress = Progress(**{f.name: meta[f.name] for f in dataclasses.fields(Progress)})
-        if any(meta["config"].get(key) != self.settings[key] for key in COMPARED_OVER):
+        if any(meta["config"].get(key) != self.settings[key] for key in COMPARED_OVER & self.settings.keys()):
             self.progress.best_val_loss, meta["best"] = math.inf, None
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
         checkpoint.set_rng_state(state["rng"])
+        if self.is_main:
+            self.manager.on_resume(path, meta)
         return meta["step"]
 
-    def open_records(self, said):
-        """config.json, log.jsonl, Weights & Biases; and the lines before the first step."""
+    def open_records(self, lines):
+        """config.json, log.jsonl, Weights & Biases, the progress bar; and what is said before the first step."""
         config, model, progress = self.config, self.model, self.progress
-        counts, tokens = model.parameter_count(), config.max_iters * config.batch_tokens
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        self.derived = {"processes": self.world_size, "tokens": tokens, "device": str(self.device),
-                        "device_name": device_name, "threads": torch.get_num_threads(), "parameters": counts,
-                        "flops_per_token": model.flops_per_token()["total"], "decayed": model.decayed(),
-                        **self.data.derived(config, self.world_size)}
+        self.derived = {
+            "processes": self.world_size, "tokens": config.max_iters * config.batch_tokens, "device": str(self.device),
+            "device_name": device_name, "threads": torch.get_num_threads(), "parameters": model.parameter_count(),
+            "flops_per_token": model.flops_per_token()["total"], "decayed": model.decayed(),
+            **self.data.derived(config, self.world_size)}
         if not self.is_main:
             return
         self.environment = environment()
-        before, code = progress.code_versions[-1:], self.environment["code"]
-        if before != [code]:
-            progress.code_versions = [*progress.code_versions, code]
-        if before not in ([], [code]):
-            said = [*said, f"the code was {before[0]}, is {code}: config.json names both, and a sweep's report keeps the run apart"]
+        code, versions = self.environment["code"], progress.code_versions
+        if versions and versions[-1] != code:
+            lines.append(f"the code was {versions[-1]}, is {code}: config.json names both")
+        progress.code_versions = versions + [code] * (versions[-1:] != [code])
         with writing_to(self.out):
             write_json(self.out / "config.json", {
                 "config": self.settings, "derived": self.derived, "environment": self.environment,
@@ -291,13 +287,14 @@ class Run:
 
             self.bar = tqdm(total=config.max_iters, initial=self.done, dynamic_ncols=True, smoothing=0.05,
                             bar_format="{percentage:3.0f}% <{remaining}{postfix}")  # with the metrics, 80 columns
-        self.say(f"{config.pattern or config.model}: {counts['total']:,} parameters, {len(self.derived['decayed'])} of "
-                 f"{len(list(model.parameters()))} tensors with weight decay; {device_name} x {self.world_size}, "
-                 f"{config.dtype}; tokens mixed by {model.computed_by()}")
         micro_batches = math.ceil(self.data.sequences_per_step / self.world_size / config.micro_batch_size)
-        epochs = f" ({self.derived['epochs']:.2f} epochs)" if "epochs" in self.derived else ""
-        for line in [*model.defaults(), f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} "
-                     f"tokens = {in_short(tokens)}{epochs}, {micro_batches} micro-batches per step", *said]:
+        for line in [
+            f"{config.pattern or config.model}: {self.derived['parameters']['total']:,} parameters; {device_name} x "
+            f"{self.world_size}, {config.dtype}; tokens mixed by {model.computed_by()}",
+            *model.defaults(),
+            f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} tokens"
+            + (f" = {self.derived['epochs']:.2f} epochs" if "epochs" in self.derived else "")
+            + f", {micro_batches} micro-batches per step", *lines]:
             self.say(line)
 
     # ---------------------------------------------------------------------------------------------------- the step
@@ -336,8 +333,8 @@ class Run:
             self.scaler.unscale_(optimizer)
 
     def agree(self, loss, grad_norm):
-        """(mean loss over processes, gradient norm) as floats. The same message says whether any process was asked to stop,
-        so that all of them stop after the same step."""
+        """(mean loss over processes, gradient norm) as floats. The same message says whether any process was asked to
+        stop, so that all of them stop after the same step."""
         shared = torch.stack([loss / self.world_size, torch.tensor(float(self.stop.requested), device=self.device)])
         if self.world_size > 1:
             dist.all_reduce(shared)
@@ -351,27 +348,28 @@ class Run:
         self.progress.bad = 0
 
     def skip(self, step, loss, grad_norm):
-        """Count a step that is left out because its loss or its gradient is not finite. Raises Stopped after too many."""
-        progress = self.progress
+        """Count a step whose loss or gradient is not finite, which is left out. Raises Stopped after too many."""
+        progress, where = self.progress, getattr(self.data, "where", None)
         overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() > 1  # finding its scale
         self.scaler.update()
-        progress.skipped, progress.bad = progress.skipped + 1, progress.bad + (not overflow)
+        progress.skipped += 1
+        progress.bad += not overflow
         self.say(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
         self.write_log("skipped", step + 1, train_loss=loss, grad_norm=grad_norm)
         if progress.bad >= self.config.max_bad_steps:
             self.settle(wait=True)
             newest = self.out / checkpoint.NEWEST
-            where = f"; {self.data.where(step, self.rank, self.world_size)}" if hasattr(self.data, "where") else ""
-            raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row{where}; the "
-                          f"last good checkpoint is {f'{newest}, step {self.saved_step}' if newest.exists() else 'none'}; "
-                          "try a lower learning_rate")
+            raise Stopped(
+                f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row"
+                + (f"; {where(step, self.rank, self.world_size)}" if where else "") + "; the last good checkpoint is "
+                + (f"{newest}, step {self.saved_step}" if newest.exists() else "none") + "; try a lower learning_rate")
 
     # ----------------------------------------------------------------------------------------------------- records
 
     def log(self, step, **metrics):
-        """A line of the log and the screen every log_interval steps: the metrics given, and speed, memory and time."""
+        """A line of the log and the screen every log_interval steps: the metrics given, speed, memory and time."""
         config, done = self.config, step + 1
-        if not self.is_main or (done % config.log_interval and done != config.max_iters):
+        if not self.is_main or (done % config.log_interval and not self.is_last(step)):
             return
         now = time.perf_counter()
         seconds = max(now - self.last_log_time - self.paused_seconds, 1e-9)
@@ -383,9 +381,7 @@ class Run:
         if peak:
             values["mfu"] = round(rate * self.derived["flops_per_token"] / (peak * self.world_size), 4)
         self.write_log("train", done, **values)
-        shown = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}"}
-        words = [shown.get(k, k + " {:.4g}").format(v) for k, v in metrics.items()]
-        words += [f"{rate:,.0f} tokens/s", *([f"mfu {values['mfu']:.1%}"] if peak else [])]
+        words = in_words({key: v for key, v in values.items() if key not in ("tokens", "memory_bytes", "seconds")})
         if self.bar is not None:
             self.bar.set_postfix_str(" ".join(words), refresh=False)
         else:
@@ -404,17 +400,21 @@ class Run:
 
     def log_evaluation(self, step, metrics):
         """Metrics of an evaluation after `step`: in the log, on the screen, and for the best checkpoint."""
-        metrics = dict(metrics)
-        self.compared_loss = metrics.pop("compare_loss", metrics["val_loss"])
-        self.progress.ended = bool(metrics.pop("stop", False))
+        self.metrics, progress, done = dict(metrics), self.progress, step + 1
+        self.compared_loss = self.metrics.pop("compare_loss", metrics["val_loss"])
+        progress.ended = bool(self.metrics.pop("stop", False))
+        if self.done == done:
+            return  # made again for a result that was lost; its line is in the log
         if math.isfinite(self.compared_loss):
-            self.progress.best_val_loss = min(self.progress.best_val_loss, self.compared_loss)
-        self.metrics = metrics
-        self.write_log("eval", step + 1, tokens=(step + 1) * self.config.batch_tokens, **metrics, seconds=self.seconds())
-        words = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in metrics.items()
-                 if isinstance(v, (int, float))]
-        self.say("  ".join([f"step {step + 1:6d}", *words]))
-        self.draw()
+            progress.best_val_loss = min(progress.best_val_loss, self.compared_loss)
+        self.write_log("eval", done, tokens=done * self.config.batch_tokens, **self.metrics, seconds=self.seconds())
+        self.say("  ".join([f"step {done:6d}", *in_words(self.metrics)]))
+        now = time.perf_counter()
+        if self.is_main and now - self.picture_time > PICTURE_SECONDS:
+            self.picture_time = now
+            with contextlib.suppress(OSError):
+                self.picture = subprocess.Popen([sys.executable, Path(__file__).with_name("records.py"), self.out],
+                                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def write_log(self, event, step, **values):
         """A line of log.jsonl. A disk that refuses it does not end the run: it is tried again with the next."""
@@ -427,18 +427,10 @@ class Run:
                 self.say(f"step {step}: log.jsonl is complete again")
         except OSError as error:
             if not behind:
-                self.say(f"step {step}: cannot write log.jsonl ({error.strerror}); keeping the line in memory and retrying")
+                self.say(f"step {step}: cannot write log.jsonl ({error.strerror}); keeping the line in memory and "
+                         "retrying")
         if self.wandb and event != "skipped":
             self.wandb.log(values, step=step)
-
-    def draw(self):
-        """Start a process that draws loss.png, at most once in PICTURE_SECONDS."""
-        now = time.perf_counter()
-        if self.is_main and now - self.picture_time > PICTURE_SECONDS and (not self.picture or self.picture.poll() is not None):
-            self.picture_time = now
-            with contextlib.suppress(OSError):
-                self.picture = subprocess.Popen([sys.executable, Path(__file__).with_name("records.py"), self.out],
-                                                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def seconds(self):
         """Training time so far, in seconds, over all stretches of the run."""
@@ -447,54 +439,54 @@ class Run:
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save_if_due(self, step, optimizers):
-        """Save after `step` where that is due: by checkpoint_interval or after an evaluation, at the end, when stopping."""
+        """Save by checkpoint_interval or after an evaluation, at the end, and when asked to stop."""
         interval, done = self.config.checkpoint_interval, step + 1
         last = self.is_last(step) or self.stopping or self.progress.ended
         if last or (done % interval == 0 if interval else self.evaluated):
             self.data.check_unchanged()
-            self.save(done, optimizers)
+            if self.is_main:
+                self.save(done, optimizers)
         self.settle(wait=last)
+        if last and self.is_main and self.saved_step < done:
+            raise Stopped(f"the checkpoint of step {done} was not written, the last one is of step {self.saved_step}: "
+                          f"make room, then {resume_command('--resume=auto')}")
         self.paused_seconds += time.perf_counter() - self.pause
 
     def save(self, step, optimizers):
         """Begin to save the state after `step`."""
-        if not self.is_main:
-            return
         self.settle(wait=True)
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
                  "scaler": self.scaler.state_dict(), "rng": checkpoint.rng_state()}
         meta = {"step": step, "tokens": step * self.config.batch_tokens, "config": self.settings,
                 **dataclasses.asdict(self.progress), "seconds": self.seconds(), "data": self.data.identity,
                 "file_times": getattr(self.data, "file_times", None),
-                **{key: self.data.meta.get(key) for key in ("tokenizer", "table")}}
+                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
         self.manager.save(state, meta, self.compared_loss, first=self.log_file.sync)
 
     def settle(self, wait=False):
         """Take note of a checkpoint that is on disk by now, or could not be written."""
         outcome = self.manager.result(wait) if self.is_main else None
         if outcome:
-            step, self.not_saved = outcome
-            if self.not_saved:  # a full disk, say: what was saved before is untouched
-                self.say(f"step {step}: checkpoint not written ({self.not_saved}); the one before stays")
+            step, error = outcome
+            if error:  # a full disk, say: what was saved before is untouched
+                self.say(f"step {step}: checkpoint not written ({error}); the one before stays")
             else:
                 self.saved_step = step
 
     def finish(self, evaluate):
-        """The end: result.json and the last metrics; None where the run was stopped before its end."""
+        """The end: result.json and the last metrics; None where the run was stopped before, or is finished already."""
         config, done, progress = self.config, self.done, self.progress
         if self.complete:
             self.say(f"{self.out} is finished already; to train again use --resume=never")
             return None
         if not self.at_end():
-            return self.stopped()
+            self.say(f"stopped after step {done} of {config.max_iters} and saved {self.out / checkpoint.NEWEST}; "
+                     f"continue with: {resume_command('--resume=auto')}")
+            return None
         if self.metrics is None:  # killed between the last checkpoint and the result
-            self.compared_loss = None
             self.log_evaluation(done - 1, evaluate(self.model, final=True))
         if not self.is_main:
             return self.metrics
-        again = "make room, then " + resume_command("--resume=auto")
-        if self.saved_step < done:
-            raise Stopped(f"training is done, but its last checkpoint is of step {self.saved_step} ({self.not_saved}): {again}")
         seconds, tokens = self.seconds(), done * config.batch_tokens
         result = {"model": config.pattern or config.model, **self.metrics, "best_val_loss": progress.best_val_loss,
                   "steps": done, "skipped_steps": progress.skipped, "tokens": tokens, "seconds": seconds,
@@ -502,15 +494,11 @@ class Run:
                   "flops": self.derived["flops_per_token"] * tokens, "memory_bytes": peak_memory(self.device),
                   "processes": self.world_size, "device_name": self.derived["device_name"], "dtype": config.dtype,
                   "code": progress.code_versions[-1], "commit": self.environment["commit"], "seed": config.seed}
-        try:
+        with writing_to(self.out):
             self.log_file.flush()
             write_json(self.out / "result.json", result)
-        except OSError as error:
-            raise Stopped(f"training is done and its last checkpoint is of step {self.saved_step}, but the records could not "
-                          f"be finished ({error.strerror}): {again}") from None
         if self.picture:
-            self.picture.kill()  # or it would draw over what is drawn now
-            self.picture.wait()
+            self.picture.wait()  # or it would draw over what is drawn now
         try:
             draw_loss(self.out)
         except Exception as error:  # no picture is worth a run
@@ -518,34 +506,21 @@ class Run:
         if self.wandb:
             self.wandb.summary.update(result)
             self.wandb.finish()
-        words = [f"validation loss {self.metrics['val_loss']:.4f} nats per token"]
-        if "val_bits_per_byte" in result:
-            words.append(f"{result['val_bits_per_byte']:.4f} bits per byte")
-        if "xz9_bits_per_byte" in result:
-            words.append(f"xz -9 needs {result['xz9_bits_per_byte']:.4f} for the same bytes")
-        self.say(f"{', '.join(words)}; {in_short(tokens)} tokens in {seconds:.0f} s; records in {self.out}/")
+        self.say(f"finished: {tokens:,} tokens in {seconds:.0f} s; records in {self.out}/")
         return self.metrics
-
-    def stopped(self):
-        """The last words of a run that was asked to stop."""
-        if self.is_main and self.saved_step < self.done:
-            raise Stopped(f"stopped after step {self.done} without saving it ({self.not_saved}); the last checkpoint is of "
-                          f"step {self.saved_step}")
-        self.say(f"stopped after step {self.done} of {self.config.max_iters} and saved {self.out / checkpoint.NEWEST}; "
-                 f"continue with: {resume_command('--resume=auto')}")
 
 
 class StopRequest:
-    """Turns the first SIGTERM, SIGUSR1 (Slurm's warning) or SIGINT into a request to finish the step. A SIGINT after that
-    ends the process at once; a thread reads it, because Python's own handlers wait for a collective to return."""
+    """Turns the first SIGTERM, SIGUSR1 (Slurm's warning) or SIGINT into a request to finish the step. A SIGINT after
+    that ends the process at once; a thread reads it, because Python's own handlers wait for a collective to return."""
 
     def __init__(self):
         self.requested = False
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        self.before = {number: signal.signal(number, self.ask) for number in numbers}
+        self.before = {number: signal.signal(number, self.ask)
+                       for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         threading.Thread(target=self.listen, args=(reader,), daemon=True).start()
 
     def ask(self, number, frame):
@@ -576,11 +551,7 @@ def lock_run_dir(out):
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = open(out.parent / f".{out.name}.lock", "w")
     try:
-        import fcntl
-
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # not a Unix
-        pass
     except BlockingIOError:
         raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
     except OSError as error:  # some network file systems have no locks
@@ -594,7 +565,8 @@ def writing_to(out):
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot write to {out} ({error.strerror}): make room, or choose another out_dir") from None
+        raise ConfigError(f"cannot write to {out} ({error.strerror}): make room and continue with --resume=auto, "
+                          "or choose another out_dir") from None
 
 
 def keep_earlier(out):
@@ -622,9 +594,10 @@ def open_wandb(config):
 
 
 def is_out_of_memory(error):
-    """Whether an exception says that memory ran out: PyTorch has a class of its own for a GPU, and only words for a CPU."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or isinstance(error, RuntimeError) and any(
-        words in str(error).lower() for words in ("not enough memory", "can't allocate memory", "out of memory"))
+    """Whether memory ran out: PyTorch has an exception of its own for a GPU, and only words for a CPU."""
+    words = ("not enough memory", "can't allocate memory", "out of memory")
+    return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            or isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words))
 
 
 def resume_command(*changes):
@@ -641,8 +614,12 @@ def say(text):
         print(text, flush=True)
 
 
-def in_short(tokens):
-    return f"{tokens / 1e6:,.1f}M" if tokens >= 1e5 else f"{tokens:,}"
+def in_words(metrics):
+    """The numbers among the metrics as the screen shows them."""
+    shown = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "mfu": "mfu {:.1%}",
+             "tokens_per_second": "{:,} tokens/s"}
+    return [shown.get(key, key + (" {:.4f}" if isinstance(value, float) else " {:,}")).format(value)
+            for key, value in metrics.items() if isinstance(value, (int, float))]
 
 
 def peak_flops(device_name):
@@ -654,6 +631,4 @@ def peak_memory(device):
     """Largest number of bytes so far: the GPU's allocations, or the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

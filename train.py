@@ -43,6 +43,9 @@ from run import Run, launch
 from self_check import self_check
 
 
+EVAL_TOKENS = 8192  # of a batch of an evaluation, at least: without gradients they fit
+
+
 @dataclass
 class TrainConfig(ModelConfig):
     # --- run
@@ -75,6 +78,7 @@ class TrainConfig(ModelConfig):
     eval_tokens: int = 0  # validation tokens of one, by which best_val_loss compares; 0: all of them
     final_eval_tokens: int = 0  # validation tokens of the last one, whose loss is the result's; 0: all of them
     eval_block_size: int = 0  # tokens of a validation window; 0: block_size
+    eval_datasets: str = ""  # further prepared folders, name,name: their validation splits are evaluated too
     log_interval: int = 10  # steps between lines of the log
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
     keep_checkpoints: int = 2  # how many of the last are kept, beside the best
@@ -97,9 +101,10 @@ def train(config, model, data, evaluate, schedule=None):
 
     Args:
         config: a TrainConfig, or a subclass; out_dir, dtype and the sizes filled in.
-        model: on its device; model(x, y, loss_only=True) -> (_, mean loss), decayed(), parameter_count() (see LM).
+        model: on its device; model(x, y, loss_only=True) -> (_, mean loss); decayed(), parameter_count(),
+            flops_per_token(), computed_by(), defaults() (see LM); toy() and toy_batch(), unless self_check is "off".
         data: micro_batches(step, rank, world_size, micro_batch_size) -> (x, y, weight), whose weights add up to 1;
-            identity, meta, derived: dicts for the records; check_unchanged() (see data/loader.py).
+            sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; further metrics go to the log, and the last to result.json.
             "stop": True ends the run after this step.
         schedule: (step, config) -> factor of the peak rate; learning_rate_factor unless given.
@@ -173,15 +178,26 @@ class Evaluate:
         block, tokens = config.eval_block_size or config.block_size, len(data.tokens.val)
         self.windows = eval_windows(tokens, block, config.eval_tokens)
         self.final_windows = eval_windows(tokens, block, config.final_eval_tokens)
-        self.batch = max(1, max(config.micro_batch_size * config.block_size, 8192) // block)  # without gradients, 8192 fit
+        self.others = {}  # name: (data, windows)
+        for name in filter(None, config.eval_datasets.split(",")):
+            other = Tokens(find_dataset(name), vocab_size=config.vocab_size, block_size=block)
+            key = f"val_loss_{other.folder.name}"
+            if other.meta["tokenizer"] != data.meta["tokenizer"] or other.meta.get("table") != data.meta.get("table"):
+                raise ConfigError(f"eval_datasets: {name} has the tokenizer {other.meta['tokenizer']!r}, "
+                                  f"{config.dataset} has {data.meta['tokenizer']!r}, or their characters differ")
+            if key in self.others:
+                raise ConfigError(f"eval_datasets: two folders are called {other.folder.name}: rename one of them")
+            windows = eval_windows(len(other.val), block, config.eval_tokens)
+            self.others[key] = TokenData(other, block, block, config.seed, data.device), windows
 
     def __call__(self, model, final=False):
         """{"val_loss": nats per token, "val_tokens"}; at the end bits per byte too, and "compare_loss" where the final
         windows are others than those by which evaluations are compared."""
         windows = self.final_windows if final else self.windows
-        metrics = {"val_loss": self.loss(model, windows), "val_tokens": int(windows[:, 1].sum())}
+        metrics = {"val_loss": self.loss(model, self.data, windows), "val_tokens": int(windows[:, 1].sum())}
+        metrics |= {key: self.loss(model, *other) for key, other in self.others.items()}
         if final and not np.array_equal(windows, self.windows):
-            metrics["compare_loss"] = self.loss(model, self.windows)
+            metrics["compare_loss"] = self.loss(model, self.data, self.windows)
         sizes = self.data.tokens.bytes_per_token
         size = sizes["val"] if isinstance(sizes, dict) else sizes
         if final and size:
@@ -191,14 +207,16 @@ class Evaluate:
         return metrics
 
     @torch.no_grad()
-    def loss(self, model, windows):
+    def loss(self, model, data, windows):
         """Mean loss in nats per token over (start, length) windows, shared by all processes."""
         model.eval()
+        tokens = max(self.config.micro_batch_size * self.config.block_size, EVAL_TOKENS)
+        batch = max(1, tokens // int(windows[0, 1]))
         rank, world = distributed.rank(), distributed.world_size()
         device, dtype = next(model.parameters()).device, getattr(torch, self.config.dtype)
         total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
-        for x, y in self.data.eval_batches(windows, rank, world, self.batch):
-            call = model if len(x) == self.batch else model.forward  # torch.compile never sees a second shape
+        for x, y in data.eval_batches(windows, rank, world, batch):
+            call = model if len(x) == batch else model.forward  # torch.compile never sees a second shape
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 loss = call(x, y, loss_only=True)[1]
             total += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)
@@ -265,9 +283,16 @@ def build_model(config, device):
     """The LM of a config on its device. Raises ConfigError for sizes that do not fit and a backend that cannot run."""
     names = [f.name for f in dataclasses.fields(ModelConfig)]
     try:
-        return LM(ModelConfig(**{name: getattr(config, name) for name in names})).to(device)
+        model = LM(ModelConfig(**{name: getattr(config, name) for name in names})).to(device)
+        model.computed_by()  # chooses the backend of every operator
+        return model
     except (ValueError, RuntimeError) as error:
         raise ConfigError(error) from None
+
+
+def find_dataset(name):
+    """A folder, or one of data/."""
+    return Path(name) if Path(name).is_dir() else Path(__file__).parent / "data" / name
 
 
 def load_weights(model, config, data):
@@ -303,8 +328,7 @@ def main(argv):
     check(config)
     config.out_dir = config.out_dir or f"out/{Path(config.config_files[-1]).stem if config.config_files else config.model}"
     device = distributed.open_device(config)
-    folder = Path(config.dataset) if Path(config.dataset).is_dir() else Path(__file__).parent / "data" / config.dataset
-    tokens = Tokens(folder, vocab_size=config.vocab_size or None, block_size=config.block_size)
+    tokens = Tokens(find_dataset(config.dataset), vocab_size=config.vocab_size or None, block_size=config.block_size)
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
     config.dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
