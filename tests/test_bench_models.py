@@ -66,7 +66,8 @@ def row(name, milliseconds=None, **values):
     family, _, peer = name.partition(", ")
     times = {}
     if milliseconds is not None:
-        times = {"seconds": spread([milliseconds / 1e3]), "tokens_per_second": 1e6 / milliseconds, "flops_per_token": 1e6}
+        times = {"seconds": spread([milliseconds / 1e3]), "flops_per_token": 1e6,
+                 "tokens_per_second": 1e6 / milliseconds}
     return {"name": name, "family": family, "peer": peer or None, **times, **values}
 
 

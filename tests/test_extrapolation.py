@@ -317,7 +317,8 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
     for argv, words in [
         (["--lengths=16,1024"], "1024 is longer than"), (["--lengths=16,24,64"], "24 does not divide"),
         (["--lengths=4,x"], "numbers are expected"), (["--lengths=0,16"], "above 0"),
-        (["--chunk=0"], "--chunk=0 must be 1"), (["--eval_tokens=3"], "--eval_tokens=3 is less"), (["--speed=1"], "--speed"),
+        (["--chunk=0"], "--chunk=0 must be 1"), (["--eval_tokens=3"], "--eval_tokens=3 is less"),
+        (["--speed=1"], "--speed"),
         (["--dataset=no"], "no dataset folder"), (["--checkpoint", run, twin], "two folders are named run"),
         (["--checkpoint", str(tmp_path / "no")], "no checkpoint"), (["run", "--preset=phone"], "phone"),
         (["report", str(tmp_path / "empty")], "is no record of this experiment"), ([], "required"),
