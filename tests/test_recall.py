@@ -57,15 +57,15 @@ def test_every_key_once_before_its_query_and_every_label_right(task):
 
 
 def test_targets_and_distances_of_a_batch():
-    examples = generate(Task(32, 3, 64), 50, seed=1)
+    examples = generate(Task(64, 8), 50, seed=1)
     idx, targets = examples.batch(np.array([7, 3]), "cpu")
     assert (idx == torch.from_numpy(examples.tokens[[7, 3]]).long()).all()
     for row, n in enumerate((7, 3)):
         labels = dict(zip(examples.where[n].tolist(), examples.values[n].tolist(), strict=True))
-        assert targets[row].tolist() == [labels.get(t, -1) for t in range(32)]
+        assert targets[row].tolist() == [labels.get(t, -1) for t in range(64)]
+        key_at = {key: t for t, key in enumerate(examples.tokens[n, :16].tolist())}
         positions = sorted(labels)
-        keys = [examples.tokens[n, :6:2].tolist().index(examples.tokens[n, t]) for t in positions]
-        assert examples.distances()[n].tolist() == [t - 2 * k for t, k in zip(positions, keys, strict=True)]
+        assert examples.distances()[n].tolist() == [t - key_at[examples.tokens[n, t]] for t in positions]
 
 
 def power_law(T, pairs, a):

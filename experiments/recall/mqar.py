@@ -2,7 +2,7 @@
 
     python experiments/recall/mqar.py run --preset=laptop           T = 64 and 128, width 64: an hour on two CPU cores
     python experiments/recall/mqar.py run --preset=gpu              the claim: T = 512 at width 64, three mixers
-    python experiments/recall/mqar.py run --preset=paper --dry-run  the whole figure, 448 runs, and their time here
+    python experiments/recall/mqar.py run --preset=paper --dry-run  the whole figure: 448 runs
     python experiments/recall/mqar.py report out/recall_laptop      table and figure, from the records alone
     python experiments/recall/mqar.py cell --model=longhorn         one run; cell --help lists its settings
     python experiments/recall/mqar.py run --mixers=longhorn,mamba --Ts=128 --widths=64,128 --lrs=2.2e-3,1e-2 --seeds=1,2
@@ -19,11 +19,9 @@ import argparse
 import dataclasses
 import functools
 import sys
-import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
@@ -35,7 +33,7 @@ from experiments.scaling.sweep import Cell, hours, names, numbers  # noqa: E402
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
 SCRIPT = "experiments/recall/mqar.py"
-START_SECONDS = 10.0  # importing PyTorch, drawing the examples, the tests at the end
+SECONDS_PER_FLOP = 3e-11  # of one core, with the overheads of small models, as in results/recall_laptop.json
 
 
 @dataclass
@@ -62,6 +60,8 @@ PRESETS = {
 
 def cells_of(preset, extra=()):
     """[Cell] of the preset. The rates of a point follow one another, so that they run together. Raises ConfigError."""
+    import torch
+
     from experiments.recall import cell
     from experiments.recall.models import MIXERS
 
@@ -73,65 +73,29 @@ def cells_of(preset, extra=()):
         argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
                 f"--seed={seed}", *preset.args, *extra]
         config = cell.load(argv)
+        with torch.device("meta"):
+            flops = cell.build_model(config, "meta").flops_per_token()["total"] * config.batch_tokens
         at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
-              "pairs": config.pairs, "steps": config.max_iters}
-        cells.append(Cell(f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}", ["cell", *argv], at))
+              "pairs": config.pairs, "steps": config.max_iters, "flops": flops * config.max_iters}
+        name = f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}"
+        cells.append(Cell(name, ["cell", *argv], at, SECONDS_PER_FLOP * at["flops"]))
     return cells
-
-
-# ------------------------------------------------------------------------------------------------------------ estimate
-
-def estimate(cells, threads):
-    """Set every cell's `seconds`, at most (all its steps), and at["flops"], from a trial of each mixer, T and width."""
-    import torch
-    from tqdm import tqdm
-
-    from experiments.recall import cell
-
-    torch.set_num_threads(threads)
-    trials = {}
-    for c in tqdm(cells, desc="measuring a step of each", leave=False, disable=None):
-        config, key = cell.load(c.argv[1:]), (c.at["mixer"], c.at["T"], c.at["n_embd"])
-        trials[key] = seconds, flops = trials.get(key) or measure(config)
-        epochs, evaluations = config.max_iters / config.steps_per_epoch, config.max_iters / config.eval_interval
-        examples = epochs * config.train_examples + evaluations * config.test_examples / 3  # a forward costs a third
-        c.at["flops"], c.seconds = flops * examples, seconds * examples + START_SECONDS
-
-
-def measure(config):
-    """(seconds, FLOPs) per example of a training step, in float32 and without the optimizer."""
-    import torch
-
-    from experiments.recall import cell
-    from experiments.recall.task import generate
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = config.batch_examples if device.type == "cuda" else min(config.batch_examples, 32)
-    model, times = cell.build_model(config, device), []
-    x, y = generate(config.task(), batch, seed=0).batch(slice(None), device)
-    for _ in range(4):
-        began = time.perf_counter()
-        model(x, y, loss_only=True)[1].backward()
-        model.embed.weight.grad[0, 0].item()  # wait for the GPU
-        times.append(time.perf_counter() - began)
-    return median(times[1:]) / batch, config.block_size * model.flops_per_token()["total"]
 
 
 def print_plan(cells, jobs, gpus):
     """The plan as a table, a line per T, width and mixer; then the total."""
-    print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}{'at most':>9}")
+    print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}")
     lines = {}
     for c in cells:
         lines.setdefault((c.at["T"], c.at["pairs"], c.at["n_embd"], c.at["mixer"]), []).append(c)
     for (T, pairs, width, mixer), group in lines.items():
         at = group[0].at
-        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{len(group):>5}{at['steps']:>8,}{at['flops']:>12.2g}"
-              f"{hours(group[0].seconds):>9}")
-    total = sum(c.seconds for c in cells) / (len(gpus) or jobs)
+        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{len(group):>5}{at['steps']:>8,}{at['flops']:>12.2g}")
     where = f"{len(gpus)} GPU(s)" if gpus else f"{sweep.cores()} CPU core(s)"
-    flops = sum(c.at["flops"] for c in cells)
-    print(f"{len(cells)} runs, {flops:.2g} FLOPs, at most {hours(total)} on {where}, {jobs} at a time, by a short "
-          "measurement of each; a run stops where it answers enough of the test right")
+    flops, time = (sum(values) for values in zip(*((c.at["flops"], c.seconds) for c in cells), strict=True))
+    print(f"{len(cells)} runs, at most {flops:.2g} FLOPs, on {where}, {jobs} at a time; a run stops where it answers "
+          "enough of the test right" + f"; about {hours(time / jobs)} at most, as results/recall_laptop.json had it"
+          * (not gpus))
 
 
 # -------------------------------------------------------------------------------------------------------- command line
@@ -179,7 +143,6 @@ def run(args, extra):
     cells = cells_of(preset, extra)
     if not args.dry_run:
         sweep.make_folder(folder)
-    estimate(cells, max(1, sweep.cores() // jobs))
     print_plan(cells, jobs, gpus)
     if args.dry_run:
         command = cells[0].command(folder, script=SCRIPT)
