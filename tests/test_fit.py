@@ -1,20 +1,16 @@
-"""experiments/scaling/fit.py against truths that it had no part in: known constants, finite differences, scipy, analytic curves.
+"""fit.py and compare.py against independent truths: known constants, finite differences, scipy, formulas.
 
-The surprise: an interval can only be judged by many draws. A fit that recovers one synthetic data set shows nothing about the
-intervals; 50 draws show that the truth is inside nine times of ten.
-
-    python -m pytest tests/test_fit.py
+An interval can only be judged over many draws: 50 of them show that the truth is inside nine times of ten.
 """
 
 import math
-import subprocess
-import sys
+import re
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 from experiments.scaling import fit
 from experiments.scaling.compare import compare, sample_efficiency, winner
@@ -37,7 +33,7 @@ def quick(*args, **options):
     return fit_loss(*args, **{"bootstrap": 0} | options)
 
 
-# ------------------------------------------------------------------------------------------------------------- the law
+# -------------------------------------------------------------------------------------------------------------- the law
 
 @pytest.mark.parametrize("sizes,counts", [(5, 5), (3, 3), (3, 4)])
 def test_without_noise_the_constants_come_back(sizes, counts):
@@ -64,8 +60,8 @@ def test_the_gradient_is_that_of_finite_differences():
     M, theta = model.terms(N, D), np.array([0.4, 0.1, 0.3, -0.2, 0.25])
     for delta in (1e-3, 0.01, 1.0):  # mostly beyond the threshold, some, none
         _, gradient = fit.objective(theta, M, np.log(L), delta)
-        wanted = [(fit.objective(theta + h, M, np.log(L), delta)[0] - fit.objective(theta - h, M, np.log(L), delta)[0]) / 2e-6
-                  for h in 1e-6 * np.eye(5)]
+        value = lambda t, delta=delta: fit.objective(t, M, np.log(L), delta)[0]
+        wanted = [(value(theta + h) - value(theta - h)) / 2e-6 for h in 1e-6 * np.eye(5)]
         assert gradient == pytest.approx(wanted, rel=1e-4, abs=1e-7)
 
 
@@ -76,9 +72,9 @@ def test_no_other_minimiser_finds_a_lower_loss(noise, seed):
 
     def huber(c):  # written once more, with scipy's Huber function, in other coordinates
         with np.errstate(all="ignore"):
-            r = np.log(np.abs(c[0]) + np.exp(c[1]) * (N / 3e7) ** -c[2] + np.exp(c[3]) * (D / 3e9) ** -c[4]) - np.log(L)
-        from scipy.special import huber
-        return huber(1e-3, r).sum() if np.isfinite(r).all() else 1e3
+            made = np.abs(c[0]) + np.exp(c[1]) * (N / 3e7) ** -c[2] + np.exp(c[3]) * (D / 3e9) ** -c[4]
+            r = np.log(made) - np.log(L)
+        return special.huber(1e-3, r).sum() if np.isfinite(r).all() else 1e3
 
     assert found.huber == pytest.approx(huber([found.E, math.log(found.A * 3e7**-found.alpha), found.alpha,
                                                math.log(found.B * 3e9**-found.beta), found.beta]))
@@ -92,7 +88,8 @@ def test_no_other_minimiser_finds_a_lower_loss(noise, seed):
 def test_with_a_wide_threshold_it_is_least_squares():
     N, D, L = runs(noise=0.01)
     found = quick(N, D, L, delta=10.0)
-    curve = lambda X, E, a, alpha, b, beta: np.log(E + np.exp(a) * (X[0] / 3e7) ** -alpha + np.exp(b) * (X[1] / 3e9) ** -beta)
+    term = lambda x, log_factor, power: np.exp(log_factor) * x ** -power
+    curve = lambda X, E, a, alpha, b, beta: np.log(E + term(X[0] / 3e7, a, alpha) + term(X[1] / 3e9, b, beta))
     c, _ = optimize.curve_fit(curve, (N, D), np.log(L), p0=[1.5, 0, 0.3, 0, 0.3])
     assert (found.E, found.alpha, found.beta) == pytest.approx((c[0], c[2], c[4]), rel=1e-4)
     assert found.noise == pytest.approx(math.sqrt(2 * found.huber / 20), rel=1e-6)
@@ -114,8 +111,7 @@ def test_residuals_and_order_of_the_runs():
 
 @pytest.mark.parametrize("sizes,noise", [(5, 0.01), (3, 0.005)])
 def test_intervals_hold_the_truth_nine_times_of_ten(sizes, noise):
-    """50 draws; each constant must be inside in 45. Fewer simulated data sets (59, not 200) make the intervals wider, by the
-    same rule that a user gets, and not narrower."""
+    """50 draws; each constant must be inside in 45. Fewer simulated data sets (59, not 200) widen the intervals."""
     inside = dict.fromkeys(TRUE, 0)
     widths = []
     for seed in range(50):
@@ -151,7 +147,7 @@ def test_wide_noise_says_that_nothing_is_determined():
     assert any("hardly determined" in w or "ran to" in w for w in found.warnings)
 
 
-# ------------------------------------------------------------------------------------------------- what cannot be fitted
+# ------------------------------------------------------------------------------------------------ what cannot be fitted
 
 @pytest.mark.parametrize("N,D,L,words", [
     ([], [], [], "no run has a usable loss"),
@@ -194,7 +190,8 @@ def test_a_size_and_a_count_that_meet_only_each_other():
 @pytest.mark.parametrize("few", ["N", "D"])
 def test_one_or_two_sizes_leave_a_floor_for_each(few, levels):
     N, D, _ = runs(levels, 6) if few == "N" else runs(6, levels)
-    found = fit_loss(N, D, law(N, D) * np.exp(0.002 * np.random.default_rng(0).standard_normal(6 * levels)), bootstrap=39)
+    noise = np.exp(0.002 * np.random.default_rng(0).standard_normal(6 * levels))
+    found = fit_loss(N, D, law(N, D) * noise, bootstrap=39)
     exact = quick(N, D, law(N, D))
     factor, power, floor = ("B", "beta", lambda v: 1.69 + 406.4 / v**0.34) if few == "N" else (
         "A", "alpha", lambda v: 1.69 + 410.7 / v**0.28)
@@ -212,11 +209,11 @@ def test_losses_that_are_no_losses_are_named():
     N, D, L = runs()
     L = [*L]
     L[3], L[7], L[11], L[20] = None, math.nan, math.inf, -1.0
-    said = []
-    found = quick(N, D, L, log=said.append)
-    assert sorted(found.left_out) == [3, 7, 11, 20] and found.points == 21 and found.alpha == pytest.approx(0.34, rel=1e-3)
+    found = quick(N, D, L)
+    assert sorted(found.left_out) == [3, 7, 11, 20] and found.points == 21
+    assert found.alpha == pytest.approx(0.34, rel=1e-3)
     assert np.flatnonzero(np.isnan(found.residuals)).tolist() == [3, 7, 11, 20]
-    assert said == found.warnings and said[0].startswith("run 3 (N =")
+    assert found.warnings[0].startswith("run 3 (N =")
 
 
 @pytest.mark.parametrize("bad", [{6: 9.5}, {24: 3.0}, {0: 2.0, 13: 7.0}, {12: 4.0, 17: 4.0}])
@@ -226,7 +223,8 @@ def test_diverged_runs_are_named_and_left_out(bad):
     for i, factor in bad.items():
         L[i] *= factor
     found = fit_loss(N, D, L, bootstrap=59)
-    assert sorted(found.left_out) == sorted(bad) and sum("above what the others predict" in w for w in found.warnings) == len(bad)
+    assert sorted(found.left_out) == sorted(bad)
+    assert sum("above what the others predict" in w for w in found.warnings) == len(bad)
     assert found.alpha == pytest.approx(0.34, abs=0.03) and found.noise < 0.008
     low, high = found.intervals["alpha"]
     assert low < 0.34 < high and high - low < 0.05
@@ -236,7 +234,8 @@ def test_untrained_losses_are_left_out():
     N, D, L = runs(3, 3)
     L[4] = 10.9
     found = quick(N, D, L, untrained=math.log(50257))
-    assert list(found.left_out) == [4] and "untrained" in found.warnings[0] and found.beta == pytest.approx(0.28, rel=1e-3)
+    assert list(found.left_out) == [4] and "untrained" in found.warnings[0]
+    assert found.beta == pytest.approx(0.28, rel=1e-3)
 
 
 def test_normal_noise_is_rarely_called_an_outlier():
@@ -251,7 +250,6 @@ def test_normal_noise_is_rarely_called_an_outlier():
     (lambda N, D: 3 + np.sin(N / 1e5) + np.cos(D / 1e8), "describes these runs badly", None),
 ])
 def test_constants_at_a_boundary_are_said(L, words, name):
-    import re
     N, D, _ = runs()
     found = fit_loss(N, D, L(N, D) * np.exp(1e-4 * np.random.default_rng(0).standard_normal(25)), bootstrap=39)
     assert re.search(words, " ".join(found.warnings))
@@ -261,7 +259,7 @@ def test_constants_at_a_boundary_are_said(L, words, name):
 
 FUZZ = dict(deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])  # shrinking a fit takes minutes
 NUMBER = st.floats(allow_nan=True, allow_infinity=True)
-POSITIVE = st.one_of(st.floats(1e-3, 1e3), st.floats(min_value=1e-300, max_value=1e300), st.sampled_from([1.0, 2.0, 4.0, 8.0]))
+POSITIVE = st.one_of(st.floats(1e-3, 1e3), st.floats(1e-300, 1e300), st.sampled_from([1.0, 2.0, 4.0, 8.0]))
 
 
 @settings(max_examples=60, **FUZZ)
@@ -301,17 +299,19 @@ def test_isoflop_finds_the_vertices_of_parabolas():
     best = 0.1 * C**0.48
     N = best * np.tile(np.geomspace(0.2, 4, 5), 3)
     found = isoflop(N, 2.5 + 0.03 * np.log(N / best) ** 2, C * np.tile([1, 1.02, 0.98, 1.01, 1], 3))
-    assert [b["N_opt"] for b in found.budgets] == pytest.approx(best[::5], rel=1e-6)
-    assert [b["loss"] for b in found.budgets] == pytest.approx([2.5] * 3) and [b["sizes"] for b in found.budgets] == [5] * 3
-    assert found.exponent == pytest.approx(0.48, abs=1e-3) and found.low <= found.exponent <= found.high
-    assert "biased even without noise" in found.warnings[0] and len(found.warnings) == 1
+    assert [b["N_opt"] for b in found["budgets"]] == pytest.approx(best[::5], rel=1e-6)
+    assert [b["loss"] for b in found["budgets"]] == pytest.approx([2.5] * 3)
+    assert [b["sizes"] for b in found["budgets"]] == [5] * 3
+    assert found["exponent"] == pytest.approx(0.48, abs=1e-3) and found["low"] <= found["exponent"] <= found["high"]
+    assert "biased even without noise" in found["warnings"][0] and len(found["warnings"]) == 1
 
 
 def test_isoflop_is_biased_as_its_warning_says():
     C = 1e20
-    best = optimize.minimize_scalar(lambda x: law(math.exp(x), C / 6 / math.exp(x)), bounds=(15, 25), method="bounded").x
-    grids = {name: math.exp(best) * np.geomspace(*ends, 7) for name, ends in dict(low=(0.03, 3), high=(0.3, 30)).items()}
-    found = {name: isoflop(N, law(N, C / 6 / N), np.full(7, C)).budgets[0]["N_opt"] for name, N in grids.items()}
+    loss = lambda x: law(math.exp(x), C / 6 / math.exp(x))
+    best = math.exp(optimize.minimize_scalar(loss, bounds=(15, 25), method="bounded").x)
+    grids = {"low": best * np.geomspace(0.03, 3, 7), "high": best * np.geomspace(0.3, 30, 7)}
+    found = {name: isoflop(N, law(N, C / 6 / N), np.full(7, C))["budgets"][0]["N_opt"] for name, N in grids.items()}
     assert abs(math.log(found["low"] / found["high"])) > 0.05
 
 
@@ -326,19 +326,21 @@ def test_isoflop_is_biased_as_its_warning_says():
 ])
 def test_isoflop_without_a_vertex_says_why(N, L, words):
     found = isoflop(N, L, [1e18] * len(N))
-    assert found.budgets[0]["N_opt"] is None and found.exponent is None
-    assert words in " ".join(found.warnings) and "needs two" in found.warnings[-1]
+    assert found["budgets"][0]["N_opt"] is None and found["exponent"] is None
+    said = [found["budgets"][0]["reason"], *found["warnings"]]
+    assert words in " ".join(said) and "needs two" in said[-1]
 
 
-# ----------------------------------------------------------------------------------------------------- sample efficiency
+# ---------------------------------------------------------------------------------------------------- sample efficiency
 
 def test_sample_efficiency_of_two_power_laws():
     """a: 2 + (T / 1e8)^-0.3. b needs k times the tokens for every loss: the ratio is k everywhere."""
     T = np.geomspace(1e8, 1e11, 400)
     curve = lambda t: 2 + (t / 1e8) ** -0.3
     found = sample_efficiency(T, curve(T), T, curve(T / 1.8))
-    assert found.ratio == pytest.approx(np.full(len(found.ratio), 1.8), rel=1e-3) and found.at_end == pytest.approx(1.8, rel=1e-3)
-    assert found.loss_at_end == pytest.approx(curve(1e11 / 1.8)) and found.reason is None and (np.diff(found.loss) < 0).all()
+    assert found.ratio == pytest.approx(np.full(len(found.ratio), 1.8), rel=1e-3)
+    assert found.at_end == pytest.approx(1.8, rel=1e-3) and found.loss_at_end == pytest.approx(curve(1e11 / 1.8))
+    assert found.reason is None and (np.diff(found.loss) < 0).all()
     back = sample_efficiency(T, curve(T / 1.8), T, curve(T))
     assert back.at_end == pytest.approx(1 / 1.8, rel=1e-3)
     # slopes that differ: b = 2 + (T / 1e8)^-0.25 reaches l at 1e8 (l - 2)^-4, a at 1e8 (l - 2)^(-1 / 0.3)
@@ -368,7 +370,7 @@ def test_sample_efficiency_of_curves_that_never_meet():
         sample_efficiency([1, 2], [2.0], [1, 2], [4.0, 3.0])
 
 
-# ------------------------------------------------------------------------------------------------------------ over seeds
+# ----------------------------------------------------------------------------------------------------------- over seeds
 
 def welch(a, b):
     va, vb = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
@@ -413,38 +415,3 @@ def test_winner_without_enough_seeds():
     assert "y has 0" in winner({"x": [3.0, 3.1], "y": [None, math.nan], "z": [5, 5.1]}).reason
     assert "same loss" in winner({"x": [3.0, 3.0], "y": [4.0, 4.0]}).reason
     assert winner({"x": [3.0, 3.0], "y": [3.0, 3.0]}).family is None
-
-
-# ---------------------------------------------------------------------------------------------------------- command line
-
-def run(*args):
-    done = subprocess.run([sys.executable, fit.__file__, *map(str, args)], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_the_demo_and_a_file(tmp_path):
-    code, out, _ = run("--demo", "--bootstrap=29")
-    assert code == 0 and "alpha" in out and "90% interval" in out and "25 runs" in out
-    path = tmp_path / "points.csv"
-    N, D, L = runs(3, 3)
-    path.write_text("name,N,D,L\n" + "".join(f"x,{n},{d},{loss}\n" for n, d, loss in zip(N, D, L, strict=True)) + "x,1e6,1e9,\n")
-    assert [*fit.read_points(path)][2][-1] is None
-    text = fit.table(fit_loss(*fit.read_points(path)))
-    assert "9 runs" in text and "0.34" in text and "note: run 9" in text
-
-
-@pytest.mark.parametrize("text,words", [("a,b\n1,2\n", "no column N, D, L"), ("N,D,L\n1,x,3\n", "line 2: N = 1, D = x, L = 3"),
-                                        ("N,D,L\n1,2\n", "line 2"), ("", "no column"), ("N,D,L\n", "no run")])
-def test_a_bad_file_is_one_line(tmp_path, text, words, monkeypatch):
-    path = tmp_path / "points.csv"
-    path.write_text(text)
-    monkeypatch.setattr(sys, "argv", ["fit.py", str(path)])
-    with pytest.raises(SystemExit, match=words) as error:
-        fit.main()
-    assert "\n" not in str(error.value)
-
-
-def test_no_such_file(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fit.py", "nowhere.csv"])
-    with pytest.raises(SystemExit, match="nowhere.csv"):
-        fit.main()

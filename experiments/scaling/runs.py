@@ -178,7 +178,7 @@ def check_run(name, records, at, accept_code=()):
         for key, text in sweep.settings(at.get("argv", ()), WORKED_OUT).items():
             if key in config and not stands_for(text, config[key]):
                 raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
-        if Path(config["out_dir"]).name != name:
+        if Path(config["out_dir"]).name != Path(name).name:
             raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
         stretches = record.get("code_versions") or [code_of(environment)]  # the oldest records lack it
         codes = [c for c in map(short_code, stretches) if c not in accept_code] or [short_code(stretches[-1])]
@@ -246,6 +246,8 @@ def save(source, path):
     for name, r in records.items():
         try:
             sections = {s: {k: v for k, v in r.config[s].items() if k not in drop} for s, drop in SECTIONS.items()}
+            if Path(r.config["config"]["out_dir"]).name != Path(name).name:  # the reader has to see that
+                sections["config"]["out_dir"] = r.config["config"]["out_dir"]
             other = {k: v for k, v in r.config.items() if k not in SECTIONS}
             cells[name] = {**sections, **other, "result": r.result} | {kind: columns(r.events, kind) for kind in EVENTS}
             files[code_of(r.config["environment"])] = r.config["environment"].get("code_files", {})
@@ -282,7 +284,7 @@ def load_file(path):
                 continue
             config = {k: v for k, v in cell.items() if k not in ("at", "result", *EVENTS)}
             config |= {s: saved["shared"][s] | cell[s] for s in SECTIONS}
-            config["config"]["out_dir"] = name
+            config["config"].setdefault("out_dir", name)
             config["environment"]["code_files"] = saved["code_files"][code_of(config["environment"])]
             events = [{"event": kind, **dict(zip(cell[kind], row, strict=True))}
                       for kind in EVENTS for row in zip(*cell[kind].values(), strict=True)]
