@@ -515,27 +515,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, 1e-5, backend=self.backend)
 
 
-class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(variance(x) + 1e-5) * weight."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(config.n_embd)), None
-
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
-class BiasedLayerNorm(LayerNorm):
-    """LayerNorm + bias."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.bias = nn.Parameter(torch.empty(config.n_embd))
-
-
-# RWKV-4's norms have a bias in its published weights and in transformers, which is what it is checked against
-NORMS = {"rwkv": LayerNorm, "rwkv4": BiasedLayerNorm}  # of all the others: RMSNorm
+# Of all others: RMSNorm. RWKV-4's norms have a bias in its published weights and in transformers, its reference here.
+NORMS = {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False), "rwkv4": lambda config: nn.LayerNorm(config.n_embd)}
 NORM_OF_EMBEDDING = {"rwkv4"}  # families that norm what enters the first layer
 
 
