@@ -307,7 +307,9 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
     path = tmp_path / "c"
     save(path, {"x": torch.zeros(3)}, {"step": 1})
 
-    def fail(*_): raise OSError(errno.EIO, "broken disk")
+    def fail(*_):
+        raise OSError(errno.EIO, "broken disk")
+
     for name in ("fsync", "replace"):
         with monkeypatch.context() as m, pytest.raises(OSError, match="broken disk"):
             m.setattr(os, name, fail)

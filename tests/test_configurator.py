@@ -211,7 +211,9 @@ def test_main_error_keeps_its_exit_code_where_nothing_can_be_said():
 
 
 def test_main_error_takes_the_errors_it_is_given_and_no_others(capsys):
-    class Ours(ValueError): pass
+    class Ours(ValueError):
+        pass
+
     with pytest.raises(SystemExit), configurator.main_error("p", Ours):
         raise Ours("a\nb")
     assert capsys.readouterr().err == "p: error: a b\n"
