@@ -2,7 +2,7 @@
 
     decayed matrices   weights of linear maps and the embedding: weight_decay
     the rest           norms, biases, convolutions, rates of the scans: no decay
-    --optimizer=muon   Muon (Jordan et al. 2024) on the linear maps of the layers; embedding and the rest stay with AdamW
+    --optimizer=muon   Muon (Jordan et al. 2024) on the linear maps of the layers; the rest stays with AdamW
 
 Each group has its own `initial_lr`, and the schedule in train.py scales all of them by one factor. So another optimiser
 is one more entry in the list that `build_optimizers` returns.
@@ -63,7 +63,7 @@ class Muon(torch.optim.Muon):
     """torch.optim.Muon with the parts of a fused projection orthogonalised separately: x|z are two maps in one matrix.
 
     matrices: [(parameter (m, n), rows of its parts, which add up to m)]. A part is a view of its parameter, so the
-    update lands in the model. Rates are scaled to AdamW's size of update (Liu et al. 2025), so one learning_rate suits both.
+    update lands in the model. Rates are scaled to AdamW's size of update (Liu et al. 2025): one rate suits both.
     """
 
     def __init__(self, matrices, lr, weight_decay):

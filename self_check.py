@@ -1,14 +1,16 @@
 """The check at every start: whatever exists twice in the code must compute the same.
 
-Some of the code has two bodies: an operator has a kernel and a plain PyTorch spelling, a model runs over whole sequences
-and through its state, and its loss comes with logits or without. Someone who edits one of the two would train one model
-and sample another. So train.py builds a toy of the same model from the same code and compares loss and every gradient:
+Some of the code has two bodies: an operator has a kernel and a plain PyTorch spelling, a model runs over whole
+sequences and through its state, and its loss comes with logits or without. Someone who edits one of the two would train
+one model and sample another. So train.py builds a toy of the same model from the same code and compares loss and every
+gradient:
 
     operators    the backend that trains, and --backend=torch
     loss alone   what training asks for, and the loss of the logits
     state        the whole sequence, and the same tokens in chunks and single steps
 
-Unedited they agree to about 1e-6; half a step size or a dropped gate shows as 1e-2 or more. `--self_check=off` skips it.
+Unedited they agree to about 1e-6; half a step size or a dropped gate shows as 1e-2 or more.
+`--self_check=off` skips it.
 """
 
 import itertools
@@ -27,8 +29,8 @@ TORCH = "edit both, or train with --backend=torch, which runs plain PyTorch ever
 def self_check(model):
     """One line on what agreed. Raises ConfigError, one line with both places and the way out, where two bodies differ.
 
-    `model` offers toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) for it; it is not changed, nor
-    is the random state.
+    `model` offers toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) for it; neither it nor
+    the random state is changed.
     """
     began, device, backend = time.perf_counter(), next(model.parameters()).device, model.config.backend
     precision = torch.get_float32_matmul_precision()
@@ -67,8 +69,8 @@ def compare(toy, plain, batch):
         errors.append(error)
 
     if backend != "torch":
-        agree("the loss alone and from logits", run(toy, from_logits), lambda: f"{place(type(toy).forward)} with logits and "
-              f"{build.BODIES['linear_cross_entropy'][0]}, the loss alone,", TORCH)
+        agree("the loss alone and from logits", run(toy, from_logits), lambda: f"{place(type(toy).forward)} with "
+              f"logits and {build.BODIES['linear_cross_entropy'][0]}, the loss alone,", TORCH)
         agree(f"{backend or 'native'} and plain operators", run(plain), lambda: which_operator(toy, run, dtype), TORCH)
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without:
@@ -76,15 +78,15 @@ def compare(toy, plain, batch):
     with torch.no_grad(), autocast:
         sampled = {"the loss": through_state(toy, *batch).float().cpu()}  # as when sampling: a cache grows in place
     for got in (sampled, run(toy, through_state)):
-        agree("whole sequences and states", got, lambda: f"{which_mixer(toy, batch, autocast, dtype)} over the whole sequence "
-              "and through the state", "edit both paths, or what is sampled is not what was trained")
+        agree("whole sequences and states", got, lambda: f"{which_mixer(toy, batch, autocast, dtype)} over the whole "
+              "sequence and through the state", "edit both paths, or what is sampled is not what was trained")
     return list(dict.fromkeys(agreed)), max(errors)
 
 
 @torch.no_grad()
 def scatter(model):
-    """Weights as scattered as after training, so that no branch is too small, or too symmetric, to show an edit. A small
-    embedding and a large last norm show another eps, and a cap on the logits."""
+    """Weights as scattered as after training, so that no branch is too small, or too symmetric, to show an edit.
+    A small embedding and a large last norm show another eps, and a cap on the logits."""
     for name, p in model.named_parameters():
         if name == "norm.weight":
             p.mul_(30)
@@ -121,7 +123,7 @@ def gradients(model, loss_of, batch, autocast):
 
 
 def difference(got, wanted):
-    """(where, how much) two results differ most: |got - wanted| / |wanted| by the 2-norm; inf for nan or a missing one."""
+    """(where, how much) two results differ most: |got - wanted| / |wanted| by the 2-norm; inf for nan or none."""
     floor = 1e-6 * max(float(a.norm()) for a in wanted.values())  # a gradient of nothing but rounding
     errors = {}
     for name in {**wanted, **got}:
@@ -145,8 +147,7 @@ def which_operator(toy, run, dtype):
 
 
 def which_mixer(toy, batch, autocast, dtype):
-    """The mixers whose output or gradient through the state differs, as 'model.py: ScanBlock.forward (Mamba)'; else the
-    model."""
+    """The mixers that differ through the state, as 'model.py: ScanBlock.forward (Mamba)', or else the model."""
     x = torch.randn(2, batch[0].shape[1], toy.config.n_embd, device=batch[0].device, requires_grad=True)
     found = {}
     for (_, branch), graded in itertools.product(toy.branches(), (True, False)):

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or else no matrix product on a GPU while `poison` is at work
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for `poison` on a GPU
 
 
 def pytest_configure():
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the tests gets to see what failed so far
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending the tests shows what failed so far
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what PyTorch and two thousand tests are made of need not be searched: gc.collect() takes 0.02 s then, not 0.3
+    gc.freeze()  # PyTorch and the tests need not be searched: gc.collect() then takes 0.02 s, not 0.3
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def builds(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def broken(builds):
-    """broken(name): the CPU library with that mistake of test_scan.py or test_updates.py switched on; with None, as it is."""
+    """broken(name): the CPU library with that mistake of test_scan.py or test_updates.py switched on; None: without."""
     import test_scan
     import test_updates
 
@@ -71,7 +71,7 @@ def poison():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For a module that says so: sums in the same order as in processes of one thread, and no fight over a busy machine."""
+    """One thread: sums in the same order as in processes of one thread, and no waiting on a busy machine."""
     import torch
 
     before = torch.get_num_threads()

@@ -409,8 +409,8 @@ def test_a_cache_continues_whatever_was_done_to_it(how, mode):
 # ----------------------------------------------------------------------------------------- initialisation, weight decay
 
 def expected_init(family, layer, branch, d, L, H, N=16, W=4):
-    """Name of a parameter within its mixer -> (kind, scale) or values, as the papers' code has it, of those that are not
-    normal of 0.02, or of that over the root of the residual branches."""
+    """Name of a parameter within its mixer -> (kind, scale) or values, as the papers' code has it, of those that are
+    neither normal of 0.02 nor of that over the root of the residual branches."""
     kaiming = lambda fan_in: ("uniform", fan_in**-0.5)
     xavier = lambda fan_in, fan_out, gain: ("uniform", gain * math.sqrt(6 / (fan_in + fan_out)))
     one, zero, low, wide = ("constant", 1), ("constant", 0), 2**-2.5, int(1.8 * d) // H * H

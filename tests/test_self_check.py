@@ -1,9 +1,9 @@
-"""self_check.py: what you read is what runs. Each edit is made in a copy of the sources, which then trains and is checked.
+"""self_check.py: what you read is what runs. Each edit is made in a copy of the sources, which trains and is checked.
 
     python -m pytest tests/test_self_check.py
 
-An edit either changes the training loss and agrees with the state path, or the start stops with one line that names both
-places. A process that has imported PyTorch forks for every edit, and the child imports the edited copy.
+An edit either changes the training loss and agrees with the state path, or the start stops with one line that names
+both places. A process that has imported PyTorch forks for every edit, and the child imports the edited copy.
 """
 
 import json
@@ -99,7 +99,9 @@ def probe(tmp_path_factory):
             build = edited if any(file.endswith(".cu") for file, _, _ in edits) else unedited
             child.stdin.write(json.dumps([str(copy), config, build]) + "\n")
             child.stdin.flush()
-            known[key] = json.loads(child.stdout.readline() or json.dumps({"died": (folder / "stderr").read_text()[-2000:]}))
+            answer = child.stdout.readline()
+            assert answer, (folder / "stderr").read_text()[-2000:]
+            known[key] = json.loads(answer)
         return known[key]
 
     yield probe
@@ -117,10 +119,13 @@ CAP = ("model.py", LOGITS, "logits = 15 * torch.tanh(F.linear(h, self.embed.weig
 SMOOTH = ("model.py", LOSS, LOSS[:-1] + ", label_smoothing=0.1)")
 ONE_LOSS = ("model.py", ALONE, "if False:")
 HALF = ("kernels/scan.py", "return (1 / (1 + torch.exp(", "return (0.5 / (1 + torch.exp(")
-HALF_FORWARD = ("longhorn_scan.cu", "return {x, reciprocal(1.0f + e + kk),", "return {x, 0.5f * reciprocal(1.0f + e + kk),")
+HALF_FORWARD = ("longhorn_scan.cu", "{x, reciprocal(1.0f + e + kk),", "{x, 0.5f * reciprocal(1.0f + e + kk),")
 HALF_BACKWARD = ("longhorn_scan.cu", "return {dx, de * (s.size * s.slope), de * s.size};",
                  "return {dx, 2.0f * de * (s.size * s.slope), 2.0f * de * s.size};")
 MODEL = lambda old, new: [("model.py", old, new)]
+OPS = lambda old, new: [("kernels/ops.py", old, new)]
+LINEAR = lambda old, new: [("kernels/linear_attention.py", old, new)]
+LOOP = lambda op: (f"linear_attention.py: _{op}", f"linear_attention.py: {op}_ref")
 OWN = [("model.py", "FAMILIES = {\n", '''class Own(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
@@ -134,16 +139,20 @@ FAMILIES = {
     "own": [Own],
 ''')]
 
+IN_PROJ = "x, z = self.in_proj(u).chunk(2, -1)"
+OUT = "y = self.out_proj(y)\n        return y, None if state is None else (conv_state"
+BRANCH = "            y, s = branch(h, s)\n            h = h + y\n"
+LAYER = "    def forward(self, h, state=None):\n        after = []"
+HYBRID = {"pattern": "longhorn*3,llama"}
 TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling follows
-    "keys and queries normalised": ("longhorn", MODEL(SCAN, "        k, q = F.normalize(k, dim=-1), F.normalize(q, dim=-1)\n"
-                                                      + SCAN)),
-    "RMSNorm of keys and queries": ("mamba", MODEL(SCAN, "        k, q = (F.rms_norm(a, (self.N,)) for a in (k, q))\n" + SCAN)),
+    "keys and queries normalised": (
+        "longhorn", MODEL(SCAN, f"        k, q = F.normalize(k, dim=-1), F.normalize(q, dim=-1)\n{SCAN}")),
+    "RMSNorm of keys and queries": (
+        "mamba", MODEL(SCAN, f"        k, q = (F.rms_norm(a, (self.N,)) for a in (k, q))\n{SCAN}")),
     "no gate": ("longhorn", MODEL(SCAN, SCAN.replace("z, h0", "None, h0"))),
-    "x normed before the convolution": ("longhorn", MODEL(
-        "x, z = self.in_proj(u).chunk(2, -1)", "x, z = self.in_proj(u).chunk(2, -1)\n        x = F.rms_norm(x, x.shape[-1:])")),
-    "half the output": ("mamba", MODEL("        y = self.out_proj(y)\n        return y, None if state is None else (conv_state",
-                                       "        y = 0.5 * self.out_proj(y)\n"
-                                       "        return y, None if state is None else (conv_state")),
+    "x normed before the convolution": (
+        "longhorn", MODEL(IN_PROJ, f"{IN_PROJ}\n        x = F.rms_norm(x, x.shape[-1:])")),
+    "half the output": ("mamba", MODEL(OUT, OUT.replace("y = ", "y = 0.5 * "))),
     "dt - 0.7": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("dt,", "dt - 0.7,", 1))),
     "no D": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("self.D", "None"))),
     "k / 2": ("longhorn", MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
@@ -154,61 +163,59 @@ TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling fo
     "another eps of the norms": ("llama", MODEL("self.weight, 1e-5, backend", "self.weight, 1e-6, backend")),
     "decay of GLA": ("gla", MODEL("self.forget2(self.forget1(x))) / 16", "self.forget2(self.forget1(x))) / 8")),
     "scaled embedding": ("rwkv", MODEL("self.embed_norm(self.embed(idx))", "self.embed_norm(8 * self.embed(idx))")),
-    "parallel branches": ("llama", MODEL("            y, s = branch(h, s)\n            h = h + y\n",
-                                         "            y, s = branch(start, s)\n            h = h + y\n") + MODEL(
-        "    def forward(self, h, state=None):\n        after = []", "    def forward(self, h, state=None):\n"
-        "        after, start = [], h")),
+    "parallel branches": ("llama", MODEL(BRANCH, BRANCH.replace("(h, s)", "(start, s)")) + MODEL(
+        LAYER, LAYER.replace("after = []", "after, start = [], h"))),
     "half the step size in kernel and loop": ("longhorn", [HALF, HALF_FORWARD, HALF_BACKWARD]),
-    "a hybrid's mixer": ({"pattern": "longhorn,llama"}, MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
+    "a hybrid's mixer": (HYBRID, MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
 }
 SCANS = ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step")
 LOSSES = ("model.py: LM.forward", "kernels/ops.py: _LinearCrossEntropy")
 STATE = ("over the whole sequence", "through the state")
+BLOCK = ("model.py: ScanBlock.forward", *STATE)
 STOPS = {  # what is edited: (family, edits, places that the line names)
     "label smoothing of the logits' loss": ("llama", [SMOOTH], LOSSES),
     "a cap of the logits": ("longhorn", [CAP], LOSSES),
-    "a factor in the loss alone": ("gla", [("kernels/ops.py", "-torch.where(counts, log_p, 0).sum() /",
-                                            "-torch.where(counts, 0.9 * log_p, 0).sum() /")], LOSSES),
+    "a factor in the loss alone": (
+        "gla", OPS("-torch.where(counts, log_p, 0)", "-torch.where(counts, 0.9 * log_p, 0)"), LOSSES),
     "half the step size in the loop": ("longhorn", [HALF], SCANS),
     "half the step size in the kernel's forward": ("longhorn", [HALF_FORWARD], SCANS),
     "half the step size in loop and kernel, the kernel's backward left": ("longhorn", [HALF, HALF_FORWARD], SCANS),
-    "keys halved in the kernel": ("longhorn", [("longhorn_scan.cu", "S + (s.size * k) * (s.x - k * S)",
-                                                "S + (s.size * 0.5f * k) * (s.x - 0.5f * k * S)")], SCANS),
-    "gelu in the plain convolution": ("mamba", [("kernels/ops.py", "return F.silu(y) if silu", "return F.gelu(y) if silu")],
+    "keys halved in the kernel": ("longhorn", [(
+        "longhorn_scan.cu", "(s.size * k) * (s.x - k * S)", "(s.size * 0.5f * k) * (s.x - 0.5f * k * S)")], SCANS),
+    "gelu in the plain convolution": ("mamba", OPS("return F.silu(y) if silu", "return F.gelu(y) if silu"),
                                       ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),
-    "eps of the plain RMSNorm": ("llama", [("kernels/ops.py", "weight.to(x.dtype), eps)", "weight.to(x.dtype), 1e-6)")],
+    "eps of the plain RMSNorm": ("llama", OPS("weight.to(x.dtype), eps)", "weight.to(x.dtype), 1e-6)"),
                                  ("kernels/conv_norm.cu: rms_norm_forward_cpu", "kernels/ops.py: rms_norm")),
-    "decay of GLA's loop": ("gla", [("kernels/linear_attention.py", "S = g_t.exp()[", "S = (2 * g_t).exp()[")],
-                            ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
-    "decay of GLA's chunks": ("gla", [("kernels/linear_attention.py", "all_ = g.exp()", "all_ = (2 * g).exp()")],
-                              ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
-    "decay of RetNet's loop": ("retnet", [("kernels/linear_attention.py", "S, before = w * S + kv", "S, before = w * w * S + kv")],
-                               ("linear_attention.py: _retention", "linear_attention.py: retention_ref")),
-    "scale of the plain attention": ("llama", [("kernels/ops.py", "q.shape[3] ** -0.5  #", "q.shape[3] ** -1  #")],
+    "scale of the plain attention": ("llama", OPS("q.shape[3] ** -0.5  #", "q.shape[3] ** -1  #"),
                                      ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention")),
-    "bonus of RWKV-4's loop": ("rwkv4", [("kernels/linear_attention.py", "old, new = (top - seen).exp(), (bonus + k_t - seen)",
-                                          "old, new = (top - seen).exp(), (2 * bonus + k_t - seen)")],
-                               ("linear_attention.py: _wkv4", "linear_attention.py: wkv4_ref")),
-    "beta of DeltaNet's chunks": ("deltanet", [("kernels/linear_attention.py", "coupling = (b_c *", "coupling = (0.9 * b_c *")],
-                                  ("linear_attention.py: _delta_rule", "linear_attention.py: delta_rule_ref")),
+    "decay of GLA's loop": ("gla", LINEAR("S = g_t.exp()[", "S = (2 * g_t).exp()["),
+                            ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
+    "decay of GLA's chunks": ("gla", LINEAR("all_ = g.exp()", "all_ = (2 * g).exp()"),
+                              ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
+    "decay of RetNet's loop": (
+        "retnet", LINEAR("S, before = w * S + kv", "S, before = w * w * S + kv"), LOOP("retention")),
+    "bonus of RWKV-4's loop": (
+        "rwkv4", LINEAR("(top - seen).exp(), (bonus + k_t", "(top - seen).exp(), (2 * bonus + k_t"), LOOP("wkv4")),
+    "beta of DeltaNet's chunks": (
+        "deltanet", LINEAR("coupling = (b_c *", "coupling = (0.9 * b_c *"), LOOP("delta_rule")),
     "x normed for the convolution, not for its state": (
-        "longhorn", MODEL(CONV, CONV.replace("(x,", "(F.rms_norm(x, x.shape[-1:]),")), ("model.py: ScanBlock.forward", *STATE)),
-    "without a state only": ("longhorn", MODEL(SCAN, f"        k = F.normalize(k, dim=-1) if state is None else k\n{SCAN}"),
-                             ("model.py: ScanBlock.forward", *STATE)),
-    "with a state only": ("mamba", MODEL(SCAN, f"        z = z if state is None else 0.9 * z\n{SCAN}"),
-                          ("model.py: ScanBlock.forward", *STATE)),
-    "in single steps only": ("gla", MODEL("q, k = self.qk(x).chunk(2, -1)  # (B, T, d/2)",
-                                          "q, k = ((1 + (x.shape[1] == 1)) * self.qk(x)).chunk(2, -1)  # (B, T, d/2)"),
+        "longhorn", MODEL(CONV, CONV.replace("(x,", "(F.rms_norm(x, x.shape[-1:]),")), BLOCK),
+    "without a state only": (
+        "longhorn", MODEL(SCAN, f"        k = F.normalize(k, dim=-1) if state is None else k\n{SCAN}"), BLOCK),
+    "with a state only": ("mamba", MODEL(SCAN, f"        z = z if state is None else 0.9 * z\n{SCAN}"), BLOCK),
+    "in single steps only": ("gla", MODEL("self.qk(x).chunk(2, -1)  # (B, T, d/2)",
+                                          "((1 + (x.shape[1] == 1)) * self.qk(x)).chunk(2, -1)  # (B, T, d/2)"),
                              ("model.py: GLA.forward", *STATE)),
     "positions begin again": ("llama", MODEL("past = 0 if state is None else state[0].shape[2]", "past = 0"),
                               ("model.py: Attention.forward", *STATE)),
-    "a cache that grows in place": ("llama", [("mixers.py", "room_v[:, :, past:T] = k, v", "room_v[:, :, past:T] = k, 0.5 * v")],
-                                    ("model.py: Attention.forward", *STATE)),
+    "a cache that grows in place": (
+        "llama", [("mixers.py", "room_v[:, :, past:T] = k, v", "room_v[:, :, past:T] = k, v / 2")],
+        ("model.py: Attention.forward", *STATE)),
     "the token before": ("rwkv", [("mixers.py", "if last is None else last[:, None].to(x.dtype)", "")],
                          ("model.py: RWKVTimeMix.forward", "model.py: RWKVChannelMix.forward", *STATE)),
     "a state that gets no gradient": ("retnet", MODEL("back).transpose(2, 3)  #", "back).transpose(2, 3).detach()  #"),
                                       ("model.py: Retention.forward", *STATE)),
-    "a hybrid's loop": ({"pattern": "longhorn*3,llama"}, [HALF], SCANS),
+    "a hybrid's loop": (HYBRID, [HALF], SCANS),
 }
 
 
@@ -252,7 +259,7 @@ def test_a_mixer_with_only_forward_trains(probe):
 @pytest.mark.parametrize("model", [*FAMILIES, "longhorn*3,llama", "rwkv4,gla,mamba"])
 def test_unedited_all_agrees(model, backend):
     torch.manual_seed(0)
-    lm = LM(ModelConfig(model="longhorn", pattern=model, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend))
+    lm = LM(ModelConfig(pattern=model, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend))
     weights, random = [p.clone() for p in lm.parameters()], torch.get_rng_state()
     line = self_check(lm)
     assert line.startswith("self-check: ") and "whole sequences and states agree to " in line and "\n" not in line
