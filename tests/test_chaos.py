@@ -44,7 +44,6 @@ from test_train import (
     no_picture,
     poisoned,
     refuse,
-    run,
     saved,
     stops_at,
     succeed,
@@ -56,7 +55,7 @@ import configurator
 import distributed
 import model
 import run as run_module
-from data import loader, writer
+from data import loader
 from data.openwebtext import prepare as openwebtext
 from data.pystdlib import prepare as pystdlib
 from model import LM

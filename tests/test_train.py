@@ -34,7 +34,6 @@ import export
 import model
 import records
 import train
-from configurator import ConfigError
 from data import loader, writer
 from model import LM
 from run import MAY_CHANGE_ON_RESUME, lock_run_dir, peak_flops
