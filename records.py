@@ -55,7 +55,7 @@ def _replace(path, text):
 
 
 def sync_folder(folder):
-    """Flush a folder to disk: a rename in it is there only then. Some file systems cannot; renames are merely less durable."""
+    """Flush a folder to disk: only then is a rename in it durable. Some file systems cannot."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -69,8 +69,8 @@ def _finite(record):
 
 
 def read_log(folder, event=None):
-    """The events of a run's log.jsonl, as dicts in order; with `event`, of that kind only. A torn last line is left out,
-    and where a disk has damaged an earlier one, all from there on."""
+    """The events of a run's log.jsonl, as dicts in order; with `event`, of that kind only. A torn last line is left
+    out, and where a disk has damaged an earlier one, all from there on."""
     path = Path(folder) / "log.jsonl"
     events = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -180,36 +180,35 @@ def cpu_model():
 
 
 def draw_loss(folder):
-    """Draw folder/loss.png: training and validation loss in nats against tokens. Returns its path, or None if there is
-    nothing to draw yet."""
+    """Draw folder/loss.png: training and validation loss in nats per token against tokens. Returns its path, or None if
+    there is nothing to draw yet."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    def events(kind, loss):  # only those that have what is drawn
-        return [e for e in read_log(folder, kind) if isinstance(e.get("tokens"), (int, float))
-                and isinstance(e.get(loss, ""), (int, float, type(None)))]
-
-    train, val = events("train", "train_loss"), events("eval", "val_loss")
+    number = lambda x: math.nan if x is None else x
+    train = [(e["tokens"], number(e["train_loss"])) for e in read_log(folder, "train")]
+    val = [(e["tokens"], number(e["val_loss"])) for e in read_log(folder, "eval")]
     if not train and not val:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
-    losses = [math.nan if e["train_loss"] is None else e["train_loss"] for e in train]
-    span = max(1, len(losses) // 25)  # a step's loss is that of a few windows: the eye needs their running mean
-    means = [sum(part) / len(part) for part in (losses[max(0, i - span + 1):i + 1] for i in range(len(losses)))]
-    axes.plot([e["tokens"] for e in train], losses, lw=0.6, alpha=0.35, color="tab:blue")
-    label = f"training, mean of {span} lines of the log" if span > 1 else "training"
-    axes.plot([e["tokens"] for e in train], means, lw=1.4, color="tab:blue", label=label)
+    if train:
+        tokens, losses = zip(*train, strict=True)
+        span = max(1, len(losses) // 25)  # a step's loss is that of a few windows: the eye needs their running mean
+        parts = [losses[max(0, i - span + 1):i + 1] for i in range(len(losses))]
+        axes.plot(tokens, losses, lw=0.6, alpha=0.35, color="tab:blue")
+        axes.plot(tokens, [sum(part) / len(part) for part in parts], lw=1.4, color="tab:blue",
+                  label=f"training, mean of {span} lines of the log" if span > 1 else "training")
     if val:
-        axes.plot([e["tokens"] for e in val], [e["val_loss"] for e in val], "o-", ms=3, color="tab:orange", label="validation")
-    if val and val[-1]["val_loss"] is not None:
-        axes.annotate(f"{val[-1]['val_loss']:.4f}", (val[-1]["tokens"], val[-1]["val_loss"]), xytext=(0, 8),
-                      textcoords="offset points", ha="right")
-    seen = [loss for loss in (*(e["train_loss"] for e in train), *(e["val_loss"] for e in val)) if loss is not None]
+        axes.plot(*zip(*val, strict=True), "o-", ms=3, color="tab:orange", label="validation")
+    if val and math.isfinite(val[-1][1]):
+        axes.annotate(f"{val[-1][1]:.4f}", val[-1], xytext=(0, 8), textcoords="offset points", ha="right")
+    seen = sorted(loss for _, loss in train + val if math.isfinite(loss))
     if len(seen) > 20:  # the first steps would flatten everything else
-        axes.set_ylim(min(seen) - 0.1, min(max(seen), sorted(seen)[int(len(seen) * 0.95)] + 0.5))
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=Path(folder).name.replace("$", r"\$"))  # $ starts a formula
+        axes.set_ylim(seen[0] - 0.1, min(seen[-1], seen[int(len(seen) * 0.95)] + 0.5))
+    title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     path = Path(folder) / "loss.png"

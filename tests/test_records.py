@@ -1,4 +1,4 @@
-"""records.py: what a reader finds after a run that was killed, went on, or lost its loss. `pytest tests/test_records.py`"""
+"""records.py: what a reader finds after a run that was killed or resumed. `pytest tests/test_records.py`"""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
         assert read_log(tmp_path) == events + [json.loads(last)] * (cut == len(last))
 
 
-def test_going_on_drops_what_lies_beyond_and_what_was_torn(tmp_path):
+def test_resuming_drops_what_lies_beyond_and_what_was_torn(tmp_path):
     write_log(tmp_path, *(train_event(step, 1.0) for step in range(1, 8)), tail='{"event": "tr')
     log = Log(tmp_path, step=5)
     assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4, 5]
@@ -55,7 +55,7 @@ def test_going_on_drops_what_lies_beyond_and_what_was_torn(tmp_path):
     assert all(json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
 
 
-def test_going_on_after_nothing_but_a_torn_line(tmp_path):
+def test_resuming_after_nothing_but_a_torn_line(tmp_path):
     write_log(tmp_path, tail='{"ev')
     Log(tmp_path, step=3).write("train", 4, train_loss=0.5)
     assert [e["step"] for e in read_log(tmp_path)] == [4]
@@ -103,7 +103,9 @@ def test_a_refused_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch
     write_log(tmp_path, train_event(1, 3.0))
     write_json(tmp_path / "result.json", {"val_loss": 1.5})
 
-    def full(*_): raise OSError(errno.ENOSPC, "disk full")
+    def full(*_):
+        raise OSError(errno.ENOSPC, "disk full")
+
     with monkeypatch.context() as m:
         m.setattr(os, name, full)
         with pytest.raises(OSError, match="disk full"):
@@ -124,66 +126,28 @@ def test_environment_says_where_it_ran(monkeypatch):
     assert environment()["commit"] is None and environment()["uncommitted_changes"] is None
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A repository with one commit, in which records.py seems to lie; and git in it."""
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / "checkout"
-    (folder / "results").mkdir(parents=True)
-    for name in ("model.py", "README.md", "results/scan_cpu.json"):
-        (folder / name).write_text("1\n")
-    (folder / ".gitignore").write_text("out/\n")
-    git = lambda *args: subprocess.run(["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
-    git("init", "-q"), git("add", "."), git("commit", "-q", "-m", "first")
-    monkeypatch.setattr(records, "__file__", str(folder / "records.py"))
-    return folder, git
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
-def test_the_version_counts_files_that_git_does_not_track(checkout, monkeypatch):
-    folder, git = checkout
-    seen = lambda: tuple(code_version()[key] for key in ("uncommitted_changes", "changed_code"))
-    clean = code_version()
-    assert clean == {"commit": clean["commit"], "uncommitted_changes": False, "changed_code": None} and len(clean["commit"]) == 40
-    monkeypatch.setenv("LONGHORN_COMMIT", "abc")
-    assert code_version() == clean  # git knows better
-
-    (folder / "notes.txt").write_text("nobody runs these")
-    (folder / "out").mkdir()
-    (folder / "out" / "ignored.py").write_text("x")
-    (folder / "results" / "scan_cpu.json").write_text("2\n")  # what a measurement leaves
-    assert code_version() == clean
-    (folder / "README.md").write_text("2\n")
-    assert seen() == (True, None)  # a change, not one of the code
-    (folder / "README.md").write_text("1\n")
-
-    found = [seen()]
-    (folder / "mixers").mkdir()
-    mine = folder / "mixers" / "my mixer\xe9.py"
-    for text in ("a", "b"):
-        mine.write_text(text)
-        found.append(seen())
-    mine.rename(folder / "kernel.cu")
-    found.append(seen())
-    (folder / "model.py").write_bytes(b"# \xe9, not UTF-8\n")
-    found.append(seen())
-    (folder / "nowhere.py").symlink_to("not there")
-    found.append(seen())
-    assert all(changed and code for changed, code in found[1:]) and len({code for _, code in found}) == len(found)
-    (folder / "nowhere.py").unlink()
-    git("add", "."), git("commit", "-q", "-m", "second")
-    assert seen() == (False, None) and code_version()["commit"] != clean["commit"]
-
-
-def test_the_version_where_git_knows_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
+def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "LONGHORN_COMMIT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever lies above
-    monkeypatch.delenv("LONGHORN_COMMIT", raising=False)
-    (tmp_path / "model.py").write_text("")
-    assert code_version() == dict.fromkeys(("commit", "uncommitted_changes", "changed_code"))
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
+    assert code_version() == {"commit": None, "uncommitted_changes": None}
     monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # of a copy without .git
-    assert code_version() == {"commit": "abc", "uncommitted_changes": None, "changed_code": None}
+    assert code_version() == {"commit": "abc", "uncommitted_changes": None}
+    (tmp_path / "results").mkdir()
+    for name in ("model.py", "results/scan.json"):
+        (tmp_path / name).write_text("1")
+    git = lambda *args: subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    clean = code_version()  # git knows better than the variable
+    assert len(clean["commit"]) == 40 and clean["uncommitted_changes"] is False
+    (tmp_path / "results" / "scan.json").write_text("2")  # what a measurement leaves
+    assert code_version() == clean
+    (tmp_path / "plot.py").write_text("2")
+    assert code_version() == {**clean, "uncommitted_changes": True}
 
 
 def test_a_curve_of_nothing_is_not_drawn(tmp_path):
@@ -212,16 +176,6 @@ def test_a_curve_in_a_folder_of_any_name(tmp_path, name):
     (tmp_path / name).mkdir()
     write_log(tmp_path / name, train_event(1, 3.0))
     assert is_png(draw_loss(tmp_path / name))
-
-
-def test_lines_without_a_loss_or_tokens_are_left_out_of_the_curve(tmp_path):
-    odd = [{"event": kind, "step": 1, **values} for kind in ("train", "eval") for values in (
-        {}, {"tokens": 64}, {"train_loss": 3.0, "val_loss": 3.0}, {"tokens": 64, "train_loss": "x", "val_loss": [3.0]},
-        {"tokens": None, "train_loss": 3.0, "val_loss": 3.0})]
-    write_log(tmp_path, *odd)
-    assert draw_loss(tmp_path) is None
-    write_log(tmp_path, train_event(1, 3.0), {"event": "eval", "step": 1, "tokens": 64, "val_loss": 3.0}, *odd)
-    assert is_png(draw_loss(tmp_path))
 
 
 def test_as_a_script(tmp_path, monkeypatch, capsys):

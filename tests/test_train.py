@@ -306,6 +306,7 @@ def test_records_of_a_finished_run(whole, data):
     assert result["flops"] == derived["flops_per_token"] * 4608 and result["parameters"] == derived["parameters"]["total"]
     assert result["code"] == where["code"] == config["code_versions"][0] and result["commit"] == where["commit"]
     assert (whole / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert state(whole)["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(3e-4)  # of the last step
     meta = saved(whole)[1]
     assert meta["step"] == 12 and meta["tokens"] == 4608 and meta["config"] == config["config"]
 
@@ -916,14 +917,14 @@ def test_wandb_that_is_not_there_is_said_before_anything_is_moved(data, tmp_path
 # --------------------------------------------------------------------- another model, other data, an evaluation of one's own
 
 class Line(torch.nn.Module):
-    """y = a x, and what `train` needs of a model."""
+    """y = a x + noise, and what `train` needs of a model."""
 
     def __init__(self):
         super().__init__()
         self.a = torch.nn.Parameter(torch.zeros(1, 1))
 
     def forward(self, x, y, loss_only):
-        return None, (self.a * x - y).square().mean()
+        return None, (self.a * x - y + 0.01 * torch.randn_like(x)).square().mean()
 
     def decayed(self):
         return ["a"]
