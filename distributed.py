@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
 
-Collectives time out after timeout_minutes. Then every process says in one line which ranks did not answer, and exits with
-code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` starts all of them again.
+Collectives time out after timeout_minutes. Then every process says in one line which ranks did not answer, and exits
+with code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` starts all of them again.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def world_size():
 
 
 def named_device(name):
-    """The torch.device of "auto", "cpu", "cuda" (this process's) or "cuda:1". Raises ConfigError where it is not there."""
+    """The torch.device of "auto", "cpu", "cuda" (this process's) or "cuda:1". Raises ConfigError if it is not there."""
     name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu, or install a CUDA build of torch")
@@ -57,7 +57,7 @@ def named_device(name):
 def open_device(config):
     """The device of this process; joins torchrun's process group when started by it.
 
-    config: device, timeout_minutes. Raises ConfigError for a device that is not there, Lost where not all processes come.
+    config: device, timeout_minutes. Raises ConfigError for a device that is not there, Lost if not all processes come.
     """
     device, world = named_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cuda":
@@ -68,8 +68,7 @@ def open_device(config):
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             per_process = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world))
             torch.set_num_threads(max(1, per_process))
-        wait = datetime.timedelta(minutes=config.timeout_minutes)
-        join("nccl" if device.type == "cuda" else "gloo", wait)
+        join("nccl" if device.type == "cuda" else "gloo", datetime.timedelta(minutes=config.timeout_minutes))
     return device
 
 
@@ -88,10 +87,11 @@ def join(backend, wait):
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=wait))
         STORE = new_store_prefix(store, rank, world, wait)
-        dist.init_process_group(backend, store=dist.PrefixStore("group", STORE), rank=rank, world_size=world, timeout=wait)
-    except Lost:
-        raise
+        group = dist.PrefixStore("group", STORE)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=wait)
     except RuntimeError as error:  # dist's errors are RuntimeErrors, but not all of them are DistErrors
+        if isinstance(error, Lost):
+            raise
         raise Lost(f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} processes met within {wait} "
                    f"({first_line(error)}): start them all, or raise timeout_minutes") from None
 
@@ -126,7 +126,7 @@ def is_communication_error(error):
 
 
 def who_is_missing(error):
-    """One line on a collective that failed: which rank says it, and which did not answer. A roll call of some seconds."""
+    """One line on a collective that failed: which rank says it, and which did not answer. Takes a few seconds."""
     own, world, present, reached = rank(), world_size(), {rank()}, []
 
     def call():
@@ -143,8 +143,8 @@ def who_is_missing(error):
     missing = [r for r in range(world) if r not in present] if reached else [0]  # rank 0, or torchrun, holds the store
     who = (f"no answer from rank {', '.join(map(str, missing))} within {ROLL_CALL_SECONDS:g} s" if missing else
            "all others answer by now")
-    return (f"rank {own} on {platform.node()}: {who} ({first_line(error)}); continue from the last checkpoint with the same "
-            "line and --resume=auto; torchrun --max-restarts does that by itself")
+    return (f"rank {own} on {platform.node()}: {who} ({first_line(error)}); continue from the last checkpoint with the "
+            "same line and --resume=auto; torchrun --max-restarts does that by itself")
 
 
 def first_line(error, limit=200):
@@ -163,8 +163,8 @@ def exit_retryable(prog, error):
 
 
 def leave():
-    """Destroy the process group, after the last reference to DistributedDataParallel is gone: if that were the last owner
-    of the group, it would wait for gloo's threads while it holds the GIL, which they wait for."""
+    """Destroy the process group, after the last reference to DistributedDataParallel is gone: if that were the last
+    owner of the group, it would wait for gloo's threads while it holds the GIL, which they wait for."""
     if dist.is_initialized():
         gc.collect()  # the frame of main may live on in a reference cycle of an exception
         dist.destroy_process_group()

@@ -6,8 +6,8 @@
     out/<run>/result.json    the outcome, written only when the run finished
     out/<run>/loss.png       the loss curve
 
-A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back to
-its checkpoint, so that the log reads as if nothing had happened.
+A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
+to its checkpoint, so that the log reads as if nothing had happened.
 
     python records.py out/longhorn_laptop     # draw loss.png again
 """
@@ -32,15 +32,14 @@ NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 def write_json(path, record):
     """Write `record` to `path`, beside and renamed over, so that a reader sees all of it or none.
 
-    A number at the top level that is not finite becomes null, which JSON can hold. Raises TypeError for what JSON cannot
-    hold, OSError for the disk's refusals; then the old file is untouched.
+    A number at the top level that is not finite becomes null. Raises TypeError for what JSON cannot hold, OSError where
+    the disk refuses; then the old file is untouched.
     """
     _replace(path, json.dumps(_finite(record), indent=1) + "\n")
 
 
 def _replace(path, text):
     """Write `text` beside `path` and rename it over, both on the disk when it returns."""
-    path = Path(path)
     temporary = Path(f"{path}.tmp-{os.getpid()}")
     try:
         with open(temporary, "w") as f:
@@ -51,17 +50,15 @@ def _replace(path, text):
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(Path(path).parent)
 
 
 def sync_folder(folder):
     """Flush a folder to disk: only then is a rename in it durable. Some file systems cannot."""
+    handle = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        os.fsync(handle)
+    os.close(handle)
 
 
 def _finite(record):
@@ -87,7 +84,7 @@ def read_log(folder, event=None):
 class Log:
     """Appends events to log.jsonl; opened at `step`, it first drops what a run that was killed logged beyond it.
 
-    `unwritten` holds the lines that the disk refused, because it is full say: the next write tries them again, in order.
+    `unwritten` holds the lines that the disk refused, being full, say: the next write tries them again, in order.
     """
 
     def __init__(self, folder, step=0):
@@ -128,23 +125,20 @@ class Log:
 def code_identity():
     """What code this process runs: {"code": 12 hex digits, "code_files": {path: 12 hex digits}}.
 
-    By content: the project's own modules that are imported by now, and the native sources. So a comment in the README, a
-    plot script nobody imports, or another commit of the same sources is the same code; an edited mixer is not.
+    By content: the project's own modules that are imported by now, and the native sources. So a comment in the README,
+    a plot script nobody imports, or another commit of the same sources is the same code; an edited mixer is not.
     """
     root = Path(__file__).resolve().parent
-    paths = {root / name for name in NATIVE_SOURCES}
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None)
-        if name and Path(name).suffix == ".py" and Path(name).resolve().is_relative_to(root):
-            paths.add(Path(name).resolve())
-    files = {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(paths)
-             if not path.relative_to(root).parts[0].startswith(".") and path.exists()}
+    imported = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
+    own = {path.relative_to(root) for path in imported if path.suffix == ".py" and path.is_relative_to(root)}
+    files = {str(path): hashlib.sha256((root / path).read_bytes()).hexdigest()[:12]
+             for path in sorted(own | set(map(Path, NATIVE_SOURCES))) if not path.parts[0].startswith(".")}  # not .venv
     return {"code": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12], "code_files": files}
 
 
 def code_version():
-    """{"commit": of this checkout, "uncommitted_changes"}; each None where git does not know. $LONGHORN_COMMIT names the
-    commit of a copy without .git, as in a container. Changes in results/, which a measurement writes, do not count."""
+    """{"commit": of this checkout, "uncommitted_changes"}; each None where git does not know. $LONGHORN_COMMIT names
+    the commit of a copy without .git. Changes in results/, which a measurement writes, do not count."""
     folder = Path(__file__).parent
 
     def git(*args):

@@ -154,8 +154,8 @@ class Run:
             return self.forward(x, y, loss_only=True)[1]
 
     def find_micro_batch_size(self):
-        """Halve micro_batch_size until forward and backward fit in every process's memory, beside the gradients and what
-        AdamW keeps."""
+        """Halve micro_batch_size until forward and backward fit in every process's memory, beside the gradients and
+        what AdamW keeps."""
         config, parameters = self.config, list(self.model.parameters())
         reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
         while True:
@@ -217,29 +217,28 @@ class Run:
     def compare(self, path, tensors, meta, schedule):
         """(why this run cannot continue from a checkpoint, or None; a phrase for each setting that changed)."""
         config, now, step = self.config, self.settings, meta["step"] + 0
-        if any(name.startswith("model.branches.") for name in tensors):
-            return (f"{path} was written when the model's parameters had other names: sample.py, export.py and "
-                    "--init_from read its weights; resume it with the commit that config.json names"), []
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
         longer = before["max_iters"] != config.max_iters
         if config.warmup_iters < 0 and (longer or before["warmup_iters"] >= 0):  # 5% of what was planned at first
             if before["warmup_iters"] < 0:
                 before["warmup_iters"] = round(0.05 * before["max_iters"])
             config.warmup_iters = now["warmup_iters"] = before["warmup_iters"]
-        serious = [f"{key} {before[key]!r} -> {value!r}" for key, value in now.items()
-                   if before[key] != value and key not in MAY_CHANGE_ON_RESUME]
-        if serious:
-            return (f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another "
-                    "out_dir"), []
-        old = dataclasses.replace(config, max_iters=before["max_iters"])
-        if longer and (step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step))):
-            return (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} steps "
-                    "that are done: a run goes on longer with --schedule=constant, or with --schedule=wsd before its "
-                    "decay"), []
-        if meta["data"] != self.data.identity:
-            return (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as "
-                    "before, or choose another out_dir"), []
-        return None, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in now if before[key] != now[key]]
+        changed = [key for key in now if before[key] != now[key]]
+        serious = [f"{key} {before[key]!r} -> {now[key]!r}" for key in changed if key not in MAY_CHANGE_ON_RESUME]
+        old, refusal = dataclasses.replace(config, max_iters=before["max_iters"]), None
+        if any(name.startswith("model.branches.") for name in tensors):
+            refusal = (f"{path} was written when the model's parameters had other names: sample.py, export.py and "
+                       "--init_from read its weights; resume it with the commit that config.json names")
+        elif serious:
+            refusal = f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another out_dir"
+        elif step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step * longer)):
+            refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} "
+                       "steps that are done: a run goes on longer with --schedule=constant, or with --schedule=wsd "
+                       "before its decay")
+        elif meta["data"] != self.data.identity:
+            refusal = (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as "
+                       "before, or choose another out_dir")
+        return refusal, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
 
     def restore(self, path, tensors, meta):
         """Put back what `save` saved; returns its step."""
@@ -349,7 +348,7 @@ class Run:
 
     def skip(self, step, loss, grad_norm):
         """Count a step whose loss or gradient is not finite, which is left out. Raises Stopped after too many."""
-        progress, where = self.progress, getattr(self.data, "where", None)
+        progress, newest = self.progress, self.out / checkpoint.NEWEST
         overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() > 1  # finding its scale
         self.scaler.update()
         progress.skipped += 1
@@ -358,11 +357,10 @@ class Run:
         self.write_log("skipped", step + 1, train_loss=loss, grad_norm=grad_norm)
         if progress.bad >= self.config.max_bad_steps:
             self.settle(wait=True)
-            newest = self.out / checkpoint.NEWEST
-            raise Stopped(
-                f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row"
-                + (f"; {where(step, self.rank, self.world_size)}" if where else "") + "; the last good checkpoint is "
-                + (f"{newest}, step {self.saved_step}" if newest.exists() else "none") + "; try a lower learning_rate")
+            where = self.data.where(step, self.rank, self.world_size) if hasattr(self.data, "where") else self.out
+            saved = f"{newest}, step {self.saved_step}" if newest.exists() else "none"
+            raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row; "
+                          f"{where}; the last good checkpoint is {saved}; try a lower learning_rate")
 
     # ----------------------------------------------------------------------------------------------------- records
 
@@ -440,38 +438,33 @@ class Run:
 
     def save_if_due(self, step, optimizers):
         """Save by checkpoint_interval or after an evaluation, at the end, and when asked to stop."""
-        interval, done = self.config.checkpoint_interval, step + 1
+        config, interval, done = self.config, self.config.checkpoint_interval, step + 1
         last = self.is_last(step) or self.stopping or self.progress.ended
-        if last or (done % interval == 0 if interval else self.evaluated):
+        due = last or (done % interval == 0 if interval else self.evaluated)
+        if due:
             self.data.check_unchanged()
-            if self.is_main:
-                self.save(done, optimizers)
+        if due and self.is_main:
+            self.settle(wait=True)
+            state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
+                     "scaler": self.scaler.state_dict(), "rng": checkpoint.rng_state()}
+            meta = {"step": done, "tokens": done * config.batch_tokens, "config": self.settings,
+                    **dataclasses.asdict(self.progress), "seconds": self.seconds(), "data": self.data.identity,
+                    "file_times": getattr(self.data, "file_times", None),
+                    "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
+            self.manager.save(state, meta, self.compared_loss, first=self.log_file.sync)
         self.settle(wait=last)
         if last and self.is_main and self.saved_step < done:
             raise Stopped(f"the checkpoint of step {done} was not written, the last one is of step {self.saved_step}: "
                           f"make room, then {resume_command('--resume=auto')}")
         self.paused_seconds += time.perf_counter() - self.pause
 
-    def save(self, step, optimizers):
-        """Begin to save the state after `step`."""
-        self.settle(wait=True)
-        state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                 "scaler": self.scaler.state_dict(), "rng": checkpoint.rng_state()}
-        meta = {"step": step, "tokens": step * self.config.batch_tokens, "config": self.settings,
-                **dataclasses.asdict(self.progress), "seconds": self.seconds(), "data": self.data.identity,
-                "file_times": getattr(self.data, "file_times", None),
-                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
-        self.manager.save(state, meta, self.compared_loss, first=self.log_file.sync)
-
-    def settle(self, wait=False):
+    def settle(self, wait):
         """Take note of a checkpoint that is on disk by now, or could not be written."""
-        outcome = self.manager.result(wait) if self.is_main else None
-        if outcome:
-            step, error = outcome
-            if error:  # a full disk, say: what was saved before is untouched
-                self.say(f"step {step}: checkpoint not written ({error}); the one before stays")
-            else:
-                self.saved_step = step
+        step, error = self.is_main and self.manager.result(wait) or (self.saved_step, None)
+        if error:  # a full disk, say: what was saved before is untouched
+            self.say(f"step {step}: checkpoint not written ({error}); the one before stays")
+        else:
+            self.saved_step = step
 
     def finish(self, evaluate):
         """The end: result.json and the last metrics; None where the run was stopped before, or is finished already."""
@@ -519,12 +512,9 @@ class StopRequest:
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        self.before = {number: signal.signal(number, self.ask)
+        self.before = {number: signal.signal(number, lambda *_: setattr(self, "requested", True))
                        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         threading.Thread(target=self.listen, args=(reader,), daemon=True).start()
-
-    def ask(self, number, frame):
-        self.requested = True
 
     def listen(self, reader):
         asked = False

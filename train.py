@@ -7,12 +7,12 @@
     torchrun --nnodes=2 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --standalone --nproc_per_node=8 --max-restarts=9 train.py config/longhorn_350m.py --resume=auto
 
-The batch is stated in tokens. How many processes there are and what one of them holds at a time decide speed and memory,
-never the result: the windows of step s are a function of (seed, s) alone, and gradient accumulation follows from the rest.
+The batch is stated in tokens. How many processes there are and what one of them holds at a time decide speed and
+memory, never the result: the windows of step s are a function of (seed, s) alone.
 
 `python train.py --help` lists every setting. Records go to out/<name of the config file>/, see records.py. What happens
-around a step (the folder, checkpoints, resuming, signals) is in run.py. Anything else that is to be trained calls `train`
-with its own model, data and evaluation, as experiments/recall/ does.
+around a step (the folder, checkpoints, resuming, signals) is in run.py. Anything else that is to be trained calls
+`train` with its own model, data and evaluation, as experiments/recall/ does.
 """
 
 if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
@@ -53,7 +53,7 @@ class TrainConfig(ModelConfig):
     resume: Literal["never", "auto", "must"] = "never"  # continue from the checkpoint in out_dir; auto: if there is one
     init_from: str = ""  # a run's folder, or a checkpoint: begin with its weights (fine-tuning), everything else anew
     seed: int = 1337  # of the weights and of the data's order
-    self_check: Literal["on", "off"] = "on"  # compare kernels with plain loops, and states with whole sequences, at the start
+    self_check: Literal["on", "off"] = "on"  # at the start: kernels against plain loops, states against sequences
     # --- data
     dataset: str = "pystdlib"  # a folder of data/, or a path, prepared by its prepare.py
     vocab_size: int = 0  # 0: the dataset's, rounded up to a multiple of 64
@@ -87,7 +87,7 @@ class TrainConfig(ModelConfig):
     wandb_project: str = "longhorn"  # its project
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto: bfloat16 where it is fast
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto: bfloat16 if fast
     compile: bool = False  # torch.compile: slower to start, faster per step
     timeout_minutes: float = 10.0  # how long processes wait for one another before they give up
 
@@ -248,10 +248,11 @@ def check(config):
     if config.min_lr > config.learning_rate:
         raise ConfigError(f"min_lr {config.min_lr} is above learning_rate {config.learning_rate}")
     if warmup_steps(config) >= config.max_iters > 1:
-        raise ConfigError(f"warmup_iters {config.warmup_iters} leaves nothing of max_iters {config.max_iters}: choose fewer")
+        raise ConfigError(f"warmup_iters {config.warmup_iters} leaves nothing of max_iters {config.max_iters}: choose "
+                          "fewer")
     if config.schedule == "wsd" and warmup_steps(config) + decay_steps(config) > config.max_iters:
-        raise ConfigError(f"warmup of {warmup_steps(config)} and decay of {decay_steps(config)} steps are more than max_iters "
-                          f"{config.max_iters}: choose smaller warmup_iters or decay_iters")
+        raise ConfigError(f"warmup of {warmup_steps(config)} and decay of {decay_steps(config)} steps are more than "
+                          f"max_iters {config.max_iters}: choose smaller warmup_iters or decay_iters")
     if not (0 <= config.beta1 < 1 and 0 <= config.beta2 < 1):
         raise ConfigError(f"beta1 {config.beta1} and beta2 {config.beta2} must be in [0, 1)")
     if not 0 < config.timeout_minutes <= 1e6:
@@ -296,19 +297,20 @@ def find_dataset(name):
 
 
 def load_weights(model, config, data):
-    """Begin with the weights of another run or of an imported model; returns the line that says so. Raises ConfigError."""
+    """Begin with the weights of another run or an imported model; returns the line that says so. Raises ConfigError."""
     place = Path(config.init_from)
     found = checkpoint.candidates(place) if place.is_dir() else [place]
     if not found:
         raise ConfigError(f"init_from={place}: there is no checkpoint in this folder")
     if found[0].parent.resolve() == Path(config.out_dir).resolve():
-        raise ConfigError(f"init_from={place} lies in out_dir, where this run's own checkpoints go: choose another out_dir")
+        raise ConfigError(f"init_from={place} lies in out_dir, where this run's checkpoints go: choose another out_dir")
     origin, weights, meta, damaged = checkpoint.load_first(found, weights=True)
     for key in ("tokenizer", "table"):
         there, here = meta.get(key), data.meta.get(key)
         if there and here and there != here:
-            what = f"tokenizer is {there!r}, the data's {here!r}" if key == "tokenizer" else "characters are not the data's"
-            raise ConfigError(f"{origin}: its {what}: the weights know other tokens than {config.dataset} has")
+            what = {"tokenizer": f"tokenizer is {there!r}, the data's {here!r}",
+                    "table": "characters are not the data's"}
+            raise ConfigError(f"{origin}: its {what[key]}: the weights know other tokens than {config.dataset} has")
     with checkpoint.fitting(origin):
         weights = current_names(weights)
         sizes = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name != "backend"}
@@ -326,7 +328,8 @@ def load_weights(model, config, data):
 def main(argv):
     config = configurator.load(TrainConfig, argv)
     check(config)
-    config.out_dir = config.out_dir or f"out/{Path(config.config_files[-1]).stem if config.config_files else config.model}"
+    name = Path(config.config_files[-1]).stem if config.config_files else config.model
+    config.out_dir = config.out_dir or f"out/{name}"
     device = distributed.open_device(config)
     tokens = Tokens(find_dataset(config.dataset), vocab_size=config.vocab_size or None, block_size=config.block_size)
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
