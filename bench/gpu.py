@@ -30,7 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import main_error  # noqa: E402
+from configurator import ConfigError, main_error  # noqa: E402
 
 BUDGET_S = 530
 PATIENCE_S = 3  # between SIGTERM and SIGKILL
@@ -440,24 +440,19 @@ def run_function(args):
     FUNCTIONS[args.stage](emit, args.dry_run, args.budget_s)
 
 
-def refuse(why):
-    print(f"bench/gpu.py: {why}", file=sys.stderr)
-    return 1
-
-
 def main(argv=None):
     args = parse(argv)
     if args.stage:
         return run_function(args)
     if args.dry_run and args.out.is_relative_to(ROOT / "results"):
-        return refuse("--dry_run measures nothing, so its records do not belong in results/: choose another --out")
+        raise ConfigError("--dry_run measures nothing, so its records do not belong in results/: choose another --out")
     try:
         import torch
     except ImportError:
-        return refuse(f"{sys.executable} has no torch: make gpu PYTHON=... takes another interpreter, plain make gpu "
-                      "makes .venv")
+        raise ConfigError(f"{sys.executable} has no torch: make gpu PYTHON=... takes another interpreter, plain make "
+                          "gpu makes .venv") from None
     if not args.dry_run and not torch.cuda.is_available():
-        return refuse(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
+        raise ConfigError(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
     from bench.measure import new_record, refuse_uncommitted
 
     refuse_uncommitted(args.out, "another --out (make gpu OUT=...)")

@@ -1,5 +1,4 @@
-"""How fast the scan is and how much memory it keeps: each implementation of longhorn_scan, and the loops one writes
-first.
+"""How fast the scan is and how much memory it keeps: each implementation of longhorn_scan, and two plain loops.
 
     python bench/scan.py --device=cpu              # time: a minute or two, most of it the plain loops
     python bench/scan.py --device=cpu --memory     # memory: bytes kept and peak at T = 1024, 4096, 16384

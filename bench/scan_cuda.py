@@ -4,9 +4,8 @@
     python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # a shape of your own
 
 First every result and gradient is compared with the loop in float64 on the same GPU: at odd sizes, at keys of 1000 and
-logits of +-1000, and at the paper's shapes. What is wrong is not timed. Then, shape by shape, all contenders are warmed
-up
-and take turns, round after round, between CUDA events: the forward without autograd, then forward and backward with it.
+logits of +-1000, and at the paper's shapes. What is wrong is not timed. Then, shape by shape, all contenders take
+turns, round after round, between CUDA events: the forward without autograd, then forward and backward with it.
 
 Beside the times of the scans stands a share of the copy bandwidth, measured on the same device: the bytes that a scan
 must move (measure.bytes_moved) over the time. GLA and attention do another job and have none.
@@ -33,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, EPS, LeftOut, as_mamba, imported, in_one_line, leaves, make_inputs  # noqa: E402
+from configurator import ConfigError  # noqa: E402
 from kernels.scan import longhorn_scan, selective_scan  # noqa: E402
 
 SAVED = ROOT / "results" / "scan_cuda.json"
@@ -417,24 +417,24 @@ def chosen_shapes(args):
 
 
 def main(args):
-    """What bench/scan.py --device=cuda runs; returns the exit status."""
+    """What bench/scan.py --device=cuda runs; returns the exit status. Raises ConfigError if nothing can be measured."""
     began = time.perf_counter()
     out = Path(args.out) if args.out else SAVED if args.save else None
     without = dict.fromkeys(filter(None, args.without.split(",")), "left out by --without")
     unknown = [name for name in without if name not in CONTENDERS]
     if unknown:
-        return refuse(f"--without={unknown[0]}: no such contender; they are {', '.join(CONTENDERS)}")
+        raise ConfigError(f"--without={unknown[0]}: no such contender; they are {', '.join(CONTENDERS)}")
     if args.dry_run and out is not None and SAVED.parent in out.resolve().parents:
-        return refuse("--dry_run measures nothing, so its record does not belong in results/: choose another --out")
+        raise ConfigError("--dry_run measures nothing, so its record does not belong in results/: choose another --out")
     if not args.dry_run and not torch.cuda.is_available():
-        return refuse("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
+        raise ConfigError("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
     if not args.out:  # bench/gpu.py gives one, and has checked before its first stage
         measure.refuse_uncommitted(out)
     try:
         device = DryRun() if args.dry_run else Gpu()
         about = device.describe()
     except RuntimeError as error:
-        return refuse(f"the GPU does not answer: {in_one_line(error)}")
+        raise ConfigError(f"the GPU does not answer: {in_one_line(error)}") from None
     dtype = DTYPES[args.dtype or "bfloat16"]
     record = measure.new_record("scan_cuda", dry_run=args.dry_run, device=about, shapes=[], left_out=[],
                                 dtype=str(dtype).removeprefix("torch."), with_D_z_dt_bias=True)
@@ -448,7 +448,7 @@ def main(args):
     record["correctness"], record["wrong"] = check(device, args.dry_run, args.budget_s / 3)
     save()
     if not device.alive():
-        return refuse(next(iter(record["wrong"].values())))
+        raise ConfigError(next(iter(record["wrong"].values())))
     without |= record["wrong"]
     record["copy_bytes_per_second"] = bandwidth = device.copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:,.0f} GB/s", flush=True)
@@ -483,8 +483,3 @@ def main(args):
     failed = [r for e in record["shapes"] for r in e["rows"]
               if r["contender"] == "longhorn_scan" and "reason" in r and "--without" not in r["reason"]]
     return int(bool(record["wrong"] or lost or failed or not record["shapes"]))
-
-
-def refuse(why):
-    print(f"bench/scan.py: {why}", file=sys.stderr)
-    return 1

@@ -327,13 +327,6 @@ def print_rows(rows, peak):
     print(f"in short: tokens/s: {', '.join(speeds) or 'none'}")
 
 
-def load_average():
-    try:
-        return os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return None
-
-
 def start(args, benchmark, **about):
     """(where the record goes, or None; its beginning). Prints machine and shape. Raises ConfigError, see measure.py."""
     size = f"_{args.size.lower()}" if args.size else ""
@@ -342,13 +335,13 @@ def start(args, benchmark, **about):
     measure.refuse_uncommitted(out)
     record = measure.new_record(benchmark, threads=args.threads, dtype=args.dtype, backend=args.backend or None,
                                 size=args.size or None, shape={name: getattr(args, name) for name in SHAPE},
-                                load_average_before=load_average(), **about)
+                                load_average_before=os.getloadavg()[0], **about)
     cuda = args.device == "cuda"
     record["device"] = torch.cuda.get_device_name() if cuda else record["environment"]["cpu"]
     torch.set_num_threads(args.threads)
     shape = ", ".join(f"{name} {value}" for name, value in record["shape"].items())
     print(f"{measure.headline(record, record['device'])}\n{args.size or 'shape'}: {shape}; {args.dtype}")
-    if (record["load_average_before"] or 0) > 0.5:
+    if record["load_average_before"] > 0.5:
         print(f"the machine is busy already (load average {record['load_average_before']:.1f} on {os.cpu_count()} "
               "cores): times will be too long")
     return out, record
@@ -356,7 +349,7 @@ def start(args, benchmark, **about):
 
 def finish(out, record):
     """Write the finished record to `out` unless that is None, and print where. Raises ConfigError."""
-    record |= {"finished": True, "load_average_after": load_average()}
+    record |= {"finished": True, "load_average_after": os.getloadavg()[0]}
     if out is not None:
         measure.write_record(out, record)
         print(f"record: {out}")

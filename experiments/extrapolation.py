@@ -7,23 +7,20 @@
 
 All runs share one record file in out/ (--save: in results/), with a table (.md) and a picture (.png) beside it.
 
-As in the paper, validation text is rearranged into sequences of each length T; here it is the same text for every T. K
-sequences of the longest length M are cut into K M / T of length T, so that each token is predicted once at every T,
-from more or less of what precedes it, and nothing else differs. The longest sequences lie within one document where the
-corpus says where documents begin (data/pystdlib/prepare.py --documents=package) and any is long enough; otherwise they
-lie end to end over the whole split.
+As in the paper, validation text is rearranged into sequences of each length T, here the same text for every T: K
+sequences of the longest length M are cut into K M / T of length T, so that each token is predicted once at every T, and
+only what precedes it differs. The longest sequences lie within one document where the corpus says where documents begin
+(data/pystdlib/prepare.py --documents=package) and any is long enough; otherwise they lie end to end over the split.
 
-    loss(T) = mean of the K sequences' mean losses, its spread s / sqrt(K); compared with the training length by
-    sequence
+    loss(T) = mean of the K sequences' mean losses, +- s / sqrt(K); compared with the training length by sequence
 
 Text is read in chunks, the state carried from one to the next, so memory grows with T for LLaMA only, whose cache is
 its state. Where it runs out, that length is left out, and the record says why.
 
 A lower loss at a longer T says little about a long memory: of a short T's tokens more stand near a beginning, where
-nothing can be known yet. The loss by position in the longest T says more. Most telling is the loss of the same tokens
-there minus
-their loss when cut at the training length, place by place: then no easy stretch of text can look like memory. Where a
-model fails, the norm of its state along the text often shows why.
+nothing can be known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the
+training length, place by place: then no easy stretch of text can look like memory. Where a model fails, the norm of its
+state along the text often shows why.
 """
 
 import argparse

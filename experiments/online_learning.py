@@ -6,9 +6,7 @@
 
 Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates with
 extreme ones among them. The mixers of model.py are run and their states compared with the same updates. Then, without
-any
-training: streams of random key-value pairs, and what each update still recalls of n pairs from a state of d x N
-numbers.
+training: streams of random key-value pairs, and what each update recalls of n pairs from a state of d x N numbers.
 
     paper        here         shape
     S, S_{t-1}   S, S_prev    (d, N); (d,) in the families without keys (Griffin, RWKV-4)
@@ -231,8 +229,7 @@ def minimise(loss, start, *given):
     SciPy's exact trust region with gradients and Hessians from autograd, then three Newton steps for the last digits,
     which a method that compares values of the loss cannot see. The curvature is the smallest eigenvalue of the Hessian
     over the largest: unless it is positive, there is no one minimiser. The step is Newton's last, relative to the
-    largest
-    number: unless it is small, nothing was found. For a loss that is not convex the minimum may be a local one.
+    largest number: unless it is small, nothing was found. Where a loss is not convex the minimum may be a local one.
     """
     from scipy.optimize import minimize
 
@@ -335,9 +332,9 @@ def recall(row, p, keys, values):
 def recall_rows(rows, correlation, streams, seed):
     """What every update that has keys loses, as its mixer starts and at its best setting for each number of pairs.
 
-    Returns a list of {'name'; 'start': share lost of all pairs, mean over streams, for each of PAIRS; 'best': the same at
-    the best setting for each, 'setting': which; 'newest': of the newest NEWEST pairs at the best setting for them; all with
-    '..._quartiles' over streams}. All updates see the same streams, on which the settings are also chosen.
+    Returns a list of {'name'; 'start': share lost of all pairs, mean over streams, for each of PAIRS; 'best': the same
+    at the best setting for each, 'setting': which; 'newest': of the newest NEWEST pairs at the best setting for them;
+    all with '..._quartiles' over streams}. All updates see the same streams, on which settings are also chosen.
     """
     data = [make_pairs(max(PAIRS), D_STATE, N_STATE, correlation, torch.Generator().manual_seed(seed + s))
             for s in range(streams)]  # keys (n, N) and values (n, d) each
@@ -559,8 +556,8 @@ def report(record, rows):
     cells = [[name, *(f"{r:.3g}" for r in reads[::2])] for name, reads in record["written_again"].items()]
     lines += [*table(["update", "once", *(f"{t} times" for t in TIMES[2::2])], cells), ""]
     lines += [*wrapped("""What the diagonal costs, over streams of 8 N pairs, by N, by what a step writes and by the
-        cosine of two keys: the share of the possible decrease of Eq. 5 that a step of Eq. 7 misses, from its own state (0: the
-        minimiser, 1: as good as no step)."""), ""]
+        cosine of two keys: the share of the possible decrease of Eq. 5 that a step of Eq. 7 misses, from its own state
+        (0: the minimiser, 1: as good as no step)."""), ""]
     by_cosine = {}
     for c in record["diagonal"]:
         by_cosine.setdefault((c["N"], c["writes"]), {})[c["correlation"]] = f"{abs(c['missed']):.2f}"
@@ -610,7 +607,8 @@ def draw(record, path):
               title=f"one pair again and again (lines: 1 and N = {N_STATE})")
     for N, writes in sorted({(c["N"], c["writes"]) for c in record["diagonal"] if c["N"] > 1}):  # 0 for N = 1
         at = sorted((c["correlation"], c["missed"]) for c in record["diagonal"] if (c["N"], c["writes"]) == (N, writes))
-        diagonal.plot(*zip(*at, strict=True), "o-" if writes < 0.5 else "s--", ms=4, label=f"N = {N}, {writes:.2f} written")
+        label = f"N = {N}, {writes:.2f} written"
+        diagonal.plot(*zip(*at, strict=True), "o-" if writes < 0.5 else "s--", ms=4, label=label)
     diagonal.set(xlabel="cosine of two keys, about", ylabel="share of Eq. 5's decrease that is missed",
                  title="what a step of Eq. 7 misses (1: as good as no step)", ylim=(-0.02, 1.3))
     diagonal.axhline(1, color="black", lw=0.5)
