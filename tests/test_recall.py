@@ -22,7 +22,6 @@ import pytest
 import torch
 from scipy import stats
 
-from checkpoint import CheckpointError
 from configurator import ConfigError
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
@@ -74,16 +73,11 @@ def power_law(T, pairs, a):
 
 
 def chi_square(counts, p):
-    """The p-value of counts under p, with rare cells put together until each expects at least 20."""
-    n, groups, got, want = counts.sum(), [], 0, 0.0
-    for c, q in sorted(zip(counts, p, strict=True), key=lambda cq: cq[1]):
-        got, want = got + c, want + n * q
-        if want >= 20:
-            groups.append((got, want))
-            got, want = 0, 0.0
-    groups[-1] = (groups[-1][0] + got, groups[-1][1] + want)
-    assert len(groups) > 3
-    return stats.chisquare(*zip(*groups, strict=True)).pvalue
+    """The p-value of counts under p, with the cells that expect fewer than 20 as one."""
+    group = np.where(p * counts.sum() >= 20, np.arange(len(p)), len(p))
+    got, want = np.bincount(group, counts), np.bincount(group, p) * counts.sum()
+    assert (want > 0).sum() > 3
+    return stats.chisquare(got[want > 0], want[want > 0]).pvalue
 
 
 @pytest.mark.parametrize("T, pairs, a", [(64, 4, 0.01), (512, 64, 0.01), (32, 4, 2.5), (64, 8, 1.0)])
@@ -107,13 +101,6 @@ def test_distinct_numbers_in_every_order_alike(k, n):
     x = distinct(np.random.default_rng(3), 40_000, k, n)
     counts = np.array([(x == order).all(1).sum() for order in permutations(range(n), k)])
     assert counts.sum() == len(x) and stats.chisquare(counts).pvalue > 1e-4
-
-
-def test_keys_and_values_are_uniform():
-    tokens = generate(Task(64, vocab_size=64), 50_000, seed=4).tokens
-    keys, values = np.bincount(tokens[:, 6], minlength=64)[1:32], np.bincount(tokens[:, 7], minlength=64)[32:]
-    assert keys.sum() == values.sum() == 50_000
-    assert stats.chisquare(keys).pvalue > 1e-4 and stats.chisquare(values).pvalue > 1e-4
 
 
 def test_no_overlap_between_train_and_test():
@@ -319,23 +306,15 @@ def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
         torch.testing.assert_close(kept[kept != 0], whole[kept != 0] / 0.9)
 
 
-SHARED = 8192 * 64 + 3 * 64  # embedding, norms
-PARAMETERS = {  # at width 64, T = 64, vocabulary 8192, by hand
-    "attention": SHARED + 64 * 64 + 2 * (4 * 64 * 64 + 4 * 64),
-    "based": SHARED + (64 * 64 + 64 + 4 * 64) + (2 * 8 * 64 + 2 * 64 * 64),
-    "hyena": SHARED + 2 * (4 * 64 * 64 + 4 * 64 + 3 * 64 * 4 + 64 + 4 * 64 + 2 * (64 * 64 + 64) + 64 * 64 + 64),
-    "baseconv": SHARED + (64 * 64 + 64 + 4 * 64) + (64 * 64 + 64 + 4 * 16 + 16 * 64 + 64),
-}
 STATE = {"attention": 2 * 2 * 64 * 64, "based": 2 * 64 + 73 * 65, "hyena": 2 * (64 * 64 + 6 * 64),
          "baseconv": 2 * 64 + 64 * 64, "longhorn": 2 * 128 * 19, "mamba": 2 * 128 * 19, "rwkv4": 2 * 4 * 64,
          "deltanet": 2 * 64 * (64 + 9), "gla": 2 * 32 * 64, "longhorn_exact": 2 * 128 * 19}
 
 
 @EACH_MIXER
-def test_counts_by_hand(mixer):
+def test_state_and_flops_by_hand(mixer):
     m = Recall(config_of(mixer, n_embd=64, block_size=64, pairs=4, vocab_size=8192))
-    assert m.parameter_count()["total"] == PARAMETERS.get(mixer, m.parameter_count()["total"])
-    assert m.state_size() == STATE[mixer]
+    assert m.state_size() == STATE[mixer] and m.parameter_count()["total"] == sum(p.numel() for p in m.parameters())
     every = super(Recall, m).flops_per_token()["total"]  # with the head at all 64 positions
     assert 64 * (every - m.flops_per_token()["total"]) == 60 * 6 * 8192 * 64
 
@@ -354,7 +333,7 @@ def small_run(out, *more):
 def test_a_run_and_its_records(tmp_path, capsys):
     settings = ["--model=based", "--epochs=2", "--eval_interval=5", "--seed=3"]
     result = small_run(tmp_path / "a", *settings)
-    assert "self-check: native and plain operators" in capsys.readouterr().out
+    assert re.search("self-check: .*native and plain operators.* agree", capsys.readouterr().out)
     record, log = json.loads((tmp_path / "a/config.json").read_text()), read_log(tmp_path / "a", "eval")
     assert [e["step"] for e in log] == [5, 10, 15, 20, 24]
     assert record["config"]["max_iters"] == result["steps"] == 24 and record["derived"]["steps_per_epoch"] == 12
@@ -377,27 +356,25 @@ def test_it_learns_and_stops_at_the_accuracy_asked_for(tmp_path):
     assert result["by_pairs"] and result["by_distance"]
 
 
-def test_the_rate_is_a_cosine_stepped_once_per_epoch(tmp_path):
-    small_run(tmp_path / "a", "--model=baseconv", "--epochs=3", "--learning_rate=4e-3", "--log_interval=6")
-    rates = {e["step"]: e["lr"] for e in read_log(tmp_path / "a", "train")}
-    np.testing.assert_allclose([rates[s] for s in (6, 12, 18, 24, 36)], [4e-3, 4e-3, 3e-3, 3e-3, 1e-3])
+def test_the_rate_is_a_cosine_stepped_once_per_epoch():
+    config = config_of("baseconv", train_examples=600, batch_examples=50, epochs=4)
+    wanted = [1.0, 0.5 + 0.5 * math.sqrt(0.5), 0.5, 0.5 - 0.5 * math.sqrt(0.5)]
+    np.testing.assert_allclose([cell.rate_factor(step, config) for step in range(48)], np.repeat(wanted, 12))
+    config.schedule = "constant"
+    assert cell.rate_factor(47, config) == 1.0
 
 
 def test_accuracy_is_that_of_answers_one_example_at_a_time():
-    config = config_of("attention", test_examples=40, train_examples=50)
-    config.dtype = "float32"
+    config = config_of("attention", test_examples=40, train_examples=50, dtype="float32")
     model, data = tiny("attention").train(), cell.RecallData(config, torch.device("cpu"))
-    right, loss = cell.Evaluate(config, data).answers(model, data.test)
+    right, _ = cell.Evaluate(config, data).answers(model, data.test)
     assert model.training
     model.eval()
-    for n in range(40):
-        idx = torch.from_numpy(data.test.tokens[n:n + 1]).long()
-        order = data.test.where[n].argsort()
-        answers = model(idx)[0][0, data.test.where[n][order].tolist()].argmax(-1)
-        assert (right[n] == (answers.numpy() == data.test.values[n][order])).all()
+    for n, (tokens, where, values) in enumerate(zip(data.test.tokens, data.test.where, data.test.values, strict=True)):
+        answers = model(torch.from_numpy(tokens[None]).long())[0][0].argmax(-1)
+        assert right[n].tolist() == [answers[t] == value for t, value in sorted(zip(where, values, strict=True))]
     rows = {b["from"]: b["accuracy"] for b in cell.by_distance(right, data.test.distances())}
-    far = right[(data.test.distances() >= 4) & (data.test.distances() < 8)]
-    assert rows[4] == far.mean() and math.isfinite(loss)
+    assert rows[4] == right[(data.test.distances() >= 4) & (data.test.distances() < 8)].mean()
 
 
 def test_an_epoch_has_every_example_once_however_it_is_shared():
@@ -455,7 +432,7 @@ def test_killed_and_resumed_it_is_the_same_run_to_the_last_bit(tmp_path, monkeyp
     process.wait()
     assert not (tmp_path / "parts/result.json").exists()
     for change, word in (("learning_rate=0.5", "learning_rate 0.01 -> 0.5"), ("seed=2", "seed 1 -> 2")):
-        with pytest.raises((ConfigError, CheckpointError), match=word):
+        with pytest.raises(ConfigError, match=word):
             small_run(tmp_path / "parts", *settings, "--resume=auto", f"--{change}")
     parts = small_run(tmp_path / "parts", *settings, "--resume=auto")
     assert timeless(parts) == timeless(whole)
@@ -493,14 +470,12 @@ def test_the_papers_448_runs_as_specified():
     cells = mqar.cells_of(mqar.PRESETS["paper"])
     assert len(cells) == len({c.name for c in cells}) == 448
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}
-    batches = {64: 512, 128: 512, 256: 256, 512: 128}
     for c in cells[::7]:
         config = cell.load(c.argv[1:])
-        assert (config.pairs, config.batch_examples) == (PAIRS[config.block_size], batches[config.block_size])
+        assert config.pairs == PAIRS[config.block_size]
+        assert config.batch_examples == {64: 512, 128: 512, 256: 256, 512: 128}[config.block_size]
         assert (config.epochs, config.stop_at, config.weight_decay, config.vocab_size) == (64, 0.99, 0.1, 8192)
         assert (config.train_examples, config.test_examples, config.power_a) == (100_000, 3000, 0.01)
-        assert (config.model, config.block_size, config.n_embd, config.learning_rate) == tuple(
-            c.at[k] for k in ("mixer", "T", "n_embd", "learning_rate"))
         assert config.eval_interval == config.steps_per_epoch and config.learning_rate in (1e-4, 4.6e-4, 2.2e-3, 1e-2)
         assert (config.dtype, config.beta2, config.grad_clip, config.schedule) == ("float32", 0.999, 0.0, "epochs")
 
@@ -615,13 +590,10 @@ def test_the_best_rate_and_the_spread_over_seeds():
 
 
 def test_the_figure_of_several_widths(tmp_path):
-    runs = [row(m, T, d, seed=s, accuracy=0.1 * s + 0.001 * d) for m in ("longhorn", "mamba", "own") for T in (64, 512)
-            for d in (64, 128, 256) for s in (1, 2)]
-    record = {"runs": runs, "planned": 36, "machines": ["m"], "code": {"c": 36}, "settings": {}, "left_out": {}}
-    points = report.summarise(runs)
+    points = report.summarise([row(m, T, d, seed=s, accuracy=0.1 * s + 0.001 * d) for m in ("longhorn", "own")
+                               for T in (64, 512) for d in (64, 128, 256) for s in (1, 2)])
     report.draw(points, tmp_path / "f.png")
-    assert (tmp_path / "f.png").stat().st_size > 10_000
-    assert any("own" in line and "(" in line for line in report.markdown(record, points))
+    assert (tmp_path / "f.png").stat().st_size > 10_000 and len(points) == 12
 
 
 @pytest.mark.parametrize("line, word", [

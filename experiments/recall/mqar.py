@@ -26,7 +26,6 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from configurator import ConfigError  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.sweep import Cell, hours, names, numbers  # noqa: E402
 
@@ -59,24 +58,23 @@ PRESETS = {
 
 
 def cells_of(preset, extra=()):
-    """[Cell] of the preset. The rates of a point follow one another, so that they run together. Raises ConfigError."""
+    """[Cell] of the preset, the rates of a point together. Raises ConfigError for what does not make a run."""
     import torch
 
     from experiments.recall import cell
-    from experiments.recall.models import MIXERS
 
-    cells = []
+    cells, flops = [], {}  # of a step, by point
     points = [(T, width, mixer) for T in preset.lengths for width in preset.widths for mixer in preset.lengths[T]]
-    for (T, width, mixer), seed, rate in product(points, preset.seeds, sorted(preset.lrs, reverse=True)):
-        if mixer not in MIXERS:
-            raise ConfigError(f"unknown mixer {mixer!r}: choose one of {', '.join(MIXERS)}")
+    for point, seed, rate in product(points, preset.seeds, sorted(preset.lrs, reverse=True)):
+        T, width, mixer = point
         argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
                 f"--seed={seed}", *preset.args, *extra]
         config = cell.load(argv)
-        with torch.device("meta"):
-            flops = cell.build_model(config, "meta").flops_per_token()["total"] * config.batch_tokens
+        if point not in flops:
+            with torch.device("meta"):
+                flops[point] = cell.build_model(config, "meta").flops_per_token()["total"] * config.batch_tokens
         at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
-              "pairs": config.pairs, "steps": config.max_iters, "flops": flops * config.max_iters}
+              "pairs": config.pairs, "steps": config.max_iters, "flops": flops[point] * config.max_iters}
         name = f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}"
         cells.append(Cell(name, ["cell", *argv], at, SECONDS_PER_FLOP * at["flops"]))
     return cells
