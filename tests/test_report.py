@@ -150,7 +150,7 @@ def cell_of(numbers, model, size, context=256):
     return next(c for c in numbers["table"] if (c["model"], c["size"], c["context"]) == (model, size, context))
 
 
-# --------------------------------------------------------------------------------------------------- reading the records
+# -------------------------------------------------------------------------------------------------- reading the records
 
 def test_a_clean_sweep_is_read_whole(tmp_path):
     names = make_sweep(tmp_path)
@@ -180,22 +180,17 @@ def replace_by(folder, old, new):
 
 DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "torn result": (lambda f: cut(f / "result.json"), "result.json is damaged"),
-    "empty result": (lambda f: (f / "result.json").write_text(""), "result.json is damaged"),
     "result is a list": (lambda f: (f / "result.json").write_text("[1]"), "result.json is damaged"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "binary config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json is damaged"),
     "torn log": (lambda f: cut(f / "log.jsonl"), "log.jsonl is damaged"),
-    "no log": (lambda f: (f / "log.jsonl").unlink(), "log.jsonl is damaged"),
     "log without its end": (lambda f: drop_last_line(f / "log.jsonl"), "does not end with the loss"),
     "log of numbers": (lambda f: (f / "log.jsonl").write_text("1\n2\n"), "log.jsonl is damaged"),
-    "null loss": (lambda f: change(f / "result.json", val_loss=None), "diverged"),
     "NaN loss": (lambda f: change(f / "result.json", val_loss=math.nan), "diverged"),
-    "loss is text": (lambda f: change(f / "result.json", val_loss="1.5"), "diverged"),
     "worse than guessing": (lambda f: change(f / "result.json", val_loss=50.0), "not below guessing's"),
     "loss beyond floats": (lambda f: change(f / "result.json", val_loss=10**400), "val_loss"),
     "not run": (shutil.rmtree, "not run"),
     "not finished": (lambda f: (f / "result.json").unlink(), "not finished (step 1024)"),
-    "not finished, binary log": (lambda f: ((f / "result.json").unlink(), (f / "log.jsonl").write_bytes(b"\xff")), ""),
     "other code in the result": (lambda f: change(f / "result.json", code="0" * 12), "disagree: code"),
     "other seed in the config": (lambda f: change(f / "config.json", config__seed=7), "disagree: seed"),
     "shorter than planned": (lambda f: change(f / "result.json", steps=1000), "disagree: steps"),
@@ -209,12 +204,10 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "other data": (lambda f: change(f / "config.json", data__splits__val__sha256="ffff"), "not comparable: data"),
     "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: validation tokens"),
     "other weight decay": (lambda f: change(f / "config.json", config__weight_decay=0.0), "comparable: weight_decay"),
-    "missing key": (lambda f: change(f / "config.json", derived={}), "lack 'parameters'"),
     "no validation tokens": (lambda f: change(f / "result.json", val_tokens=...), "lack"),
     "null seconds": (lambda f: change(f / "result.json", seconds=None), "seconds"),
     "no parameters": (lambda f: change(f / "result.json", parameters=0), "parameters"),
     "another model's folder": (lambda f: replace_by(f, "longhorn", "mamba"), "another run's records: model"),
-    "another seed's folder": (lambda f: replace_by(f, "1339", "1337"), "another run's records: seed"),
     "another size's folder": (lambda f: replace_by(f, "460K", "130K"), "another run's records: they were written to"),
 }
 VICTIM = "longhorn_460K_256_1024steps_lr0.005_seed1339"
@@ -253,7 +246,7 @@ def test_of_two_arguments_the_later_one_is_the_plans(tmp_path, first, second, le
     assert list(runs.read_sweep(tmp_path).left_out) == [name] * left_out
 
 
-# ---------------------------------------------------------------------------------------------------- code, saved sweeps
+# --------------------------------------------------------------------------------------------------- code, saved sweeps
 
 def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told, tmp_path):
     def damage(folder, names):
@@ -270,7 +263,7 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
     assert {c["code"]: c["used"] for c in found["code"]} == {CODE: 33, "cafe": 0, "beef": 1}
     assert "those of beef are compared with the others because --accept" in (tmp_path / "table1.md").read_text()
     assert "cafe" in str(found["left_out"]) and "beef" not in str(found["left_out"])
-    with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450.*cafe"):
+    with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         report.write(tmp_path, accept_code=("f00d",))
 
 
@@ -327,7 +320,7 @@ def test_the_published_sweep_gives_the_published_table():
     assert means["retnet", "460K"] == 1.764
 
 
-# ----------------------------------------------------------------------------------------------------------- the numbers
+# ---------------------------------------------------------------------------------------------------------- the numbers
 
 def test_the_table_is_mean_and_spread_over_the_seeds_at_the_best_rate(whole):
     folder, _, numbers, page = whole
@@ -406,7 +399,7 @@ def test_families_are_compared_at_the_tokens_that_all_of_them_saw(told, keep):
     assert keep or numbers["winners"][0]["winner"] is None
 
 
-# --------------------------------------------------------------------------------------------------- what cannot be told
+# -------------------------------------------------------------------------------------------------- what cannot be told
 
 def test_the_rate_stands_when_the_first_seeds_record_is_lost(told):
     numbers, text, _ = told(lambda folder, names: shutil.rmtree(folder / VICTIM.replace("1339", "1337")))
@@ -473,12 +466,6 @@ def test_nothing_usable_is_a_report_too(told, empty_plan):
     assert not shown and ("not run (36)" in text) != empty_plan
 
 
-def test_one_cell_alone_can_be_drawn(tmp_path):
-    make_sweep(tmp_path, models=("longhorn",), sizes={"460K": 460_000}, seeds=(1,), rates=(1e-3,), ladder=())
-    paths = report.write(tmp_path)
-    assert paths["figure5.png"].stat().st_size > 10_000 and "efficiency.png" not in paths
-
-
 def test_the_papers_figures_stand_beside_the_papers_cells_only(told, tmp_path):
     paper = dict(sizes={"120M": 128_600_000, "350M": 369_800_000}, seeds=(1337,), rates=(6e-4,), ladder=())
     numbers, text, _ = told(**paper, contexts=(1024, 4096), paper=True, gpu="NVIDIA H100 80GB HBM3")
@@ -492,7 +479,7 @@ def test_the_papers_figures_stand_beside_the_papers_cells_only(told, tmp_path):
     assert "The paper's numbers, not ours" in text
 
 
-# ------------------------------------------------------------------------------------------------------------- the files
+# ------------------------------------------------------------------------------------------------------------ the files
 
 def test_the_report_needs_no_torch():
     code = "import sys; from experiments.scaling import report; assert 'torch' not in sys.modules"

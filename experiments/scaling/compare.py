@@ -9,18 +9,14 @@ test over seeds with Holm's correction for the number of comparisons; with one s
 """
 
 import math
-import sys
 from collections import namedtuple
 from dataclasses import dataclass
-from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from experiments.scaling.fit import CannotFit, column  # noqa: E402
+from experiments.scaling.fit import CannotFit, column
 
 # ---------------------------------------------------------------------------------------------------- sample efficiency
 

@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import statistics
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,14 +28,13 @@ from urllib.parse import quote
 
 import numpy as np
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))
+from configurator import ConfigError
+from experiments.scaling import compare, figures, fit
+from experiments.scaling.figures import family_order, name_of
+from experiments.scaling.runs import read_sweep, save
+from records import write_json
 
-from configurator import ConfigError  # noqa: E402
-from experiments.scaling import compare, figures, fit  # noqa: E402
-from experiments.scaling.figures import family_order, name_of  # noqa: E402
-from experiments.scaling.runs import read_sweep, save  # noqa: E402
-from records import write_json  # noqa: E402
+REPO = Path(__file__).resolve().parents[2]
 
 # The paper's Table 1: family -> size -> (parameters in millions, loss at context 1024, at 4096; nats per token)
 PAPER = {"retnet": {"120M": (129.1, 3.569, 3.492), "350M": (373.2, 3.362, 3.227)},

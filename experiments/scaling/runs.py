@@ -14,17 +14,13 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections import Counter, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))
-
-from configurator import ConfigError  # noqa: E402
-from experiments.scaling import sweep  # noqa: E402
-from experiments.scaling.sweep import BadRecord, code_of, short_code  # noqa: E402
+from configurator import ConfigError
+from experiments.scaling import sweep
+from experiments.scaling.sweep import BadRecord, code_of, short_code
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
@@ -97,7 +93,7 @@ def read_sweep(source, accept_code=()):
     known = {*where, *(short_code(code) for c in whole for code in c.get("code_versions") or ())}
     for code in accept_code:
         if code not in known:
-            raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(map(str, known)) or 'none'}")
+            raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(sorted(map(str, known)))}")
 
     versions = Counter(r.code for r in runs)
     first = max(versions, key=lambda code: (code not in accept_code, versions[code]), default=None)

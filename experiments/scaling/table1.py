@@ -166,6 +166,7 @@ def best_rates(cells, folder):
 
 # Fitted to the runs of results/table1_laptop.json: one core of an AMD EPYC (Zen 4) per run, shared with other work.
 CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
+START_SECONDS = 5.0  # imports, the check at the start
 
 
 def estimate(cells, on_gpu=False):
@@ -188,7 +189,7 @@ def estimate(cells, on_gpu=False):
         tokens = config.max_iters * config.batch_tokens
         flops = model.flops_per_token()["total"] * tokens
         c.at |= {"parameters": model.parameter_count()["total"], "tokens": tokens, "flops": flops}
-        c.seconds = CPU_SECONDS_PER_FLOP * flops + (0 if on_gpu else CPU_SECONDS_PER_TOKEN * tokens)
+        c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * flops + (0 if on_gpu else CPU_SECONDS_PER_TOKEN * tokens)
 
 
 def print_plan(cells, later, jobs, nproc, gpus):
