@@ -1,39 +1,49 @@
 // The scans' kernels, for a GPU and for a CPU: Longhorn's, its exact form, and Mamba's.
 //
 //   Longhorn   eps_i = 1 / (1 + exp(-(dt_i + bias_i)) + |k|^2)         = beta / (1 + beta |k|^2), Eq. 6
-//              S_ij += (eps_i k_j) (x_i - k_j S_ij)                    Eq. 7: decay 1 - eps_i k_j^2, input eps_i x_i k_j
+//              S_ij += (eps_i k_j) (x_i - k_j S_ij)                    Eq. 7
 //   Exact      S_ij += (eps_i k_j) (x_i - sum_l k_l S_il)              Eq. 6 without the diagonal approximation
 //   Mamba      S_ij  = exp(delta_i A_ij) S_ij + delta_i x_i k_j        delta = softplus(dt + bias); k, q are its B, C
 //   all three  y_i   = (sum_j S_ij q_j + D_i x_i) * silu(z_i)          Algorithm 1, Mamba's skip and gate
 //
-// The surprise: one file, two compilers. A C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc or NVRTC
-// builds the CUDA kernels from it, and the three updates are written once, for a float (a lane of a GPU) and for a vector
-// of channels (the CPU); lanes.h says what that is. kernels/build.py builds it on first use.
+// One file, two compilers: a C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc or NVRTC the CUDA
+// kernels. The three updates are written once, for a float (one lane of a GPU) and for a vector of channels (the CPU);
+// lanes.h defines both. kernels/build.py compiles this file on first use; kernels/NOTES.md says why it computes as it
+// does.
 //
-// Glossary (paper symbol, our name, shape)
-//   x_t     x   (B, T, D)   value to remember              S_t      S   N states of a channel, float32
-//   W_b x_t dt  (B, T, D)   logit of the step size beta    eps_t    size step size: eps, or Mamba's delta
-//   k_t     k   (B, T, N)   key, shared by all channels    dL/dS_t  G   gradient flowing in from the future
-//   q_t     q   (B, T, N)   query, shared by all channels  z        z   (B, T, D) gate
+// Glossary
+//   paper    here   shape        meaning
+//   -        B, T, D, N          batch, steps, channels, states per channel
+//   x_t      x      (B, T, D)    value to remember
+//   W_b x_t  dt     (B, T, D)    logit of the step size beta
+//   k_t, q_t k, q   (B, T, N)    key and query, shared by all channels; Mamba's B and C
+//   -        z      (B, T, D)    gate
+//   -        skip, bias (D,)     Mamba's D; what is added to dt
+//   S_t      S      N numbers of a channel, float32
+//   eps_t    size   (B, T, D)    step size: eps, or Mamba's delta
+//   dL/dS_t  G      like S       gradient that arrives from later steps
+//   |k|^2    kk     (B, T)
+//   -        row, chunk, segment a batch row or a packed sequence; CHUNK steps of it; a part of T, on a GPU
 //
 // Order: arguments, updates, CUDA, CPU. To check a change:
 // python -m pytest tests/test_scan.py tests/test_cuda.py
 
 #include "kernels/lanes.h"
 
-// The state is kept every CHUNK steps for the backward, which recomputes what lies between: 4 / 32 = 1/8 byte per
-// (token, channel, state element). Dividing by the forget gate instead would lose the gradient at large keys.
+// The forward keeps the state every CHUNK steps and the backward recomputes what lies between: 4 / 32 = 1/8 byte per
+// token, channel and state. Dividing by the forget gate instead would lose the gradient at large keys.
 #define CHUNK 32
 
 enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
 
-// Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
+// Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous; absent
+// tensors are null.
 struct ScanArgs {
     int64_t B, T, D, N;                               // with cu: B sequences, packed into one row of T tokens
     int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
     int64_t dtype;                                    // of x, dt, k, q, z, y and their gradients
-    int64_t splits, threads;                          // channel groups are split so that every thread has work
-    int64_t segments, segment_T, reverse;             // CUDA: a row's T may be split, see combine; below, rows are B x segments
+    int64_t splits, threads;                          // channels are split so that every thread has work
+    int64_t segments, segment_T, reverse;             // CUDA: T may be split, see combine; rows below are B x segments
     const int64_t *cu;                                // (B + 1,): sequence b is the tokens cu[b] .. cu[b + 1]
     const void *x, *dt, *k, *q, *z;                   // (B, T, D | N)
     int64_t x_b, x_t, dt_b, dt_t, k_b, k_t, q_b, q_t, z_b, z_t;
@@ -52,15 +62,15 @@ struct ScanArgs {
     float *dh0;                                       // (B, D, N)
 };
 
-// A batch row, or a segment of it, or one of the packed sequences; all are treated as rows of their own length: where its
-// tokens start in the contiguous order of (B, T), how many there are, where its chunk states start, and where in the input
-// tensors it is. The chunks of packed sequences leave gaps, so that no prefix sum is needed: cu[b] / CHUNK + b is at least
-// what the sequences before b take.
+// A batch row, a segment of one, or a packed sequence: where its tokens start in the contiguous order of (B, T), how
+// many there are, where its chunk states start, and where it lies in the input tensors. The chunks of packed sequences
+// leave gaps, so that no prefix sum is needed: cu[b] / CHUNK + b is at least what the sequences before b take.
 struct Row { int64_t start, T, chunk, b, t; };
 
 MATH Row row_of(const ScanArgs &a, int64_t r) {
     if (a.cu) return {a.cu[r], a.cu[r + 1] - a.cu[r], a.cu[r] / CHUNK + r, 0, a.cu[r]};
-    const uint32_t segments = (uint32_t)a.segments, b = (uint32_t)r / segments;      // 64-bit division is a function call on a GPU
+    // 64-bit division is a function call on a GPU
+    const uint32_t segments = (uint32_t)a.segments, b = (uint32_t)r / segments;
     const int64_t t = ((uint32_t)r - b * segments) * a.segment_T, left = a.T - t;
     return {b * a.T + t, left < a.segment_T ? left : a.segment_T, b * ceil_div(a.T, CHUNK) + t / CHUNK, (int64_t)b, t};
 }
@@ -69,31 +79,38 @@ MATH int64_t tokens(const ScanArgs &a) { return a.cu ? a.T : a.B * a.T; }
 
 // --------------------------------------------------------------------------------------------------------- the updates
 // V is a float or a vector of channels. An update says
-//   step    what a step of a channel needs, whatever the state      decay  exp(delta A), Mamba's; forget: the gate, any update's
-//   next    S_t from S_{t-1}                                        keep   what `back` is given of S_{t-1}: `next` has it anyway
+//   step    what a step of a channel needs, independent of the state
+//   decay   exp(delta A), Mamba's; forget: the forget gate of any update
+//   next    S_t from S_{t-1}
+//   keep    what `back` needs of S_{t-1}, which `next` computes anyway
 //   back    dL/dS_{t-1} from G = dL/dS_t, and sums over j
 //   finish  the gradients of the step's inputs from those sums
-// and, for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it touches a state).
+// and for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it updates a
+// state).
 
-template <class V> struct Step { V x, size, slope, aside; };   // slope: d size / d dt, but for factors of size; aside: Exact's
+template <class V> struct Step { V x, size, slope, residual; };   // slope: d size / d dt up to factors of size
 template <class V> struct Sums { V dx, dsize; };               // over the states of a channel
-template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: of |k|^2, negated; it becomes dk_j -= 2 k_j sum_i dkk_i
+template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: minus that of |k|^2; dk_j -= 2 k_j sum_i dkk_i
 
 template <class V> MATH Step<V> longhorn_step(V x, V dt, V bias, float kk) {
     const V e = exp_minus(dt, bias);
     return {x, reciprocal(1.0f + e + kk), minimum(e, 1.7e38f), x};       // size * slope: 0 where e is inf, not 0 * inf
 }
-template <class V> MATH StepGrads<V> longhorn_grads(const Step<V> &s, V dx, V de) {      // de = eps deps: eps^2 alone would underflow
+// de = eps deps: eps^2 alone would underflow
+template <class V> MATH StepGrads<V> longhorn_grads(const Step<V> &s, V dx, V de) {
     return {dx, de * (s.size * s.slope), de * s.size};
 }
 
 struct Longhorn {
     static const bool rates = false, norm = true, whole = false;
-    template <class V> MATH Step<V> step(V x, V dt, V bias, float kk, int64_t) { return longhorn_step(x, dt, bias, kk); }
+    template <class V> MATH Step<V> step(V x, V dt, V bias, float kk, int64_t) {
+        return longhorn_step(x, dt, bias, kk);
+    }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
     template <class V> MATH V forget(const Step<V> &s, float k, V) { return 1.0f - (s.size * k) * k; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * (s.x - k * S); }
-    template <class V> MATH V keep(const Step<V> &s, V S, float k) { return s.x - k * S; }        // `next` computes it too
+    // `next` computes it too
+    template <class V> MATH V keep(const Step<V> &s, V S, float k) { return s.x - k * S; }
     template <class V> MATH V back(const Step<V> &s, V error, float k, V, V, V g, V, Sums<V> &sums, V &dk, V &) {
         const V ge = g * s.size, gek = ge * k;
         sums.dx += gek;
@@ -106,19 +123,21 @@ struct Longhorn {
     }
 };
 
-struct Exact {                                                 // aside: x - sum_j k_j S_j; pulled: sum_j G_j k_j
+struct Exact {                                                 // residual: x - sum_j k_j S_j; Gk: sum_j G_j k_j
     static const bool rates = false, norm = true, whole = true;
-    template <class V> MATH Step<V> step(V x, V dt, V bias, float kk, int64_t) { return longhorn_step(x, dt, bias, kk); }
-    template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
-    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: kernels/build.py makes no segments
-    template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.aside; }
-    template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
-    template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V pulled, Sums<V> &, V &dk, V &) {
-        dk += s.size * (g * s.aside - pulled * S);
-        return g - (s.size * pulled) * k;
+    template <class V> MATH Step<V> step(V x, V dt, V bias, float kk, int64_t) {
+        return longhorn_step(x, dt, bias, kk);
     }
-    template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &, V pulled) {
-        return longhorn_grads(s, s.size * pulled, s.size * pulled * s.aside);
+    template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
+    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: no segments
+    template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.residual; }
+    template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
+    template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V Gk, Sums<V> &, V &dk, V &) {
+        dk += s.size * (g * s.residual - Gk * S);
+        return g - (s.size * Gk) * k;
+    }
+    template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &, V Gk) {
+        return longhorn_grads(s, s.size * Gk, s.size * Gk * s.residual);
     }
 };
 
@@ -147,7 +166,8 @@ struct Mamba {                                                 // rates are A / 
     template <class V> MATH V forget(const Step<V> &, float, V decay) { return decay; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V decay) { return decay * S + (s.size * s.x) * k; }
     template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
-    template <class V> MATH V back(const Step<V> &s, V S, float k, V rate, V decay, V g, V, Sums<V> &sums, V &dk, V &drate) {
+    template <class V> MATH V back(const Step<V> &s, V S, float k, V rate, V decay, V g, V, Sums<V> &sums, V &dk,
+                                   V &drate) {
         const V ga = g * decay, gaS = ga * S;
         sums.dx += g * k;
         sums.dsize += rate * gaS;
@@ -163,26 +183,26 @@ struct Mamba {                                                 // rates are A / 
 #ifdef ON_GPU
 
 // ------------------------------------------------------------------------------------------------------ CUDA: the scan
-// One lane holds P states of C channels in registers, for L lanes (a power of two) share these C: at N = 16 two lanes hold 8
-// states of two channels each, which halves what a lane reads of k and q, and what is left to sum over channels, against 16
-// states of one. What a channel needs once, whatever the state, the lane does that owns it. More lanes share where N is larger,
-// or B x D too small to fill the GPU. A block is THREADS lanes, THREADS / L * C channels of one row, and walks all of its T.
-// k and q go through shared memory as float32, zero beyond N (there a state stays zero); x, dt, z, dy are fetched ahead by
-// asynchronous copies where T, D, N and the addresses are whole (WarpRows), else read straight from their rows, coalesced since
-// channels are contiguous.
+// One lane holds P states of C channels in registers; L lanes (a power of two) share these C channels. At N = 16 two
+// lanes hold 8 states of two channels each: compared with 16 states of one channel that halves what a lane reads of k
+// and q, and what is left to sum over channels. What a channel needs once, independent of the state, its owner lane
+// computes. More lanes share a channel where N is larger, or B x D too small to fill the GPU. A block is THREADS lanes,
+// THREADS / L * C channels of one row, and walks over all of T. k and q go through shared memory as float32, zero
+// beyond N (there a state stays zero). x, dt, z, dy are fetched ahead by asynchronous copies where T, D, N and the
+// addresses allow it (WarpRows), else read from their rows, coalesced since channels are contiguous.
 //
-// What limits these kernels is the number of instructions, not memory: hence 32-bit steps and byte strides (an address is
-// one multiply-add), and states that lie in registers in an order that depends on the lane (ChannelSums). bench/instructions.py
-// counts them, bench/schedule.py says what they wait for.
+// By count of instructions and bytes these kernels are bound by instructions, not memory (not measured on a GPU): hence
+// 32-bit steps and byte strides (an address is one multiply-add), and states that lie in registers in an order that
+// depends on the lane (ChannelSums). tools/instructions.py counts them.
 
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
 #define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
-#define LONGER 2                                       // times as many of both where the forward fetches them: that needs no registers
-#define LONGER_ROW 128                                 // bytes of a row of keys up to which there is shared memory for that
-#define SUB 4                                          // steps whose states the backward keeps in registers; divides CHUNK
+#define LONGER 2                                       // factor for both where the forward fetches: no registers needed
+#define LONGER_ROW 128                                 // bytes of a row of keys up to which shared memory allows that
+#define SUB 4                                          // steps whose states the backward keeps in registers
 
-// The L lanes of C channels (C is 1 or 2) each hold a part of a sum for every channel: a lane gets the sum of the one it owns,
-// which is number 0 for it; number 1 is its neighbour's.
+// The L lanes of C channels (C is 1 or 2) each hold a part of a sum for every channel; each lane gets the sum of the
+// channel it owns, which is its number 0. Number 1 is its neighbour's.
 template <int L, int C> MATH float sum_states(const float (&v)[C]) {
     float own = v[0];
     if constexpr (C == 2) own += __shfl_xor_sync(ALL_LANES, v[1], 1);
@@ -195,11 +215,12 @@ template <int C> MATH void share(float own, float (&all)[C]) {           // the 
     if constexpr (C == 2) all[1] = __shfl_xor_sync(ALL_LANES, own, 1);
 }
 
-// Sums of P values over the lanes of a warp that are L apart: they hold the same states, of other channels. A butterfly that
-// halves the values while it adds: a lane sends one half of its values to the lane m away and adds what comes back to the other.
-// 16 values over 32 lanes take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states first .. first + kept.
-// Which half a lane sends depends on the lane, and choosing costs two selects a value. So the lanes hold their states in
-// different orders, in groups of four: register i is state i ^ order, and the half to send is the upper registers in all.
+// Sums of P values over the lanes of a warp that are L apart: they hold the same states of other channels. A butterfly
+// that halves the values while it adds: a lane sends one half of its values to the lane m away and adds what comes back
+// to the other half. 16 values over 32 lanes take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states
+// first .. first + kept. Which half a lane sends depends on the lane, and choosing costs two selects per value. So the
+// lanes hold their states in different orders, in groups of four: register i is state i ^ order, and every lane sends
+// its upper half.
 template <int P, int L> struct ChannelSums {
     static const int kept = P > 32 / L ? P * L / 32 : 1;
     int first, order;
@@ -233,8 +254,8 @@ template <int P, int L> struct ChannelSums {
     }
 };
 
-// Where state j of a channel is in a row of shared memory. A lane reads its P states four at a time, and eight lanes at once:
-// were each lane's one behind the other, those of every fourth part would be in the same banks.
+// Where state j of a channel is in a row of shared memory. A lane reads its P states four at a time, eight lanes at
+// once: if each lane's states were contiguous, those of every fourth lane would be in the same banks.
 template <int P, int L> MATH int place(int j) { return j % P / 4 * (4 * L) + j / P * 4 + j % 4; }
 template <int P, int L> MATH int state_at(int place) { return place / 4 % L * P + place / (4 * L) * 4 + place % 4; }
 
@@ -254,7 +275,8 @@ template <int P, int L, int KEPT> MATH void put_sums(float *row, int part, int f
     if (KEPT == 1) row[place<P, L>(part * P + first)] = v[0];
     if (KEPT == 2) store_two(row + place<P, L>(part * P + first), v[0], v[1]);
     #pragma unroll
-    for (int j = 0; j + 4 <= KEPT; j += 4) *(Four *)(row + place<P, L>(part * P + first + j)) = {{v[j], v[j + 1], v[j + 2], v[j + 3]}};
+    for (int j = 0; j + 4 <= KEPT; j += 4)
+        *(Four *)(row + place<P, L>(part * P + first + j)) = {{v[j], v[j + 1], v[j + 2], v[j + 3]}};
 }
 
 // A lane's own numbers in shared memory, four at a time: `all` is [P / 4][THREADS].
@@ -271,19 +293,22 @@ template <int P> MATH void get_own(const Four (*all)[THREADS], int tid, float (&
     }
 }
 
-// ROWS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four numbers
-// of a row, or GROUPS times four, W items a row; first come all items of k, then those of q.
+// ROWS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four
+// numbers of a row, or GROUPS times four; W items make a row. All items of k come first, then those of q.
 template <class U, class E, int P, int L, int ROWS> struct KeyRows {
-    static const int NP = P * L, STEP = 128 / L;                         // STEP: from the columns of one of the GROUPS to the next's
-    static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = ROWS * W, PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
+    // STEP: from the columns of one of the GROUPS to the next's
+    static const int NP = P * L, STEP = 128 / L;
+    static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = ROWS * W;
+    static const int PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
     struct Raw { struct alignas(4 * sizeof(E)) { E v[4]; } item[PASSES][GROUPS][THREADS]; };
-    const E *from;                                                       // at this lane's row and column of k or, in its turn, of q
+    // at this lane's row and column of k or, in its turn, of q
+    const E *from;
     int stride, row, left;                                               // left: columns from this lane's on
     const E *from_q;                                                     // where a pass reads k or q, not both
     int stride_q;
     E v[PASSES][GROUPS][4];
     __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r) {
-        const int lane = fresh(threadIdx.x);
+        const int lane = opaque(threadIdx.x);
         const int column = state_at<P, L>(lane % W * 4);                 // so that lanes store side by side
         const bool of_k = PASSES > 1 || lane < ITEMS;
         from_q = (const E *)a.q + offset(r, a.q_b, a.q_t) + column;
@@ -307,14 +332,16 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
                 for (int i = 0; i < 4; i++) v[p][g][i] = g * STEP + i < here ? at[g * STEP + i] : E{};
         }
     }
-    // The same by way of shared memory, where all ROWS rows and all columns are there: begun here, taken once they have arrived.
+    // The same by way of shared memory, where all ROWS rows and all columns are there: begun here, taken once they have
+    // arrived.
     __device__ __forceinline__ void begin(Raw &raw, int t0) const {
         #pragma unroll
         for (int p = 0; p < PASSES; p++)
             #pragma unroll
             for (int g = 0; g < GROUPS; g++)
                 if (2 * ITEMS >= THREADS || threadIdx.x < 2 * ITEMS)
-                    copy_begin<4 * sizeof(E)>(&raw.item[p][g][threadIdx.x], at_step(t0 + row + p * THREADS % ITEMS / W, p) + g * STEP);
+                    copy_begin<4 * sizeof(E)>(&raw.item[p][g][threadIdx.x],
+                                              at_step(t0 + row + p * THREADS % ITEMS / W, p) + g * STEP);
     }
     __device__ __forceinline__ void take(const Raw &raw) {
         #pragma unroll
@@ -380,9 +407,10 @@ template <class E> struct Channel {
     __device__ __forceinline__ Ahead<E> operator()(int t) const { return read(step_at(row, t, stride)); }
 };
 
-// Rows of TENSORS (B, T, D) tensors on their way to a warp, ROWS steps of its channels a stage, by asynchronous copies of 16
-// bytes a lane. They need no registers while they are on their way; and a warp has six scoreboards to wait by, which reads ahead
-// into registers share with all else that takes long, so that what waits for a shuffle may find itself waiting for memory.
+// Rows of TENSORS (B, T, D) tensors on their way to a warp, ROWS steps of its channels per stage, by asynchronous
+// copies of 16 bytes per lane. They need no registers meanwhile. And a warp has only six scoreboards, which reads into
+// registers share with everything else that takes long: an instruction that waits for a shuffle would also wait for
+// memory.
 struct Source { const void *p; int64_t stride_b, stride_t; };
 template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
     static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
@@ -395,7 +423,8 @@ template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
     struct alignas(16) Stage { E row[TENSORS][ROWS][CHANNELS]; };
     const char *from[SETS];                                              // this lane's piece of its row, at step 0
     int stride[SETS], lane;
-    __device__ __forceinline__ WarpRows(int lane, const Row &r, int channel, const Source (&all)[TENSORS]) : lane(lane) {
+    __device__ __forceinline__ WarpRows(int lane, const Row &r, int channel, const Source (&all)[TENSORS])
+        : lane(lane) {
         #pragma unroll
         for (int s = 0; s < SETS; s++) {
             #pragma unroll
@@ -408,7 +437,8 @@ template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
             from[s] = step_at(from[s], lane / PIECES % ROWS, stride[s]) + lane % PIECES * 16;
         }
     }
-    template <int FIRST = TENSORS> __device__ __forceinline__ void begin(Stage &stage, int t) const {    // of the FIRST tensors
+    // of the FIRST tensors
+    template <int FIRST = TENSORS> __device__ __forceinline__ void begin(Stage &stage, int t) const {
         #pragma unroll
         for (int s = 0; s * TOGETHER < FIRST; s++)
             #pragma unroll
@@ -425,14 +455,15 @@ template <int P> MATH Four *kept_states(const ScanArgs &a, int64_t chunk, int pa
 }
 
 // S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
-template <class U, int L, int P, int C, class R> MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
+template <class U, int L, int P, int C, class R>
+MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
-        float sum[C] = {}, aside[C];
+        float sum[C] = {}, residual[C];
         #pragma unroll
         for (int i = 0; i < C * P; i++) sum[i / P] += k[i % P] * S[i];
-        share<C>(s[0].x - sum_states<L, C>(sum), aside);
+        share<C>(s[0].x - sum_states<L, C>(sum), residual);
         #pragma unroll
-        for (int n = 0; n < C; n++) s[n].aside = aside[n];
+        for (int n = 0; n < C; n++) s[n].residual = residual[n];
     }
     #pragma unroll
     for (int i = 0; i < C * P; i++) S[i] = U::next(s[i / P], S[i], k[i % P], U::decay(s[i / P], rate(i)));
@@ -445,13 +476,16 @@ template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
     for (int n = 0; n < C; n++) all[n] = n ? Step<float>{x[n], size[n], 0.0f, 0.0f} : own;
 }
 
-// WHOLE, of the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a gate, so that
-// nothing need be asked a step. Nearly every call is so, and asking takes a tenth of the backward's instructions.
+// WHOLE, of the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a
+// gate, so that no step checks bounds. Nearly every call is so, and the checks are a tenth of the backward's
+// instructions.
 
 #define STAGES 2                                       // of the forward's rows; divides KEYS / TILE
-template <int P, int L, int BATCH> struct ForwardShared { float k[2][BATCH][P * L], q[2][BATCH][P * L], kk[2][BATCH]; };   // two buffers
+// two buffers
+template <int P, int L, int BATCH> struct ForwardShared { float k[2][BATCH][P * L], q[2][BATCH][P * L], kk[2][BATCH]; };
 template <class E, int P, int L> constexpr int fetched_keys = P * L * sizeof(E) > LONGER_ROW ? KEYS : LONGER * KEYS;
-template <class U, class E, int P, int L, int C> struct AsyncForwardShared : ForwardShared<P, L, fetched_keys<E, P, L>> {
+template <class U, class E, int P, int L, int C> struct AsyncForwardShared
+    : ForwardShared<P, L, fetched_keys<E, P, L>> {
     static const int STEPS = LONGER * TILE, BATCH = fetched_keys<E, P, L>;
     static_assert(CHUNK % BATCH == 0 && BATCH / STEPS % STAGES == 0);    // whole chunks are whole batches
     typedef WarpRows<E, L, C, 3, STEPS> Rows;                            // of x, dt, z
@@ -459,13 +493,17 @@ template <class U, class E, int P, int L, int C> struct AsyncForwardShared : For
     typename KeyRows<U, E, P, L, BATCH>::Raw raw;
 };
 
-// Where rows are too few to fill the GPU their T is split into segments. ENDS computes what it takes to join them: the state
-// after each segment as if it had begun from zero, and the product of its forget gates; `combine` turns these into the state
-// before each segment, and the forward then runs over all segments at once. The backward joins its G alike, `scan_pulls`.
-// What lies behind the last segment, or for G before the first, nobody asks for: those blocks have nothing to do.
-MATH bool is_segment(const ScanArgs &a, int row, int64_t which) { return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which; }
+// Where rows are too few to fill the GPU, T is split into segments. With SEGMENT_STATE the forward computes what joins
+// them: the state after each segment as if it had begun from zero, and the product of its forget gates. `combine` turns
+// these into the state before each segment, and the forward then runs over all segments at once. The backward joins its
+// G in the same way (`scan_segment_grad`). The last segment's state, and the first one's G, are not needed: their
+// blocks return at once.
+MATH bool is_segment(const ScanArgs &a, int row, int64_t which) {
+    return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which;
+}
 
-template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH void scan_forward(const ScanArgs &a) {
+template <class U, class E, int P, int L, int C, bool SEGMENT_STATE, bool WHOLE>
+MATH void scan_forward(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L, C> Shared;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
     constexpr int NP = P * L, STEPS = ASYNC ? Shared::STEPS : TILE, BATCH = ASYNC ? Shared::BATCH : KEYS;
@@ -473,23 +511,23 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
     Buffers &s = *(Buffers *)SHARED_MEMORY;
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
     const Place<L, C> at(a);
-    if (ENDS && is_segment(a, at.b, a.segments - 1)) return;
+    if (SEGMENT_STATE && is_segment(a, at.b, a.segments - 1)) return;
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.channel[0];
-    const bool gated = !ENDS && (WHOLE || a.z), writer = !ENDS && (WHOLE || at.live[0]) && at.owner;
+    const bool gated = !SEGMENT_STATE && (WHOLE || a.z), writer = !SEGMENT_STATE && (WHOLE || at.live[0]) && at.owner;
     auto within = [&](int t) { return WHOLE || t < T; };
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t);
     const Channel<E> z = gated ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     E *y = (E *)a.y + at.row.start * a.D + c;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
-    float S[C * P], rates[C * P], forgot[C * P];
+    float S[C * P], rates[C * P], gates[C * P];
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
         const int64_t own = at.channel[i / P];
-        S[i] = !ENDS && a.h0 && j < N ? a.h0[(b * a.D + own) * N + j] : 0.0f;
+        S[i] = !SEGMENT_STATE && a.h0 && j < N ? a.h0[(b * a.D + own) * N + j] : 0.0f;
         rates[i] = U::rates && j < N ? LOG2E * a.A[own * N + j] : 0.0f;
-        forgot[i] = 1.0f;
+        gates[i] = 1.0f;
     }
     Ahead<E> xs[STEPS], dts[STEPS], zs[STEPS];
     auto read_rows = [&](int t0) {                                       // beyond T the last again
@@ -499,14 +537,15 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
             const int t = WHOLE ? first + i : t0 + i < T ? t0 + i : T - 1;
             xs[i] = x(t);
             dts[i] = dt(t);
-            if (!ENDS) zs[i] = z(t);
+            if (!SEGMENT_STATE) zs[i] = z(t);
         }
     };
     KeyRows<U, E, P, L, BATCH> keys(a, at.row);
     const int own = at.channel[0] % Shared::Rows::CHANNELS;              // among the warp's channels
-    const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}});
+    const typename Shared::Rows rows(at.lane, at.row, c - own,
+                                     {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}});
     auto begin_rows = [&](int t) {
-        rows.template begin<ENDS ? 2 : 3>(async.rows[at.warp][t / STEPS % STAGES], t < T ? t : T - STEPS);
+        rows.template begin<SEGMENT_STATE ? 2 : 3>(async.rows[at.warp][t / STEPS % STAGES], t < T ? t : T - STEPS);
         copy_group();
     };
     if constexpr (ASYNC) {
@@ -523,7 +562,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
     __syncthreads();
     int buffer = 0;
     for (int batch = 0; batch < T; batch += BATCH, buffer ^= 1) {
-        if (!ENDS && a.chunks && batch % CHUNK == 0)
+        if (!SEGMENT_STATE && a.chunks && batch % CHUNK == 0)
             #pragma unroll
             for (int n = 0; n < C; n++)
                 #pragma unroll
@@ -538,7 +577,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
             float xf[STEPS], dtf[STEPS], gate[STEPS];
             if constexpr (ASYNC) {
                 copy_wait<STAGES - 2>();
-                __syncwarp();                                            // all lanes' copies are there, and the stage before is read
+                __syncwarp();                                            // all lanes' copies are there
                 begin_rows(t0 + (STAGES - 1) * STEPS);
             }
             #pragma unroll
@@ -546,7 +585,7 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
                 auto &now = async.rows[at.warp][t0 / STEPS % STAGES].row;
                 xf[i] = ASYNC ? to_float(now[0][i][own]) : to_float(xs[i]);
                 dtf[i] = ASYNC ? to_float(now[1][i][own]) : to_float(dts[i]);
-                gate[i] = ENDS ? 0.0f : ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]);
+                gate[i] = SEGMENT_STATE ? 0.0f : ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]);
             }
             if (!ASYNC) read_rows(t0 + STEPS);
             const float *key = s.k[buffer][t0 - batch], *query = s.q[buffer][t0 - batch];
@@ -554,14 +593,16 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
             for (int i = 0; i < STEPS; i++) {
                 float k[P], q[P], sum[C] = {};
                 read_four<L>(key + i * NP, at.part, 0, k);
-                if (!ENDS) read_four<L>(query + i * NP, at.part, 0, q);
-                Step<float> step = U::step(xf[i], dtf[i], bias, U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f, a.softplus), steps[C];
-                if (U::rates && !within(t0 + i)) step.size = 0.0f;       // a step beyond T changes nothing: of others k is 0
+                if (!SEGMENT_STATE) read_four<L>(query + i * NP, at.part, 0, q);
+                const float kk = U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f;
+                Step<float> step = U::step(xf[i], dtf[i], bias, kk, a.softplus), steps[C];
+                if (U::rates && !within(t0 + i)) step.size = 0.0f;       // beyond T nothing changes: elsewhere k is 0
                 share_step<C>(step, steps);
                 next_states<U, L>(steps, S, k, [&](int i) { return rates[i]; });
-                if (ENDS) {
+                if (SEGMENT_STATE) {
                     #pragma unroll
-                    for (int j = 0; j < C * P; j++) forgot[j] *= U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
+                    for (int j = 0; j < C * P; j++)
+                        gates[j] *= U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
                     continue;
                 }
                 #pragma unroll
@@ -582,19 +623,21 @@ template <class U, class E, int P, int L, int C, bool ENDS, bool WHOLE> MATH voi
         const int64_t to = (b * a.D + at.channel[i / P]) * N + j;
         if (j >= N || !(WHOLE || at.live[i / P])) continue;
         a.hT[to] = S[i];
-        if (ENDS) a.decay[to] = forgot[i];
+        if (SEGMENT_STATE) a.decay[to] = gates[i];
     }
 }
 
-// Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what the
-// block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
+// Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what
+// the block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
 template <class U, int P, int L, int C, int STATES> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
     Four states[STATES][C * P / 4][THREADS];
-    float gated[SUB][THREADS], rates[U::rates ? C * P : 1][THREADS];     // a lane's own: in registers something would spill
+    // a lane's own: in registers something would spill
+    float gated[SUB][THREADS], rates[U::rates ? C * P : 1][THREADS];
     float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
 };
-template <class U, class E, int P, int L, int C, int STATES> struct AsyncBackwardShared : BackwardShared<U, P, L, C, STATES> {
+template <class U, class E, int P, int L, int C, int STATES> struct AsyncBackwardShared
+    : BackwardShared<U, P, L, C, STATES> {
     typedef WarpRows<E, L, C, 4, SUB> Rows;                              // of x, dt, z, dy
     typename Rows::Stage rows[THREADS / 32][2];
     typename KeyRows<U, E, P, L, KEYS>::Raw raw[CHUNK / KEYS];
@@ -612,7 +655,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     const int b = at.b, c = at.channel[0];
     const bool gate = WHOLE || a.z, live = WHOLE || at.live[0];
     auto within = [&](int t) { return WHOLE || t < T; };
-    const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
+    const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t);
+    const Channel<E> dy(at.row, c, a.dy, a.dy_b, a.dy_t);
     const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
     const int64_t all = WHOLE ? a.B * a.T : tokens(a);
@@ -633,29 +677,32 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
         share_step<C>(step, all);
     };
-    // Stages of rows follow one another as the walk below asks for them: the sub-chunks of a chunk forwards but for the last, x and
-    // dt alone; then all of them backwards. The next is on its way while one is worked on, that of the next chunk too.
+    // Stages of rows in the order of the walk below: the sub-chunks of a chunk forwards, all but the last, x and dt
+    // only; then all of them backwards. The next stage is on its way while one is in use, also that of the next chunk.
     const int own = c % Rows::CHANNELS;                                  // among the warp's channels
-    const Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
+    const Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t},
+                                               {a.dy, a.dy_b, a.dy_t}});
     int stage = 0;
     auto begin_keys = [&](int t0) {
         const KeyRows<U, E, P, L, KEYS> keys(a, at.row);
         #pragma unroll
         for (int r = 0; r < CHUNK; r += KEYS) keys.begin(async.raw[r / KEYS], t0 + r);
     };
-    auto arrived = [&]() {                                               // the stage asked for last: for the whole warp
+    auto arrived = [&]() {                                               // the last stage begun: for the whole warp
         copy_wait<0>();
         __syncwarp();
         stage ^= 1;
     };
     auto begin_states = [&](Four (*to)[THREADS], int t0) {
-        t0 = fresh(t0);
+        t0 = opaque(t0);
         #pragma unroll
         for (int i = 0; i < C * P; i += 4)
-            copy_begin<16>(&to[i / 4][at.tid], kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order, at.channel[i / P]));
+            copy_begin<16>(&to[i / 4][at.tid],
+                           kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order, at.channel[i / P]));
     };
-    // Where in s.states those before sub-chunk `sub` are. If ASYNC there is no room for the first, which come again from memory
-    // once those of later sub-chunks have been read, into their places: this chunk's and the next chunk's.
+    // Where in s.states the states before sub-chunk `sub` are. If ASYNC there is no room for the first: they are
+    // fetched again once those of later sub-chunks have been read, into their places, for this chunk and for the next
+    // one.
     constexpr int HERE = SUBS - 2, NEXT = SUBS - 3;
     auto place_of = [](int sub) { return !ASYNC ? sub : sub ? sub - 1 : HERE; };
     const int last = ((int)ceil_div(T, CHUNK) - 1) * CHUNK;
@@ -675,7 +722,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
             #pragma unroll
             for (int i = 0; i < C * P; i += 4) {
                 const bool there = at.part * P + (i % P ^ order) < N;
-                const Four *kept = kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order, at.channel[i / P]);
+                const Four *kept = kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order,
+                                                  at.channel[i / P]);
                 s.states[0][i / 4][at.tid] = there ? *kept : Four{};
             }
             get_own(s.states[0], at.tid, S);
@@ -689,7 +737,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
         if (ASYNC && t0) begin_keys(t0 - CHUNK);
         __syncthreads();
         #pragma unroll 1
-        for (int sub = 0; sub + 1 < SUBS; sub++) {                       // forward once, keeping a state every SUB steps
+        // forward once, keeping a state every SUB steps
+        for (int sub = 0; sub + 1 < SUBS; sub++) {
             if constexpr (ASYNC) {
                 arrived();
                 if (sub + 2 < SUBS) rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);
@@ -711,13 +760,15 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
-            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.dx_t + c) * (int64_t)sizeof(E);   // in dx, ddt and dz
+            // in dx, ddt and dz
+            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.dx_t + c) * (int64_t)sizeof(E);
             float kept[SUB][C * P], dkk[SUB];
             Step<float> steps[SUB][C];
             Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];
             if constexpr (ASYNC) {
                 arrived();
-                if (sub == 1) {                                          // the states of later sub-chunks have been read
+                // the states of later sub-chunks have been read
+                if (sub == 1) {
                     begin_states(s.states[HERE], t0);
                     if (t0) begin_states(s.states[NEXT], t0 - CHUNK);
                 }
@@ -737,10 +788,12 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
             auto &now = async.rows[at.warp][stage].row;
             get_own(s.states[place_of(sub)], at.tid, S);
             #pragma unroll
-            for (int i = 0; i < SUB; i++) {                              // forward again, keeping every state; dq and dz
+            // forward again, keeping every state; dq and dz
+            for (int i = 0; i < SUB; i++) {
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
-                __syncwarp();                                            // or else steps are mixed until registers spill
+                // or else steps are mixed until registers spill
+                __syncwarp();
                 const float zt = ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]), sig = sigmoid(zt);
                 const float dyt = !in ? 0.0f : ASYNC ? to_float(now[3][i][own]) : to_float(dys[i]);
                 float k[P], q[P], gated[C], sum[C] = {}, dq[P] = {};
@@ -760,17 +813,19 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 }
                 if (gate) {
                     const float out = sum_states<L, C>(sum) + skip * steps[i][0].x;
-                    write<(L > C)>(in && at.owner, step_at((E *)((char *)a.dz + out_at), i, out_t), dyt * out * sig * (1.0f + zt * (1.0f - sig)));
+                    write<(L > C)>(in && at.owner, step_at((E *)((char *)a.dz + out_at), i, out_t),
+                                   dyt * out * sig * (1.0f + zt * (1.0f - sig)));
                 }
                 channel_sums(dq, at.lane);
-                if (channel_sums.writer) put_sums<P, L, channel_sums.kept>(s.dq[at.warp][i], at.part, channel_sums.first, dq);
+                if (channel_sums.writer)
+                    put_sums<P, L, channel_sums.kept>(s.dq[at.warp][i], at.part, channel_sums.first, dq);
             }
             #pragma unroll
-            for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D: dy and G are zero, so all they add is
+            for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D add zeros: dy and G are zero
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
-                __syncwarp();                                            // the same, and the neighbour's s.gated is there
-                float k[P], q[P], gated[C], dk[P] = {}, pulled[C] = {};
+                __syncwarp();                                            // the same; the neighbour's s.gated is there
+                float k[P], q[P], gated[C], dk[P] = {}, Gk[C] = {};
                 #pragma unroll
                 for (int n = 0; n < C; n++) gated[n] = s.gated[i][at.tid ^ n];
                 read_four<L>(s.k[r], at.part, order, k);
@@ -778,9 +833,9 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 #pragma unroll
                 for (int j = 0; j < C * P; j++) {
                     G[j] += gated[j / P] * q[j % P];
-                    if (U::whole) pulled[j / P] += G[j] * k[j % P];
+                    if (U::whole) Gk[j / P] += G[j] * k[j % P];
                 }
-                if (U::whole) share<C>(sum_states<L, C>(pulled), pulled);
+                if (U::whole) share<C>(sum_states<L, C>(Gk), Gk);
                 if (i == 0) {                                            // made again: fewer registers
                     get_own(s.states[place_of(sub)], at.tid, kept[0]);
                     #pragma unroll
@@ -790,18 +845,20 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 #pragma unroll
                 for (int j = 0; j < C * P; j++) {
                     const int n = j / P;
-                    G[j] = U::back(steps[i][n], kept[i][j], k[j % P], rate(j), U::decay(steps[i][n], rate(j)), G[j], pulled[n],
-                                   over_states[n], dk[j % P], drates[j]);
+                    G[j] = U::back(steps[i][n], kept[i][j], k[j % P], rate(j), U::decay(steps[i][n], rate(j)), G[j],
+                                   Gk[n], over_states[n], dk[j % P], drates[j]);
                 }
                 channel_sums(dk, at.lane);
-                if (channel_sums.writer) put_sums<P, L, channel_sums.kept>(s.dk[at.warp][i], at.part, channel_sums.first, dk);
+                if (channel_sums.writer)
+                    put_sums<P, L, channel_sums.kept>(s.dk[at.warp][i], at.part, channel_sums.first, dk);
                 float dx[C], dsize[C];
                 #pragma unroll
                 for (int n = 0; n < C; n++) { dx[n] = over_states[n].dx; dsize[n] = over_states[n].dsize; }
                 const Sums<float> own = {sum_states<L, C>(dx), sum_states<L, C>(dsize)};
-                const StepGrads<float> d = U::finish(steps[i][0], own, pulled[0]);
+                const StepGrads<float> d = U::finish(steps[i][0], own, Gk[0]);
                 dkk[i] = L == C || at.owner ? d.dkk : 0.0f;
-                E *dx_at = step_at((E *)((char *)a.dx + out_at), i, out_t), *ddt_at = step_at((E *)((char *)a.ddt + out_at), i, out_t);
+                E *dx_at = step_at((E *)((char *)a.dx + out_at), i, out_t);
+                E *ddt_at = step_at((E *)((char *)a.ddt + out_at), i, out_t);
                 if constexpr (L > C) {
                     set_if(in && at.owner, dx_at, d.dx + skip * gated[0]);
                     set_if(in && at.owner, ddt_at, d.ddt);
@@ -821,8 +878,10 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
             }
             __syncthreads();
             #pragma unroll
-            for (int n = 0; n < (2 * SUB * NP + THREADS - 1) / THREADS; n++) {      // this block's rows of dk and dq, over its warps in order
-                const int i = at.tid + n * THREADS, step = i / NP % SUB, from = i % NP, j = state_at<P, L>(from), r = sub * SUB + step;
+            // this block's rows of dk and dq, over its warps in order
+            for (int n = 0; n < (2 * SUB * NP + THREADS - 1) / THREADS; n++) {
+                const int i = at.tid + n * THREADS, step = i / NP % SUB, from = i % NP, j = state_at<P, L>(from);
+                const int r = sub * SUB + step;
                 const bool of_k = i < SUB * NP;
                 if (i >= 2 * SUB * NP || j >= N || !within(t0 + r)) continue;
                 const float *rows = (of_k ? s.dk[0][step] : s.dq[0][step]) + from;
@@ -835,7 +894,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 if (U::norm) sum -= pick(of_k, 2.0f * s.k[r][from] * sum_kk, 0.0f);
                 (of_k ? a.dk : a.dq)[(at.block * all + at.row.start + t0 + r) * N + j] = sum;
             }
-            __syncthreads();                                             // before the next steps overwrite what is read here
+            // before the next steps overwrite what is read here
+            __syncthreads();
         }
     }
     if (ASYNC) copy_wait<0>();                                           // none may arrive when the block is gone
@@ -851,8 +911,8 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     if (live && at.owner && a.dbias) a.dbias[b * a.D + c] = dbias;
 }
 
-// What a segment's own dy leaves of G = dL/dS before its first step, and the product of its forget gates.
-template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pulls(const ScanArgs &a) {
+// A segment's own contribution to G = dL/dS before its first step, and the product of its forget gates.
+template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_segment_grad(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L, C> Shared;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
     constexpr int STEPS = Shared::STEPS, BATCH = ASYNC ? Shared::BATCH : KEYS;
@@ -867,13 +927,13 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pull
     const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
     const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : dy;
     const float bias = a.bias ? a.bias[c] : 0.0f;
-    float G[C * P], rates[C * P], forgot[C * P];
+    float G[C * P], rates[C * P], gates[C * P];
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
         rates[i] = U::rates && j < N ? LOG2E * a.A[(int64_t)at.channel[i / P] * N + j] : 0.0f;
         G[i] = 0.0f;
-        forgot[i] = 1.0f;
+        gates[i] = 1.0f;
     }
     auto step_back = [&](int r, float dtt, float zt, float dyt) {        // over row r of the batch of keys
         float k[P], q[P], gated[C];
@@ -887,13 +947,17 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pull
         for (int j = 0; j < C * P; j++) {
             const float kept = U::forget(steps[j / P], k[j % P], U::decay(steps[j / P], rates[j]));
             G[j] = (G[j] + gated[j / P] * q[j % P]) * kept;
-            forgot[j] *= kept;
+            gates[j] *= kept;
         }
     };
     KeyRows<U, E, P, L, BATCH> keys(a, at.row);
     const int own = c % Shared::Rows::CHANNELS;                          // among the warp's channels
-    const typename Shared::Rows rows(at.lane, at.row, c - own, {{a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
-    auto begin_rows = [&](int t) { rows.begin(async.rows[at.warp][(t / STEPS + STAGES) % STAGES], t < 0 ? 0 : t); copy_group(); };
+    const typename Shared::Rows rows(at.lane, at.row, c - own,
+                                     {{a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
+    auto begin_rows = [&](int t) {
+        rows.begin(async.rows[at.warp][(t / STEPS + STAGES) % STAGES], t < 0 ? 0 : t);
+        copy_group();
+    };
     if constexpr (ASYNC) {
         keys.begin(async.raw, T - BATCH);
         #pragma unroll
@@ -916,12 +980,14 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pull
                 auto &now = async.rows[at.warp][t / STEPS % STAGES].row;
                 #pragma unroll
                 for (int i = STEPS - 1; i >= 0; i--)
-                    step_back(t - batch + i, to_float(now[0][i][own]), to_float(now[1][i][own]), to_float(now[2][i][own]));
+                    step_back(t - batch + i, to_float(now[0][i][own]), to_float(now[1][i][own]),
+                              to_float(now[2][i][own]));
             }
         } else {
             const int last = T - batch < BATCH ? T - batch : BATCH;
             #pragma unroll 4
-            for (int r = last - 1; r >= 0; r--) step_back(r, to_float(dt(batch + r)), to_float(z(batch + r)), to_float(dy(batch + r)));
+            for (int r = last - 1; r >= 0; r--)
+                step_back(r, to_float(dt(batch + r)), to_float(z(batch + r)), to_float(dy(batch + r)));
         }
     }
     if (ASYNC) copy_wait<0>();
@@ -929,17 +995,18 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_pull
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
         const int64_t to = (b * a.D + at.channel[i / P]) * N + j;
-        if (j < N && (WHOLE || at.live[i / P])) { a.hT[to] = G[i]; a.decay[to] = forgot[i]; }
+        if (j < N && (WHOLE || at.live[i / P])) { a.hT[to] = G[i]; a.decay[to] = gates[i]; }
     }
 }
 
-// Joins segments: hT[s] = (what enters segment s), from what enters the row (h0, or dhT in reverse) and each segment's own
-// hT and decay. A thread a number of the state.
+// Joins segments: hT[s] becomes the state before segment s, from the row's initial state (h0, or dhT in reverse) and
+// each segment's own hT and decay. One thread per number of the state.
 MATH void combine(const ScanArgs &a) {
-    const int64_t blocks = ceil_div(a.D * a.N, THREADS), i = blockIdx.x % blocks * THREADS + threadIdx.x, b = blockIdx.x / blocks;
+    const int64_t blocks = ceil_div(a.D * a.N, THREADS);
+    const int64_t i = blockIdx.x % blocks * THREADS + threadIdx.x, b = blockIdx.x / blocks;
     if (i >= a.D * a.N) return;
-    const float *enters = a.reverse ? a.dhT : a.h0;
-    float h = enters ? enters[b * a.D * a.N + i] : 0.0f;
+    const float *initial = a.reverse ? a.dhT : a.h0;
+    float h = initial ? initial[b * a.D * a.N + i] : 0.0f;
     for (int64_t n = 0; n < a.segments; n++) {
         const int64_t at = (b * a.segments + (a.reverse ? a.segments - 1 - n : n)) * a.D * a.N + i;
         const bool last = n == a.segments - 1;
@@ -949,15 +1016,15 @@ MATH void combine(const ScanArgs &a) {
     }
 }
 
-// ------------------------------------------------------------------------------------------ CUDA: what kernels/build.py loads
-// One cubin for an update, dtype, P, L and C: a few kernels compile in seconds, all combinations would take minutes.
-// `facts`: what kernels/build.py must agree with, a block's channels, the states of a channel, each kernel's shared memory.
+// ------------------------------------------------------------------------------------ CUDA: what kernels/build.py loads
+// One cubin per update, dtype, P, L and C: a few kernels compile in seconds, all combinations would take minutes.
+// `facts`: what kernels/build.py checks or needs: channels per block, states per channel, each kernel's shared memory.
 
 typedef SCAN_UPDATE U;
 typedef SCAN_TYPE E;
 
-// Blocks a multiprocessor that the registers must leave room for. An H100's shared memory holds three of the backward's,
-// where the compiler finds the registers without spilling; elsewhere two.
+// Blocks per multiprocessor that the registers must leave room for. An H100's shared memory holds three of the
+// backward's, where the compiler finds the registers without spilling; elsewhere two.
 #define FORWARD_BLOCKS (U::rates || SCAN_L > SCAN_C ? 3 : 4)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 #define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > SCAN_C || sizeof(E) == 4 ? 2 : 3)
@@ -970,18 +1037,20 @@ KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCA
 KERNEL(forward_whole_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, false, true>(a)))
 KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
 KERNEL(backward_whole_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
-KERNEL(ends_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, false>(a)))
-KERNEL(ends_whole_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, true>(a)))
-KERNEL(pulls_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
-KERNEL(pulls_whole_kernel, 3, ScanArgs, (scan_pulls<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
+KERNEL(segment_state_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, false>(a)))
+KERNEL(segment_state_whole_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, true>(a)))
+KERNEL(segment_grad_kernel, 3, ScanArgs, (scan_segment_grad<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
+KERNEL(segment_grad_whole_kernel, 3, ScanArgs, (scan_segment_grad<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L, KEYS>)
 typedef AsyncForwardShared<U, E, SCAN_P, SCAN_L, SCAN_C> AsyncForward;
 #define FITS AsyncForward::Rows::fits                                       // or else nothing is fetched
 #define WHOLE_BYTES (FITS ? sizeof(AsyncForward) : FORWARD_BYTES)
 #define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB>)
-#define WHOLE_BACKWARD_BYTES (FITS ? sizeof(AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1>) : BACKWARD_BYTES)
-__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, SCAN_P * SCAN_L, FORWARD_BYTES, WHOLE_BYTES,
+typedef AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1> AsyncBackward;
+#define WHOLE_BACKWARD_BYTES (FITS ? sizeof(AsyncBackward) : BACKWARD_BYTES)
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, SCAN_P * SCAN_L,
+                              FORWARD_BYTES, WHOLE_BYTES,
                               BACKWARD_BYTES, WHOLE_BACKWARD_BYTES, FORWARD_BYTES, WHOLE_BYTES, FORWARD_BYTES,
                               WHOLE_BYTES, 0};
 }
@@ -991,7 +1060,7 @@ __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L
 // ----------------------------------------------------------------------------------------------- CPU: the scan
 // NC is the state size known at compile time, or 0: then it is read from the arguments. A task is one batch row and a
 // range of channel groups; within it time goes chunk by chunk and the groups go through the chunk one after another,
-// so that k and q are converted once a chunk, and dk and dq summed over lanes once a chunk instead of once a group.
+// so that k and q are converted once per chunk, and dk and dq summed over lanes once per chunk, not once per group.
 
 // LANES rows of LANES lanes -> their LANES sums. Each stage adds the halves of two rows into one, so that 15 additions
 // replace 16 horizontal sums of 4 additions each.
@@ -1011,7 +1080,8 @@ template <int L> MATH vec pair_sum(vec a, vec b) {                     // segmen
 }
 template <int L> struct RowSum {
     MATH vec of(const vec *rows, int count) {
-        return pair_sum<2 * LANES / L>(RowSum<L / 2>::of(rows, count / 2), RowSum<L / 2>::of(rows + count / 2, count / 2));
+        return pair_sum<2 * LANES / L>(RowSum<L / 2>::of(rows, count / 2),
+                                       RowSum<L / 2>::of(rows + count / 2, count / 2));
     }
 };
 template <> struct RowSum<1> { MATH vec of(const vec *rows, int) { return rows[0]; } };
@@ -1024,7 +1094,8 @@ static void row_sums(const vec *rows, int64_t count, float *out) {       // both
 
 struct Keys { float *k, *q, *kk; };                    // of a chunk, and |k|^2
 
-template <class E> static void load_keys(const ScanArgs &a, const Row &row, int64_t t0, int steps, const E *ks, const E *qs, Keys to) {
+template <class E> static void load_keys(const ScanArgs &a, const Row &row, int64_t t0, int steps, const E *ks,
+                                         const E *qs, Keys to) {
     ks += offset(row, a.k_b, a.k_t) + t0 * a.k_t;
     qs += offset(row, a.q_b, a.q_t) + t0 * a.q_t;
     for (int t = 0; t < steps; t++, ks += a.k_t, qs += a.q_t) {
@@ -1057,10 +1128,14 @@ template <class E> static E *stage(const E *from, int64_t stride, int steps, int
     return to;
 }
 
-template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int64_t t0, int steps, int64_t c, int n, E *room) {
-    auto rows = [&](const void *p, int64_t s_b, int64_t s_t) { return p ? (const E *)p + offset(row, s_b, s_t) + t0 * s_t + c : nullptr; };
+template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int64_t t0, int steps, int64_t c, int n,
+                                          E *room) {
+    auto rows = [&](const void *p, int64_t s_b, int64_t s_t) {
+        return p ? (const E *)p + offset(row, s_b, s_t) + t0 * s_t + c : nullptr;
+    };
     auto out = [&](void *p, int64_t s_t) { return p ? (E *)p + (row.start + t0) * s_t + c : nullptr; };
-    Tile<E> tile = {rows(a.x, a.x_b, a.x_t), rows(a.dt, a.dt_b, a.dt_t), rows(a.z, a.z_b, a.z_t), rows(a.dy, a.dy_b, a.dy_t),
+    Tile<E> tile = {rows(a.x, a.x_b, a.x_t), rows(a.dt, a.dt_b, a.dt_t), rows(a.z, a.z_b, a.z_t),
+                    rows(a.dy, a.dy_b, a.dy_t),
                     a.x_t, a.dt_t, a.z_t, a.dy_t, a.D, a.dx_t,
                     out(a.y, a.D), out(a.dx, a.dx_t), out(a.ddt, a.dx_t), out(a.dz, a.dx_t),
                     a.bias ? load(a.bias + c, n) : vec{}, a.skip ? load(a.skip + c, n) : vec{}};
@@ -1075,7 +1150,8 @@ template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int
     return tile;
 }
 
-template <class E> static void unstage(const ScanArgs &a, const Tile<E> &tile, const Row &row, int64_t t0, int steps, int64_t c, int n) {
+template <class E> static void unstage(const ScanArgs &a, const Tile<E> &tile, const Row &row, int64_t t0, int steps,
+                                       int64_t c, int n) {
     if (n == LANES) return;
     const E *from[] = {tile.y, tile.dx, tile.ddt, tile.dz};
     void *to[] = {a.y, a.dx, a.ddt, a.dz};
@@ -1101,7 +1177,8 @@ MATH void store_state(float *h, int64_t N, int n, const vec *S) {
         for (int l = 0; l < n; l++) h[l * N + j] = S[j][l];
 }
 
-template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in, int64_t n_state, int64_t softplus, int steps, Keys keys,
+template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in, int64_t n_state, int64_t softplus,
+                                                              int steps, Keys keys,
                                                               const vec *rates, vec *state) {
     const int64_t N = NC ? NC : n_state;
     vec registers[NC ? NC : 1], *S = NC ? registers : state;
@@ -1113,7 +1190,7 @@ template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in,
         if (U::whole) {
             vec sum[2] = {};
             UNROLL for (int64_t j = 0; j < N; j++) sum[j & 1] += k[j] * S[j];
-            s.aside = s.x - (sum[0] + sum[1]);
+            s.residual = s.x - (sum[0] + sum[1]);
         }
         UNROLL for (int64_t j = 0; j < N; j++) {
             S[j] = U::next(s, S[j], k[j], U::rates ? U::decay(s, rates[j]) : vec{});
@@ -1126,7 +1203,8 @@ template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in,
     if (NC) for (int64_t j = 0; j < N; j++) state[j] = S[j];
 }
 
-template <class U, class E, int NC> static void forward_task(const ScanArgs &a, int64_t b, int64_t first, int64_t last) {
+template <class U, class E, int NC> static void forward_task(const ScanArgs &a, int64_t b, int64_t first,
+                                                             int64_t last) {
     const int64_t N = a.N;
     const Row row = row_of(a, b);
     Scratch scratch(2 * (last - first) * N * LANES + CHUNK * (2 * N + 1) + 4 * CHUNK * LANES);
@@ -1166,9 +1244,11 @@ struct KeyGrads { vec *dk, *dq, *dkk; };
 struct Kept { vec *S, *decays; Step<vec> *steps; vec *dy; };
 
 // Recomputes the states of a chunk, and walks it backwards. With S' the state before t and G = dL/dS_t + dy q:
-//   dq = sum dy S;  Longhorn:  dx = eps sum G k;  deps = sum G k (x - k S');  dk = sum G eps (x - 2 k S') - 2 k sum deps eps^2
+//   dq = sum dy S;  Longhorn:  dx = eps sum G k;  deps = sum G k (x - k S')
+//   dk = sum G eps (x - 2 k S') - 2 k sum deps eps^2
 //   ddt = deps eps^2 exp(-(dt + bias));  G *= 1 - eps k^2;  the other updates alike, see `back` of each.
-template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in, int64_t n_state, int64_t softplus, int steps, Keys keys,
+template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in, int64_t n_state, int64_t softplus,
+                                                               int steps, Keys keys,
                                                                const vec *rates, Kept kept, KeyGrads sum, Backward out) {
     const int64_t N = NC ? NC : n_state;
     {
@@ -1184,7 +1264,7 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
             if (U::whole) {
                 vec of_k[2] = {};
                 UNROLL for (int64_t j = 0; j < N; j++) of_k[j & 1] += k[j] * before[j];
-                s.aside = s.x - (of_k[0] + of_k[1]);
+                s.residual = s.x - (of_k[0] + of_k[1]);
             }
             UNROLL for (int64_t j = 0; j < N; j++) {
                 vec decay = {};
@@ -1205,20 +1285,21 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
         const float *k = keys.k + t * N, *q = keys.q + t * N;
         const vec *before = kept.S + t * N, *decays = kept.decays + t * N, dy = kept.dy[t];
         const Step<vec> s = kept.steps[t];
-        vec *dk = sum.dk + t * N, pulled = {};
+        vec *dk = sum.dk + t * N, Gk = {};
         Sums<vec> over_states[2] = {};
         if (U::whole) {
             vec of_k[2] = {};
             UNROLL for (int64_t j = 0; j < N; j++) { G[j] += dy * q[j]; of_k[j & 1] += G[j] * k[j]; }
-            pulled = of_k[0] + of_k[1];
+            Gk = of_k[0] + of_k[1];
         }
         UNROLL for (int64_t j = 0; j < N; j++) {
             vec g = U::whole ? G[j] : G[j] + dy * q[j];
-            G[j] = U::back(s, U::keep(s, before[j], k[j]), k[j], U::rates ? rates[j] : vec{}, U::rates ? decays[j] : vec{}, g, pulled, over_states[j & 1],
+            G[j] = U::back(s, U::keep(s, before[j], k[j]), k[j], U::rates ? rates[j] : vec{},
+                           U::rates ? decays[j] : vec{}, g, Gk, over_states[j & 1],
                            dk[j], out.drates[U::rates ? j : 0]);
         }
         const Sums<vec> both = {over_states[0].dx + over_states[1].dx, over_states[0].dsize + over_states[1].dsize};
-        const StepGrads<vec> d = U::finish(s, both, pulled);
+        const StepGrads<vec> d = U::finish(s, both, Gk);
         if (U::norm) sum.dkk[t] += d.dkk;
         store(in.dx + t * in.dx_t, d.dx + in.skip * dy);
         store(in.ddt + t * in.dx_t, d.ddt);
@@ -1228,15 +1309,19 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
     if (NC) for (int64_t j = 0; j < N; j++) out.G[j] = G[j];
 }
 
-template <class U, class E, int NC> static void backward_task(const ScanArgs &a, int64_t b, int64_t split, int64_t first, int64_t last) {
+template <class U, class E, int NC> static void backward_task(const ScanArgs &a, int64_t b, int64_t split, int64_t first,
+                                                              int64_t last) {
     const int64_t N = a.N, groups = last - first;
     const Row row = row_of(a, b);
     const int64_t padded = ceil_div(CHUNK * N, LANES) * LANES, with_rates = U::rates ? N : 0;
-    Scratch scratch((groups * (N + 2 * with_rates + 3) + (CHUNK + 1) * N + CHUNK * with_rates + 6 * CHUNK + 2 * padded) * LANES
+    Scratch scratch((groups * (N + 2 * with_rates + 3) + (CHUNK + 1) * N + CHUNK * with_rates + 6 * CHUNK
+                     + 2 * padded) * LANES
                     + 2 * CHUNK * N + 2 * CHUNK + padded + 8 * CHUNK * LANES);
-    vec *G = scratch.take<vec>(groups * N), *rates = scratch.take<vec>(groups * with_rates), *drates = scratch.take<vec>(groups * with_rates + 1);
+    vec *G = scratch.take<vec>(groups * N), *rates = scratch.take<vec>(groups * with_rates);
+    vec *drates = scratch.take<vec>(groups * with_rates + 1);
     vec *dskip = scratch.take<vec>(groups), *dbias = scratch.take<vec>(groups);
-    Kept kept = {scratch.take<vec>((CHUNK + 1) * N), scratch.take<vec>(CHUNK * with_rates), scratch.take<Step<vec>>(CHUNK), scratch.take<vec>(CHUNK)};
+    Kept kept = {scratch.take<vec>((CHUNK + 1) * N), scratch.take<vec>(CHUNK * with_rates),
+                 scratch.take<Step<vec>>(CHUNK), scratch.take<vec>(CHUNK)};
     KeyGrads sum = {scratch.take<vec>(padded), scratch.take<vec>(padded), scratch.take<vec>(CHUNK)};
     Keys keys = {scratch.take<float>(CHUNK * N), scratch.take<float>(CHUNK * N), scratch.take<float>(CHUNK)};
     float *sums = scratch.take<float>(padded), *sums_kk = scratch.take<float>(CHUNK);
@@ -1269,7 +1354,8 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
         row_sums(sum.dkk, CHUNK, sums_kk);
         row_sums(sum.dk, padded, sums);
         for (int t = 0; t < steps; t++)
-            for (int64_t j = 0; j < N; j++) a.dk[to + t * N + j] = sums[t * N + j] - 2.0f * keys.k[t * N + j] * sums_kk[t];
+            for (int64_t j = 0; j < N; j++)
+                a.dk[to + t * N + j] = sums[t * N + j] - 2.0f * keys.k[t * N + j] * sums_kk[t];
         row_sums(sum.dq, padded, sums);
         memcpy(a.dq + to, sums, steps * N * sizeof(float));
     }
@@ -1283,13 +1369,15 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
     }
 }
 
-// ------------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
+// ------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
 
 template <class U, class E, int NC> static void scan_forward(const ScanArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { forward_task<U, E, NC>(a, b, first, last); });
 }
 template <class U, class E, int NC> static void scan_backward(const ScanArgs &a) {
-    for_tasks(a, [&](int64_t b, int64_t split, int64_t first, int64_t last) { backward_task<U, E, NC>(a, b, split, first, last); });
+    for_tasks(a, [&](int64_t b, int64_t split, int64_t first, int64_t last) {
+        backward_task<U, E, NC>(a, b, split, first, last);
+    });
 }
 
 // Picks the instance for the dtype, and for a size known at compile time where it is one that models use.

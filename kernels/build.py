@@ -1,11 +1,11 @@
-"""The native libraries: longhorn_scan.cu and conv_norm.cu built on first use, by the C++ compiler for the CPU, by nvcc for a GPU.
+"""Which body of an operator runs (`choose`), and the native libraries: compiled on first use, called through ctypes.
 
-The surprise: nothing is built at install time, and no PyTorch header is used; what comes out is loaded through ctypes. A
-library is kept under build/ by a hash of source, flags, compiler and machine; a second process, or a second run, finds
-it there. $LONGHORN_BUILD_DIR puts it elsewhere, $CXX and $NVCC name other compilers. For a GPU there is one library a
-dtype and shape of the state (`cuda_shape`) or width of the convolution: seconds each, where all would take minutes.
+longhorn_scan.cu and conv_norm.cu are compiled by the C++ compiler for the CPU and by nvcc or NVRTC for a GPU, without
+PyTorch's headers. A library is cached under build/ by a hash of source, flags, compiler and machine;
+$LONGHORN_BUILD_DIR names another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and state
+shape or convolution width: each compiles in seconds, all would take minutes.
 
-    python kernels/build.py            # build now, and say what came out
+    python kernels/build.py            # compile for the CPU now
 """
 
 import contextlib
@@ -26,40 +26,41 @@ import torch
 from kernels import cuda, fused
 
 ROOT = Path(__file__).resolve().parent.parent
-SCAN, CONV = ROOT / "longhorn_scan.cu", ROOT / "kernels" / "conv_norm.cu"
-SOURCES, HEADER = (SCAN, CONV), ROOT / "kernels" / "lanes.h"
+SCAN = ROOT / "longhorn_scan.cu"
+CONV = ROOT / "kernels" / "conv_norm.cu"
+HEADER = ROOT / "kernels" / "lanes.h"
 DTYPES = fused.ALL
 BACKENDS = ("torch", "cpu", "cuda", "fused")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
-CONV_TILE = 64  # steps that one thread of the CUDA convolution takes; CONV_TILE of conv_norm.cu
-SEGMENT = 128  # steps: the least that T is split into on a GPU
-LONE, JOINING = 1.5, {"forward": 0.9, "backward": 0.25}  # see cuda_segments
+CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
+SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
+ALONE, JOINING = 1.5, {"forward": 0.9, "backward": 0.25}  # estimates, never measured on a GPU: see cuda_segments
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
-FETCHED = {  # by the kernels that have a variant for whole chunks and blocks: these rows
-    "forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy"), "ends_kernel": ("x", "dt"),
-    "pulls_kernel": ("dt", "z", "dy"),
+FETCHED = {  # kernels that have a variant for whole chunks and blocks: the rows it fetches
+    "forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy"),
+    "segment_state_kernel": ("x", "dt"), "segment_grad_kernel": ("dt", "z", "dy"),
 }
-
-
-# ------------------------------------------------------------------------------------------------------ which body runs
-
+LA = "kernels/linear_attention.py: "
 BODIES = {  # operator: (where its fast body is written, where its plain PyTorch body is)
     "longhorn_scan": ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step"),
     "selective_scan": ("longhorn_scan.cu: Mamba", "kernels/scan.py: _mamba_step"),
     "causal_conv1d": ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch"),
-    "rms_norm": ("kernels/conv_norm.cu: rms_norm_forward_cpu", "kernels/ops.py: rms_norm"),
+    "rms_norm": ("kernels/conv_norm.cu: norm_forward_rows", "kernels/ops.py: rms_norm"),
     "linear_cross_entropy": ("kernels/ops.py: _LinearCrossEntropy", "kernels/ops.py: linear_cross_entropy"),
     "attention": ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention"),
-    "gated_linear_attention": ("kernels/linear_attention.py: _gla",
-                               "kernels/linear_attention.py: gated_linear_attention_ref"),
-    "retention": ("kernels/linear_attention.py: _retention", "kernels/linear_attention.py: retention_ref"),
-    "delta_rule": ("kernels/linear_attention.py: _delta_rule", "kernels/linear_attention.py: delta_rule_ref"),
-    "wkv4": ("kernels/linear_attention.py: _wkv4", "kernels/linear_attention.py: wkv4_ref"),
+    "gated_linear_attention": (LA + "_gla", LA + "gated_linear_attention_ref"),
+    "retention": (LA + "_retention", LA + "retention_ref"),
+    "delta_rule": (LA + "_delta_rule", LA + "delta_rule_ref"),
+    "wkv4": (LA + "_wkv4", LA + "wkv4_ref"),
 }
-NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the rest is PyTorch on every device
+NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others are PyTorch on every device
 NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no library has RWKV-4's wkv"}
+
+
+# ------------------------------------------------------------------------------------------------------ which body runs
+
 _forced_plain = set()
 
 
@@ -67,23 +68,22 @@ _forced_plain = set()
 def plain(*ops):
     """Inside this context the named operators (keys of BODIES) run their plain PyTorch body, whatever `backend` says.
 
-    Forward and backward must both lie inside: activation checkpointing chooses again in the backward. Not for code
-    that torch.compile has compiled. Raises ValueError for an unknown name.
+    Keep forward and backward both inside: activation checkpointing chooses again in the backward. Code that
+    torch.compile has compiled is not affected. Raises ValueError for an unknown name.
     """
     unknown = sorted(set(ops) - set(BODIES))
     if unknown:
         raise ValueError(f"plain: unknown operator {unknown[0]!r}: choose from {', '.join(BODIES)}")
-    before = set(_forced_plain)
-    _forced_plain.update(ops)
+    added = set(ops) - _forced_plain
+    _forced_plain.update(added)
     try:
         yield
     finally:
-        _forced_plain.clear()
-        _forced_plain.update(before)
+        _forced_plain.difference_update(added)
 
 
 def constant_when_compiled(function):
-    """torch.compiler.assume_constant_result, which would import torch._dynamo: 2 s of CPU at every start."""
+    """torch.compiler.assume_constant_result without importing torch._dynamo, which takes 2 s of CPU at every start."""
     function._dynamo_marked_constant = True
     return function
 
@@ -113,18 +113,13 @@ def _in_torch_func():
 
 
 def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
-    """Which body of operator `op` runs: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the device itself
-    ('cpu', 'cuda') for this repository's own body there. Every operator asks here.
+    """Which body of `op` (a key of BODIES) runs: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the
+    device itself ('cpu', 'cuda') for this repository's own body there. Every operator asks here.
 
-    Args:
-        op: a key of BODIES.
-        backend: one of BACKENDS; None or "" for the fastest that runs here.
-        device: the type of the tensors' device, such as "cuda".
-        dtype: the tensors' dtype; None: one that every body takes.
-        cannot, library_cannot: other reasons why the native kernels and the library cannot take these tensors, or None.
-
-    Inside torch.func and forward-mode AD native operators run in plain PyTorch: the kernels have no rules there and
-    would silently drop tangents.
+    backend: one of BACKENDS, None or "" for the fastest that runs here. device: the type of the tensors' device. dtype:
+    theirs; None: one that every body takes. cannot, library_cannot: why else the native kernels and the library cannot
+    take them. Inside torch.func and forward-mode AD native operators run in plain PyTorch: the kernels have no rules
+    there and would silently drop tangents.
 
     Raises ValueError for an unknown backend, RuntimeError for a named backend that cannot run here, with the reason.
     """
@@ -139,58 +134,57 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, in
         return "torch"
     if backend == "fused" and op in NO_LIBRARY:
         raise RuntimeError(f"{op}: {NO_LIBRARY[op]}: leave backend empty")
-    if op in fused.LIBRARIES and (backend == "fused" or not backend and op not in NATIVE and op != "attention"):
-        package = fused.LIBRARIES[op][0]
-        reason = f"the tensors are on {device}" if device != fused.GPU else None
-        reason = reason or fused.refusal(op, dtype) or library_cannot or fused.missing(op)
+    if op in fused.LIBRARIES and (backend == "fused" or not backend and op in fused.BY_DEFAULT):
+        reason = f"the tensors are on {device}" if device != fused.GPU else fused.refusal(op, dtype) or library_cannot
+        reason = reason or fused.load(op)[1]
         if reason is None:
-            say_once(f"{op}: {package}")
+            say_once(f"{op}: {fused.LIBRARIES[op][0]}")
             return "fused"
         if backend:
-            raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install -r "
-                               "requirements-gpu.txt on a machine with a GPU")
+            raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install "
+                               "-r requirements-gpu.txt on a machine with a GPU")
         if device == "cuda":
             say_once(f"{op}: chunks in PyTorch ({reason})")
-    if backend == "fused":  # an operator for which PyTorch's or this repository's own is as good
+    if backend == "fused":  # rms_norm and linear_cross_entropy: no library is faster
         backend = ""
     if op not in NATIVE:
         if backend not in ("", device):
             raise RuntimeError(f"{op}: backend {backend!r} cannot run here: the tensors are on {device}")
         return device
-    if inside:
-        if backend:
-            raise RuntimeError(f"{op}: backend {backend!r} has no forward-mode derivative and no rules for torch.func: "
-                               "use backend='torch'")
-        say_once("native kernels: none inside torch.func and forward-mode AD; plain PyTorch runs there, much slower")
-        return "torch"
+    return _choose_native(op, backend, device, dtype, cannot, inside)
+
+
+def _choose_native(op, backend, device, dtype, cannot, inside):
     if dtype not in (None, *DTYPES):
         cannot = f"the kernels take {fused.names(DTYPES)}, got {fused.names([dtype])}"
-    if not backend and cannot:
+    if inside:
+        reason = "there is no forward-mode derivative and no rule for torch.func: use backend='torch'"
+    elif cannot and not backend:
         return "torch"
-    wanted = backend or device
-    reason = unavailable(wanted) if wanted in ("cpu", "cuda") else f"there are no kernels for {wanted}"
-    if reason is None and wanted != device:
-        reason = f"the tensors are on {device}"
-    if reason is None and cannot:
-        reason = f"{cannot}: use backend='torch'"
+    elif backend and backend != device:
+        reason = unavailable(backend) or f"the tensors are on {device}"
+    else:
+        reason = unavailable(device) or (f"{cannot}: use backend='torch'" if cannot else None)
     if reason is None:
-        return wanted
+        return device
     if backend:
         raise RuntimeError(f"{op}: backend {backend!r} cannot run here: {reason}")
-    say_once(f"native kernels: none ({reason}); plain PyTorch runs instead, much slower")
+    say_once(f"native kernels: plain PyTorch runs instead, much slower ({reason})")
     return "torch"
 
 
 @functools.cache
 def say_once(line):
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # a full disk behind stderr: nothing to end a run for
+        with contextlib.suppress(OSError):  # a full disk behind stderr must not end a run
             print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache
 def unavailable(device):
-    """None if the kernels of `device` can run, else the reason, in one line."""
+    """None if the native kernels can run on `device`, else the reason, in one line."""
+    if device not in ("cpu", "cuda"):
+        return f"there are no kernels for {device}"
     if device == "cuda":
         if not torch.cuda.is_available():
             return "PyTorch sees no GPU"
@@ -203,6 +197,18 @@ def unavailable(device):
         return " ".join(str(error).split())
     return None
 
+
+def autocast_dtype(device):
+    """The dtype of autocast on `device`, or None where autocast is off or, as on meta, does not exist."""
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def compute_dtype(x):
+    """The dtype in which an operator takes x: autocast's where it is on, else x's own; float64 always stays float64."""
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
+
+
+# ------------------------------------------------------------------------------------------------------------- building
 
 def _flags(openmp):
     native = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
@@ -218,82 +224,69 @@ def _cpu_name():
         return platform.platform() + platform.processor()
 
 
-def build(sources=SOURCES, folder=None):
-    """Compile `sources` into one library for this CPU unless that was done before; returns (its path, seconds of building).
+def build(sources=(SCAN, CONV), folder=None):
+    """Compile `sources` into one library for this CPU unless it is cached; returns (its path, seconds of compiling).
 
-    Several processes may call it at once: one builds under a file lock, the others wait and find the file.
-    The folder is `folder`, or $LONGHORN_BUILD_DIR, or build/ beside this file. Raises OSError with the compiler's words.
+    Processes that call it at the same time build once: the others wait for a file lock. The folder is `folder`,
+    $LONGHORN_BUILD_DIR or build/ of this repository. Raises OSError with the compiler's message.
     """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         raise OSError("no C++ compiler found (install g++ or clang++, or set CXX)")
+    if sys.platform != "darwin":  # Apple's clang has no OpenMP
+        with contextlib.suppress(OSError):
+            return _compile(shlex.split(compiler), _flags(openmp=True), sources, folder)
+    return _compile(shlex.split(compiler), _flags(openmp=False), sources, folder)
+
+
+def _compile(compiler, flags, sources, folder):
     try:
-        return _compile([*shlex.split(compiler), *_flags(openmp=sys.platform != "darwin")], "cpu", _cpu_name(), sources, folder)
-    except OSError:
-        if sys.platform == "darwin":  # Apple's clang has no OpenMP: it was not asked for
-            raise
-    return _compile([*shlex.split(compiler), *_flags(openmp=False)], "cpu", _cpu_name(), sources, folder)
-
-
-def build_cuda(update, dtype, shape, architecture, source=SCAN, folder=None):
-    """The same for a GPU: (path of a cubin, seconds), for one update, dtype and `cuda_shape`, for 'sm_90' or such."""
-    name = f"longhorn_scan_{architecture}_{update}_{cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
-    return _cubin(name, architecture, cuda.defines(update, dtype, *shape), source, folder)
-
-
-def build_cuda_conv(dtype, W, architecture, source=CONV, folder=None):
-    """The same for the convolution of one dtype and width."""
-    name = f"causal_conv_{architecture}_{cuda.TYPES[dtype]}_{W}"
-    return _cubin(name, architecture, cuda.conv_defines(dtype, W), source, folder)
-
-
-def _cubin(name, architecture, macros, source, folder):
-    make = lambda to: cuda.compile_cubin(source, to, architecture, macros)
-    return _cached(name, ".cubin", [cuda.compiler_version(), architecture, *macros], (source,), folder, make)
-
-
-def _compile(command, tag, machine, sources, folder):
-    try:
-        prefix = command[:next(i for i, word in enumerate(command) if word.startswith("-"))]  # $CXX may be "ccache g++"
-        version = subprocess.run([*prefix, "--version"], capture_output=True, text=True, check=True).stdout
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise OSError(f"the compiler {command[0]!r} does not run: {error}") from None
+        raise OSError(f"the compiler {compiler[0]!r} does not run: {error}") from None
+    command = [*compiler, *flags]
 
     def make(to):
         run = subprocess.run([*command, *map(str, sources), "-o", str(to)], capture_output=True, text=True)
         if run.returncode:
             names = " and ".join(Path(source).name for source in sources)
-            raise OSError(f"{command[0]} could not build {names}: {run.stderr.strip()[:500]}")
+            raise OSError(f"{compiler[0]} could not build {names}: {run.stderr.strip()[:500]}")
 
-    return _cached(f"longhorn_scan_{tag}", ".so", [version, machine, *command], sources, folder, make)
+    return _cached("longhorn_scan_cpu", ".so", [version, _cpu_name(), *command], sources, folder, make)
+
+
+def build_cuda(update, dtype, shape, architecture, source=None, folder=None):
+    """`build` of a cubin for an architecture such as 'sm_90': the scan of one update, dtype and `cuda_shape`, or for
+    update "conv" the convolution of one dtype and of width shape[0]."""
+    source, macros = source or (CONV if update == "conv" else SCAN), cuda.defines(update, dtype, *shape)
+    name = f"{update}_{architecture}_{cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
+    make = lambda to: cuda.compile_cubin(source, to, architecture, macros)
+    return _cached(name, ".cubin", [cuda.compiler_version(), architecture, *macros], (source,), folder, make)
 
 
 def _cached(name, suffix, key, sources, folder, make):
-    """(path, seconds): what `make` once built from `sources`, kept by a hash of `key` and all text, built under a lock."""
+    """(path, seconds): the file that make(path) writes, cached by a hash of `key` and the sources."""
     folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build")
     text = b"".join(Path(source).read_bytes() for source in (HEADER, *sources))
     path = folder / f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}{suffix}"
-    if path.exists():  # it was renamed into place whole, so this needs no lock, and no right to write
+    if path.exists():  # it was renamed into place whole: no lock and no write permission needed
         return path, 0.0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / f"{path.name}.lock", "w")
     except OSError as error:
-        raise OSError(f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder") from None
+        message = f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder"
+        raise OSError(message) from None
     with lock:
-        _lock(lock)
+        import fcntl  # not on Windows, where there is no native build either
+
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return path, 0.0
         start, temporary = time.perf_counter(), path.with_suffix(f".{os.getpid()}.tmp")
         make(temporary)
         os.replace(temporary, path)
         return path, time.perf_counter() - start
-
-
-def _lock(file):
-    import fcntl  # not on Windows, where there is no native build either
-
-    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _struct(name, fields):
@@ -303,8 +296,8 @@ def _struct(name, fields):
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads segments segment_T reverse *cu *x *dt *k *q *z
-    x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y *hT *chunks *decay
+ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads segments segment_T reverse
+    *cu *x *dt *k *q *z x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y *hT *chunks *decay
     *dy dy_b dy_t *dhT *dx *ddt *dz dx_t *dk *dq *dA *dskip *dbias *dh0""")
 ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *weight *bias *state *y
     *dy dy_b dy_t *dx dx_t *dweight *dbias *dstate""")
@@ -312,7 +305,7 @@ NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *wei
 
 
 def load(path):
-    """The library at `path`, checked against the structs above. Raises OSError if it is not of this kernels/build.py."""
+    """The library at `path`. Raises OSError if its structs differ from those above."""
     lib = ctypes.CDLL(str(path))
     structs = {"scan_args_size": ScanArgs, "conv_args_size": ConvArgs, "norm_args_size": NormArgs}
     for name in ("longhorn_chunk", "longhorn_lanes", "longhorn_max_width", *structs):
@@ -324,48 +317,42 @@ def load(path):
 
 @functools.cache
 def library():
-    """The native CPU library, built on first use and announced once. Raises OSError with the compiler's words."""
+    """The native CPU library, built on first use and announced once. Raises OSError with the compiler's message."""
     path, seconds = build()
     lib = load(path)
     simd = {16: "avx512", 8: "8 lanes", 4: "4 lanes"}[lib.longhorn_lanes()]
-    openmp = "OpenMP" if lib.longhorn_has_openmp() else "one thread (this compiler has no OpenMP)"
-    say_once(f"native kernels: cpu {simd}, {openmp} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
+    openmp = "OpenMP" if lib.longhorn_has_openmp() else "one thread (no OpenMP in this compiler)"
+    _announce(f"cpu {simd}", openmp, seconds)
     return lib
 
 
 @functools.cache
 def cuda_module(update, dtype, shape, architecture, device):
-    """The kernels of one update, dtype and shape of the state on a GPU, built on first use, announced once. Raises OSError."""
-    built = build_cuda(update, dtype, shape, architecture)
-    what = f"{update} {cuda.TYPES[dtype]}, {{}} states of {{2}} channels a lane, which {{1}} lanes share".format(*shape)
-    return _load_cuda(what, *built, cuda.SCAN_KERNELS, ScanArgs, architecture, device)
-
-
-@functools.cache
-def cuda_conv_module(dtype, W, architecture, device):
-    """The same for the convolution of one dtype and width."""
-    built = build_cuda_conv(dtype, W, architecture)
-    what = f"convolution {cuda.TYPES[dtype]} of width {W}"
-    return _load_cuda(what, *built, cuda.CONV_KERNELS, ConvArgs, architecture, device)
-
-
-def _load_cuda(what, path, seconds, kernels, args_class, architecture, device):
+    """The kernels of `build_cuda`, built and loaded on first use. Raises OSError with the compiler's message."""
+    path, seconds = build_cuda(update, dtype, shape, architecture)
+    kernels, args = (cuda.CONV_KERNELS, ConvArgs) if update == "conv" else (cuda.SCAN_KERNELS, ScanArgs)
     with torch.cuda.device(device):
-        module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args_class), device=device)
-    say_once(f"native kernels: cuda {architecture}, {what} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
+        module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args), device=device)
+    _announce(f"cuda {architecture}", f"{update} {cuda.TYPES[dtype]} {'x'.join(map(str, shape))}", seconds)
     return module
 
 
+def _announce(where, what, seconds):
+    say_once(f"native kernels: {where}, {what} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
+
+
+# ---------------------------------------------------------------------------------------------------- shapes on a GPU
+
 @functools.cache
 def cuda_shape(B, T, D, N, multiprocessors, segments=True):
-    """(P, L, C): L lanes share C channels, each with P states of every one (P * L >= N).
+    """(P, L, C): L threads share C channels, each with P states of every one (P * L >= N).
 
-    As many lanes as channels, with 16 states each, do the least work. Where that leaves multiprocessors idle, T is split
-    (`cuda_segments`, if `segments`), and what is still missing comes from spreading a channel over more lanes, down to 4
-    states each. Which number of blocks is enough (2 a multiprocessor) has not been measured.
+    One thread per channel with up to 16 states does the least work. Where that leaves multiprocessors idle, T is split
+    (`cuda_segments`, if `segments`), and then a channel is spread over more threads, down to 4 states each. Two blocks
+    per multiprocessor count as enough; no GPU has been asked.
     """
     if N > 256:  # the backward of more would not find its shared memory on any GPU
-        raise ValueError(f"scan: the CUDA kernels take up to 256 states a channel, got {N}: use backend='torch'")
+        raise ValueError(f"scan: the CUDA kernels take up to 256 states per channel, got {N}: use backend='torch'")
     states = max(4, 1 << (N - 1).bit_length())
     P = min(16, states)
     L = states // P
@@ -376,44 +363,37 @@ def cuda_shape(B, T, D, N, multiprocessors, segments=True):
     return (P // 2, L * 2, 2) if pairs else (P, L, 1)
 
 
-def cuda_channels(shape):
-    """How many channels a block of the kernels of a `cuda_shape` takes."""
-    _, L, C = shape
-    return CUDA_THREADS // L * C
-
-
 @functools.cache
 def cuda_segments(blocks, T, multiprocessors, joining):
-    """Into how many segments of at least SEGMENT steps T is best split, for a kernel of `blocks` blocks a segment.
+    """How many segments of at least SEGMENT steps to split T into, for a kernel of `blocks` blocks per segment.
 
-    joining: what the pass that joins the segments takes, of the kernel's own time. A multiprocessor with n blocks takes n
-    times as long as one of a full GPU, but never less than LONE: a block alone waits for itself. Not measured: by the
-    schedules of bench/schedule.py.
+    joining: time of the pass that joins the segments, as a fraction of the kernel's. A multiprocessor with n blocks is
+    taken to need n times as long as one of a full GPU, and never less than ALONE, since a lone block waits for memory.
     """
-    time = lambda n: max(LONE, -(-n // multiprocessors))
+    time = lambda n: max(ALONE, -(-n // multiprocessors))
 
     def cost(S):
-        S, segment_T = segment_sizes(T, S).values()  # as it comes out in whole chunks; the longest segment is waited for
+        S, segment_T = segment_sizes(T, S).values()  # rounded to whole chunks; the longest segment decides
         return (time(S * blocks) + (S > 1) * joining * time((S - 1) * blocks)) * segment_T / T
 
     every = range(1, max(1, min(T // SEGMENT, 8 * multiprocessors)) + 1)
     best = min(map(cost, every))
-    return next(S for S in every if cost(S) <= 1.05 * best)  # each costs memory too
+    return next(S for S in every if cost(S) <= 1.05 * best)  # the fewest that are nearly as good: each costs memory
 
-
-# ------------------------------------------------------------------------------------------------- calling the library
 
 def segment_sizes(T, segments):
-    """Whole chunks for all segments but the last, which none is beyond."""
+    """Whole chunks per segment, the last one shorter; rounding may leave fewer segments."""
     segment_T = -(-T // (segments * CHUNK)) * CHUNK
     return {"segments": -(-T // segment_T), "segment_T": segment_T}
 
 
-class Kernels:
-    """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels compute rows in.
+# ------------------------------------------------------------------------------------------------- calling the library
 
-    update: of the scan, one of UPDATES, or None for the convolution; rows: how many there are, if they are packed sequences
-    and not the B of x; direction: of the scan, for its segments of T.
+class Kernels:
+    """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels read and write.
+
+    update: of the scan, one of UPDATES; None: the convolution. rows: how many packed sequences, None: the B of x.
+    direction: of the scan, which decides how many segments T is split into.
     """
 
     def __init__(self, args_class, x, update=None, rows=None, direction="forward", **sizes):
@@ -421,45 +401,49 @@ class Kernels:
         B = B if rows is None else rows
         if update is not None:
             sizes["update"] = UPDATES.index(update)
-        self.segments = 1  # that T is split into; the convolution's tiles
+        self.segments = 1  # of T; for the convolution its tiles
         if x.is_cuda:
-            gpu, threads, self.dtype = torch.cuda.get_device_properties(x.device), 0, x.dtype
-            architecture = f"sm_{gpu.major}{gpu.minor}"
-            if update is None:
-                channels, self.segments = CUDA_THREADS, -(-T // CONV_TILE)
-                self.module = cuda_conv_module(x.dtype, sizes["W"], architecture, x.device.index)
-            else:
-                can_split = rows is None and update != "exact"  # its transition is a matrix, and products of those are N x N
-                shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, can_split)
-                self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
-                channels = cuda_channels(shape)
-                if can_split:
-                    blocks = B * -(-D // channels)
-                    self.segments = cuda_segments(blocks, T, gpu.multi_processor_count, JOINING[direction])
-            # a kernel counts steps in 32 bits, and the bytes from one row to the next, which may be half of a wider tensor
-            if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:
-                raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to {2**31 - CUDA_THREADS - 1} and "
-                                 f"{2**28 - 1}: use backend='torch'")
-            splits = -(-D // channels)  # blocks that share a batch row
-            if B * self.segments * splits >= 2**31:
-                raise ValueError(f"{B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "
-                                 f"{2**31 - 1}: split the batch")
+            splits, threads = self._choose_cuda(x, B, update, rows is None, direction, sizes), 0
         else:
             self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype
             groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
-            while B * splits % threads and B * splits < 4 * threads and splits < groups:  # give every thread the same work
-                splits += 1
+            while B * splits % threads and B * splits < 4 * threads and splits < groups:
+                splits += 1  # until every thread has the same work
         if update is not None:
             sizes |= segment_sizes(T, self.segments)
             self.segments = sizes["segments"]
         is_bf16 = int(self.dtype == torch.bfloat16)
         self.args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=is_bf16, **sizes)
 
+    def _choose_cuda(self, x, B, update, may_split, direction, sizes):
+        """Load the kernels for x's GPU and split T; returns how many blocks share a row."""
+        gpu, self.dtype, (_, T, D) = torch.cuda.get_device_properties(x.device), x.dtype, x.shape
+        architecture = f"sm_{gpu.major}{gpu.minor}"
+        if update is None:
+            channels, self.segments = CUDA_THREADS, -(-T // CONV_TILE)
+            self.module = cuda_module("conv", x.dtype, (sizes["W"],), architecture, x.device.index)
+        else:
+            may_split = may_split and update != "exact"  # joining segments of it would take products of N x N matrices
+            shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
+            self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
+            channels = CUDA_THREADS // shape[1] * shape[2]
+            if may_split:
+                blocks = B * -(-D // channels)
+                self.segments = cuda_segments(blocks, T, gpu.multi_processor_count, JOINING[direction])
+        if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
+            raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
+                             f"{2**31 - CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
+        splits = -(-D // channels)
+        if B * self.segments * splits >= 2**31:
+            raise ValueError(f"{B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "
+                             f"{2**31 - 1}: split the batch")
+        return splits
+
     def __call__(self, function, rows, floats, **buffers):
         """Point the struct at tensors and call a function of the library; absent tensors (None) stay null.
 
-        rows: (B, T, C) each, taken in `dtype` with their strides, copied only if the last dimension is not contiguous.
-        floats: taken as contiguous float32. buffers: as they are.
+        rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous.
+        floats: read as contiguous float32. buffers: passed as they are.
         """
         def in_place(a):
             a = a.to(self.dtype)
@@ -492,28 +476,29 @@ class Kernels:
             module.launch(kernel, blocks, a, stream)
 
     def is_whole(self, module, rows):
-        """Whether nothing need be asked a step: whole chunks and blocks, `rows` there and aligned to be fetched by 16 bytes,
-        k and q by fours."""
+        """Whether the kernels without bounds checks can run: whole chunks and blocks, `rows` present and aligned for
+        16-byte copies, k and q for copies of four numbers."""
         a, size = self.args, self.dtype.itemsize
         if a.cu or a.T % CHUNK or a.D % module.channels or a.N != module.states:
             return False
         fetched = {**dict.fromkeys(rows, 16), "k": 4 * size, "q": 4 * size}
-        stride_b = lambda n: getattr(a, n + "_b") if a.B > 1 else 0  # of one row it may be anything
+        stride_b = lambda n: getattr(a, n + "_b") if a.B > 1 else 0  # with one row it may be anything
         return all(getattr(a, n) and not (getattr(a, n) | stride_b(n) * size | getattr(a, n + "_t") * size) % part
                    for n, part in fetched.items())
 
-    def entering(self, rows, floats, own, enters, reverse=0):
-        """What enters each segment of T, (rows, segments, D, N): `own` computes each segment's share, combine_kernel joins."""
+    def initial_segment_states(self, rows, floats, function, initial, reverse=0):
+        """The state before each segment of T, (rows, segments, D, N): `function` computes each segment's own
+        contribution from a zero state, combine_kernel joins them. In reverse: the gradient after each segment."""
         a = self.args
-        share, decay = (empty(next(iter(rows.values())), a.B * a.segments, a.D, a.N) for _ in range(2))
-        self(own, rows, floats, hT=share, decay=decay)
+        states, decay = (empty(next(iter(rows.values())), a.B * a.segments, a.D, a.N) for _ in range(2))
+        self(function, rows, floats, hT=states, decay=decay)
         self.args.reverse = reverse
-        self("longhorn_scan_combine", {}, {"dhT" if reverse else "h0": enters}, hT=share, decay=decay)
-        return share
+        self("longhorn_scan_combine", {}, {"dhT" if reverse else "h0": initial}, hT=states, decay=decay)
+        return states
 
 
 def kept_states(x, N):
-    """How many states of a channel the kernels for x's device keep at a chunk boundary: on a GPU whole fours."""
+    """States per channel that the kernels keep at a chunk boundary: on a GPU N rounded up to a multiple of four."""
     return -(-N // 4) * 4 if x.is_cuda else N
 
 
@@ -527,35 +512,6 @@ def point(args, **tensors):
 def empty(x, *shape, dtype=torch.float32):
     """An uninitialised tensor on x's device: kernels write every element of what they return."""
     return torch.empty(shape, dtype=dtype, device=x.device)
-
-
-def autocast_dtype(device):
-    """The dtype that autocast asks for on `device`, or None where it is off or, as on meta, does not exist."""
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
-
-
-def compute_dtype(x):
-    """The dtype in which autocast has an operator take x: x's own without autocast, and always for float64."""
-    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
-
-
-def register_autocast(op, casts):
-    """Under autocast, cast the arguments of `op` at these positions and leave the rest: parameters and states stay
-    float32, which torch.library.register_autocast would cast too."""
-    for device in ("cpu", "cuda"):
-        key = f"Autocast{device.upper()}"
-        off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-        def cast_then_call(*args, device=device, off=off):
-            dtype = torch.get_autocast_dtype(device)
-            cast = lambda a: a.to(dtype) if a is not None and a.dtype != torch.float64 else a
-            with torch._C._ExcludeDispatchKeyGuard(off):
-                return op(*(cast(a) if i in casts else a for i, a in enumerate(args)))
-
-        _LIBRARY.impl(op.name().split("::")[1].split(".")[0], cast_then_call, key)
-
-
-_LIBRARY = torch.library.Library("longhorn", "FRAGMENT")
 
 
 def main():

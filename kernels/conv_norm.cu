@@ -1,6 +1,6 @@
 // The small native kernels around the scan: the short causal convolution before it, and on the CPU RMSNorm.
 //
-//   convolution   y_t = silu(bias + sum_i weight_i x_{t - W + 1 + i})      each channel by itself; before t = 0 the state, or zeros
+//   convolution   y_t = silu(bias + sum_i weight_i x_{t - W + 1 + i})      per channel; state or zeros before t = 0
 //   RMSNorm       y = x / sqrt(mean(x^2) + eps) * weight                   row by row
 //
 // Built as longhorn_scan.cu is. Order: arguments, CUDA, CPU. To check a change:
@@ -10,7 +10,8 @@
 
 #define MAX_WIDTH 8
 
-// Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous. Absent tensors are null.
+// Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous; absent
+// tensors are null.
 struct ConvArgs {
     int64_t B, T, D, W, dtype, silu, splits, threads;
     const void *x;                                    // (B, T, D)
@@ -23,7 +24,7 @@ struct ConvArgs {
     int64_t dy_b, dy_t;
     void *dx;                                         // (B, T, D): row (b, t) at (b T + t) dx_t
     int64_t dx_t;
-    float *dweight, *dbias;                           // (rows, W, D), (rows, D), to be summed: a row a batch row, CUDA: a tile
+    float *dweight, *dbias;                           // (rows, W, D), (rows, D), summed over batch rows; CUDA: tiles
     float *dstate;                                    // (B, W - 1, D)
 };
 
@@ -40,8 +41,8 @@ struct NormArgs {
 #ifdef ON_GPU
 
 // ----------------------------------------------------------------------------------------------- CUDA: the convolution
-// A lane is a channel over CONV_TILE steps of a row: what limits these is memory, so the W - 1 inputs before a tile are read
-// again (they are in the cache) and all tiles run at once. CONV_AHEAD rows are read before the first of them is used.
+// A lane is a channel over CONV_TILE steps of a row. All tiles run at once, and the W - 1 inputs before a tile are read
+// again (they are in the cache). CONV_AHEAD rows are read before the first of them is used.
 
 #define CONV_TILE 64
 #define CONV_AHEAD 8
@@ -77,7 +78,8 @@ template <class E, int W> struct ConvPlace {
             window[i] = t >= 0 ? to_float(read(step_at(x, t, stride))) : state ? state[(t + W - 1) * a.D] : 0.0f;
         }
     }
-    template <bool INSIDE> __device__ __forceinline__ void read_ahead(const E *from, int step, int t, Ahead<E> (&to)[CONV_AHEAD]) const {
+    template <bool INSIDE>
+    __device__ __forceinline__ void read_ahead(const E *from, int step, int t, Ahead<E> (&to)[CONV_AHEAD]) const {
         #pragma unroll
         for (int i = 0; i < CONV_AHEAD; i++) to[i] = read(step_at(from, INSIDE || t + i < T ? t + i : T - 1, step));
     }
@@ -95,8 +97,9 @@ template <int W> MATH void slide(float (&window)[W], float next) {
     window[W - 1] = next;
 }
 
-// INSIDE: all CONV_AHEAD steps are the tile's, so that nothing needs to be asked a step.
-template <bool INSIDE, class E, int W> MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, float (&window)[W], E *y) {
+// INSIDE: all CONV_AHEAD steps belong to the tile, so that no step checks bounds.
+template <bool INSIDE, class E, int W> MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t,
+                                                                    float (&window)[W], E *y) {
     Ahead<E> xs[CONV_AHEAD];
     float ys[CONV_AHEAD];
     at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
@@ -124,11 +127,12 @@ template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
     }
 }
 
-// Forwards in time too: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so a tile walks W - 1 steps
-// beyond its end, whose sums are its neighbour's. The steps before 0 are the state's.
+// Forwards in time too: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so a tile walks W - 1
+// steps beyond its end, whose sums are its neighbour's. The steps before 0 are the state's.
 template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
 
-template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t, ConvSums<W> &s) {
+template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t,
+                                                                     ConvSums<W> &s) {
     const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
     E *dx = (E *)a.dx + at.b * a.T * a.dx_t + at.c;
     Ahead<E> xs[CONV_AHEAD], dys[CONV_AHEAD];
@@ -276,7 +280,8 @@ template <class X, class Y> static void norm_forward_rows(const NormArgs &a, int
     }
 }
 
-template <class X, class Y> static void norm_backward_rows(const NormArgs &a, int64_t task, int64_t first, int64_t last) {
+template <class X, class Y> static void norm_backward_rows(const NormArgs &a, int64_t task, int64_t first,
+                                                           int64_t last) {
     Scratch scratch(ceil_div(a.D, LANES) * LANES);
     vec *dweight = scratch.take<vec>(ceil_div(a.D, LANES));
     for (int64_t i = 0; i < ceil_div(a.D, LANES); i++) dweight[i] = vec{};
@@ -301,7 +306,7 @@ template <class X, class Y> static void norm_backward_rows(const NormArgs &a, in
     for (int64_t c = 0; c < a.D; c += LANES) store(a.dweight + task * a.D + c, dweight[c / LANES], tail(a.D, c));
 }
 
-// ------------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
+// ------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
 
 template <class X, class Y> static void norm_forward(const NormArgs &a) {
     #pragma omp parallel for num_threads((int)a.threads)
@@ -309,26 +314,35 @@ template <class X, class Y> static void norm_forward(const NormArgs &a) {
 }
 template <class X, class Y> static void norm_backward(const NormArgs &a) {
     #pragma omp parallel for num_threads((int)a.threads)
-    for (int64_t t = 0; t < a.tasks; t++) norm_backward_rows<X, Y>(a, t, a.rows * t / a.tasks, a.rows * (t + 1) / a.tasks);
+    for (int64_t t = 0; t < a.tasks; t++)
+        norm_backward_rows<X, Y>(a, t, a.rows * t / a.tasks, a.rows * (t + 1) / a.tasks);
 }
 template <class E, int WC> static void conv_forward(const ConvArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_forward_task<E, WC>(a, b, first, last); });
 }
 template <class E, int WC> static void conv_backward(const ConvArgs &a) {
-    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { conv_backward_task<E, WC>(a, b, first, last); });
+    for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) {
+        conv_backward_task<E, WC>(a, b, first, last);
+    });
 }
 
 #define DISPATCH_CONV(f, W) do { if (a->dtype == BFLOAT16) f<bf16, W>(*a); else f<float, W>(*a); } while (0)
 #define DISPATCH_NORM(f) do {                                                                                 \
     if (a->x_dtype == BFLOAT16) { if (a->y_dtype == BFLOAT16) f<bf16, bf16>(*a); else f<bf16, float>(*a); }    \
-    else                        { if (a->y_dtype == BFLOAT16) f<float, bf16>(*a); else f<float, float>(*a); } } while (0)
+    else { if (a->y_dtype == BFLOAT16) f<float, bf16>(*a); else f<float, float>(*a); } } while (0)
 
 extern "C" {
 int64_t longhorn_max_width(void) { return MAX_WIDTH; }
 int64_t conv_args_size(void) { return sizeof(ConvArgs); }
 int64_t norm_args_size(void) { return sizeof(NormArgs); }
-void causal_conv_forward_cpu(const ConvArgs *a) { if (a->W == 4) DISPATCH_CONV(conv_forward, 4); else DISPATCH_CONV(conv_forward, 0); }
-void causal_conv_backward_cpu(const ConvArgs *a) { if (a->W == 4) DISPATCH_CONV(conv_backward, 4); else DISPATCH_CONV(conv_backward, 0); }
+void causal_conv_forward_cpu(const ConvArgs *a) {
+    if (a->W == 4) DISPATCH_CONV(conv_forward, 4);
+    else DISPATCH_CONV(conv_forward, 0);
+}
+void causal_conv_backward_cpu(const ConvArgs *a) {
+    if (a->W == 4) DISPATCH_CONV(conv_backward, 4);
+    else DISPATCH_CONV(conv_backward, 0);
+}
 void rms_norm_forward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_forward); }
 void rms_norm_backward_cpu(const NormArgs *a) { DISPATCH_NORM(norm_backward); }
 }

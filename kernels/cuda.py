@@ -1,11 +1,8 @@
-"""The CUDA half of kernels/build.py: longhorn_scan.cu or conv_norm.cu becomes a cubin on first use, which the driver loads and launches.
+"""CUDA without host code: a source of kernels becomes a cubin, which the driver loads and launches through ctypes.
 
-The compiler is nvcc where there is one, else NVRTC, the compiler library that PyTorch's CUDA wheels bring; either takes
-seconds for the GPU that is present, for one update, dtype and shape of the state, or for one dtype and width of the
-convolution. $NVCC names an nvcc, $LONGHORN_CUDA_COMPILER=nvrtc passes it over.
-
-The surprise: no host code is compiled. Kernels take one struct by value (ScanArgs or ConvArgs, mirrored in kernels/build.py),
-and ctypes hands it to cuLaunchKernel; so one cubin serves every Python and every PyTorch.
+The compiler is nvcc where there is one, else NVRTC, which PyTorch's CUDA wheels bring. $NVCC names an nvcc,
+$LONGHORN_CUDA_COMPILER=nvrtc skips it. A kernel takes one struct by value (ScanArgs or ConvArgs, mirrored in
+kernels/build.py), which ctypes hands to cuLaunchKernel, so one cubin serves every version of Python and PyTorch.
 """
 
 import ctypes
@@ -19,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "backward_whole_kernel", "ends_kernel",
-                "ends_whole_kernel", "pulls_kernel", "pulls_whole_kernel", "combine_kernel")
+SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "backward_whole_kernel",
+                "segment_state_kernel", "segment_state_whole_kernel", "segment_grad_kernel",
+                "segment_grad_whole_kernel", "combine_kernel")
 CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-# bytes that a GPU has: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
-ROOM = 97, 81
+ROOM = 97, 81  # bytes: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
+RESERVED = 1024  # bytes of each block's shared memory that the system takes
 DISAGREE = "kernels/build.py and the sources of its kernels disagree about the arguments: change the structs together"
-RESERVED = 1024  # bytes of shared memory that the system takes of each block's
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
 
@@ -37,8 +34,8 @@ def nvcc():
     """The path of nvcc, or None: $NVCC, the PATH, $CUDA_HOME and /usr/local/cuda are searched."""
     if os.environ.get("LONGHORN_CUDA_COMPILER") == "nvrtc":
         return None
-    standard = [os.path.join(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    candidates = [os.environ.get("NVCC"), "nvcc", *standard, "/usr/local/cuda/bin/nvcc"]
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
+    candidates = [os.environ.get("NVCC"), "nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes)]
     return next((found for found in map(shutil.which, filter(None, candidates)) if found), None)
 
 
@@ -46,7 +43,7 @@ def nvcc():
 def nvrtc():
     """The NVRTC library, loaded, or None. PyTorch's wheels keep it under nvidia/ beside torch, or in torch/lib.
 
-    Of several the one of PyTorch's own CUDA version is taken: what a newer one compiles an older driver may not load.
+    Of several the one of PyTorch's own CUDA version is taken: an older driver may not load what a newer one compiles.
     """
     packages = Path(torch.__file__).parent.parent
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
@@ -62,7 +59,8 @@ def nvrtc():
         if lib:
             lib.nvrtcGetErrorString.restype = ctypes.c_char_p
             libraries.append(lib)
-    return next((lib for lib in libraries if nvrtc_version(lib) == torch.version.cuda), libraries[0] if libraries else None)
+    same = [lib for lib in libraries if nvrtc_version(lib) == torch.version.cuda]
+    return next(iter([*same, *libraries]), None)
 
 
 def nvrtc_version(lib):
@@ -79,53 +77,6 @@ def missing():
     return "no nvcc and no NVRTC found (install the CUDA toolkit or nvidia-cuda-nvrtc, or set NVCC)"
 
 
-def defines(update, dtype, P, L, C=1):
-    """The macros that choose the scan's kernels: L lanes share C channels, each with P states of every one."""
-    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", f"-DSCAN_P={P}", f"-DSCAN_L={L}", f"-DSCAN_C={C}"]
-
-
-def conv_defines(dtype, W):
-    return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={W}"]
-
-
-def compile_cubin(source, to, architecture, macros, kind="cubin"):
-    """Compile `source` for an architecture such as 'sm_90' into the file `to`. Raises OSError with the compiler's words.
-
-    kind: "cubin", or "ptx" for the text that a cubin is assembled from, which the tests run.
-    """
-    path, lib, words = nvcc(), nvrtc(), missing()  # where nvcc fails, for want of a host compiler say, NVRTC may not
-    if path:
-        options = [f"-{kind}", "-O3", "-std=c++17", "-lineinfo", f"-arch={architecture}", *macros]
-        command = [path, *options, str(source), "-o", str(to)]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if not run.returncode:
-            return
-        words = f"{path} could not build {Path(source).name} for {architecture}: {run.stderr.strip()[:500]}"
-    if lib is None:
-        raise OSError(words)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--generate-line-info", f"-I{Path(source).parent}", *macros]
-    program = ctypes.c_void_p()
-    check = lambda code, what: _check(code, what, lambda c: lib.nvrtcGetErrorString(c).decode(), OSError)
-    check(lib.nvrtcCreateProgram(ctypes.byref(program), Path(source).read_bytes(), Path(source).name.encode(), 0, None, None),
-          "nvrtcCreateProgram")
-    try:
-        code = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
-        if code:
-            words = _text(lib, program, "ProgramLog")
-            raise OSError(f"NVRTC could not build {Path(source).name} for {architecture}: {words.decode().strip()[:500]}")
-        Path(to).write_bytes(_text(lib, program, kind.upper()))
-    finally:
-        lib.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _text(lib, program, what):
-    size = ctypes.c_size_t()
-    getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    text = ctypes.create_string_buffer(size.value)
-    getattr(lib, f"nvrtcGet{what}")(program, text)
-    return text.raw
-
-
 def compiler_version():
     """What the cache of cubins is keyed by."""
     path = nvcc()
@@ -136,11 +87,56 @@ def compiler_version():
     return f"NVRTC {nvrtc_version(nvrtc())}"
 
 
+def defines(update, dtype, *shape):
+    """The macros that choose the kernels: the scan's of `update` for a `cuda_shape` (P, L, C), or "conv" for (W,)."""
+    if update == "conv":
+        return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={shape[0]}"]
+    sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PLC", shape, strict=True)]
+    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes]
+
+
+def compile_cubin(source, to, architecture, macros, kind="cubin"):
+    """Compile `source` for an architecture such as 'sm_90' into the file `to`. Raises OSError if that fails.
+
+    kind: "cubin", or "ptx" for the text that a cubin is assembled from, which the tests run.
+    """
+    path, message = nvcc(), missing()
+    if path:
+        options = [f"-{kind}", "-O3", "-std=c++17", "-lineinfo", f"-arch={architecture}", *macros]
+        run = subprocess.run([path, *options, str(source), "-o", str(to)], capture_output=True, text=True)
+        if not run.returncode:
+            return
+        message = f"{path} could not build {Path(source).name} for {architecture}: {run.stderr.strip()[:500]}"
+    lib = nvrtc()  # also where nvcc fails, which needs a host compiler
+    if lib is None:
+        raise OSError(message)
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--generate-line-info", f"-I{Path(source).parent}"]
+    options = [option.encode() for option in [*options, *macros]]
+    program, text = ctypes.c_void_p(), Path(source).read_bytes()
+    code = lib.nvrtcCreateProgram(ctypes.byref(program), text, Path(source).name.encode(), 0, None, None)
+    _check(code, "nvrtcCreateProgram", lambda c: lib.nvrtcGetErrorString(c).decode(), OSError)
+    try:
+        if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+            log = _nvrtc_text(lib, program, "ProgramLog").decode().strip()[:500]
+            raise OSError(f"NVRTC could not build {Path(source).name} for {architecture}: {log}")
+        Path(to).write_bytes(_nvrtc_text(lib, program, kind.upper()))
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc_text(lib, program, what):
+    size = ctypes.c_size_t()
+    getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(lib, f"nvrtcGet{what}")(program, text)
+    return text.raw
+
+
 # -------------------------------------------------------------------------------------------------------------- driver
 
-def _check(code, what, words, error=RuntimeError):
+def _check(code, what, message, error=RuntimeError):
     if code:
-        raise error(f"scan: {what} failed: {words(code)} (CUDA error {code})")
+        raise error(f"scan: {what} failed: {message(code)} (CUDA error {code})")
 
 
 @functools.cache
@@ -164,35 +160,35 @@ def declare(lib):
 
 
 class Module:
-    """A loaded cubin with these kernels: `launch` runs one. `lib` is the driver; the tests give one that runs on the CPU."""
+    """A loaded cubin with these kernels; `launch` runs one. lib: the driver; the tests give one that uses the CPU."""
 
     def __init__(self, cubin, kernels, args_size, lib=None, device=None):
         self.lib, self.context, self.ready = lib or driver(), ctypes.c_void_p(), set()
-        if device is not None:  # PyTorch computes in the device's primary context; a thread of autograd may not have it yet
-            self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "cuDevicePrimaryCtxRetain")
+        if device is not None:  # PyTorch's context of the device, which a thread of autograd may not have set yet
+            self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "the device's context")
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
-        module, where, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels (if the driver is older than "
-                   "nvcc: LONGHORN_CUDA_COMPILER=nvrtc takes the compiler of PyTorch's own CUDA)")
+        module, at, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels (if the driver is "
+                   "older than nvcc: LONGHORN_CUDA_COMPILER=nvrtc takes the compiler of PyTorch's own CUDA)")
         self.functions = {name: ctypes.c_void_p() for name in kernels}
         for name, function in self.functions.items():
             self.check(self.lib.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
-        self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(where), ctypes.byref(size), module, b"facts"), "facts")
+        self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, b"facts"), "facts")
         facts = (ctypes.c_int64 * (size.value // 8))()
-        self.check(self.lib.cuMemcpyDtoH_v2(facts, where, size.value), "facts")
-        # steps of a chunk, or of a tile; channels a block; states a channel, with those that pad them
-        self.steps, size_there, self.threads, self.channels, self.states, *shared = facts
+        self.check(self.lib.cuMemcpyDtoH_v2(facts, at, size.value), "facts")
+        # steps of a chunk or tile, threads and channels per block, states per channel with those that pad them
+        self.steps, args_size_there, self.threads, self.channels, self.states, *shared = facts
         self.shared = dict(zip(kernels, shared, strict=True))
         self.room = tuple(self.attribute(which, device or 0) for which in ROOM)
-        if size_there != args_size:
+        if args_size_there != args_size:
             raise OSError(DISAGREE)
 
     def check(self, code, what):
-        def words(code):
+        def message(code):
             text = ctypes.c_char_p()
             self.lib.cuGetErrorString(code, ctypes.byref(text))
-            return text.value.decode() if text.value else "an error it has no words for"
-        _check(code, what, words)
+            return text.value.decode() if text.value else "unknown error"
+        _check(code, what, message)
 
     def attribute(self, which, device):
         value = ctypes.c_int()
@@ -200,21 +196,22 @@ class Module:
         return value.value
 
     def has_room(self, name, instead):
-        """Whether this GPU has the shared memory that kernel `name` asks for; and, if it holds two blocks of the kernel
-        `instead`, two of this one."""
+        """Whether this GPU has the shared memory that kernel `name` needs, and holds two blocks of it per
+        multiprocessor if it holds two of the kernel `instead`."""
         block, multiprocessor = self.room
         at_once = lambda kernel: min(2, multiprocessor // (self.shared[kernel] + RESERVED))
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 
     def launch(self, name, blocks, args, stream):
-        """Run kernel `name` on `blocks` blocks with the struct `args` by value. Raises RuntimeError that names the launch."""
+        """Run kernel `name` on `blocks` blocks with `args` by value. Raises RuntimeError that names the launch."""
         function, shared = self.functions[name], self.shared[name]
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
         if name not in self.ready:
-            self.check(self.lib.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared),
-                       f"{name}, which needs {shared / 1024:.1f} KB of shared memory a block, more than this GPU may have")
+            self.check(self.lib.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared), f"{name}, which needs "
+                       f"{shared / 1024:.1f} KB of shared memory per block, more than this GPU may have")
             self.ready.add(name)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         code = self.lib.cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, shared, stream, params, None)
-        self.check(code, f"the launch of {name} ({blocks} blocks of {self.threads} threads, {shared} bytes of shared memory)")
+        self.check(code, f"the launch of {name} ({blocks} blocks of {self.threads} threads, {shared} bytes of shared "
+                   "memory)")

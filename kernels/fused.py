@@ -23,6 +23,9 @@ LIBRARIES = {  # operator: (package, module, function, dtypes)
 }
 
 
+BY_DEFAULT = ("gated_linear_attention", "retention", "delta_rule")  # on a GPU, without backend="fused" too
+
+
 @functools.cache
 def load(op):
     """(the library's function for `op`, None), or (None, why it cannot be loaded)."""
@@ -35,11 +38,6 @@ def load(op):
     except Exception as error:  # these packages import Triton, which asks for a driver: any error can come out
         what = f"does not import ({' '.join(str(error).split())[:200]})"
     return None, f"{package} {what}"
-
-
-def missing(op):
-    """Why the library's function for `op` cannot be loaded, or None."""
-    return load(op)[1]
 
 
 def call(op, *args, **kwargs):

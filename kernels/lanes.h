@@ -1,15 +1,13 @@
-// What the native kernels are written in: a lane of a GPU, where a number is a float, or a vector of the CPU, where it is LANES
-// channels. longhorn_scan.cu and conv_norm.cu begin with it.
-//
-// The surprise: both halves define the same names (to_float, reciprocal, maximum, exp_clamped ...), so that a formula is
-// written once for either. No header of PyTorch or CUDA is included.
+// The arithmetic of the native kernels, for one lane of a GPU, where a number is a float, and for a CPU vector of LANES
+// channels. longhorn_scan.cu and conv_norm.cu include it. Both halves define the same names (to_float, reciprocal,
+// maximum, exp_clamped ...), so that a formula is written once. No header of PyTorch or CUDA is included.
 //
 // Order: macros, lanes of a GPU, CPU vectors and tasks, what both have.
 
 #pragma once
 
 #if defined(__CUDACC__) || defined(LONGHORN_SHIM)
-#define ON_GPU                                         // LONGHORN_SHIM: the tests run these kernels on a CPU, tests/cuda_shim.h
+#define ON_GPU                                         // LONGHORN_SHIM: the tests run them on a CPU
 #endif
 #ifdef __CUDACC_RTC__                                  // NVRTC has no headers at all
 typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; typedef unsigned short uint16_t;
@@ -20,7 +18,7 @@ typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; t
 
 #define LOG2E 1.44269504f
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };                    // what the CPU's kernels are told of dtypes; a GPU's are compiled for one
+enum { FLOAT32 = 0, BFLOAT16 = 1 };                    // dtypes of the CPU kernels; a GPU's are compiled for one
 
 #ifdef ON_GPU
 #define MATH static __device__ __forceinline__
@@ -39,7 +37,7 @@ MATH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #endif
 #define ALL_LANES 0xffffffffu
 
-// A kernel as kernels/cuda.py launches it: `body` of one struct, with registers for so many blocks a multiprocessor.
+// A kernel as kernels/cuda.py launches it: `body` of one struct, with registers for so many blocks per multiprocessor.
 #define KERNEL(name, blocks, Args, body) \
     __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
 
@@ -50,40 +48,58 @@ MATH uint16_t round_to_bf16(float v) { uint16_t u; asm("cvt.rn.bf16.f32 %0, %1;"
 MATH uint16_t round_to_fp16(float v) { uint16_t u; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(u) : "f"(v)); return u; }
 MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(u)); return v; }
 MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
-MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }    // 1 ulp, no slow path
-// A store under a predicate. Of `if (here)` nvcc may make two copies of a loop, one for the lanes that write and one for those
-// that do not: the lanes of a warp then go through them one after the other.
+// 1 ulp, no slow path
+MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
+// A predicated store. For `if (here)` nvcc may make two copies of a loop, one for the lanes that write and one for
+// those that do not, which a warp then runs one after the other.
 MATH void store_32(int here, void *p, float v) {
-    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(here), "l"(p), "f"(v) : "memory");
+    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(here), "l"(p),
+                 "f"(v) : "memory");
 }
 MATH void store_16(int here, void *p, uint16_t v) {
-    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(here), "l"(p), "h"(v) : "memory");
+    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(here), "l"(p),
+                 "h"(v) : "memory");
 }
 MATH void store_two(float *shared, float a, float b) {                   // nvcc makes two stores of it
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"((uint32_t)__cvta_generic_to_shared(shared)), "f"(a), "f"(b) : "memory");
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"((uint32_t)__cvta_generic_to_shared(shared)), "f"(a),
+                 "f"(b) : "memory");
 }
 MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
-MATH int64_t wide_product(int a, int b) { int64_t p; asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b)); return p; }
-// A number that nvcc knows nothing of: or else it computes what follows from it long before, in registers that are scarce.
-MATH int fresh(int n) { asm volatile("" : "+r"(n)); return n; }
-// A copy from global to shared memory that goes on while the lane does other things: begun, closed into a group with those
-// begun since the last, awaited by its own lane; other lanes see it behind a barrier after that.
+MATH int64_t wide_product(int a, int b) {
+    int64_t p;
+    asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b));
+    return p;
+}
+// Hides a number's origin from nvcc, which else computes what depends on it early and keeps it in scarce registers.
+MATH int opaque(int n) { asm volatile("" : "+r"(n)); return n; }
+// An asynchronous copy from global to shared memory: copy_begin starts it, copy_group closes a group of those begun
+// since the last one, copy_wait waits for the lane's own groups; other lanes see the data after a barrier behind that.
 template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
     const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
-    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(global) : "memory");
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(global) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(global), "n"(BYTES) : "memory");
 }
 MATH void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> MATH void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }   // but the last LEFT groups
-// if ? a : b, which nvcc may make branches of, and then it must ask before each shuffle whether the warp has drifted apart
+// but the last LEFT groups
+template <int LEFT> MATH void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
+// A select that stays one. nvcc may turn `if_ ? a : b` into branches, and then guards every shuffle against divergence.
 MATH float pick(int if_, float a, float b) {
     float v;
     asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }" : "=f"(v) : "r"(if_), "f"(a), "f"(b));
     return v;
 }
-MATH float maximum(float v, float low) { float m; asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(low)); return m; }
-MATH float minimum(float v, float high) { float m; asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(high)); return m; }
+MATH float maximum(float v, float low) {
+    float m;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(low));
+    return m;
+}
+MATH float minimum(float v, float high) {
+    float m;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(v), "f"(high));
+    return m;
+}
 #endif
 
 struct bf16 { uint16_t bits; };
@@ -93,7 +109,8 @@ MATH float to_float(float v) { return v; }
 MATH float to_float(bf16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
 MATH float to_float(fp16 v) { return widen_fp16(v.bits); }
 
-// A number read ahead of its use, as its bits in a whole register: halves of registers cost an instruction when they are moved.
+// A number read ahead of its use, as its bits in a whole register: halves of registers cost an instruction when they
+// are moved.
 template <class E> struct Ahead { uint32_t bits; };
 MATH Ahead<float> read(const float *p) { return {read_32(p)}; }
 MATH Ahead<bf16> read(const bf16 *p) { return {read_16(p)}; }
@@ -113,7 +130,8 @@ template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       
     else if (here) set(p, v);
 }
 
-MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }       // 2 a - b, for which nvcc takes two additions
+// 2 a - b, for which nvcc takes two additions
+MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
 MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // where 1 / (1 + inf) = 0 is what is wanted
 // e^-(v + bias), or inf. In one fma, so v + bias is off by 2^-24 of the bias where the two cancel.
@@ -122,7 +140,9 @@ MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 be
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
 // Step t of a row: strides are bytes here and fit 32 bits, which kernels/build.py sees to.
-template <class E> MATH const E *step_at(const E *row, int t, int stride) { return (const E *)((const char *)row + wide_product(t, stride)); }
+template <class E> MATH const E *step_at(const E *row, int t, int stride) {
+    return (const E *)((const char *)row + wide_product(t, stride));
+}
 template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((char *)row + wide_product(t, stride)); }
 
 #else
@@ -225,7 +245,9 @@ MATH vec exp2_clamped(vec v) {
 // 64-byte aligned scratch of one task; `need` floats each.
 struct Scratch {
     char *base; size_t used, size;
-    Scratch(size_t floats) : used(0), size(floats * 4 + 64 * 16) { base = (char *)aligned_alloc(64, (size + 63) / 64 * 64); }
+    Scratch(size_t floats) : used(0), size(floats * 4 + 64 * 16) {
+        base = (char *)aligned_alloc(64, (size + 63) / 64 * 64);
+    }
     ~Scratch() { free(base); }
     template <class V> V *take(size_t count) {
         V *p = (V *)(base + used);
@@ -235,7 +257,8 @@ struct Scratch {
 };
 
 // Each task owns its outputs, and what tasks share is summed in a fixed order: two runs agree to the bit.
-template <class A, class F> static void for_tasks(const A &a, F run) {     // run(batch row, split, first group, last group)
+// run(batch row, split, first group, last group)
+template <class A, class F> static void for_tasks(const A &a, F run) {
     const int64_t groups = ceil_div(a.D, LANES), tasks = a.B * a.splits;
     #pragma omp parallel for schedule(dynamic, 1) num_threads((int)a.threads)
     for (int64_t task = 0; task < tasks; task++) {

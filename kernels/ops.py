@@ -1,15 +1,15 @@
-"""The small operators around the scan that cost memory traffic and little arithmetic: short convolution, RMSNorm, the loss.
+"""Operators that move much memory for little arithmetic: short convolution, RMSNorm, softmax attention, head and loss.
 
-    causal_conv1d            y_t = silu(b + sum_i w_i x_{t - W + 1 + i})      Mamba's and Longhorn's, (B, T, D) in and out
+    causal_conv1d            y_t = silu(b + sum_i w_i x_{t - W + 1 + i})      Mamba's and Longhorn's
     rms_norm                 y = x / sqrt(mean(x^2) + eps) * w                every family's
-    linear_cross_entropy     mean of -log softmax(x W^T)[target]              head and loss at once
+    attention                softmax(q k^T / sqrt(n)) v                       LLaMA's
+    linear_cross_entropy     mean of -log softmax(x W^T)[target]              head and loss in one operator
 
-The surprise: on two cores the first two took a quarter of a training step in eager PyTorch: it transposes for the first and
-passes over memory seventeen times for the second. The kernels in conv_norm.cu make it two passes each. On a GPU the
-convolution's run too; RMSNorm's is PyTorch's own there. The third is PyTorch's everywhere, in an order that needs a sixth
-of the memory: with GPT-2's vocabulary the logits were as large as all else that a small model keeps.
+The first two have CPU kernels in conv_norm.cu: eager PyTorch transposes for the convolution and passes over memory
+seventeen times for the norm. On a GPU the convolution has one too. The loss is PyTorch's operators in an order that
+needs a sixth of the memory. What the operators share stands here too: checks, and loops in pieces.
 
-What the scan shares with these stands here as well: how arguments are checked, and how a second derivative is refused.
+    python -m pytest tests/test_ops.py
 """
 
 import torch
@@ -21,11 +21,11 @@ from kernels import build, fused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states that its backward starts from
-LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # in float32: what a core's cache holds; what keeps a GPU busy
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # float32 numbers: what a core's cache holds; what keeps a GPU busy
 
 
 def check_tensor(op, name, a, floats=True):
-    """Raises ValueError for what is no strided tensor, of floats unless told otherwise."""
+    """Raises ValueError for what is not a strided tensor, of floating point if `floats`."""
     if not isinstance(a, Tensor):
         raise ValueError(f"{op}: {name} must be a torch.Tensor, got {type(a).__name__}")
     if a.layout != torch.strided or a.is_nested:
@@ -34,22 +34,17 @@ def check_tensor(op, name, a, floats=True):
         raise ValueError(f"{op}: {name} must be floating point of 16, 32 or 64 bits, got {a.dtype}")
 
 
-def differentiable_once(op, backward):
-    """Have a second derivative through the custom op `backward` refused in one line."""
-    def refuse(ctx, *grads):
-        raise RuntimeError(f"{op}: the kernels are differentiable once: use backend='torch'")
-
-    backward.register_autograd(refuse)
-
-
-def one_after_another(backward):
-    """Several gradients at once, torch.func.vmap over a backward: one by one, as PyTorch does for all but lists."""
-    def each(info, in_dims, *args):
-        ones = ([a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size))
-        grads = [torch.stack(g) for g in zip(*(backward(*one) for one in ones), strict=True)]
-        return grads, [0] * len(grads)
-
-    backward.register_vmap(each)
+def check_shapes(op, beside, device, wanted, optional=()):
+    """Raises ValueError for a tensor of another shape or device. wanted: {name: (tensor, shape)}; those named in
+    `optional` may be None. beside: the shapes that decide, for the message."""
+    for name, (a, shape) in wanted.items():
+        if a is None and name in optional:
+            continue
+        if a is None or tuple(a.shape) != shape:
+            got = None if a is None else tuple(a.shape)
+            raise ValueError(f"{op}: {name} must be {shape} beside {beside}, got {got}")
+        if a.device != device:
+            raise ValueError(f"{op}: {name} is on {a.device}, {beside.split()[0]} on {device}: move them to one device")
 
 
 @build.not_compiled  # unrolled over time, a graph of it would have thousands of nodes per layer
@@ -59,23 +54,69 @@ def in_pieces(loop, timed, state):
     timed: tensors (B, T, ...) or None. Kept for the backward are the inputs and the states between the pieces.
     """
     T, ys = timed[0].shape[1], []
-    again = torch.is_grad_enabled() and T > PIECE and not build.transformed()  # torch.func takes no checkpoints
+    recompute = torch.is_grad_enabled() and T > PIECE and not build.transformed()  # torch.func has no checkpoints
     for t in range(0, T, PIECE):
         part = [None if a is None else a[:, t:t + PIECE] for a in timed]
-        y, state = checkpoint(loop, *part, state, use_reentrant=False) if again else loop(*part, state)
+        y, state = checkpoint(loop, *part, state, use_reentrant=False) if recompute else loop(*part, state)
         ys.append(y)
     return (torch.cat(ys, 1), state) if ys else loop(*timed, state)
 
 
+def differentiable(forward, backward, tensors, results=1):
+    """Make the custom op `forward` differentiable, once, by the custom op `backward`.
+
+    tensors: how many of forward's arguments, the first, have gradients; None for absent ones. results: how many of its
+    results have; the others are kept for the backward. backward(*gradients of results, *forward's arguments, *kept)
+    returns a gradient shaped like each of the tensors, empty for absent ones.
+    """
+    def setup(ctx, inputs, output):
+        kept = output[results:] if isinstance(output, tuple) else ()
+        ctx.others = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors], *(a for a in ctx.others if isinstance(a, Tensor)), *kept)
+        ctx.others = [None if isinstance(a, Tensor) else a for a in ctx.others]
+        ctx.is_tensor = [isinstance(a, Tensor) for a in inputs[tensors:]]
+        ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, *grads):
+        saved = list(ctx.saved_tensors)
+        first, saved = saved[:tensors], saved[tensors:]
+        others = [saved.pop(0) if is_tensor else a for a, is_tensor in zip(ctx.others, ctx.is_tensor, strict=True)]
+        if all(g is None for g in grads[:results]):
+            return (None,) * (tensors + len(others))
+        dy = torch.zeros_like(first[0]) if grads[0] is None else grads[0]
+        found = backward(dy, *grads[1:results], *first, *others, *saved)
+        return *(None if a is None else g for a, g in zip(first, found, strict=True)), *(None for _ in others)
+
+    def refuse(ctx, *grads):
+        name = forward._qualname.split("::")[1]
+        raise RuntimeError(f"{name}: the kernels are differentiable once: use backend='torch'")
+
+    forward.register_autograd(gradient, setup_context=setup)
+    backward.register_autograd(refuse)
+    backward.register_fake(lambda *args: or_empty(args[0], map(contiguous_like, args[results:results + tensors])))
+
+
+def or_empty(like, grads):
+    """A custom op returns tensors: empty ones for None."""
+    return tuple(torch.empty(0, device=like.device) if g is None else g for g in grads)
+
+
+def contiguous_like(a):
+    return None if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
+
+
+# -------------------------------------------------------------------------------------------------- short convolution
+
 def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
-    """The short depthwise causal convolution in front of the scan, with its SiLU: y_t = silu(b + sum_i w_i x_{t-W+1+i}).
+    """The short depthwise causal convolution before the scan, with its SiLU: y_t = silu(b + sum_i w_i x_{t-W+1+i}).
 
     Args:
-        x: (B, T, D) float32, bfloat16 or float16; weight: (D, W), W >= 1; bias: (D,).
+        x: (B, T, D) float32, bfloat16 or float16 (float64: PyTorch's); weight: (D, W), W >= 1; bias: (D,).
         state: (B, W - 1, D), the inputs before the first; None for zeros.
         silu: apply SiLU to the result.
-        backend: as for `longhorn_scan`, or 'fused' for causal-conv1d's kernel (with a state, or W outside 2 to 4, this
-            repository's own); on a GPU call it once before capturing a CUDA graph.
+        backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, but with a state, or W outside 2 to 4, the native
+            kernel. On a GPU call it once before capturing a CUDA graph.
 
     Returns:
         y (B, T, D) in x's dtype, differentiable once. The state that follows is `conv_state(x, state, W)`.
@@ -84,26 +125,21 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
         if a is not None or name in ("x", "weight"):
             check_tensor("causal_conv1d", name, a)
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] < 1:
-        raise ValueError(f"causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x {tuple(x.shape)}, "
-                         f"weight {tuple(weight.shape)}")
-    B, T, D = x.shape
-    W = weight.shape[1]
-    wanted = {"weight": (weight, (D, W)), "bias": (bias, (D,)), "state": (state, (B, W - 1, D))}
-    for name, (a, shape) in wanted.items():
-        if a is not None and tuple(a.shape) != shape:
-            raise ValueError(f"causal_conv1d: {name} must be {shape} beside x {tuple(x.shape)}, got {tuple(a.shape)}")
-        if a is not None and a.device != x.device:
-            raise ValueError(f"causal_conv1d: {name} is on {a.device}, x on {x.device}: move them to one device")
+        raise ValueError("causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x "
+                         f"{tuple(x.shape)}, weight {tuple(weight.shape)}")
+    (B, _, D), W = x.shape, weight.shape[1]
+    check_shapes("causal_conv1d", f"x {tuple(x.shape)}", x.device, optional=("bias", "state"), wanted={
+        "weight": (weight, (D, W)), "bias": (bias, (D,)), "state": (state, (B, W - 1, D))})
+    x = x.to(build.compute_dtype(x))
     if backend == "fused" and (state is not None or not 2 <= W <= 4):
         backend = None
-    cannot = None if W <= build.MAX_WIDTH else f"the kernels take convolutions up to width {build.MAX_WIDTH}"
+    cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
     chosen = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot)
     if chosen == "torch":
         return _conv_torch(x, weight, bias, state, silu)
     if chosen == "fused":
         return _conv_fused(x, weight, bias, silu)
-    return torch.ops.longhorn.conv(x, weight.float(), None if bias is None else bias.float(),
-                                   None if state is None else state.float(), silu)
+    return torch.ops.longhorn.causal_conv1d(x, *(None if a is None else a.float() for a in (weight, bias, state)), silu)
 
 
 def _conv_torch(x, weight, bias, state, silu):
@@ -117,8 +153,8 @@ def _conv_torch(x, weight, bias, state, silu):
 
 @build.not_compiled  # a C++ extension, opaque to the compiler
 def _conv_fused(x, weight, bias, silu):
-    x = x.to(build.compute_dtype(x)).transpose(1, 2)
-    return fused.call("causal_conv1d", x, weight, bias, activation="silu" if silu else None).transpose(1, 2)
+    y = fused.call("causal_conv1d", x.transpose(1, 2), weight, bias, activation="silu" if silu else None)
+    return y.transpose(1, 2)
 
 
 def conv_state(x, state, W):
@@ -126,142 +162,14 @@ def conv_state(x, state, W):
 
     A copy, so that a kept state does not keep all of x alive.
     """
+    if x.shape[1] >= W - 1:
+        return x[:, x.shape[1] - W + 1:].clone()
     if state is None:
         state = x.new_zeros(x.shape[0], W - 1, x.shape[2])
-    return x[:, x.shape[1] - W + 1:].clone() if x.shape[1] >= W - 1 else torch.cat([state.to(x.dtype), x], 1)[:, x.shape[1]:]
+    return torch.cat([state.to(x.dtype), x], 1)[:, x.shape[1]:]
 
 
-def rms_norm(x, weight, eps=1e-5, backend=None):
-    """Root mean square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
-
-    Args: x (..., D) float32, bfloat16 or float16; weight (D,).
-    Returns: (..., D) in x's dtype, differentiable once; under autocast in its dtype, since a linear map follows and would cast
-    it anyway.
-    """
-    check_tensor("rms_norm", "x", x)
-    check_tensor("rms_norm", "weight", weight)
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"rms_norm: x must be (..., D) with D at least 1, got {tuple(x.shape)}")
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: weight must be (D,) beside x (..., D), got x {tuple(x.shape)}, weight {tuple(weight.shape)}")
-    if weight.device != x.device:
-        raise ValueError(f"rms_norm: weight is on {weight.device}, x on {x.device}: move them to one device")
-    out = build.compute_dtype(x)
-    native = x.device.type == "cpu" and x.dtype in build.DTYPES and torch.float16 not in (x.dtype, out)
-    if not native or build.choose("rms_norm", backend, "cpu") == "torch":
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
-    return torch.ops.longhorn.rms_norm(x, weight.float(), eps, out)[0]
-
-
-def attention(q, k, v, backend=None):
-    """Causal softmax attention: softmax(q k^T / sqrt(n)) v; query t of T sees the keys up to position past + t.
-
-    Args:
-        q: (B, H, T, n); k, v: (B, H, past + T, n), past >= 0, in any floating point dtype.
-        backend: 'torch' (a plain softmax, in float32 for half types), 'cpu' or 'cuda' (PyTorch's
-            scaled_dot_product_attention), 'fused' (flash-attn: bfloat16 and float16 on a GPU); None or "": PyTorch's.
-
-    Returns: (B, H, T, n) in v's dtype, under autocast in its dtype.
-    Raises ValueError for shapes that do not fit, RuntimeError for a backend that cannot run here.
-    """
-    for name, a in (("q", q), ("k", k), ("v", v)):
-        check_tensor("attention", name, a)
-    if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
-            and q.shape[2] <= k.shape[2]):
-        raise ValueError("attention: q must be (B, H, T, n), k and v (B, H, past + T, n), got q "
-                         f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    chosen = build.choose("attention", backend, q.device.type, q.dtype)
-    if chosen == "fused":
-        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        return fused.call("attention", q, k, v, causal=True).transpose(1, 2)
-    T, past = q.shape[2], k.shape[2] - q.shape[2]
-    if chosen == "torch":
-        return _softmax_attention(q, k, v)
-    mask = _visible(T, past, q.device) if past and T > 1 else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
-
-
-def _softmax_attention(q, k, v):
-    T, S = q.shape[2], k.shape[2]
-    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5  # (B, H, T, S)
-    scores = scores.masked_fill(~_visible(T, S - T, q.device), -torch.inf)
-    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype) @ v
-
-
-def _visible(T, past, device):
-    return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)
-
-
-def linear_cross_entropy(x, weight, targets, ignore_index=-1, backend=None):
-    """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
-
-    F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes a logit at its peak. Here the softmax is taken a few rows at
-    a time in float32 and leaves in the place of the logits their gradient: 2 bytes in bfloat16. It is the gradient of the sum,
-    which in float16 does not underflow as that of a mean may; the mean's factor comes in with the products.
-
-    Args:
-        x: (..., D); weight: (V, D); cast to the dtype of autocast, or without it to x's.
-        targets: (...) int64 in [0, V), or `ignore_index` where no loss is wanted.
-        backend: 'torch' is F.cross_entropy of the logits in float32 (float64 for float64 inputs).
-
-    Returns: the loss, a float32 scalar (float64 for such x), differentiable once; nan, with zeros for gradients, if every target
-    is ignored.
-    Raises ValueError for shapes that do not fit together, and PyTorch's own error for a target outside the vocabulary.
-    """
-    check_tensor("linear_cross_entropy", "x", x)
-    check_tensor("linear_cross_entropy", "weight", weight)
-    check_tensor("linear_cross_entropy", "targets", targets, floats=False)
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
-        raise ValueError(f"linear_cross_entropy: x must be (..., D), weight (V, D) and targets (...), got x {tuple(x.shape)}, "
-                         f"weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
-    dtype = build.compute_dtype(x)
-    if build.choose("linear_cross_entropy", backend, x.device.type) == "torch":
-        logits = F.linear(x.to(dtype), weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))  # (..., V)
-        return F.cross_entropy(logits.reshape(-1, len(weight)), targets.reshape(-1), ignore_index=ignore_index)
-    train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), ignore_index, dtype, train)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, dtype, train):
-        ctx.dtypes, x, weight = (x.dtype, weight.dtype), x.to(dtype), weight.to(dtype)
-        exact, counts = torch.promote_types(dtype, torch.float32), targets != ignore_index
-        logits = x @ weight.t()  # (n, V); row by row they become their gradient
-        targets, log_p = torch.where(counts, targets, 0), torch.empty(len(x), dtype=exact, device=x.device)
-        rows = max(1, LOGITS_AT_ONCE.get(x.device.type, 2**25) // len(weight))
-        for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
-            of_all = torch.log_softmax(logits[part], -1, dtype=exact)
-            log_p[part] = of_all.gather(1, targets[part, None])[:, 0]
-            if train:
-                logits[part] = of_all.exp_()
-        ctx.count = counts.sum()
-        if train:
-            logits[torch.arange(len(x), device=x.device), targets] = (log_p.exp() - 1).to(dtype)
-            ctx.save_for_backward(x, weight, logits, counts)
-        return -torch.where(counts, log_p, 0).sum() / ctx.count
-
-    @staticmethod
-    def backward(ctx, grad):
-        if torch.is_grad_enabled():  # create_graph: once_differentiable would leave the loss out of some second derivatives
-            raise RuntimeError("linear_cross_entropy: it is differentiable once: use backend='torch'")
-        x, weight, dlogits, counts = ctx.saved_tensors
-        dx = dweight = None
-        # The mean's factor stays in float32: in bfloat16 it would be off by up to 0.4% for all of the model. Its power of two,
-        # which rounds nothing, goes into x, or else float16 could overflow in a sum over rows.
-        each = grad / ctx.count.clamp(min=1)
-        power = torch.ldexp(torch.ones_like(each), torch.frexp(each).exponent)
-        if ctx.needs_input_grad[0]:
-            dx = ((dlogits @ weight) * torch.where(counts, each, 0)[:, None]).to(ctx.dtypes[0])
-        if ctx.needs_input_grad[1]:
-            x = (x * torch.where(counts, power, 0)[:, None]).to(x.dtype)
-            dweight = ((dlogits.t() @ x).to(each.dtype) * (each / power)).to(ctx.dtypes[1])
-        return dx, dweight, None, None, None, None
-
-
-# ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
-
-@torch.library.custom_op("longhorn::conv", mutates_args=())
+@torch.library.custom_op("longhorn::causal_conv1d", mutates_args=())
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
     kernels = build.Kernels(build.ConvArgs, x, W=weight.shape[1], silu=int(silu))
     y = build.empty(x, *x.shape, dtype=kernels.dtype)
@@ -274,53 +182,54 @@ def _(x, weight, bias, state, silu):
     return build.empty(x, *x.shape, dtype=x.dtype)
 
 
-@torch.library.custom_op("longhorn::conv_backward", mutates_args=())
+@torch.library.custom_op("longhorn::causal_conv1d_backward", mutates_args=())
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dstate); the last two are empty without a bias and a state."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = build.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
-    dx, rows = build.empty(x, B, T, D, dtype=kernels.dtype), B * kernels.segments
-    kernels.args.dx_t = dx.stride(1)
-    dweight, dbias = build.empty(x, rows, W, D), build.empty(x, rows, D) if bias is not None else None
-    dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: where there is no step at all
+    kernels.args.dx_t, rows = D, B * kernels.segments
+    dx, dweight = build.empty(x, B, T, D, dtype=kernels.dtype), build.empty(x, rows, W, D)
+    dbias = build.empty(x, rows, D) if bias is not None else None
+    dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: T may be 0
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
-    dstate = build.empty(x, 0) if dstate is None else dstate
-    dbias = build.empty(x, 0) if dbias is None else dbias.sum(0)
-    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate
+    dbias = None if dbias is None else dbias.sum(0)
+    return or_empty(x, (dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate))
 
 
-@_conv_backward.register_fake
-def _(dy, x, weight, bias, state, silu):
-    D, W = weight.shape
-    return (build.empty(x, *x.shape, dtype=x.dtype), build.empty(x, D, W), build.empty(x, D if bias is not None else 0),
-            build.empty(x, x.shape[0], W - 1, D) if state is not None else build.empty(x, 0))
+differentiable(_conv, _conv_backward, tensors=4)
 
 
-def _conv_setup(ctx, inputs, output):
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
+# ------------------------------------------------------------------------------------------------------------ RMSNorm
 
+def rms_norm(x, weight, eps=1e-5, backend=None):
+    """Root mean square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
-def _conv_grad(ctx, dy):
-    x, weight, bias, state = ctx.saved_tensors
-    dx, dweight, dbias, dstate = torch.ops.longhorn.conv_backward(dy, x, weight, bias, state, ctx.silu)
-    return dx, dweight, dbias if bias is not None else None, dstate if state is not None else None, None
+    The native kernel takes float32 and bfloat16 on a CPU; everything else is PyTorch's F.rms_norm.
 
-
-_conv.register_autograd(_conv_grad, setup_context=_conv_setup)
-differentiable_once("causal_conv1d", _conv_backward)
-build.register_autocast(torch.ops.longhorn.conv.default, casts=(0,))
+    Args: x (..., D); weight (D,).
+    Returns: (..., D) in x's dtype, differentiable once; under autocast in its dtype (float64 stays), since a linear map
+    follows and would cast it anyway.
+    """
+    check_tensor("rms_norm", "x", x)
+    check_tensor("rms_norm", "weight", weight)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"rms_norm: x must be (..., D) with D at least 1, got {tuple(x.shape)}")
+    check_shapes("rms_norm", f"x {tuple(x.shape)}", x.device, {"weight": (weight, tuple(x.shape[-1:]))})
+    out = build.compute_dtype(x)
+    native = x.device.type == "cpu" and {x.dtype, out} <= {torch.float32, torch.bfloat16}
+    if not native or build.choose("rms_norm", backend, "cpu") == "torch":
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
+    return torch.ops.longhorn.rms_norm(x, weight.float(), eps, out)[0]
 
 
 def _norm_args(x, dtype, eps):
-    D = x.shape[-1]
-    rows = x.numel() // D
+    rows = x.numel() // x.shape[-1]
+    tasks = min(rows, 64)  # fixed: the sum over rows for dweight must not depend on the number of threads
     is_bf16 = [int(t == torch.bfloat16) for t in (x.dtype, dtype)]
-    tasks = min(rows, 64)  # a fixed number: the sum over rows for dweight does not depend on how many threads there are
-    return build.NormArgs(rows=rows, D=D, tasks=tasks, threads=torch.get_num_threads(), x_dtype=is_bf16[0],
-                           y_dtype=is_bf16[1], eps=eps)
+    return build.NormArgs(rows=rows, D=x.shape[-1], tasks=tasks, threads=torch.get_num_threads(), x_dtype=is_bf16[0],
+                          y_dtype=is_bf16[1], eps=eps)
 
 
 @torch.library.custom_op("longhorn::rms_norm", mutates_args=())
@@ -338,30 +247,125 @@ def _(x, weight, eps, dtype):
 
 
 @torch.library.custom_op("longhorn::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype,
+                       rstd: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dweight)."""
-    args, x, dy, weight = _norm_args(x, dy.dtype, 0.0), x.contiguous(), dy.contiguous(), weight.contiguous()
+    args, x, dy, weight = _norm_args(x, dy.dtype, eps), x.contiguous(), dy.contiguous(), weight.contiguous()
     dx, dweight = build.empty(x, *x.shape, dtype=x.dtype), build.empty(x, args.tasks, args.D)
-    build.library().rms_norm_backward_cpu(build.point(args, x=x, dy=dy, weight=weight, rstd=rstd, dx=dx, dweight=dweight))
+    pointers = build.point(args, x=x, dy=dy, weight=weight, rstd=rstd, dx=dx, dweight=dweight)
+    build.library().rms_norm_backward_cpu(pointers)
     return dx, dweight.sum(0)
 
 
-@_rms_norm_backward.register_fake
-def _(dy, x, weight, rstd):
-    return x.new_empty(x.shape), x.new_empty(weight.shape, dtype=torch.float32)
+differentiable(_rms_norm, _rms_norm_backward, tensors=2)
 
 
-def _rms_norm_setup(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+# ---------------------------------------------------------------------------------------------------------- attention
+
+def attention(q, k, v, backend=None):
+    """Causal softmax attention: softmax(q k^T / sqrt(n)) v; query t of T sees the keys up to position past + t.
+
+    Args:
+        q: (B, H, T, n); k, v: (B, H, past + T, n), past >= 0, in any floating point dtype.
+        backend: 'torch' (a plain softmax, in float32 for half types), 'cpu' or 'cuda' (PyTorch's
+            scaled_dot_product_attention), 'fused' (flash-attn: bfloat16 and float16 on a GPU); None or "": PyTorch's.
+
+    Returns: (B, H, T, n) in v's dtype, under autocast in its dtype.
+    Raises ValueError for shapes that do not fit, RuntimeError for a backend that cannot run here.
+    """
+    for name, a in (("q", q), ("k", k), ("v", v)):
+        check_tensor("attention", name, a)
+    fits = q.dim() == k.dim() == 4 and q.shape[2] <= k.shape[2] and k.shape == v.shape
+    if not fits or (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
+        raise ValueError("attention: q must be (B, H, T, n), k and v (B, H, past + T, n), got q "
+                         f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    chosen = build.choose("attention", backend, q.device.type, q.dtype)
+    if chosen == "torch":
+        return _softmax_attention(q, k, v)
+    if chosen == "fused":
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        return fused.call("attention", q, k, v, causal=True).transpose(1, 2)
+    T, past = q.shape[2], k.shape[2] - q.shape[2]
+    mask = _visible(T, past, q.device) if past and T > 1 else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
 
 
-def _rms_norm_grad(ctx, dy, _):
-    if dy is None:
-        return None, None, None, None
-    return *torch.ops.longhorn.rms_norm_backward(dy, *ctx.saved_tensors), None, None
+def _softmax_attention(q, k, v):
+    T, S = q.shape[2], k.shape[2]
+    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5  # (B, H, T, S)
+    scores = scores.masked_fill(~_visible(T, S - T, q.device), -torch.inf)
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype) @ v
 
 
-_rms_norm.register_autograd(_rms_norm_grad, setup_context=_rms_norm_setup)
-differentiable_once("rms_norm", _rms_norm_backward)
+def _visible(T, past, device):
+    return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)
+
+
+# ------------------------------------------------------------------------------------------------------ head and loss
+
+def linear_cross_entropy(x, weight, targets, ignore_index=-1, backend=None):
+    """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
+
+    F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes per logit at its peak. Here the softmax is taken a
+    few rows at a time in float32, and the gradient overwrites the logits: 2 bytes per logit in bfloat16. It is the
+    gradient of the sum, which does not underflow in float16 as that of a mean may; the backward divides.
+
+    Args:
+        x: (..., D); weight: (V, D); cast to the dtype of autocast, or without it to x's.
+        targets: (...) int64 in [0, V), or `ignore_index` where no loss is wanted.
+        backend: 'torch' is F.cross_entropy of the logits in float32 (float64 for float64 inputs).
+
+    Returns: the loss, a float32 scalar (float64 for such x), differentiable once; nan, with zeros for gradients, if
+    every target is ignored.
+    Raises ValueError for shapes that do not fit together, and PyTorch's own error for a target outside the vocabulary.
+    """
+    check_tensor("linear_cross_entropy", "x", x)
+    check_tensor("linear_cross_entropy", "weight", weight)
+    check_tensor("linear_cross_entropy", "targets", targets, floats=False)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
+        raise ValueError("linear_cross_entropy: x must be (..., D), weight (V, D) and targets (...), got x "
+                         f"{tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
+    dtype = build.compute_dtype(x)
+    if build.choose("linear_cross_entropy", backend, x.device.type) == "torch":
+        logits = F.linear(x.to(dtype), weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))  # (..., V)
+        return F.cross_entropy(logits.reshape(-1, len(weight)), targets.reshape(-1), ignore_index=ignore_index)
+    train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    return _LinearCrossEntropy.apply(x, weight, targets, ignore_index, dtype, train)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, ignore_index, dtype, train):
+        ctx.dtypes, x, weight = (x.dtype, weight.dtype), x.to(dtype), weight.to(dtype)
+        exact, counts = torch.promote_types(dtype, torch.float32), targets != ignore_index
+        logits = x @ weight.t()  # (n, V); row by row they become their gradient
+        targets, log_p = torch.where(counts, targets, 0), torch.empty(len(x), dtype=exact, device=x.device)
+        rows = max(1, LOGITS_AT_ONCE.get(x.device.type, 2**25) // len(weight))
+        for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
+            log_softmax = torch.log_softmax(logits[part], -1, dtype=exact)
+            log_p[part] = log_softmax.gather(1, targets[part, None])[:, 0]
+            if train:
+                logits[part] = log_softmax.exp_()
+        ctx.count = counts.sum()
+        if train:
+            logits[torch.arange(len(x), device=x.device), targets] = (log_p.exp() - 1).to(dtype)
+            ctx.save_for_backward(x, weight, logits, counts)
+        return -torch.where(counts, log_p, 0).sum() / ctx.count
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():  # create_graph: once_differentiable would silently drop some second derivatives
+            raise RuntimeError("linear_cross_entropy: it is differentiable once: use backend='torch'")
+        x, weight, dlogits, counts = ctx.saved_tensors
+        dx = dweight = None
+        # The mean's factor stays in float32: rounded to bfloat16 it would be off by up to 0.4% for the whole model. Its
+        # power of two, which rounds nothing, goes into x, or else float16 could overflow in a sum over rows.
+        factor = grad / ctx.count.clamp(min=1)
+        power = torch.ldexp(torch.ones_like(factor), torch.frexp(factor).exponent)
+        if ctx.needs_input_grad[0]:
+            dx = ((dlogits @ weight) * torch.where(counts, factor, 0)[:, None]).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            x = (x * torch.where(counts, power, 0)[:, None]).to(x.dtype)
+            dweight = ((dlogits.t() @ x).to(factor.dtype) * (factor / power)).to(ctx.dtypes[1])
+        return dx, dweight, None, None, None, None

@@ -51,7 +51,7 @@ def real_compiler():
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")))
 
 
-# ---------------------------------------------------------------------------------------------------------------- building
+# ------------------------------------------------------------------------------------------------------------- building
 
 def test_the_second_build_is_none(tmp_path):
     source = tmp_path / "a.cu"
@@ -130,7 +130,8 @@ def test_a_killed_build_leaves_nothing_that_is_loaded(tmp_path):
     env = {**os.environ, "CXX": fake_compiler(tmp_path, 'echo half > "$out"; kill -9 $PPID')}
     code = LEAN + f"build.build([{str(source)!r}], {str(folder)!r})"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=120)
-    assert run.returncode == -9 and [p.read_text() for p in folder.glob("*.tmp")] == ["half\n"] and not list(folder.glob("*.so"))
+    assert run.returncode == -9 and not list(folder.glob("*.so"))
+    assert [p.read_text() for p in folder.glob("*.tmp")] == ["half\n"]
     path, _ = build.build([source], folder)
     assert ctypes.CDLL(str(path)).longhorn_answer() == 7
 
@@ -155,15 +156,13 @@ def test_one_openmp_runtime():
     assert len({os.path.realpath(p) for p in mapped}) <= 1, mapped
 
 
-# ----------------------------------------------------------------------------------------------------------- native vs .cu
+# -------------------------------------------------------------------------------------------------------- native vs .cu
 
 def test_constants_agree():
     lib = build.library()
     assert lib.longhorn_chunk() == build.CHUNK
     assert lib.longhorn_lanes() in (4, 8, 16)
     assert lib.longhorn_max_width() == 8
-    assert all(hasattr(lib, n) for n in ("longhorn_scan_forward_cpu", "longhorn_scan_backward_cpu", "causal_conv_forward_cpu",
-                                         "causal_conv_backward_cpu", "rms_norm_forward_cpu", "rms_norm_backward_cpu"))
 
 
 @pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
@@ -192,7 +191,7 @@ def test_a_changed_struct_is_refused(tmp_path, wrong):
         build.load(path)
 
 
-# ------------------------------------------------------------------------------------------------------ choosing, refusing
+# --------------------------------------------------------------------------------------------------- choosing, refusing
 
 FAILING = {  # how: (CXX, or what a fake one does; words that the error carries)
     "does not start": ("/bin/false", "'/bin/false' does not run"),
@@ -212,8 +211,9 @@ def test_a_failing_compiler_falls_back_and_says_so_once(how, fresh, tmp_path, mo
     ops.rms_norm(args[0], torch.ones(3))
     ops.causal_conv1d(args[0], torch.ones(3, 4))
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("native kernels: none (") and words in said[0]
-    for call in (lambda: longhorn_scan(*args, backend="cpu"), lambda: ops.rms_norm(args[0], torch.ones(3), backend="cpu"),
+    assert len(said) == 1 and said[0].startswith("native kernels: plain PyTorch runs instead") and words in said[0]
+    for call in (lambda: longhorn_scan(*args, backend="cpu"),
+                 lambda: ops.rms_norm(args[0], torch.ones(3), backend="cpu"),
                  lambda: ops.causal_conv1d(args[0], torch.ones(3, 4), backend="cpu")):
         with pytest.raises(RuntimeError) as error:
             call()
@@ -244,7 +244,8 @@ def test_what_runs_is_said_once_and_by_one_rank(request, monkeypatch, tmp_path, 
     build.library()
     build.library()
     line = capfd.readouterr().err
-    assert re.fullmatch(r"native kernels: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n", line), line
+    assert re.fullmatch(r"native kernels: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n",
+                        line), line
     build.library.cache_clear()
     build.library()
     assert "(cached)" in capfd.readouterr().err
@@ -274,8 +275,9 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 def test_choose():
     choose = build.choose
-    assert [choose("longhorn_scan", backend, "cpu") for backend in (None, "", "cpu", "torch")] == ["cpu"] * 3 + ["torch"]
-    assert choose("longhorn_scan", None, "cpu", torch.float64) == choose("causal_conv1d", "", "cpu", F32, "wide") == "torch"
+    assert {choose("longhorn_scan", backend, "cpu") for backend in (None, "", "cpu")} == {"cpu"}
+    assert choose("longhorn_scan", None, "cpu", torch.float64) == "torch"
+    assert choose("causal_conv1d", "", "cpu", F32, "too wide") == "torch"
     assert choose("longhorn_scan", "torch", "cuda") == "torch"
     assert choose("attention", "", "cuda", F32) == choose("wkv4", "cuda", "cuda") == "cuda"  # PyTorch's operators
     assert choose("rms_norm", "fused", "cpu") == choose("linear_cross_entropy", "fused", "cpu") == "cpu"
@@ -317,7 +319,8 @@ CALLS = {  # operator: a call of it that takes `backend`
     "longhorn_scan": longhorn, "selective_scan": mamba,
     "causal_conv1d": lambda **kw: ops.causal_conv1d(scan_inputs()[0], torch.ones(3, 4) / 7, **kw),
     "rms_norm": lambda **kw: ops.rms_norm(scan_inputs()[0], torch.ones(3), **kw),
-    "linear_cross_entropy": lambda **kw: ops.linear_cross_entropy(scan_inputs()[0], torch.eye(3), torch.zeros(1, 4).long(), **kw),
+    "linear_cross_entropy": lambda **kw: ops.linear_cross_entropy(scan_inputs()[0], torch.eye(3),
+                                                                  torch.zeros(1, 4).long(), **kw),
     "attention": lambda **kw: ops.attention(*heads(), **kw),
     "gated_linear_attention": lambda **kw: la.gated_linear_attention(*heads(), -heads(4)[3].exp(), **kw)[0],
     "retention": lambda **kw: la.retention(*heads(), -torch.ones(70), **kw)[0],
@@ -325,7 +328,8 @@ CALLS = {  # operator: a call of it that takes `backend`
     "wkv4": lambda **kw: la.wkv4(heads()[0][:, 0], heads()[1][:, 0], torch.ones(4), torch.zeros(4), **kw)[0],
 }
 PLAIN = {  # operator: (module, attribute) of what its plain body alone calls
-    "longhorn_scan": (scan, "_scan_torch"), "selective_scan": (scan, "_scan_torch"), "causal_conv1d": (ops, "_conv_torch"),
+    "longhorn_scan": (scan, "_scan_torch"), "selective_scan": (scan, "_scan_torch"),
+    "causal_conv1d": (ops, "_conv_torch"),
     "rms_norm": (torch.nn.functional, "rms_norm"), "linear_cross_entropy": (torch.nn.functional, "cross_entropy"),
     "attention": (ops, "_softmax_attention"), **{op: (la, f"{op}_ref") for op in list(CALLS)[6:]},
 }

@@ -59,13 +59,15 @@ def double(args):
     return {n: v.double() for n, v in args.items()}
 
 
-# ------------------------------------------------------------------------------------------------------ short convolution
+# ---------------------------------------------------------------------------------------------------- short convolution
 
 def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True, seed=0):
     g = torch.Generator().manual_seed(seed)
     a = dict(x=torch.randn(B, T, D, generator=g).to(dtype), weight=torch.randn(D, W, generator=g))
-    if bias: a["bias"] = torch.randn(D, generator=g)
-    if state: a["state"] = torch.randn(B, W - 1, D, generator=g)
+    if bias:
+        a["bias"] = torch.randn(D, generator=g)
+    if state:
+        a["state"] = torch.randn(B, W - 1, D, generator=g)
     return a
 
 
@@ -135,18 +137,14 @@ def test_gpu_conv_of_more_than_two_to_the_31_elements():
     assert x.numel() > 2**31 and torch.equal(causal_conv1d(x, weight)[-1:], causal_conv1d(x[-1:], weight))
 
 
-def test_conv_nine_wide_is_not_native():
-    with pytest.raises(RuntimeError, match="up to width 8"):
-        causal_conv1d(**conv_inputs(1, 5, 3, 9), backend="cpu")
-
-
 def test_conv_torch_backend():
     a = conv_inputs(2, 12, 5, 4)
     got, true = graded(causal_conv1d, a, backend="torch"), graded(conv_true, double(a))
     assert all(agree(got[n], true[n]) for n in true)
 
 
-@given(T=st.integers(1, 20), W=st.integers(1, 9), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True), start=st.booleans())
+@given(T=st.integers(1, 20), W=st.integers(1, 9), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True),
+       start=st.booleans())
 @property_test
 def test_conv_in_pieces_equals_the_whole(T, W, cuts, start):
     """conv_state carries what the next call needs, also through pieces shorter than W - 1."""
@@ -209,7 +207,8 @@ def test_conv_extreme_values_stay_finite():
 def test_conv_misfits_are_one_line():
     a = conv_inputs(2, 6, 5, 4)
     for change, words in ((dict(weight=torch.ones(4, 4)), "(4, 4)"), (dict(bias=torch.ones(4)), "(4,)"),
-                          (dict(state=torch.ones(2, 4, 5)), "(2, 4, 5)"), (dict(weight=torch.ones(5, 1, 4)), "(5, 1, 4)"),
+                          (dict(state=torch.ones(2, 4, 5)), "(2, 4, 5)"),
+                          (dict(weight=torch.ones(5, 1, 4)), "(5, 1, 4)"),
                           (dict(weight=torch.ones(5, 0)), "(5, 0)"), (dict(x=torch.ones(6, 5)), "(6, 5)")):
         with pytest.raises(ValueError) as error:
             causal_conv1d(**{**a, **change})
@@ -224,7 +223,7 @@ def test_conv_misfits_are_one_line():
         causal_conv1d(**{**a, "bias": a["bias"].to("meta")})
 
 
-# ---------------------------------------------------------------------------------------------------------------- RMSNorm
+# -------------------------------------------------------------------------------------------------------------- RMSNorm
 
 def norm_inputs(shape, dtype=F32):
     g = torch.Generator().manual_seed(0)
@@ -296,11 +295,12 @@ def test_rms_norm_of_zeros_and_extremes_is_finite():
 
 def test_rms_norm_misfits_are_one_line():
     for shape in ((4,), (6,), (1,), (1, 5), ()):
-        with pytest.raises(ValueError, match="weight must be .D,. beside x") as error:
+        with pytest.raises(ValueError, match=r"weight must be \(5,\) beside x") as error:
             rms_norm(torch.ones(2, 5), torch.ones(shape))
         assert "\n" not in str(error.value)
     x, weight = torch.ones(2, 5), torch.ones(5)
-    for args, words in (((x[:, :0], weight[:0]), r"D at least 1, got \(2, 0\)"), ((x[0, 0], weight[0]), r"at least 1, got \(\)"),
+    for args, words in (((x[:, :0], weight[:0]), r"D at least 1, got \(2, 0\)"),
+                        ((x[0, 0], weight[0]), r"at least 1, got \(\)"),
                         ((x.long(), weight), "x must be floating point"), ((None, weight), "x must be a torch.Tensor"),
                         ((x, weight.tolist()), "got list"), ((x, weight.to("meta")), "weight is on meta, x on cpu")):
         with pytest.raises(ValueError, match=f"^rms_norm: [^\n]*{words}[^\n]*$"):
@@ -312,11 +312,12 @@ def test_rms_norm_eps():
     assert agree(rms_norm(**a, eps=0.5), norm_true(**double(a), eps=0.5))
 
 
-# -------------------------------------------------------------------------------------------------------------- attention
+# ------------------------------------------------------------------------------------------------------------ attention
 
 def attention_inputs(T, past, dtype=F32):
     g = torch.Generator().manual_seed(T + past)
-    return {name: torch.randn(2, 3, n, 8, generator=g).to(dtype) for name, n in (("q", T), ("k", past + T), ("v", past + T))}
+    steps = {"q": T, "k": past + T, "v": past + T}
+    return {name: torch.randn(2, 3, n, 8, generator=g).to(dtype) for name, n in steps.items()}
 
 
 def attention_true(q, k, v):
@@ -346,12 +347,13 @@ def test_attention(T, past):
 
 def test_attention_misfits_are_one_line():
     a = attention_inputs(4, 2)
-    for change in (dict(q=a["q"][0]), dict(v=a["v"][:, :, 1:]), dict(q=torch.cat([a["q"], a["q"]], 2)), dict(k=a["k"][..., 1:])):
+    for change in (dict(q=a["q"][0]), dict(v=a["v"][:, :, 1:]), dict(q=torch.cat([a["q"], a["q"]], 2)),
+                   dict(k=a["k"][..., 1:])):
         with pytest.raises(ValueError, match=r"^attention: q must be \(B, H, T, n\), k and v [^\n]*$"):
             attention(**{**a, **change})
 
 
-# ------------------------------------------------------------------------------------------------ other people's kernels
+# ----------------------------------------------------------------------------------------------- other people's kernels
 
 @pytest.fixture
 def library(monkeypatch):
@@ -393,8 +395,10 @@ def test_fused_convolution_is_causal_conv1ds_in_its_own_layout(library):
 def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
     seen = []
 
-    def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
-        seen.append([tuple(a.shape) for a in (u, delta, A, B, C, D, z, delta_bias)] + [delta_softplus, return_last_state])
+    def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
+                          return_last_state=False):
+        seen.append([tuple(a.shape) for a in (u, delta, A, B, C, D, z, delta_bias)]
+                    + [delta_softplus, return_last_state])
         u, delta, B, C, z = (a.transpose(1, 2) for a in (u, delta, B, C, z))
         return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
 
@@ -411,7 +415,7 @@ def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
     for more in (dict(h0=torch.ones(2, 5, 3)), dict(return_last_state=True)):
         got, want = (selective_scan(**a, **more, backend=backend) for backend in ("fused", ""))
         assert all(map(torch.equal, got, want))
-    with pytest.raises(RuntimeError, match="selective_scan: backend 'fused' cannot run here: mamba-ssm takes float32, bfloat16"):
+    with pytest.raises(RuntimeError, match="backend 'fused' cannot run here: mamba-ssm takes float32, bfloat16"):
         selective_scan(**double(a), backend="fused")
     assert len(seen) == 1
 
@@ -427,7 +431,7 @@ def test_fused_attention_is_flash_attns_in_its_own_layout(library):
     a = attention_inputs(4, 2, BF16)
     assert agree(attention(**a, backend="fused"), attention_true(**double(a)))
     assert seen == [((2, 4, 3, 8), (2, 6, 3, 8), True)]  # aligned at the end, as flash-attn since 2.1
-    with pytest.raises(RuntimeError, match="attention: backend 'fused' cannot run here: flash-attn takes bfloat16, float16, got"):
+    with pytest.raises(RuntimeError, match="backend 'fused' cannot run here: flash-attn takes bfloat16, float16, got"):
         attention(**attention_inputs(4, 2), backend="fused")
 
 
@@ -485,7 +489,8 @@ def test_gpu_loss_of_more_than_two_to_the_31_logits():
     x, weight, targets = loss_inputs(45000, 8, 50304, BF16, "cuda")
     ends = torch.tensor([*range(100), *range(-100, 0)])
     loss, dx, dweight = loss_and_gradients(linear_cross_entropy, x, weight, targets, float((targets != -1).sum()))
-    true = loss_and_gradients(in_two, x[ends].double(), weight.double(), targets[ends], float((targets[ends] != -1).sum()))
+    true = loss_and_gradients(in_two, x[ends].double(), weight.double(), targets[ends],
+                              float((targets[ends] != -1).sum()))
     assert loss.isfinite() and error(dx[ends], true[1]) < 0.01 and dweight.isfinite().all()
 
 
@@ -606,7 +611,8 @@ def test_loss_without_gradients_keeps_nothing_and_differentiates_once():
 
 def test_loss_misfits_are_one_line():
     x, weight, targets = loss_inputs(6, 4, 9, ignored=0)
-    for args, words in (((x, weight[:, :3], targets), r"weight \(9, 3\)"), ((x, weight, targets[:5]), r"targets \(5,\)"),
+    for args, words in (((x, weight[:, :3], targets), r"weight \(9, 3\)"),
+                        ((x, weight, targets[:5]), r"targets \(5,\)"),
                         ((x, weight[0], targets), r"weight \(4,\)"), ((x.long(), weight, targets), "floating point")):
         with pytest.raises(ValueError, match=f"^linear_cross_entropy: [^\n]*{words}[^\n]*$"):
             linear_cross_entropy(*args)
@@ -615,21 +621,22 @@ def test_loss_misfits_are_one_line():
             linear_cross_entropy(x, weight, targets.index_fill(0, torch.tensor([3]), wrong))
 
 
-# ---------------------------------------------------------------------------------------------------------------- as ops
+# --------------------------------------------------------------------------------------------------------------- as ops
 
 def test_opcheck():
     torch.use_deterministic_algorithms(False)
     ops = torch.ops.longhorn
     a = conv_inputs(1, 5, 3, 3)
     plain = list(a.values())
-    torch.library.opcheck(ops.conv.default, (*(v.clone().requires_grad_() for v in plain), True))
-    torch.library.opcheck(ops.conv.default, (*plain[:2], None, None, False))
-    torch.library.opcheck(ops.conv_backward.default, (torch.randn(1, 5, 3), *plain, True))
-    torch.library.opcheck(ops.conv_backward.default, (torch.randn(1, 5, 3), *plain[:2], None, None, True))
+    torch.library.opcheck(ops.causal_conv1d.default, (*(v.clone().requires_grad_() for v in plain), True))
+    torch.library.opcheck(ops.causal_conv1d.default, (*plain[:2], None, None, False))
+    torch.library.opcheck(ops.causal_conv1d_backward.default, (torch.randn(1, 5, 3), *plain, True))
+    torch.library.opcheck(ops.causal_conv1d_backward.default, (torch.randn(1, 5, 3), *plain[:2], None, None, True))
     x, weight = norm_inputs((4, 6)).values()
     torch.library.opcheck(ops.rms_norm.default, (x.requires_grad_(), weight.requires_grad_(), 1e-5, F32))
     torch.library.opcheck(ops.rms_norm.default, (x.detach(), weight.detach(), 1e-5, BF16))
-    torch.library.opcheck(ops.rms_norm_backward.default, (torch.randn(4, 6), x.detach(), weight.detach(), torch.rand(4)))
+    torch.library.opcheck(ops.rms_norm_backward.default,
+                          (torch.randn(4, 6), x.detach(), weight.detach(), 1e-5, F32, torch.rand(4)))
 
 
 def test_compiles_as_one_graph():
@@ -666,14 +673,15 @@ def test_two_runs_agree_to_the_bit():
 
 def test_torch_func_and_forward_mode_are_right():
     """Kernels have a forward and a backward alone: without care they drop tangents unsaid."""
-    for f, true, args in ((causal_conv1d, conv_true, conv_inputs(2, 6, 5, 4)), (rms_norm, norm_true, norm_inputs((4, 17)))):
+    for f, true, args in ((causal_conv1d, conv_true, conv_inputs(2, 6, 5, 4)),
+                          (rms_norm, norm_true, norm_inputs((4, 17)))):
         args, wide = tuple(args.values()), tuple(double(args).values())
         tangents, wide_tangents = (tuple(v.flip(0) for v in values) for values in (args, wide))
         want = torch.func.jvp(true, wide, wide_tangents)[1]
         assert agree(torch.func.jvp(f, args, tangents)[1], want)
         with forward_ad.dual_level():
             assert agree(forward_ad.unpack_dual(f(*map(forward_ad.make_dual, args, tangents))).tangent, want)
-        with pytest.raises(RuntimeError, match=rf"^{f.__name__}: backend 'cpu' has no forward-mode [^\n]* use backend='torch'$"):
+        with pytest.raises(RuntimeError, match=rf"^{f.__name__}: backend 'cpu' cannot run [^\n]*forward-mode [^\n]*'$"):
             torch.func.jvp(functools.partial(f, backend="cpu"), args, tangents)
         squared = lambda *args, f: f(*args).square().sum()
         want = torch.func.grad(functools.partial(squared, f=true))(*wide)
@@ -692,13 +700,6 @@ def test_second_derivative_is_refused():
         assert torch.autograd.grad(g.sum(), a["x"])[0].norm() > 0
 
 
-def test_unknown_backend_and_meta():
-    for f in (lambda **k: causal_conv1d(**conv_inputs(1, 5, 3, 4), **k), lambda **k: rms_norm(**norm_inputs((2, 3)), **k)):
-        with pytest.raises(ValueError, match="unknown backend"):
-            f(backend="gpu")
+def test_meta_tensors_have_shapes():
     meta = {n: v.to("meta") for n, v in conv_inputs(1, 5, 3, 4).items()}
     assert causal_conv1d(**meta).shape == (1, 5, 3) and rms_norm(meta["x"], meta["weight"][:, 0]).shape == (1, 5, 3)
-
-
-def test_max_width_is_the_librarys():
-    assert build.library().longhorn_max_width() == build.MAX_WIDTH

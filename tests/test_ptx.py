@@ -1,8 +1,8 @@
-"""The CUDA kernels as the CUDA compiler emits them: PTX, run on a CPU by tests/ptx.py. Needs nvcc or NVRTC, but no GPU.
+"""The CUDA kernels as the CUDA compiler emits them: PTX, run on a CPU by tools/ptx.py. Needs nvcc or NVRTC, but no GPU.
 
-test_cuda.py runs the source as g++ reads it; the comparisons here are the same, float64 loop and every gradient, at the 128
-threads of a GPU. The surprise: a race in shared memory, an address outside every tensor, a misaligned vector and lanes that
-wait for one another in vain are errors that name the instruction and the line of the source it comes from.
+test_cuda.py runs the source as g++ reads it; the comparisons here are the same, float64 loop and every gradient, at the
+128 threads of a GPU. A race in shared memory, an address outside every tensor, a misaligned vector and
+lanes that wait for one another in vain are errors that name the instruction and the line of the source it comes from.
 
     python -m pytest tests/test_ptx.py
 """
@@ -38,27 +38,29 @@ pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
-class Cost(ctypes.Structure):  # of tests/ptx_shim.h
+class Cost(ctypes.Structure):  # of tools/ptx_shim.h
     _fields_ = [(n, ctypes.c_int) for n in ("line", "source", "shared", "writes", "bytes")] + [
         (n, ctypes.c_int64) for n in ("accesses", "units", "least")]
 
 
 WHOLE = ("forward_whole_kernel", "backward_whole_kernel")
-JOINING = ("ends_kernel", "ends_whole_kernel", "pulls_kernel", "pulls_whole_kernel", "combine_kernel")
+JOINING = ("segment_state_kernel", "segment_state_whole_kernel", "segment_grad_kernel", "segment_grad_whole_kernel",
+           "combine_kernel")
 SPLIT = [("longhorn", F32, 4, 4, 1), ("mamba", F32, *PAIRS)]  # those that run segments of T too
 
 
 def load_ptx(folder, *key, source=None, left_out=()):
     """What load_shim does, of the PTX of the kernels or of a changed `source`."""
-    macros = cuda.conv_defines(*key[1:]) if key[0] == "conv" else cuda.defines(*key)
+    macros = cuda.defines(*key)
     text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])), left_out)
     # two's complement, and a multiplication and an addition stay two
-    return load_shim(folder, *key, source=text, flags=(*FLAGS, "-w", "-fwrapv", "-ffp-contract=off"), threads=build.CUDA_THREADS)
+    return load_shim(folder, *key, source=text, flags=(*FLAGS, "-w", "-fwrapv", "-ffp-contract=off"),
+                     threads=build.CUDA_THREADS)
 
 
 @pytest.fixture(scope="module")
 def emitted(builds):
-    """emitted(update, dtype, P, L, C) or emitted("conv", dtype, W): the kernels' PTX as native_cuda loads them, built once."""
+    """emitted(update, dtype, P, L, C) or emitted("conv", dtype, W): the kernels' PTX as a module, built once."""
     return functools.cache(lambda *key: load_ptx(builds, *key, left_out=() if key in SPLIT else JOINING))
 
 
@@ -68,7 +70,8 @@ def run(monkeypatch, module, segments=1):
     point = build.point
 
     def tell(args, **tensors):
-        extents = lambda a: a.numel() and (sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + 1) * a.itemsize
+        last = lambda a: sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True))
+        extents = lambda a: a.numel() and (last(a) + 1) * a.itemsize
         known = [n for a in tensors.values() for n in (a.data_ptr(), extents(a), 0, 0)]
         module.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
         return point(args, **tensors)
@@ -151,8 +154,9 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
     found = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
     lines = source_text().splitlines()
     bytes_of = lambda all: 32 * sum(c.units for c in all) / (T * D)  # of sectors, a token and channel
-    # rows written; fetched: by the forward a tile of 8 beyond T, the last again; by the backward x and dt twice, but for the last
-    # SUB steps of a chunk, once more the first SUB, and a chunk's first states twice, each time by halves of sectors
+    # rows written; fetched: by the forward a tile of 8 beyond T, the last again; by the backward x and dt twice, but
+    # for the last SUB steps of a chunk, once more the first SUB, and a chunk's first states twice, each time by halves
+    # of sectors
     expected = {"forward": (2, 6 * (T + 8) / T), "backward": (6, 8 + 4 * 28 / 32 + 4 * 4 / T + 2 * 2 * 4 * N / 32)}
     for kernel, (written, fetched) in expected.items():
         accesses = found[f"{kernel}_whole_kernel"]
@@ -164,15 +168,18 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
 
 def test_many_states_have_no_bank_conflicts_either(emitted, monkeypatch):
     found = costs(monkeypatch, emitted("longhorn", F16, 8, 8, 2), inputs(1, 32, 32, 64, F16))
-    assert not [(kernel, c.source, c.units, c.least) for kernel in found for c in found[kernel] if c.shared and c.units > c.least]
+    assert not [(kernel, c.source, c.units, c.least) for kernel in found for c in found[kernel]
+                if c.shared and c.units > c.least]
 
 
 MUTANTS = {  # kernels; a piece of the CUDA part, and the same with a mistake that g++ never sees; what is said of it
     "an address from the wrong factors": (("conv", F32, 4), "mul.wide.s32 %0, %1, %2;", "mul.wide.s32 %0, %1, %1;",
                                           "not aligned|in no tensor"),
-    "a select the wrong way round": (("longhorn", F32, 4, 4, 1), "selp.f32 %0, %2, %3, p;", "selp.f32 %0, %3, %2, p;", None),
+    "a select the wrong way round": (("longhorn", F32, 4, 4, 1), "selp.f32 %0, %2, %3, p;", "selp.f32 %0, %3, %2, p;",
+                                     None),
     "a vector that is not aligned": (("longhorn", F32, 4, 1, 1), "struct ForwardShared { float k[2]",
-                                     "struct ForwardShared { float pad, k[2]", "16 bytes at byte 4 of 1156 of shared memory"),
+                                     "struct ForwardShared { float pad, k[2]",
+                                     "16 bytes at byte 4 of 1156 of shared memory"),
     "a neighbour's number before it is there": (("longhorn", F32, 4, 2, 2), f"__syncwarp();{' ' * 44}// the same", "//",
                                                 "race: thread .* reads what thread .* wrote"),
 }
@@ -194,7 +201,8 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
 
 
 def test_an_unknown_instruction_is_named():
-    kernel = ".visible .entry forward_kernel(\n.param .align 8 .b8 forward_kernel_param_0[8]\n)\n{\n.reg .b32 %r<2>;\n%s\n}\n"
+    kernel = (".visible .entry forward_kernel(\n.param .align 8 .b8 forward_kernel_param_0[8]\n)\n"
+              "{\n.reg .b32 %r<2>;\n%s\n}\n")
     assert "r1 = (int32_t)((int32_t)r1 + (int32_t)7ll);" in ptx.translate(kernel.replace("%s", "add.s32 %r1, %r1, 7;"))
     for line in ("popc.b32 %r1, %r1;", "st.local.u32 [%r1], %r1;", "ld.global.v4.u32 {%r1, %r1}, [%r1];",
                  "ex2.approx.f32 %r1, %r1;"):

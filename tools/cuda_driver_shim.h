@@ -1,5 +1,5 @@
-// The few functions of the CUDA driver that native_cuda.py calls, for the kernels that stand above this file: they are
-// "loaded" by name and run on the CPU by cuda_shim.h. So the tests go the whole way, through the launch.
+// The functions of the CUDA driver that kernels/cuda.py calls, for the kernels that stand above this file: they are
+// "loaded" by name and run on the CPU by cuda_shim.h, so that the tests go through the launch too.
 
 #ifdef CONV_WIDTH
 typedef ConvArgs Args;
@@ -16,10 +16,11 @@ int cuModuleGetFunction(void **function, void *, const char *name) {
 #ifdef CONV_WIDTH
         {"conv_forward_kernel", conv_forward_kernel}, {"conv_backward_kernel", conv_backward_kernel}};
 #else
-        {"forward_kernel", forward_kernel}, {"forward_whole_kernel", forward_whole_kernel}, {"ends_kernel", ends_kernel},
-        {"ends_whole_kernel", ends_whole_kernel}, {"pulls_whole_kernel", pulls_whole_kernel},
+        {"forward_kernel", forward_kernel}, {"forward_whole_kernel", forward_whole_kernel},
+        {"segment_state_kernel", segment_state_kernel}, {"segment_state_whole_kernel", segment_state_whole_kernel},
+        {"segment_grad_whole_kernel", segment_grad_whole_kernel},
         {"backward_kernel", backward_kernel}, {"backward_whole_kernel", backward_whole_kernel},
-        {"pulls_kernel", pulls_kernel}, {"combine_kernel", combine_kernel}};
+        {"segment_grad_kernel", segment_grad_kernel}, {"combine_kernel", combine_kernel}};
 #endif
     *function = nullptr;
     for (auto &one : all) if (!strcmp(name, one.name)) *function = (void *)one.kernel;
@@ -30,12 +31,18 @@ int cuModuleGetGlobal_v2(void **at, size_t *bytes, void *, const char *name) {
     return strcmp(name, "facts") ? 500 : 0;
 }
 int cuMemcpyDtoH_v2(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); return 0; }
-int cuFuncSetAttribute(void *, int attribute, int bytes) { return attribute == 8 && bytes <= 232448 ? 0 : 1; }    // an H100's 227 KB
+// an H100's 227 KB
+int cuFuncSetAttribute(void *, int attribute, int bytes) { return attribute == 8 && bytes <= 232448 ? 0 : 1; }
 int cuCtxSetCurrent(void *) { return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int) { *value = attribute == 97 ? 232448 : 233472; return 0; }      // an H100's
+// an H100's
+int cuDeviceGetAttribute(int *value, int attribute, int) { *value = attribute == 97 ? 232448 : 233472; return 0; }
 int cuDevicePrimaryCtxRetain(void **, int) { return 0; }
-int cuGetErrorString(int, const char **words) { *words = shim_words[0] ? shim_words : "words of the driver"; return 0; }
-int cuLaunchKernel(void *function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned bytes, void *,
+int cuGetErrorString(int, const char **words) {
+    *words = shim_words[0] ? shim_words : "message of the driver";
+    return 0;
+}
+int cuLaunchKernel(void *function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned bytes,
+                   void *,
                    void **params, void **) {
     shim_words[0] = 0;                                 // of an earlier launch, of whichever library: they share it
     if (shim_error) { const int code = shim_error; shim_error = 0; return code; }

@@ -1,12 +1,13 @@
-// Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. Two ways to run the threads of a block:
+// Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. Two ways to run the threads of a
+// block:
 //   as fibers that hand over at every barrier and shuffle (the default: fast, and the same order each time), or
 //   as threads of the machine (-DSHIM_THREADS), so that ThreadSanitizer names a missing __syncthreads as a data race.
-// Shared memory starts as NaN either way: what is read before it was written shows in the result. Fibers of which none gets any
-// further, since some lanes never come to a barrier or shuffle, end the launch with an error; threads would hang.
+// Shared memory starts as NaN either way: what is read before it was written shows in the result. Fibers of which none
+// gets any further, since some lanes never come to a barrier or shuffle, end the launch with an error; threads would
+// hang.
 //
-// What this cannot show: speed, coalescing, and lanes of a warp that drift apart between shuffles in ways a GPU would not.
-// g++ -x c++ -std=c++17 -DLONGHORN_SHIM -DSCAN_UPDATE=Longhorn -DSCAN_TYPE=float -DSCAN_P=4 -DSCAN_L=4 -include tests/cuda_shim.h ...
-// tests/cuda_driver_shim.h, included after the kernels, has the driver's functions that load and launch them.
+// What this cannot show: speed, coalescing, and lanes of a warp that diverge between shuffles in ways of a GPU.
+// tests/test_cuda.py includes it before the kernels, and behind them cuda_driver_shim.h, the driver's functions.
 
 #pragma once
 #include <math.h>
@@ -89,7 +90,8 @@ inline ShimBlock *shim_block;
 inline void __syncthreads() { shim_block->barrier.wait(); }
 inline void __syncwarp() { shim_block->warps[threadIdx.x / 32]->barrier.wait(); }
 
-// Asynchronous copies happen when they are awaited and not before, so that what is read too early is NaN, or what was there.
+// Asynchronous copies happen when they are awaited and not before, so that what is read too early is NaN, or what was
+// there.
 template <int BYTES> void copy_begin(void *shared, const void *global) {
     if ((uintptr_t)shared % BYTES || (uintptr_t)global % BYTES)
         shim_trap("a copy of %d bytes from %p to %p: not aligned", BYTES, global, shared);
@@ -121,7 +123,10 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float reciprocal(float v) { return 1.0f / v; }
 inline uint32_t shim_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 
-inline uint16_t round_to_bf16(float f) { uint32_t u = shim_bits(f); return f != f ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
+inline uint16_t round_to_bf16(float f) {
+    uint32_t u = shim_bits(f);
+    return f != f ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
 inline uint16_t round_to_fp16(float f) { _Float16 v = (_Float16)f; uint16_t h; memcpy(&h, &v, 2); return h; }
 inline float widen_fp16(uint16_t h) { _Float16 v; memcpy(&v, &h, 2); return (float)v; }
 inline float exp2_fast(float v) { return exp2f(v); }
@@ -131,7 +136,7 @@ inline void store_two(float *shared, float a, float b) { shared[0] = a; shared[1
 inline uint32_t read_16(const void *p) { uint16_t u; memcpy(&u, p, 2); return u; }
 inline uint32_t read_32(const void *p) { uint32_t u; memcpy(&u, p, 4); return u; }
 inline int64_t wide_product(int a, int b) { return (int64_t)a * b; }
-inline int fresh(int n) { return n; }
+inline int opaque(int n) { return n; }
 inline float pick(int if_, float a, float b) { return if_ ? a : b; }
 inline float maximum(float v, float low) { return v < low ? low : v; }
 inline float minimum(float v, float high) { return v > high ? high : v; }
@@ -148,7 +153,7 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
     static unsigned running;
     static bool done;
     const size_t stack = 1 << 18;
-    static std::vector<char> stacks;                   // zeroed once: 32 MB a block would be most of the time
+    static std::vector<char> stacks;                   // zeroed once: 32 MB per block would be most of the time
     stacks.resize(threads * stack);
     std::vector<ucontext_t> fibers(threads);
     std::vector<bool> finished(threads, false);
@@ -177,7 +182,8 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
 #endif
 }
 
-template <class Kernel, class... Args> void shim_launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Args... args) {
+template <class Kernel, class... Args> void shim_launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes,
+                                                        Args... args) {
     shim_words[0] = 0;
     for (unsigned x = 0; x < grid.x && !shim_words[0]; x++) {
         ShimBlock block(threads, bytes);

@@ -1,12 +1,11 @@
-"""PTX, what nvcc or NVRTC made of a source of kernels, as C++ that runs on a CPU: `translate`. Needs a compiler, but no GPU.
+"""PTX, what nvcc or NVRTC makes of the kernels, translated to C++ that runs on a CPU. Needs a CUDA compiler, but no
+GPU.
 
-Why: tests/cuda_shim.h runs the source as g++ reads it. Inline assembly, the arguments' offsets, addresses, vectors and what
-the optimiser made of branches around shuffles are only in what the CUDA compiler emits; here that text is run, one C++
-statement an instruction, over the same shim and tests/ptx_shim.h. The driver's translation of PTX to a GPU's instructions is
-all that is left out.
-
-The surprise: what is not known here is an error that names it, so that nothing is skipped; and the approximate instructions
-(ex2, rcp) are computed exactly, but flush denormals to zero as they do.
+tools/cuda_shim.h runs the source as g++ reads it. Inline assembly, the offsets of arguments, addresses, vectors and
+what the optimiser does to branches around shuffles exist only in the CUDA compiler's output: here that text runs, one
+C++ statement per instruction, over the same shim and tools/ptx_shim.h. Only the driver's translation of PTX to a GPU's
+instructions is left out. An instruction that is not known here is an error that names it, so that nothing is skipped.
+The approximate instructions (ex2, rcp) are computed exactly, but flush denormals to zero as a GPU does.
 
     python -m pytest tests/test_ptx.py
 """
@@ -21,10 +20,12 @@ SHIM = Path(__file__).with_name("ptx_shim.h")
 MODULE = re.compile(r"""\s*(?:
     \.(?:version|target|address_size|file|loc)\b[^\n]*\n            # of no consequence
   | \.section\s+\.debug\w*\s*\{[^}]*\}
-  | (?P<bytes>\.global \s+ \.align\s+(?P<align>\d+) \s+ \.b8\s+(?P<name>\w+)\[(?P<size>\d+)\] \s*=\s* (?P<values>\{[\d,\s]*\});)
-  | \.global\s+\.align\s+\d\s+\.[us]\d+\s+\w+;                     # constants that NVRTC keeps: to the C++, an unknown name
+  | (?P<bytes>\.global \s+ \.align\s+(?P<align>\d+) \s+ \.b8\s+(?P<name>\w+)\[(?P<size>\d+)\] \s*=\s*
+    (?P<values>\{[\d,\s]*\});)
+  | \.global\s+\.align\s+\d\s+\.[us]\d+\s+\w+;               # constants that NVRTC keeps: to the C++, an unknown name
   | \.extern\s+\.shared\s+\.align\s+16\s+\.b8\s+(?P<shared>\w+)\[\];
-  | (?:\.visible|\.weak)?\s*\.entry\s+(?P<kernel>\w+)\(\s*\.param\s+\.align\s+8\s+\.b8\s+(?P<param>\w+)\[(?P<args>\d+)\]\s*\)
+  | (?:\.visible|\.weak)?\s*\.entry\s+(?P<kernel>\w+)\(
+    \s*\.param\s+\.align\s+8\s+\.b8\s+(?P<param>\w+)\[(?P<args>\d+)\]\s*\)
     (?:\s*\.(?:maxntid|minnctapersm)[\d,\ ]+)*\s*\n\{(?P<body>.*?)\n\}
 )""", re.VERBOSE | re.DOTALL)
 STATEMENT = re.compile(r"""\s*(?:
@@ -51,8 +52,10 @@ RULES = [(re.compile(pattern), rule) for pattern, rule in {  # of an instruction
     rf"not\.{BITS}": "~{a}", r"not\.pred": "!{a}",
     rf"shl\.{BITS}": "shift_left({a}, {b})", rf"shr\.{INT}": "shift_right({a}, {b})",
     rf"selp\.({INT}|{BITS}|f32)": "{c} ? {a} : {b}",
-    rf"setp\.(eq|ne|lt|le|gt|ge)\.({INT}|{BITS})|setp\.(eq|neu|lt|le|gt|ge)\.f32": "{a} {compare} {b}",  # as C++ takes a NaN
-    r"cvt\.rn\.bf16\.f32": "round_to_bf16({a})", r"cvt\.rn\.f16\.f32": "round_to_fp16({a})", r"cvt\.f32\.f16": "widen_fp16({a})",
+    # as C++ takes a NaN
+    rf"setp\.(eq|ne|lt|le|gt|ge)\.({INT}|{BITS})|setp\.(eq|neu|lt|le|gt|ge)\.f32": "{a} {compare} {b}",
+    r"cvt\.rn\.bf16\.f32": "round_to_bf16({a})", r"cvt\.rn\.f16\.f32": "round_to_fp16({a})",
+    r"cvt\.f32\.f16": "widen_fp16({a})",
     r"ex2\.approx\.ftz\.f32": "flush(exp2f(flush({a})))", r"rcp\.approx\.ftz\.f32": "flush(1.0f / flush({a}))",
 }.items()]
 MEMORY = re.compile(r"(?P<way>ld|st)(\.(?P<space>global|shared|param))?(?P<nc>\.nc)?(\.v(?P<count>[24]))?"
@@ -60,7 +63,8 @@ MEMORY = re.compile(r"(?P<way>ld|st)(\.(?P<space>global|shared|param))?(?P<nc>\.
 
 
 def translate(ptx, left_out=()):
-    """The C++ of PTX text: its kernels, each a function of PtxArgs by value, and its tables of bytes. ValueError: unknown.
+    """The C++ of PTX text: its kernels, each a function of PtxArgs by value, and its tables of bytes. ValueError:
+    unknown.
 
     A launch of kernels that are `left_out` fails: g++ takes most of a second for each.
     """
@@ -97,7 +101,8 @@ def statements(body, line, param):
             raise ValueError(f"PTX that is not known here: {body[at:].strip()[:100]!r}")
         line, at = line + body.count("\n", at, found.end()), found.end()
         if found["source"]:
-            source = int(found["source"]) if found["file"] == "1" else source  # other files are the compiler's own headers
+            # other files are the compiler's own headers
+            source = int(found["source"]) if found["file"] == "1" else source
         elif found["label"]:
             yield name(found["label"]) + ":;"
         elif found["brace"]:
@@ -134,7 +139,8 @@ def instruction(text, at, param):
         if kind is None:
             raise ValueError(f"PTX registers of a type that is not known here: {text}")
         ranged = re.fullmatch(r"%(\w+)<(\d+)>", names.strip())
-        each = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))] if ranged else [name(n.strip()) for n in names.split(",")]
+        each = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))] if ranged else [name(n.strip())
+                                                                                  for n in names.split(",")]
         return f"{kind} " + ", ".join(f"{register} = {initial}" for register in each) + ";"
     if opcode == ".pragma":
         return ""
@@ -192,13 +198,15 @@ def access(found, operands, at, param):
     if not where or len(registers) != count:
         raise ValueError(f"PTX {found[0]} {', '.join(operands)}: an address or a vector that is not known here")
     base = "(uint64_t)&args" if where[1] == param else name(where[1])
-    space = found["space"] or "global"  # a generic address: of shared memory none is ever made, for cvta.shared is not known here
+    # a generic address: of shared memory none is ever made, for cvta.shared is not known here
+    space = found["space"] or "global"
     element = KINDS[kind].replace("float", "uint32_t")
     way = "STORE" if not loads else "LOAD_CACHED" if found["nc"] else "LOAD"
     last = {"param": "&args, sizeof args", "shared": str(not loads).lower(), "global": way}[space]
     pointer = f"auto memory = {space}<{element}, {count}>({at}, {base} + {where[2] or 0}, {last});"
     kind = kind.replace("f", "b")
-    each = [f"{name(r)} = memory[{i}];" if loads else f"memory[{i}] = {value(r, kind)};" for i, r in enumerate(registers)]
+    each = [f"{name(r)} = memory[{i}];" if loads else f"memory[{i}] = {value(r, kind)};" for i,
+            r in enumerate(registers)]
     return f"{{ {pointer} {' '.join(each)} }}"
 
 

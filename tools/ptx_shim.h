@@ -1,11 +1,10 @@
-// What tests/ptx.py makes of PTX runs on this, over cuda_shim.h. Registers are bits in unsigned integers.
-//
-// The surprise: it is stricter than a GPU. These end the launch with an error that names the instruction:
+// What tools/ptx.py makes of PTX runs on this, over cuda_shim.h. Registers are bits in unsigned integers. It is
+// stricter than a GPU; these end the launch with an error that names the instruction:
 //   an address that is not aligned, outside of the block's shared memory, or of no tensor that the launch was given;
 //   lanes that meet at different shuffles or barriers, or of which some never come;
 //   ld.global.nc from a tensor that the kernel also writes;
-//   a race for a word of shared memory, by the rules of PTX: what another lane did is done after bar.sync, or in the same warp
-//   after bar.warp.sync, and a shuffle orders nothing.
+//   a race for a word of shared memory, by the rules of PTX: what another lane did is done after bar.sync, or in the
+//   same warp after bar.warp.sync, and a shuffle orders nothing.
 
 #pragma once
 #include <algorithm>
@@ -15,7 +14,8 @@
 
 namespace ptx {
 
-struct At { int line, source; };                       // an instruction: its line of the PTX, and the line it was compiled from
+// an instruction: its line of the PTX, and the line it was compiled from
+struct At { int line, source; };
 
 // Macros of builtins, which g++ compiles much faster than calls: there are thousands.
 #define AS_FLOAT(bits) __builtin_bit_cast(float, (uint32_t)(bits))
@@ -27,8 +27,10 @@ inline uint64_t wide(uint32_t v) { return v; }
 template <class T> T shift_left(T v, uint32_t n) { return n < 8 * sizeof(T) ? v << n : 0; }
 template <class T> T shift_right(T v, uint32_t n) { return n < 8 * sizeof(T) ? v >> n : v < 0 ? -1 : 0; }
 inline float flush(float v) { return fpclassify(v) == FP_SUBNORMAL ? copysignf(0.0f, v) : v; }
-inline float nan_or(float a, float b, float v) { return a != a || b != b ? AS_FLOAT(0x7fffffff) : v; }     // PTX's only NaN
-inline float lesser(float a, float b) { return a < b || (a == b && signbit(a)) ? a : b; }           // -0 is less than +0
+// PTX's only NaN
+inline float nan_or(float a, float b, float v) { return a != a || b != b ? AS_FLOAT(0x7fffffff) : v; }
+// -0 is less than +0
+inline float lesser(float a, float b) { return a < b || (a == b && signbit(a)) ? a : b; }
 inline float greater(float a, float b) { return a > b || (a == b && signbit(b)) ? a : b; }
 
 // Where lanes meet: all at the same instruction.
@@ -37,7 +39,8 @@ struct Meeting {
     void come(unsigned arrived, At at) {
         if (arrived == 0) first = at;
         else if (first.line != at.line)
-            shim_trap("lane %u comes to line %d of the PTX (source line %d), others to line %d (%d)", threadIdx.x, at.line, at.source,
+            shim_trap("lane %u comes to line %d of the PTX (source line %d), others to line %d (%d)", threadIdx.x,
+                      at.line, at.source,
                       first.line, first.source);
     }
 };
@@ -52,10 +55,12 @@ struct Word {                                          // of shared memory: who 
     struct { Moment when; uint32_t lanes = 0; } read[THREADS / 32];
 };
 
-// What the accesses of an instruction cost, where `counting`. The lanes of a warp access together what each does the n-th time.
+// What the accesses of an instruction cost, where `counting`. The lanes of a warp access together what each does the
+// n-th time.
 struct Cost {
     int line, source, shared, writes, bytes;           // bytes: of a lane's access
-    int64_t accesses, units, least;                    // by warps; 32-byte sectors or wavefronts, and the fewest for so many lanes
+    // by warps; 32-byte sectors or wavefronts, and the fewest for so many lanes
+    int64_t accesses, units, least;
     // A wavefront serves 128 bytes of different banks: 8 lanes at 16 bytes each, 16 at 8, 32 at 4.
     void add(const std::map<unsigned, uint64_t> &lanes) {
         std::set<uint64_t> sectors, phases;
@@ -83,7 +88,8 @@ inline std::map<int, Cost> costs;
 
 struct Block {
     std::map<std::pair<int, unsigned>, unsigned> times;                                   // instruction, thread
-    std::map<std::tuple<int, unsigned, unsigned>, std::map<unsigned, uint64_t>> together; // instruction, warp, time: of lanes
+    // instruction, warp, time: of lanes
+    std::map<std::tuple<int, unsigned, unsigned>, std::map<unsigned, uint64_t>> together;
     void count(At at, uint64_t address, int bytes, bool in_shared, bool writes) {
         const int key = 2 * at.line + in_shared;       // a copy is both
         costs.try_emplace(key, Cost{at.line, at.source, in_shared, writes, bytes, 0, 0, 0});
@@ -101,7 +107,9 @@ inline void begin() { if (threadIdx.x == 0) block = std::make_unique<Block>(); }
 inline void touch(At at, Word &word, bool writes) {
     const unsigned me = threadIdx.x, my_warp = me / 32;
     const Moment now = {shim_block->barrier.round, warp().barrier.round};
-    auto unordered = [&](unsigned its_warp, Moment then) { return then.block == now.block && (its_warp != my_warp || then == now); };
+    auto unordered = [&](unsigned its_warp, Moment then) {
+        return then.block == now.block && (its_warp != my_warp || then == now);
+    };
     if (word.writer >= 0 && word.writer != (int)me && unordered(word.writer / 32, word.written))
         shim_trap("race: thread %u at line %d of the PTX (source line %d) %s what thread %d wrote since the last barrier", me, at.line,
                   at.source, writes ? "overwrites" : "reads", word.writer);
@@ -114,11 +122,14 @@ inline void touch(At at, Word &word, bool writes) {
     else read = {now, (read.when == now ? read.lanes : 0) | 1u << me % 32};
 }
 
-constexpr uint32_t SHARED = 1024;                      // the address of dynamic shared memory: the system's kilobyte is before it
+// the address of dynamic shared memory: the system's kilobyte is before it
+constexpr uint32_t SHARED = 1024;
 template <class T, int N> T *shared(At at, uint32_t address, bool writes) {
-    const uint32_t bytes = N * sizeof(T), from = address - SHARED, words = (bytes + 3) / 4;      // a race is looked for by words
+    // a race is looked for by words
+    const uint32_t bytes = N * sizeof(T), from = address - SHARED, words = (bytes + 3) / 4;
     if (address % bytes || from / 4 + words > block->words.size())
-        shim_trap("line %d of the PTX (source line %d): %u bytes at byte %d of %zu of shared memory", at.line, at.source, bytes, (int)from,
+        shim_trap("line %d of the PTX (source line %d): %u bytes at byte %d of %zu of shared memory", at.line, at.source,
+                  bytes, (int)from,
                   block->words.size() * 4);
     if (counting) block->count(at, address, bytes, true, writes);
     for (uint32_t i = 0; i < words; i++) touch(at, block->words[from / 4 + i], writes);
@@ -133,11 +144,13 @@ template <class T, int N> T *global(At at, uint64_t address, Way way) {
     auto has = [&](const Tensor &t) { return address - t.from < t.size && address - t.from + bytes <= t.size; };
     const auto tensor = std::find_if(tensors.begin(), tensors.end(), has);
     if (address % bytes || tensor == tensors.end())
-        shim_trap("line %d of the PTX (source line %d): %d bytes at address %#llx, which is %s", at.line, at.source, (int)bytes,
+        shim_trap("line %d of the PTX (source line %d): %d bytes at address %#llx, which is %s", at.line, at.source,
+                  (int)bytes,
                   (unsigned long long)address, address % bytes ? "not aligned" : "in no tensor");
     (way == STORE ? tensor->written : tensor->cached) |= way != LOAD;
     if (tensor->written && tensor->cached)
-        shim_trap("line %d of the PTX (source line %d): a tensor is written that ld.global.nc reads", at.line, at.source);
+        shim_trap("line %d of the PTX (source line %d): a tensor is written that ld.global.nc reads", at.line,
+                  at.source);
     if (counting) block->count(at, address, (int)bytes, false, way == STORE);
     return (T *)address;
 }
@@ -159,7 +172,8 @@ template <int LEFT> void copies_wait(At at) {
 template <class T, int N> const T *param(At at, uint64_t address, const void *args, size_t size) {
     const uint64_t from = address - (uint64_t)args;
     if (address % (N * sizeof(T)) || from > size - N * sizeof(T))
-        shim_trap("line %d of the PTX (source line %d): byte %lld of %zu of the arguments", at.line, at.source, (long long)from, size);
+        shim_trap("line %d of the PTX (source line %d): byte %lld of %zu of the arguments", at.line, at.source,
+                  (long long)from, size);
     return (const T *)address;
 }
 
@@ -173,7 +187,8 @@ inline void warp_barrier(At at, uint32_t members) {
     warp().barrier.wait();
 }
 inline uint32_t shuffle_xor(At at, uint32_t v, uint32_t mask, uint32_t clamp, uint32_t members) {
-    if (members != ~0u || clamp != 31 || mask > 31) shim_trap("line %d of the PTX: a shuffle in a part of a warp", at.line);
+    if (members != ~0u || clamp != 31 || mask > 31)
+        shim_trap("line %d of the PTX: a shuffle in a part of a warp", at.line);
     warp().at_shuffle.come(shim_block->warps[threadIdx.x / 32]->barrier.arrived, at);
     return AS_BITS(__shfl_xor_sync(members, AS_FLOAT(v), (int)mask));
 }
@@ -181,8 +196,10 @@ inline uint32_t shuffle_xor(At at, uint32_t v, uint32_t mask, uint32_t clamp, ui
 }
 
 extern "C" {
-void ptx_tensors(const ptx::Tensor *all, int count) { ptx::tensors.assign(all, all + count); }     // those of the next launch
-int ptx_costs(ptx::Cost *to, int room) {                                                           // since counting began
+// those of the next launch
+void ptx_tensors(const ptx::Tensor *all, int count) { ptx::tensors.assign(all, all + count); }
+// since counting began
+int ptx_costs(ptx::Cost *to, int room) {
     ptx::block.reset();
     int n = 0;
     for (auto &[line, cost] : ptx::costs) if (n < room) to[n++] = cost;
