@@ -90,7 +90,7 @@ def read_sweep(source, accept_code=()):
             left_out[name] = str(reason)
     whole = [r.config for r in records.values() if isinstance(r, Records)]
     where = {code_of(c["environment"]): c["environment"] for c in whole if isinstance(c.get("environment"), dict)}
-    known = {*where, *(short_code(code) for c in whole for code in c.get("code_versions") or ())}
+    known = {*where, *(short_code(v) for c in whole for v in c.get("code_versions") or () if isinstance(v, str))}
     for code in accept_code:
         if code not in known:
             raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(sorted(map(str, known)))}")
