@@ -248,6 +248,18 @@ def test_exports_of_before_november_2026_load():
         assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
 
 
+@pytest.mark.parametrize("family", ["llama", "longhorn"])
+def test_weights_are_copies(family):
+    lm = tiny(family)
+    before = [p.clone() for p in lm.parameters()]
+    config, tensors = to_hf(lm)
+    other = from_hf(config, tensors)
+    for t in tensors.values():
+        t.zero_()
+    for p, q, b in zip(lm.parameters(), other.parameters(), before, strict=True):
+        assert torch.equal(p, b) and torch.equal(q, b)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
 def test_dtypes(family, dtype, tmp_path, run, transformers):

@@ -185,7 +185,7 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "gelu in the plain convolution": ("mamba", OPS("return F.silu(y) if silu", "return F.gelu(y) if silu"),
                                       ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),
     "eps of the plain RMSNorm": ("llama", OPS("weight.to(x.dtype), eps)", "weight.to(x.dtype), 1e-6)"),
-                                 ("kernels/conv_norm.cu: rms_norm_forward_cpu", "kernels/ops.py: rms_norm")),
+                                 ("kernels/conv_norm.cu: norm_forward_rows", "kernels/ops.py: rms_norm")),
     "scale of the plain attention": ("llama", OPS("q.shape[3] ** -0.5  #", "q.shape[3] ** -1  #"),
                                      ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention")),
     "decay of GLA's loop": ("gla", LINEAR("S = g_t.exp()[", "S = (2 * g_t).exp()["),
