@@ -3,8 +3,8 @@
     RWKV-4     wkv_t = (num' + e^{u + k_t} v_t) / (den' + e^{u + k_t}),  num = e^{-w} num' + e^{k_t} v_t,  den alike
     DeltaNet   S_t = (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t,  o_t = q_t S_t,  |k| = 1
 
-DeltaNet's step is Longhorn's with a learned step size in place of beta / (1 + beta |k|^2). Only its normalised keys keep
-beta |k|^2 below 2; Longhorn does not need them.
+DeltaNet's step is Longhorn's with a learned step size in place of beta / (1 + beta |k|^2). Only its normalised keys
+keep beta |k|^2 below 2; Longhorn does not need them.
 
 A mixer's methods are listed in model.py, which imports this file.
 """
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels.linear_attention import delta_rule, wkv4
 from kernels.ops import causal_conv1d, conv_state, rms_norm
 
-# ---------------------------------------------------------------------------------------------------- shared by families
+# --------------------------------------------------------------------------------------------------- shared by families
 
 
 def dense(fan_in):
@@ -36,11 +36,11 @@ def to_residual(config):
     return "normal", 0.02 / math.sqrt(config.n_branches)
 
 
-def split_heads(config):
-    """Channels per head. Raises ValueError where heads do not divide them."""
-    if config.n_embd % config.n_head:
-        raise ValueError(f"n_embd {config.n_embd} is not a whole number of channels for each of n_head {config.n_head}: "
-                         f"choose an n_head that divides {config.n_embd}")
+def split_heads(config, multiple=1):
+    """Channels per head. Raises ValueError where heads do not divide n_embd into multiples of `multiple`."""
+    if config.n_embd % (config.n_head * multiple):
+        raise ValueError(f"n_embd {config.n_embd} over n_head {config.n_head} is no number of channels per head that "
+                         f"{multiple} divides: choose an n_head that divides {config.n_embd // multiple}")
     return config.n_embd // config.n_head
 
 
@@ -58,10 +58,10 @@ ROOMS = WeakIdKeyDictionary()
 def append_to_cache(cache, k, v):
     """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
 
-    They are written into free room behind it, so that a new token does not copy all before it; when the room is used up, a
-    quarter more is made. The room belongs to the very tensors that were returned, and the first caller to continue them
-    gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, begins with a copy. With
-    gradients or when compiling: torch.cat.
+    They are written into free room behind it, so that a new token does not copy all before it; when the room is used
+    up, a quarter more is made. The room belongs to the very tensors that were returned, and the first caller to
+    continue them gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, begins
+    with a copy. With gradients or when compiling: torch.cat.
     """
     past_k, past_v = cache
     past, T = past_k.shape[2], past_k.shape[2] + k.shape[2]
@@ -90,7 +90,7 @@ def ramp(n):
 
 
 def rwkv_mu(config, layer):
-    """How much of the token before RWKV's channels take at first: (a, {letter: mu (d,)}), a the layer's place in [0, 1].
+    """How much of the token before RWKV's channels take at first: (a, {letter: mu (d,)}), a the layer's depth in 0..1.
 
     Peng et al. 2023, appendix: early channels and late layers look at the present, k less than r. In float64.
     """
@@ -133,7 +133,7 @@ class RWKV4TimeMix(nn.Module):
 
     def initial_state(self, batch_size, device):
         zero = torch.zeros(batch_size, self.decay.numel(), device=device)
-        return zero, zero, zero, zero - 1e38  # the last token; numerator, denominator, and the exponent both are divided by
+        return zero, zero, zero, zero - 1e38  # last token; numerator, denominator, and the exponent common to both
 
     def init_table(self, config):
         d = config.n_embd
@@ -146,7 +146,7 @@ class RWKV4TimeMix(nn.Module):
                 "output.weight": to_residual(config)}
 
     def mixing_flops(self, T):
-        # per channel, output: bonus and maximum (2), two exponentials of differences (4), numerator, denominator, ratio (6);
+        # per channel, output: bonus and maximum (2), two exponentials (4), numerator, denominator, ratio (6);
         # state: decay and maximum (2), two exponentials (4), numerator and denominator (5)
         return 23 * self.decay.numel()
 

@@ -1,9 +1,9 @@
 """The families of the paper on one skeleton: embedding, layers of residual branches, norm, tied head.
 
-A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's is
-[Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches where LLaMA has those two. To add a family: one
-class with a `forward`, one row in FAMILIES, one file in config/. The six families of Table 1 are here; RWKV-4, DeltaNet
-and what several families share are in mixers.py.
+A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's
+is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches where LLaMA has those two. To add a family:
+one class with a `forward`, one row in FAMILIES, one file in config/. The six families of Table 1 are here; RWKV-4,
+DeltaNet and what several families share are in mixers.py.
 
 A branch also takes and returns its state. So the model that trains on whole sequences generates token by token, and
 reads a long text in chunks, with the same code.
@@ -65,7 +65,7 @@ class ModelConfig:
     expand: int = 2  # width of the scan over n_embd
     dt_rank: int = 0  # rank of the step size's projection; 0: n_embd / 16 rounded up
     mlp_multiple: int = 256  # hidden widths of SwiGLU and of RWKV's channel mix are rounded up to a multiple of it
-    backend: str = ""  # of the operators: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest that runs
+    backend: str = ""  # of the operators: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
     @property
     def families(self):
@@ -89,8 +89,8 @@ class ModelConfig:
 BACKENDS = ("", "torch", "cpu", "cuda", "fused")
 
 # -------------------------------------------------------------------------------------------------------------- mixers
-# A mixer is an nn.Module, made of (config, layer's index). Only `forward` is needed; Branch has the defaults of the rest.
-#   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state None: start empty and keep nothing; else tensors (B, ...)
+# A mixer is an nn.Module, made of (config, layer's index). Only `forward` is needed; Branch has the other defaults.
+#   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
 #   initial_state(batch_size, device)     what `forward` takes before the first token
 #   init_table(config)                    parameter name -> (kind, scale), see LM.init_table
 #   mixing_flops(T)                       forward FLOPs per token beside its linear maps, averaged over T positions
@@ -145,13 +145,13 @@ class ScanBlock(nn.Module):
         return {"in_proj.weight": [self.d_inner, self.d_inner], "x_proj.weight": [self.R, self.N, self.N]}
 
     def mixing_flops(self, T):
-        # per channel and state: eps k (1), x - k S (2), S += (2), S q (2); Mamba: delta A (1), exp (1), its product (1),
-        # S += (2), S q (2); per channel: step size, skip and gate (8), the convolution
+        # per channel and state: eps k (1), x - k S (2), S += (2), S q (2); Mamba: delta A (1), exp (1), its product
+        # (1), S += (2), S q (2); per channel: step size, skip and gate (8), the convolution
         return self.d_inner * (7 * self.N + 8 + 2 * self.W)
 
 
 class Longhorn(ScanBlock):
-    """S_ij = (1 - eps_i k_j^2) S_ij + eps_i x_i k_j (Eq. 7), eps = beta / (1 + beta |k|^2), beta = sigmoid(dt + dt_bias)."""
+    """S_ij = (1 - eps_i k_j^2) S_ij + eps_i x_i k_j (Eq. 7), eps = b / (1 + b |k|^2), b = sigmoid(dt + dt_bias)."""
 
     operator = "longhorn_scan"
 
@@ -160,7 +160,7 @@ class Longhorn(ScanBlock):
 
 
 class LonghornExact(Longhorn):
-    """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k for each channel i (Eq. 6)."""
+    """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k per channel i (Eq. 6)."""
 
     def scan(self, x, dt, k, q, z, h0):
         return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True,
@@ -172,7 +172,7 @@ class LonghornExact(Longhorn):
 
 
 class Mamba(ScanBlock):
-    """S_ij = exp(delta_i A_ij) S_ij + delta_i x_i k_j, delta = softplus(dt + dt_bias), A = -exp(A_log) (Gu & Dao 2023)."""
+    """S_ij = exp(d_i A_ij) S_ij + d_i x_i k_j, d = softplus(dt + dt_bias), A = -exp(A_log) (Gu & Dao 2023)."""
 
     operator = "selective_scan"
 
@@ -182,8 +182,8 @@ class Mamba(ScanBlock):
 
     def scan(self, x, dt, k, q, z, h0):
         A = -self.A_log.exp()  # (d_inner, N)
-        return selective_scan(x, dt, A, k, q, self.D, z, self.dt_bias, delta_softplus=True, return_last_state=True, h0=h0,
-                              backend=self.backend)
+        return selective_scan(x, dt, A, k, q, self.D, z, self.dt_bias, delta_softplus=True, return_last_state=True,
+                              h0=h0, backend=self.backend)
 
     def init_table(self, config):
         A_log = torch.arange(1, self.N + 1, dtype=torch.float64).log().expand(self.d_inner, self.N)
@@ -197,25 +197,22 @@ def apply_rotary(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with rotary positions (LLaMA): softmax(q k^T / sqrt(n)) v, base 10000 on all of q, k."""
+    """Causal multi-head attention with rotary positions of base 10000 (LLaMA): softmax(q k^T / sqrt(n)) v."""
 
     operator = "attention"
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H = config.n_embd, config.n_head
-        if d % self.H or d // self.H % 2:
-            raise ValueError(f"n_embd {d} over n_head {self.H} is not an even whole number of channels per head: choose "
-                             f"an n_head that divides {d // 2}")
+        d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.out_proj = nn.Linear(d, d, bias=False)
         self.backend = config.backend
 
     def forward(self, x, state=None):
         B, T, d = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.H, d // self.H).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
+        q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
         past = 0 if state is None else state[0].shape[2]
-        frequency = 10000.0 ** -(torch.arange(0, d // self.H, 2, device=x.device) / (d // self.H))
+        frequency = 10000.0 ** -(torch.arange(0, self.n, 2, device=x.device) / self.n)
         angle = torch.arange(past, past + T, device=x.device)[:, None] * frequency  # (T, n/2), float32
         q, k = (apply_rotary(a, angle.cos(), angle.sin()) for a in (q, k))
         if state is not None:
@@ -224,7 +221,7 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state
 
     def initial_state(self, batch_size, device):
-        empty = torch.zeros(batch_size, self.H, 0, self.out_proj.in_features // self.H, device=device)
+        empty = torch.zeros(batch_size, self.H, 0, self.n, device=device)
         return empty, empty
 
     def init_table(self, config):
@@ -234,7 +231,7 @@ class Attention(nn.Module):
         return {"qkv.weight": [self.qkv.in_features] * 3}
 
     def mixing_flops(self, T):
-        return 4 * self.out_proj.in_features * (T + 1) / 2  # q k^T and the weighted sum over the (T + 1) / 2 visible tokens
+        return 4 * self.out_proj.in_features * (T + 1) / 2  # q k^T and the weighted sum over the visible tokens
 
     def state_size(self, T):
         return 2 * T * self.out_proj.in_features  # the cache
@@ -282,11 +279,8 @@ class GLA(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H = config.n_embd, config.n_head
-        if d % (2 * self.H):
-            raise ValueError(f"n_embd {d} gives GLA keys of {d // 2}, which n_head {self.H} does not divide: choose an "
-                             f"n_head that divides {d // 2}")
-        self.n, self.backend = d // 2 // self.H, config.backend
+        d, self.H, self.backend = config.n_embd, config.n_head, config.backend
+        self.n = split_heads(config, multiple=2) // 2  # keys are half as wide as values
         self.qk = nn.Linear(d, d, bias=False)
         self.v = nn.Linear(d, d, bias=False)
         self.forget1 = nn.Linear(d, 16, bias=False)
@@ -336,11 +330,8 @@ class Retention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H = config.n_embd, config.n_head
-        if d % self.H or d // self.H % 2:
-            raise ValueError(f"n_embd {d} over n_head {self.H} is not an even whole number of channels per head: choose "
-                             f"an n_head that divides {d // 2}")
-        self.n, self.n_v, self.backend = d // self.H, retnet_width(config) // self.H, config.backend
+        d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
+        self.n_v, self.backend = retnet_width(config) // self.H, config.backend
         self.qk = nn.Linear(d, 2 * d, bias=False)
         self.vg = nn.Linear(d, 2 * self.H * self.n_v, bias=False)
         self.out_proj = nn.Linear(self.H * self.n_v, d, bias=False)
@@ -360,7 +351,8 @@ class Retention(nn.Module):
         q, k = qk.chunk(2, 2)  # (B, T, H, n) each
         v, g = self.vg(x).chunk(2, -1)  # (B, T, H n_v) each
         log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
-        o, S = retention(q, k * self.n**-0.5, v.unflatten(-1, (self.H, -1)), log_decay, state=state, backend=self.backend)
+        v = v.unflatten(-1, (self.H, -1))  # (B, T, H, n_v)
+        o, S = retention(q, k * self.n**-0.5, v, log_decay, state=state, backend=self.backend)
         y = self.out_proj(F.silu(g) * head_norm(o, backend=self.backend).flatten(2))  # o (B, T, H, n_v)
         if state is None:
             return y, None
@@ -430,7 +422,8 @@ class RWKVTimeMix(nn.Module):
         r, k, v = heads(self.receptance(r)), heads(self.key(k)), heads(self.value(v))
         o, S = retention(r, k, v, -self.decay.exp(), self.bonus, S, backend=self.backend)  # (B, T, H, n), (B, H, n, n)
         o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm whose groups are the heads of one token
-        y = self.output(torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype)) * F.silu(self.gate(g)))
+        o = torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype))
+        y = self.output(o * F.silu(self.gate(g)))
         return y, None if state is None else (x[:, -1].clone(), S)
 
     def initial_state(self, batch_size, device):
@@ -516,7 +509,8 @@ class RMSNorm(nn.Module):
 
 
 # Of all others: RMSNorm. RWKV-4's norms have a bias in its published weights and in transformers, its reference here.
-NORMS = {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False), "rwkv4": lambda config: nn.LayerNorm(config.n_embd)}
+NORMS = {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False),
+         "rwkv4": lambda config: nn.LayerNorm(config.n_embd)}
 NORM_OF_EMBEDDING = {"rwkv4"}  # families that norm what enters the first layer
 
 
@@ -539,8 +533,8 @@ class Branch(nn.Module):
     def initial_state(self, batch_size, device):
         """Raises ValueError, one line, for a mixer that keeps no state."""
         if not self.has_state:
-            raise ValueError(f"{where_is(type(self.mixer))} keeps no state, so it cannot sample or read in chunks: write its "
-                             "initial_state(batch_size, device) and forward(x, state) -> (y, state)")
+            raise ValueError(f"{where_is(type(self.mixer))} keeps no state, so it cannot sample or read in chunks: "
+                             "write its initial_state(batch_size, device) and forward(x, state) -> (y, state)")
         return self.mixer.initial_state(batch_size, device)
 
     def init_table(self, config):
@@ -593,8 +587,8 @@ def tensors_of(state):
 class LM(nn.Module):
     """Language model of any family or pattern of families: `logits, loss = LM(config)(idx, targets)`.
 
-    Raises ValueError for an unknown family or backend or sizes that do not fit together, RuntimeError for a backend that
-    is not installed.
+    Raises ValueError for an unknown family or backend or sizes that do not fit together, RuntimeError for a backend
+    that is not installed.
     """
 
     def __init__(self, config):
@@ -606,7 +600,7 @@ class LM(nn.Module):
         if config.dt_rank < 0:
             raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
         if config.backend not in BACKENDS:
-            raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or leave it empty")
+            raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(self.build_layers(config))
@@ -618,7 +612,7 @@ class LM(nn.Module):
 
     def build_layers(self, config):
         """The layers that the config's pattern names."""
-        return [Layer(config, FAMILIES[family], i, NORMS.get(family, RMSNorm)) for i, family in enumerate(config.families)]
+        return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)]
 
     def forward(self, idx, targets=None, state=None, last_only=False, loss_only=False):
         """Predict the next token at every position.
@@ -684,7 +678,7 @@ class LM(nn.Module):
         """Yield `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), from the recurrent state.
 
         The prompt is read in chunks; then time and memory per token are constant for recurrent families, and grow with
-        the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail before sampling.
+        the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail first.
         """
         check_tokens(idx)
         if max_new_tokens < 0:
@@ -719,8 +713,8 @@ class LM(nn.Module):
             table.update({f"{name}.mixer.{parameter}": how for parameter, how in own.items()})
             missing = [n for n, _ in branch.mixer.named_parameters() if n not in own] if own else []
             if missing:
-                raise ValueError(f"{where_is(type(branch.mixer))}: init_table does not say how {missing[0]!r} starts: add "
-                                 f"{missing[0]!r}: (kind, scale), whose kinds are listed at LM.init_table")
+                raise ValueError(f"{where_is(type(branch.mixer))}: init_table does not say how {missing[0]!r} starts: "
+                                 f"add {missing[0]!r}: (kind, scale), whose kinds are listed at LM.init_table")
         return table
 
     @torch.no_grad()
@@ -742,7 +736,7 @@ class LM(nn.Module):
                 p.fill_(scale)
 
     def decayed(self):
-        """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding, nothing else."""
+        """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding."""
         return [f"{name}.weight" for name, m in self.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
 
     def computed_by(self):
@@ -761,8 +755,9 @@ class LM(nn.Module):
                 "mixing_flops": "FLOPs count its linear maps only"}
         lines = []
         for cls in dict.fromkeys(type(branch.mixer) for _, branch in self.branches()):
-            optional = {"mixing_flops"} if getattr(cls, "operator", "") is None else set()  # its linear maps are all it has
-            said = [f"no {name}: {then}" for name, then in what.items() if not hasattr(cls, name) and name not in optional]
+            optional = {"mixing_flops"} if getattr(cls, "operator", "") is None else set()  # it has linear maps only
+            missing = [name for name in what if not hasattr(cls, name) and name not in optional]
+            said = [f"no {name}: {what[name]}" for name in missing]
             lines += [f"{where_is(cls)} has {'; '.join(said)}"] if said else []
         return lines
 
@@ -807,7 +802,7 @@ def current_names(weights):
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """One token (B,) from logits (B, V). temperature 0: the most likely one. Raises ValueError for settings out of range."""
+    """One token (B,) from logits (B, V). temperature 0: the most likely one. Raises ValueError for bad settings."""
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
     if temperature == 0:
@@ -850,7 +845,8 @@ def table(T=1024):
 
 
 def main():
-    print(f"{'family':14} {'size':5} {'parameters':>12} {'Table 1':>9} {'off':>6} {'FLOPs/token':>12} {'state at 1024':>14}")
+    print(f"{'family':14} {'size':5} {'parameters':>12} {'Table 1':>9} {'off':>6} {'FLOPs/token':>12} "
+          f"{'state at 1024':>14}")
     for family, size, parameters, paper, flops, state in table():
         beside = f"{paper / 1e6:8.1f}M {parameters / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
         print(f"{family:14} {size:5} {parameters / 1e6:11.1f}M {beside} "

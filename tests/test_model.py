@@ -939,7 +939,7 @@ def test_sampling_refuses_what_means_nothing(how):
     ({"model": "llama", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
     ({"model": "llama", "n_head": 32}, ["n_embd 32", "n_head 32"]),  # one channel per head has no pair to rotate
     ({"model": "gla", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
-    ({"model": "gla", "n_head": 32}, ["n_embd 32", "keys of 16", "n_head 32", "divides 16"]),
+    ({"model": "gla", "n_head": 32}, ["n_embd 32", "n_head 32", "divides 16"]),
     ({"model": "retnet", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
     ({"model": "retnet", "n_head": 32}, ["n_embd 32", "n_head 32", "divides 16"]),
     ({"model": "rwkv", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 32"]),
