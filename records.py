@@ -130,7 +130,8 @@ def code_identity():
     """
     root = Path(__file__).resolve().parent
     imported = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
-    own = {path.relative_to(root) for path in imported if path.suffix == ".py" and path.is_relative_to(root)}
+    own = {path.relative_to(root) for path in imported  # PyTorch has modules whose file does not exist
+           if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}
     files = {str(path): hashlib.sha256((root / path).read_bytes()).hexdigest()[:12]
              for path in sorted(own | set(map(Path, NATIVE_SOURCES))) if not path.parts[0].startswith(".")}  # not .venv
     return {"code": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12], "code_files": files}

@@ -584,15 +584,16 @@ def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_memory_that_really_runs_out(launch, data, tmp_path):
-    large = {**TINY, "block_size": 512, "batch_tokens": 512 * 32, "batch_size": 32, "max_iters": 1, "eval_interval": 0}
-    r = launch(arguments(data, tmp_path / "run", large), memory=60 << 20)
-    assert r.end() == [2], r.said()
-    line = r.said().splitlines()[-1]
-    assert "micro-batch of 32 x 512 tokens does not fit" in line and "--micro_batch_size=" in line and "Traceback" not in r.said()
-    fits = int(line.split("--micro_batch_size=")[1].split()[0])
-    # some more than before: how the allocator lays things out differs from run to run, and here a few MB decide
-    r = launch([*arguments(data, tmp_path / "run", {**large, "batch_size": fits}), "--resume=auto"], memory=80 << 20)
-    assert r.end() == [0], r.said()
+    large = {**TINY, "block_size": 512, "batch_tokens": 512 * 32, "max_iters": 1, "eval_interval": 0}
+    argv = lambda size: [*arguments(data, tmp_path / "run", large, micro_batch_size=size), "--resume=auto"]
+    for size in (32, 16, 8, 4, 2):
+        r = launch(argv(size), memory=60 << 20)
+        if r.end() == [0]:
+            break
+        line = r.said().splitlines()[-1]
+        assert f"a micro-batch of {size} x 512 tokens" in line and f"--micro_batch_size={size // 2} " in line
+        assert "Traceback" not in r.said()
+    assert size < 32 and (tmp_path / "run" / "result.json").exists(), r.said()
 
 
 # -------------------------------------------------------------------------------------------------------------- signals
