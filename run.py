@@ -157,6 +157,7 @@ class Run:
         """Halve micro_batch_size until forward and backward fit in every process's memory, beside the gradients and
         what AdamW keeps."""
         config, parameters = self.config, list(self.model.parameters())
+        config.micro_batch_size = min(config.micro_batch_size, self.data.sequences_per_step // self.world_size or 1)
         reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
         while True:
             try:

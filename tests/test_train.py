@@ -969,6 +969,7 @@ def test_anything_can_be_trained(tmp_path, capsys):
         return {"val_loss": error, "slope": model.a.item(), "stop": error < 0.5}
 
     with mock.patch("run.draw_loss", no_picture):
+        train.seed_all(0)
         metrics = train.train(config, Line(), Points(), evaluate)
         assert abs(metrics["slope"] - 3) < 0.5 and "stop" not in metrics and metrics["val_loss"] < 0.5
         steps = record(tmp_path / "whole")["steps"]
@@ -981,6 +982,7 @@ def test_anything_can_be_trained(tmp_path, capsys):
                 os.kill(os.getpid(), signal.SIGTERM)
 
         config = dataclasses.replace(config, out_dir=str(tmp_path / "run"), resume="auto")
+        train.seed_all(0)
         assert train.train(config, Line(), Stops(), evaluate) is None and saved(tmp_path / "run")[1]["step"] in (5, 6)
         train.train(config, Line(), Points(), evaluate)
         assert_same_training(tmp_path / "run", tmp_path / "whole")
