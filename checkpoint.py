@@ -6,14 +6,10 @@
     tensors, meta = load("out/run/checkpoint.safetensors")
     state = unflatten(tensors, meta["skeleton"])
 
-`CheckpointManager` keeps checkpoint.safetensors, the newest, in a run's folder; checkpoint-500.safetensors and so on,
-those before it; and best.safetensors, the one with the lowest validation loss.
-
-A checkpoint is a safetensors file that any safetensors reader opens: tensors as bytes, the rest as JSON in its header,
-with the file's length and a CRC-32 over every byte (its own 8 digits read as zeros). CRC-32 because the enemy is a torn
-write or a bad disk; it runs at 4 GB/s on one core, where blake2b does 0.9. It is not a signature: protect the folder.
-The library reads the file but does not write it: safetensors 0.8 writes to a file of a random name, which a kill leaves
-behind unrecognisable, and a full disk is not an OSError there.
+A checkpoint is a safetensors file: tensors as bytes, the rest as JSON in its header, with the file's length and a CRC-32
+over every byte (its own 8 digits read as zeros). CRC-32 because the enemy is a torn write or a bad disk; it runs at
+4 GB/s on one core. It is not a signature: protect the folder. The library reads the file but does not write it: after a
+kill it leaves a file of a random name, and a full disk is not an OSError there.
 """
 
 import contextlib
@@ -38,37 +34,37 @@ NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
-START = '{"__metadata__":{"format":"longhorn checkpoint","version":"%d","bytes":"%016d","crc32":"%08x",'
+CRC = '"crc32":"%08x"'
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message is one line: the file, what is wrong, the way out."""
 
 
-def save(path, tensors, meta):
+def save(path, tensors, meta, kind="longhorn checkpoint"):
     """Write {name: tensor} and JSON-able `meta` to `path`, which at any moment is the old file or the new one.
 
-    Tensors of any device, stride or sharing are copied to the CPU one at a time, in full. Only one process may write to
-    a path at a time. Raises TypeError for what cannot be stored and OSError where the disk refuses; the old file stays.
+    `kind`: the header's "format". Tensors of any device, stride or sharing are stored in full. Only one process may write
+    to a path at a time. Raises TypeError for what cannot be stored and OSError where the disk refuses.
     """
     for name, t in tensors.items():
-        dense = isinstance(t, torch.Tensor) and t.dtype in DTYPES and t.layout == torch.strided and not t.is_meta
-        if not dense or name == "__metadata__":
-            what = f"{t.dtype}, {t.layout}, on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
+        what = f"{t.dtype}, {t.layout}, on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
+        if getattr(t, "dtype", None) not in DTYPES or t.layout != torch.strided or t.is_meta or name == "__metadata__":
             raise TypeError(f"{path}: cannot store {name!r} ({what})")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
-    rest, end = f'"meta":{json.dumps(json.dumps(meta))}}}', 0
+    about = {"format": kind, "version": str(VERSION), "bytes": "0" * 16, "crc32": "0" * 8, "meta": json.dumps(meta)}
+    entries, end = {"__metadata__": about}, 0
     for name in order:
         t = tensors[name]
         start, end = end, end + t.numel() * t.element_size()
-        entry = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
-        rest += f",{json.dumps(name)}:{json.dumps(entry)}"
-    rest += "}" + " " * (-len(START % (VERSION, 0, 0) + rest + "}") % 8)
-    length = len(START % (VERSION, 0, 0) + rest)
-    header = lambda crc: length.to_bytes(8, "little") + (START % (VERSION, 8 + length + end, crc) + rest).encode()
+        entries[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"))
+    text += " " * (-len(text) % 8)
+    text = text.replace("0" * 16, f"{8 + len(text) + end:016d}", 1)
+    header = len(text).to_bytes(8, "little") + text.encode()
     with _replacing(path) as tmp, open(tmp, "wb") as f:
-        crc = zlib.crc32(header(0))
-        f.write(header(0))
+        crc = zlib.crc32(header)
+        f.write(header)
         for name in order:
             t = tensors[name].detach().cpu().contiguous()
             # not reshape(-1), which leaves a single element its odd stride: view() then refuses
@@ -76,7 +72,7 @@ def save(path, tensors, meta):
             crc = zlib.crc32(buffer, crc)
             f.write(buffer)
         f.seek(0)
-        f.write(header(crc))
+        f.write(header.replace((CRC % 0).encode(), (CRC % crc).encode(), 1))
 
 
 @contextlib.contextmanager
@@ -103,41 +99,31 @@ def load(path, prefix=""):
     short, damaged, of another kind, of an unknown format version, or whose meta is not a dict.
     """
     try:
-        meta = _check_bytes(path)
-        with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
-            return {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}, meta
-    except CheckpointError:
-        raise
+        with open(path, "rb") as f:
+            size, length = os.fstat(f.fileno()).st_size, f.read(8)
+            text = f.read(min(int.from_bytes(length, "little"), size))
+            header = json.loads(text)["__metadata__"]
+            version, total, crc = int(header["version"]), int(header["bytes"]), header["crc32"]
+            actual = zlib.crc32(length + text.replace(f'"crc32":"{crc}"'.encode(), (CRC % 0).encode(), 1))
+            while chunk := f.read(1 << 22):
+                actual = zlib.crc32(chunk, actual)
+        if version != VERSION:
+            wrong = f"format version {version} is unknown here (this code reads {VERSION}): use the code that wrote it"
+        elif size != total:
+            wrong = f"{'cut short' if size < total else 'too long'}: {size} bytes, {total} by its header"
+        elif f"{actual:08x}" != crc:
+            wrong = f"damaged (checksum {actual:08x}, saved as {crc}); use an earlier checkpoint"
+        else:
+            with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
+                tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
+            return tensors, {**json.loads(header["meta"])}
     except OSError as error:
         hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
     except (safetensors.SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of "
                               "torch.save could run code and is never opened)") from error
-
-
-def _check_bytes(path):
-    """The meta of a checkpoint whose bytes are all as they were saved. Raises CheckpointError, or what json raises."""
-    with open(path, "rb") as f:
-        size, length = os.fstat(f.fileno()).st_size, f.read(8)
-        text = f.read(min(int.from_bytes(length, "little"), size))
-        header = json.loads(text)["__metadata__"]
-        version, total, crc = int(header["version"]), int(header["bytes"]), header["crc32"]
-        if version != VERSION:
-            raise CheckpointError(f"{path}: format version {version} is unknown here (this code reads {VERSION}): load "
-                                  "it with the code that wrote it")
-        if size != total:
-            what = "cut short" if size < total else "too long"
-            raise CheckpointError(f"{path}: {what}: {size} bytes, {total} by its header; use an earlier checkpoint")
-        actual = zlib.crc32(length + text.replace(f'"crc32":"{crc}"'.encode(), b'"crc32":"00000000"', 1))
-        while chunk := f.read(1 << 22):
-            actual = zlib.crc32(chunk, actual)
-        if f"{actual:08x}" != crc:
-            raise CheckpointError(f"{path}: damaged (checksum {actual:08x}, saved as {crc}); use an earlier checkpoint")
-    meta = json.loads(header["meta"])
-    if not isinstance(meta, dict):
-        raise TypeError("its meta is not a dict")
-    return meta
+    raise CheckpointError(f"{path}: {wrong}")
 
 
 def _earlier(folder):
@@ -155,8 +141,8 @@ def candidates(folder):
 def load_first(paths, weights=False):
     """Load the first of `paths` that is intact: (path, tensors, meta, [one line for each that was skipped]).
 
-    With `weights` the tensors are the model's state_dict only. Raises CheckpointError where none is intact; without
-    `weights` also for an imported model, which has no run to continue.
+    With `weights` the tensors are the model's state_dict only. Raises CheckpointError where none is intact, and for an
+    imported model without `weights`: it has no run to continue.
     """
     errors = []
     for path in paths:
@@ -177,7 +163,8 @@ def load_first(paths, weights=False):
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run's folder; keeps the last `keep` and the best, of which one is always intact.
+    """The checkpoints of a run: checkpoint.safetensors, the newest; checkpoint-500.safetensors and so on, those before
+    it, `keep` in all; best.safetensors, with the lowest validation loss. One of them is always intact.
 
     With `background`, `save` returns once the tensors are copied to memory (as much again as a checkpoint); a thread
     writes them, and `result` tells how it ended.
@@ -199,17 +186,15 @@ class CheckpointManager:
 
     def _delete_old(self, newest_step):
         """Delete checkpoints that are too old, or of steps beyond the newest, which the run has gone back from."""
-        earlier = _earlier(self.folder)
-        kept = [path for step, path in earlier if step < newest_step][:self.keep - 1]
-        for _, path in earlier:
+        kept = [path for step, path in _earlier(self.folder) if step < newest_step][:self.keep - 1]
+        for _, path in _earlier(self.folder):
             if path not in kept:
                 path.unlink(missing_ok=True)
 
     def save(self, state, meta, loss=None, first=lambda: None):
         """Save `state` (see flatten) and `meta`, which has "step"; `loss`: the validation loss of this state, if known.
 
-        Waits for the previous write, whose `result` is then lost. `first` is called before anything is written. Raises
-        TypeError for what cannot be stored.
+        Waits for the previous write, whose `result` is lost, and calls `first` before it writes. Raises as `flatten`.
         """
         if self.thread:
             self.thread.join()
@@ -220,8 +205,7 @@ class CheckpointManager:
             try:
                 job = self._copy(tensors), meta, is_best, first
                 self.thread = threading.Thread(target=self._write, args=job, name="checkpoint")
-                self.thread.start()  # not a daemon: an error elsewhere must not cut the write short
-                return
+                return self.thread.start()  # not a daemon: an error elsewhere must not cut the write short
             except (RuntimeError, MemoryError):  # no memory for the copies, or no thread: write without them
                 self.thread, self.copies = None, {}
         self._write(tensors, meta, is_best, first)
@@ -275,10 +259,9 @@ def _link(path, name):
 
 
 def flatten(state):
-    """Split nested dicts, lists and tuples into ({name: tensor}, skeleton), which JSON holds.
+    """Split nested dicts, lists and tuples of tensors, numbers, strings and None into ({name: tensor}, JSON skeleton).
 
-    Lossless for tensors, int, float (inf and nan too), bool, None, str, and dict keys of these; but subclasses come
-    back plain, tied tensors as copies. Raises TypeError, naming the place, for anything else.
+    Lossless, but subclasses come back plain, tied tensors as copies. Raises TypeError, naming the place, for the rest.
     """
     tensors = {}
 
@@ -292,9 +275,10 @@ def flatten(state):
                 name += "'"
             tensors[name] = x
             return {"tensor": name}
-        if isinstance(x, (list, tuple)):
-            packed = [pack(v, below(i)) for i, v in enumerate(x)]
-            return packed if isinstance(x, list) else {"tuple": packed}
+        if isinstance(x, tuple):
+            return {"tuple": pack(list(x), name)}
+        if isinstance(x, list):
+            return [pack(v, below(i)) for i, v in enumerate(x)]
         if isinstance(x, dict):
             return {"dict": [[pack(k, below("key")), pack(v, below(k))] for k, v in x.items()]}
         raise TypeError(f"{name or 'state'}: cannot store a {type(x).__name__} in a checkpoint")

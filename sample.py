@@ -13,8 +13,7 @@ if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process 
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import codecs
-import dataclasses
+import math
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ import torch
 import checkpoint
 import configurator
 from configurator import ConfigError
-from data.gpt2 import gpt2_encoding
+from data.tokenizer import Text
 from distributed import named_device
 from model import LM, ModelConfig, current_names
 
@@ -34,7 +33,7 @@ from model import LM, ModelConfig, current_names
 @dataclass
 class SampleConfig:
     out_dir: str = "out/longhorn_laptop"  # the run's folder, with checkpoint.safetensors
-    prompt: str = "\n"  # text to continue; - reads standard input, @FILE reads a file: UTF-8, or any bytes for a model of bytes
+    prompt: str = "\n"  # text to continue; - reads standard input, @FILE a file: UTF-8, or bytes for a model of bytes
     max_new_tokens: int = 500  # tokens to write
     num_samples: int = 1  # how many texts, one after another
     temperature: float = 0.8  # 0 takes the most likely token each time
@@ -47,45 +46,14 @@ class SampleConfig:
 
 def load_model(folder, device="cpu"):
     """(LM in evaluation mode, the checkpoint's meta) of a run's folder. Raises CheckpointError, one line."""
-    tensors, meta = checkpoint.load(Path(folder) / "checkpoint.safetensors")
-    weights = checkpoint.unflatten(tensors, meta["skeleton"])["model"]
-    names = {f.name for f in dataclasses.fields(ModelConfig)} - {"backend"}
-    backend = "torch" if meta["config"].get("backend") == "torch" else ""  # an edited plain operator; else this machine's choice
-    lm = LM(ModelConfig(**{k: v for k, v in meta["config"].items() if k in names}, backend=backend))
-    lm.load_state_dict(current_names(weights))
+    path = Path(folder) / "checkpoint.safetensors"
+    tensors, meta = checkpoint.load(path)
+    with checkpoint.fitting(path):
+        config = {k: v for k, v in meta["config"].items() if hasattr(ModelConfig, k)}
+        backend = "torch" if config.get("backend") == "torch" else ""  # an edited plain operator; this machine's choice
+        lm = LM(ModelConfig(**{**config, "backend": backend}))
+        lm.load_state_dict(current_names(checkpoint.unflatten(tensors, meta["skeleton"])["model"]))
     return lm.to(device).eval(), meta
-
-
-class Text:
-    """Tokens <-> text for the tokenizers that prepare.py scripts name: bytes, gpt2, or a table of characters."""
-
-    def __init__(self, tokenizer, table=None, vocab=None):
-        self.kind, self.itos = tokenizer, table
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
-        if self.kind == "gpt2":
-            self.gpt2 = gpt2_encoding(vocab)
-        elif self.kind != "bytes" and not table:
-            raise ConfigError(f"the dataset's tokenizer {tokenizer!r} is unknown: sample.py reads bytes, gpt2 and char")
-
-    def encode(self, text):
-        if self.kind == "bytes":
-            return list(text.encode())
-        if self.kind == "gpt2":
-            return self.gpt2.encode(text, allowed_special={"<|endoftext|>"})
-        unknown = sorted(set(text) - set(self.itos))
-        if unknown:
-            raise ConfigError(f"prompt: the character {unknown[0]!r} is not in the training text's vocabulary")
-        return [self.itos.index(c) for c in text]
-
-    def decode(self, token):
-        """The text that this token completes: '' inside a character of several bytes, or for an id beyond the vocabulary."""
-        if self.kind == "char":
-            return self.itos[token] if token < len(self.itos) else ""
-        if self.kind == "bytes":
-            piece = bytes([token]) if token < 256 else b""
-        else:
-            piece = self.gpt2.decode_single_token_bytes(token) if token < self.gpt2.n_vocab else b""
-        return self.decoder.decode(piece)
 
 
 def read_prompt(prompt, text):
@@ -103,13 +71,11 @@ def read_prompt(prompt, text):
 
 def main(argv):
     config = configurator.load(SampleConfig, argv)
-    if config.max_new_tokens < 1 or config.num_samples < 1:
-        raise ConfigError(f"max_new_tokens {config.max_new_tokens} and num_samples {config.num_samples} must be at least 1")
-    if config.temperature < 0 or config.top_k < 0 or not 0 < config.top_p <= 1:
-        raise ConfigError(f"temperature {config.temperature} must be 0 or more, top_k {config.top_k} too, "
-                          f"top_p {config.top_p} in (0, 1]")
-    if not 0 <= config.seed < 2**63:
-        raise ConfigError(f"seed {config.seed} must be in 0 .. {2**63 - 1}")
+    most = 2**63 - 1
+    for key, low, high in (("max_new_tokens", 1, most), ("num_samples", 1, most), ("temperature", 0, math.inf),
+                           ("top_k", 0, most), ("top_p", 1e-9, 1), ("seed", 0, most)):
+        if not low <= getattr(config, key) <= high:
+            raise ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")
     device = named_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     text = Text(meta["tokenizer"], meta["table"], config.vocab or None)
@@ -128,13 +94,10 @@ def main(argv):
             sys.stdout.write(text.decode(token.item()))
             sys.stdout.flush()
         print(text.decoder.decode(b"", True))  # what is left of a character that was cut off
-        seconds = time.perf_counter() - start
-        print(f"[{config.max_new_tokens} tokens after a prompt of {len(tokens)} in {seconds:.2f} s]", file=sys.stderr)
+        print(f"[{config.max_new_tokens} tokens after a prompt of {len(tokens)} in {time.perf_counter() - start:.2f} s]",
+              file=sys.stderr)
 
 
 if __name__ == "__main__":
-    with configurator.main_error("sample.py", checkpoint.CheckpointError, ValueError, OSError):  # a full disk behind our output
-        try:
-            main(sys.argv[1:])
-        except (KeyboardInterrupt, BrokenPipeError):
-            sys.exit(130)
+    with configurator.main_error("sample.py", checkpoint.CheckpointError, ValueError, OSError):  # OSError: a full disk
+        main(sys.argv[1:])

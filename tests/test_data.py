@@ -24,7 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import gpt2, loader, writer
+from data import loader, tokenizer, writer
 from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n_windows, step_windows
 from data.openwebtext import prepare as openwebtext
 from data.pystdlib import prepare as pystdlib
@@ -883,9 +883,9 @@ def test_openwebtext_without_network(local, tmp_path, monkeypatch):
 
 
 def test_gpt2_vocabulary_files_are_checked(tmp_path):
-    refused(lambda: gpt2.gpt2_encoding(tmp_path), "holds no vocab.bpe")
+    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "holds no vocab.bpe")
     (tmp_path / "vocab.bpe").write_text("not it")
-    refused(lambda: gpt2.gpt2_encoding(tmp_path), "vocab.bpe is not GPT-2's")
+    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "vocab.bpe is not GPT-2's")
     assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
 
 
@@ -924,10 +924,10 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path):
     assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
     assert (tokens.train == 50256).sum() == 120
     assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train)) + ","
-    assert tokens.meta["vocabulary"] == gpt2.VOCAB_SHA256
+    assert tokens.meta["vocabulary"] == tokenizer.VOCAB_SHA256
     with mock.patch.dict(os.environ):
         os.environ.pop("TIKTOKEN_CACHE_DIR", None)
-        encoding = gpt2.gpt2_encoding(gpt2_vocabulary())  # as sample.py decodes it, without network
+        encoding = tokenizer.gpt2_encoding(gpt2_vocabulary())  # as sample.py decodes it, without network
         assert encoding.encode("Hello world") == [15496, 995] and "TIKTOKEN_CACHE_DIR" not in os.environ
 
 

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.gpt2 import VOCAB_SHA256, gpt2_encoding
 from data.loader import DTYPES, DataError
+from data.tokenizer import VOCAB_SHA256, gpt2_encoding
 from data.writer import (
     finish,
     finished,

@@ -1,15 +1,17 @@
-"""GPT-2's tokenizer, also on a machine without network: prepare.py encodes with it, sample.py decodes.
+"""Tokens <-> text for the tokenizers that prepare.py scripts name: bytes, gpt2, or a table of characters.
 
-    encoding = gpt2_encoding()                # from tiktoken's cache, or fetched
-    encoding = gpt2_encoding("gpt2_vocab")    # from a folder that holds vocab.bpe and encoder.json
+    text = Text("gpt2", vocab="gpt2_vocab")   # vocab: a folder with vocab.bpe and encoder.json; None: tiktoken's cache
+    "".join(text.decode(token) for token in text.encode("Hello"))
 """
 
+import codecs
 import hashlib
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
+from configurator import ConfigError
 from data.loader import DataError, file_sha256
 
 # tiktoken caches a file under the sha1 of its URL. The sha256 are those that tiktoken itself checks.
@@ -59,3 +61,38 @@ def gpt2_encoding(vocab=None):
             os.environ.pop("TIKTOKEN_CACHE_DIR")
             if before is not None:
                 os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+class Text:
+    """Encodes text and decodes one token at a time. Raises ConfigError, or as `gpt2_encoding`.
+
+    tokenizer: bytes, gpt2 or char; table: the characters of the tokens, for char; vocab: see `gpt2_encoding`.
+    """
+
+    def __init__(self, tokenizer, table=None, vocab=None):
+        self.kind, self.itos = tokenizer, table
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
+        if self.kind == "gpt2":
+            self.gpt2 = gpt2_encoding(vocab)
+        elif self.kind != "bytes" and not table:
+            raise ConfigError(f"the dataset's tokenizer {tokenizer!r} is unknown: sample.py reads bytes, gpt2 and char")
+
+    def encode(self, text):
+        if self.kind == "bytes":
+            return list(text.encode())
+        if self.kind == "gpt2":
+            return self.gpt2.encode(text, allowed_special={"<|endoftext|>"})
+        unknown = sorted(set(text) - set(self.itos))
+        if unknown:
+            raise ConfigError(f"prompt: the character {unknown[0]!r} is not in the training text's vocabulary")
+        return [self.itos.index(c) for c in text]
+
+    def decode(self, token):
+        """The text that this token completes: '' inside a character of several bytes, or beyond the vocabulary."""
+        if self.kind == "char":
+            return self.itos[token] if token < len(self.itos) else ""
+        if self.kind == "bytes":
+            piece = bytes([token]) if token < 256 else b""
+        else:
+            piece = self.gpt2.decode_single_token_bytes(token) if token < self.gpt2.n_vocab else b""
+        return self.decoder.decode(piece)
