@@ -72,7 +72,7 @@ def load_shim(folder, update, *key, source=None, **kw):
 
 @pytest.fixture(scope="module")
 def shim(builds):
-    """shim(update, dtype, P, L, C) or shim("conv", dtype, W): the kernels as native_cuda loads them, built once."""
+    """shim(update, dtype, P, L, C) or shim("conv", dtype, W): the kernels as a module, built once."""
     return functools.cache(lambda *key: load_shim(builds, *key))
 
 
