@@ -42,7 +42,6 @@ from optim import build_optimizers, set_learning_rate
 from run import Run, launch
 from self_check import self_check
 
-
 EVAL_TOKENS = 8192  # of a batch of an evaluation, at least: without gradients they fit
 
 

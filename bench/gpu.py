@@ -240,7 +240,7 @@ def build(emit, dry_run, budget_s):
     shape = lambda update, size: build.cuda_shape(*size, p.multi_processor_count, update != "exact")
     wanted = dict.fromkeys((build.build_cuda, update, dtype, shape(update, size), architecture)
                            for size in BENCHMARKED + TESTED for update in build.UPDATES for dtype in build.DTYPES)
-    wanted |= dict.fromkeys((build.build_cuda_conv, dtype, 4, architecture) for dtype in build.DTYPES)
+    wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (4,), architecture) for dtype in build.DTYPES)
     start = time.perf_counter()
     first, *arguments = next(iter(wanted))
     emit(first_kernel_seconds=first(*arguments)[1])

@@ -321,7 +321,7 @@ def last_words(path, code):
 def outcome(folder, cell):
     """A finished cell's result in a few words."""
     result = json.loads((folder / cell.name / "result.json").read_text())
-    known = [f"{words} {result[key]:.4f}" for key, words in (("val_loss", "validation loss"), ("accuracy", "accuracy"))
+    known = [f"{words} {result[key]:.4f}" for key, words in (("accuracy", "accuracy"), ("val_loss", "validation loss"))
              if isinstance(result.get(key), float)]
     return known[0] if known else "done"
 
