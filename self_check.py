@@ -42,7 +42,7 @@ def self_check(model):
             plain = model.toy(backend="torch").to(device).eval()
             plain.load_state_dict(toy.state_dict())
             batch = [a.to(device) for a in toy.toy_batch()]
-            agreed, worst = compare(toy, plain, batch)
+            agreed, worst, left_out = compare(toy, plain, batch)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -50,11 +50,12 @@ def self_check(model):
                               "without the check") from error
         finally:
             torch.set_float32_matmul_precision(precision)
-    return f"self-check: {', '.join(agreed)} agree to {worst:.0e} ({1000 * (time.perf_counter() - began):.0f} ms)"
+    what = f"{', '.join(agreed)} agree to {worst:.0e}" if agreed else "nothing to compare"
+    return f"self-check: {what}{left_out} ({1000 * (time.perf_counter() - began):.0f} ms)"
 
 
 def compare(toy, plain, batch):
-    """([what agreed], largest difference). Raises ConfigError for the first pair that differs."""
+    """([what agreed], largest difference, what was left out). Raises ConfigError for the first pair that differs."""
     agreed, errors, backend = [], [0.0], toy.config.backend
     dtype = torch.bfloat16 if backend == "fused" else torch.float32  # some of those kernels take 16 bits only
     autocast = torch.autocast(batch[1].device.type, dtype, enabled=dtype != torch.float32)
@@ -74,13 +75,13 @@ def compare(toy, plain, batch):
         agree(f"{backend or 'native'} and plain operators", run(plain), lambda: which_operator(toy, run, dtype), TORCH)
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without:
-        return [*agreed, f"(state left out: {', '.join(dict.fromkeys(without))} keeps none)"], max(errors)
+        return agreed, max(errors), f"; state left out: {', '.join(dict.fromkeys(without))} keeps none"
     with torch.no_grad(), autocast:
         sampled = {"the loss": through_state(toy, *batch).float().cpu()}  # as when sampling: a cache grows in place
     for got in (sampled, run(toy, through_state)):
         agree("whole sequences and states", got, lambda: f"{which_mixer(toy, batch, autocast, dtype)} over the whole "
               "sequence and through the state", "edit both paths, or what is sampled is not what was trained")
-    return list(dict.fromkeys(agreed)), max(errors)
+    return list(dict.fromkeys(agreed)), max(errors), ""
 
 
 @torch.no_grad()

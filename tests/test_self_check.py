@@ -251,7 +251,7 @@ def test_with_plain_pytorch_an_edited_loop_trains(probe):
 
 def test_a_mixer_with_only_forward_trains(probe):
     found = probe(OWN, model="own")
-    assert not found["stopped"] and "(state left out: Own keeps none)" in found["line"]
+    assert not found["stopped"] and "; state left out: Own keeps none" in found["line"]
     assert found["losses"][-1] < found["losses"][0]
 
 
