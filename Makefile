@@ -1,11 +1,13 @@
 # Two commands do everything, set-up included:  make train   make test
 #
-#   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config, other settings (on pystdlib's data)
+#   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config, other settings (data: pystdlib)
 #   make train OUT=out/again                                            another folder
-#   make test  ARGS="-k scan -x"                                       some of the tests
-#   make PYTHON=python3.12 ...                                         the interpreter that .venv is made with
-#   make chaos                                                         every fault for long; as root also a cut cable
-#   make gpu PYTHON=python3                                            what a GPU does here, in 9 minutes; installs nothing
+#   make test ARGS="-k scan -x"                                         some of the tests
+#   make chaos                                                          long fault injection; as root also a cut cable
+#   make bench                                                          the scan on this CPU: checked, then timed
+#   make gpu                                                            tests and benchmarks on a GPU, 9 minutes at most
+#   make gpu PYTHON=python3                                             with your own interpreter; installs nothing
+#   make PYTHON=python3.12 ...                                          the interpreter that makes .venv
 
 PYTHON ?= python3
 CONFIG ?= config/longhorn_laptop.py
@@ -20,11 +22,11 @@ train: $(VENV)/main
 	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
 	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
 
-# Two processes of one thread each: with more threads than cores the kernels' parallel loops wait for one another.
+# Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for one another.
 test: $(VENV)/main $(VENV)/test lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
-# The long forms of these, one at a time.
+# The long forms of the fault tests, one process at a time.
 chaos: $(VENV)/main $(VENV)/test
 	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_fuzz.py $(ARGS)
 
@@ -34,13 +36,13 @@ lint: $(VENV)/main $(VENV)/test
 bench: $(VENV)/main
 	$(PY) bench/scan.py --device=cpu $(ARGS)
 
-# With PYTHON=... on the command line that interpreter itself, and nothing is installed; OUT=... for records elsewhere than
-# in results/.
+# PYTHON=... on the command line: run with that interpreter and install nothing. OUT=...: write the records there, not
+# to results/.
 GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
 	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
 
-# Installed once: the marks are newer than the lists until a list changes.
+# Install once, and again when a list of requirements changes: an empty file in .venv has the time of the installation.
 $(VENV)/main: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)

@@ -6,8 +6,8 @@
     tensors, meta = load("out/run/checkpoint.safetensors")
     state = unflatten(tensors, meta["skeleton"])
 
-A checkpoint is a safetensors file: tensors as bytes, the rest as JSON in its header, with the file's length and a CRC-32
-over every byte (its own 8 digits read as zeros). CRC-32 because the enemy is a torn write or a bad disk; it runs at
+A checkpoint is a safetensors file: tensors as bytes, the rest as JSON in its header, with the length and a CRC-32 of
+the whole file (its own 8 digits read as zeros). CRC-32 because the enemy is a torn write or a bad disk; it runs at
 4 GB/s on one core. It is not a signature: protect the folder. The library reads the file but does not write it: after a
 kill it leaves a file of a random name, and a full disk is not an OSError there.
 """
@@ -44,8 +44,8 @@ class CheckpointError(ValueError):
 def save(path, tensors, meta, kind="longhorn checkpoint"):
     """Write {name: tensor} and JSON-able `meta` to `path`, which at any moment is the old file or the new one.
 
-    `kind`: the header's "format". Tensors of any device, stride or sharing are stored in full. Only one process may write
-    to a path at a time. Raises TypeError for what cannot be stored and OSError where the disk refuses.
+    `kind`: the header's "format". Tensors of any device, stride or sharing are stored in full. Only one process may
+    write to a path at a time. Raises TypeError for what cannot be stored and OSError where the disk refuses.
     """
     for name, t in tensors.items():
         what = f"{t.dtype}, {t.layout}, on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__

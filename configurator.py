@@ -5,8 +5,8 @@
 Defaults and types (int, float, bool, str, a Literal of strings) are the dataclass's; the comment at the end of a
 field's line is its help. Arguments are read left to right and the later one wins. A config file is plain Python that
 assigns to keys and sees the values so far (`batch_tokens = block_size * 64`); `include("laptop.py")` runs another file
-of its folder first; helpers start with `_`, modules and functions are ignored. It is executed, so run only files that you would run as programs. Nothing on the command line is
-evaluated: `--out_dir=a=b` is the string `a=b`.
+of its folder first; helpers start with `_`, modules and functions are ignored. It is executed, so run only files that
+you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is the string `a=b`.
 
 A class attribute RENAMED = {"old_key": "new_key"} makes the error for an old key name the new one.
 """

@@ -94,8 +94,8 @@ def main(argv):
             sys.stdout.write(text.decode(token.item()))
             sys.stdout.flush()
         print(text.decoder.decode(b"", True))  # what is left of a character that was cut off
-        print(f"[{config.max_new_tokens} tokens after a prompt of {len(tokens)} in {time.perf_counter() - start:.2f} s]",
-              file=sys.stderr)
+        seconds = time.perf_counter() - start
+        print(f"[{config.max_new_tokens} tokens after a prompt of {len(tokens)} in {seconds:.2f} s]", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def close(a, b, tolerance):
 
 
 def make_run(folder, lm, **meta):
-    """A run's folder as train.py leaves it: the model, an optimiser's state, settings of training."""
+    """A run's folder as train.py leaves it, with an optimizer's state and the settings of training in the config."""
     tensors, skeleton = checkpoint.flatten({"model": lm.state_dict(), "optimizer": {"exp_avg": torch.ones(3)}})
     settings = {**dataclasses.asdict(lm.config), "learning_rate": 1e-3, "out_dir": str(folder)}
     folder.mkdir()
@@ -94,13 +94,12 @@ def test_transformers_loads_what_is_written(family, tmp_path, run, transformers)
     lm = tiny(family)
     code, out, err = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
     count = sum(p.numel() for p in lm.parameters())
-    megabytes = f"{(tmp_path / 'hf' / 'model.safetensors').stat().st_size / 1e6:.3g}"
     assert (code, err) == (0, "")
-    assert out == (f"wrote {tmp_path}/hf: {count:,} parameters, {megabytes} MB; load it with "
+    assert out == (f"wrote {tmp_path}/hf: {count:,} parameters; load it with "
                    f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')\n")
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
     with safetensors.safe_open(tmp_path / "hf" / "model.safetensors", "pt") as f:
-        assert f.metadata() == {"format": "pt"}  # without it older versions of transformers refuse the file
+        assert f.metadata()["format"] == "pt"  # without it older versions of transformers refuse the file
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report.values()), report  # nothing missing, left over or of another shape
     assert type(theirs).__name__ == export.ARCHITECTURES[family] and theirs.dtype == torch.float32
@@ -187,16 +186,12 @@ def test_several_files_and_half_precision(family, tmp_path, transformers):
 
 # --------------------------------------------------------------------------------------------- every family, our format
 
-@pytest.mark.parametrize("notes, words", [
-    ({"tokenizer": ["x"]}, "tokenizer"), ({"tokenizer": "klingon"}, "klingon"), ({"table": 5}, "table"),
-    ({"step": "abc"}, "step"), ({"tokens": -1}, "tokens"), ([1], "table of")])
-def test_notes_that_sample_could_not_use_are_refused(notes, words, tmp_path, run):
-    make_run(tmp_path / "run", tiny("longhorn"), tokenizer="bytes")
-    assert run(out_dir=tmp_path / "run", to=tmp_path / "folder")[0] == 0
-    config = json.loads((tmp_path / "folder" / "config.json").read_text())
-    (tmp_path / "folder" / "config.json").write_text(json.dumps({**config, "run": notes}))
-    code, _, err = run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
-    assert code == 2 and err.count("\n") == 1 and words in err and not (tmp_path / "imported").exists()
+@pytest.mark.parametrize("notes", [{"tokenizer": ["x"]}, {"tokenizer": "klingon"}, {"table": 5}, {"step": "abc"}, [1]])
+def test_notes_that_sample_could_not_use_are_refused(notes, tmp_path, run):
+    config, tensors = to_hf(tiny("longhorn"))
+    export.write(tmp_path / "folder", {**config, "run": notes}, tensors)
+    refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported"), "config.json", notes)
+    assert not (tmp_path / "imported").exists()
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "longhorn*2,llama", "mamba*2", "llama,mamba"])
@@ -207,25 +202,23 @@ def test_out_and_in_again(family, tmp_path, run):
     make_run(tmp_path / "run", lm, tokenizer="char", table=table)
     code, out, err = run(out_dir=tmp_path / "run", to=tmp_path / "folder")
     assert (code, err) == (0, "") and (kind in PARITY or f"export.load('{tmp_path}/folder')" in out)
-    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    config = export.read_json(tmp_path / "folder" / "config.json")
     assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"}}
     if kind not in PARITY:
         assert config["model_type"] == "longhorn" and config["architectures"] == ["LM"]
         assert (config["pattern"] or config["model"]) == family
         assert config.keys() == {*export.SETTINGS, "model_type", "architectures", "dtype", "run"}
         assert safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors").keys() == lm.state_dict().keys()
-    code, out, err = run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
-    assert (code, err) == (0, "") and "sample.py" in out
+    assert run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")[0] == 0
     again, meta = sample.load_model(tmp_path / "imported")
     assert (meta["tokenizer"], meta["table"], meta["step"]) == ("char", table, 7)
     relevant = set(SMALL) - {"n_head"} | {"families"} | set(PARITY.get(family, {}))
     assert all(getattr(again.config, name) == getattr(lm.config, name) for name in relevant)
     loaded = export.load(tmp_path / "folder")
-    assert not loaded.training
     for other in (again, loaded):
         ours, theirs = lm.state_dict(), other.state_dict()
-        assert all(torch.equal(ours[name], theirs[name]) for name in {**ours, **theirs})
-        assert [p.requires_grad for p in other.parameters()] == [True] * len(list(lm.parameters()))
+        assert all(torch.equal(ours[name], theirs[name]) for name in {**ours, **theirs}) and not other.training
+        assert all(p.requires_grad for p in other.parameters())
     with torch.no_grad():
         assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
 
@@ -267,7 +260,7 @@ def test_dtypes(family, dtype, tmp_path, run, transformers):
     assert run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "folder", dtype=dtype)[0] == 0
     written = safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors")
     assert {t.dtype for t in written.values()} == {getattr(torch, dtype)}
-    assert json.loads((tmp_path / "folder" / "config.json").read_text())["dtype"] == dtype
+    assert export.read_json(tmp_path / "folder" / "config.json")["dtype"] == dtype
     loaded = export.load(tmp_path / "folder")
     for name, p in lm.named_parameters():
         assert torch.equal(loaded.get_parameter(name), p.to(getattr(torch, dtype)).float())
@@ -303,11 +296,13 @@ REFUSED = [
     ("llama", {"attention_bias": True}, "attention_bias True", "only False"),
     ("llama", {"mlp_bias": True}, "mlp_bias True", "only False"),
     ("llama", {"tie_word_embeddings": False}, "tie_word_embeddings False", "only True"),
+    ("llama", {"tie_word_embeddings": ...}, "tie_word_embeddings False (it is absent)"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'", "only 'silu'"),
     ("llama", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06", "only 1e-05"),
     ("llama", {"rms_norm_eps": ...}, "rms_norm_eps 1e-06 (it is absent)"),
     ("llama", rope(rope_theta=5e5), "rope_theta 500000.0", "only 10000"),
-    ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn'", "only default"),
+    ("llama", {"rope_parameters": ..., "rope_theta": 5e5}, "rope_theta 500000.0"),
+    ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn'", "only 'default'"),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     ("llama", rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5", "only 1"),
     ("llama", {"rope_parameters": "llama3"}, "rope_parameters 'llama3'"),
@@ -317,13 +312,18 @@ REFUSED = [
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),
     ("llama", {"num_hidden_layers": 1}, "model.layers.1.", "no place"),
     ("llama", {"num_hidden_layers": 10**9}, "1000000000 layers"),
+    ("llama", {"hidden_size": 2**30, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None,
+               "intermediate_size": 2**31 - 1}, "8/3 of hidden_size"),
     ("llama", {"hidden_size": "32"}, "hidden_size '32'", "whole number"),
+    ("llama", {"vocab_size": True}, "vocab_size True", "whole number"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads 0", "from 1"),
-    ("llama", {"hidden_size": ...}, "hidden_size is missing"),
+    ("llama", {"vocab_size": 10**30}, f"vocab_size {10**30}", "whole number"),
+    ("llama", {"hidden_size": ...}, "hidden_size None"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
     ("llama", {"model_type": "mistral"}, "model_type 'mistral'", "llama, mamba and longhorn"),
     ("llama", {"model_type": ["llama"]}, "model_type ['llama']"),
+    ("llama", {"model_type": ...}, "model_type None"),
     ("llama", {"model_type": "mamba", "architectures": None}, "is not supported"),
     ("mamba", {"use_bias": True}, "use_bias True"),
     ("mamba", {"use_conv_bias": False}, "use_conv_bias False"),
@@ -334,12 +334,14 @@ REFUSED = [
     ("mamba", {"intermediate_size": 96}, "intermediate_size 96", "only 64"),
     ("mamba", {"expand": 1.5}, "expand 1.5"),
     ("mamba", {"time_step_rank": "auto"}, "dt_proj.weight is (64, 3)", "(64, 2)"),
+    ("mamba", {"conv_kernel": 4}, "conv1d.weight is (64, 1, 3)", "(64, 1, 4)"),
     ("mamba", {"hidden_size": 2**31 - 1, "intermediate_size": ..., "state_size": 2**31 - 1, "expand": 2**31 - 1},
-     "no model has these sizes"),
+     "no such model"),
     ("longhorn", {"model": "transformer"}, "model 'transformer'", "longhorn, mamba"),
     ("longhorn", {"model": {}}, "model {}"),
     ("longhorn", {"model": "mamba"}, "missing"),
     ("longhorn", {"n_heads": 4}, "the setting n_heads is unknown"),
+    ("longhorn", {"n_embd": 64}, "embed.weight is (64, 32)", "(64, 64)"),
     ("longhorn", {"n_layer": 0}, "n_layer 0"),
     ("longhorn", {"pattern": "llama,griffin"}, "griffin", "longhorn, mamba"),
     ("longhorn", {"pattern": 5}, "pattern 5", "only a string"),
@@ -359,28 +361,15 @@ def test_what_cannot_be_expressed_is_named(family, changes, words, tmp_path, run
 
 
 @pytest.mark.parametrize("name, words", [
-    ("lm_head.weight", ("lm_head.weight", "tied")),
-    ("model.layers.0.self_attn.q_proj.bias", ("q_proj.bias", "no biases")),
-    ("model.layers.1.self_attn.q_norm.weight", ("q_norm", "no further norms"))])
-def test_tensors_left_over_are_refused(name, words):
+    ("lm_head.weight", "only a tied head"), ("model.layers.0.self_attn.q_proj.bias", "q_proj.bias has no place"),
+    ("model.layers.1.self_attn.q_norm.weight", "no further norms"), ("model.layers.1.mlp.up_proj.weight", "is torch.int8")])
+def test_tensors_left_over_or_quantised_are_refused(name, words):
     config, tensors = to_hf(tiny("llama"))
-    with pytest.raises(ConfigError) as info:
-        from_hf(config, {**tensors, name: torch.ones(64, 32)})
-    assert all(word in str(info.value) for word in words)
-
-
-def test_tensors_that_are_no_weights_may_be_there():
-    config, tensors = to_hf(tiny("llama"))
-    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+    with pytest.raises(ConfigError, match=words):
+        from_hf(config, {**tensors, name: torch.ones(tensors.get(name, torch.ones(64, 32)).shape, dtype=torch.int8)})
+    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(),  # these may be there
             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     assert from_hf(config, {**tensors, **more}).config.n_layer == 2
-
-
-def test_quantised_weights_are_refused():
-    config, tensors = to_hf(tiny("llama"))
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
-    with pytest.raises(ConfigError, match="layers.1.mlp.up_proj.weight is int8"):
-        from_hf(config, tensors)
 
 
 def test_the_rank_of_mambas_step_size():
@@ -400,8 +389,11 @@ def test_any_hidden_width_that_mlp_multiple_can_give(hidden):
 def test_wrong_settings(tmp_path, run):
     refused(run(out_dir=tmp_path), "--to", "--from_hf")
     refused(run(out_dir=tmp_path, to="a", from_hf="b"), "either")
+    refused(run(to="a"), "--out_dir")
     refused(run(out_dir=tmp_path, to=tmp_path / "hf", tokenizer="gpt2"), "--from_hf")
     refused(run(out_dir=tmp_path, from_hf=tmp_path, dtype="bfloat16"), "--to")
+    refused(run(out_dir=tmp_path, to="a", dtype="int8"), "float32, bfloat16, float16")
+    refused(run(out_dir=tmp_path, two="a"), "--to")
 
 
 def test_nothing_is_overwritten_unasked(tmp_path, run):
@@ -423,18 +415,13 @@ def test_nothing_is_overwritten_unasked(tmp_path, run):
     assert sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
 
 
-def test_training_does_not_resume_from_an_import(tmp_path, run):
-    assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
-    assert run(from_hf=tmp_path / "hf", out_dir=tmp_path / "imported")[0] == 0
-    words = rf"imported from {tmp_path}/hf, weights without .*another out_dir$"
-    with pytest.raises(checkpoint.CheckpointError, match=words):
-        checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
-
-
-def test_an_import_spares_a_training_run(tmp_path, run):
+def test_an_import_spares_a_training_run_and_is_none(tmp_path, run):
     assert run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")[0] == 0
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "imported"}
     assert run(**into)[0] == 0
+    words = rf"imported from {tmp_path}/hf, weights without .*another out_dir$"
+    with pytest.raises(checkpoint.CheckpointError, match=words):
+        checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
     refused(run(**into), "imported is not empty", "--overwrite")
     (tmp_path / "imported" / "checkpoint.safetensors.tmp-999999999").touch()  # of a writer that was killed
     assert run(**into, overwrite="true")[0] == 0 and os.listdir(tmp_path / "imported") == ["checkpoint.safetensors"]
@@ -442,27 +429,22 @@ def test_an_import_spares_a_training_run(tmp_path, run):
     refused(run(**into, overwrite="true"), "log.jsonl", "never overwritten")
 
 
-@pytest.mark.parametrize("fails", ["save_file", "rename"])
+@pytest.mark.parametrize("name", ["fsync", "rename"])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_failure_leaves_what_was_there(fails, there, tmp_path, run, monkeypatch):
+def test_a_failure_leaves_what_was_there(name, there, tmp_path, run, monkeypatch):
     make_run(tmp_path / "run", tiny("longhorn"))
     to = tmp_path / "folder"
     if there:
         assert run(out_dir=make_run(tmp_path / "first", tiny("gla")), to=to)[0] == 0
-    entries, rename = sorted(os.listdir(tmp_path)), os.rename
+    entries, real = sorted(os.listdir(tmp_path)), getattr(os, name)
 
-    def save_file(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise safetensors.SafetensorError("No space left on device")
-
-    def no_rename(source, target):
-        if ".tmp-" in str(source):
+    def fail(source, *target):
+        if name == "fsync" or ".tmp-" in str(source):
             raise OSError(28, "No space left on device")
-        rename(source, target)
+        real(source, *target)
 
     with monkeypatch.context() as patch:
-        what = {"save_file": (safetensors.torch, "save_file", save_file), "rename": (os, "rename", no_rename)}
-        patch.setattr(*what[fails])
+        patch.setattr(os, name, fail)
         refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
     assert sorted(os.listdir(tmp_path)) == entries
     assert not there or export.load(to).config.model == "gla"
@@ -481,7 +463,7 @@ def test_files_that_are_missing_or_damaged(writes, tmp_path, run):
         (folder / "model.safetensors").write_bytes(damage)
         refused(result(), f"{folder}/model.safetensors", "not readable as safetensors")
     (folder / "model.safetensors").unlink()
-    refused(result(), "model.safetensors", "no weights to read")
+    refused(result(), f"{folder}/model.safetensors", "no weights to read", "pytorch_model.bin", "pickle", "not opened")
     (folder / "model.safetensors").write_bytes(weights)
     for damage in ("", text[:-5], "[1]", "\x00", "[" * 100000):
         (folder / "config.json").write_text(damage)
@@ -496,13 +478,9 @@ class Bomb:
         return exec, ("raise SystemExit('unpickled')",)
 
 
-def test_nothing_is_unpickled(tmp_path, run, monkeypatch):
-    config, tensors = to_hf(tiny("llama"))
-    export.write(tmp_path / "folder", config, tensors)
-    (tmp_path / "folder" / "model.safetensors").unlink()
-    (tmp_path / "folder" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
-    refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "pytorch_model.bin", "pickle", "not opened")
-    (tmp_path / "folder" / "pytorch_model.bin").rename(tmp_path / "folder" / "model.safetensors")
+def test_nothing_is_unpickled(tmp_path, run):
+    export.write(tmp_path / "folder", *to_hf(tiny("llama")))
+    (tmp_path / "folder" / "model.safetensors").write_bytes(pickle.dumps(Bomb()))
     refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "not readable as safetensors")
     (tmp_path / "run").mkdir()
     torch.save({"model": Bomb()}, tmp_path / "run" / "checkpoint.safetensors")
@@ -511,33 +489,26 @@ def test_nothing_is_unpickled(tmp_path, run, monkeypatch):
 
 @pytest.mark.parametrize("weight_map", [{"a": "../secret.safetensors"}, {"a": "/etc/passwd"}, {"a": 1}, ["a"], None])
 def test_an_index_stays_in_its_folder(weight_map, tmp_path, run):
-    config, tensors = to_hf(tiny("llama"))
-    export.write(tmp_path / "folder", config, tensors)
+    export.write(tmp_path / "folder", *to_hf(tiny("llama")))
     (tmp_path / "folder" / "model.safetensors").rename(tmp_path / "secret.safetensors")
     (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "index.json", "weight_map")
 
 
 def test_runs_that_cannot_be_exported(tmp_path, run):
-    to = tmp_path / "hf"
+    to, lm = tmp_path / "hf", tiny("llama")
     refused(run(out_dir=tmp_path / "nothing", to=to), "nothing/checkpoint.safetensors", "no checkpoint")
-    lm = tiny("llama")
     other = {**dataclasses.asdict(lm.config), "model": "mamba"}
     make_run(tmp_path / "mixed", lm, config=other)
-    refused(run(out_dir=tmp_path / "mixed", to=to), "mixed/checkpoint.safetensors", "do not fit")
+    refused(run(out_dir=tmp_path / "mixed", to=to), "mixed/checkpoint.safetensors", "does not fit")
     make_run(tmp_path / "new", lm, config={**other, "model": "griffin"})
     refused(run(out_dir=tmp_path / "new", to=to), "griffin", "longhorn, mamba")
-    content = bytearray((tmp_path / "new" / "checkpoint.safetensors").read_bytes())
-    content[-1] ^= 1
-    (tmp_path / "new" / "checkpoint.safetensors").write_bytes(content)
-    refused(run(out_dir=tmp_path / "new", to=to), "checksum")
     checkpoint.save(tmp_path / "new" / "checkpoint.safetensors", {}, {"some": "thing"})
-    refused(run(out_dir=tmp_path / "new", to=to), "do not fit")
+    refused(run(out_dir=tmp_path / "new", to=to), "does not fit")
     assert not to.exists()
 
 
 def test_an_import_without_a_known_tokenizer_says_so(tmp_path, run):
-    config, tensors = to_hf(tiny("mamba"))
-    export.write(tmp_path / "hf", config, tensors)
+    export.write(tmp_path / "hf", *to_hf(tiny("mamba")))
     code, out, _ = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run")
     assert code == 0 and "--tokenizer" in out and sample.load_model(tmp_path / "run")[1]["tokenizer"] is None
