@@ -87,21 +87,15 @@ def test_command_line_value(argument, key, expected):
     ("--qqq=3", "unknown key '--qqq'; --help lists all keys"),
     ("--", "unknown key '--'; --help lists all keys"),
     ("--n_layer", "--n_layer needs a value, joined by '=': --n_layer=12"),
-    ("--n_layer=", "--n_layer=: expected a whole number (int)"),
     ("--n_layer=2.5", "--n_layer=2.5: expected a whole number (int)"),
     ("--n_layer=inf", "--n_layer=inf: expected a whole number (int)"),
-    ("--n_layer=true", "--n_layer=true: expected a whole number (int)"),
     ("--n_layer=1e17", "--n_layer=1e17: expected a whole number (int)"),
     ("--dropout=nan", "--dropout=nan: expected a finite number (float)"),
-    ("--dropout=-inf", "--dropout=-inf: expected a finite number (float)"),
     ("--dropout=1e999", "--dropout=1e999: expected a finite number (float)"),
     ("--compile=maybe", "--compile=maybe: expected true or false (bool)"),
-    ("--top_k=none", "--top_k=none: expected a whole number (int)"),
     ("--model=lama", "--model=lama: expected one of longhorn, llama: did you mean 'llama'?"),
-    ("--act=gelu", "--act=gelu: expected one of relu, silu: did you mean 'relu'?"),
     ("--n_layer=0", "n_layer 0 is below 1: choose a positive number"),
     ("batch", "unexpected argument 'batch': give config files (*.py) and --key=value; --help lists all keys"),
-    ("-n=3", "unexpected argument '-n=3': give config files (*.py) and --key=value; --help lists all keys"),
 ])
 def test_command_line_mistake(argument, expected):
     assert message(argument) == expected
@@ -114,24 +108,18 @@ def test_command_line_mistake(argument, expected):
     ("qqq = 3", "config/x.py: unknown key 'qqq'; --help lists all keys; a helper's name starts with _"),
     ("n_layer = '6'", "config/x.py: n_layer = '6': expected a whole number (int)"),
     ("n_layer = True", "config/x.py: n_layer = True: expected a whole number (int)"),
-    ("n_layer = None", "config/x.py: n_layer = None: expected a whole number (int)"),
-    ("n_layer = 2.5", "config/x.py: n_layer = 2.5: expected a whole number (int)"),
     ("dropout = '0.1'", "config/x.py: dropout = '0.1': expected a finite number (float)"),
     ("dropout = float('nan')", "config/x.py: dropout = nan: expected a finite number (float)"),
     ("dropout = 10**400", f"config/x.py: dropout = 1{'0' * 79}: expected a finite number (float)"),
     ("compile = 1", "config/x.py: compile = 1: expected true or false (bool)"),
-    ("compile = 'yes'", "config/x.py: compile = 'yes': expected true or false (bool)"),
     ("out_dir = 3", "config/x.py: out_dir = 3: expected a string (str)"),
     ("model = ['llama']", "config/x.py: model = ['llama']: expected one of longhorn, llama"),
-    ("model = 'longhron'",
-     "config/x.py: model = 'longhron': expected one of longhorn, llama: did you mean 'longhorn'?"),
     ("import math as n_layer", "config/x.py: n_layer = <module 'math'"),
     ("n_layer = 3\ndropout = (", "config/x.py:2: '(' was never closed"),
     ("\nn_layer = 1 // 0", "config/x.py:2: ZeroDivisionError: "),
     ("def f():\n    return nothing\n\nn_layer = f()", "config/x.py:2: NameError: name 'nothing' is not defined"),
     ("raise ValueError('two\\nlines')", "config/x.py:1: ValueError: two lines"),
     ("raise SystemExit(0)", "config/x.py:1: SystemExit: 0"),
-    ("x = '\0'", "config/x.py:"),
 ])
 def test_file_mistake(file, text, expected):
     assert message(file(text)).startswith(expected)
@@ -198,22 +186,16 @@ def test_main_error_is_one_line_and_exit_code_2():
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=full).returncode == 2
 
 
-def test_main_error_takes_the_errors_it_is_given_and_no_others(capsys):
-    class Ours(ValueError):
-        pass
-
-    for error, ours, words in ((Ours("a\nb"), Ours, "p: error: a b\n"),
-                                (BrokenPipeError(32, "of a worker"), OSError, "of a worker")):
-        with pytest.raises(SystemExit), configurator.main_error("p", ours):
+def test_main_error_takes_the_errors_it_is_given_and_no_others_nor_another_broken_pipe(capsys):
+    pipe = BrokenPipeError(32, "of a worker")
+    for error, taken, words in ((KeyError("a\nb"), KeyError, "p: error: "), (pipe, OSError, "of a worker")):
+        with pytest.raises(SystemExit), configurator.main_error("p", taken):
             raise error
-        assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="ours"), configurator.main_error("p", Ours):
-        raise ValueError("not ours")
-
-
-def test_another_broken_pipe_is_not_taken_for_the_output():
-    with pytest.raises(BrokenPipeError), configurator.main_error("p"):
-        raise BrokenPipeError(32, "of a worker")
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1
+    for error in (pipe, ValueError("not ours")):
+        with pytest.raises(type(error)), configurator.main_error("p", KeyError):
+            raise error
 
 
 def with_nobody_reading(*command, **environment):

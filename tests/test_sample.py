@@ -230,7 +230,7 @@ def test_a_trained_character_model_speaks_its_characters(tmp_path, run):
     writer.finish(folder, {**meta, "splits": splits})
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        train.main([f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_embd=32",
+        train.main([f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_head=2", "--n_embd=32",
                     "--block_size=16", "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=1", "--device=cpu",
                     "--dtype=float32", "--n_head=2", "--pattern=llama"])
     finally:
