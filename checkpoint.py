@@ -48,9 +48,8 @@ def save(path, tensors, meta, kind="longhorn checkpoint"):
     write to a path at a time. Raises TypeError for what cannot be stored and OSError where the disk refuses.
     """
     for name, t in tensors.items():
-        what = f"{t.dtype}, {t.layout}, on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
         if getattr(t, "dtype", None) not in DTYPES or t.layout != torch.strided or t.is_meta or name == "__metadata__":
-            raise TypeError(f"{path}: cannot store {name!r} ({what})")
+            raise TypeError(f"{path}: cannot store {name!r} ({getattr(t, 'dtype', type(t).__name__)})")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
     about = {"format": kind, "version": str(VERSION), "bytes": "0" * 16, "crc32": "0" * 8, "meta": json.dumps(meta)}
     entries, end = {"__metadata__": about}, 0
@@ -139,10 +138,10 @@ def candidates(folder):
 
 
 def load_first(paths, weights=False):
-    """Load the first of `paths` that is intact: (path, tensors, meta, [one line for each that was skipped]).
+    """The first of `paths` that is intact: (path, tensors, meta, [one line for each that was skipped]).
 
-    With `weights` the tensors are the model's state_dict only. Raises CheckpointError where none is intact, and for an
-    imported model without `weights`: it has no run to continue.
+    With `weights` the tensors are the model's state_dict only. Raises CheckpointError where none is intact, or where a
+    run is to be continued from an imported model.
     """
     errors = []
     for path in paths:
@@ -192,9 +191,9 @@ class CheckpointManager:
                 path.unlink(missing_ok=True)
 
     def save(self, state, meta, loss=None, first=lambda: None):
-        """Save `state` (see flatten) and `meta`, which has "step"; `loss`: the validation loss of this state, if known.
+        """Save `state` (see flatten) and `meta`, which has "step", after a call of `first`; `loss`: of validation.
 
-        Waits for the previous write, whose `result` is lost, and calls `first` before it writes. Raises as `flatten`.
+        Waits for the previous write, whose `result` is lost. Raises TypeError for what cannot be stored.
         """
         if self.thread:
             self.thread.join()

@@ -62,8 +62,6 @@ MAMBA_ONLY = {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5)
               "use_bias": (False, False), "use_conv_bias": (True, True), "quantization_config": (None, None)}
 
 
-# ---------------------------------------------------------------------------------------------------------------- names
-
 LLAMA_NAMES = {"input_layernorm": "0.norm", "self_attn.o_proj": "0.mixer.out_proj", "mlp.gate_proj": "1.mixer.w1",
                "post_attention_layernorm": "1.norm", "mlp.up_proj": "1.mixer.w3", "mlp.down_proj": "1.mixer.w2"}
 MAMBA_NAMES = {"mixer.conv1d.weight": "mixer.conv_weight", "mixer.conv1d.bias": "mixer.conv_bias",
@@ -272,13 +270,8 @@ def whole(config, field, absent=None):
     return value
 
 
-# -------------------------------------------------------------------------------------------------------------- folders
-
 def load(folder):
-    """The LM, in evaluation mode, of a folder that export.py wrote, or of a LLaMA or Mamba that transformers saved.
-
-    Raises ConfigError, one line, for a folder that cannot be read or a model that cannot be expressed; see `from_hf`.
-    """
+    """The LM, in evaluation mode, of a folder that export.py or transformers wrote. Raises ConfigError, one line."""
     config, tensors = read(folder)
     try:
         return from_hf(config, tensors)
@@ -302,8 +295,8 @@ def read(folder):
     tensors = {}
     for path in (folder / file for file in sorted(set(files))):
         if not path.exists():
-            raise ConfigError(f"{path}: there are no weights to read (pickles, as pytorch_model.bin, could run code and "
-                              "are not opened: save them as safetensors first)")
+            raise ConfigError(f"{path}: there are no weights to read (a pickle as pytorch_model.bin could run code "
+                              "and is not opened: save it as safetensors first)")
         try:
             with safetensors.safe_open(path, "pt") as f:
                 tensors.update({name: f.get_tensor(name) for name in f.keys()})
@@ -361,8 +354,6 @@ def check_target(folder, files, overwrite):
     if there and not overwrite:
         raise ConfigError(f"{folder} is not empty: choose another folder, or --overwrite")
 
-
-# -------------------------------------------------------------------------------------------------------------- command
 
 def export_run(config):
     check_target(config.to, FILES, config.overwrite)  # before minutes of reading

@@ -4,8 +4,7 @@
     python sample.py --out_dir=out/longhorn_laptop --prompt="def main():" --temperature=0.7 --top_k=50
     cat notes.txt | python sample.py --out_dir=out/longhorn_laptop --prompt=-
 
-The prompt may be far longer than the training context: it is read in chunks through the state. For recurrent families,
-memory and time per token do not depend on what came before.
+The prompt may be far longer than the training context: it is read in chunks through the state.
 """
 
 if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
@@ -24,7 +23,6 @@ import torch
 
 import checkpoint
 import configurator
-from configurator import ConfigError
 from data.tokenizer import Text
 from distributed import named_device
 from model import LM, ModelConfig, current_names
@@ -65,23 +63,22 @@ def read_prompt(prompt, text):
             return content.decode("utf-8", "replace"), list(content)
         shown = content.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompt {prompt[:200]}: {error}") from None
+        raise configurator.ConfigError(f"prompt {prompt[:200]}: {error}") from None
     return shown, text.encode(shown)
 
 
 def main(argv):
     config = configurator.load(SampleConfig, argv)
-    most = 2**63 - 1
-    for key, low, high in (("max_new_tokens", 1, most), ("num_samples", 1, most), ("temperature", 0, math.inf),
-                           ("top_k", 0, most), ("top_p", 1e-9, 1), ("seed", 0, most)):
+    for key, low, high in (("max_new_tokens", 1, math.inf), ("num_samples", 1, math.inf), ("temperature", 0, math.inf),
+                           ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2**63 - 1)):
         if not low <= getattr(config, key) <= high:
-            raise ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")
+            raise configurator.ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")
     device = named_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     text = Text(meta["tokenizer"], meta["table"], config.vocab or None)
     prompt, tokens = read_prompt(config.prompt, text)
     if not tokens:
-        raise ConfigError("the prompt is empty: give at least one character")
+        raise configurator.ConfigError("the prompt is empty: give at least one character")
     idx = torch.tensor([tokens], device=device)  # (1, T)
     generator = torch.Generator(device).manual_seed(config.seed)
     for i in range(config.num_samples):

@@ -6,7 +6,6 @@
 import gzip
 import hashlib
 import importlib.util
-import inspect
 import itertools
 import json
 import lzma
@@ -233,10 +232,16 @@ def test_open_a_folder(tmp_path):
     assert tokens.sha256["val"] == hashlib.sha256((folder / "val.bin").read_bytes()).hexdigest()
     tokens.verify()
     assert tokens.bytes_per_token is None
-    splits = json.loads((folder / "meta.json").read_text())["splits"]
+    splits = tokens.meta["splits"]
     splits["train"]["bytes"], splits["val"]["bytes"] = 4500, 860
     edit_meta(folder, splits=splits)
     assert Tokens(folder).bytes_per_token == {"train": 4.5, "val": 4.3}
+    null = dict.fromkeys(("sha256", "max_token", "bytes"))  # these need not be there
+    edit_meta(folder, splits={name: {**split, **null} for name, split in splits.items()},
+              **dict.fromkeys(("bytes_per_token", "xz9_bits_per_byte", "tokenizer", "table")))
+    assert Tokens(folder).bytes_per_token is None
+    edit_meta(folder, bytes_per_token=2.5, xz9_bits_per_byte=1, tokenizer="bytes", table="ab")
+    assert Tokens(folder).bytes_per_token == 2.5
 
 
 def test_what_a_user_can_get_wrong(tmp_path):
@@ -296,16 +301,6 @@ def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
         (meta if field in WRONG else meta["splits"]["train"])[field] = wrong
         path.write_text(json.dumps(meta))
         refused(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
-
-
-def test_fields_that_need_not_be_there_may_be_null(tmp_path):
-    folder = write_folder(tmp_path, bytes_per_token=None, xz9_bits_per_byte=None, tokenizer=None, table=None)
-    splits = json.loads((folder / "meta.json").read_text())["splits"]
-    null = dict.fromkeys(("sha256", "max_token", "bytes"))
-    edit_meta(folder, splits={name: {**split, **null} for name, split in splits.items()})
-    assert Tokens(folder).bytes_per_token is None
-    edit_meta(folder, bytes_per_token=2.5, xz9_bits_per_byte=1, tokenizer="bytes", table="ab")
-    assert Tokens(folder).bytes_per_token == 2.5
 
 
 def test_ids_outside_the_vocabulary(tmp_path, monkeypatch):
@@ -405,7 +400,7 @@ def test_two_preparations_of_one_folder(tmp_path):
 
 @pytest.fixture
 def library(tmp_path):
-    """A folder of 60 small source files like a standard library, with what is to be skipped. The hashes below know it."""
+    """A folder of 60 small source files like a standard library, with what is to be skipped."""
     root = tmp_path / "lib"
     for i in range(60):
         path = root / f"package{i % 7}" / f"module{i}.py"
@@ -495,8 +490,7 @@ def shelf(tmp_path, monkeypatch):
     root = tmp_path / "shelf"
     sizes = {f"module{i}.py": 900 + i for i in range(10)} | {f"short{i}.py": 60 for i in range(5)}
     for i in range(12):
-        package = {"b.py": 300 + i, "a.py": 250, "inner/c.py": 240, "0.py": 10}
-        sizes |= {f"package{i}/{name}": size for name, size in package.items()}
+        sizes |= {f"package{i}/{name}": size for name, size in (("b.py", 300 + i), ("a.py", 250), ("inner/c.py", 240))}
     for i in range(40):
         sizes |= {f"large/test_{i}.py": 500 + i, f"large/sub{i % 3}/x{i}.py": 40}
     for number, (name, size) in enumerate(sizes.items()):
@@ -547,18 +541,17 @@ def test_a_folder_of_one_byte_too_many_is_a_shelf(monkeypatch):
         assert [d[0] for d in found] == names and sum(d[2] for d in found) == 601
 
 
-def test_packages_are_deterministic_and_another_recipe_than_files(shelf, tmp_path):
-    options = {"stdlib": shelf, "val_fraction": 0.3}
-    a, _ = pystdlib.prepare(tmp_path / "a", documents="package", **options)
-    b, _ = pystdlib.prepare(tmp_path / "b", documents="package", **options)
-    assert [a.meta[key] for key in ("inputs", "documents")] == [b.meta[key] for key in ("inputs", "documents")]
-    assert a.sha256 == b.sha256 and not pystdlib.prepare(tmp_path / "b", documents="package", **options)[1]
-    files, new = pystdlib.prepare(tmp_path / "b", **options)
+def test_packages_are_another_recipe_than_files(shelf, tmp_path):
+    packages = {"val_fraction": 0.3, "documents": "package"}
+    a, _ = pystdlib.prepare(tmp_path / "a", stdlib=shelf, **packages)
+    assert not pystdlib.prepare(tmp_path / "a", stdlib=shelf, **packages)[1]
+    files, new = pystdlib.prepare(tmp_path / "a", stdlib=shelf, val_fraction=0.3)
     assert new and files.meta["inputs"] != a.meta["inputs"] and "documents" not in files.meta
-    options |= {"stdlib": ROOT / "config", "documents": "package"}
-    rooted, _ = pystdlib.prepare(tmp_path / "c", roots=[shelf], **options)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/short.py").write_text("too short to be held out")
+    rooted, _ = pystdlib.prepare(tmp_path / "c", roots=[shelf], stdlib=tmp_path / "small", **packages)
     assert {d["name"].split("/")[0] for d in rooted.meta["documents"]["val"]} == {"1:shelf"}
-    refused(lambda: pystdlib.prepare(tmp_path / "d", **options), "held out from 701 bytes")
+    refused(lambda: pystdlib.prepare(tmp_path / "d", stdlib=tmp_path / "small", **packages), "held out from 701 bytes")
 
 
 def test_a_validation_set_of_one_document_is_said(tmp_path, capsys, monkeypatch):
@@ -574,8 +567,8 @@ def test_a_validation_set_of_one_document_is_said(tmp_path, capsys, monkeypatch)
     assert said == "" and tokens.meta["splits"]["val"]["files"] > 1
     monkeypatch.setattr(pystdlib, "LONG", 900)
     tokens, said = prepare(1, val_fraction=0.25, documents="package")
-    assert said == (f"WARNING: val.bin is a single document of {len(tokens.val)} tokens: raise --val_fraction (now 0.25), "
-                    "or add --roots\n")
+    assert said == (f"WARNING: val.bin is a single document of {len(tokens.val)} tokens: raise --val_fraction (now "
+                    "0.25), or add --roots\n")
 
 
 def test_the_standard_library_itself(tmp_path):
@@ -733,31 +726,18 @@ def test_openwebtext_from_local_files(local, tmp_path, kind):
         assert tokens.train.tolist() == train and tokens.val.tolist() == val
 
 
-KILL_WHILE_ENCODING = """
-import os, signal, sys
-from data.openwebtext import prepare as openwebtext
-
-out, source, cache, name, calls = sys.argv[1:]
-function, left = getattr(openwebtext, name), int(calls)
-
-def fatal(*args):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return function(*args)
-
-setattr(openwebtext, name, fatal)
-openwebtext.prepare(out, [source], encoding=tiny_encoding(), cache_dir=cache, shard_documents=50)
-"""
+def interrupt_at(patch, name, call):
+    """Ctrl-C in that call of a function of openwebtext."""
+    calls = [getattr(openwebtext, name)] * (call - 1) + [mock.Mock(side_effect=KeyboardInterrupt)]
+    patch.setattr(openwebtext, name, lambda *a: calls.pop(0)(*a))
 
 
-@pytest.mark.parametrize("name, calls", [("encode_documents", 4), ("finish", 1)])  # in the fourth shard; at the end
-def test_openwebtext_goes_on_after_a_kill(local, tmp_path, monkeypatch, name, calls):
+@pytest.mark.parametrize("name, call", [("encode_documents", 4), ("finish", 1)])  # in the fourth shard; at the end
+def test_openwebtext_goes_on_after_a_kill(local, tmp_path, monkeypatch, name, call):
     source = write_jsonl(tmp_path / "docs.jsonl", documents(230))  # train: 5 shards, val: 1
-    code = inspect.getsource(tiny_encoding) + KILL_WHILE_ENCODING
-    killed = run_python("-c", code, tmp_path / "out", source, tmp_path / "cache", name, calls)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, name, call)
+        local(source)
     assert not looks_finished(tmp_path / "out")
     lost = tmp_path / "out/shards/train-00001.bin"
     lost.write_bytes(lost.read_bytes()[:-2])  # and the disk lost a shard
@@ -771,11 +751,9 @@ def test_openwebtext_goes_on_after_a_kill(local, tmp_path, monkeypatch, name, ca
 
 
 def test_openwebtext_does_not_mix_shards_of_other_inputs(local, tmp_path, monkeypatch, capsys):
-    source = write_jsonl(tmp_path / "docs.jsonl", documents(230))
-    with monkeypatch.context() as patch:
-        patch.setattr(openwebtext, "write_split", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            local(source)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, "write_split", 1)
+        local(write_jsonl(tmp_path / "docs.jsonl", documents(230)))
     assert len(list((tmp_path / "out/shards").glob("*.bin"))) == 6
     other = [text + " more" for text in documents(230)]
     tokens, _ = local(write_jsonl(tmp_path / "other.jsonl", other))
@@ -818,7 +796,7 @@ def test_openwebtext_counts_are_compared_with_the_published_ones():
     right, wrong = ({"train": {"tokens": 9_035_582_198}, "val": {"tokens": n}} for n in (4_434_897, 4_434_000))
     line = openwebtext.count_warning(8_013_769, wrong, True)
     assert "4,434,000" in line and "4,434,897" in line and "9,035,582,198" not in line
-    for case in ((8_013_769, right, True), (8_013_769, wrong, False), (1000, wrong, True)):  # then another split or data
+    for case in ((8_013_769, right, True), (8_013_769, wrong, False), (1000, wrong, True)):
         assert openwebtext.count_warning(*case) is None
 
 

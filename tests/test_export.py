@@ -14,6 +14,7 @@ import re
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
 import checkpoint
 import export
@@ -79,17 +80,10 @@ def refused(result, *words):
     assert all(str(word) in err for word in words), err
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    import transformers
-
-    return transformers
-
-
 # ---------------------------------------------------------------------------------------------- parity, both directions
 
 @pytest.mark.parametrize("family", PARITY)
-def test_transformers_loads_what_is_written(family, tmp_path, run, transformers):
+def test_transformers_loads_what_is_written(family, tmp_path, run):
     """From the run's folder to AutoModelForCausalLM: the same logits, the same most likely tokens."""
     lm = tiny(family)
     code, out, err = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
@@ -112,7 +106,7 @@ def test_transformers_loads_what_is_written(family, tmp_path, run, transformers)
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("family", PARITY)
-def test_pure_functions_agree_with_transformers(family, dtype, transformers):
+def test_pure_functions_agree_with_transformers(family, dtype):
     lm = tiny(family).to(dtype)
     config, tensors = to_hf(lm)
     assert {t.dtype for t in tensors.values()} == {dtype}
@@ -134,7 +128,7 @@ def test_pure_functions_agree_with_transformers(family, dtype, transformers):
     assert {n: p.dtype for n, p in back.named_parameters()} == {n: dtype for n, _ in lm.named_parameters()}
 
 
-def theirs_at_random(transformers, family, **changes):
+def theirs_at_random(family):
     torch.manual_seed(3)
     if family == "llama":
         config = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3, "intermediate_size": 150,
@@ -142,7 +136,7 @@ def theirs_at_random(transformers, family, **changes):
     else:
         config = {"hidden_size": 40, "num_hidden_layers": 4, "state_size": 6, "expand": 3, "conv_kernel": 2,
                   "vocab_size": 64}
-    config = getattr(transformers, {"llama": "LlamaConfig", "mamba": "MambaConfig"}[family])(**{**config, **changes})
+    config = getattr(transformers, {"llama": "LlamaConfig", "mamba": "MambaConfig"}[family])(**config)
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for p in theirs.parameters():
@@ -151,9 +145,9 @@ def theirs_at_random(transformers, family, **changes):
 
 
 @pytest.mark.parametrize("family", PARITY)
-def test_a_model_of_transformers_becomes_ours(family, tmp_path, run, transformers):
+def test_a_model_of_transformers_becomes_ours(family, tmp_path, run):
     """Saved by transformers, imported, sampled from; then exported again: the same bytes for every tensor."""
-    theirs = theirs_at_random(transformers, family)
+    theirs = theirs_at_random(family)
     theirs.save_pretrained(tmp_path / "hf")
     code, out, err = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run", tokenizer="bytes")
     assert (code, err) == (0, "") and "go on with python sample.py" in out and family in out
@@ -174,8 +168,8 @@ def test_a_model_of_transformers_becomes_ours(family, tmp_path, run, transformer
 
 
 @pytest.mark.parametrize("family", PARITY)
-def test_several_files_and_half_precision(family, tmp_path, transformers):
-    theirs_at_random(transformers, family).to(torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+def test_several_files_and_half_precision(family, tmp_path):
+    theirs_at_random(family).to(torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
     lm = export.load(tmp_path / "hf")
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
@@ -223,10 +217,16 @@ def test_out_and_in_again(family, tmp_path, run):
         assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
 
 
-def test_the_machines_own_setting_stays_behind():
+def test_the_machines_own_setting_stays_behind_and_weights_are_copies():
     lm = tiny("longhorn", backend="torch")
+    before = [p.clone() for p in lm.parameters()]
     config, tensors = to_hf(lm)
-    assert "backend" not in config and from_hf(config, tensors).config == dataclasses.replace(lm.config, backend="")
+    other = from_hf(config, tensors)
+    assert "backend" not in config and other.config == dataclasses.replace(lm.config, backend="")
+    for t in tensors.values():
+        t.zero_()
+    for p, q, b in zip(lm.parameters(), other.parameters(), before, strict=True):
+        assert torch.equal(p, b) and torch.equal(q, b)
 
 
 def test_exports_of_before_november_2026_load():
@@ -241,21 +241,9 @@ def test_exports_of_before_november_2026_load():
         assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "longhorn"])
-def test_weights_are_copies(family):
-    lm = tiny(family)
-    before = [p.clone() for p in lm.parameters()]
-    config, tensors = to_hf(lm)
-    other = from_hf(config, tensors)
-    for t in tensors.values():
-        t.zero_()
-    for p, q, b in zip(lm.parameters(), other.parameters(), before, strict=True):
-        assert torch.equal(p, b) and torch.equal(q, b)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
-def test_dtypes(family, dtype, tmp_path, run, transformers):
+def test_dtypes(family, dtype, tmp_path, run):
     lm = tiny(family)
     assert run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "folder", dtype=dtype)[0] == 0
     written = safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors")
@@ -277,7 +265,7 @@ def test_float16_that_overflows_is_refused(tmp_path, run):
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_gpt2_texts_end(tmp_path, run, transformers):
+def test_gpt2_texts_end(tmp_path, run):
     make_run(tmp_path / "run", tiny("llama", vocab_size=50304), tokenizer="gpt2")
     assert run(out_dir=tmp_path / "run", to=tmp_path / "hf")[0] == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -314,16 +302,13 @@ REFUSED = [
     ("llama", {"num_hidden_layers": 10**9}, "1000000000 layers"),
     ("llama", {"hidden_size": 2**30, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None,
                "intermediate_size": 2**31 - 1}, "8/3 of hidden_size"),
-    ("llama", {"hidden_size": "32"}, "hidden_size '32'", "whole number"),
     ("llama", {"vocab_size": True}, "vocab_size True", "whole number"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads 0", "from 1"),
-    ("llama", {"vocab_size": 10**30}, f"vocab_size {10**30}", "whole number"),
     ("llama", {"hidden_size": ...}, "hidden_size None"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
     ("llama", {"model_type": "mistral"}, "model_type 'mistral'", "llama, mamba and longhorn"),
     ("llama", {"model_type": ["llama"]}, "model_type ['llama']"),
-    ("llama", {"model_type": ...}, "model_type None"),
     ("llama", {"model_type": "mamba", "architectures": None}, "is not supported"),
     ("mamba", {"use_bias": True}, "use_bias True"),
     ("mamba", {"use_conv_bias": False}, "use_conv_bias False"),
@@ -339,7 +324,6 @@ REFUSED = [
      "no such model"),
     ("longhorn", {"model": "transformer"}, "model 'transformer'", "longhorn, mamba"),
     ("longhorn", {"model": {}}, "model {}"),
-    ("longhorn", {"model": "mamba"}, "missing"),
     ("longhorn", {"n_heads": 4}, "the setting n_heads is unknown"),
     ("longhorn", {"n_embd": 64}, "embed.weight is (64, 32)", "(64, 64)"),
     ("longhorn", {"n_layer": 0}, "n_layer 0"),
