@@ -26,8 +26,8 @@ import threading
 import time
 import traceback
 import uuid
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -74,18 +74,6 @@ def launch(prog, main):
             distributed.exit_retryable(prog, distributed.who_is_missing(error))
 
 
-@dataclass
-class Progress:
-    """What a checkpoint holds of the run itself, beside weights, optimisers and random state."""
-    seconds: float = 0.0  # of training, over all stretches of the run
-    skipped: int = 0  # steps left out because they were not finite
-    bad: int = 0  # of these, the last ones in a row
-    best_val_loss: float = math.inf
-    ended: bool = False  # by an evaluation's "stop"
-    code_versions: list = field(default_factory=list)
-    wandb_id: str | None = None
-
-
 class Run:
     """One run of `train`: `with Run(config, model, data) as run`. See `train` for what config, model and data offer.
 
@@ -97,8 +85,10 @@ class Run:
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.is_main, self.device = self.rank == 0, next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.dtype == "float16")
-        self.progress, self.metrics, self.stopping = Progress(), None, False
-        self.bar = self.wandb = self.picture = None
+        self.bar = self.wandb = self.picture = self.metrics = None
+        self.stopping = False
+        self.progress = SimpleNamespace(  # what a checkpoint holds of the run itself
+            seconds=0.0, skipped=0, bad=0, best_val_loss=math.inf, ended=False, code_versions=[], wandb_id=None)
 
     def __enter__(self):
         if self.is_main:
@@ -115,12 +105,11 @@ class Run:
             self.bar.close()
         if error is not None and is_out_of_memory(error):
             traceback.clear_frames(trace)  # they keep the activations alive
-            size, way_out = self.config.micro_batch_size, "choose a smaller block_size or model, or --dtype=bfloat16"
-            if size > 1:
-                way_out = (resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
-                           + " (--auto_micro_batch finds one that fits; the result is the same)")
-            raise Stopped(f"memory does not hold a micro-batch of {size} x {self.config.block_size} tokens: "
-                          f"{way_out}") from None
+            size, block_size = self.config.micro_batch_size, self.config.block_size
+            smaller = resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
+            raise Stopped(f"memory does not hold a micro-batch of {size} x {block_size} tokens: "
+                          + (f"{smaller} (the result is the same; --auto_micro_batch finds one that fits)" if size > 1
+                             else "choose a smaller block_size or model, or --dtype=bfloat16")) from None
 
     def say(self, text):
         """Print a line on rank 0, above the progress bar where there is one."""
@@ -207,8 +196,10 @@ class Run:
             return
         if self.is_main:
             with writing_to(out):
-                if path is None:
-                    keep_earlier(out)
+                if path is None and (out / "log.jsonl").exists():
+                    kept = next(name for n in range(1, 10**6) if not (name := Path(f"{out}.{n}")).exists())
+                    os.rename(out, kept)
+                    self.say(f"the earlier run is kept as {kept}")
                 out.mkdir(exist_ok=True)
                 (out / "result.json").unlink(missing_ok=True)  # of fewer steps
         self.open_records(lines)
@@ -244,7 +235,7 @@ class Run:
     def restore(self, path, tensors, meta):
         """Put back what `save` saved; returns its step."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
-        self.progress = Progress(**{f.name: meta[f.name] for f in dataclasses.fields(Progress)})
+        vars(self.progress).update({key: meta[key] for key in vars(self.progress)})
         if any(meta["config"].get(key) != self.settings[key] for key in COMPARED_OVER & self.settings.keys()):
             self.progress.best_val_loss, meta["best"] = math.inf, None
         self.model.load_state_dict(state["model"])
@@ -358,10 +349,10 @@ class Run:
         self.write_log("skipped", step + 1, train_loss=loss, grad_norm=grad_norm)
         if progress.bad >= self.config.max_bad_steps:
             self.settle(wait=True)
-            where = self.data.where(step, self.rank, self.world_size) if hasattr(self.data, "where") else self.out
+            where = f"; {self.data.where(step, self.rank, self.world_size)}" if hasattr(self.data, "where") else ""
             saved = f"{newest}, step {self.saved_step}" if newest.exists() else "none"
-            raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row; "
-                          f"{where}; the last good checkpoint is {saved}; try a lower learning_rate")
+            raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row{where}; "
+                          f"the last good checkpoint is {saved}; try a lower learning_rate")
 
     # ----------------------------------------------------------------------------------------------------- records
 
@@ -449,7 +440,7 @@ class Run:
             state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
                      "scaler": self.scaler.state_dict(), "rng": checkpoint.rng_state()}
             meta = {"step": done, "tokens": done * config.batch_tokens, "config": self.settings,
-                    **dataclasses.asdict(self.progress), "seconds": self.seconds(), "data": self.data.identity,
+                    **vars(self.progress), "seconds": self.seconds(), "data": self.data.identity,
                     "file_times": getattr(self.data, "file_times", None),
                     "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
             self.manager.save(state, meta, self.compared_loss, first=self.log_file.sync)
@@ -560,14 +551,6 @@ def writing_to(out):
                           "or choose another out_dir") from None
 
 
-def keep_earlier(out):
-    """Rename an earlier run's folder, so that nothing is overwritten."""
-    if (out / "log.jsonl").exists():
-        kept = next(kept for n in range(1, 10**6) if not (kept := Path(f"{out}.{n}")).exists())
-        os.rename(out, kept)
-        say(f"the earlier run is kept as {kept}")
-
-
 def open_wandb(config):
     """The module of Weights & Biases, logged in; None where it is not wanted. Raises ConfigError."""
     if config.wandb == "off":
@@ -578,10 +561,9 @@ def open_wandb(config):
         if config.wandb == "online":
             wandb.login()
         return wandb
-    except ImportError as error:
-        raise ConfigError(f"wandb={config.wandb}: {error}: pip install wandb, or --wandb=off") from None
-    except wandb.Error as error:
-        raise ConfigError(f"wandb={config.wandb}: {error} Or keep it here: --wandb=offline") from None
+    except Exception as error:  # not installed, no key, no network
+        raise ConfigError(f"wandb={config.wandb}: {error}; pip install wandb, --wandb=offline keeps the curves here, "
+                          "--wandb=off does without") from None
 
 
 def is_out_of_memory(error):

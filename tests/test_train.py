@@ -30,7 +30,6 @@ from hypothesis import strategies as st
 
 import checkpoint
 import configurator
-import export
 import model
 import records
 import train
@@ -674,14 +673,6 @@ def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, da
     assert_same_run(out, tmp_path / "undisturbed")
 
 
-def test_an_imported_model_is_trained_on(whole, data, tmp_path):
-    export.main([f"--out_dir={whole}", f"--to={tmp_path / 'exported'}"])
-    export.main([f"--from_hf={tmp_path / 'exported'}", f"--out_dir={tmp_path / 'imported'}"])
-    result = succeed(arguments(data, tmp_path / "run", STILL, init_from=tmp_path / "imported"))
-    assert f"weights from {tmp_path / 'imported' / 'checkpoint.safetensors'} (step 12)\n" in result.out
-    assert record(tmp_path / "run")["val_loss"] == record(whole)["val_loss"]
-
-
 def test_weights_that_do_not_fit_get_one_line(whole, data, tmp_path):
     out, source = tmp_path / "run", tmp_path / "source"
     refused = lambda *words, init_from=whole, **changes: refuse(arguments(data, out, init_from=init_from, **changes), *words)
@@ -723,32 +714,22 @@ def test_ctrl_c_while_pytorch_is_imported(data, tmp_path, start):
     assert process.returncode == -signal.SIGINT and out == err == ""
 
 
-def test_signals(data, tmp_path, start):
-    """Of two real processes; test_chaos.py kills and stops forked ones."""
-    succeed(arguments(data, tmp_path / "whole", LONG))
-    numbers = {"term": signal.SIGTERM, "int": signal.SIGINT}
-    processes = {name: start(arguments(data, tmp_path / name, LONG)) for name in numbers}
-    waiting, deadline = set(numbers), time.time() + 300
-    while waiting:
-        assert time.time() < deadline, "no step 50 after 300 s"
-        for name in list(waiting):
-            log = tmp_path / name / "log.jsonl"
-            if log.exists() and '"step": 50,' in log.read_text():
-                processes[name].send_signal(numbers[name])
-                waiting.remove(name)
-            assert name not in waiting or processes[name].poll() is None, processes[name].communicate()
+def test_a_signal_to_a_real_process(data, tmp_path, start):
+    """test_chaos.py kills and stops forked ones."""
+    out = tmp_path / "run"
+    process = start(arguments(data, out, LONG))
+    while not (out / "log.jsonl").exists() or '"step": 50,' not in (out / "log.jsonl").read_text():
+        assert process.poll() is None, process.communicate()
         time.sleep(0.005)
-    for name, process in processes.items():
-        text, err = process.communicate(timeout=300)
-        out = tmp_path / name
-        assert not (out / "result.json").exists(), "too late: it had finished"
-        step = saved(out)[1]["step"]
-        assert process.returncode == 0 and "Traceback" not in err
-        last = text.splitlines()[-1]
-        assert last.startswith(f"stopped after step {step} of 200") and last.endswith("--resume=auto")
-        assert f"--out_dir={out}" in last and max(events(out)) == step
-        assert f"at step {step}" in succeed(arguments(data, out, LONG, resume="auto")).out
-        assert_same_run(out, tmp_path / "whole")
+    process.send_signal(signal.SIGINT)
+    text, err = process.communicate(timeout=300)
+    step, last = saved(out)[1]["step"], text.splitlines()[-1]
+    assert process.returncode == 0 and "Traceback" not in err and not (out / "result.json").exists()
+    assert last.startswith(f"stopped after step {step} of 200") and last.endswith("--resume=auto")
+    assert f"--out_dir={out}" in last and max(events(out)) == step
+    succeed(arguments(data, out, LONG, resume="auto"))
+    succeed(arguments(data, tmp_path / "whole", LONG))
+    assert_same_run(out, tmp_path / "whole")
 
 
 # ------------------------------------------------------------------------------------------------------------ not finite
@@ -805,10 +786,10 @@ def test_not_finite_from_the_start(data, tmp_path):
 
 
 def test_float16_gradients_that_overflow_are_the_scalers_business(data, tmp_path):
-    result = succeed(arguments(data, tmp_path / "run", dtype="float16", max_bad_steps=1), LM=poisoned({2, 3}, "gradient"))
+    changes = {"dtype": "float16", "max_bad_steps": 1}
+    result = succeed(arguments(data, tmp_path / "run", **changes), LM=poisoned({2, 3}, "gradient"))
     assert result.out.count("step skipped") == 2 and state(tmp_path / "run")["scaler"]["scale"] <= 2.0**16 / 4
-    tensors = saved(tmp_path / "run")[0]
-    assert all(t.isfinite().all() for name, t in tensors.items() if name.startswith(("model", "optimizers")))
+    assert all(t.isfinite().all() for name, t in saved(tmp_path / "run")[0].items() if name.startswith("model"))
 
 
 # -------------------------------------------------------------------------------------------------- the user's mistakes
@@ -904,13 +885,13 @@ def test_wandb_that_is_not_there_is_said_before_anything_is_moved(data, tmp_path
     succeed(arguments(data, out, max_iters=2))
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setitem(sys.modules, "wandb", None)
-    refuse(arguments(data, out, wandb="offline"), "wandb=offline", "pip install wandb, or --wandb=off")
+    refuse(arguments(data, out, wandb="offline"), "wandb=offline", "pip install wandb", "--wandb=off")
 
     def login():
         raise LookupError("No API key configured.")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login, Error=LookupError))
-    refuse(arguments(data, out, wandb="online"), "wandb=online: No API key configured. Or keep it here: --wandb=offline")
+    refuse(arguments(data, out, wandb="online"), "wandb=online: No API key configured.", "--wandb=offline")
     assert sorted(tmp_path.rglob("*")) == before
 
 
