@@ -161,7 +161,8 @@ def check_run(name, records, at, accept_code=()):
         for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
             number(result, key)
         code = "code" if "code" in result else "commit"  # older records
-        for key, got, wanted in [("model", result["model"], config["model"]), ("seed", result["seed"], config["seed"]),
+        for key, got, wanted in [("model", result["model"], config.get("pattern") or config["model"]),
+                                 ("seed", result["seed"], config["seed"]),
                                  (code, result[code], environment[code]),
                                  ("steps", result["steps"], config["max_iters"]),
                                  ("tokens", result["tokens"], config["max_iters"] * config["batch_tokens"])]:
