@@ -351,8 +351,10 @@ class Run:
             self.settle(wait=True)
             where = f"; {self.data.where(step, self.rank, self.world_size)}" if hasattr(self.data, "where") else ""
             saved = f"{newest}, step {self.saved_step}" if newest.exists() else "none"
-            raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row{where}; "
-                          f"the last good checkpoint is {saved}; try a lower learning_rate")
+            raise Stopped(
+                f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row{where};"
+                f" the last good checkpoint is {saved}; try a lower learning_rate"
+            )
 
     # ----------------------------------------------------------------------------------------------------- records
 

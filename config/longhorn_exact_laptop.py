@@ -1,3 +1,3 @@
-# Eq. 6's whole transition instead of its diagonal: what differs from longhorn_laptop.py is what the approximation costs.
+# The whole transition of Eq. 6: what differs from longhorn_laptop.py is the cost of the diagonal approximation.
 include("laptop.py")
 model = "longhorn_exact"

@@ -428,26 +428,6 @@ def test_what_one_sub_chunk_enters_is_counted_once_a_chunk():
     assert instructions.once_a_chunk(code) == {3, 4, 5, 6}
 
 
-def test_instructions_of_mamba_ssm():
-    # 128 threads of 16 tokens, T = 4096: two chunks; 64 states. LDS, BRA.DIV, SHFL, STS: one warp of four; REDG: all
-    found = instructions.ssm_count(instructions.kernels(SASS)["selective_scan"], 64, 128, 4096)
-    assert found["all_entered"] == round(4 / 32 + 4 / 16 + 10 * 4, 1) == 40.4
-    assert found["instructions"] == round(4 / 32 + 4 / 16 + 6 * 4 + 4 * 4 / 4, 1) == 28.4
-    assert found["pipes"] == {"special": 4.1, "shuffles": 1, "shared": 2.1, "copies": 0, "local": 4, "atomics": 4,
-                              "barriers": 0.1}
-    assert [instructions.ssm_threads(T) for T in instructions.SSM_T] == [64, 128, 128]
-    row = lambda forward, backward: {"forward": {"instructions": forward}, "backward": {"instructions": backward}}
-    assert instructions.ratios(row(100, 500), row(400, 800)) == {"forward": 0.25, "backward": 0.625, "both": 0.5}
-
-
-def test_instructions_say_what_is_missing(tmp_path, monkeypatch):
-    assert "has no csrc/selective_scan: unpack" in instructions.ssm_missing(tmp_path)
-    (tmp_path / "csrc" / "selective_scan").mkdir(parents=True)
-    (tmp_path / "csrc" / "selective_scan" / "selective_scan_bwd_kernel.cuh").write_text("")
-    monkeypatch.setattr(instructions.cuda, "nvcc", lambda: None)
-    assert "--mamba_ssm needs nvcc" in instructions.ssm_missing(tmp_path)
-
-
 # --------------------------------------------------------------------------------------------------------- bench/gpu.py
 
 def python(code):

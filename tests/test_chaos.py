@@ -2,8 +2,8 @@
 
     bit for bit = every tensor of the last checkpoint, and every line of log.jsonl but for seconds, speed and memory
 
-Most processes here are forked from one that has imported PyTorch already, so that a process to kill costs a twentieth of a
-second and not three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
+Most processes here are forked from one that has imported PyTorch already, so that a process to kill costs a twentieth
+of a second and not three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
 
     python -m pytest tests/test_chaos.py      a shortened form of everything
     make chaos                                fifty kills instead of a few, two hosts with a cable between them: minutes
@@ -75,7 +75,8 @@ root = os.name == "posix" and os.geteuid() == 0
 # ------------------------------------------------------------------------------------------------- processes to disturb
 
 def child(argv, env, output, patches):
-    """train.py ARGV in a forked process; `patches` make its disk slow, its memory small, or LM = patches["LM"](rank)."""
+    """train.py ARGV in a forked process; `patches` make its disk slow, its memory small, or LM =
+    patches["LM"](rank)."""
     os.environ.update(env)
     with open(output, "ab") as f:
         os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
@@ -109,8 +110,18 @@ class Run:
         self.ranks = []
         for rank, output in enumerate(self.output):
             output.write_text("")
-            ranks = {} if world == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                                           "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            ranks = (
+                {}
+                if world == 1
+                else {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "LOCAL_WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+            )
             self.ranks.append(context.Process(target=child, args=(argv, {**env, **ranks}, output, patches)))
             self.ranks[-1].start()
 
@@ -151,7 +162,9 @@ def nursery():
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1",
                          HF_HUB_OFFLINE="1"):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["test_chaos", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "datasets"])
+        context.set_forkserver_preload(
+            ["test_chaos", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "datasets"]
+        )
         multiprocessing.forkserver.ensure_running()
         yield context
     multiprocessing.forkserver._forkserver._stop()
@@ -203,7 +216,9 @@ def assert_bit_for_bit(out, other):
     names = [sorted(p.name for p in folder.glob("*.safetensors*")) for folder in (out, other)]
     assert names[0] == names[1], names
     best = [checkpoint.load(folder / "best.safetensors") for folder in (out, other)]
-    assert best[0][1]["step"] == best[1][1]["step"] and all(torch.equal(best[0][0][n], t) for n, t in best[1][0].items())
+    assert best[0][1]["step"] == best[1][1]["step"] and all(
+        torch.equal(best[0][0][n], t) for n, t in best[1][0].items()
+    )
 
 
 def logged(out):
@@ -260,8 +275,12 @@ def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
 
 def test_three_processes_resume_bit_for_bit(launch, data, tmp_path):
     """Of three gradients the order in which they are added shows."""
-    argv = lambda out: [*arguments(data, out, RUN, batch_tokens=96, micro_batch_size=1, max_iters=30, checkpoint_interval=5,
-                                   eval_interval=15), "--resume=auto"]
+    argv = lambda out: [
+        *arguments(
+            data, out, RUN, batch_tokens=96, micro_batch_size=1, max_iters=30, checkpoint_interval=5, eval_interval=15
+        ),
+        "--resume=auto",
+    ]
     r = launch(argv(tmp_path / "whole"), 3)
     assert r.end() == [0, 0, 0], r.said()
     r = launch(argv(tmp_path / "run"), 3)
@@ -276,8 +295,10 @@ def test_three_processes_resume_bit_for_bit(launch, data, tmp_path):
 def test_two_processes_begin_with_old_weights(undisturbed, launch, data, tmp_path):
     """Fine-tuning: on both ranks the old weights, and after a kill its own."""
     steps = STEPS * 3 // 8
-    argv = lambda name: [*arguments(data, tmp_path / name, RUN, micro_batch_size=2, init_from=undisturbed(2), max_iters=steps),
-                         "--resume=auto"]
+    argv = lambda name: [
+        *arguments(data, tmp_path / name, RUN, micro_batch_size=2, init_from=undisturbed(2), max_iters=steps),
+        "--resume=auto",
+    ]
     r = launch(argv("whole"), 2)
     assert r.end() == [0, 0] and r.said().count("weights from") == 1 and "weights from" not in r.said(1), r.said()
     assert losses(tmp_path / "whole")[0] < losses(undisturbed(2))[0] - 0.5
@@ -291,8 +312,8 @@ def test_two_processes_begin_with_old_weights(undisturbed, launch, data, tmp_pat
 
 
 def holding(here):
-    """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects unasked, and
-    a destroy_process_group that says whether DistributedDataParallel is gone."""
+    """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects
+    unasked, and a destroy_process_group that says whether DistributedDataParallel is gone."""
     gc.disable()
     made, destroy = [], torch.distributed.destroy_process_group
 
@@ -323,7 +344,8 @@ def test_the_group_is_left_when_nothing_else_holds_it(launch, data, tmp_path):
 
 
 def test_from_two_processes_to_one_to_four(undisturbed, launch, data, tmp_path):
-    """Only the last rank is told to stop: all stop after the same step, the first says so, and others finish what they began."""
+    """Only the last rank is told to stop: all stop after the same step, the first says so, and others finish what they
+    began."""
     out = tmp_path / "run"
     for world, until in ((2, STEPS // 3), (1, 3 * STEPS // 4), (4, STEPS)):
         r = launch([*arguments(data, out, RUN, micro_batch_size=4 // world), "--resume=auto"], world)
@@ -357,7 +379,9 @@ def test_two_processes_train_as_one(launch, data, tmp_path):
 
 @pytest.mark.parametrize("stopped", [1, 0] if CHAOS else [1])
 def test_a_process_that_hangs_is_named(launch, data, tmp_path, stopped):
-    r = launch([*arguments(data, tmp_path / "run", RUN, micro_batch_size=2, eval_interval=0), "--timeout_minutes=0.1"], 2)
+    r = launch(
+        [*arguments(data, tmp_path / "run", RUN, micro_batch_size=2, eval_interval=0), "--timeout_minutes=0.1"], 2
+    )
     assert r.until(lambda: logged(tmp_path / "run") >= 50, "progress")
     began = time.time()
     r.send(signal.SIGSTOP, stopped)
@@ -426,7 +450,8 @@ def wait_until(condition, what, process, timeout=240):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, tmp_path):
-    """Its second attempt goes on from the last checkpoint; SIGTERM to torchrun itself then saves, and one more ends it."""
+    """Its second attempt goes on from the last checkpoint; SIGTERM to torchrun itself then saves, and one more ends
+    it."""
     out = tmp_path / "run"
     argv = [*arguments(data, out, RUN, micro_batch_size=2), "--resume=auto"]
     agent = start([*torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2"), *argv])
@@ -483,12 +508,23 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, two_hosts, start, data, tmp_
     """torchrun on each, in a loop as a service manager would have it; both end the run once the cable is back."""
     hosts, ip = two_hosts
     out = tmp_path / "run"
-    argv = [*arguments(data, out, {**RUN, "micro_batch_size": 2, "max_iters": 400}), "--resume=auto", "--timeout_minutes=0.1"]
+    argv = [
+        *arguments(data, out, {**RUN, "micro_batch_size": 2, "max_iters": 400}),
+        "--resume=auto",
+        "--timeout_minutes=0.1",
+    ]
     nodes = []
     for i, host in enumerate(hosts):
-        command = torchrun("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=chaos",
-                           "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
-                           f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")
+        command = torchrun(
+            "--nnodes=2",
+            "--nproc_per_node=1",
+            "--max-restarts=3",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=chaos",
+            "--rdzv-endpoint=10.77.0.1:29400",
+            f"--local-addr=10.77.0.{i + 1}",
+            f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10",
+        )
         loop = 'for i in 1 2 3 4 5 6 7 8; do "$@" && exit 0; sleep 1; done; exit 1'
         nodes.append(start(["ip", "netns", "exec", host, "bash", "-c", loop, "_", *command, *argv],
                            GLOO_SOCKET_IFNAME=f"lh{i}", TP_SOCKET_IFNAME=f"lh{i}"))
@@ -503,18 +539,24 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, two_hosts, start, data, tmp_
     assert_same_run(out, undisturbed(2))
 
 
-# ------------------------------------------------------------------------------------------------------------ not finite
+# ----------------------------------------------------------------------------------------------------------- not finite
 
 def not_finite(of, how, here):
-    """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both (None)."""
-    return poisoned({6, 7, 13}, how) if of in (None, here) else LM  # the first batch is before the steps, see DDP in run.py
+    """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
+    (None)."""
+    # the first batch is before the steps, see DDP in run.py
+    return poisoned({6, 7, 13}, how) if of in (None, here) else LM
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_path, how):
     """Were it not, the weights of the two would part, and all losses after it."""
     for of in (0, 1, None):
-        r = launch(arguments(data, tmp_path / str(of), RUN, micro_batch_size=2, max_iters=20), 2, LM=partial(not_finite, of, how))
+        r = launch(
+            arguments(data, tmp_path / str(of), RUN, micro_batch_size=2, max_iters=20),
+            2,
+            LM=partial(not_finite, of, how),
+        )
         assert r.end() == [0, 0], r.said()
         assert list(events(tmp_path / str(of), "skipped")) == [5, 6, 12] and r.said().count("step skipped") == 3
         assert json.loads((tmp_path / str(of) / "result.json").read_text())["skipped_steps"] == 3
@@ -574,7 +616,9 @@ def one_is_smaller(here):
 
 def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, tmp_path):
     changes = {"base": RUN, "max_iters": 20, "eval_interval": 0}
-    r = launch(arguments(data, tmp_path / "run", micro_batch_size=2, auto_micro_batch=True, **changes), 2, LM=one_is_smaller)
+    r = launch(
+        arguments(data, tmp_path / "run", micro_batch_size=2, auto_micro_batch=True, **changes), 2, LM=one_is_smaller
+    )
     assert r.end() == [0, 0], r.said()
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["config"]["micro_batch_size"] == 1 and record["derived"]["accumulation"] == 2
@@ -605,7 +649,9 @@ def test_slurms_warning_saves(data, tmp_path):
 
 def test_a_second_interrupt_ends_at_once(launch, data, tmp_path):
     out = tmp_path / "run"
-    r = launch(arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0), slow_disk=60, once=tmp_path / "slow")
+    r = launch(
+        arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0), slow_disk=60, once=tmp_path / "slow"
+    )
     assert r.until(lambda: logged(out) >= 20, "progress")
     (tmp_path / "slow").touch()
     r.send(signal.SIGINT)
@@ -629,7 +675,12 @@ def test_a_second_interrupt_does_not_wait_for_the_others(launch, data, tmp_path)
     assert r.ranks[0].exitcode == 130 and "interrupted at once" in r.said()
 
 
-SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "here"}
+SLURM = {
+    "SLURM_NTASKS": "2",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_ID": str(os.getpid()),
+    "SLURM_JOB_NODELIST": "here",
+}
 
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
@@ -665,7 +716,9 @@ def test_the_slurm_script(undisturbed, start, data, tmp_path):
     folder, out = tmp_path / "bin", tmp_path / "run"
     folder.mkdir()
     (folder / "srun").write_text(SRUN)
-    (folder / "scontrol").write_text(f'#!/bin/bash\n[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/queued\n')
+    (folder / "scontrol").write_text(
+        f'#!/bin/bash\n[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/queued\n'
+    )
     for path in folder.iterdir():
         path.chmod(0o755)
     env = {**SLURM, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
@@ -689,7 +742,7 @@ def test_the_kubernetes_job():
     assert config.out_dir.startswith(container["volumeMounts"][0]["mountPath"])
 
 
-# ------------------------------------------------------------------------------------------------------ the run's own folder
+# ------------------------------------------------------------------------------------------------- the run's own folder
 
 def test_nothing_is_read_before_the_folder_is_locked(data, tmp_path):
     """Or a run that is about to save would be taken for one without a checkpoint, and moved aside."""
@@ -727,11 +780,24 @@ def test_a_result_that_was_lost_is_made_again_without_a_second_evaluation(launch
     (out / "result.json").unlink()
     assert launch([*argv, "--resume=auto"], world).end() == [0] * world
     again = json.loads((out / "result.json").read_text())
-    assert log_lines(out) == before and [again[k] for k in ("val_loss", "steps")] == [result[k] for k in ("val_loss", "steps")]
+    assert log_lines(out) == before and [again[k] for k in ("val_loss", "steps")] == [
+        result[k] for k in ("val_loss", "steps")
+    ]
 
 
-@pytest.mark.parametrize("change", [{"max_iters": 10**400}, {"n_embd": 10**24}, {"vocab_size": 10**19}, {"learning_rate": "nan"},
-                                    {"eval_block_size": 10**25}, {"batch_tokens": 384 * 10**9}, {"grad_clip": "inf"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_iters": 10**400},
+        {"n_embd": 10**24},
+        {"vocab_size": 10**19},
+        {"learning_rate": "nan"},
+        {"eval_block_size": 10**25},
+        {"batch_tokens": 384 * 10**9},
+        {"grad_clip": "inf"},
+    ],
+    ids=str,
+)
 def test_numbers_beyond_reason(data, tmp_path, change):
     (name, value), = change.items()
     value = f"float('{value}')" if isinstance(value, str) else value
@@ -746,13 +812,16 @@ def test_a_checkpoint_of_another_shape_gets_one_line(data, tmp_path):
     tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
     for broken in ({**meta, "step": "five"}, {k: v for k, v in meta.items() if k != "bad"}, {**meta, "config": 7}):
         checkpoint.save(out / "checkpoint.safetensors", tensors, broken)
-        refuse(arguments(data, out, keep_checkpoints=1, eval_interval=0, resume="auto"), str(out / "checkpoint.safetensors"))
+        refuse(
+            arguments(data, out, keep_checkpoints=1, eval_interval=0, resume="auto"),
+            str(out / "checkpoint.safetensors"),
+        )
     name = next(n for n in tensors if n.endswith("embed.weight"))
     checkpoint.save(out / "checkpoint.safetensors", {**tensors, name: tensors[name][:5]}, meta)
     refuse(arguments(data, out, keep_checkpoints=1, eval_interval=0, resume="auto"), "does not fit this run")
 
 
-# ------------------------------------------------------------------------------------------------------------- full disk
+# ------------------------------------------------------------------------------------------------------------ full disk
 
 @pytest.fixture
 def small_disk(tmp_path):
@@ -762,7 +831,9 @@ def small_disk(tmp_path):
     def small_disk(megabytes):
         folder = tmp_path / f"disk{len(mounted)}"
         folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True
+        ).returncode:
             pytest.skip("cannot mount a small file system here")
         mounted.append(folder)
         return folder
@@ -780,13 +851,16 @@ def fill(disk):
 
 
 def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_path):
-    """Full for a while: the run goes on, and its records are whole. Full to the end: it says so, and ends after a resume."""
+    """Full for a while: the run goes on, and its records are whole. Full to the end: it says so, and ends after a
+    resume."""
     disk = small_disk(4)
     out = disk / "run"
     r = launch(arguments(data, out, RUN))
     assert r.until(lambda: logged(out) >= 30, "progress")
     fill(disk)
-    assert r.until(lambda: "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said(), "complaint"), r.said()
+    assert r.until(
+        lambda: "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said(), "complaint"
+    ), r.said()
     checkpoint.load(out / "checkpoint.safetensors")
     (disk / "filler").unlink()
     assert r.end() == [0], r.said()
@@ -841,7 +915,7 @@ def test_a_full_disk_while_preparing(small_disk):
     assert not any(p.suffix in (".bin", ".part") or p.name == "meta.json" for p in (disk / "d").iterdir())
 
 
-# ------------------------------------------------------------------------------------------------- data under a running job
+# --------------------------------------------------------------------------------------------- data under a running job
 
 @pytest.mark.parametrize("how, words", [
     ("cut", ["train.bin", "8,000 bytes then, 7,000 now"]), ("gone", ["train.bin", "No such file"]),
@@ -873,7 +947,8 @@ def test_data_that_change_under_the_run(data, tmp_path, how, words):
 
 
 def test_large_data_that_changed_while_the_run_was_down(data, tmp_path, monkeypatch):
-    """Content of a large file is not looked at whenever it is opened, but where its size or time is not the checkpoint's."""
+    """Content of a large file is not looked at whenever it is opened, but where its size or time is not the
+    checkpoint's."""
     monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)
     folder, out = tmp_path / "data", tmp_path / "run"
     shutil.copytree(data, folder)
@@ -891,10 +966,11 @@ def test_large_data_that_changed_while_the_run_was_down(data, tmp_path, monkeypa
     assert verified.call_count == 1 and times.st_mtime_ns != (folder / "train.bin").stat().st_mtime_ns
 
 
-# ------------------------------------------------------------------------------------------------------- killed preparations
+# -------------------------------------------------------------------------------------------------- killed preparations
 
 def doomed(kind, folder, source, at, output):
-    """A preparation that ends itself at its n-th opening, renaming or removal of something in the folder; at = 0 counts them."""
+    """A preparation that ends itself at its n-th opening, renaming or removal of something in the folder; at = 0 counts
+    them."""
     seen = 0
 
     def watch(event, args):
@@ -915,7 +991,8 @@ def doomed(kind, folder, source, at, output):
 
 @pytest.mark.parametrize("kind", ["pystdlib", "openwebtext"])
 def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch, kind):
-    """At any of its steps, in turn of two sources that give files of the same sizes: what is left is whole, or unfinished."""
+    """At any of its steps, in turn of two sources that give files of the same sizes: what is left is whole, or
+    unfinished."""
     for name, word in (("one", "of"), ("two", "if")):
         if kind == "openwebtext":
             pytest.importorskip("datasets"), pytest.importorskip("tiktoken")
@@ -925,7 +1002,8 @@ def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch, ki
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"# {i} {word}\n" * 50)
     source = [tmp_path / (name + ".jsonl" * (kind == "openwebtext")) for name in ("one", "two")]
-    for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):  # content is for us to look at
+    # content is for us to look at
+    for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
         monkeypatch.setattr(loader, name, value)
 
     def prepare(folder, source, at=0):

@@ -373,8 +373,7 @@ def test_float64_stays_float64_under_autocast(op, monkeypatch):
         want = CALLS[op](backend=backend)
         with torch.autocast("cpu", BF16):
             assert CALLS[op](backend=backend).dtype in (F32, BF16)
-        rand = torch.randn
-        monkeypatch.setattr(torch, "randn", lambda *shape, **kw: rand(*shape, **kw).double())
+        monkeypatch.setattr(torch, "randn", lambda *shape, rand=torch.randn, **kw: rand(*shape, **kw).double())
         with torch.autocast("cpu", BF16):
             got = CALLS[op](backend=backend)
         monkeypatch.undo()

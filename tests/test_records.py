@@ -27,7 +27,11 @@ def write_log(folder, *events, tail=""):
 
 def test_events_come_back_in_order_and_by_kind(tmp_path):
     log = Log(tmp_path)
-    written = [log.write("train", 1, train_loss=2.5), log.write("eval", 1, val_loss=2.0), log.write("train", 2, train_loss=2.25)]
+    written = [
+        log.write("train", 1, train_loss=2.5),
+        log.write("eval", 1, val_loss=2.0),
+        log.write("train", 2, train_loss=2.25),
+    ]
     assert read_log(tmp_path) == written  # each line is on disk as soon as it was written
     assert written[0] == {"event": "train", "step": 1, "train_loss": 2.5}
     assert [e["step"] for e in read_log(tmp_path, "train")] == [1, 2] and len(read_log(tmp_path, "eval")) == 1
@@ -138,7 +142,9 @@ def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     for name in ("model.py", "results/scan.json"):
         (tmp_path / name).write_text("1")
-    git = lambda *args: subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
+    git = lambda *args: subprocess.run(
+        ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True
+    )
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "first")

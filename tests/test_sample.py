@@ -121,7 +121,7 @@ def test_gpt2_tokens_that_split_a_character(monkeypatch):
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80!", b"\xc3"]
     encoding = SimpleNamespace(n_vocab=len(pieces), decode_single_token_bytes=pieces.__getitem__,
                                encode=lambda text, allowed_special: [len(text), *allowed_special])
-    monkeypatch.setattr(sample, "gpt2_encoding", {None: encoding}.__getitem__)
+    monkeypatch.setattr("data.tokenizer.gpt2_encoding", {None: encoding}.__getitem__)
     text = Text("gpt2")
     assert [text.decode(token) for token in [0, 1, 2, 3, 50303, 4, 0]] == ["a", " ", "", "😀!", "", "", "\ufffda"]
     assert text.encode("abc") == [3, "<|endoftext|>"]
@@ -232,7 +232,7 @@ def test_a_trained_character_model_speaks_its_characters(tmp_path, run):
     try:
         train.main([f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_head=2", "--n_embd=32",
                     "--block_size=16", "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=1", "--device=cpu",
-                    "--dtype=float32", "--n_head=2", "--pattern=llama"])
+                    "--dtype=float32", "--pattern=llama"])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

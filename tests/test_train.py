@@ -1,7 +1,7 @@
 """train.py from the outside: its command line, its records, and that nothing but the settings decides the result.
 
-Most runs happen in this process, through runpy, as `python train.py ...` would run them: importing torch takes longer than
-training a tiny model. Signals are sent to real processes; kills and several processes are in test_chaos.py.
+Most runs happen in this process, through runpy, as `python train.py ...` would run them: importing torch takes longer
+than training a tiny model. Signals are sent to real processes; kills and several processes are in test_chaos.py.
 
     python -m pytest tests/test_train.py
 """
@@ -88,8 +88,13 @@ def run(argv, LM=LM, draw_loss=no_picture, err=None):
     out, err, code = io.StringIO(), err or io.StringIO(), 0
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with mock.patch.object(sys, "argv", ["train.py", *argv]), mock.patch.object(model, "LM", LM), \
-                mock.patch("run.draw_loss", draw_loss), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            mock.patch.object(sys, "argv", ["train.py", *argv]),
+            mock.patch.object(model, "LM", LM),
+            mock.patch("run.draw_loss", draw_loss),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     except SystemExit as stop:
         code = stop.code or 0
@@ -239,8 +244,15 @@ def test_learning_rate_by_default_is_the_papers():
 
 
 def test_peak_flops_by_the_drivers_name():
-    known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "cpu": None, None: None,
-             "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GTX 750": None}
+    known = {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989e12,
+        "cpu": None,
+        None: None,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA GTX 750": None,
+    }
     assert {name: peak_flops(name) for name in known} == known
 
 
@@ -272,8 +284,14 @@ def test_config_files(file):
 
 def test_records_of_a_finished_run(whole, data):
     assert sorted(p.name for p in whole.iterdir()) == [
-        "best.safetensors", "checkpoint-10.safetensors", "checkpoint.safetensors", "config.json", "log.jsonl", "loss.png",
-        "result.json"]
+        "best.safetensors",
+        "checkpoint-10.safetensors",
+        "checkpoint.safetensors",
+        "config.json",
+        "log.jsonl",
+        "loss.png",
+        "result.json",
+    ]
     config = record(whole, "config")
     assert set(config["config"]) == {f.name for f in dataclasses.fields(TrainConfig)}
     assert {key: config["config"][key] for key in TINY} == TINY
@@ -282,7 +300,9 @@ def test_records_of_a_finished_run(whole, data):
     assert derived["windows_per_step"] == 12 and derived["accumulation"] == 1 and derived["processes"] == 1
     assert derived["tokens"] == 12 * 384 and derived["epochs"] == pytest.approx(144 / 124)
     assert "embed.weight" in derived["decayed"] and derived["parameters"]["total"] > 0
-    assert where["torch"] == torch.__version__ and "train.py" in where["command"] and "--max_iters=12" in where["command"]
+    assert (
+        where["torch"] == torch.__version__ and "train.py" in where["command"] and "--max_iters=12" in where["command"]
+    )
     assert config["data"]["splits"]["train"]["sha256"] and config["time"]
 
     log = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
@@ -292,7 +312,9 @@ def test_records_of_a_finished_run(whole, data):
     for step, e in trained.items():
         assert set(e) == {"event", "step", "tokens", "train_loss", "lr", "grad_norm", "tokens_per_second",
                           "memory_bytes", "seconds"}
-        assert e["tokens"] == 384 * step and e["grad_norm"] > 0 and e["memory_bytes"] > 1e7 and e["tokens_per_second"] > 0
+        assert (
+            e["tokens"] == 384 * step and e["grad_norm"] > 0 and e["memory_bytes"] > 1e7 and e["tokens_per_second"] > 0
+        )
     assert trained[12]["lr"] == pytest.approx(3e-4) and trained[12]["train_loss"] < trained[1]["train_loss"] - 0.5
     seconds = losses(whole, "seconds")
     assert seconds == sorted(seconds)
@@ -302,7 +324,9 @@ def test_records_of_a_finished_run(whole, data):
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
     assert result["tokens"] == 4608 and result["steps"] == 12 and result["skipped_steps"] == 0
     assert result["seconds"] >= seconds[-1] and result["best_val_loss"] <= result["val_loss"]
-    assert result["flops"] == derived["flops_per_token"] * 4608 and result["parameters"] == derived["parameters"]["total"]
+    assert (
+        result["flops"] == derived["flops_per_token"] * 4608 and result["parameters"] == derived["parameters"]["total"]
+    )
     assert result["code"] == where["code"] == config["code_versions"][0] and result["commit"] == where["commit"]
     assert (whole / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert state(whole)["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(3e-4)  # of the last step
@@ -372,7 +396,7 @@ def test_two_runs_cannot_share_a_folder(data, tmp_path):
     succeed(arguments(data, tmp_path / "run", max_iters=2))
 
 
-# -------------------------------------------------------------------------- what may not matter for the result, does not
+# ------------------------------------------------------------------------- what may not matter for the result, does not
 
 @pytest.mark.parametrize("changes", [
     {"eval_interval": 0}, {"eval_interval": 1, "eval_tokens": 100, "checkpoint_interval": 3},
@@ -382,7 +406,9 @@ def test_evaluation_does_not_change_training(whole, data, tmp_path, changes):
     assert_same_training(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("changes", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"micro_batch_size": 100}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"micro_batch_size": 100}], ids=str
+)
 def test_micro_batches_do_not_change_the_losses(whole, data, tmp_path, changes):
     succeed(arguments(data, tmp_path / "run", **changes))
     assert_close_run(tmp_path / "run", whole)
@@ -390,7 +416,8 @@ def test_micro_batches_do_not_change_the_losses(whole, data, tmp_path, changes):
 
 @pytest.mark.parametrize("family", model.FAMILIES)
 def test_batches_and_ranks_do_not_change_the_validation_loss(family, data):
-    """The same weights, cut in every way: one window at a time, uneven batches, several ranks (the last without work)."""
+    """The same weights, cut in every way: one window at a time, uneven batches, several ranks (the last without
+    work)."""
     tokens = loader.TokenData(loader.Tokens(data), 32, 384, 0)
     config = TrainConfig(model=family, n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=256, dtype="float32",
                          eval_tokens=100)
@@ -428,7 +455,11 @@ def test_further_sets_are_evaluated_too(whole, data, tmp_path):
     write_data(tmp_path / "gpt2", tokenizer="gpt2")
     refuse(arguments(data, out, eval_datasets=tmp_path / "gpt2"), "eval_datasets", "gpt2", "'bytes'")
     refuse(arguments(data, out, eval_datasets=tmp_path / "nowhere"), "nowhere")
-    refuse(arguments(data, out, eval_datasets=f"{other},{shutil.copytree(other, tmp_path / 'x' / 'other')}"), "two", "other")
+    refuse(
+        arguments(data, out, eval_datasets=f"{other},{shutil.copytree(other, tmp_path / 'x' / 'other')}"),
+        "two",
+        "other",
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
@@ -488,12 +519,18 @@ def test_what_a_resume_refuses_and_what_it_takes(whole, data, tmp_path):
     changes = {"learning_rate": (0.003, 0.001), "batch_tokens": (384, 768), "model": ("longhorn", "llama"),
                "seed": (1337, 7), "n_embd": (32, 64), "dtype": ("float32", "bfloat16"), "optimizer": ("adamw", "muon")}
     for key, (old, new) in changes.items():
-        refuse(arguments(data, out, resume="auto", **{key: new}), "another run", f": {key} {old!r} -> {new!r};", "out_dir")
+        refuse(
+            arguments(data, out, resume="auto", **{key: new}), "another run", f": {key} {old!r} -> {new!r};", "out_dir"
+        )
     other = write_data(tmp_path / "other", seed=1)
     refuse(arguments(other, out, resume="auto"), "the data", "sha256 differs", "another out_dir")
-    assert before == ((out / "log.jsonl").read_bytes(), (out / "config.json").read_bytes()), "a refusal touched the records"
+    assert before == ((out / "log.jsonl").read_bytes(), (out / "config.json").read_bytes()), (
+        "a refusal touched the records"
+    )
     tensors, meta = saved(out)
-    checkpoint.save(out / "checkpoint.safetensors", tensors, {**meta, "best_val_loss": 0.5, "skipped": 2, "seconds": 1000.0})
+    checkpoint.save(
+        out / "checkpoint.safetensors", tensors, {**meta, "best_val_loss": 0.5, "skipped": 2, "seconds": 1000.0}
+    )
     moved = shutil.copytree(data, tmp_path / "moved")
     result = succeed(arguments(moved, out, resume="auto", eval_interval=4))
     assert "eval_interval was 5, is 4" in result.out
@@ -539,7 +576,9 @@ def test_the_best_is_the_best_on_the_same_tokens(data, tmp_path):
     for name, changes in (("all", {}), ("same", {"final_eval_tokens": 64})):
         succeed(arguments(data, tmp_path / name, eval_tokens=64, **changes))
     results = [record(tmp_path / name) for name in ("all", "same")]
-    assert results[0]["best_val_loss"] == results[1]["best_val_loss"] == results[1]["val_loss"] != results[0]["val_loss"]
+    assert (
+        results[0]["best_val_loss"] == results[1]["best_val_loss"] == results[1]["val_loss"] != results[0]["val_loss"]
+    )
     assert [e["val_tokens"] for e in events(tmp_path / "all", "eval").values()] == [64, 64, 699]
 
 
@@ -551,7 +590,8 @@ def damage(path):
 
 @pytest.mark.parametrize("how", ["damaged", "cut short", "missing"])
 def test_a_damaged_checkpoint_is_passed_over(whole, data, tmp_path, how):
-    """The run continues from the one before it, and the rest of the log goes; where no other is left, it does not start."""
+    """The run continues from the one before it, and the rest of the log goes; where no other is left, it does not
+    start."""
     out = shutil.copytree(whole, tmp_path / "run")
     newest = out / "checkpoint.safetensors"
     {"damaged": lambda: damage(newest), "cut short": lambda: os.truncate(newest, 3000), "missing": newest.unlink}[how]()
@@ -565,7 +605,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, data, tmp_path, how):
     refuse(arguments(data, out, resume="auto"), f"{newest}: cut short", "2 others here cannot be read either")
 
 
-# --------------------------------------------------------------------------------------------- a run that goes on longer
+# -------------------------------------------------------------------------------------------- a run that goes on longer
 
 @pytest.mark.parametrize("changes, stop", [({"schedule": "constant"}, 12), ({"schedule": "wsd", "decay_iters": 4}, 7),
                                            ({"schedule": "constant", "warmup_iters": -1, "max_iters": 80}, 1)], ids=str)
@@ -595,7 +635,7 @@ def test_a_schedule_that_was_planned_to_the_end_does_not_go_on_longer(data, tmp_
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
 
 
-# ---------------------------------------------------------------------------------------------------- the code's identity
+# -------------------------------------------------------------------------------------------------- the code's identity
 
 def test_code_that_changed_while_the_run_was_down(whole, data, tmp_path, monkeypatch):
     """Said when the run continues, and kept in config.json; but for that, nothing changes."""
@@ -603,7 +643,9 @@ def test_code_that_changed_while_the_run_was_down(whole, data, tmp_path, monkeyp
 
     def go_on(code, LM=LM):
         monkeypatch.setattr(records, "code_identity", lambda: {"code": code, "code_files": {}})
-        return [line for line in succeed(arguments(data, out, resume="auto"), LM).out.splitlines() if "the code was" in line]
+        return [
+            line for line in succeed(arguments(data, out, resume="auto"), LM).out.splitlines() if "the code was" in line
+        ]
 
     assert go_on("a", stops_at(3)) == [] and versions() == ["a"]
     assert go_on("a", stops_at(1)) == [] and versions() == ["a"]
@@ -631,7 +673,9 @@ def test_the_identity_of_the_code(tmp_path):
     ignore = shutil.ignore_patterns(".*", "out", "tests", "results", "*.bin")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignore)
     edits = ["README.md", "plots.py", "mixers.py", "kernels/lanes.h"]
-    done = subprocess.run([sys.executable, "-c", IDENTITY, *edits], cwd=copy, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IDENTITY, *edits], cwd=copy, capture_output=True, text=True, check=True
+    )
     first, readme, script, mixer, kernel, *files, dynamo = done.stdout.split()
     assert first == readme == script and len({first, mixer, kernel}) == 3
     assert {"train.py", "run.py", "model.py", "mixers.py", "data/loader.py", "longhorn_scan.cu"} <= set(files)
@@ -647,7 +691,9 @@ STILL = {**TINY, "max_iters": 1, "learning_rate": 1e-30}  # a step that changes 
 def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, tmp_path):
     out = tmp_path / "run"
     result = succeed(arguments(data, out, STILL, init_from=whole))
-    assert f"weights from {whole / 'checkpoint.safetensors'} (step 12)\n" in result.out and "continuing" not in result.out
+    assert (
+        f"weights from {whole / 'checkpoint.safetensors'} (step 12)\n" in result.out and "continuing" not in result.out
+    )
     assert record(out)["val_loss"] == record(whole)["val_loss"]
     optimizer, = state(out)["optimizers"]
     assert {s["step"].item() for s in optimizer["state"].values()} == {1.0} and saved(out)[1]["step"] == 1
@@ -675,7 +721,9 @@ def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, da
 
 def test_weights_that_do_not_fit_get_one_line(whole, data, tmp_path):
     out, source = tmp_path / "run", tmp_path / "source"
-    refused = lambda *words, init_from=whole, **changes: refuse(arguments(data, out, init_from=init_from, **changes), *words)
+    refused = lambda *words, init_from=whole, **changes: refuse(
+        arguments(data, out, init_from=init_from, **changes), *words
+    )
     newest = str(whole / "checkpoint.safetensors")
     refused(newest, "embed.weight is (256, 32) there, (256, 64) here", "n_embd was 32, is 64", n_embd=64)
     refused(newest, "layers.1.branches.0.norm.weight is missing there, (32,) here; n_layer was 1, is 2", n_layer=2)
@@ -732,7 +780,7 @@ def test_a_signal_to_a_real_process(data, tmp_path, start):
     assert_same_run(out, tmp_path / "whole")
 
 
-# ------------------------------------------------------------------------------------------------------------ not finite
+# ----------------------------------------------------------------------------------------------------------- not finite
 
 def poisoned(calls, how="loss"):
     """An LM whose loss, or only whose gradient, is not a number in these training steps (from 1)."""
@@ -771,8 +819,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(data, tmp_path, how):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_loss_that_stays_not_finite_ends_the_run(data, tmp_path, dtype):
     out = tmp_path / "run"
-    line = refuse(arguments(data, out, checkpoint_interval=2, max_bad_steps=3, dtype=dtype), "step 7", "3 times in a row",
-                  f"{out / 'checkpoint.safetensors'}, step", str(data / "train.bin"), "learning_rate", LM=poisoned(range(5, 99)))
+    line = refuse(
+        arguments(data, out, checkpoint_interval=2, max_bad_steps=3, dtype=dtype),
+        "step 7",
+        "3 times in a row",
+        f"{out / 'checkpoint.safetensors'}, step",
+        str(data / "train.bin"),
+        "learning_rate",
+        LM=poisoned(range(5, 99)),
+    )
     assert not (out / "result.json").exists() and list(events(out, "skipped")) == [5, 6, 7]
     first = loader.step_windows(loader.n_windows(4000, 32), 12, 1337, 6)[0]
     assert f"token {first * 32:,} " in line
@@ -805,7 +860,10 @@ MISTAKES = [
     ({"model": "llama", "n_head": 5}, ["n_embd 32", "n_head 5", "divides 16"]),
     ({"n_embd": 0}, ["n_embd 0", "at least 1"]),
     ({"dt_rank": -3}, ["dt_rank -3"]),
-    ({"block_size": 701, "batch_tokens": 701}, ["block_size 701", "val.bin (700 tokens", "smaller block or prepare more data"]),
+    (
+        {"block_size": 701, "batch_tokens": 701},
+        ["block_size 701", "val.bin (700 tokens", "smaller block or prepare more data"],
+    ),
     ({"batch_tokens": 400}, ["batch_tokens 400", "block_size 32", "the nearest is 384"]),
     ({"vocab_size": 100}, ["100", "256"]),
     ({"dataset": "pystdlob"}, ["pystdlob", "pystdlib"]),
@@ -895,7 +953,7 @@ def test_wandb_that_is_not_there_is_said_before_anything_is_moved(data, tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-# --------------------------------------------------------------------- another model, other data, an evaluation of one's own
+# ---------------------------------------------------------------- another model, other data, an evaluation of one's own
 
 class Line(torch.nn.Module):
     """y = a x + noise, and what `train` needs of a model."""
@@ -940,8 +998,19 @@ class Points:
 
 def test_anything_can_be_trained(tmp_path, capsys):
     """The same loop, resume and records; an evaluation's metrics are logged, and it ends the run."""
-    config = TrainConfig(out_dir=str(tmp_path / "whole"), max_iters=40, eval_interval=5, learning_rate=0.2, min_lr=0.2,
-                         warmup_iters=0, micro_batch_size=3, dtype="float32", self_check="off", log_interval=1, weight_decay=0)
+    config = TrainConfig(
+        out_dir=str(tmp_path / "whole"),
+        max_iters=40,
+        eval_interval=5,
+        learning_rate=0.2,
+        min_lr=0.2,
+        warmup_iters=0,
+        micro_batch_size=3,
+        dtype="float32",
+        self_check="off",
+        log_interval=1,
+        weight_decay=0,
+    )
     asked = []
 
     def evaluate(model, final=False):
