@@ -100,7 +100,8 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace):
-        self.stop.close()
+        if error is None:  # or torchrun's SIGTERM would end this process before it says who did not answer
+            self.stop.close()
         if self.bar is not None:
             self.bar.close()
         if error is not None and is_out_of_memory(error):
@@ -351,10 +352,8 @@ class Run:
             self.settle(wait=True)
             where = f"; {self.data.where(step, self.rank, self.world_size)}" if hasattr(self.data, "where") else ""
             saved = f"{newest}, step {self.saved_step}" if newest.exists() else "none"
-            raise Stopped(
-                f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row{where};"
-                f" the last good checkpoint is {saved}; try a lower learning_rate"
-            )
+            raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row"
+                          f"{where}; the last good checkpoint is {saved}; try a lower learning_rate")
 
     # ----------------------------------------------------------------------------------------------------- records
 

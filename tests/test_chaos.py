@@ -162,9 +162,8 @@ def nursery():
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1",
                          HF_HUB_OFFLINE="1"):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["test_chaos", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "datasets"]
-        )
+        # torch._dynamo: the first optimizer imports it, which takes 2 s
+        context.set_forkserver_preload(["test_chaos", "torch._dynamo", "matplotlib.backends.backend_agg", "datasets"])
         multiprocessing.forkserver.ensure_running()
         yield context
     multiprocessing.forkserver._forkserver._stop()
@@ -574,7 +573,7 @@ def small_memory(limit):
         def forward(self, idx, targets=None, **how):
             if self.training and (len(idx) > limit or not how.get("loss_only")):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            Small.seen.append(len(idx))
+            Small.seen.extend([len(idx)] * self.training)
             return super().forward(idx, targets, **how)
     return Small
 
@@ -603,7 +602,7 @@ def test_out_of_memory_in_an_evaluation_or_the_optimizer(data, tmp_path):
 def test_auto_micro_batch(data, tmp_path):
     LM = small_memory(7)
     succeed(arguments(data, tmp_path / "run", auto_micro_batch=True, micro_batch_size=64, eval_interval=0), LM=LM)
-    assert max(LM.seen) <= 7 or 12 in LM.seen
+    assert max(LM.seen) <= 7
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["config"]["micro_batch_size"] == 6 and record["derived"]["accumulation"] == 2
     succeed(arguments(data, tmp_path / "by_hand", micro_batch_size=6, eval_interval=0))
@@ -902,7 +901,7 @@ def test_a_disk_too_full_for_the_last_checkpoint_only(launch, small_disk, data):
 
 def test_no_picture_is_worth_a_run(data, tmp_path):
     draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))
-    said = succeed(arguments(data, tmp_path / "run"), draw_loss=draw_loss).err
+    said = succeed(arguments(data, tmp_path / "run"), draw_loss=draw_loss).out
     assert draw_loss.called and said.count("no loss.png: failed to map segment") == 1
     assert not (tmp_path / "run" / "loss.png").exists()
 
