@@ -181,7 +181,8 @@ class Mamba(ScanBlock):
         self.A_log = nn.Parameter(torch.empty(self.d_inner, self.N))
 
     def scan(self, x, dt, k, q, z, h0):
-        A, keep = -self.A_log.exp(), h0 is not None  # (d_inner, N); mamba-ssm has no gradient of the last state
+        A = -self.A_log.exp()  # (d_inner, N)
+        keep = h0 is not None  # mamba-ssm's kernel has no gradient of the last state
         out = selective_scan(x, dt, A, k, q, self.D, z, self.dt_bias, delta_softplus=True, return_last_state=keep,
                              h0=h0, backend=self.backend)
         return out if keep else (out, None)
