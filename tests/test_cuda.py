@@ -416,15 +416,16 @@ NO_BARRIER = {  # where one is taken out: the kernel, the barrier, what stands b
 @pytest.fixture(scope="module")
 def race(builds):
     """One program for all of NO_BARRIER: an argument says which barrier nobody waits at."""
-    cuda, marker, cpu = source_text().partition(CPU_PART)
+    on_gpu, marker, cpu = source_text().partition(CPU_PART)
     for number, place in enumerate(NO_BARRIER.values()):
         if place is not None:
             kernel, barrier, behind = place
-            at = cuda.index(f"MATH void scan_{kernel}(")
-            at = cuda.rindex(barrier, at, cuda.index(behind, at))
-            cuda = f"{cuda[:at]}if (without != {number}) {cuda[at:]}"
+            at = on_gpu.index(f"MATH void scan_{kernel}(")
+            at = on_gpu.rindex(barrier, at, on_gpu.index(behind, at))
+            on_gpu = f"{on_gpu[:at]}if (without != {number}) {on_gpu[at:]}"
     try:
-        return compile_shim(builds, cuda.defines("longhorn", F32, 4, 2, 2), f"inline int without;\n{cuda}{marker}{cpu}",
+        source = f"inline int without;\n{on_gpu}{marker}{cpu}"
+        return compile_shim(builds, cuda.defines("longhorn", F32, 4, 2, 2), source,
                             ("-O1", "-g", "-std=c++20", "-fsanitize=thread", "-DSHIM_THREADS"), RACE)
     except OSError as error:
         if "tsan" not in str(error):

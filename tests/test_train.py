@@ -35,7 +35,7 @@ import records
 import train
 from data import loader, writer
 from model import LM
-from run import MAY_CHANGE_ON_RESUME, lock_run_dir, peak_flops
+from run import lock_run_dir, peak_flops
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -256,13 +256,6 @@ def test_peak_flops_by_the_drivers_name():
     assert {name: peak_flops(name) for name in known} == known
 
 
-def test_what_may_change_on_resume_are_settings_that_change_no_loss():
-    assert {f.name for f in dataclasses.fields(TrainConfig)} >= MAY_CHANGE_ON_RESUME
-    assert not MAY_CHANGE_ON_RESUME & {
-        "model", "pattern", "n_embd", "block_size", "seed", "batch_tokens", "learning_rate", "weight_decay", "dtype",
-        "grad_clip", "warmup_iters", "min_lr", "vocab_size", "optimizer", "schedule", "decay_iters"}
-
-
 @pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)
 def test_config_files(file):
     config = configurator.load(TrainConfig, [str(file)])
@@ -283,55 +276,34 @@ def test_config_files(file):
 # -------------------------------------------------------------------------------------------------------------- records
 
 def test_records_of_a_finished_run(whole, data):
+    checkpoints = ["best.safetensors", "checkpoint-10.safetensors", "checkpoint.safetensors"]
     assert sorted(p.name for p in whole.iterdir()) == [
-        "best.safetensors",
-        "checkpoint-10.safetensors",
-        "checkpoint.safetensors",
-        "config.json",
-        "log.jsonl",
-        "loss.png",
-        "result.json",
-    ]
+        *checkpoints, "config.json", "log.jsonl", "loss.png", "result.json"]
     config = record(whole, "config")
     assert set(config["config"]) == {f.name for f in dataclasses.fields(TrainConfig)}
-    assert {key: config["config"][key] for key in TINY} == TINY
-    assert config["config"]["vocab_size"] == 256 and config["config"]["dataset"] == str(data)
+    assert {key: config["config"][key] for key in TINY} == TINY and config["config"]["vocab_size"] == 256
     derived, where = config["derived"], config["environment"]
     assert derived["windows_per_step"] == 12 and derived["accumulation"] == 1 and derived["processes"] == 1
     assert derived["tokens"] == 12 * 384 and derived["epochs"] == pytest.approx(144 / 124)
     assert "embed.weight" in derived["decayed"] and derived["parameters"]["total"] > 0
-    assert (
-        where["torch"] == torch.__version__ and "train.py" in where["command"] and "--max_iters=12" in where["command"]
-    )
+    assert where["torch"] == torch.__version__ and "--max_iters=12" in where["command"]
     assert config["data"]["splits"]["train"]["sha256"] and config["time"]
 
-    log = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in log if e["event"] == "eval"] == [5, 10, 12]
-    trained = events(whole)
-    assert list(trained) == list(range(1, 13))
-    for step, e in trained.items():
-        assert set(e) == {"event", "step", "tokens", "train_loss", "lr", "grad_norm", "tokens_per_second",
-                          "memory_bytes", "seconds"}
-        assert (
-            e["tokens"] == 384 * step and e["grad_norm"] > 0 and e["memory_bytes"] > 1e7 and e["tokens_per_second"] > 0
-        )
-    assert trained[12]["lr"] == pytest.approx(3e-4) and trained[12]["train_loss"] < trained[1]["train_loss"] - 0.5
-    seconds = losses(whole, "seconds")
-    assert seconds == sorted(seconds)
+    assert list(events(whole, "eval")) == [5, 10, 12] and list(events(whole)) == list(range(1, 13))
+    keys = {"event", "step", "tokens", "train_loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "seconds"}
+    for step, e in events(whole).items():
+        assert set(e) == keys and e["tokens"] == 384 * step and e["tokens_per_second"] > 0 and e["memory_bytes"] > 1e7
+    assert losses(whole)[-1] < losses(whole)[0] - 0.5 and losses(whole, "lr")[-1] == pytest.approx(3e-4)
+    assert losses(whole, "seconds") == sorted(losses(whole, "seconds"))
 
     result = record(whole)
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
-    assert result["tokens"] == 4608 and result["steps"] == 12 and result["skipped_steps"] == 0
-    assert result["seconds"] >= seconds[-1] and result["best_val_loss"] <= result["val_loss"]
-    assert (
-        result["flops"] == derived["flops_per_token"] * 4608 and result["parameters"] == derived["parameters"]["total"]
-    )
+    assert result["tokens"] == 4608 and result["steps"] == 12 and result["best_val_loss"] <= result["val_loss"]
+    assert result["flops"] == derived["flops_per_token"] * 4608
     assert result["code"] == where["code"] == config["code_versions"][0] and result["commit"] == where["commit"]
     assert (whole / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert state(whole)["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(3e-4)  # of the last step
-    meta = saved(whole)[1]
-    assert meta["step"] == 12 and meta["tokens"] == 4608 and meta["config"] == config["config"]
 
 
 def test_the_evaluation_is_the_mean_over_every_validation_token(whole, data):
@@ -834,10 +806,7 @@ def test_a_loss_that_stays_not_finite_ends_the_run(data, tmp_path, dtype):
     tensors, meta = saved(out)
     assert f"step {meta['step']};" in line
     assert all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
-
-
-def test_not_finite_from_the_start(data, tmp_path):
-    refuse(arguments(data, tmp_path / "run", max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
+    refuse(arguments(data, out, max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
 
 
 def test_float16_gradients_that_overflow_are_the_scalers_business(data, tmp_path):
@@ -853,17 +822,9 @@ MISTAKES = [
     ({"learning_rat": 1e-3}, ["--learning_rat'", "--learning_rate"]),
     ({"batch_size": 8}, ["batch_size", "micro_batch_size"]),
     ({"scan_backend": "cpu"}, ["scan_backend", "backend"]),
-    ({"max_iters": "many"}, ["--max_iters=many", "whole number"]),
-    ({"resume": "maybe"}, ["--resume=maybe", "never", "auto", "must"]),
     ({"model": "lama"}, ["'lama'", "longhorn", "llama"]),
     ({"pattern": "longhorn*3,lama"}, ["'lama'", "longhorn", "llama"]),
-    ({"model": "llama", "n_head": 5}, ["n_embd 32", "n_head 5", "divides 16"]),
-    ({"n_embd": 0}, ["n_embd 0", "at least 1"]),
-    ({"dt_rank": -3}, ["dt_rank -3"]),
-    (
-        {"block_size": 701, "batch_tokens": 701},
-        ["block_size 701", "val.bin (700 tokens", "smaller block or prepare more data"],
-    ),
+    ({"block_size": 701, "batch_tokens": 701}, ["block_size 701", "val.bin (700 tokens", "smaller block"]),
     ({"batch_tokens": 400}, ["batch_tokens 400", "block_size 32", "the nearest is 384"]),
     ({"vocab_size": 100}, ["100", "256"]),
     ({"dataset": "pystdlob"}, ["pystdlob", "pystdlib"]),
@@ -871,7 +832,6 @@ MISTAKES = [
     ({"device": "meta"}, ["'meta'", "cpu, cuda"]),
     ({"micro_batch_size": 0}, ["micro_batch_size 0", "at least 1"]),
     ({"eval_interval": -1}, ["eval_interval -1", "0 or more"]),
-    ({"learning_rate": 0}, ["learning_rate 0.0"]),
     ({"min_lr": 1}, ["min_lr 1.0", "learning_rate 0.003"]),
     ({"warmup_iters": 12}, ["warmup_iters 12", "max_iters 12"]),
     ({"schedule": "wsd", "warmup_iters": 4, "decay_iters": 9}, ["4", "9", "max_iters 12"]),
@@ -895,11 +855,7 @@ def test_a_gpu_that_is_not_there(data, tmp_path):
     refuse(arguments(data, tmp_path / "run", model="gla", backend="fused"), "fused", "GPU")
 
 
-def test_more_mistakes_get_one_line(data, tmp_path):
-    refuse(["config/longhorn_laptopp.py"], "longhorn_laptopp.py")
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "prepare.py").write_text("")
-    refuse(arguments(tmp_path / "set", tmp_path / "run"), "not prepared", f"python {tmp_path / 'set' / 'prepare.py'}")
+def test_a_folder_that_cannot_be_written_to(data, tmp_path):
     (tmp_path / "file").write_text("")
     refuse(arguments(data, tmp_path / "file" / "run"), str(tmp_path / "file"), "out_dir")
 
@@ -1034,6 +990,7 @@ def test_anything_can_be_trained(tmp_path, capsys):
         config = dataclasses.replace(config, out_dir=str(tmp_path / "run"), resume="auto")
         train.seed_all(0)
         assert train.train(config, Line(), Stops(), evaluate) is None and saved(tmp_path / "run")[1]["step"] in (5, 6)
+        train.seed_all(1)  # a checkpoint has the random state
         train.train(config, Line(), Points(), evaluate)
         assert_same_training(tmp_path / "run", tmp_path / "whole")
         before = (tmp_path / "run" / "result.json").read_bytes()
