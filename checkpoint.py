@@ -13,7 +13,6 @@ kill it leaves a file of a random name, and a full disk is not an OSError there.
 """
 
 import contextlib
-import glob
 import json
 import math
 import os
@@ -27,7 +26,7 @@ import numpy as np
 import safetensors
 import torch
 
-from records import sync_folder
+from records import replacing
 
 VERSION = 1
 NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"
@@ -61,7 +60,7 @@ def save(path, tensors, meta, kind="longhorn checkpoint"):
     text += " " * (-len(text) % 8)
     text = text.replace("0" * 16, f"{8 + len(text) + end:016d}", 1)
     header = len(text).to_bytes(8, "little") + text.encode()
-    with _replacing(path) as tmp, open(tmp, "wb") as f:
+    with replacing(path) as tmp, open(tmp, "wb") as f:
         crc = zlib.crc32(header)
         f.write(header)
         for name in order:
@@ -72,23 +71,6 @@ def save(path, tensors, meta, kind="longhorn checkpoint"):
             f.write(buffer)
         f.seek(0)
         f.write(header.replace((CRC % 0).encode(), (CRC % crc).encode(), 1))
-
-
-@contextlib.contextmanager
-def _replacing(path):
-    """Yield the name of a file to write beside `path`: flushed to disk and renamed over it if the block ends well."""
-    for leftover in glob.glob(glob.escape(os.fspath(path)) + ".tmp-*"):  # of a killed process, as large as a checkpoint
-        os.unlink(leftover)
-    tmp = f"{path}.tmp-{os.getpid()}"
-    try:
-        yield tmp
-        with open(tmp, "rb+") as f:
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)  # after an error, or of two links to one file, which replace() leaves both
-    sync_folder(os.path.dirname(path) or ".")  # only now is the rename on disk
 
 
 def load(path, prefix=""):
@@ -115,7 +97,9 @@ def load(path, prefix=""):
         else:
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
-            return tensors, {**json.loads(header["meta"])}
+            if not any(name.startswith("model.branches.") for name in tensors):
+                return tensors, {**json.loads(header["meta"])}
+            wrong = "parameters have their names of before November 2026: the commit that config.json names reads it"
     except OSError as error:
         hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
@@ -250,7 +234,7 @@ class CheckpointManager:
 
 def _link(path, name):
     """Make `name` a second name of the file at `path`; a copy where the file system has no hard links."""
-    with _replacing(name) as tmp:
+    with replacing(name) as tmp:
         try:
             os.link(path, tmp)
         except OSError:
@@ -295,8 +279,6 @@ def unflatten(tensors, skeleton):
             return x
         if "tensor" in x:
             return tensors[x["tensor"]]
-        if "array" in x:  # of NumPy, in the random state of checkpoints up to November 2026
-            return np.frombuffer(bytes(tensors[x["array"]].numpy()), np.dtype(x["dtype"])).reshape(x["shape"]).copy()
         return tuple(map(build, x["tuple"])) if "tuple" in x else {build(k): build(v) for k, v in x["dict"]}
 
     with fitting("checkpoint and skeleton"):

@@ -16,8 +16,6 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-import io
-import itertools
 import math
 import numbers
 import os
@@ -25,7 +23,6 @@ import re
 import shutil
 import sys
 import textwrap
-import tokenize
 import traceback
 import types
 import typing
@@ -194,23 +191,21 @@ def _comments(config_class):
     """{field: the comment at the end of its line} and {field: the `# --- heading` above it}, base classes first."""
     meanings, headings = {}, {}
     for cls in reversed(config_class.__mro__):
+        field = heading = None
         try:
-            source = io.StringIO(textwrap.dedent(inspect.getsource(cls)))
+            lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
         except (OSError, TypeError):  # built in, or typed at a prompt: no source to read
             continue
-        field = heading = None
-        for token, after in itertools.pairwise(tokenize.generate_tokens(source.readline)):
-            if token.type == tokenize.NAME and token.start[1] == 4 and after.string == ":":
-                field = token.string
-                if heading and field not in meanings:  # a base's field with a new default stays under its own heading
+        for line in lines:
+            if line.strip().startswith("# ---"):
+                heading = line.strip("#- ")
+            elif assigned := re.match(r"    (\w+) ?([:=])", line):
+                field = assigned[1] if assigned[2] == ":" else None
+                if field and heading and field not in meanings:  # a new default stays under the base's heading
                     headings[field], heading = heading, None
-                meanings.setdefault(field, "")
-            elif token.type == tokenize.NEWLINE:
-                field = None
-            elif token.type == tokenize.COMMENT and token.string.startswith("# ---"):
-                heading = token.string.strip("#- ")
-            elif token.type == tokenize.COMMENT and field:
-                meanings[field] = token.string.lstrip("# ")
+            if field:
+                comment = re.search(r"  # ((?!---).*)$", line)
+                meanings[field] = comment[1] if comment else meanings.get(field, "")
     return meanings, headings
 
 

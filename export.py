@@ -35,7 +35,7 @@ import checkpoint
 import configurator
 import sample
 from configurator import ConfigError
-from model import FAMILIES, LM, ModelConfig, current_names, round_up
+from model import FAMILIES, LM, ModelConfig, round_up
 from records import sync_folder, write_json
 
 
@@ -52,7 +52,6 @@ class ExportConfig:
 FILES = ("config.json", "model.safetensors")
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM"}
 SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # that is a machine's choice
-OLD_SETTINGS = {"scan_backend", "kernel"}  # of exports until November 2026
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # field -> (what its absence means in transformers, what this skeleton has); other values would change the function
@@ -165,7 +164,6 @@ def from_hf(config, tensors):
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"there is no such model: {error}") from None
     expected = as_in_file(lm.state_dict(), ours)
-    tensors = current_names(tensors)
     check_tensors(expected, tensors, ours.model)
     dtype = functools.reduce(torch.promote_types, (tensors[name].dtype for name in expected), torch.float32)
     parts = {}
@@ -251,7 +249,7 @@ def mamba_config(config):
 
 def own_config(config):
     known = {"architectures", "model_type", "dtype", "run", "transformers_version"}
-    unknown = config.keys() - SETTINGS.keys() - OLD_SETTINGS - known
+    unknown = config.keys() - SETTINGS.keys() - known
     if unknown:
         raise ConfigError(f"the setting {min(unknown)} is unknown here: a newer version may have written this")
     if config.get("model") not in list(FAMILIES):  # a list: what JSON holds may have no hash

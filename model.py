@@ -790,19 +790,6 @@ class LM(nn.Module):
         return sum(branch.state_size(T or self.config.block_size) for _, branch in self.branches())
 
 
-def current_names(weights):
-    """A state_dict with the parameters' names of today. Until November 2026 a model was one list of branches, two per
-    layer: branches.5.branch.in_proj.weight is layers.2.branches.1.mixer.in_proj.weight."""
-    def rename(name):
-        old = re.fullmatch(r"branches\.(\d+)\.(norm|branch)\.(.*)", name)
-        if not old:
-            return name
-        layer, branch = divmod(int(old[1]), 2)
-        return f"layers.{layer}.branches.{branch}.{'mixer' if old[2] == 'branch' else 'norm'}.{old[3]}"
-
-    return {rename(name): a for name, a in weights.items()}
-
-
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """One token (B,) from logits (B, V). temperature 0: the most likely one. Raises ValueError for bad settings."""
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):

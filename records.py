@@ -14,6 +14,7 @@ to its checkpoint, so that the log reads as if nothing had happened.
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -35,22 +36,25 @@ def write_json(path, record):
     A number at the top level that is not finite becomes null. Raises TypeError for what JSON cannot hold, OSError where
     the disk refuses; then the old file is untouched.
     """
-    _replace(path, json.dumps(_finite(record), indent=1) + "\n")
+    with replacing(path) as tmp:
+        Path(tmp).write_text(json.dumps(_finite(record), indent=1) + "\n")
 
 
-def _replace(path, text):
-    """Write `text` beside `path` and rename it over, both on the disk when it returns."""
-    temporary = Path(f"{path}.tmp-{os.getpid()}")
+@contextlib.contextmanager
+def replacing(path):
+    """Yield the name of a file to write beside `path`: flushed to disk and renamed over it if the block ends well."""
+    for leftover in glob.glob(glob.escape(os.fspath(path)) + ".tmp-*"):  # of a killed process
+        os.unlink(leftover)
+    tmp = f"{path}.tmp-{os.getpid()}"
     try:
-        with open(temporary, "w") as f:
-            f.write(text)
-            f.flush()
+        yield tmp
+        with open(tmp, "rb+") as f:
             os.fsync(f.fileno())  # or a power cut after the rename leaves an empty file
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(Path(path).parent)
+        os.replace(tmp, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(tmp)  # after an error, or of two links to one file, which replace() leaves both
+    sync_folder(os.path.dirname(path) or ".")
 
 
 def sync_folder(folder):
@@ -90,7 +94,8 @@ class Log:
     def __init__(self, folder, step=0):
         self.path = Path(folder) / "log.jsonl"
         kept = [e for e in read_log(folder) if e["step"] <= step] if step else []
-        _replace(self.path, "".join(json.dumps(e) + "\n" for e in kept))
+        with replacing(self.path) as tmp:
+            Path(tmp).write_text("".join(json.dumps(e) + "\n" for e in kept))
         self.file = open(self.path, "ab", buffering=0)
         self.unwritten = []
 

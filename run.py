@@ -177,7 +177,7 @@ class Run:
         if config.resume != "never" and found:
             path, tensors, meta, damaged = checkpoint.load_first(found)
             with checkpoint.fitting(path):
-                refusal, changes = self.compare(path, tensors, meta, schedule)
+                refusal, changes = self.compare(path, meta, schedule)
             if refusal:
                 raise ConfigError(refusal)
             if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
@@ -207,7 +207,7 @@ class Run:
         self.began = self.last_log_time = self.picture_time = time.perf_counter()
         self.last_log_step, self.paused_seconds = step, 0.0
 
-    def compare(self, path, tensors, meta, schedule):
+    def compare(self, path, meta, schedule):
         """(why this run cannot continue from a checkpoint, or None; a phrase for each setting that changed)."""
         config, now, step = self.config, self.settings, meta["step"] + 0
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
@@ -219,10 +219,7 @@ class Run:
         changed = [key for key in now if before[key] != now[key]]
         serious = [f"{key} {before[key]!r} -> {now[key]!r}" for key in changed if key not in MAY_CHANGE_ON_RESUME]
         old, refusal = dataclasses.replace(config, max_iters=before["max_iters"]), None
-        if any(name.startswith("model.branches.") for name in tensors):
-            refusal = (f"{path} was written when the model's parameters had other names: sample.py, export.py and "
-                       "--init_from read its weights; resume it with the commit that config.json names")
-        elif serious:
+        if serious:
             refusal = f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another out_dir"
         elif step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step * longer)):
             refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} "

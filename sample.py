@@ -25,7 +25,7 @@ import checkpoint
 import configurator
 from data.tokenizer import Text
 from distributed import named_device
-from model import LM, ModelConfig, current_names
+from model import LM, ModelConfig
 
 
 @dataclass
@@ -50,7 +50,7 @@ def load_model(folder, device="cpu"):
         config = {k: v for k, v in meta["config"].items() if hasattr(ModelConfig, k)}
         backend = "torch" if config.get("backend") == "torch" else ""  # an edited plain operator; this machine's choice
         lm = LM(ModelConfig(**{**config, "backend": backend}))
-        lm.load_state_dict(current_names(checkpoint.unflatten(tensors, meta["skeleton"])["model"]))
+        lm.load_state_dict(checkpoint.unflatten(tensors, meta["skeleton"])["model"])
     return lm.to(device).eval(), meta
 
 

@@ -37,7 +37,7 @@ import configurator
 import distributed
 from configurator import ConfigError
 from data.loader import TokenData, Tokens, eval_windows
-from model import LM, ModelConfig, current_names
+from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
 from run import Run, launch
 from self_check import self_check
@@ -226,38 +226,37 @@ class Evaluate:
 
 # -------------------------------------------------------------------------------------------------------------- set-up
 
+POSITIVE = ("block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_interval", "max_bad_steps",
+            "keep_checkpoints")
+NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "checkpoint_interval",
+                "grad_clip", "weight_decay", "vocab_size", "seed")
+
+
 def check(config):
     """Raises ConfigError for values that cannot work, whatever the data and the machine."""
-    for name in ("block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_interval", "max_bad_steps",
-                 "keep_checkpoints"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
-    for name in ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "checkpoint_interval",
-                 "grad_clip", "weight_decay", "vocab_size"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{name} {getattr(config, name)} must be 0 or more")
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, (int, float)) and (value != value or abs(value) > 2**48):
             shown = value if isinstance(value, float) or abs(value) < 10**20 else f"of {value.bit_length()} bits"
             raise ConfigError(f"{name} {shown} is out of range: at most {2**48:,}")
-    if not 0 <= config.seed < 2**32:
-        raise ConfigError(f"seed {config.seed} must be in 0 .. {2**32 - 1}")
-    if config.learning_rate <= 0:
-        raise ConfigError(f"learning_rate {config.learning_rate} must be above 0")
-    if config.min_lr > config.learning_rate:
-        raise ConfigError(f"min_lr {config.min_lr} is above learning_rate {config.learning_rate}")
-    if warmup_steps(config) >= config.max_iters > 1:
-        raise ConfigError(f"warmup_iters {config.warmup_iters} leaves nothing of max_iters {config.max_iters}: choose "
-                          "fewer")
-    if config.schedule == "wsd" and warmup_steps(config) + decay_steps(config) > config.max_iters:
-        raise ConfigError(f"warmup of {warmup_steps(config)} and decay of {decay_steps(config)} steps are more than "
-                          f"max_iters {config.max_iters}: choose smaller warmup_iters or decay_iters")
-    if not (0 <= config.beta1 < 1 and 0 <= config.beta2 < 1):
-        raise ConfigError(f"beta1 {config.beta1} and beta2 {config.beta2} must be in [0, 1)")
-    if not 0 < config.timeout_minutes <= 1e6:
-        raise ConfigError(f"timeout_minutes {config.timeout_minutes} must be above 0, and at most a million")
-    if config.resume == "never" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        raise ConfigError("resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto")
+        if name in POSITIVE and value < 1 or name in NOT_NEGATIVE and value < 0:
+            raise ConfigError(f"{name} {value} must be {'at least 1' if name in POSITIVE else '0 or more'}")
+    c, warmup, decay = config, warmup_steps(config), decay_steps(config)
+    wrong = {  # what to say: where it holds
+        f"seed {c.seed} must be below {2**32:,}": c.seed >= 2**32,
+        f"learning_rate {c.learning_rate} must be above 0": c.learning_rate <= 0,
+        f"min_lr {c.min_lr} is above learning_rate {c.learning_rate}": c.min_lr > c.learning_rate,
+        f"warmup_iters {c.warmup_iters} leaves nothing of max_iters {c.max_iters}: choose fewer":
+            warmup >= c.max_iters > 1,
+        f"warmup of {warmup} and decay of {decay} steps are more than max_iters {c.max_iters}: choose smaller "
+        "warmup_iters or decay_iters": c.schedule == "wsd" and warmup + decay > c.max_iters,
+        f"beta1 {c.beta1} and beta2 {c.beta2} must be in [0, 1)": not (0 <= c.beta1 < 1 and 0 <= c.beta2 < 1),
+        f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million":
+            not 0 < c.timeout_minutes <= 1e6,
+        "resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto":
+            c.resume == "never" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
+    }
+    for message in (message for message, holds in wrong.items() if holds):
+        raise ConfigError(message)
 
 
 def pick_dtype(name, device):
@@ -307,15 +306,12 @@ def load_weights(model, config, data):
     for key in ("tokenizer", "table"):
         there, here = meta.get(key), data.meta.get(key)
         if there and here and there != here:
-            what = {"tokenizer": f"tokenizer is {there!r}, the data's {here!r}",
-                    "table": "characters are not the data's"}
-            raise ConfigError(f"{origin}: its {what[key]}: the weights know other tokens than {config.dataset} has")
+            raise ConfigError(f"{origin}: its {key} is not that of {config.dataset} ({str(there)[:80]!r}, "
+                              f"{str(here)[:80]!r}): the weights know other tokens")
     with checkpoint.fitting(origin):
-        weights = current_names(weights)
-        sizes = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name != "backend"}
-        before = {key: meta["config"].get(key, default) for key, default in sizes.items()}
+        before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(ModelConfig)}
         changed = [f"{key} was {old!r}, is {getattr(config, key)!r}" for key, old in before.items()
-                   if getattr(config, key) != old]
+                   if getattr(config, key) != old and key != "backend"]
         wrong, step = checkpoint.misfit(weights, model), meta["step"] + 0
     if wrong:
         raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed]))

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import shlex
 import sys
@@ -23,7 +22,7 @@ import numpy as np
 import data.loader
 from configurator import main_error
 from data.loader import DTYPES, SPLITS, DataError, Tokens
-from records import sync_folder
+from records import replacing
 
 try:
     import fcntl
@@ -59,23 +58,6 @@ def preparing(folder):
         yield folder
 
 
-@contextlib.contextmanager
-def replacing(path):
-    """A binary file to write (path.part), flushed to disk and renamed to `path` if the block ends without an error."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_folder(path.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def write_split(path, chunks, vocab_size):
     """Stream token ids into a .bin and return its entry for meta.json.
 
@@ -88,7 +70,7 @@ def write_split(path, chunks, vocab_size):
     """
     path, dtype = Path(path), DTYPES[token_dtype(vocab_size)]
     n_tokens, largest, digest = 0, None, hashlib.sha256()
-    with replacing(path) as file:
+    with replacing(path) as tmp, open(tmp, "wb") as file:
         for chunk in chunks:
             chunk = np.asarray(chunk)
             if chunk.size == 0:
@@ -116,7 +98,7 @@ def finish(folder, meta):
     versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
     meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
     path = folder / "meta.json"
-    with replacing(path) as file:
+    with replacing(path) as tmp, open(tmp, "wb") as file:
         file.write((json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode())
     try:
         return Tokens(folder)

@@ -1,6 +1,5 @@
 import gc
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -41,20 +40,6 @@ def broken(builds):
         return lib
 
     return broken
-
-
-@pytest.fixture
-def cubins_kept(builds, monkeypatch):
-    """cuda.compile_cubin compiles once what several tests ask for: seconds each."""
-    from kernels import build, cuda
-
-    compile_cubin = cuda.compile_cubin
-
-    def kept(source, to, architecture, macros, kind="cubin"):
-        make = lambda new: compile_cubin(source, new, architecture, macros, kind)
-        shutil.copy(build._cached("kernels", f".{kind}", [architecture, *macros], [source], builds, make)[0], to)
-
-    monkeypatch.setattr(cuda, "compile_cubin", kept)
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from bench.measure import LeftOut
 from bench.scan_cuda import Shape
 from configurator import ConfigError
 from experiments import online_learning
-from tools import instructions
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
 BF16 = torch.bfloat16
@@ -111,14 +110,12 @@ def test_results_take_no_record_of_an_uncommitted_tree(uncommitted, tmp_path, mo
 
 @pytest.mark.parametrize("main, arguments", [
     (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
-    (scan.main, "--save --device=cuda"), (bench_checkpoint.main, "--save"), (instructions.main, "--save"),
+    (scan.main, "--save --device=cuda"), (bench_checkpoint.main, "--save"),
     (generate.main, "--save"), (step.main, "--save"), (online_learning.main, "--save"), (gpu.main, "")])
 def test_every_script_says_so_before_it_measures(uncommitted, monkeypatch, main, arguments):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["script", *arguments.split()])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in arguments or main is gpu.main)
-    monkeypatch.setattr(instructions.cuda, "missing", lambda: None)
-    monkeypatch.setattr(instructions, "nvdisasm", lambda: "nvdisasm")
     monkeypatch.setattr(records, "environment", lambda: pytest.fail("it went on"))
     with pytest.raises(ConfigError, match="uncommitted changes"):
         main()
@@ -369,63 +366,6 @@ def test_the_scripts_start():
         run = subprocess.run([sys.executable, str(ROOT / "bench" / script), "--help"], capture_output=True, text=True,
                              timeout=100, cwd="/")
         assert run.returncode == 0 and option in run.stdout
-
-
-# ------------------------------------------------------------------------------------------------ tools/instructions.py
-
-# As nvdisasm writes it: 2 instructions, chunks of 4 with states of 10 in each, then 2, and what follows EXIT.
-SASS = """
-.section\t.text.selective_scan,"ax",@progbits
-.text.selective_scan:
-        /*0000*/                   S2R R0, SR_TID.X ;
-        /*0010*/              @!P0 BRA `(.L_x_9) ;
-.L_x_1:
-        /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*0030*/                   MUFU.EX2 R2, R2 ;
-.L_x_2:
-        /*0040*/                   MUFU.EX2 R3, R3 ;
-        /*0050*/               @P1 BRA `(.L_x_3) ;
-        /*0060*/                   LDS.64 R4, [R5+0x10] ;
-        /*0070*/                   BRA.DIV UR4, `(.L_x_10) ;
-.L_x_11:
-        /*0080*/                   SHFL.UP PT, R4, R4, 0x1, RZ ;
-        /*0090*/              @!P2 STS.64 [R5+0x10], R4 ;
-.L_x_3:
-        /*00a0*/               @P3 BRA `(.L_x_4) ;
-        /*00b0*/                   REDG.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR20][R78.64], R4 ;
-.L_x_4:
-        /*00c0*/                   LDL.LU R4, [R1+0x4]                                     (*"SpillRefill"*) ;
-        /*00d0*/               @P4 BRA `(.L_x_2) ;
-        /*00e0*/                   LDS R4, [R5] ;
-        /*00f0*/               @P5 BRA `(.L_x_1) ;
-.L_x_9:
-        /*0100*/                   STG.E.64 desc[UR8][R28.64], R36 ;
-        /*0110*/                   EXIT ;
-.L_x_10:
-        /*0120*/                   SHFL.UP PT, R4, R4, 0x1, RZ ;
-        /*0130*/                   BRA `(.L_x_11) ;
-"""
-
-
-def test_instructions_are_counted_by_loop():
-    code = instructions.kernels(SASS)["selective_scan"]
-    assert len(code.instructions) == 18 and code.in_all == 20 and code.loops == [(2, 15), (4, 13)]
-    assert code.skipped == [(2, 15), (6, 9), (11, 11)]  # not BRA.DIV, which leads behind EXIT
-    found = code.totals(code.weights(0.5, 1, 4))
-    assert found["instructions"] == 4 * 0.5 + 4 * 1 + 10 * 4
-    assert found["pipes"] == {"special": 1 + 4, "shuffles": 4, "shared": 4 * 2 + 1, "copies": 0, "local": 4,
-                              "atomics": 4, "barriers": 1}
-    with pytest.raises(ValueError, match="2 loops in the disassembly of a kernel that has 3"):
-        code.weights(1, 1, 1, 1)
-
-
-def test_what_one_sub_chunk_enters_is_counted_once_a_chunk():
-    copies = ["LDGSTS.E.BYPASS.128 [R1], desc[UR2][R2.64]"] * 3
-    #      0-2                 3-6 skipped: states   7-11: an if with its else, rows       loop's ends
-    code = [*["FADD R1, R1, R2"] * 2, "BRA.U UP0, x", *copies, "FADD R1, R1, R2", *copies, "BRA `(.L_x_1)", "BRA y",
-            "BRA z"]
-    code = instructions.Code(code, len(code), [(0, 12), (1, 11)], [(3, 6), (7, 10), (0, 12)])
-    assert instructions.once_a_chunk(code) == {3, 4, 5, 6}
 
 
 # --------------------------------------------------------------------------------------------------------- bench/gpu.py

@@ -627,16 +627,12 @@ def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_memory_that_really_runs_out(launch, data, tmp_path):
-    large = {**TINY, "block_size": 512, "batch_tokens": 512 * 32, "max_iters": 1, "eval_interval": 0}
-    argv = lambda size: [*arguments(data, tmp_path / "run", large, micro_batch_size=size), "--resume=auto"]
-    for size in (32, 16, 8, 4, 2, 1):
-        r = launch(argv(size), memory=80 << 20)
-        if r.end() == [0]:
-            break
-        line = r.said().splitlines()[-1]
-        assert f"a micro-batch of {size} x 512 tokens" in line and f"--micro_batch_size={size // 2} " in line
-        assert "Traceback" not in r.said()
-    assert size < 32 and (tmp_path / "run" / "result.json").exists(), r.said()
+    """2^21 tokens of 32 numbers, 268 MB, are more than it may take; a real error of the allocator, in its own words."""
+    large = {**TINY, "block_size": 512, "batch_tokens": 2**21, "micro_batch_size": 4096, "eval_interval": 0}
+    r = launch(arguments(data, tmp_path / "run", large), memory=200 << 20)
+    assert r.end() == [2] and "Traceback" not in r.said(), r.said()
+    line = r.said().splitlines()[-1]
+    assert "a micro-batch of 4096 x 512 tokens" in line and "--micro_batch_size=2048 " in line
 
 
 # -------------------------------------------------------------------------------------------------------------- signals
@@ -911,7 +907,7 @@ def test_a_full_disk_while_preparing(small_disk):
     command = [sys.executable, str(ROOT / "data" / "pystdlib" / "prepare.py"), "--out", str(disk / "d")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "No space left" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert not any(p.suffix in (".bin", ".part") or p.name == "meta.json" for p in (disk / "d").iterdir())
+    assert not any(p.name != ".lock" for p in (disk / "d").iterdir())
 
 
 # --------------------------------------------------------------------------------------------- data under a running job

@@ -358,7 +358,7 @@ def test_a_failed_rename_leaves_nothing_that_looks_finished(tmp_path, monkeypatc
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="disk full"):
         write_folder(tmp_path)
-    assert not looks_finished(tmp_path) and not list(tmp_path.glob("*.part"))
+    assert not looks_finished(tmp_path) and not list(tmp_path.glob("*.tmp-*"))
 
 
 KILL_WHILE_WRITING = """
@@ -383,7 +383,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(tmp_path, at):
     assert not looks_finished(tmp_path) and not (tmp_path / "val.bin").exists()
     assert (tmp_path / "train.bin").exists() == (at == 7)
     assert run_python("-c", KILL_WHILE_WRITING, tmp_path, 99).returncode == 0  # the lock went with the process
-    assert looks_finished(tmp_path) and not list(tmp_path.glob("*.part"))
+    assert looks_finished(tmp_path) and not list(tmp_path.glob("*.tmp-*"))
 
 
 @pytest.mark.skipif(writer.fcntl is None, reason="no file locks here")

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import pickle
-import re
 
 import pytest
 import safetensors.torch
@@ -227,18 +226,6 @@ def test_the_machines_own_setting_stays_behind_and_weights_are_copies():
         t.zero_()
     for p, q, b in zip(lm.parameters(), other.parameters(), before, strict=True):
         assert torch.equal(p, b) and torch.equal(q, b)
-
-
-def test_exports_of_before_november_2026_load():
-    """Their settings and names of weights, of a model that kept our own names."""
-    lm = tiny("gla")
-    config, tensors = to_hf(lm)
-    older = {**{k: v for k, v in config.items() if k != "pattern"}, "scan_backend": "", "kernel": "torch"}
-    number = lambda m: f"branches.{2 * int(m[1]) + int(m[2])}"
-    name = lambda n: re.sub(r"layers\.(\d)\.branches\.(\d)", number, n).replace(".mixer.", ".branch.")
-    loaded = from_hf(older, {name(n): t for n, t in tensors.items()})
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens())[0], lm(tokens())[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -25,7 +25,7 @@ import mixers
 import model
 import train
 from kernels import build
-from model import FAMILIES, LM, SIZES, ModelConfig, current_names, sample_token
+from model import FAMILIES, LM, SIZES, ModelConfig, sample_token
 from optim import build_optimizers
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -857,22 +857,6 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern,
         if name.endswith(("out_proj.weight", "w2.weight")):
             scale = (3 * 128) ** -0.5 if p.shape[1] == 128 else 0.02  # Longhorn's out_proj: uniform, d_inner 128
             assert p.std().item() == pytest.approx(scale / math.sqrt(writes), rel=0.05), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_of_older_checkpoints_load(family):
-    """Until November 2026 a model was one list of branches: branches.5.branch was the second of the third layer."""
-    lm, other = tiny(family), tiny(family, seed=1)
-    older = {}
-    for name, a in lm.state_dict().items():
-        m = re.fullmatch(r"layers\.(\d+)\.branches\.(\d+)\.(mixer|norm)\.(.*)", name)
-        new = m and f"branches.{2 * int(m[1]) + int(m[2])}.{'branch' if m[3] == 'mixer' else 'norm'}.{m[4]}"
-        older[new or name] = a
-    assert older.keys() != lm.state_dict().keys()
-    other.load_state_dict(current_names(older))
-    with torch.no_grad():
-        assert torch.equal(other(tokens(1, 9))[0], lm(tokens(1, 9))[0])
-    assert current_names(lm.state_dict()).keys() == lm.state_dict().keys()
 
 
 # ----------------------------------------------------------------------------------------------------------- generation

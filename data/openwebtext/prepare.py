@@ -150,13 +150,13 @@ def encode_shard(documents, first, last, path, encoding):
     """Encode documents [first, last) into path.bin and path.json; return the number of documents."""
     dtype, tokens, n_bytes = DTYPES[token_dtype(encoding.n_vocab)], 0, 0
     (column,) = documents.column_names
-    with replacing(path.with_suffix(".bin")) as file:
+    with replacing(path.with_suffix(".bin")) as tmp, open(tmp, "wb") as file:
         for start in range(first, last, READ_DOCUMENTS):
             texts = [text or "" for text in documents[start : min(start + READ_DOCUMENTS, last)][column]]
             ids, size = encode_documents(texts, encoding, dtype)
             file.write(ids.data)
             tokens, n_bytes = tokens + len(ids), n_bytes + size
-    with replacing(path.with_suffix(".json")) as file:
+    with replacing(path.with_suffix(".json")) as tmp, open(tmp, "wb") as file:
         file.write(json.dumps({"tokens": tokens, "bytes": n_bytes, "documents": last - first}).encode())
     return last - first
 
@@ -178,7 +178,7 @@ def plan_shards(folder, splits, plan, shard_documents):
         print(f"{shards}: made from other inputs; starting again")
         shutil.rmtree(shards)
     shards.mkdir(exist_ok=True)
-    with replacing(plan_file) as file:
+    with replacing(plan_file) as tmp, open(tmp, "wb") as file:
         file.write(plan.encode())
     return [
         (split, first, min(first + shard_documents, len(documents)), shards / f"{split}-{i:05d}")

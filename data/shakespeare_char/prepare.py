@@ -70,7 +70,7 @@ def prepare(out, file=None, any_text=False, force=False):
         if len(text) < 2:
             raise DataError(f"--file {file} holds {len(text)} characters: nothing to split, choose a longer text")
         if file is None and not copy.is_file():
-            with replacing(copy) as kept:  # so that a rerun needs no network
+            with replacing(copy) as tmp, open(tmp, "wb") as kept:  # so that a rerun needs no network
                 kept.write(content)
         table = sorted(set(text))  # token i is character table[i]
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # (characters,)

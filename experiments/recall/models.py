@@ -63,7 +63,7 @@ class Filter(nn.Module):
         self.hidden = nn.ModuleList(nn.Linear(n, m) for n, m in itertools.pairwise(widths))
         self.out = nn.Linear(widths[-1], d, bias=not sine)
         self.frequency = nn.Parameter(torch.empty(widths[-1])) if sine else None
-        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d)
+        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d, device=lag.device)
         self.register_buffer("features", torch.cat([t, angle.cos(), -angle.sin()], 1), persistent=False)  # (T, 3)
         self.register_buffer("decay", (-t * delta.abs()).exp() if sine else None, persistent=False)  # (T, d)
 

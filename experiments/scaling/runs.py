@@ -13,7 +13,6 @@ the same code. `accept_code` joins runs of code that did change, where the chang
 import contextlib
 import json
 import math
-import os
 from collections import Counter, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from configurator import ConfigError
 from experiments.scaling import sweep
 from experiments.scaling.sweep import BadRecord, code_of, short_code
+from records import replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
@@ -258,9 +258,8 @@ def save(source, path):
     head = {"plan": {k: v for k, v in plan.items() if k != "cells"}, "code_files": files, "shared": shared}
     lines = (f"  {json.dumps(name)}: {json.dumps({'at': at, **cells[name]})}" for name, at in plan["cells"].items())
     text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "cells": {\n' + ",\n".join(lines) + "\n }\n}\n"
-    temporary = Path(f"{path}.tmp-{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    with replacing(path) as tmp:
+        Path(tmp).write_text(text)
 
 
 def columns(events, kind):
