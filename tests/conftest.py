@@ -19,6 +19,39 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
+def nursery():
+    """A process that has imported everything, to fork from: `launch` of test_chaos.py starts runs in a twentieth of a
+    second."""
+    import multiprocessing.forkserver  # not at the top: the least of the tests fork
+    from unittest import mock
+
+    folders = os.pathsep.join(str(folder) for folder in Path(__file__).resolve().parents[:2])
+    context = multiprocessing.get_context("forkserver")
+    # torch._dynamo: the first optimizer imports it, which takes 2 s
+    context.set_forkserver_preload(["test_chaos", "torch._dynamo"] + ["datasets"] * ("LONGHORN_CHAOS" in os.environ))
+    with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"):
+        multiprocessing.forkserver.ensure_running()
+    yield context
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.fixture
+def launch(nursery, tmp_path_factory):
+    """launch(argv, world=1): a Run of test_chaos.py; none outlives its test."""
+    from test_chaos import Run
+
+    runs = []
+
+    def launch(argv, world=1, env=None, **patches):
+        runs.append(Run(nursery, tmp_path_factory.mktemp("said"), argv, world, env or {}, patches))
+        return runs[-1]
+    yield launch
+    for r in runs:
+        r.send(signal.SIGKILL)
+        r.end()
+
+
+@pytest.fixture(scope="session")
 def builds(tmp_path_factory):
     """A folder for build._cached that the processes of these tests share: what one of them has compiled, all find."""
     mine = tmp_path_factory.getbasetemp()

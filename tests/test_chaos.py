@@ -5,15 +5,14 @@
 Most processes here are forked from one that has imported PyTorch already, so that a process to kill costs a twentieth
 of a second and not three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
 
-    python -m pytest tests/test_chaos.py      a shortened form of everything
-    make chaos                                fifty kills instead of a few, two hosts with a cable between them: minutes
+    python -m pytest tests/test_chaos.py      the essence of each in a second or a few
+    make chaos                                fifty kills instead of three; torchrun, two hosts with a cable: minutes
 """
 
 import contextlib
 import errno
 import gc
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -43,6 +42,7 @@ from test_train import (
     losses,
     no_picture,
     poisoned,
+    record,
     refuse,
     saved,
     stops_at,
@@ -65,8 +65,9 @@ from train import TrainConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(checkpoint.__file__).resolve().parent
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
-KILLS = 50 if CHAOS else 4
-STEPS = 400 if CHAOS else 160  # of a run: one process takes 7 ms for each, two on two cores 20, four 40
+LONG_FORM = pytest.mark.skipif(not CHAOS, reason="make chaos only")
+KILLS = 50 if CHAOS else 3
+STEPS = 400 if CHAOS else 80  # of a run: one process takes 7 ms for each, two on two cores 20, four 40
 TIMING = ("seconds", "tokens_per_second", "memory_bytes")
 RUN = {**LONG, "max_iters": STEPS, "eval_interval": STEPS // 4, "checkpoint_interval": STEPS // 20, "dtype": "float32"}
 root = os.name == "posix" and os.geteuid() == 0
@@ -75,8 +76,8 @@ root = os.name == "posix" and os.geteuid() == 0
 # ------------------------------------------------------------------------------------------------- processes to disturb
 
 def child(argv, env, output, patches):
-    """train.py ARGV in a forked process; `patches` make its disk slow, its memory small, or LM =
-    patches["LM"](rank)."""
+    """train.py ARGV in a forked process, or patches["main"](ARGV); `patches` make its disk slow, its memory small, or
+    LM = patches["LM"](rank)."""
     os.environ.update(env)
     with open(output, "ab") as f:
         os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
@@ -92,7 +93,10 @@ def child(argv, env, output, patches):
     distributed.ROLL_CALL_SECONDS = 1.0  # test_torchrun_brings... waits five as users do
     torch.set_num_threads(1)
     sys.argv = ["train.py", *argv]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    if "main" in patches:
+        patches["main"](argv)
+    else:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def free_port():
@@ -106,23 +110,14 @@ class Run:
 
     def __init__(self, context, folder, argv, world, env, patches):
         self.output = [folder / f"rank{rank}.txt" for rank in range(world)]
-        port = str(free_port())
         self.ranks = []
+        all_know = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": free_port()}
         for rank, output in enumerate(self.output):
             output.write_text("")
-            ranks = (
-                {}
-                if world == 1
-                else {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "LOCAL_WORLD_SIZE": str(world),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                }
-            )
-            self.ranks.append(context.Process(target=child, args=(argv, {**env, **ranks}, output, patches)))
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, **all_know} if world > 1 else {}
+            env = {**env, **{name: str(value) for name, value in ranks.items()}}
+            self.ranks.append(context.Process(target=child, args=(argv, env, output, patches)))
             self.ranks[-1].start()
 
     def send(self, number, *ranks):
@@ -157,33 +152,6 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    """A process that has imported everything, to fork from."""
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1",
-                         HF_HUB_OFFLINE="1"):
-        context = multiprocessing.get_context("forkserver")
-        # torch._dynamo: the first optimizer imports it, which takes 2 s
-        context.set_forkserver_preload(["test_chaos", "torch._dynamo", "matplotlib.backends.backend_agg", "datasets"])
-        multiprocessing.forkserver.ensure_running()
-        yield context
-    multiprocessing.forkserver._forkserver._stop()
-
-
-@pytest.fixture
-def launch(nursery, tmp_path_factory):
-    """launch(argv, world=1): a Run; none outlives its test."""
-    runs = []
-
-    def launch(argv, world=1, env=None, **patches):
-        runs.append(Run(nursery, tmp_path_factory.mktemp("said"), argv, world, env or {}, patches))
-        return runs[-1]
-    yield launch
-    for r in runs:
-        r.send(signal.SIGKILL)
-        r.end()
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data") / "words")
 
@@ -214,10 +182,8 @@ def assert_bit_for_bit(out, other):
     assert_same_run(out, other)
     names = [sorted(p.name for p in folder.glob("*.safetensors*")) for folder in (out, other)]
     assert names[0] == names[1], names
-    best = [checkpoint.load(folder / "best.safetensors") for folder in (out, other)]
-    assert best[0][1]["step"] == best[1][1]["step"] and all(
-        torch.equal(best[0][0][n], t) for n, t in best[1][0].items()
-    )
+    (a, meta_a), (b, meta_b) = (checkpoint.load(folder / "best.safetensors") for folder in (out, other))
+    assert meta_a["step"] == meta_b["step"] and all(torch.equal(a[name], t) for name, t in b.items())
 
 
 def logged(out):
@@ -240,8 +206,8 @@ def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
     chance, number, torn, kills = random.Random(world), 0, 0, 0
     out = tmp_path / "run0"
     argv = lambda: [*arguments(data, out, RUN, micro_batch_size=4 // world), "--resume=auto", "--timeout_minutes=1"]
-    while kills < (KILLS if world == 1 else KILLS if CHAOS else 3):
-        r = launch(argv(), world, slow_disk=0.01)
+    while kills < KILLS:
+        r = launch(argv(), world, slow_disk=0.03)
         if kills % 5 == 4:
             time.sleep(chance.uniform(0, 0.5))
         else:
@@ -250,7 +216,8 @@ def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
                 r.until(lambda out=out: writing(out), "checkpoint")
                 time.sleep(chance.uniform(0, 0.02))
         ended = not r.alive()
-        victims = range(world) if world == 1 or chance.random() < 0.5 else [chance.randrange(world)]
+        everyone = world == 1 or kills == 0 or kills > 2 and chance.random() < 0.5
+        victims = range(world) if everyone else [chance.randrange(world)]
         r.send(signal.SIGKILL, *victims)
         codes = r.end()
         if ended and codes == [0] * world:  # it was faster: the next one is killed in a run of its own
@@ -269,44 +236,29 @@ def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
         r = launch(argv(), world)
         assert r.end() == [0] * world, r.said()
     assert_bit_for_bit(out, undisturbed(world))
-    assert torn >= (KILLS // 10 if CHAOS else 1), "no kill struck in the middle of a write"
+    assert torn >= max(1, KILLS // 10), "no kill struck in the middle of a write"
 
 
-def test_three_processes_resume_bit_for_bit(launch, data, tmp_path):
-    """Of three gradients the order in which they are added shows."""
-    argv = lambda out: [
-        *arguments(
-            data, out, RUN, batch_tokens=96, micro_batch_size=1, max_iters=30, checkpoint_interval=5, eval_interval=15
-        ),
-        "--resume=auto",
-    ]
-    r = launch(argv(tmp_path / "whole"), 3)
-    assert r.end() == [0, 0, 0], r.said()
-    r = launch(argv(tmp_path / "run"), 3)
-    assert r.until(lambda: logged(tmp_path / "run") >= 12, "progress")
+THREE = {"batch_tokens": 96, "micro_batch_size": 1, "max_iters": 30, "checkpoint_interval": 5, "eval_interval": 15}
+
+
+@LONG_FORM
+@pytest.mark.parametrize("world, old, changes", [
+    (3, False, THREE), (2, True, {"micro_batch_size": 2, "max_iters": STEPS * 3 // 8})], ids=["three", "fine-tuning"])
+def test_several_processes_killed_once(undisturbed, launch, data, tmp_path, world, old, changes):
+    """Of three gradients the order in which they are added shows. Fine-tuning: on both ranks the old weights, and
+    after the kill its own."""
+    changes = {**changes, "resume": "auto", **({"init_from": undisturbed(2)} if old else {})}
+    argv = lambda name: arguments(data, tmp_path / name, RUN, **changes)
+    r = launch(argv("whole"), world)
+    assert r.end() == [0] * world and [r.said(i).count("weights from") for i in (0, 1)] == [old, 0], r.said()
+    assert not old or losses(tmp_path / "whole")[0] < losses(undisturbed(2))[0] - 0.5
+    r = launch(argv("run"), world)
+    assert r.until(lambda: logged(tmp_path / "run") >= changes["max_iters"] * 2 // 5, "progress")
     r.send(signal.SIGKILL)
     r.end()
-    r = launch(argv(tmp_path / "run"), 3)
-    assert r.end() == [0, 0, 0] and "continuing from" in r.said(), r.said()
-    assert_bit_for_bit(tmp_path / "run", tmp_path / "whole")
-
-
-def test_two_processes_begin_with_old_weights(undisturbed, launch, data, tmp_path):
-    """Fine-tuning: on both ranks the old weights, and after a kill its own."""
-    steps = STEPS * 3 // 8
-    argv = lambda name: [
-        *arguments(data, tmp_path / name, RUN, micro_batch_size=2, init_from=undisturbed(2), max_iters=steps),
-        "--resume=auto",
-    ]
-    r = launch(argv("whole"), 2)
-    assert r.end() == [0, 0] and r.said().count("weights from") == 1 and "weights from" not in r.said(1), r.said()
-    assert losses(tmp_path / "whole")[0] < losses(undisturbed(2))[0] - 0.5
-    r = launch(argv("run"), 2)
-    assert r.until(lambda: logged(tmp_path / "run") >= steps // 2, "progress")
-    r.send(signal.SIGKILL)
-    r.end()
-    r = launch(argv("run"), 2)
-    assert r.end() == [0, 0] and "continuing from" in r.said() and "weights from" not in r.said(), r.said()
+    r = launch(argv("run"), world)
+    assert r.end() == [0] * world and "continuing from" in r.said() and "weights from" not in r.said(), r.said()
     assert_bit_for_bit(tmp_path / "run", tmp_path / "whole")
 
 
@@ -314,12 +266,12 @@ def holding(here):
     """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects
     unasked, and a destroy_process_group that says whether DistributedDataParallel is gone."""
     gc.disable()
-    made, destroy = [], torch.distributed.destroy_process_group
+    made, destroy, parallel = [], torch.distributed.destroy_process_group, torch.nn.parallel.DistributedDataParallel
 
-    class Watched(torch.nn.parallel.DistributedDataParallel):
-        def __init__(self, *args, **how):
-            super().__init__(*args, **how)
-            made.append(weakref.ref(self))
+    def watched(*args, **how):
+        ddp = parallel(*args, **how)
+        made.append(weakref.ref(ddp))
+        return ddp
 
     def draw_loss(folder):
         try:
@@ -331,7 +283,7 @@ def holding(here):
         print(f"\nof {len(made)} there are {sum(ref() is not None for ref in made)}", flush=True)
         destroy()
 
-    torch.nn.parallel.DistributedDataParallel, run_module.draw_loss = Watched, draw_loss
+    torch.nn.parallel.DistributedDataParallel, run_module.draw_loss = watched, draw_loss
     torch.distributed.destroy_process_group = last
     return LM
 
@@ -342,11 +294,10 @@ def test_the_group_is_left_when_nothing_else_holds_it(launch, data, tmp_path):
     assert [r.said(rank).count("of 1 there are 0\n") for rank in (0, 1)] == [1, 1], r.said()
 
 
-def test_from_two_processes_to_one_to_four(undisturbed, launch, data, tmp_path):
-    """Only the last rank is told to stop: all stop after the same step, the first says so, and others finish what they
-    began."""
+def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, data, tmp_path):
+    """Only the last rank is told to stop: all stop after the same step, and the first says so."""
     out = tmp_path / "run"
-    for world, until in ((2, STEPS // 3), (1, 3 * STEPS // 4), (4, STEPS)):
+    for world, until in ((2, STEPS // 3), (1, 3 * STEPS // 4), (4, STEPS)) if CHAOS else ((2, STEPS // 3), (1, STEPS)):
         r = launch([*arguments(data, out, RUN, micro_batch_size=4 // world), "--resume=auto"], world)
         if until < STEPS:
             assert r.until(lambda u=until: logged(out) >= u, "progress")
@@ -368,24 +319,23 @@ def test_two_processes_train_as_one(launch, data, tmp_path):
     r = launch(arguments(data, out, micro_batch_size=5), 2)
     assert r.end() == [0, 0], r.said()
     assert_close_run(out, one)
-    derived = json.loads((out / "config.json").read_text())["derived"]
+    derived = record(out, "config")["derived"]
     assert derived["processes"] == 2 and derived["accumulation"] == 2
     assert r.said().count("val_loss") == 3 and r.said().count(" parameters; ") == 1
     assert not any(words in r.said(1) for words in ("val_loss", " parameters; ", "step "))  # rank 0 alone speaks
-    assert json.loads((out / "result.json").read_text())["val_tokens"] == 699
+    assert record(out)["val_tokens"] == 699
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in one.iterdir())
 
 
 @pytest.mark.parametrize("stopped", [1, 0] if CHAOS else [1])
 def test_a_process_that_hangs_is_named(launch, data, tmp_path, stopped):
-    r = launch(
-        [*arguments(data, tmp_path / "run", RUN, micro_batch_size=2, eval_interval=0), "--timeout_minutes=0.1"], 2
-    )
-    assert r.until(lambda: logged(tmp_path / "run") >= 50, "progress")
+    argv = arguments(data, tmp_path / "run", RUN, micro_batch_size=2, eval_interval=0, timeout_minutes=0.06)
+    r = launch(argv, 2)
+    assert r.until(lambda: logged(tmp_path / "run") >= 10, "progress")
     began = time.time()
     r.send(signal.SIGSTOP, stopped)
     r.ranks[1 - stopped].join(120)
-    assert r.ranks[1 - stopped].exitcode == distributed.EXIT_RETRYABLE and 5 < time.time() - began < 100
+    assert r.ranks[1 - stopped].exitcode == distributed.EXIT_RETRYABLE and 3 < time.time() - began < 100
     line = r.said(1 - stopped).splitlines()[-1]
     assert f"rank {1 - stopped} on " in line and f"no answer from rank {stopped}" in line and "Timed out" in line, line
 
@@ -395,7 +345,7 @@ def test_a_process_that_nobody_joins_says_so(launch, data, tmp_path):
     for rank in (0, 1):  # both at a time, each at a door of its own
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(free_port())}
-        alone.append(launch([*arguments(data, tmp_path / f"run{rank}", RUN), "--timeout_minutes=0.05"], env=env))
+        alone.append(launch([*arguments(data, tmp_path / f"run{rank}", RUN), "--timeout_minutes=0.02"], env=env))
     for rank, r in enumerate(alone):
         assert r.end() == [distributed.EXIT_RETRYABLE], r.said()
         lines = [line for line in r.said().splitlines() if line.startswith("train.py: error: ")]
@@ -447,6 +397,7 @@ def wait_until(condition, what, process, timeout=240):
         time.sleep(0.01)
 
 
+@LONG_FORM
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, tmp_path):
     """Its second attempt goes on from the last checkpoint; SIGTERM to torchrun itself then saves, and one more ends
@@ -479,23 +430,21 @@ def test_torchrun_that_would_begin_anew_is_refused(data, tmp_path):
 def can_netns():
     if not (root and shutil.which("ip") and CHAOS):
         return False
-    made = subprocess.run(["ip", "netns", "add", "longhorn_probe"], capture_output=True).returncode == 0
-    return made and subprocess.run(["ip", "netns", "del", "longhorn_probe"], capture_output=True).returncode == 0
+    ip = lambda word: subprocess.run(["ip", "netns", word, "longhorn_probe"], capture_output=True).returncode == 0
+    return ip("add") and ip("del")
 
 
 @pytest.fixture
 def two_hosts():
-    """Two network namespaces joined by a cable: a function that runs `ip` in one of them."""
-    ip = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True)
-    hosts = [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
+    """Two network namespaces joined by a cable, and a function that runs `ip`."""
+    ip = lambda words: subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+    a, b = hosts = [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
     try:
-        for host in hosts:
-            ip("netns", "add", host)
-        ip("link", "add", "lh0", "netns", hosts[0], "type", "veth", "peer", "name", "lh1", "netns", hosts[1])
+        ip(f"netns add {a}"), ip(f"netns add {b}")
+        ip(f"link add lh0 netns {a} type veth peer name lh1 netns {b}")
         for i, host in enumerate(hosts):
-            ip("-n", host, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"lh{i}")
-            ip("-n", host, "link", "set", f"lh{i}", "up")
-            ip("-n", host, "link", "set", "lo", "up")
+            ip(f"-n {host} addr add 10.77.0.{i + 1}/24 dev lh{i}")
+            ip(f"-n {host} link set lh{i} up"), ip(f"-n {host} link set lo up")
         yield hosts, ip
     finally:
         for host in hosts:
@@ -505,35 +454,21 @@ def two_hosts():
 @pytest.mark.skipif(not can_netns(), reason="make chaos only, as root, with iproute2's network namespaces")
 def test_two_hosts_survive_a_cut_cable(undisturbed, two_hosts, start, data, tmp_path):
     """torchrun on each, in a loop as a service manager would have it; both end the run once the cable is back."""
-    hosts, ip = two_hosts
-    out = tmp_path / "run"
-    argv = [
-        *arguments(data, out, {**RUN, "micro_batch_size": 2, "max_iters": 400}),
-        "--resume=auto",
-        "--timeout_minutes=0.1",
-    ]
-    nodes = []
+    (hosts, ip), out, nodes = two_hosts, tmp_path / "run", []
+    argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=400, resume="auto", timeout_minutes=0.1)
     for i, host in enumerate(hosts):
-        command = torchrun(
-            "--nnodes=2",
-            "--nproc_per_node=1",
-            "--max-restarts=3",
-            "--rdzv-backend=c10d",
-            "--rdzv-id=chaos",
-            "--rdzv-endpoint=10.77.0.1:29400",
-            f"--local-addr=10.77.0.{i + 1}",
-            f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10",
-        )
+        command = torchrun("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+                           "--rdzv-id=chaos", "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
+                           f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")
         loop = 'for i in 1 2 3 4 5 6 7 8; do "$@" && exit 0; sleep 1; done; exit 1'
         nodes.append(start(["ip", "netns", "exec", host, "bash", "-c", loop, "_", *command, *argv],
                            GLOO_SOCKET_IFNAME=f"lh{i}", TP_SOCKET_IFNAME=f"lh{i}"))
+    said = lambda: nodes[0].said() + nodes[1].said()
     wait_until(lambda: logged(out) >= 100, "progress", nodes[0])
-    ip("-n", hosts[1], "link", "set", "lh1", "down")
-    wait_until(lambda: "no answer from rank" in nodes[0].said() + nodes[1].said(), "complaint", nodes[0])
-    ip("-n", hosts[1], "link", "set", "lh1", "up")
-    for node in nodes:
-        assert node.wait(240) == 0, [n.said()[-3000:] for n in nodes]
-    assert "continuing from" in nodes[0].said() + nodes[1].said()
+    ip(f"-n {hosts[1]} link set lh1 down")
+    wait_until(lambda: "no answer from rank" in said(), "complaint", nodes[0])
+    ip(f"-n {hosts[1]} link set lh1 up")
+    assert [node.wait(240) for node in nodes] == [0, 0] and "continuing from" in said(), said()[-3000:]
     assert log_lines(out) == log_lines(undisturbed(2))
     assert_same_run(out, undisturbed(2))
 
@@ -547,20 +482,17 @@ def not_finite(of, how, here):
     return poisoned({6, 7, 13}, how) if of in (None, here) else LM
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("how", ["loss", "gradient"] if CHAOS else ["loss"])
 def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_path, how):
     """Were it not, the weights of the two would part, and all losses after it."""
-    for of in (0, 1, None):
-        r = launch(
-            arguments(data, tmp_path / str(of), RUN, micro_batch_size=2, max_iters=20),
-            2,
-            LM=partial(not_finite, of, how),
-        )
+    for of in (None, 1, 0) if CHAOS else (None, 1):
+        out = tmp_path / str(of)
+        argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=16)
+        r = launch(argv, 2, LM=partial(not_finite, of, how))
         assert r.end() == [0, 0], r.said()
-        assert list(events(tmp_path / str(of), "skipped")) == [5, 6, 12] and r.said().count("step skipped") == 3
-        assert json.loads((tmp_path / str(of) / "result.json").read_text())["skipped_steps"] == 3
-        assert_same_run(tmp_path / str(of), tmp_path / "0")
-        assert losses(tmp_path / str(of))[12:] == losses(tmp_path / "0")[12:]
+        assert list(events(out, "skipped")) == [5, 6, 12] and r.said().count("step skipped") == 3
+        assert record(out)["skipped_steps"] == 3
+        assert_same_run(out, tmp_path / "None")
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -579,34 +511,30 @@ def small_memory(limit):
 
 
 def test_out_of_memory_says_how_to_go_on(data, tmp_path):
-    line = refuse(arguments(data, tmp_path / "run"), "micro-batch of 12 x 32", "--micro_batch_size=6", "--resume=auto",
-                  "--auto_micro_batch", LM=small_memory(5))
+    argv, asks = partial(arguments, data, tmp_path / "run"), ("micro-batch of 12 x 32", "--micro_batch_size=6")
+    line = refuse(argv(), *asks, "--resume=auto", "--auto_micro_batch", LM=small_memory(5))
     assert "--micro_batch_size=12" not in line
-    small = {"data": data, "out": tmp_path / "run", "micro_batch_size": 1}
-    refuse(arguments(**small), "1 x 32", "block_size", LM=small_memory(0))
-    refuse(arguments(data, tmp_path / "run", auto_micro_batch=True), "1 x 32", "block_size", LM=small_memory(0))
+    refuse(argv(micro_batch_size=1), "1 x 32", "block_size", LM=small_memory(0))
+    refuse(argv(auto_micro_batch=True), "1 x 32", "block_size", LM=small_memory(0))
 
-
-def test_out_of_memory_in_an_evaluation_or_the_optimizer(data, tmp_path):
     class Fails(LM):
         def forward(self, idx, targets=None, **how):
             if not self.training:
                 raise MemoryError("unable to allocate")
             return super().forward(idx, targets, **how)
 
-    refuse(arguments(data, tmp_path / "run"), "micro-batch of 12 x 32", "--micro_batch_size=6", LM=Fails)
+    refuse(argv(), *asks, LM=Fails)
     with mock.patch.object(torch.optim.AdamW, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory.")):
-        refuse(arguments(data, tmp_path / "run"), "micro-batch of 12 x 32", "--micro_batch_size=6")
+        refuse(argv(), *asks)
 
 
 def test_auto_micro_batch(data, tmp_path):
-    LM = small_memory(7)
-    succeed(arguments(data, tmp_path / "run", auto_micro_batch=True, micro_batch_size=64, eval_interval=0), LM=LM)
-    assert max(LM.seen) <= 7
-    record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert record["config"]["micro_batch_size"] == 6 and record["derived"]["accumulation"] == 2
+    LM, out = small_memory(7), tmp_path / "run"
+    succeed(arguments(data, out, auto_micro_batch=True, micro_batch_size=64, eval_interval=0), LM=LM)
+    config = record(out, "config")
+    assert max(LM.seen) <= 7 and config["config"]["micro_batch_size"] == 6 and config["derived"]["accumulation"] == 2
     succeed(arguments(data, tmp_path / "by_hand", micro_batch_size=6, eval_interval=0))
-    assert losses(tmp_path / "run") == losses(tmp_path / "by_hand")  # the search leaves no trace
+    assert losses(out) == losses(tmp_path / "by_hand")  # the search leaves no trace
 
 
 def one_is_smaller(here):
@@ -614,14 +542,12 @@ def one_is_smaller(here):
 
 
 def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, tmp_path):
-    changes = {"base": RUN, "max_iters": 20, "eval_interval": 0}
-    r = launch(
-        arguments(data, tmp_path / "run", micro_batch_size=2, auto_micro_batch=True, **changes), 2, LM=one_is_smaller
-    )
+    argv = lambda name, **how: arguments(data, tmp_path / name, RUN, max_iters=8, eval_interval=0, **how)
+    r = launch(argv("run", micro_batch_size=2, auto_micro_batch=True), 2, LM=one_is_smaller)
     assert r.end() == [0, 0], r.said()
-    record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert record["config"]["micro_batch_size"] == 1 and record["derived"]["accumulation"] == 2
-    r = launch(arguments(data, tmp_path / "by_hand", micro_batch_size=1, **changes), 2)
+    config = record(tmp_path / "run", "config")
+    assert config["config"]["micro_batch_size"] == 1 and config["derived"]["accumulation"] == 2
+    r = launch(argv("by_hand", micro_batch_size=1), 2)
     assert r.end() == [0, 0] and losses(tmp_path / "run") == losses(tmp_path / "by_hand")
 
 
@@ -644,10 +570,9 @@ def test_slurms_warning_saves(data, tmp_path):
 
 def test_a_second_interrupt_ends_at_once(launch, data, tmp_path):
     out = tmp_path / "run"
-    r = launch(
-        arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0), slow_disk=60, once=tmp_path / "slow"
-    )
-    assert r.until(lambda: logged(out) >= 20, "progress")
+    argv = arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0, max_iters=400)
+    r = launch(argv, slow_disk=60, once=tmp_path / "slow")
+    assert r.until(lambda: logged(out) >= 10, "progress")
     (tmp_path / "slow").touch()
     r.send(signal.SIGINT)
     assert r.until(lambda: writing(out) or (out / "log.jsonl").stat().st_size == 0 or not time.sleep(1), "stop")
@@ -658,8 +583,8 @@ def test_a_second_interrupt_ends_at_once(launch, data, tmp_path):
 
 def test_a_second_interrupt_does_not_wait_for_the_others(launch, data, tmp_path):
     out = tmp_path / "run"
-    r = launch([*arguments(data, out, RUN, micro_batch_size=2, eval_interval=0), "--timeout_minutes=5"], 2)
-    assert r.until(lambda: logged(out) >= 20, "progress")
+    r = launch(arguments(data, out, RUN, micro_batch_size=2, eval_interval=0, max_iters=400, timeout_minutes=5), 2)
+    assert r.until(lambda: logged(out) >= 10, "progress")
     r.send(signal.SIGSTOP, 1)
     time.sleep(0.5)
     r.send(signal.SIGINT, 0)
@@ -671,59 +596,30 @@ def test_a_second_interrupt_does_not_wait_for_the_others(launch, data, tmp_path)
 
 
 SLURM = {
-    "SLURM_NTASKS": "2",
-    "SLURM_JOB_NUM_NODES": "1",
-    "SLURM_JOB_ID": str(os.getpid()),
-    "SLURM_JOB_NODELIST": "here",
-}
+    "srun": """shift; code=0  # after the options comes the command, here for two tasks
+for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done; exit $code""",
+    "scontrol": '[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> $TOLD',
+    "python": 'echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR "$@" >> $TOLD; exit $CODE'}
 
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
-def test_what_slurm_queues_again(tmp_path, code, again):
-    for name, does in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >> {tmp_path}/queued; echo 127.0.0.1')):
+def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
+    """Under stand-ins for its commands and for Python; what train.py does when it is warned is tested above."""
+    for name, does in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    env = {**os.environ, **SLURM, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = ["bash", str(ROOT / "deploy" / "slurm.sh"), str(tmp_path / "run")]
+    told, out = tmp_path / "told", tmp_path / "run"
+    env = {**os.environ, "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "CODE": str(code),
+           "SLURM_JOB_NODELIST": "here", "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(told)}
+    env.pop("PYTHON", None)
+    script = ["bash", str(ROOT / "deploy" / "slurm.sh"), str(out), "--seed=1"]
+    started = [f"{rank} {rank} 2 2 127.0.0.1 train.py --seed=1 --out_dir={out} --resume=auto" for rank in (0, 1)]
     assert subprocess.run(script, env=env).returncode == (0 if again else code)
-    assert ("requeue" in (tmp_path / "queued").read_text()) == again
-    (tmp_path / "queued").unlink()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "result.json").write_text("{}")
-    assert subprocess.run(script, env=env).returncode == code and "requeue" not in (tmp_path / "queued").read_text()
-
-
-SRUN = """#!/bin/bash
-# a stand-in: two tasks, and Slurm's warning once the log has lines; what follows the options is the command
-shift
-for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & pids+=($!); done
-until [ -s "$OUT/log.jsonl" ] && [ $(wc -l < "$OUT/log.jsonl") -ge 30 ]; do sleep 0.05; done
-[ -e "$OUT/warned" ] || { touch "$OUT/warned"; kill -USR1 ${pids[@]}; }
-code=0; for pid in ${pids[@]}; do wait $pid || code=$?; done; exit $code
-"""
-
-
-def test_the_slurm_script(undisturbed, start, data, tmp_path):
-    """Under stand-ins for Slurm's commands: warned, it saves and queues again; the second time it ends the run."""
-    assert subprocess.run(["bash", "-n", ROOT / "deploy" / "slurm.sh"]).returncode == 0
-    if not CHAOS:
-        return
-    folder, out = tmp_path / "bin", tmp_path / "run"
-    folder.mkdir()
-    (folder / "srun").write_text(SRUN)
-    (folder / "scontrol").write_text(
-        f'#!/bin/bash\n[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/queued\n'
-    )
-    for path in folder.iterdir():
-        path.chmod(0o755)
-    env = {**SLURM, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    argv = [a for a in arguments(data, out, RUN, micro_batch_size=2) if not a.startswith("--out_dir")]
-    for queued in (1, 1):
-        job = start(["bash", str(ROOT / "deploy" / "slurm.sh"), str(out), *argv], **env)
-        assert job.wait(240) == 0, job.said()
-        assert len((tmp_path / "queued").read_text().splitlines()) == queued
-    assert f"requeue {os.getpid()}" in (tmp_path / "queued").read_text()
-    assert log_lines(out) == log_lines(undisturbed(2))
+    assert told.read_text().splitlines() == started + ["requeue 7"] * again
+    told.unlink()
+    out.mkdir()
+    (out / "result.json").write_text("{}")
+    assert subprocess.run(script, env=env).returncode == code and told.read_text().splitlines() == started
 
 
 def test_the_kubernetes_job():
@@ -766,54 +662,37 @@ def test_an_out_dir_that_cannot_be_moved_or_locked(data, tmp_path):
         refuse(arguments(data, out, max_iters=2), f"cannot write to {out} (Device or resource busy)", "another out_dir")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2] if CHAOS else [2])
 def test_a_result_that_was_lost_is_made_again_without_a_second_evaluation(launch, data, tmp_path, world):
     out = tmp_path / "run"
-    argv = arguments(data, out, RUN, micro_batch_size=4 // world, max_iters=20, eval_interval=10)
+    argv = arguments(data, out, RUN, micro_batch_size=4 // world, max_iters=8, eval_interval=4)
     assert launch(argv, world).end() == [0] * world
-    before, result = log_lines(out), json.loads((out / "result.json").read_text())
+    before, result = log_lines(out), record(out)
     (out / "result.json").unlink()
     assert launch([*argv, "--resume=auto"], world).end() == [0] * world
-    again = json.loads((out / "result.json").read_text())
-    assert log_lines(out) == before and [again[k] for k in ("val_loss", "steps")] == [
-        result[k] for k in ("val_loss", "steps")
-    ]
+    assert log_lines(out) == before and all(record(out)[key] == result[key] for key in ("val_loss", "steps"))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"max_iters": 10**400},
-        {"n_embd": 10**24},
-        {"vocab_size": 10**19},
-        {"learning_rate": "nan"},
-        {"eval_block_size": 10**25},
-        {"batch_tokens": 384 * 10**9},
-        {"grad_clip": "inf"},
-    ],
-    ids=str,
-)
-def test_numbers_beyond_reason(data, tmp_path, change):
-    (name, value), = change.items()
-    value = f"float('{value}')" if isinstance(value, str) else value
-    (tmp_path / "c.py").write_text(f"{name} = {value}\n")
+@pytest.mark.parametrize("line", ["max_iters = 10**400", "n_embd = 10**24", "vocab_size = 10**19", "grad_clip = 1e999",
+                                  "learning_rate = 1e999 - 1e999", "eval_block_size = 10**25",
+                                  "batch_tokens = 384 * 10**9"])
+def test_numbers_beyond_reason(data, tmp_path, line):
+    name = line.split()[0]
+    (tmp_path / "c.py").write_text(line + "\n")
     argv = [a for a in arguments(data, tmp_path / "run") if not a.startswith(f"--{name}=")]
     refuse([str(tmp_path / "c.py"), *argv], name)
 
 
 def test_a_checkpoint_of_another_shape_gets_one_line(data, tmp_path):
-    out = tmp_path / "run"
-    succeed(arguments(data, out, keep_checkpoints=1, eval_interval=0), LM=stops_at(5))
-    tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
+    path, once = tmp_path / "run" / "checkpoint.safetensors", {"keep_checkpoints": 1, "eval_interval": 0}
+    succeed(arguments(data, path.parent, **once), LM=stops_at(5))
+    tensors, meta = checkpoint.load(path)
     for broken in ({**meta, "step": "five"}, {k: v for k, v in meta.items() if k != "bad"}, {**meta, "config": 7}):
-        checkpoint.save(out / "checkpoint.safetensors", tensors, broken)
-        refuse(
-            arguments(data, out, keep_checkpoints=1, eval_interval=0, resume="auto"),
-            str(out / "checkpoint.safetensors"),
-        )
+        checkpoint.save(path, tensors, broken)
+        refuse(arguments(data, path.parent, **once, resume="auto"), str(path))
     name = next(n for n in tensors if n.endswith("embed.weight"))
-    checkpoint.save(out / "checkpoint.safetensors", {**tensors, name: tensors[name][:5]}, meta)
-    refuse(arguments(data, out, keep_checkpoints=1, eval_interval=0, resume="auto"), "does not fit this run")
+    checkpoint.save(path, {**tensors, name: tensors[name][:5]}, meta)
+    refuse(arguments(data, path.parent, **once, resume="auto"), "does not fit this run")
 
 
 # ------------------------------------------------------------------------------------------------------------ full disk
@@ -826,9 +705,8 @@ def small_disk(tmp_path):
     def small_disk(megabytes):
         folder = tmp_path / f"disk{len(mounted)}"
         folder.mkdir()
-        if subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True
-        ).returncode:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder],
+                          capture_output=True).returncode:
             pytest.skip("cannot mount a small file system here")
         mounted.append(folder)
         return folder
@@ -849,13 +727,16 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
     """Full for a while: the run goes on, and its records are whole. Full to the end: it says so, and ends after a
     resume."""
     disk = small_disk(4)
-    out = disk / "run"
-    r = launch(arguments(data, out, RUN))
-    assert r.until(lambda: logged(out) >= 30, "progress")
-    fill(disk)
-    assert r.until(
-        lambda: "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said(), "complaint"
-    ), r.said()
+
+    def fill_under(name):
+        r = launch(arguments(data, disk / name, RUN))
+        assert r.until(lambda: logged(disk / name) >= 15, "progress")
+        fill(disk)
+        return disk / name, r
+
+    out, r = fill_under("run")
+    complaint = lambda: "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said()
+    assert r.until(complaint, "complaint"), r.said()
     checkpoint.load(out / "checkpoint.safetensors")
     (disk / "filler").unlink()
     assert r.end() == [0], r.said()
@@ -863,10 +744,7 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
     assert log_lines(out) == log_lines(undisturbed(1))
     assert_same_run(out, undisturbed(1))
 
-    out = disk / "again"
-    r = launch(arguments(data, out, RUN))
-    assert r.until(lambda: logged(out) >= 30, "progress")
-    fill(disk)
+    out, r = fill_under("again")
     assert r.end() == [2], r.said()
     assert "make room" in r.said().splitlines()[-1] and "--resume=auto" in r.said().splitlines()[-1], r.said()
     assert not (out / "result.json").exists()
@@ -878,6 +756,7 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
     assert_same_run(out, undisturbed(1))
 
 
+@LONG_FORM
 def test_a_disk_too_full_for_the_last_checkpoint_only(launch, small_disk, data):
     """Where the small records still fit, result.json must not say that the run is finished."""
     disk = small_disk(12)
@@ -984,10 +863,10 @@ def doomed(kind, folder, source, at, output):
     output.write_text(str(seen))
 
 
-@pytest.mark.parametrize("kind", ["pystdlib", "openwebtext"])
+@pytest.mark.parametrize("kind", ["pystdlib", "openwebtext"] if CHAOS else ["pystdlib"])
 def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch, kind):
-    """At any of its steps, in turn of two sources that give files of the same sizes: what is left is whole, or
-    unfinished."""
+    """At any of its steps, or at four, in turn of two sources that give files of the same sizes: what is left is whole,
+    or unfinished."""
     for name, word in (("one", "of"), ("two", "if")):
         if kind == "openwebtext":
             pytest.importorskip("datasets"), pytest.importorskip("tiktoken")
@@ -997,9 +876,8 @@ def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch, ki
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"# {i} {word}\n" * 50)
     source = [tmp_path / (name + ".jsonl" * (kind == "openwebtext")) for name in ("one", "two")]
-    # content is for us to look at
     for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
-        monkeypatch.setattr(loader, name, value)
+        monkeypatch.setattr(loader, name, value)  # content is for us to look at
 
     def prepare(folder, source, at=0):
         process = nursery.Process(target=doomed, args=(kind, folder, source, at, tmp_path / "steps"))
@@ -1018,7 +896,7 @@ def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch, ki
     chance, folder, kills = random.Random(0), tmp_path / "d", 0
     moments = list(range(1, steps[0] + 1))
     chance.shuffle(moments)
-    for i, at in enumerate(moments if CHAOS or steps[0] < 25 else moments[:4]):
+    for i, at in enumerate(moments if CHAOS else moments[:4]):
         if i % 3 == 0:  # over a whole one
             assert prepare(folder, source[0]) == 0
             assert loader.Tokens(folder).sha256 == sound[0]
