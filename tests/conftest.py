@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import signal
@@ -22,17 +23,16 @@ def pytest_collection_finish():
 def nursery():
     """A process that has imported everything, to fork from: `launch` of test_chaos.py starts runs in a twentieth of a
     second."""
-    import multiprocessing.forkserver  # not at the top: the least of the tests fork
+    import multiprocessing.forkserver  # not at the top: most tests do not fork
     from unittest import mock
 
     folders = os.pathsep.join(str(folder) for folder in Path(__file__).resolve().parents[:2])
     context = multiprocessing.get_context("forkserver")
     # torch._dynamo: the first optimizer imports it, which takes 2 s
-    context.set_forkserver_preload(["test_chaos", "torch._dynamo"] + ["datasets"] * ("LONGHORN_CHAOS" in os.environ))
-    with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"):
+    context.set_forkserver_preload(["test_chaos", "torch._dynamo"])
+    with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
-    yield context
-    multiprocessing.forkserver._forkserver._stop()
+    return context  # its process ends with this one
 
 
 @pytest.fixture
@@ -49,6 +49,29 @@ def launch(nursery, tmp_path_factory):
     for r in runs:
         r.send(signal.SIGKILL)
         r.end()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(command): a process of its own in the root of the repository, its output in a file; none outlives its
+    test."""
+    import subprocess
+
+    started = []
+
+    def start(command, **env):
+        output = tmp_path / f"said{len(started)}.txt"
+        with open(output, "w") as f:
+            process = subprocess.Popen(command, cwd=Path(__file__).resolve().parents[1], stdout=f, stderr=f,
+                                       start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+        process.said = output.read_text
+        started.append(process)
+        return process
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):  # what it started may still be there
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -31,7 +30,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from test_data import documents, tiny_encoding, write_jsonl
 from test_train import (
     LONG,
     TINY,
@@ -56,7 +54,6 @@ import distributed
 import model
 import run as run_module
 from data import loader
-from data.openwebtext import prepare as openwebtext
 from data.pystdlib import prepare as pystdlib
 from model import LM
 from run import lock_run_dir
@@ -264,14 +261,9 @@ def test_several_processes_killed_once(undisturbed, launch, data, tmp_path, worl
 
 def holding(here):
     """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects
-    unasked, and a destroy_process_group that says whether DistributedDataParallel is gone."""
+    unasked, and a destroy_process_group that says how much of DistributedDataParallel there still is."""
     gc.disable()
-    made, destroy, parallel = [], torch.distributed.destroy_process_group, torch.nn.parallel.DistributedDataParallel
-
-    def watched(*args, **how):
-        ddp = parallel(*args, **how)
-        made.append(weakref.ref(ddp))
-        return ddp
+    destroy = torch.distributed.destroy_process_group
 
     def draw_loss(folder):
         try:
@@ -280,18 +272,18 @@ def holding(here):
             kept = error  # noqa: F841  frame -> kept -> its traceback -> frame; and from there to all below
 
     def last():
-        print(f"\nof {len(made)} there are {sum(ref() is not None for ref in made)}", flush=True)
+        left = sum(type(o) is torch.nn.parallel.DistributedDataParallel for o in gc.get_objects())
+        print(f"\nholding: {left}", flush=True)
         destroy()
 
-    torch.nn.parallel.DistributedDataParallel, run_module.draw_loss = watched, draw_loss
-    torch.distributed.destroy_process_group = last
+    run_module.draw_loss, torch.distributed.destroy_process_group = draw_loss, last
     return LM
 
 
 def test_the_group_is_left_when_nothing_else_holds_it(launch, data, tmp_path):
     r = launch(arguments(data, tmp_path / "run", RUN, micro_batch_size=2, max_iters=4), 2, LM=holding)
     assert r.end() == [0, 0], r.said()
-    assert [r.said(rank).count("of 1 there are 0\n") for rank in (0, 1)] == [1, 1], r.said()
+    assert [r.said(rank).count("holding: 0\n") for rank in (0, 1)] == [1, 1], r.said()
 
 
 def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, data, tmp_path):
@@ -369,26 +361,6 @@ def workers_of(pid):
     return found
 
 
-@pytest.fixture
-def start(tmp_path):
-    """start(command): a process of its own, its output in a file; none outlives its test."""
-    started = []
-
-    def start(command, **env):
-        output = tmp_path / f"said{len(started)}.txt"
-        with open(output, "w") as f:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT, start_new_session=True,
-                                       env={**os.environ, "OMP_NUM_THREADS": "1", **env})
-        process.said = output.read_text
-        started.append(process)
-        return process
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def wait_until(condition, what, process, timeout=240):
     deadline = time.time() + timeout
     while not condition():
@@ -427,48 +399,35 @@ def test_torchrun_that_would_begin_anew_is_refused(data, tmp_path):
         refuse(arguments(data, tmp_path / "run"), "resume=never", "--max-restarts", "--resume=auto")
 
 
-def can_netns():
-    if not (root and shutil.which("ip") and CHAOS):
-        return False
-    ip = lambda word: subprocess.run(["ip", "netns", word, "longhorn_probe"], capture_output=True).returncode == 0
-    return ip("add") and ip("del")
-
-
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces joined by a cable, and a function that runs `ip`."""
+@LONG_FORM
+@pytest.mark.skipif(not (root and shutil.which("ip")), reason="as root, with iproute2's network namespaces")
+def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, tmp_path):
+    """Two network namespaces joined by a cable; torchrun on each, in a loop as a service manager would have it. Both
+    end the run once the cable is back."""
     ip = lambda words: subprocess.run(["ip", *words.split()], check=True, capture_output=True)
-    a, b = hosts = [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
+    out, nodes, hosts = tmp_path / "run", [], [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
+    said = lambda: "".join(node.said() for node in nodes)
+    argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=400, resume="auto", timeout_minutes=0.1)
+    loop = 'for i in 1 2 3 4 5 6 7 8; do "$@" && exit 0; sleep 1; done; exit 1'
     try:
-        ip(f"netns add {a}"), ip(f"netns add {b}")
-        ip(f"link add lh0 netns {a} type veth peer name lh1 netns {b}")
+        ip(f"netns add {hosts[0]}"), ip(f"netns add {hosts[1]}")
+        ip(f"link add lh0 netns {hosts[0]} type veth peer name lh1 netns {hosts[1]}")
         for i, host in enumerate(hosts):
             ip(f"-n {host} addr add 10.77.0.{i + 1}/24 dev lh{i}")
             ip(f"-n {host} link set lh{i} up"), ip(f"-n {host} link set lo up")
-        yield hosts, ip
+            command = torchrun("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+                               "--rdzv-id=chaos", "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
+                               f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")
+            nodes.append(start(["ip", "netns", "exec", host, "bash", "-c", loop, "_", *command, *argv],
+                               GLOO_SOCKET_IFNAME=f"lh{i}", TP_SOCKET_IFNAME=f"lh{i}"))
+        wait_until(lambda: logged(out) >= 100, "progress", nodes[0])
+        ip(f"-n {hosts[1]} link set lh1 down")
+        wait_until(lambda: "no answer from rank" in said(), "complaint", nodes[0])
+        ip(f"-n {hosts[1]} link set lh1 up")
+        assert [node.wait(240) for node in nodes] == [0, 0] and "continuing from" in said(), said()[-3000:]
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host], capture_output=True)
-
-
-@pytest.mark.skipif(not can_netns(), reason="make chaos only, as root, with iproute2's network namespaces")
-def test_two_hosts_survive_a_cut_cable(undisturbed, two_hosts, start, data, tmp_path):
-    """torchrun on each, in a loop as a service manager would have it; both end the run once the cable is back."""
-    (hosts, ip), out, nodes = two_hosts, tmp_path / "run", []
-    argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=400, resume="auto", timeout_minutes=0.1)
-    for i, host in enumerate(hosts):
-        command = torchrun("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d",
-                           "--rdzv-id=chaos", "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
-                           f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")
-        loop = 'for i in 1 2 3 4 5 6 7 8; do "$@" && exit 0; sleep 1; done; exit 1'
-        nodes.append(start(["ip", "netns", "exec", host, "bash", "-c", loop, "_", *command, *argv],
-                           GLOO_SOCKET_IFNAME=f"lh{i}", TP_SOCKET_IFNAME=f"lh{i}"))
-    said = lambda: nodes[0].said() + nodes[1].said()
-    wait_until(lambda: logged(out) >= 100, "progress", nodes[0])
-    ip(f"-n {hosts[1]} link set lh1 down")
-    wait_until(lambda: "no answer from rank" in said(), "complaint", nodes[0])
-    ip(f"-n {hosts[1]} link set lh1 up")
-    assert [node.wait(240) for node in nodes] == [0, 0] and "continuing from" in said(), said()[-3000:]
     assert log_lines(out) == log_lines(undisturbed(2))
     assert_same_run(out, undisturbed(2))
 
@@ -563,11 +522,6 @@ def test_memory_that_really_runs_out(launch, data, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- signals
 
-def test_slurms_warning_saves(data, tmp_path):
-    result = succeed(arguments(data, tmp_path / "run"), LM=stops_at(7, signal.SIGUSR1))
-    assert "stopped after step 7 of 12" in result.out and saved(tmp_path / "run")[1]["step"] == 7
-
-
 def test_a_second_interrupt_ends_at_once(launch, data, tmp_path):
     out = tmp_path / "run"
     argv = arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0, max_iters=400)
@@ -604,7 +558,7 @@ for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
 def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
-    """Under stand-ins for its commands and for Python; what train.py does when it is warned is tested above."""
+    """Under stand-ins for its commands and for Python; test_train.py warns a run."""
     for name, does in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
@@ -653,13 +607,15 @@ def test_nothing_is_read_before_the_folder_is_locked(data, tmp_path):
     lock.close()
 
 
-def test_an_out_dir_that_cannot_be_moved_or_locked(data, tmp_path):
+def test_an_out_dir_that_cannot_be_moved_locked_or_written_to(data, tmp_path):
     """A mount point gets one line; a network file system may have no locks."""
     out = tmp_path / "run"
     with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "No locks")):
         assert "cannot be locked (No locks)" in succeed(arguments(data, out, max_iters=2)).out
     with mock.patch.object(run_module.os, "rename", side_effect=OSError(errno.EBUSY, "Device or resource busy")):
         refuse(arguments(data, out, max_iters=2), f"cannot write to {out} (Device or resource busy)", "another out_dir")
+    (tmp_path / "file").write_text("")
+    refuse(arguments(data, tmp_path / "file" / "run"), str(tmp_path / "file"), "out_dir")
 
 
 @pytest.mark.parametrize("world", [1, 2] if CHAOS else [2])
@@ -791,10 +747,18 @@ def test_a_full_disk_while_preparing(small_disk):
 
 # --------------------------------------------------------------------------------------------- data under a running job
 
-@pytest.mark.parametrize("how, words", [
-    ("cut", ["train.bin", "8,000 bytes then, 7,000 now"]), ("gone", ["train.bin", "No such file"]),
-    ("replaced", ["train.bin", "replaced"]), ("written", ["val.bin", "written to"])])
-def test_data_that_change_under_the_run(data, tmp_path, how, words):
+def edit(path):
+    with open(path, "r+b") as f:
+        f.write(b"a")
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda path: os.truncate(path, 7000), ["train.bin", "8,000 bytes then, 7,000 now"]),
+    (lambda path: path.unlink(), ["train.bin", "No such file"]),
+    (lambda path: os.replace(shutil.copy2(path, f"{path}.new"), path), ["train.bin", "replaced"]),
+    (lambda path: edit(path.with_name("val.bin")), ["val.bin", "written to"])],
+    ids=["cut", "gone", "replaced", "edited"])
+def test_data_that_change_under_the_run(data, tmp_path, change, words):
     folder = tmp_path / "data"
     shutil.copytree(data, folder)
 
@@ -804,16 +768,7 @@ def test_data_that_change_under_the_run(data, tmp_path, how, words):
         def forward(self, idx, targets=None, **keys):
             Changes.calls += self.training
             if self.training and Changes.calls == 7:
-                if how == "cut":
-                    os.truncate(folder / "train.bin", 7000)
-                elif how == "gone":
-                    (folder / "train.bin").unlink()
-                elif how == "replaced":
-                    shutil.copy2(folder / "train.bin", folder / "new")
-                    os.replace(folder / "new", folder / "train.bin")
-                else:
-                    with open(folder / "val.bin", "r+b") as f:
-                        f.write(b"a")
+                change(folder / "train.bin")
             return super().forward(idx, targets, **keys)
 
     refuse(arguments(folder, tmp_path / "run"), "changed during the run", "--resume=auto", *words, LM=Changes)
@@ -828,8 +783,7 @@ def test_large_data_that_changed_while_the_run_was_down(data, tmp_path, monkeypa
     shutil.copytree(data, folder)
     succeed(arguments(folder, out), LM=stops_at(5))
     times = (folder / "train.bin").stat()
-    with open(folder / "train.bin", "r+b") as f:
-        f.write(b"a")
+    edit(folder / "train.bin")
     refuse(arguments(folder, out, resume="auto"), "train.bin is not the file meta.json describes")
     shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
     verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
@@ -842,7 +796,7 @@ def test_large_data_that_changed_while_the_run_was_down(data, tmp_path, monkeypa
 
 # -------------------------------------------------------------------------------------------------- killed preparations
 
-def doomed(kind, folder, source, at, output):
+def doomed(folder, source, at, output):
     """A preparation that ends itself at its n-th opening, renaming or removal of something in the folder; at = 0 counts
     them."""
     seen = 0
@@ -855,48 +809,38 @@ def doomed(kind, folder, source, at, output):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    if kind == "pystdlib":
-        pystdlib.prepare(folder, stdlib=source, val_fraction=0.2)
-    else:
-        openwebtext.prepare(folder, [source], encoding=tiny_encoding(), val_fraction=0.2, shard_documents=40,
-                            cache_dir=f"{source}.cache")
+    pystdlib.prepare(folder, stdlib=source, val_fraction=0.2)
     output.write_text(str(seen))
 
 
-@pytest.mark.parametrize("kind", ["pystdlib", "openwebtext"] if CHAOS else ["pystdlib"])
-def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch, kind):
+def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch):
     """At any of its steps, or at four, in turn of two sources that give files of the same sizes: what is left is whole,
-    or unfinished."""
-    for name, word in (("one", "of"), ("two", "if")):
-        if kind == "openwebtext":
-            pytest.importorskip("datasets"), pytest.importorskip("tiktoken")
-            write_jsonl(tmp_path / f"{name}.jsonl", [text.replace(" of ", f" {word} ") for text in documents(90)])
-        for i in range(40 if kind == "pystdlib" else 0):
-            path = tmp_path / name / f"p{i % 4}" / f"m{i}.py"
+    or unfinished. test_data.py kills that of openwebtext."""
+    source, steps = [tmp_path / "one", tmp_path / "two"], []
+    for folder, word in zip(source, ("of", "if"), strict=True):
+        for i in range(40):
+            path = folder / f"p{i % 4}" / f"m{i}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"# {i} {word}\n" * 50)
-    source = [tmp_path / (name + ".jsonl" * (kind == "openwebtext")) for name in ("one", "two")]
     for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
         monkeypatch.setattr(loader, name, value)  # content is for us to look at
 
     def prepare(folder, source, at=0):
-        process = nursery.Process(target=doomed, args=(kind, folder, source, at, tmp_path / "steps"))
+        process = nursery.Process(target=doomed, args=(folder, source, at, tmp_path / "steps"))
         process.start()
         process.join(120)
         assert process.exitcode in (0, -signal.SIGKILL), "see above, what it wrote to standard error"
         return process.exitcode
 
-    steps = []
     for i in (0, 1):
         assert prepare(tmp_path / f"whole{i}", source[i]) == 0
         steps.append(int((tmp_path / "steps").read_text()))
     sound = [loader.Tokens(tmp_path / f"whole{i}").sha256 for i in (0, 1)]
     sizes = [[(tmp_path / f"whole{i}" / f"{split}.bin").stat().st_size for split in loader.SPLITS] for i in (0, 1)]
     assert steps[0] == steps[1] > 8 and sizes[0] == sizes[1] and sound[0] != sound[1]
-    chance, folder, kills = random.Random(0), tmp_path / "d", 0
-    moments = list(range(1, steps[0] + 1))
-    chance.shuffle(moments)
-    for i, at in enumerate(moments if CHAOS else moments[:4]):
+    folder, kills = tmp_path / "d", 0
+    moments = random.Random(0).sample(range(1, steps[0] + 1), steps[0] if CHAOS else 4)
+    for i, at in enumerate(moments):
         if i % 3 == 0:  # over a whole one
             assert prepare(folder, source[0]) == 0
             assert loader.Tokens(folder).sha256 == sound[0]

@@ -1,6 +1,6 @@
 """fit.py and compare.py against independent truths: known constants, finite differences, scipy, formulas.
 
-An interval can only be judged over many draws: 50 of them show that the truth is inside nine times of ten.
+An interval can only be judged over many draws: 30 of them show that the truth is inside nine times of ten.
 """
 
 import math
@@ -76,43 +76,32 @@ def test_no_other_minimiser_finds_a_lower_loss(noise, seed):
         assert found.huber <= best.fun * (1 + 1e-6)
 
 
-def test_with_a_wide_threshold_it_is_least_squares():
-    N, D, L = runs(noise=0.01)
-    found = quick(N, D, L, delta=10.0)
-    term = lambda x, log_factor, power: np.exp(log_factor) * x ** -power
-    curve = lambda X, E, a, alpha, b, beta: np.log(E + term(X[0] / 3e7, a, alpha) + term(X[1] / 3e9, b, beta))
-    c, _ = optimize.curve_fit(curve, (N, D), np.log(L), p0=[1.5, 0, 0.3, 0, 0.3])
-    assert (found.E, found.alpha, found.beta) == pytest.approx((c[0], c[2], c[4]), rel=1e-4)
-    assert found.noise == pytest.approx(math.sqrt(2 * found.huber / 20), rel=1e-6)
-
-
 def test_residuals_and_order_of_the_runs():
     N, D, L = runs(noise=0.01)
     found, order = quick(N, D, L), np.random.default_rng(0).permutation(25)
     assert found.residuals == pytest.approx(L / found.predict(N, D) - 1)
     again = quick(N[order], D[order], L[order])
     assert again.beta == pytest.approx(found.beta, rel=1e-4) and again.huber == pytest.approx(found.huber, rel=1e-6)
-    # the unit of N only rescales A
-    scaled = quick(N * 1e-6, D, L)
+    scaled = quick(N * 1e-6, D, L)  # the unit of N only rescales A
     assert scaled.alpha == pytest.approx(found.alpha, rel=1e-3)
     assert scaled.A == pytest.approx(found.A * 1e-6**found.alpha, rel=1e-2)
+    wide = quick(N, D, L, delta=10.0)  # least squares
+    assert wide.noise == pytest.approx(math.sqrt(2 * wide.huber / 20), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------ intervals
 
-@pytest.mark.parametrize("sizes,noise", [(5, 0.01), (3, 0.005)])
-def test_intervals_hold_the_truth_nine_times_of_ten(sizes, noise):
-    """50 draws; each constant must be inside in 45. Fewer simulated data sets (59, not 200) widen the intervals."""
-    inside = dict.fromkeys(TRUE, 0)
-    widths = []
-    for seed in range(50):
-        found = fit_loss(*runs(sizes, sizes, noise, seed), bootstrap=59, seed=seed)
+def test_intervals_hold_the_truth_nine_times_of_ten():
+    """Each constant in 27 draws of 30. Fewer simulated data sets (59, not 200) widen the intervals."""
+    inside, widths = dict.fromkeys(TRUE, 0), []
+    for seed in range(30):
+        found = fit_loss(*runs(3, 3, 0.005, seed), bootstrap=59, seed=seed)
         for name, value in TRUE.items():
             low, high = found.intervals[name]
             assert low <= getattr(found, name) <= high
             inside[name] += low <= value <= high
         widths.append(found.intervals["alpha"][1] - found.intervals["alpha"][0])
-    assert min(inside.values()) >= 45, inside
+    assert min(inside.values()) >= 27, inside
     assert np.median(widths) < 0.06  # an interval that says nothing would hold the truth as well
 
 
@@ -136,27 +125,21 @@ def test_too_few_simulations_or_runs_for_an_interval():
 # ------------------------------------------------------------------------------------------------ what cannot be fitted
 
 @pytest.mark.parametrize("N,D,L,words", [
-    ([], [], [], "no run has a usable loss"),
-    ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D and L have 2, 2 and 1 values"),
+    ([], [], [], "no run has a usable loss"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D and L have 2, 2 and 1 values"),
     ([1e6, -1], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = -1 is not a positive number"),
     ([1e6, 1e7], [1e8, math.inf], [3.0, 2.0], r"D\[1\] = inf is not a positive number"),
     ([1e6, 1e7], [1e8, 1e9], ["x", 2.0], "L holds something that is not a number"),
     ([1e6] * 6, [1e9] * 6, [3.0] * 6, "1 value of N and 1 value of D"),
     ([1e6, 1e7] * 2, [1e8, 1e8, 1e9, 1e9], [4, 3, 3.5, 2.5], "2 values of N and 2 values of D"),
     ([1e6, 1e7, 1e8, 1e9], [1e8, 1e11, 1e9, 1e10], [4, 3, 3, 2], "4 distinct .* fewer than the 5 constants"),
-    ([1e6] * 2 + [1e7], [1e8, 1e9, 1e10], [4, 3, 2], "3 distinct .* fewer than the 4 constants"),
-])
+    ([1e6] * 2 + [1e7], [1e8, 1e9, 1e10], [4, 3, 2], "3 distinct .* fewer than the 4 constants")])
 def test_hopeless_input_is_one_line(N, D, L, words):
     with pytest.raises(CannotFit, match=words) as error:
         fit_loss(N, D, L)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("options", [dict(delta=0.0), dict(delta=math.nan), dict(confidence=1.0), dict(starts=0),
-                                     dict(bootstrap=-1)])
-def test_settings_out_of_range(options):
-    with pytest.raises(CannotFit, match="delta"):
-        fit_loss(*runs(), **options)
+    for options in (dict(delta=0.0), dict(delta=math.nan), dict(confidence=1.0), dict(starts=0), dict(bootstrap=-1)):
+        with pytest.raises(CannotFit, match="delta"):
+            fit_loss(*runs(3, 3), **options)
 
 
 def test_each_size_at_one_budget_cannot_be_fitted():
@@ -216,16 +199,13 @@ def test_diverged_runs_are_named_and_left_out(bad):
     assert low < 0.34 < high and high - low < 0.05
 
 
-def test_untrained_losses_are_left_out():
+def test_untrained_losses_are_left_out_and_normal_noise_is_rarely_called_an_outlier():
     N, D, L = runs(3, 3)
     L[4] = 10.9
     found = quick(N, D, L, untrained=math.log(50257))
     assert list(found.left_out) == [4] and "untrained" in found.warnings[0]
     assert found.beta == pytest.approx(0.28, rel=1e-3)
-
-
-def test_normal_noise_is_rarely_called_an_outlier():
-    assert sum(bool(quick(*runs(4, 4, 0.01, seed)).left_out) for seed in range(20)) == 0
+    assert sum(bool(quick(*runs(4, 4, 0.01, seed)).left_out) for seed in range(10)) == 0
 
 
 @pytest.mark.parametrize("L,words,name", [
@@ -248,7 +228,7 @@ NUMBER = st.floats(allow_nan=True, allow_infinity=True)
 POSITIVE = st.one_of(st.floats(1e-3, 1e3), st.floats(1e-300, 1e300), st.sampled_from([1.0, 2.0, 4.0, 8.0]))
 
 
-@settings(max_examples=60, **FUZZ)
+@settings(max_examples=30, **FUZZ)
 @given(st.lists(st.tuples(POSITIVE, POSITIVE, st.one_of(POSITIVE, NUMBER, st.none())), max_size=12), st.booleans())
 def test_any_numbers_give_a_fit_or_cannot_fit(points, intervals):
     N, D, L = ([p[i] for p in points] for i in range(3))
@@ -274,8 +254,7 @@ def test_any_numbers_anywhere(points):
         except CannotFit as error:
             assert "\n" not in str(error)
     p = compare(c, a)
-    assert p is None or 0 <= p <= 1
-    assert winner({"x": a, "y": c, "z": b}).reason
+    assert (p is None or 0 <= p <= 1) and winner({"x": a, "y": c, "z": b}).reason
 
 
 # -------------------------------------------------------------------------------------------------------------- isoFLOP
@@ -293,14 +272,11 @@ def test_isoflop_finds_the_vertices_of_parabolas():
 
 
 @pytest.mark.parametrize("N,L,words", [
-    ([1, 2], [3, 2], "2 sizes: a parabola needs three"),
-    ([1, 2, 2, 1], [3, 2, 2, 3], "2 sizes"),
-    ([1, 2, 4], [2, 3, 2], "opens downwards or is flat"),
-    ([1, 2, 4], [2, 2, 2], "opens downwards or is flat"),
+    ([1, 2], [3, 2], "2 sizes: a parabola needs three"), ([1, 2, 2, 1], [3, 2, 2, 3], "2 sizes"),
+    ([1, 2, 4], [2, 3, 2], "opens downwards or is flat"), ([1, 2, 4], [2, 2, 2], "opens downwards or is flat"),
     ([1, 2, 4], [3, 2, 1.5], "above the largest size measured, 4: run larger"),
     ([1, 2, 4], [1.5, 2, 3], "below the smallest size measured, 1: run smaller"),
-    ([1, 2, 4], [3, None, 4], "run 1 is left out"),
-])
+    ([1, 2, 4], [3, None, 4], "run 1 is left out")])
 def test_isoflop_without_a_vertex_says_why(N, L, words):
     found = isoflop(N, L, [1e18] * len(N))
     assert found["budgets"][0]["N_opt"] is None and found["exponent"] is None
@@ -359,13 +335,10 @@ def test_compare_is_welchs_formula():
     a, b = [3.225, 3.231, 3.219], [3.238, 3.242, 3.251, 3.229]
     assert compare(a, b) == pytest.approx(welch(a, b), rel=1e-9) == pytest.approx(compare(b, a))
     assert compare([*a, None, math.nan], b) == compare(a, b)
-
-
-def test_compare_without_a_spread():
+    # where one has no spread
     assert compare([3.2], [3.3, 3.4]) is None and compare([3.2, None], [3.3, 3.4]) is None
     assert compare([3.2, 3.2], [3.2, 3.2]) == 1.0 and compare([0.1 + 0.2, 0.3], [0.3, 0.3]) == 1.0
-    assert compare([3.2, 3.2], [3.3, 3.3]) is None
-    assert 0 < compare([3.2, 3.2, 3.2], [3.3, 3.31, 3.29]) < 0.05
+    assert compare([3.2, 3.2], [3.3, 3.3]) is None and 0 < compare([3.2, 3.2, 3.2], [3.3, 3.31, 3.29]) < 0.05
 
 
 def test_winner_needs_to_beat_every_other():
