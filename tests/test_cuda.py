@@ -64,8 +64,7 @@ def compile_shim(folder, macros, source, flags=FLAGS, more="", threads=THREADS):
 def load_shim(folder, update, *key, source=None, **kw):
     """update, dtype, P, L, C for the scan's kernels; "conv", dtype, W for the convolution's."""
     conv = update == "conv"
-    path = compile_shim(folder, cuda.defines(update, *key),
-                        source or source_of(update), **kw)
+    path = compile_shim(folder, cuda.defines(update, *key), source or source_of(update), **kw)
     kernels, args = (cuda.CONV_KERNELS, build.ConvArgs) if conv else (cuda.SCAN_KERNELS, build.ScanArgs)
     return cuda.Module(b"", kernels, ctypes.sizeof(args), cuda.declare(ctypes.CDLL(str(path))))
 
@@ -97,16 +96,13 @@ def use(monkeypatch, module, segments=1):
 
 PAIRS = (8, 2, 2)  # P, L, C: what a GPU runs at N = 16
 SHAPES = [  # dtype, (P, L, C), then B, T, D, N
-    (F32, PAIRS, 2, 33, 65, 16), (F32, PAIRS, 1, 65, 7, 16), (F32, PAIRS, 1, 70, 3, 13), (F32, PAIRS, 1, 33, 1, 10),
-    (F32, (16, 1, 1), 2, 33, 65, 16), (F32, (4, 2, 2), 1, 34, 67, 7), (F32, (8, 8, 2), 1, 37, 21, 62),
+    (F32, PAIRS, 2, 33, 65, 16), (F32, PAIRS, 1, 70, 3, 13), (F32, PAIRS, 1, 33, 1, 10),
     (F32, (4, 4, 1), 2, 37, 21, 16), (F32, (4, 4, 1), 1, 1, 5, 9), (F32, (4, 1, 1), 1, 8, 66, 3),
-    (F32, (4, 1, 1), 2, 31, 3, 1),
-    (F32, (16, 4, 1), 1, 34, 17, 64), (F32, (8, 16, 2), 1, 35, 7, 128), (BF16, PAIRS, 1, 64, 40, 16),
-    (BF16, (8, 4, 1), 1, 33, 18, 32), (F16, PAIRS, 2, 32, 33, 16),
+    (F32, (4, 1, 1), 2, 31, 3, 1), (F32, (16, 4, 1), 1, 34, 17, 64), (F32, (8, 16, 2), 1, 35, 7, 128),
+    (BF16, PAIRS, 1, 64, 40, 16), (BF16, (8, 8, 2), 1, 37, 21, 62), (F16, PAIRS, 1, 32, 33, 16),
     # whole chunks, blocks and states: rows fetched two tensors at once, four, one, and not at all
     (BF16, PAIRS, 2, 64, 128, 16), (F32, (4, 4, 1), 1, 96, 32, 16), (BF16, (8, 8, 2), 1, 32, 16, 64),
-    (F32, PAIRS, 2, 64, 64, 16),
-    (F32, (4, 1, 1), 1, 32, 64, 4), (F32, (8, 16, 2), 1, 64, 8, 128), (BF16, (4, 16, 1), 1, 32, 4, 64),
+    (F32, PAIRS, 1, 64, 64, 16), (F32, (4, 1, 1), 1, 32, 64, 4), (F32, (8, 16, 2), 1, 64, 8, 128),
 ]
 
 
@@ -117,20 +113,18 @@ def test_agrees_with_the_loop(shim, monkeypatch, dtype, shape, B, T, D, N):
 
 
 @pytest.mark.parametrize("update", ("exact", "mamba", "mamba without softplus"))
-@pytest.mark.parametrize("dtype,shape,B,T,D,N", [(F32, PAIRS, 2, 37, 65, 16), (F32, (4, 4, 1), 1, 33, 18, 13),
-                                                 (F32, (4, 4, 2), 1, 35, 19, 13), (BF16, PAIRS, 1, 35, 20, 16),
-                                                 (F32, PAIRS, 2, 64, 64, 16), (BF16, PAIRS, 1, 64, 64, 16)])
-def test_other_updates(shim, monkeypatch, update, dtype, shape, B, T, D, N):
+@pytest.mark.parametrize("dtype,shape,T,D,N", [(F32, PAIRS, 37, 65, 16), (F32, (4, 4, 2), 35, 19, 13),
+                                               (BF16, PAIRS, 35, 20, 16), (F32, PAIRS, 64, 64, 16)])
+def test_other_updates(shim, monkeypatch, update, dtype, shape, T, D, N):
     use(monkeypatch, shim(update.split()[0], dtype, *shape))
-    assert not test_updates.failures_of(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
+    assert not test_updates.failures_of(update, test_updates.inputs_of(update, 1, T, D, N, dtype=dtype))
 
 
-@pytest.mark.parametrize("update", ("longhorn", "mamba", "mamba without softplus"))
-@pytest.mark.parametrize("segments,B,T,D,shape,N", [
-    (2, 2, 64, 70, PAIRS, 13), (3, 1, 97, 17, PAIRS, 13), (7, 2, 131, 20, (4, 4, 1), 13), (2, 1, 128, 64, PAIRS, 16),
-    (3, 1, 96, 64, PAIRS, 16), (2, 1, 96, 32, (4, 4, 1), 16)])
+@pytest.mark.parametrize("update", ("longhorn", "mamba"))
+@pytest.mark.parametrize("segments,B,T,D,shape,N", [(3, 2, 97, 17, PAIRS, 13), (7, 1, 131, 20, (4, 4, 1), 13),
+                                                    (3, 1, 96, 64, PAIRS, 16)])
 def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape, N):
-    use(monkeypatch, shim(update.split()[0], F32, *shape), segments)
+    use(monkeypatch, shim(update, F32, *shape), segments)
     a = test_updates.inputs_of(update, B, T, D, N)
     assert not test_updates.failures_of(update, a)
     assert not test_updates.failures_of(update, {n: a[n] for n in a if n not in ("h0", "z", "D", "dt_bias")},
@@ -138,27 +132,26 @@ def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape, N):
 
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
-@pytest.mark.parametrize("lengths", [[3, 0, 40, 0], [33, 32, 1], [1, 5]], ids=str)
+@pytest.mark.parametrize("lengths", [[3, 0, 40, 0], [33, 32, 1]], ids=str)
 def test_packed_sequences(shim, monkeypatch, update, lengths):
     use(monkeypatch, shim(update, F32, *PAIRS))
     a, cu = test_updates.packed(update, lengths, 70, 16)
     assert not test_updates.failures_of(update, a, cu_seqlens=cu)
 
 
-@pytest.mark.parametrize("shape,N", [(PAIRS, 16), ((4, 1, 1), 3)])
-def test_as_many_threads_as_on_a_gpu(tmp_path, monkeypatch, shape, N):
-    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, *shape, threads=build.CUDA_THREADS))
-    assert not failures(inputs(2, 50, 150, N))
+def test_as_many_threads_as_on_a_gpu(tmp_path, monkeypatch):
+    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, *PAIRS, threads=build.CUDA_THREADS))
+    assert not failures(inputs(1, 40, 150, 16))
 
 
-@pytest.mark.parametrize("without", [("D", "z", "dt_bias", "h0"), ("z",), ("h0", "D")])
+@pytest.mark.parametrize("without", [("D", "z", "dt_bias", "h0"), ("h0", "D")])
 def test_optional_arguments(shim, monkeypatch, without):
     use(monkeypatch, shim("longhorn", F32, 4, 4, 1))
     assert not failures(inputs(1, 35, 18, 16, without=without))
     assert not failures(inputs(1, 5, 18, 11, without=without), "y")
 
 
-@pytest.mark.parametrize("kw", [dict(key=1e3), dict(logit=1000.0), dict(logit=300.0), dict(key=1e6, logit=1000.0)])
+@pytest.mark.parametrize("kw", [dict(key=1e3), dict(logit=300.0), dict(key=1e6, logit=1000.0)])
 def test_extreme_values(shim, monkeypatch, kw):
     use(monkeypatch, shim("longhorn", F32, *PAIRS))
     a = inputs(1, 40, 17, 16, **kw)
@@ -192,9 +185,9 @@ def launched(shim, monkeypatch):
     return watch
 
 
-@pytest.mark.parametrize("T,D,N,without,whole",
-                         [(64, 128, 16, (), True), (63, 128, 16, (), False), (64, 127, 16, (), False),
-                                                 (64, 128, 15, (), False), (64, 128, 16, ("z",), False)])
+@pytest.mark.parametrize("T,D,N,without,whole", [
+    (64, 128, 16, (), True), (63, 64, 16, (), False), (64, 63, 16, (), False), (64, 64, 15, (), False),
+    (64, 64, 16, ("z",), False)])
 def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, T, D, N, without, whole):
     names, a = launched(), inputs(1, T, D, N, without=without)
     assert not failures(a)
@@ -212,30 +205,27 @@ def test_segments_have_such_kernels_too(launched):
                      "segment_grad_whole_kernel", "combine_kernel", "backward_whole_kernel"]
 
 
-@pytest.mark.parametrize("dtype,shape,D,N", [(BF16, (8, 8, 2), 32, 64), (BF16, (8, 4, 2), 64, 32),
-                                             (F16, PAIRS, 64, 16)])
+@pytest.mark.parametrize("dtype,shape,D,N", [(BF16, (8, 8, 2), 16, 64), (F16, PAIRS, 64, 16)])
 def test_segments_fetch_what_is_there_and_no_more(shim, monkeypatch, dtype, shape, D, N):
     use(monkeypatch, shim("longhorn", dtype, *shape), 2)
     assert not failures(inputs(1, 128, D, N, dtype))  # two batches of keys a segment
 
 
 @pytest.mark.parametrize("room,whole", [((232_448, 233_472), True), ((70_000, 233_472), False),
-                                        ((166_912, 150_000), True),
-                                        ((166_912, 160_000), False)])
+                                        ((166_912, 150_000), True), ((166_912, 160_000), False)])
 def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch, room, whole):
     """Of a block, and so that two blocks fit a multiprocessor that holds two without."""
     # twice 39,328 bytes for a block of the backward, twice 47,520 where it fetches
     module = shim("longhorn", F32, *PAIRS)
     plain, fetching = (module.shared[f"backward{kind}_kernel"] for kind in ("", "_whole"))
-    monkeypatch.setattr(module, "shared", module.shared
-                        | {"backward_whole_kernel": 2 * fetching, "backward_kernel": 2 * plain})
+    doubled = {"backward_whole_kernel": 2 * fetching, "backward_kernel": 2 * plain}
+    monkeypatch.setattr(module, "shared", module.shared | doubled)
     monkeypatch.setattr(module, "room", room)
     assert module.has_room("backward_whole_kernel", "backward_kernel") == whole
     monkeypatch.setattr(module, "has_room", lambda name, instead: whole)
     names = launched()
     results(native_scan, inputs(1, 32, 64, 16))
-    assert names == (["forward_whole_kernel", "backward_whole_kernel"] if whole
-                     else ["forward_kernel", "backward_kernel"])
+    assert names == [f"{direction}{'_whole' * whole}_kernel" for direction in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("name", ["x", "z", "k"])
@@ -247,86 +237,89 @@ def test_rows_that_cannot_be_fetched_in_pieces_are_read_one_by_one(launched, nam
     assert names == ["forward_kernel", "backward_kernel"]
 
 
-def test_views_need_no_copy_and_change_nothing(shim, monkeypatch):
+def test_two_runs_agree_to_the_bit_and_views_with_contiguous(shim, monkeypatch):
     use(monkeypatch, shim("longhorn", F32, 4, 4, 1))
-    a = inputs(2, 20, 10, 16)
+    a = inputs(2, 40, 33, 16)
     views = dict(a)
     views["x"], views["z"] = torch.cat([a["x"], a["z"]], -1).chunk(2, -1)
     views["k"], views["q"] = torch.cat([a["k"], a["q"]], -1).split([16, 16], -1)
-    first, second = results(native_scan, a), results(native_scan, views)
-    assert all(torch.equal(first[n], second[n]) for n in first)
+    first, again, viewed = (results(native_scan, v) for v in (a, a, views))
+    assert all(torch.equal(first[n], again[n]) and torch.equal(first[n], viewed[n]) for n in first)
 
 
-def test_two_runs_agree_to_the_bit(shim, monkeypatch):
-    use(monkeypatch, shim("longhorn", F32, *PAIRS))
-    a = inputs(2, 40, 70, 16)
-    first, second = results(native_scan, a), results(native_scan, a)
-    assert all(torch.equal(first[n], second[n]) for n in first)
-
-
-MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake
-    "a warp's sums are left out": ("for (int w = 0; w < WARPS; w++)", "for (int w = 0; w < WARPS - 1; w++)"),
-    "butterfly gives the wrong half": ("pick(upper, v[i], v[i + COUNT / 2])", "pick(upper, v[i + COUNT / 2], v[i])"),
-    "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);",
-                                      "keys.store(s.k[buffer], s.q[buffer], s.kk[buffer]);"),
-    "dk without the -2k deps term": ("sum -= pick(of_k, 2.0f * s.k[r][from] * sum_kk, 0.0f)",
-                                     "sum -= pick(of_k, 0.0f, 0.0f)"),
-    "lanes beyond D add to dq": ("const float dyt = !in ?", "const float dyt = t0 + r >= T ?"),
+MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake that BROKEN switches on
+    "a warp's sums are left out": ("for (int w = 0; w < WARPS; w++)", "for (int w = 0; w < WARPS - BROKEN; w++)"),
+    "butterfly gives the wrong half": ("pick(upper, v[i], v[i + COUNT / 2])",
+                                       "pick(upper != BROKEN, v[i], v[i + COUNT / 2])"),
+    "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1],",
+                                      "keys.store(s.k[buffer ^ !BROKEN], s.q[buffer ^ !BROKEN],"),
+    "dk without the -2k deps term": ("sum -= pick(of_k, 2.0f", "sum -= pick(of_k && !BROKEN, 2.0f"),
+    "lanes beyond D add to dq": ("const float dyt = !in ?", "const float dyt = (BROKEN ? t0 + r >= T : !in) ?"),
     "sub-chunk states one too late": ("get_own(s.states[place_of(sub)], at.tid, S)",
-                                     "get_own(s.states[place_of(sub ? sub - 1 : 0)], at.tid, S)"),
+                                     "get_own(s.states[place_of(sub - (BROKEN && sub))], at.tid, S)"),
     "a lane gives away its own channel's sum": ("own += __shfl_xor_sync(ALL_LANES, v[1], 1);",
-                                                "own += __shfl_xor_sync(ALL_LANES, v[0], 1);"),
-    "the neighbour's gradient is its own": ("gated[n] = s.gated[i][at.tid ^ n];", "gated[n] = s.gated[i][at.tid];"),
+                                                "own += __shfl_xor_sync(ALL_LANES, v[!BROKEN], 1);"),
+    "the neighbour's gradient is its own": ("gated[n] = s.gated[i][at.tid ^ n];",
+                                            "gated[n] = s.gated[i][at.tid ^ (BROKEN ? 0 : n)];"),
     "the gradient of |k|^2 at another step": ("s.dkk[at.warp][step_sums.first + j]",
-                                              "s.dkk[at.warp][(step_sums.first + j) ^ 1]"),
-    "steps beyond T change the state": ("if (U::rates && !inside) step.size = 0.0f;", ""),
+                                              "s.dkk[at.warp][(step_sums.first + j) ^ BROKEN]"),
+    "steps beyond T change the state": ("if (U::rates && !inside) step", "if (U::rates && !inside && !BROKEN) step"),
     "keys beyond T are not zero": ("< here ? at[g * STEP + i] : E{};",
-                                   "< left ? (t < T ? at : from)[g * STEP + i] : E{};"),
+                                   "< (BROKEN ? left : here) ? (BROKEN && t >= T ? from : at)[g * STEP + i] : E{};"),
 }
 WHOLE_MUTANTS = {  # the same for kernels that fetch rows ahead
     "rows are read before they are there": (
         "copy_wait<STAGES - 2>();\n                __syncwarp();" + " " * 44 + "// all",
-        "copy_wait<STAGES - 1>();\n                __syncwarp();" + " " * 44 + "// all"),
+        "BROKEN ? copy_wait<STAGES - 1>() : copy_wait<STAGES - 2>();\n                __syncwarp();  // all"),
     "a stage ahead overwrites the one at work": ("begin_rows(t0 + (STAGES - 1) * STEPS);\n            }",
-                                                 "begin_rows(t0 + STAGES * STEPS);\n            }"),
+                                                 "begin_rows(t0 + (STAGES - !BROKEN) * STEPS);\n            }"),
     "keys of the batch before": ("keys.begin(async.raw, batch + BATCH < T ? batch + BATCH : batch)",
-                                 "keys.begin(async.raw, batch)"),
-    "the backward does not wait": ("""        copy_wait<0>();
-        __syncwarp();
-        stage ^= 1;""", """        stage ^= 1;"""),
-    "a sub-chunk too early": ("[stage ^ 1], t0 + (sub - 1) * SUB);", "[stage ^ 1], t0 + sub * SUB);"),
-    "the next chunk's rows are this one's": ("t0 ? t0 - CHUNK : 0);", "t0);"),
-    "the next chunk's keys are this one's": ("begin_keys(t0 - CHUNK);", "begin_keys(t0);"),
+                                 "keys.begin(async.raw, batch + BATCH < T && !BROKEN ? batch + BATCH : batch)"),
+    "the backward does not wait": ("        copy_wait<0>();\n        __syncwarp();\n        stage ^= 1;",
+                                   "if (!BROKEN) { copy_wait<0>(); __syncwarp(); }\n        stage ^= 1;"),
+    "a sub-chunk too early": ("[stage ^ 1], t0 + (sub - 1) * SUB);", "[stage ^ 1], t0 + (sub - !BROKEN) * SUB);"),
+    "the next chunk's rows are this one's": ("t0 ? t0 - CHUNK : 0);", "t0 && !BROKEN ? t0 - CHUNK : t0);"),
+    "the next chunk's keys are this one's": ("begin_keys(t0 - CHUNK);", "begin_keys(t0 - !BROKEN * CHUNK);"),
     "the next chunk's states are this one's": ("begin_states(s.states[NEXT], t0 - CHUNK)",
-                                               "begin_states(s.states[NEXT], t0)"),
-    "states in another order": ("at.part, i % P ^ order, at.channel[i / P]));", "at.part, i % P, at.channel[i / P]));"),
+                                               "begin_states(s.states[NEXT], t0 - !BROKEN * CHUNK)"),
+    "states in another order": ("at.part, i % P ^ order, at.channel[i / P]));",
+                                "at.part, i % P ^ (BROKEN ? 0 : order), at.channel[i / P]));"),
     "no gate for the last sub-chunk": (
         "else rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);",
-        "else rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);"),
+        "else if (BROKEN) rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);\n"
+        "else rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub + 1) * SUB);"),
 }
 SEGMENT_GRAD_MUTANTS = {
-    "rows of the tile before": ("begin_rows(t - (STAGES - 1) * STEPS);", "begin_rows(t - (STAGES - 2) * STEPS);"),
+    "rows of the tile before": ("begin_rows(t - (STAGES - 1) *", "begin_rows(t - (STAGES - 1 - BROKEN) *"),
     "keys that are there already": ("keys.begin(async.raw, batch ? batch - BATCH : 0);",
-                                    "keys.begin(async.raw, batch);"),
-    "ends without dt": ("begin<SEGMENT_STATE ? 2 : 3>", "begin<SEGMENT_STATE ? 0 : 3>"),
+                                    "keys.begin(async.raw, batch && !BROKEN ? batch - BATCH : batch);"),
+    "ends without dt": ("rows.template begin<SEGMENT_STATE ? 2 : 3>(async.rows[at.warp][t / STEPS % STAGES], ",
+                        "auto &to = async.rows[at.warp][t / STEPS % STAGES];\n"
+                        "if (BROKEN) rows.template begin<SEGMENT_STATE ? 0 : 3>(to, t < T ? t : T - STEPS);\n"
+                        "else rows.template begin<SEGMENT_STATE ? 2 : 3>(to, "),
 }
+SCAN_MUTANTS = MUTANTS | WHOLE_MUTANTS | SEGMENT_GRAD_MUTANTS
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *WHOLE_MUTANTS, *SEGMENT_GRAD_MUTANTS])
-def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
-    right, wrong = (MUTANTS | WHOLE_MUTANTS | SEGMENT_GRAD_MUTANTS)[name]
-    cuda, marker, cpu = source_text().partition(CPU_PART)
-    assert cuda.count(right) == 1 and marker
-    update, dtype = "mamba" if "steps beyond T" in name else "longhorn", F32 if name in MUTANTS else BF16
-    module = load_shim(tmp_path, update, dtype, *PAIRS, source=cuda.replace(right, wrong) + marker + cpu)
-    use(monkeypatch, module, 2 if name in SEGMENT_GRAD_MUTANTS else 1)
-    if name not in MUTANTS:
-        # two batches of keys, of a segment too
-        assert failures(inputs(1, 128 if name in SEGMENT_GRAD_MUTANTS else 64, 64, 16, dtype))
-    elif update == "mamba":
-        assert test_updates.failures_of("mamba", test_updates.inputs_of("mamba", 1, 42, 70, 16))
-    else:
-        assert failures(inputs(1, 40, 70, 16))
+def load_broken(folder, mutants, name, *key):
+    """The kernels with that mistake on, or with none: all are in one library, which a number in it switches on."""
+    on_gpu, marker, cpu = source_of(key[0]).partition(CPU_PART)
+    for number, (right, wrong) in enumerate(mutants.values(), 1):
+        assert on_gpu.count(right) == 1 and marker, right
+        on_gpu = on_gpu.replace(right, wrong.replace("BROKEN", f"(broken == {number})"))
+    module = load_shim(folder, *key, source=f'extern "C" {{ int broken = 0; }}\n{on_gpu}{marker}{cpu}')
+    ctypes.c_int.in_dll(module.lib, "broken").value = [None, *mutants].index(name)
+    return module
+
+
+@pytest.mark.parametrize("name", [None, *SCAN_MUTANTS], ids=["as it is", *SCAN_MUTANTS])
+def test_broken_kernels_are_caught(builds, monkeypatch, name):
+    update, dtype = "mamba" if name and "steps beyond T" in name else "longhorn", F32 if name in MUTANTS else BF16
+    use(monkeypatch, load_broken(builds, SCAN_MUTANTS, name, update, dtype, *PAIRS),
+        2 if name in SEGMENT_GRAD_MUTANTS else 1)
+    T, D = (40, 70) if name in MUTANTS else (128 if name in SEGMENT_GRAD_MUTANTS else 64, 64)  # 2 batches of keys
+    a = test_updates.inputs_of(update, 1, T, D, 16, dtype=dtype)
+    assert bool(test_updates.failures_of(update, a)) == bool(name)
 
 
 def conv_failures(dtype, W, B, T, D, **kw):
@@ -337,9 +330,8 @@ def conv_failures(dtype, W, B, T, D, **kw):
 
 
 @pytest.mark.parametrize("dtype,W,T,D", [
-    (F32, 4, 64, 65), (F32, 4, 65, 5), (F32, 4, 62, 70), (F32, 4, 3, 3), (F32, 4, 1, 66), (F32, 4, 200, 9),
-    (F32, 1, 70, 5),
-    (F32, 2, 129, 5), (F32, 8, 133, 5), (F32, 8, 2, 5), (BF16, 4, 130, 70), (BF16, 3, 33, 40), (F16, 4, 67, 40)])
+    (F32, 4, 65, 5), (F32, 4, 62, 70), (F32, 4, 3, 3), (F32, 4, 1, 66), (F32, 4, 200, 9), (F32, 1, 70, 5),
+    (F32, 8, 133, 5), (F32, 8, 2, 5), (BF16, 3, 130, 40), (F16, 4, 67, 40)])
 def test_convolution(shim, monkeypatch, dtype, W, T, D):
     use(monkeypatch, shim("conv", dtype, W))
     assert not conv_failures(dtype, W, 2, T, D)
@@ -356,26 +348,23 @@ def test_convolution_of_views_and_of_nothing(shim, monkeypatch):
 
 
 CONV_MUTANTS = {
-    "the inputs before a tile one too late": ("const int t = t0 - W + i;", "const int t = t0 - W + i + (t0 > 0);"),
-    "the state is forgotten": (": state ? state[(t + W - 1) * a.D] : 0.0f;", ": 0.0f;"),
+    "the inputs before a tile one too late": ("t = t0 - W + i;", "t = t0 - W + i + (BROKEN && t0 > 0);"),
+    "the state is forgotten": (": state ? state[(t + W - 1)", ": state && !BROKEN ? state[(t + W - 1)"),
     "a tile adds its neighbour's steps to dweight": ("own = INSIDE || t + i < at.t1 ?",
-                                                     "own = INSIDE || t + i < at.T ?"),
-    "steps beyond T have a gradient": ("INSIDE || t + i < at.T ? to_float(dys[i]) * slope",
-                                       "true ? to_float(dys[i]) * slope"),
+                                                     "own = INSIDE || t + i < (BROKEN ? at.T : at.t1) ?"),
+    "steps beyond T have a gradient": ("INSIDE || t + i < at.T ? to_float(dys[i])",
+                                       "INSIDE || BROKEN || t + i < at.T ? to_float(dys[i])"),
     "the last W - 1 steps of a tile get no gradient": ("t < at.t1 + W - 1; t += CONV_AHEAD",
-                                                       "t < at.t1; t += CONV_AHEAD"),
-    "dx of a tile's first steps is its neighbour's": ("if (t > at.t0 && t + CONV_AHEAD <= at.t1) conv_backward",
-                                                      "if (t > 0 && t + CONV_AHEAD <= at.t1) conv_backward"),
+                                                       "t < at.t1 + (BROKEN ? 0 : W - 1); t += CONV_AHEAD"),
+    "dx of a tile's first steps is its neighbour's": ("if (t > at.t0 && t + CONV_AHEAD <=",
+                                                      "if (t > (BROKEN ? 0 : at.t0) && t + CONV_AHEAD <="),
 }
 
 
-@pytest.mark.parametrize("name", CONV_MUTANTS)
-def test_broken_convolutions_are_caught(tmp_path, monkeypatch, name):
-    right, wrong = CONV_MUTANTS[name]
-    cuda, marker, cpu = source_of("conv").partition(CPU_PART)
-    assert cuda.count(right) == 1 and marker
-    use(monkeypatch, load_shim(tmp_path, "conv", F32, 4, source=cuda.replace(right, wrong) + marker + cpu))
-    assert conv_failures(F32, 4, 2, 130, 9)
+@pytest.mark.parametrize("name", [None, *CONV_MUTANTS], ids=["as it is", *CONV_MUTANTS])
+def test_broken_convolutions_are_caught(builds, monkeypatch, name):
+    use(monkeypatch, load_broken(builds, CONV_MUTANTS, name, "conv", F32, 4))
+    assert bool(conv_failures(F32, 4, 2, 130, 9)) == bool(name)
 
 
 RACE = """
@@ -407,8 +396,6 @@ NO_BARRIER = {  # where one is taken out: the kernel, the barrier, what stands b
     "none": None, "none of whole chunks": None,
     # the last before the kernel writes its last state
     "forward": ("forward", "__syncthreads();", "const int64_t to = (b * a.D"),
-    "backward": ("backward", "__syncthreads();", "const int64_t to = (b * a.D"),
-    "forward of whole chunks": ("forward", "__syncwarp();", "const int64_t to = (b * a.D"),
     "backward of whole chunks": ("backward", "__syncwarp();", "stage ^= 1;"),
 }
 
@@ -464,8 +451,8 @@ def test_lanes_that_never_come_to_a_shuffle_end_the_launch(tmp_path, monkeypatch
     right = "if (SEGMENT_STATE && is_segment(a, at.b, a.segments - 1)) return;"
     source = source_text()
     assert source.count(right) == 1
-    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, 4, 4, 1,
-                               source=source.replace(right, "if (!at.live[0]) return;")))
+    source = source.replace(right, "if (!at.live[0]) return;")
+    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, 4, 4, 1, source=source))
     with pytest.raises(RuntimeError, match="forward_kernel.* failed: 20 of 64 threads wait for others that never come"):
         longhorn_scan(**inputs(1, 5, 5, 16), backend="cpu")
 
@@ -483,48 +470,33 @@ CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(found is None, rea
                   for name, found in COMPILERS.items()]
 
 
-def compiled(folder, architecture, macros, source=build.SCAN):
-    """({kernel: registers}, bytes spilled by each), from nvcc's report."""
-    command = [COMPILERS["nvcc"], "-O3", "-std=c++17", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", *macros,
-               str(source), "-o", str(folder / "out.cubin")]
+@pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="no nvcc here: nothing was compiled for a GPU with a report")
+@pytest.mark.parametrize("update,most", [("longhorn", (128, 168)), ("mamba", (168, 255)), ("conv", (72, 72))])
+def test_compiles_without_spills(tmp_path, update, most):
+    """nvcc's report for an H100. `most` registers of forward and backward: of the scan 4 blocks of 128 threads fit a
+    multiprocessor (Mamba's 3) and 3 of the backward (2), of the convolution 7."""
+    macros = cuda.defines(update, BF16, *((4,) if update == "conv" else PAIRS))
+    command = [COMPILERS["nvcc"], "-O3", "-std=c++17", "-arch=sm_90", "-Xptxas", "-v", "-cubin", *macros,
+               str(build.CONV if update == "conv" else build.SCAN), "-o", str(tmp_path / "out.cubin")]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    kernels = re.findall(r"Compiling entry function '(\w+)_kernel'", run.stderr)
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", run.stderr)]
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stderr)]
-    return dict(zip(kernels, registers, strict=True)), spills
-
-
-@pytest.mark.parametrize("update", build.UPDATES)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_compiles_without_spills(tmp_path, architecture, update):
-    if COMPILERS["nvcc"] is None:
-        pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
-    registers, spills = compiled(tmp_path, architecture, cuda.defines(update, BF16, *PAIRS))
-    assert sorted(f"{name}_kernel" for name in registers) == sorted(cuda.SCAN_KERNELS) and not any(spills)
-    for kind in ("", "_whole"):
-        # blocks of 128 threads per multiprocessor: 4 of the forward, Mamba's 3; 2 of the backward, and 3 on an H100
-        assert registers["forward" + kind] <= (168 if update == "mamba" else 128)
-        assert registers["backward" + kind] <= (168 if update == "longhorn" and architecture == "sm_90" else 255)
-
-
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_convolution_compiles_without_spills(tmp_path, architecture):
-    if COMPILERS["nvcc"] is None:
-        pytest.skip("no nvcc here: nothing was compiled for a GPU with a report")
-    registers, spills = compiled(tmp_path, architecture, cuda.defines("conv", BF16, 4), build.CONV)
-    assert sorted(registers) == ["conv_backward", "conv_forward"] and spills == [0, 0]
-    # 6 or 7 blocks of 128 threads per multiprocessor
-    assert max(registers.values()) <= (80 if architecture == "sm_100" else 72)
+    kernels = re.findall(r"Compiling entry function '(\w+)'", run.stderr)
+    assert sorted(kernels) == sorted(cuda.CONV_KERNELS if update == "conv" else cuda.SCAN_KERNELS)
+    assert not any(map(int, re.findall(r"(\d+) bytes spill stores", run.stderr)))
+    registers = dict(zip(kernels, map(int, re.findall(r"Used (\d+) registers", run.stderr)), strict=True))
+    for direction, bound in zip(("forward", "backward"), most, strict=True):
+        assert all(n <= bound for name, n in registers.items() if re.fullmatch(rf"(conv_)?{direction}_.*", name))
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
-    for make, what, kernels in ((build.build_cuda, ("longhorn", F32, (4, 1, 1)), cuda.SCAN_KERNELS),
-                                 (build.build_cuda, ("conv", BF16, (4,)), cuda.CONV_KERNELS)):
-        path, seconds = make(*what, "sm_90", folder=tmp_path)
-        assert seconds > 0 and make(*what, "sm_90", folder=tmp_path) == (path, 0.0)
+    # NVRTC compiles the scan, in half of nvcc's time; test_compiles_without_spills has nvcc do it
+    for what, kernels in ((("longhorn", F32, (4, 1, 1)), cuda.SCAN_KERNELS), (("conv", BF16, (4,)), cuda.CONV_KERNELS)):
+        if name == "nvcc" and what[0] != "conv":
+            continue
+        path, seconds = build.build_cuda(*what, "sm_90", folder=tmp_path)
+        assert seconds > 0 and build.build_cuda(*what, "sm_90", folder=tmp_path) == (path, 0.0)
         cubin = path.read_bytes()
         assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*kernels, "facts"))
 
@@ -574,15 +546,12 @@ def test_shape_of_the_state():
             assert N <= P * L < max(2 * N, 5) and C in (1, 2) and C * P <= 16
             assert P in (4, 8, 16) and L in (1, 2, 4, 8, 16, 32)
             assert all(1 <= S <= max(1, T // build.SEGMENT) for S in segments(B, T, D, N))
-    # the paper's shape
-    assert build.cuda_shape(64, 1024, 1536, 16, 132) == PAIRS and segments(64, 1024, 1536, 16) == (1, 1)
-    # 192 blocks for 132 multiprocessors: splitting costs the forward more
-    assert segments(16, 4096, 1536, 16) == (1, 2)
-    # one long sequence
-    assert build.cuda_shape(1, 65536, 1536, 16, 132) == PAIRS and segments(1, 65536, 1536, 16) == (21, 21)
-    assert segments(1, 4096, 1536, 16) == (22, 22)  # of 192 steps; 21 would come out as 19 of 224
-    # short: over lanes
-    assert build.cuda_shape(1, 200, 1536, 16, 132) == (4, 4, 1) and segments(1, 200, 1536, 16) == (1, 1)
+    for B, T, shape, wanted in ((64, 1024, PAIRS, (1, 1)),  # the paper's
+                                (16, 4096, PAIRS, (1, 2)),  # 192 blocks: splitting costs the forward more
+                                (1, 65536, PAIRS, (21, 21)),  # one long sequence
+                                (1, 4096, PAIRS, (22, 22)),  # of 192 steps; 21 would come out as 19 of 224
+                                (1, 200, (4, 4, 1), (1, 1))):  # short: over lanes
+        assert build.cuda_shape(B, T, 1536, 16, 132) == shape and segments(B, T, 1536, 16) == wanted
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 128, 1000, 65536))
