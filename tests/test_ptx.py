@@ -14,20 +14,7 @@ import sys
 import pytest
 import test_updates
 import torch
-from test_cuda import (
-    BF16,
-    COMPILER,
-    CPU_PART,
-    F16,
-    F32,
-    FLAGS,
-    PAIRS,
-    conv_failures,
-    load_shim,
-    native_scan,
-    source_of,
-    use,
-)
+from test_cuda import BF16, COMPILER, CPU_PART, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
 from test_scan import failures, inputs, results, source_text
 
 from kernels import build, cuda
@@ -46,7 +33,8 @@ class Cost(ctypes.Structure):  # of tools/ptx_shim.h
 WHOLE = ("forward_whole_kernel", "backward_whole_kernel")
 JOINING = ("segment_state_kernel", "segment_state_whole_kernel", "segment_grad_kernel", "segment_grad_whole_kernel",
            "combine_kernel")
-SPLIT = [("longhorn", F32, 4, 4, 1), ("mamba", F32, *PAIRS)]  # those that run segments of T too
+LEFT_OUT = {  # compiling takes most of the time: only Mamba's kernels run segments of T, only two run whole chunks
+    ("longhorn", BF16, *PAIRS): JOINING, ("mamba", F32, *PAIRS): (), ("conv", BF16, 4): ()}
 
 
 def load_ptx(folder, *key, source=None, left_out=()):
@@ -61,7 +49,7 @@ def load_ptx(folder, *key, source=None, left_out=()):
 @pytest.fixture(scope="module")
 def emitted(builds):
     """emitted(update, dtype, P, L, C) or emitted("conv", dtype, W): the kernels' PTX as a module, built once."""
-    return functools.cache(lambda *key: load_ptx(builds, *key, left_out=() if key in SPLIT else JOINING))
+    return functools.cache(lambda *key: load_ptx(builds, *key, left_out=LEFT_OUT.get(key, (*WHOLE, *JOINING))))
 
 
 def run(monkeypatch, module, segments=1):
@@ -80,33 +68,24 @@ def run(monkeypatch, module, segments=1):
 
 
 @pytest.mark.parametrize("dtype,shape,B,T,D,N", [
-    (BF16, PAIRS, 1, 64, 128, 16), (BF16, PAIRS, 2, 37, 150, 13),  # whole chunks and blocks, and not
-    (F16, (8, 8, 2), 1, 32, 32, 64), (F16, (8, 8, 2), 1, 35, 41, 62),
-    (F32, (4, 4, 1), 1, 32, 32, 16), (F32, (4, 4, 1), 2, 33, 35, 11)])
+    (BF16, PAIRS, 1, 64, 128, 16), (BF16, PAIRS, 2, 37, 150, 13), (F32, (4, 4, 1), 2, 33, 35, 11)])
 def test_agrees_with_the_loop(emitted, monkeypatch, dtype, shape, B, T, D, N):
     run(monkeypatch, emitted("longhorn", dtype, *shape))
     assert not failures(inputs(B, T, D, N, dtype))
 
 
-@pytest.mark.parametrize("update", ("exact", "mamba", "mamba without softplus"))
-@pytest.mark.parametrize("T,D,N", [(32, 128, 16), (35, 70, 13)])
-def test_other_updates(emitted, monkeypatch, update, T, D, N):
-    run(monkeypatch, emitted(update.split()[0], F32, *PAIRS))
+@pytest.mark.parametrize("update,T,D,N,segments", [
+    ("exact", 35, 70, 13, 1), ("mamba", 35, 70, 13, 1), ("mamba without softplus", 32, 128, 16, 1),
+    ("mamba", 97, 130, 13, 3), ("mamba", 192, 128, 16, 3)])
+def test_other_updates_and_segments_of_T(emitted, monkeypatch, update, T, D, N, segments):
+    run(monkeypatch, emitted(update.split()[0], F32, *PAIRS), segments)
     assert not test_updates.failures_of(update, test_updates.inputs_of(update, 1, T, D, N))
 
 
-@pytest.mark.parametrize("update,shape,T,D,N", [("longhorn", (4, 4, 1), 97, 35, 13), ("mamba", PAIRS, 97, 130, 13),
-                                                ("longhorn", (4, 4, 1), 192, 32, 16), ("mamba", PAIRS, 192, 128, 16)])
-def test_segments_of_T(emitted, monkeypatch, update, shape, T, D, N):
-    run(monkeypatch, emitted(update, F32, *shape), segments=3)
-    assert not test_updates.failures_of(update, test_updates.inputs_of(update, 2, T, D, N))
-
-
-@pytest.mark.parametrize("update,shape,D", [("longhorn", (4, 4, 1), 35), ("mamba", PAIRS, 130)])
-def test_packed_sequences(emitted, monkeypatch, update, shape, D):
-    run(monkeypatch, emitted(update, F32, *shape))
-    a, cu = test_updates.packed(update, [3, 0, 40, 32, 0], D, 16)
-    assert not test_updates.failures_of(update, a, cu_seqlens=cu)
+def test_packed_sequences(emitted, monkeypatch):
+    run(monkeypatch, emitted("mamba", F32, *PAIRS))
+    a, cu = test_updates.packed("mamba", [3, 0, 40, 32, 0], 130, 16)
+    assert not test_updates.failures_of("mamba", a, cu_seqlens=cu)
 
 
 def test_optional_arguments_and_views(emitted, monkeypatch):
@@ -117,7 +96,7 @@ def test_optional_arguments_and_views(emitted, monkeypatch):
     assert not failures(a)
 
 
-@pytest.mark.parametrize("kw", [dict(key=1e3), dict(logit=1000.0), dict(logit=300.0), dict(key=1e6, logit=1000.0)])
+@pytest.mark.parametrize("kw", [dict(logit=300.0), dict(key=1e6, logit=1000.0)])
 def test_extreme_values(emitted, monkeypatch, kw):
     run(monkeypatch, emitted("longhorn", F32, 4, 4, 1))
     a = inputs(1, 40, 17, 16, **kw)
@@ -126,10 +105,9 @@ def test_extreme_values(emitted, monkeypatch, kw):
     assert not failures(a, slack=dict.fromkeys(got, 2e-5))
 
 
-@pytest.mark.parametrize("T,D", [(130, 70), (3, 130)])
-def test_convolution(emitted, monkeypatch, T, D):
+def test_convolution(emitted, monkeypatch):
     run(monkeypatch, emitted("conv", BF16, 4))
-    assert not conv_failures(BF16, 4, 2, T, D)
+    assert not conv_failures(BF16, 4, 2, 130, 70)
 
 
 def costs(monkeypatch, module, a):
@@ -166,20 +144,9 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
         assert bytes_of([c for c in accesses if not c.shared and "cp.async.cg" in lines[c.source - 1]]) == fetched
 
 
-def test_many_states_have_no_bank_conflicts_either(emitted, monkeypatch):
-    found = costs(monkeypatch, emitted("longhorn", F16, 8, 8, 2), inputs(1, 32, 32, 64, F16))
-    assert not [(kernel, c.source, c.units, c.least) for kernel in found for c in found[kernel]
-                if c.shared and c.units > c.least]
-
-
 MUTANTS = {  # kernels; a piece of the CUDA part, and the same with a mistake that g++ never sees; what is said of it
     "an address from the wrong factors": (("conv", F32, 4), "mul.wide.s32 %0, %1, %2;", "mul.wide.s32 %0, %1, %1;",
                                           "not aligned|in no tensor"),
-    "a select the wrong way round": (("longhorn", F32, 4, 4, 1), "selp.f32 %0, %2, %3, p;", "selp.f32 %0, %3, %2, p;",
-                                     None),
-    "a vector that is not aligned": (("longhorn", F32, 4, 1, 1), "struct ForwardShared { float k[2]",
-                                     "struct ForwardShared { float pad, k[2]",
-                                     "16 bytes at byte 4 of 1156 of shared memory"),
     "a neighbour's number before it is there": (("longhorn", F32, 4, 2, 2), f"__syncwarp();{' ' * 44}// the same", "//",
                                                 "race: thread .* reads what thread .* wrote"),
 }
@@ -193,11 +160,8 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
     source = cuda.replace(right, wrong) + marker + cpu
     run(monkeypatch, load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING)))
     wrongs = lambda: conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))
-    if said is None:
-        assert wrongs()
-    else:
-        with pytest.raises(RuntimeError, match=said):
-            wrongs()
+    with pytest.raises(RuntimeError, match=said):
+        wrongs()
 
 
 def test_an_unknown_instruction_is_named():
