@@ -139,30 +139,19 @@ FAMILIES = {
     "own": [Own],
 ''')]
 
-IN_PROJ = "x, z = self.in_proj(u).chunk(2, -1)"
-OUT = "y = self.out_proj(y)\n        return y, None if state is None else (conv_state"
 BRANCH = "            y, s = branch(h, s)\n            h = h + y\n"
 LAYER = "    def forward(self, h, state=None):\n        after = []"
 HYBRID = {"pattern": "longhorn*3,llama"}
 TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling follows
     "keys and queries normalised": (
         "longhorn", MODEL(SCAN, f"        k, q = F.normalize(k, dim=-1), F.normalize(q, dim=-1)\n{SCAN}")),
-    "RMSNorm of keys and queries": (
-        "mamba", MODEL(SCAN, f"        k, q = (F.rms_norm(a, (self.N,)) for a in (k, q))\n{SCAN}")),
     "no gate": ("longhorn", MODEL(SCAN, SCAN.replace("z, h0", "None, h0"))),
-    "x normed before the convolution": (
-        "longhorn", MODEL(IN_PROJ, f"{IN_PROJ}\n        x = F.rms_norm(x, x.shape[-1:])")),
-    "half the output": ("mamba", MODEL(OUT, OUT.replace("y = ", "y = 0.5 * "))),
     "dt - 0.7": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("dt,", "dt - 0.7,", 1))),
-    "no D": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("self.D", "None"))),
-    "k / 2": ("longhorn", MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
     "gelu behind the convolution": ("longhorn", MODEL(CONV, f"F.gelu({CONV[:-1]}, silu=False))")),
     "A times 2": ("mamba", MODEL("A = -self.A_log.exp()", "A = -2 * self.A_log.exp()")),
     "label smoothing in both": ("llama", [SMOOTH, ONE_LOSS]),
-    "a cap in both": ("llama", [CAP, ONE_LOSS]),
     "another eps of the norms": ("llama", MODEL("self.weight, 1e-5, backend", "self.weight, 1e-6, backend")),
     "decay of GLA": ("gla", MODEL("self.forget2(self.forget1(x))) / 16", "self.forget2(self.forget1(x))) / 8")),
-    "scaled embedding": ("rwkv", MODEL("self.embed_norm(self.embed(idx))", "self.embed_norm(8 * self.embed(idx))")),
     "parallel branches": ("llama", MODEL(BRANCH, BRANCH.replace("(h, s)", "(start, s)")) + MODEL(
         LAYER, LAYER.replace("after = []", "after, start = [], h"))),
     "half the step size in kernel and loop": ("longhorn", [HALF, HALF_FORWARD, HALF_BACKWARD]),
@@ -178,18 +167,11 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "a factor in the loss alone": (
         "gla", OPS("-torch.where(counts, log_p, 0)", "-torch.where(counts, 0.9 * log_p, 0)"), LOSSES),
     "half the step size in the loop": ("longhorn", [HALF], SCANS),
-    "half the step size in the kernel's forward": ("longhorn", [HALF_FORWARD], SCANS),
     "half the step size in loop and kernel, the kernel's backward left": ("longhorn", [HALF, HALF_FORWARD], SCANS),
-    "keys halved in the kernel": ("longhorn", [(
-        "longhorn_scan.cu", "(s.size * k) * (s.x - k * S)", "(s.size * 0.5f * k) * (s.x - 0.5f * k * S)")], SCANS),
     "gelu in the plain convolution": ("mamba", OPS("return F.silu(y) if silu", "return F.gelu(y) if silu"),
                                       ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),
     "eps of the plain RMSNorm": ("llama", OPS("weight.to(x.dtype), eps)", "weight.to(x.dtype), 1e-6)"),
                                  ("kernels/conv_norm.cu: norm_forward_rows", "kernels/ops.py: rms_norm")),
-    "scale of the plain attention": ("llama", OPS("q.shape[3] ** -0.5  #", "q.shape[3] ** -1  #"),
-                                     ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention")),
-    "decay of GLA's loop": ("gla", LINEAR("S = g_t.exp()[", "S = (2 * g_t).exp()["),
-                            ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
     "decay of GLA's chunks": ("gla", LINEAR("all_ = g.exp()", "all_ = (2 * g).exp()"),
                               ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
     "decay of RetNet's loop": (
@@ -200,8 +182,6 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
         "deltanet", LINEAR("coupling = (b_c *", "coupling = (0.9 * b_c *"), LOOP("delta_rule")),
     "x normed for the convolution, not for its state": (
         "longhorn", MODEL(CONV, CONV.replace("(x,", "(F.rms_norm(x, x.shape[-1:]),")), BLOCK),
-    "without a state only": (
-        "longhorn", MODEL(SCAN, f"        k = F.normalize(k, dim=-1) if state is None else k\n{SCAN}"), BLOCK),
     "with a state only": ("mamba", MODEL(SCAN, f"        z = z if state is None else 0.9 * z\n{SCAN}"), BLOCK),
     "in single steps only": ("gla", MODEL("self.qk(x).chunk(2, -1)  # (B, T, d/2)",
                                           "((1 + (x.shape[1] == 1)) * self.qk(x)).chunk(2, -1)  # (B, T, d/2)"),
@@ -215,7 +195,6 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
                          ("model.py: RWKVTimeMix.forward", "model.py: RWKVChannelMix.forward", *STATE)),
     "a state that gets no gradient": ("retnet", MODEL("back).transpose(2, 3)  #", "back).transpose(2, 3).detach()  #"),
                                       ("model.py: Retention.forward", *STATE)),
-    "a hybrid's loop": (HYBRID, [HALF], SCANS),
 }
 
 
@@ -255,8 +234,8 @@ def test_a_mixer_with_only_forward_trains(probe):
     assert found["losses"][-1] < found["losses"][0]
 
 
-@pytest.mark.parametrize("backend", ["", "cpu", "torch"])
-@pytest.mark.parametrize("model", [*FAMILIES, "longhorn*3,llama", "rwkv4,gla,mamba"])
+@pytest.mark.parametrize("model,backend", [*((family, "") for family in FAMILIES), ("longhorn*3,llama", ""),
+                                           ("rwkv4,gla,mamba", "cpu"), ("rwkv4,gla,mamba", "torch")])
 def test_unedited_all_agrees(model, backend):
     torch.manual_seed(0)
     lm = LM(ModelConfig(pattern=model, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend))
