@@ -23,7 +23,7 @@ from train import TrainConfig
 ROOT = Path(configurator.__file__).resolve().parent
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 
-few = settings(deadline=None, max_examples=1000 if CHAOS else 80, database=None,
+few = settings(deadline=None, max_examples=1000 if CHAOS else 40, database=None,
                suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 words = st.one_of(st.text(max_size=20), st.sampled_from(
     ["n_layer", "learning_rate", "x", "_y", "=", "==", "1", "1e999", "-1", "'a'", "True", "(", ")", "[]", "{", ":",

@@ -20,7 +20,7 @@ from kernels import build, fused
 from kernels import linear_attention as la
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 129, 300)
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
 OPS = {"gla": "gated_linear_attention", "retention": "retention", "bonus": "retention", "delta_rule": "delta_rule",
        "wkv4": "wkv4"}
 HEADS = ("gla", "retention", "bonus", "delta_rule")
@@ -360,7 +360,7 @@ def test_a_planted_mistake_is_seen(case, right, mistake):
 
 # ------------------------------------------------------------------------------------------------ compile, meta, errors
 
-@pytest.mark.parametrize("case", OPS)
+@pytest.mark.parametrize("case", ("gla", "wkv4"))
 def test_compiles_without_a_break(case):
     fast, _ = both(case)
     a = inputs(case, 40, 1, 2, 3, 3)

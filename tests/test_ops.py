@@ -89,7 +89,7 @@ def conv_agrees(a, device="cpu", **kw):
 
 
 @pytest.mark.parametrize("W", range(1, 10))
-@pytest.mark.parametrize("T", (1, 2, 3, 7, 33))
+@pytest.mark.parametrize("T", (1, 3, 7, 33))
 def test_conv_every_width_and_short_inputs(W, T):
     """T shorter than W - 1 too, where most of the window is state; W = 9 is PyTorch's."""
     for silu in (True, False):
@@ -162,54 +162,45 @@ def test_conv_in_pieces_equals_the_whole(T, W, cuts, start):
     assert torch.equal(s, torch.cat([past, x], 1)[:, T:])
 
 
-def test_conv_is_causal():
-    a = conv_inputs(1, 20, 5, 4)
-    y = causal_conv1d(**a)
-    a["x"][:, 12:] += 1
-    assert torch.equal(causal_conv1d(**a)[:, :12], y[:, :12])
+def laid_out_otherwise(x):
+    """The same numbers (A, B, D) as half of something wider, transposed, and in another order."""
+    wide = torch.full((*x.shape[:2], 2 * x.shape[2] + 6), math.nan, dtype=x.dtype)
+    wide[..., x.shape[2] + 3:-3] = x
+    yield wide[..., x.shape[2] + 3:-3]
+    yield x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16))
-def test_conv_views_equal_contiguous_to_the_bit(dtype):
-    a = conv_inputs(2, 20, 17, 4, dtype)
-    want, x = graded(causal_conv1d, a), a["x"]
-    wide = torch.full((2, 20, 40), math.nan, dtype=dtype)
-    wide[..., 20:37] = x
-    transposed = (x.transpose(i, j).contiguous().transpose(i, j) for i, j in ((1, 2), (0, 1)))
-    for view in (wide[..., 20:37], *transposed):
-        got = graded(causal_conv1d, {**a, "x": view})
-        assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
-    one = {**a, "x": x[:, :1].expand(2, 20, 17)}
-    want = graded(causal_conv1d, {**one, "x": one["x"].contiguous()})
-    got = graded(causal_conv1d, one)
+@pytest.mark.parametrize("f", (causal_conv1d, rms_norm))
+def test_views_equal_contiguous_to_the_bit(f, dtype):
+    a = conv_inputs(2, 20, 17, 4, dtype) if f is causal_conv1d else norm_inputs((6, 8, 17), dtype)
+    want = graded(f, a)
+    for name in ("x", "state") if "state" in a else ("x",):
+        for view in laid_out_otherwise(a[name]):
+            got = graded(f, {**a, name: view})
+            assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+    x = a["x"]
+    one = x[:, :1].expand(x.shape)
+    want, got = graded(f, {**a, "x": one.contiguous()}), graded(f, {**a, "x": one})
     assert all(torch.equal(got[n], want[n]) for n in want)
     x = x.clone().requires_grad_()
-    (g,) = torch.autograd.grad(causal_conv1d(x, a["weight"]).sum(), x)  # dy of stride 0
-    (h,) = torch.autograd.grad(causal_conv1d(x, a["weight"]), x, torch.ones(2, 20, 17, dtype=dtype))
+    (g,) = torch.autograd.grad(f(x, a["weight"]).sum(), x)  # dy of stride 0
+    (h,) = torch.autograd.grad(f(x, a["weight"]), x, torch.ones_like(x))
     assert torch.equal(g, h)
 
 
-def test_conv_states_of_any_strides():
-    a = conv_inputs(2, 12, 5, 4)
-    want = graded(causal_conv1d, a)
-    wide = torch.cat([a["state"], a["state"]], 2)[..., :5]
-    for state in (a["state"].transpose(1, 2).contiguous().transpose(1, 2), wide):
-        got = graded(causal_conv1d, {**a, "state": state})
-        assert not state.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
-
-
-def test_conv_extreme_values_stay_finite():
-    a = conv_inputs(1, 10, 17, 4)
-    for scale in (1e-30, 1e3, 1e6, 1e15):
-        assert all(torch.isfinite(v).all() for v in graded(causal_conv1d, {**a, "x": a["x"] * scale}).values())
+@pytest.mark.parametrize("scale", (0.0, 1e-30, 1e-15, 1e3, 1e6, 1e15))
+def test_extreme_values_stay_finite(scale):
+    for f, a in ((causal_conv1d, conv_inputs(1, 10, 17, 4)), (rms_norm, norm_inputs((4, 17)))):
+        assert all(v.isfinite().all() for v in graded(f, {**a, "x": a["x"] * scale}).values())
 
 
 def test_conv_misfits_are_one_line():
     a = conv_inputs(2, 6, 5, 4)
     for change, words in ((dict(weight=torch.ones(4, 4)), "(4, 4)"), (dict(bias=torch.ones(4)), "(4,)"),
-                          (dict(state=torch.ones(2, 4, 5)), "(2, 4, 5)"),
-                          (dict(weight=torch.ones(5, 1, 4)), "(5, 1, 4)"),
-                          (dict(weight=torch.ones(5, 0)), "(5, 0)"), (dict(x=torch.ones(6, 5)), "(6, 5)")):
+                          (dict(state=torch.ones(2, 4, 5)), "(2, 4, 5)"), (dict(weight=torch.ones(5, 0)), "(5, 0)"),
+                          (dict(weight=torch.ones(5, 1, 4)), "(5, 1, 4)"), (dict(x=torch.ones(6, 5)), "(6, 5)")):
         with pytest.raises(ValueError) as error:
             causal_conv1d(**{**a, **change})
         assert words in str(error.value) and "\n" not in str(error.value)
@@ -245,7 +236,7 @@ def norm_agrees(a, **kw):
 @pytest.mark.parametrize("D", (1, 2, 15, 16, 17, 300))
 @pytest.mark.parametrize("dtype", (F32, BF16))
 def test_rms_norm(D, dtype):
-    for shape in ((7, D), (2, 50, D), (2, 3, 5, D)):
+    for shape in ((D,), (1, D), (7, D), (63, D), (65, D), (2, 50, D), (2, 3, 5, D)):
         assert norm_agrees(norm_inputs(shape, dtype)) is True
 
 
@@ -254,12 +245,6 @@ def test_rms_norm_of_float16_is_pytorchs():
     a = norm_inputs((50, 33), F16)
     got, true = graded(rms_norm, a), graded(norm_true, double(a))
     assert all((got[n].double() - true[n]).norm() <= 2 * torch.finfo(F16).eps * true[n].norm() for n in true)
-
-
-def test_rms_norm_of_one_row_and_of_many():
-    for rows in (1, 63, 64, 65, 1000):
-        assert norm_agrees(norm_inputs((rows, 33))) is True
-    assert norm_agrees(norm_inputs((33,))) is True
 
 
 def test_rms_norm_under_autocast_rounds_only_the_result():
@@ -271,26 +256,6 @@ def test_rms_norm_under_autocast_rounds_only_the_result():
     assert all(agree(got[n], true[n]) for n in true)
     with torch.autocast("cpu", BF16):
         assert rms_norm(a["x"], a["weight"], backend="torch").dtype == BF16
-
-
-def test_rms_norm_views_equal_contiguous_to_the_bit():
-    a = norm_inputs((6, 8, 17))
-    want, x = graded(rms_norm, a), a["x"]
-    wide = torch.full((6, 8, 40), math.nan)
-    wide[..., 20:37] = x
-    transposed = (x.transpose(i, j).contiguous().transpose(i, j) for i, j in ((1, 2), (0, 1)))
-    for view in (wide[..., 20:37], *transposed):
-        got = graded(rms_norm, {**a, "x": view})
-        assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
-    row = x[:1].expand(6, 8, 17)
-    want, got = graded(rms_norm, {**a, "x": row.contiguous()}), graded(rms_norm, {**a, "x": row})
-    assert all(torch.equal(got[n], want[n]) for n in want)
-
-
-def test_rms_norm_of_zeros_and_extremes_is_finite():
-    a = norm_inputs((4, 17))
-    for scale in (0.0, 1e-15, 1e6, 1e15):
-        assert all(torch.isfinite(v).all() for v in graded(rms_norm, {**a, "x": a["x"] * scale}).values()), scale
 
 
 def test_rms_norm_misfits_are_one_line():
@@ -397,8 +362,8 @@ def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
 
     def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
                           return_last_state=False):
-        seen.append([tuple(a.shape) for a in (u, delta, A, B, C, D, z, delta_bias)]
-                    + [delta_softplus, return_last_state])
+        shapes = [tuple(a.shape) for a in (u, delta, A, B, C, D, z, delta_bias)]
+        seen.append([*shapes, delta_softplus, return_last_state])
         u, delta, B, C, z = (a.transpose(1, 2) for a in (u, delta, B, C, z))
         return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
 
@@ -407,8 +372,8 @@ def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
     rand = lambda *shape: torch.randn(*shape, generator=g)
     a = dict(u=rand(2, 9, 5), delta=rand(2, 9, 5), A=-rand(5, 3).exp(), B=rand(2, 9, 3), C=rand(2, 9, 3), D=rand(5),
              z=rand(2, 9, 5), delta_bias=rand(5))
-    got, true = graded(selective_scan, a, backend="fused", delta_softplus=True), graded(
-        selective_scan_ref, double(a), delta_softplus=True)
+    got = graded(selective_scan, a, backend="fused", delta_softplus=True)
+    true = graded(selective_scan_ref, double(a), delta_softplus=True)
     assert all(agree(got[n], true[n], true["y"].norm().item()) for n in true)
     wide, row = (2, 5, 9), (2, 3, 9)
     assert seen == [[wide, wide, (5, 3), row, row, (5,), wide, (5,), True, False]]
@@ -489,8 +454,8 @@ def test_gpu_loss_of_more_than_two_to_the_31_logits():
     x, weight, targets = loss_inputs(45000, 8, 50304, BF16, "cuda")
     ends = torch.tensor([*range(100), *range(-100, 0)])
     loss, dx, dweight = loss_and_gradients(linear_cross_entropy, x, weight, targets, float((targets != -1).sum()))
-    true = loss_and_gradients(in_two, x[ends].double(), weight.double(), targets[ends],
-                              float((targets[ends] != -1).sum()))
+    counted = float((targets[ends] != -1).sum())
+    true = loss_and_gradients(in_two, x[ends].double(), weight.double(), targets[ends], counted)
     assert loss.isfinite() and error(dx[ends], true[1]) < 0.01 and dweight.isfinite().all()
 
 
@@ -571,11 +536,11 @@ def test_loss_in_float16_is_scaled_before_sums_over_rows():
 @pytest.mark.parametrize("wanted", ("x", "weight"))
 def test_loss_makes_the_gradient_that_is_asked_for(wanted):
     x, weight, targets = loss_inputs(12, 4, 9)
-    both = dict(zip(("x", "weight"), loss_and_gradients(linear_cross_entropy, x, weight, targets)[1:], strict=True))
+    _, *both = loss_and_gradients(linear_cross_entropy, x, weight, targets)
     a = {"x": x, "weight": weight}
     a[wanted].requires_grad_()
     linear_cross_entropy(**a, targets=targets).backward()
-    assert torch.equal(a[wanted].grad, both[wanted])
+    assert torch.equal(a[wanted].grad, both[wanted == "weight"])
 
 
 def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch):
@@ -629,12 +594,9 @@ def test_opcheck():
     a = conv_inputs(1, 5, 3, 3)
     plain = list(a.values())
     torch.library.opcheck(ops.causal_conv1d.default, (*(v.clone().requires_grad_() for v in plain), True))
-    torch.library.opcheck(ops.causal_conv1d.default, (*plain[:2], None, None, False))
-    torch.library.opcheck(ops.causal_conv1d_backward.default, (torch.randn(1, 5, 3), *plain, True))
     torch.library.opcheck(ops.causal_conv1d_backward.default, (torch.randn(1, 5, 3), *plain[:2], None, None, True))
     x, weight = norm_inputs((4, 6)).values()
     torch.library.opcheck(ops.rms_norm.default, (x.requires_grad_(), weight.requires_grad_(), 1e-5, F32))
-    torch.library.opcheck(ops.rms_norm.default, (x.detach(), weight.detach(), 1e-5, BF16))
     torch.library.opcheck(ops.rms_norm_backward.default,
                           (torch.randn(4, 6), x.detach(), weight.detach(), 1e-5, F32, torch.rand(4)))
 

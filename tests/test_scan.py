@@ -13,7 +13,7 @@ the real ones pass. All outputs are filled with NaN first, so that an element le
 """
 
 import ctypes
-import gc
+import functools
 import math
 import os
 import re
@@ -103,7 +103,7 @@ def failures(a, through="both", slack=None, fast=longhorn_scan, slow=longhorn_sc
 
 # -------------------------------------------------------------------------------------------------- against the truth
 
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 129, 1000)
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 300)
 STATES = (1, 2, 3, 4, 5, 8, 16, 32, 64, 128)
 CHANNELS = (1, 5, 16, 17, 33)
 
@@ -135,14 +135,12 @@ def test_every_choice_of_optional_arguments(present):
 
 @pytest.mark.parametrize("wanted", NAMES)
 def test_gradient_of_one_argument_alone(wanted):
-    a = inputs(2, 40, 17, 16)
+    a, g = inputs(2, 40, 17, 16), torch.Generator().manual_seed(1)
     true = results(longhorn_scan_ref, a, wide=True)["d" + wanted]
     a[wanted].requires_grad_()
     y, hT = longhorn_scan(**a, return_state=True)
-    g = torch.Generator().manual_seed(1)
-    dy, dhT = torch.randn(y.shape, generator=g).to(BF16), torch.randn(hT.shape, generator=g)
-    (grad,) = torch.autograd.grad((y * dy).sum() + (hT * dhT).sum(), a[wanted])
-    assert distance(grad, true) <= 16 * EPS
+    dy, dhT = torch.randn(y.shape, generator=g).to(BF16).float(), torch.randn(hT.shape, generator=g)
+    assert distance(*torch.autograd.grad((y, hT), a[wanted], (dy, dhT)), true) <= 16 * EPS
 
 
 EXTREMES = [dict(key=1e-3), dict(key=1e3), dict(key=1e6), dict(logit=300.0), dict(logit=1000.0), dict(logit=0.0),
@@ -161,17 +159,6 @@ def test_extreme_values(kw, N):
     assert not failures(a, slack=slack)
     if N == 16:
         assert not {n for n, s in slack.items() if s > 2e-5}  # the slack is not what makes the usual size pass
-
-
-@pytest.mark.parametrize("dtype", (F32, BF16))
-def test_finite_inputs_give_finite_results(dtype):
-    for key in (0.0, 1e-20, 1.0, 1e10, 1e18):
-        for logit in (-1000.0, -300.0, -88.0, 0.0, 88.0, 1000.0):
-            a = inputs(1, 34, 17, 16, dtype, key=key)
-            a["dt"].fill_(logit)
-            a["z"][0, ::2], a["z"][0, 1::2] = 1000.0, -1000.0
-            got = results(longhorn_scan, a)
-            assert not [n for n, v in got.items() if not v.isfinite().all()], (key, logit)
 
 
 def test_scratch_memory_is_written_before_it_is_read():
@@ -258,13 +245,13 @@ def build_broken(mutants, folder):
 
 
 def suspicions(threads=2):
-    """The comparison in short: a few cases that between them reach every line of the scan's kernels."""
+    """The comparison in short, up to the first that fails of a few cases that reach every line of the kernels."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         cases = [inputs(1, 70, 33, 16), inputs(2, 70, 20, 3), inputs(1, 40, 16, 16, logit=300.0),
                  inputs(2, 33, 21, 16, BF16)]
-        return [name for a in cases for name in failures(a)]
+        return next(filter(None, map(failures, cases)), {})
     finally:
         torch.set_num_threads(before)
 
@@ -357,23 +344,6 @@ def test_state_norm_grows_at_most_by_half_of_every_value(T, N, seed, key):
     assert (hT.abs() <= a["h0"].abs()).all() and (hT * a["h0"] >= -1e-5 * a["h0"] ** 2).all()  # shrinks, keeps its sign
 
 
-@given(k=keys, S=finite, x=finite)
-@property_test
-def test_a_step_size_of_zero_leaves_the_state(k, S, x):
-    k = [max(-1e3, min(1e3, v)) for v in k]
-    after, _, before = one_step(longhorn_scan, EPS, k, -1000.0, x, [S] * len(k))
-    assert (after - before).abs().max() <= 1e-30
-
-
-@given(k=st.floats(-1e3, 1e3, width=32), S=st.floats(-10, 10, width=32), x=st.floats(-10, 10, width=32))
-@property_test
-def test_one_state_and_a_large_step_recall_the_value(k, S, x):
-    """S_1 k - x = (S_0 k - x) / (1 + beta k^2): nothing is left of the error for large keys."""
-    after, key, before = one_step(longhorn_scan, EPS, [k], 1000.0, x, [S])
-    left = (before * key - x) / (1 + key * key)
-    assert (after * key - x - left).abs() <= 8 * EPS * (abs(x) + abs(S * k) + abs(S) * max(1, abs(k)))
-
-
 @given(N=st.integers(1, 6), seed=st.integers(0, 1000), logit=st.floats(-5, 5), key=st.sampled_from([0.1, 1.0, 10.0]))
 @property_test
 def test_a_step_minimises_eq5(N, seed, logit, key):
@@ -409,13 +379,12 @@ def test_chunks_with_carried_state_equal_the_whole(cuts, N, dtype):
     assert torch.equal(torch.cat(ys, 1), want) and torch.equal(h, hT)
 
 
-@pytest.mark.parametrize("cut", (1, 31, 32, 45))
+@pytest.mark.parametrize("cut", (1, 32, 45))
 def test_gradients_through_two_chunks_equal_the_whole(cut):
-    def two(x, dt, k, q, z, h0, D, dt_bias, return_state):
-        first = {n: v[:, :cut] for n, v in (("x", x), ("dt", dt), ("k", k), ("q", q), ("z", z))}
-        second = {n: v[:, cut:] for n, v in (("x", x), ("dt", dt), ("k", k), ("q", q), ("z", z))}
-        y1, h = longhorn_scan(**first, D=D, dt_bias=dt_bias, h0=h0, return_state=True)
-        y2, h = longhorn_scan(**second, D=D, dt_bias=dt_bias, h0=h, return_state=True)
+    def two(h0, D, dt_bias, return_state, **a):
+        rest = dict(D=D, dt_bias=dt_bias, return_state=True)
+        y1, h = longhorn_scan(**{n: v[:, :cut] for n, v in a.items()}, h0=h0, **rest)
+        y2, h = longhorn_scan(**{n: v[:, cut:] for n, v in a.items()}, h0=h, **rest)
         return torch.cat([y1, y2], 1), h
 
     a = inputs(2, 70, 19, 16)
@@ -443,16 +412,14 @@ def test_two_runs_agree_to_the_bit(B, D, N):
 
 def views(v):
     """The same numbers laid out otherwise, by name."""
-    wide = torch.full((*v.shape[:-1], 2 * v.shape[-1] + 3), math.nan, dtype=v.dtype)
-    half, middle, step = wide.clone(), wide.clone(), wide.clone()
-    half[..., v.shape[-1] + 3:] = v
-    middle[..., 1:1 + v.shape[-1]] = v
-    step[..., 0:2 * v.shape[-1]:2] = v
+    n = v.shape[-1]
+    half, middle, step = (torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype) for _ in range(3))
+    half[..., n + 3:], middle[..., 1:1 + n], step[..., 0:2 * n:2] = v, v, v
     every = torch.full((v.shape[0], 2 * v.shape[1], v.shape[2]), math.nan, dtype=v.dtype)
     every[:, 1::2] = v
-    yield "half of a projection", half[..., v.shape[-1] + 3:]
-    yield "slice of a projection at an odd offset", middle[..., 1:1 + v.shape[-1]]
-    yield "every second column", step[..., 0:2 * v.shape[-1]:2]
+    yield "half of a projection", half[..., n + 3:]
+    yield "slice of a projection at an odd offset", middle[..., 1:1 + n]
+    yield "every second column", step[..., 0:2 * n:2]
     yield "every second step", every[:, 1::2]
     yield "(T, B, D) transposed", v.transpose(0, 1).contiguous().transpose(0, 1)
     yield "(B, D, T) transposed", v.transpose(1, 2).contiguous().transpose(1, 2)
@@ -490,8 +457,8 @@ def test_gradients_that_arrive_as_views():
     for use in (lambda y: y, lambda y: y.transpose(1, 2).contiguous() * torch.arange(35.0),
                 lambda y: y[:, ::2], lambda y: y[..., 3:9]):
         got = torch.autograd.grad(use(longhorn_scan(**a)).sum(), list(a.values()))
-        want = torch.autograd.grad(use(longhorn_scan_ref(**{n: v.double() for n, v in a.items()})).sum(),
-                                   list(a.values()))
+        true = use(longhorn_scan_ref(**{n: v.double() for n, v in a.items()})).sum()
+        want = torch.autograd.grad(true, list(a.values()))
         assert all(distance(u, v.double()) <= 32 * EPS for u, v in zip(got, want, strict=True))
 
 
@@ -503,18 +470,14 @@ def op_arguments(a):
 
 
 def test_opcheck():
-    a = {n: v.requires_grad_() for n, v in inputs(1, 34, 3, 2).items()}
-    args = op_arguments(a)
+    args = op_arguments({n: v.requires_grad_() for n, v in inputs(1, 34, 3, 2).items()})
     torch.use_deterministic_algorithms(False)
     rest = (None, "longhorn")  # cu_seqlens, update
     torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, *rest, True))
-    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args[:4], *[None] * 5, *rest, True))
     plain = [None if v is None else v.detach() for v in args]
     y, hT, chunks = torch.ops.longhorn.scan(*plain, *rest, True)
-    torch.library.opcheck(torch.ops.longhorn.scan.default, (*plain, *rest, False))
-    backward = torch.ops.longhorn.scan_backward.default
-    torch.library.opcheck(backward, (torch.randn_like(y), torch.randn_like(hT), *plain, *rest, True, chunks))
-    torch.library.opcheck(backward, (torch.randn_like(y), None, *plain[:4], *[None] * 5, *rest, True, chunks))
+    torch.library.opcheck(torch.ops.longhorn.scan_backward.default,
+                          (torch.randn_like(y), None, *plain[:4], *[None] * 5, *rest, True, chunks))
 
 
 def test_mixed_dtypes_are_promoted():
@@ -529,9 +492,8 @@ def test_inside_activation_checkpointing(backend):
     a = inputs(2, 70, 17, 3)
     want = results(longhorn_scan, a, backend=backend)
 
-    def f(x, dt, k, q, D, z, dt_bias, h0, return_state):
-        run = lambda *args: longhorn_scan(*args, backend=backend)
-        return checkpoint(run, x, dt, k, q, D, z, dt_bias, h0, return_state, use_reentrant=False)
+    def f(*, return_state, **a):
+        return checkpoint(longhorn_scan, **a, return_state=return_state, backend=backend, use_reentrant=False)
 
     got = results(f, a)
     assert all(torch.equal(got[n], want[n]) for n in want)
@@ -570,38 +532,9 @@ def test_native_keeps_the_inputs_and_the_chunk_states():
     chunks = 4 * B * math.ceil(T / build.CHUNK) * D * N
     assert saved_bytes(longhorn_scan, a) <= given + chunks
     assert given + chunks < 4 * B * T * D * N / 2
-    short = {n: v[:, :128].contiguous() if v.dim() == 3 and n != "h0" else v for n, v in inputs(B, T, D, N).items()}
-    assert saved_bytes(whole_loop, short) > 3 * 4 * B * 128 * D * N  # the hook sees a loop that keeps every state
-
-
-def bytes_in_use():
-    """What malloc has handed out and not got back: freed memory that the process keeps does not count."""
-    fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo2 is None:
-        pytest.skip("only glibc 2.33 and later counts what is in use")
-    mallinfo2.restype = type("mallinfo2", (ctypes.Structure,), {"_fields_": [(f, ctypes.c_size_t) for f in fields]})
-    info = mallinfo2()
-    return info.uordblks + info.hblkhd
-
-
-def test_torch_backend_recomputes():
-    """Memory in use with the graph alive: checkpoints hold their inputs where the hooks above do not see them. The
-    nodes of the graph take 15 kB a step whatever D and N, so these are large enough for the states to outweigh them."""
-    B, T, D, N = 1, 200, 256, 64
-
-    def grown(f):
-        a = {n: v.requires_grad_() for n, v in inputs(B, T, D, N).items()}
-        gc.collect()
-        before = bytes_in_use()
-        y, hT = f(**a, return_state=True)
-        return bytes_in_use() - before
-
-    for backend in ("torch", "cpu"):
-        f = lambda backend=backend, **a: longhorn_scan(**a, backend=backend)
-        grown(f)  # whatever the first call loads
-        assert grown(f) < 0.5 * 4 * B * T * D * N
-    assert grown(whole_loop) > 2 * 4 * B * T * D * N
+    short = {n: v[:, :512].contiguous() if v.dim() == 3 and n != "h0" else v for n, v in inputs(B, T, D, N).items()}
+    assert saved_bytes(whole_loop, short) > 3 * 4 * B * 512 * D * N  # the hook sees a loop that keeps every state
+    assert saved_bytes(functools.partial(longhorn_scan, backend="torch"), short) < 4 * B * 512 * D * N  # it recomputes
 
 
 def test_backward_without_states_says_so():
@@ -617,20 +550,16 @@ def test_backward_without_states_says_so():
 BAD = {
     "x of two dimensions": (dict(x=torch.zeros(4, 3)), "x must be (B, T, D)", "(4, 3)"),
     "no steps": (dict(x=torch.zeros(2, 0, 3)), "at least 1", "(2, 0, 3)"),
-    "no states": (dict(k=torch.zeros(2, 4, 0)), "at least 1", "(2, 4, 0)"),
     "dt of another length": (dict(dt=torch.zeros(2, 5, 3)), "dt must be (2, 4, 3)", "(2, 5, 3)"),
     "k of another batch": (dict(k=torch.zeros(1, 4, 2)), "k must be (2, 4, 2)", "(1, 4, 2)"),
     "q of another size": (dict(q=torch.zeros(2, 4, 7)), "q must be (2, 4, 2)", "(2, 4, 7)"),
-    "D of another width": (dict(D=torch.zeros(4)), "D must be (3,)", "(4,)"),
     "z of another shape": (dict(z=torch.zeros(2, 4, 1)), "z must be (2, 4, 3)", "(2, 4, 1)"),
     "dt_bias of another shape": (dict(dt_bias=torch.zeros(1, 3)), "dt_bias must be (3,)", "(1, 3)"),
     "h0 transposed": (dict(h0=torch.zeros(2, 2, 3)), "h0 must be (2, 3, 2)", "(2, 2, 3)"),
     "integers": (dict(dt=torch.zeros(2, 4, 3, dtype=torch.int64)), "dt must be floating point", "torch.int64"),
-    "integer x": (dict(x=torch.zeros(2, 4, 3, dtype=torch.int32)), "x must be floating point", "torch.int32"),
     "complex": (dict(q=torch.zeros(2, 4, 2, dtype=torch.complex64)), "q must be floating point", "torch.complex64"),
     "another device": (dict(k=torch.zeros(2, 4, 2, device="meta")), "k is on meta", "x on cpu"),
     "no dt": (dict(dt=None), "dt must be (2, 4, 3)", "None"),
-    "no k": (dict(k=None), "k", "None"),
 }
 
 
@@ -672,23 +601,13 @@ def test_what_is_no_tensor_of_floats_is_one_line(kind):
             f(a["x"], NO_TENSORS[kind](a["dt"]), A, a["k"], a["q"])
 
 
-@pytest.mark.parametrize("cu", [[0, 4], "04", 4, torch.tensor([0, 4]).numpy(), torch.tensor([0, 4]).to_sparse()],
-                         ids=type)
-def test_cu_seqlens_that_are_no_tensor_are_one_line(cu):
-    with pytest.raises(ValueError, match=r"^scan: cu_seqlens must be [^\n]*$"):
-        longhorn_scan(**inputs(1, 4, 3, 2), cu_seqlens=cu)
-
-
-def test_cpu_backend_of_tensors_elsewhere_and_of_float64():
-    with pytest.raises(RuntimeError, match="the tensors are on meta"):
-        longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
-    with pytest.raises(RuntimeError, match="float32, bfloat16, float16, got float64: use"):
-        longhorn_scan(**{n: v.double() for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
+@pytest.mark.parametrize("to,words", [("meta", "the tensors are on meta"),
+                                      (torch.float64, "float32, bfloat16, float16, got float64: use")])
+def test_cpu_backend_of_tensors_elsewhere_and_of_float64(to, words):
+    with pytest.raises(RuntimeError, match=words):
+        longhorn_scan(**{n: v.to(to) for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
 
 
 def test_meta_tensors_have_shapes():
     y, hT = longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2, BF16).items()}, return_state=True)
     assert (y.shape, y.dtype, hT.shape, hT.dtype) == ((1, 2, 3), BF16, (1, 3, 2), F32)
-    with pytest.raises(ValueError, match="cu_seqlens is on meta"):
-        longhorn_scan(**{n: v.to("meta") for n, v in inputs(1, 2, 3, 2).items()},
-                      cu_seqlens=torch.zeros(2).long().to("meta"))

@@ -49,8 +49,7 @@ def failures_of(update, a, **kw):
 
 
 @OTHERS
-@pytest.mark.parametrize("T,D,N", [(1, 17, 16), (31, 5, 3), (32, 16, 16), (33, 33, 8), (70, 17, 4), (129, 20, 16),
-                                   (40, 3, 1), (37, 18, 64)])
+@pytest.mark.parametrize("T,D,N", [(1, 17, 16), (33, 33, 8), (70, 17, 4), (129, 20, 16), (40, 3, 1), (37, 18, 64)])
 def test_kernels_agree_with_the_loop(update, T, D, N):
     assert not failures_of(update, inputs_of(update, 2, T, D, N))
 
@@ -71,15 +70,13 @@ def test_optional_arguments(update, without):
 
 
 @OTHERS
-@pytest.mark.parametrize("kw", [dict(key=1e-3), dict(key=1e3), dict(logit=1000.0), dict(logit=300.0), dict(logit=30.0),
-                                dict(value=1e6), dict(key=1e3, logit=1000.0)], ids=str)
+@pytest.mark.parametrize("kw", [dict(key=1e-3), dict(key=1e3), dict(logit=300.0), dict(value=1e6),
+                                dict(key=1e3, logit=1000.0)], ids=str)
 def test_extreme_values(update, kw):
     """Where float32 itself is ill-conditioned the kernels may err four times as much as the loop does in float32."""
     a = inputs_of(update, 2, 40, 17, 8, **kw)
-    if update == "mamba" and kw.get("logit", 0) > 100:
+    if update.startswith("mamba"):
         a["dt"] = a["dt"].clamp(max=30)  # a delta of 1000 is no step size: its state overflows in the loop too
-    if update == "mamba without softplus":
-        a["dt"] = a["dt"].clamp(max=30)
     fast, slow = SCANS[update]
     true, loop = results(slow, a, wide=True), results(slow, a)
     got = results(fast, a)
@@ -88,12 +85,15 @@ def test_extreme_values(update, kw):
     assert not failures_of(update, a, slack=slack)
 
 
-@OTHERS
+@EVERY
 def test_finite_inputs_give_finite_results(update):
-    for key in (0.0, 1e-20, 1e10):
-        for logit in (-1000.0, -88.0, 0.0, 20.0):
+    for key in (0.0, 1e-20, 1e10, 1e18):
+        for logit in (-1000.0, -88.0, 0.0, 20.0, 1000.0):
+            if update.startswith("mamba") and (logit > 20 or key > 1e10):
+                continue  # no step size and no key: its state overflows in the loop too
             a = inputs_of(update, 1, 34, 17, 16, key=key)
             a["dt"].fill_(max(logit, 0.0) if update == "mamba without softplus" else logit)
+            a["z"][0, ::2], a["z"][0, 1::2] = 1000.0, -1000.0
             got = results(SCANS[update][0], a)
             assert not [n for n, v in got.items() if not v.isfinite().all()], (key, logit)
 
@@ -118,14 +118,20 @@ def test_the_loops_pass_gradcheck(update):
 
 
 @EVERY
-def test_torch_backend_and_compiled_graph(update):
+def test_torch_backend(update):
     a = inputs_of(update, 2, 70, 5, 4)
     fast, slow = SCANS[update]
     want, got = results(slow, a, wide=True), results(fast, a, wide=True, backend="torch")
     assert all(distance(got[n], want[n]) <= 1e-13 for n in want)
-    want = results(fast, a)
+
+
+@pytest.mark.parametrize("update,lengths", [("longhorn", [8, 12]), ("mamba", None)])
+def test_compiles_as_one_graph(update, lengths):
+    a, cu = packed(update, lengths, 5, 4) if lengths else (inputs_of(update, 2, 70, 5, 4), None)
+    fast = SCANS[update][0]
+    want = results(fast, a, cu_seqlens=cu)
     torch._dynamo.reset()
-    got = results(torch.compile(fast, fullgraph=True, backend="aot_eager"), a)
+    got = results(torch.compile(fast, fullgraph=True, backend="aot_eager"), a, cu_seqlens=cu)
     assert all(torch.equal(got[n], want[n]) for n in want)
 
 
@@ -182,28 +188,13 @@ def test_several_gradients_at_once():
         assert all(torch.equal(g[i], want) for g, want in zip(got, backward(dy, dhT), strict=True))
 
 
-def test_a_graph_compiled_before_knows_of_forward_mode():
-    a, seen = inputs(1, 5, 3, 2), []
-    torch._dynamo.reset()
-    compiled = torch.compile(longhorn_scan, backend="aot_eager")
-    for f in (longhorn_scan, compiled):
-        f(**a)
-        with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(f(**{**a, "x": forward_ad.make_dual(a["x"], a["z"])})).tangent
-        seen.append((tangent, torch.func.grad(lambda x, f=f: f(**{**a, "x": x}).sum())(a["x"])))
-    assert all(u.norm() > 0 and torch.equal(u, v) for u, v in zip(*seen, strict=True))
-
-
-@OTHERS
-def test_opcheck(update):
-    a = inputs_of(update, 1, 34, 3, 2)
+def test_opcheck():
+    a = inputs_of("mamba", 1, 34, 3, 2)
     cu = torch.tensor([0, 33, 34])  # leaves no gap in the chunk states, whose unwritten numbers would differ
     a["h0"] = torch.zeros(2, 3, 2)
-    names = ("x", "dt", "k", "q", "A", "D", "z", "dt_bias", "h0")
-    args = [a[n].requires_grad_() if n in a else None for n in names]
+    args = [a[n].requires_grad_() for n in ("x", "dt", "k", "q", "A", "D", "z", "dt_bias", "h0")]
     torch.use_deterministic_algorithms(False)
-    name = {"mamba": "mamba_softplus", "mamba without softplus": "mamba"}.get(update, update)
-    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, cu, name, True))
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, cu, "mamba_softplus", True))
 
 
 # ------------------------------------------------------------------------------------- the loops against other formulas
@@ -268,8 +259,7 @@ def packed(update, lengths, D, N, dtype=F32):
 
 
 @EVERY
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [32, 32], [31, 33, 1, 64], [3, 0, 40, 0], [0, 7], [70, 5, 64, 20]],
-                         ids=str)
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [32, 32], [31, 33, 1, 64], [3, 0, 40, 0]], ids=str)
 def test_packed_sequences_are_separate_sequences(update, lengths):
     """The kernels with cu_seqlens, against the float64 loop over each sequence alone; every gradient."""
     a, cu = packed(update, lengths, 17, 16)
@@ -299,20 +289,13 @@ def test_packed_without_h0_starts_from_zero():
     assert not torch.equal(y, longhorn_scan(**a))
 
 
-def test_packed_compiles_as_one_graph():
-    a, cu = packed("longhorn", [8, 12], 5, 4)
-    want = results(longhorn_scan, a, cu_seqlens=cu)
-    torch._dynamo.reset()
-    got = results(torch.compile(longhorn_scan, fullgraph=True, backend="aot_eager"), a, cu_seqlens=cu)
-    assert all(torch.equal(got[n], want[n]) for n in want)
-
-
 @pytest.mark.parametrize("cu,words", [
     (torch.tensor([0, 5]), ["rise from 0 to T = 20", "[0, 5]"]), (torch.tensor([1, 20]), ["rise from 0"]),
     (torch.tensor([0, 12, 8, 20]), ["rise from 0", "[0, 12, 8, 20]"]), (torch.tensor([20]), ["(S + 1,)", "(1,)"]),
     (torch.tensor([0.0, 20.0]), ["int32 or int64", "float32"]),
     (torch.tensor([0, 20], device="meta"), ["cu_seqlens is on meta"]),
-    (torch.tensor([[0, 20]]), ["(1, 2)"])], ids=str)
+    (torch.tensor([[0, 20]]), ["(1, 2)"]), ([0, 20], ["cu_seqlens must be"]),
+    (torch.tensor([0, 20]).numpy(), ["cu_seqlens must be"])], ids=str)
 def test_wrong_cu_seqlens_are_one_line(cu, words):
     a, _ = packed("longhorn", [8, 12], 5, 4)
     del a["h0"]
