@@ -524,13 +524,6 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
         build.build_cuda("longhorn", BF16, PAIRS, "sm_90", folder=tmp_path)
 
 
-def test_shapes_tested_on_a_gpu_reach_every_kernel():
-    """On an H200: as many lanes as channels, more, single channels, and segments."""
-    chosen = [build.cuda_shape(*shape, 132) for shape in TESTED]
-    assert {PAIRS, (8, 8, 2), (4, 4, 2), (4, 4, 1), (4, 1, 1)} <= set(chosen)
-    assert max(segments(*shape)[1] for shape in TESTED) > 10
-
-
 def segments(B, T, D, N, multiprocessors=132):
     """Of the forward and of the backward."""
     _, L, C = build.cuda_shape(B, T, D, N, multiprocessors)
@@ -554,11 +547,10 @@ def test_shape_of_the_state():
         assert build.cuda_shape(B, T, 1536, 16, 132) == shape and segments(B, T, 1536, 16) == wanted
 
 
-@pytest.mark.parametrize("T", (1, 31, 32, 33, 128, 1000, 65536))
+@pytest.mark.parametrize("T", (1, 31, 32, 33, 1000, 65536))
 def test_segments_cover_T_in_whole_chunks(T):
-    for wanted in (1, 2, 3, 7, 22):
-        sizes = build.segment_sizes(T, wanted)
-        S, segment_T = sizes["segments"], sizes["segment_T"]
+    for wanted in (1, 2, 7, 22):
+        S, segment_T = build.segment_sizes(T, wanted).values()
         assert 1 <= S <= wanted and segment_T % build.CHUNK == 0 and (S - 1) * segment_T < T <= S * segment_T
 
 

@@ -186,14 +186,11 @@ MUTANTS = {  # name: (a piece of longhorn_scan.cu or lanes.h, the same with a mi
                                                 "*before = kept.S + (t + (BROKEN ? 1 : 0)) * N, *decays"),
     "dq from the state before the step": ("gated * S;", "gated * (BROKEN ? kept.S[t * N + j] : S);"),
     "gate without its derivative": ("(1.0f + z * (1.0f - sig))", "(1.0f + (BROKEN ? 0.0f : 1.0f) * z * (1.0f - sig))"),
-    "dz forgets the skip": ("dy * (y[0] + y[1])", "dy * (y[0] + y[1] - (BROKEN ? 1.0f : 0.0f) * in.skip * s.x)"),
     "chunk states of the chunk before": ("(row.chunk + chunk)", "(row.chunk + chunk - (BROKEN && chunk))"),
     "gradient does not decay": ("return g - k * gek", "return BROKEN ? g : g - k * gek"),
     "gradient through hT is lost": ("a.dhT ? a.dhT", "a.dhT && !BROKEN ? a.dhT"),
-    "h0 is ignored": ("a.h0 ? a.h0", "a.h0 && !BROKEN ? a.h0"),
     "dx without the skip": ("d.dx + in.skip * dy", "BROKEN ? d.dx : d.dx + in.skip * dy"),
     "ddt without exp(-dt)": ("{dx, de * (s.size * s.slope),", "{dx, de * (BROKEN ? s.size : s.size * s.slope),"),
-    "ddt_bias of one step only": ("*out.dbias += d.ddt", "*out.dbias = BROKEN ? d.ddt : *out.dbias + d.ddt"),
     "exponent is not clamped": ("maximum(v, -87.0f), 88.0f)", "maximum(v, -87.0f), BROKEN ? 1e9f : 88.0f)"),
     "exponential with a short polynomial": ("p * r + 5.0000001201e-1f", "(BROKEN ? vec{} : p) * r + 5.0000001201e-1f"),
     "step size without |k|^2": ("to.kk[t] = sum;", "to.kk[t] = BROKEN ? 0.0f : sum;"),
@@ -331,19 +328,6 @@ def test_a_step_moves_between_the_state_and_its_target(f, unit, k, dt, x, S):
     assert after.norm() <= before.norm() + abs(x) / 2 + 16 * unit * (before.norm() + abs(x))  # |eps x k| <= |x| / 2
 
 
-@given(T=st.integers(1, 70), N=st.integers(1, 20), seed=st.integers(0, 1000),
-       key=st.sampled_from([1e-3, 1.0, 30.0, 1e4]))
-@property_test
-def test_state_norm_grows_at_most_by_half_of_every_value(T, N, seed, key):
-    a = inputs(1, T, 3, N, key=key, seed=seed)
-    _, hT = longhorn_scan(**a, return_state=True)
-    bound = a["h0"][0].norm(dim=1) + a["x"][0].abs().sum(0) / 2
-    assert (hT[0].norm(dim=1) <= bound * (1 + 1e-5)).all()
-    a["x"].zero_()
-    _, hT = longhorn_scan(**a, return_state=True)
-    assert (hT.abs() <= a["h0"].abs()).all() and (hT * a["h0"] >= -1e-5 * a["h0"] ** 2).all()  # shrinks, keeps its sign
-
-
 @given(N=st.integers(1, 6), seed=st.integers(0, 1000), logit=st.floats(-5, 5), key=st.sampled_from([0.1, 1.0, 10.0]))
 @property_test
 def test_a_step_minimises_eq5(N, seed, logit, key):
@@ -437,18 +421,6 @@ def test_views_equal_contiguous_to_the_bit(dtype, D, N):
             assert all(torch.equal(got[n], want[n]) for n in want), (name, kind)
     got = results(longhorn_scan, {**a, "h0": a["h0"].transpose(1, 2).contiguous().transpose(1, 2)})
     assert all(torch.equal(got[n], want[n]) for n in want)
-
-
-@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
-def test_expanded_inputs(dims):
-    """Stride 0: one row for the whole batch, one step for all time, one number for all channels."""
-    a = inputs(2, 35, 17, 16)
-    for name in ("x", "dt", "k", "q", "z"):
-        small = a[name][tuple(slice(0, 1) if d in dims else slice(None) for d in range(3))]
-        view = small.expand_as(a[name])
-        want = results(longhorn_scan, {**a, name: view.contiguous()})
-        got = results(longhorn_scan, {**a, name: view})
-        assert all(torch.equal(got[n], want[n]) for n in want), name
 
 
 def test_gradients_that_arrive_as_views():

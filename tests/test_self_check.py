@@ -139,21 +139,14 @@ FAMILIES = {
     "own": [Own],
 ''')]
 
-BRANCH = "            y, s = branch(h, s)\n            h = h + y\n"
-LAYER = "    def forward(self, h, state=None):\n        after = []"
 HYBRID = {"pattern": "longhorn*3,llama"}
 TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling follows
     "keys and queries normalised": (
         "longhorn", MODEL(SCAN, f"        k, q = F.normalize(k, dim=-1), F.normalize(q, dim=-1)\n{SCAN}")),
-    "no gate": ("longhorn", MODEL(SCAN, SCAN.replace("z, h0", "None, h0"))),
     "dt - 0.7": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("dt,", "dt - 0.7,", 1))),
-    "gelu behind the convolution": ("longhorn", MODEL(CONV, f"F.gelu({CONV[:-1]}, silu=False))")),
     "A times 2": ("mamba", MODEL("A = -self.A_log.exp()", "A = -2 * self.A_log.exp()")),
     "label smoothing in both": ("llama", [SMOOTH, ONE_LOSS]),
-    "another eps of the norms": ("llama", MODEL("self.weight, 1e-5, backend", "self.weight, 1e-6, backend")),
     "decay of GLA": ("gla", MODEL("self.forget2(self.forget1(x))) / 16", "self.forget2(self.forget1(x))) / 8")),
-    "parallel branches": ("llama", MODEL(BRANCH, BRANCH.replace("(h, s)", "(start, s)")) + MODEL(
-        LAYER, LAYER.replace("after = []", "after, start = [], h"))),
     "half the step size in kernel and loop": ("longhorn", [HALF, HALF_FORWARD, HALF_BACKWARD]),
     "a hybrid's mixer": (HYBRID, MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
 }
@@ -164,8 +157,6 @@ BLOCK = ("model.py: ScanBlock.forward", *STATE)
 STOPS = {  # what is edited: (family, edits, places that the line names)
     "label smoothing of the logits' loss": ("llama", [SMOOTH], LOSSES),
     "a cap of the logits": ("longhorn", [CAP], LOSSES),
-    "a factor in the loss alone": (
-        "gla", OPS("-torch.where(counts, log_p, 0)", "-torch.where(counts, 0.9 * log_p, 0)"), LOSSES),
     "half the step size in the loop": ("longhorn", [HALF], SCANS),
     "half the step size in loop and kernel, the kernel's backward left": ("longhorn", [HALF, HALF_FORWARD], SCANS),
     "gelu in the plain convolution": ("mamba", OPS("return F.silu(y) if silu", "return F.gelu(y) if silu"),
@@ -174,8 +165,6 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
                                  ("kernels/conv_norm.cu: norm_forward_rows", "kernels/ops.py: rms_norm")),
     "decay of GLA's chunks": ("gla", LINEAR("all_ = g.exp()", "all_ = (2 * g).exp()"),
                               ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
-    "decay of RetNet's loop": (
-        "retnet", LINEAR("S, before = w * S + kv", "S, before = w * w * S + kv"), LOOP("retention")),
     "bonus of RWKV-4's loop": (
         "rwkv4", LINEAR("(top - seen).exp(), (bonus + k_t", "(top - seen).exp(), (2 * bonus + k_t"), LOOP("wkv4")),
     "beta of DeltaNet's chunks": (
@@ -193,8 +182,6 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
         ("model.py: Attention.forward", *STATE)),
     "the token before": ("rwkv", [("mixers.py", "if last is None else last[:, None].to(x.dtype)", "")],
                          ("model.py: RWKVTimeMix.forward", "model.py: RWKVChannelMix.forward", *STATE)),
-    "a state that gets no gradient": ("retnet", MODEL("back).transpose(2, 3)  #", "back).transpose(2, 3).detach()  #"),
-                                      ("model.py: Retention.forward", *STATE)),
 }
 
 
