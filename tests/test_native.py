@@ -151,13 +151,6 @@ def test_one_openmp_runtime():
 
 # -------------------------------------------------------------------------------------------------------- native vs .cu
 
-def test_constants_agree():
-    lib = build.library()
-    assert lib.longhorn_chunk() == build.CHUNK
-    assert lib.longhorn_lanes() in (4, 8, 16)
-    assert lib.longhorn_max_width() == 8
-
-
 @pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
 def test_fields_stand_in_the_same_order(struct):
     """The size check cannot see two fields exchanged: compare the names."""
@@ -230,9 +223,8 @@ def test_what_runs_is_said_once_and_by_one_rank(request, monkeypatch, tmp_path, 
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'cp {built} "$out"'))
     build.library()
     build.library()
-    line = capfd.readouterr().err
-    assert re.fullmatch(r"native kernels: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n",
-                        line), line
+    line = r"native kernels: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n"
+    assert re.fullmatch(line, capfd.readouterr().err)
     build.library.cache_clear()
     build.library()
     assert "(cached)" in capfd.readouterr().err
@@ -347,10 +339,6 @@ def test_plain_knows_its_operators():
     with pytest.raises(ValueError, match="plain: unknown operator 'scan': choose from longhorn_scan,"):
         with build.plain("rms_norm", "scan"):
             pass
-    for places in build.BODIES.values():
-        for place in places:
-            file, name = place.split(": ")
-            assert name in (ROOT / file).read_text(), place
 
 
 @pytest.mark.parametrize("op", CALLS)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build, fused, ops
 from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
-from kernels.scan import selective_scan, selective_scan_ref
+from kernels.scan import longhorn_scan, selective_scan, selective_scan_ref
 
 EPS = torch.finfo(torch.float32).eps
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -646,10 +646,13 @@ def test_torch_func_and_forward_mode_are_right():
 
 
 def test_second_derivative_is_refused():
-    for f, a in ((causal_conv1d, conv_inputs(2, 6, 5, 4)), (rms_norm, norm_inputs((4, 17)))):
+    x = torch.randn(1, 5, 3)
+    for f, name, a in ((causal_conv1d, "causal_conv1d", conv_inputs(2, 6, 5, 4)),
+                       (rms_norm, "rms_norm", norm_inputs((4, 17))),
+                       (longhorn_scan, "scan", dict(x=x, dt=x.cos(), k=x.sin(), q=x.exp()))):
         a["x"].requires_grad_()
         (g,) = torch.autograd.grad(f(**a).square().sum(), a["x"], create_graph=True)
-        with pytest.raises(RuntimeError, match=rf"^{f.__name__}: the kernels are differentiable once: use [^\n]*$"):
+        with pytest.raises(RuntimeError, match=rf"^{name}: the kernels are differentiable once: use [^\n]*$"):
             torch.autograd.grad(g.sum(), a["x"])
         (g,) = torch.autograd.grad(f(**a, backend="torch").square().sum(), a["x"], create_graph=True)
         assert torch.autograd.grad(g.sum(), a["x"])[0].norm() > 0

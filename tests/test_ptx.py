@@ -13,7 +13,6 @@ import sys
 
 import pytest
 import test_updates
-import torch
 from test_cuda import BF16, COMPILER, CPU_PART, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
 from test_scan import failures, inputs, results, source_text
 
@@ -86,14 +85,6 @@ def test_packed_sequences(emitted, monkeypatch):
     run(monkeypatch, emitted("mamba", F32, *PAIRS))
     a, cu = test_updates.packed("mamba", [3, 0, 40, 32, 0], 130, 16)
     assert not test_updates.failures_of("mamba", a, cu_seqlens=cu)
-
-
-def test_optional_arguments_and_views(emitted, monkeypatch):
-    run(monkeypatch, emitted("longhorn", F32, 4, 4, 1))
-    assert not failures(inputs(1, 35, 18, 16, without=("D", "z", "dt_bias", "h0")))
-    a = inputs(2, 20, 10, 16)
-    a["x"], a["z"] = torch.cat([a["x"], a["z"]], -1).chunk(2, -1)
-    assert not failures(a)
 
 
 @pytest.mark.parametrize("kw", [dict(logit=300.0), dict(key=1e6, logit=1000.0)])

@@ -120,17 +120,11 @@ def test_every_state_size_and_width(D, N):
     assert not failures(inputs(1 + D % 3, 37, D, N))
 
 
-@pytest.mark.parametrize("through", ("y", "hT"))
-@pytest.mark.parametrize("N", (3, 16))
-def test_gradients_through_one_output_only(through, N):
-    assert not failures(inputs(3, 40, 17, N), through)
-
-
 @pytest.mark.parametrize("present", range(16))
 def test_every_choice_of_optional_arguments(present):
     without = [n for i, n in enumerate(OPTIONAL) if not present >> i & 1]
     assert not failures(inputs(2, 35, 18, 16, without=without))
-    assert not failures(inputs(1, 5, 18, 3, without=without), "y")
+    assert not failures(inputs(3, 40, 18, 3, without=without), "hT" if present % 3 else "y")
 
 
 @pytest.mark.parametrize("wanted", NAMES)
@@ -181,15 +175,12 @@ def test_scratch_memory_is_written_before_it_is_read():
 MUTANTS = {  # name: (a piece of longhorn_scan.cu or lanes.h, the same with a mistake that BROKEN switches on)
     "dk without the -2k deps term": ("2.0f * keys.k[t * N + j] * sums_kk[t]",
                                      "(BROKEN ? 0.0f : 2.0f) * keys.k[t * N + j] * sums_kk[t]"),
-    "dk without the factor 2 on k S": ("ge * twice_less(error, s.x)", "ge * (BROKEN ? error : twice_less(error, s.x))"),
     "gradients from the state after the step": ("*before = kept.S + t * N, *decays",
                                                 "*before = kept.S + (t + (BROKEN ? 1 : 0)) * N, *decays"),
     "dq from the state before the step": ("gated * S;", "gated * (BROKEN ? kept.S[t * N + j] : S);"),
-    "gate without its derivative": ("(1.0f + z * (1.0f - sig))", "(1.0f + (BROKEN ? 0.0f : 1.0f) * z * (1.0f - sig))"),
     "chunk states of the chunk before": ("(row.chunk + chunk)", "(row.chunk + chunk - (BROKEN && chunk))"),
     "gradient does not decay": ("return g - k * gek", "return BROKEN ? g : g - k * gek"),
     "gradient through hT is lost": ("a.dhT ? a.dhT", "a.dhT && !BROKEN ? a.dhT"),
-    "dx without the skip": ("d.dx + in.skip * dy", "BROKEN ? d.dx : d.dx + in.skip * dy"),
     "ddt without exp(-dt)": ("{dx, de * (s.size * s.slope),", "{dx, de * (BROKEN ? s.size : s.size * s.slope),"),
     "exponent is not clamped": ("maximum(v, -87.0f), 88.0f)", "maximum(v, -87.0f), BROKEN ? 1e9f : 88.0f)"),
     "exponential with a short polynomial": ("p * r + 5.0000001201e-1f", "(BROKEN ? vec{} : p) * r + 5.0000001201e-1f"),
@@ -471,16 +462,6 @@ def test_inside_activation_checkpointing(backend):
     assert all(torch.equal(got[n], want[n]) for n in want)
 
 
-def test_second_derivative_is_refused():
-    a = inputs(1, 5, 3, 2)
-    a["x"].requires_grad_()
-    (g,) = torch.autograd.grad(longhorn_scan(**a).square().sum(), a["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"^scan: the kernels are differentiable once: use backend='torch'$"):
-        torch.autograd.grad(g.sum(), a["x"])
-    (g,) = torch.autograd.grad(longhorn_scan(**a, backend="torch").square().sum(), a["x"], create_graph=True)
-    assert torch.autograd.grad(g.sum(), a["x"])[0].norm() > 0
-
-
 # --------------------------------------------------------------------------------------------------------------- memory
 
 def saved_bytes(f, a):
@@ -507,14 +488,6 @@ def test_native_keeps_the_inputs_and_the_chunk_states():
     short = {n: v[:, :512].contiguous() if v.dim() == 3 and n != "h0" else v for n, v in inputs(B, T, D, N).items()}
     assert saved_bytes(whole_loop, short) > 3 * 4 * B * 512 * D * N  # the hook sees a loop that keeps every state
     assert saved_bytes(functools.partial(longhorn_scan, backend="torch"), short) < 4 * B * 512 * D * N  # it recomputes
-
-
-def test_backward_without_states_says_so():
-    a = inputs(1, 5, 3, 2)
-    args = op_arguments(a)
-    y, hT, chunks = torch.ops.longhorn.scan(*args, None, "longhorn", False)
-    with pytest.raises(RuntimeError, match="save=False"):
-        torch.ops.longhorn.scan_backward(y, hT, *args, None, "longhorn", False, chunks)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -549,13 +522,11 @@ def nested(*shape):
 
 
 NO_TENSORS = {
-    "numpy": lambda a: a.numpy(), "list": lambda a: a.tolist(), "string": lambda a: "x", "number": lambda a: 1.0,
-    "sparse": lambda a: a.to_sparse(), "compressed": lambda a: a[0].to_sparse_csr() if a.dim() > 2 else a.to_sparse(),
-    "mkldnn": lambda a: a.to_mkldnn(), "nested": lambda a: nested(*a.shape) if a.dim() > 1 else nested(1, 1),
-    "jagged": lambda a: torch.nested.nested_tensor([torch.zeros(2, 3)] * 2, layout=torch.jagged),
+    "numpy": lambda a: a.numpy(), "list": lambda a: a.tolist(), "number": lambda a: 1.0,
+    "sparse": lambda a: a.to_sparse(), "mkldnn": lambda a: a.to_mkldnn(),
+    "nested": lambda a: nested(*a.shape) if a.dim() > 1 else nested(1, 1),
     "quantised": lambda a: torch.quantize_per_tensor(a, 0.1, 0, torch.qint8),
-    "float8": lambda a: a.to(torch.float8_e4m3fn), "float8 e5m2": lambda a: a.to(torch.float8_e5m2),
-}
+    "float8": lambda a: a.to(torch.float8_e4m3fn)}
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, on nested, sparse and quantised tensors

@@ -178,16 +178,6 @@ def test_torch_func_and_forward_mode_are_right(update):
         torch.func.jvp(run(SCANS[update][0], backend="cpu"), tuple(a.values()), tangents(a))
 
 
-def test_several_gradients_at_once():
-    a = {n: v.requires_grad_() for n, v in inputs_of("mamba", 2, 35, 5, 3).items()}
-    y, hT = SCANS["mamba"][0](**a, return_state=True)
-    backward = lambda dy, dhT: torch.autograd.grad((y, hT), list(a.values()), (dy, dhT), retain_graph=True)
-    dys, dhT = torch.randn(3, *y.shape), torch.randn(hT.shape)
-    got = torch.func.vmap(backward, (0, None))(dys, dhT)
-    for i, dy in enumerate(dys):
-        assert all(torch.equal(g[i], want) for g, want in zip(got, backward(dy, dhT), strict=True))
-
-
 def test_opcheck():
     a = inputs_of("mamba", 1, 34, 3, 2)
     cu = torch.tensor([0, 33, 34])  # leaves no gap in the chunk states, whose unwritten numbers would differ
@@ -324,14 +314,12 @@ def test_misfits_of_selective_scan_are_one_line(change, words):
 MUTANTS = {  # name: (update, a piece of longhorn_scan.cu or lanes.h, the same with a mistake that BROKEN switches on)
     "a rate's gradient of one step only": ("mamba", "drate += s.size * gaS",
                                            "drate = (BROKEN ? V{} : drate) + s.size * gaS"),
-    "delta without the input's share": ("mamba", "+ s.x * sums.dx)", "+ (BROKEN ? 0.0f : 1.0f) * s.x * sums.dx)"),
     "a rate in the wrong base": ("mamba", "(0.693147181f * sums", "((BROKEN ? 1.0f : 0.693147181f) * sums"),
     "a short series of log(1 + t)": ("mamba", "p = p * w + 1.0f / 3.0f;", "p = (BROKEN ? V{} : p) * w + 1.0f / 3.0f;"),
     "2^r with a short polynomial": ("mamba", "p = p * r + 2.4022648e-1f;",
                                     "p = (BROKEN ? vec{} : p) * r + 2.4022648e-1f;"),
     "the error of the diagonal": ("exact", "s.x - (sum[0] + sum[1]);",
                                   "s.x - (BROKEN ? 0.0f : 1.0f) * (sum[0] + sum[1]);"),
-    "dk without the pull on the state": ("exact", "- Gk * S)", "- (BROKEN ? 0.0f : 1.0f) * Gk * S)"),
     "G without the rank-one pull": ("exact", "return g - (s.size * Gk)",
                                     "return g - ((BROKEN ? 0.0f : 1.0f) * s.size * Gk)"),
     "chunk states run into one another": ("longhorn", "a.cu[r] / CHUNK + r", "a.cu[r] / CHUNK + (BROKEN ? 0 : r)"),
