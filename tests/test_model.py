@@ -9,7 +9,6 @@ family in FAMILIES is asked all the other questions.
 
 import copy
 import dataclasses
-import io
 import math
 import re
 from pathlib import Path
@@ -30,10 +29,6 @@ from optim import build_optimizers
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 CONFIG = Path(__file__).resolve().parent.parent / "config"
-
-
-def has(family, branch):
-    return any(issubclass(b, branch) for b in FAMILIES[family])
 
 
 def config(family, **changes):
@@ -81,25 +76,17 @@ def test_a_token_changes_nothing_before_it(family):
 
 
 @EACH_FAMILY
-@pytest.mark.parametrize("splits", [[1] * 24, [24], [1, 2, 3, 7, 11], [23, 1], [5, 1, 1, 16, 1]], ids=str)
+@pytest.mark.parametrize("splits", [[1] * 24, [1, 2, 3, 7, 11], [5, 1, 1, 16, 1]], ids=str)
 @torch.no_grad()
 def test_chunks_with_their_state_equal_the_whole(family, splits):
     lm, idx = tiny(family), tokens(2, 24)
     whole, state, parts = lm(idx)[0], lm.initial_state(2), []
     for part in idx.split(splits, 1):
-        logits, loss, state = lm(part, state=state)
+        logits, loss, after = lm(part, state=state)
+        assert loss is None and torch.equal(lm(part, state=state)[0], logits), "the state was not left as it was"
+        state = after
         parts.append(logits)
-    assert loss is None
     close(torch.cat(parts, 1), whole)
-
-
-@EACH_FAMILY
-@torch.no_grad()
-def test_a_state_is_left_as_it_was(family):
-    lm, idx = tiny(family), tokens(1, 8)
-    state = lm(idx, state=lm.initial_state(1))[2]
-    once, again = lm(idx, state=state)[0], lm(idx, state=state)[0]
-    assert torch.equal(once, again)
 
 
 @EACH_FAMILY
@@ -148,9 +135,10 @@ def test_every_parameter_gets_a_gradient(family):
         assert (p.grad != 0).float().mean() > (0.5 if name != "embed.weight" else 0.99), name
 
 
-@EACH_FAMILY
+@pytest.mark.parametrize("family", ["longhorn", "llama", "deltanet"])
 def test_compiled_equals_eager(family):
-    torch.compiler.reset()  # one function for all families: as many graphs as there are would reach the limit
+    """Three are enough: that every operator compiles is asked in test_linear_attention.py and test_ops.py."""
+    torch.compiler.reset()
     lm, idx, targets = tiny(family, n_layer=1), tokens(2, 16), tokens(2, 16, seed=2)
     results = []
     for run in (lm, torch.compile(lm, backend="aot_eager", fullgraph=True)):
@@ -255,6 +243,7 @@ def test_flops_per_token(family):
     lm, B, T = LM(ModelConfig(model=family, **shape)), 2, 24
     flops = lm.flops_per_token()
     assert flops["total"] == flops["forward"] + flops["backward"] and flops["backward"] == 2 * flops["forward"]
+    assert not lm.defaults(), "a family of ours leaves something out"
     assert lm.flops_per_token(T=24) == flops and lm.flops_per_token(48)["total"] >= flops["total"]
     maps = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear))
     mixing = flops["forward"] - 2 * maps - 2 * 96 * 64
@@ -305,26 +294,18 @@ def test_paper_models_are_table_5s_and_train_alike(family, size):
 
 @EACH_FAMILY
 @torch.no_grad()
-def test_state_size_is_that_of_the_state(family):
-    for changes in ({}, {"d_state": 4, "n_layer": 1}):
+def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(family):
+    for changes in ({"d_state": 4}, {"n_layer": 1}):
         lm = tiny(family, **changes)
-        for T in (1, 10, 24):
-            assert numel(lm(tokens(1, T), state=lm.initial_state(1))[2]) == lm.state_size(T)
         assert lm.state_size() == lm.state_size(24)
         assert numel(lm(tokens(3, 10), state=lm.initial_state(3))[2]) == 3 * lm.state_size(10)
-
-
-@EACH_FAMILY
-@torch.no_grad()
-def test_memory_per_token_is_constant_for_all_but_attention(family):
-    lm, T, grows = tiny(family, n_layer=1), 200, has(family, model.Attention)
-    state, idx, sizes = lm.initial_state(1), tokens(1, T), {}
-    for t in range(T):
+    state, idx = lm.initial_state(1), tokens(1, 80)
+    for t in range(80):
         _, _, state = lm(idx[:, t:t + 1], state=state, last_only=True)
-        sizes[t + 1] = numel(state)
-    assert sizes[T] == lm.state_size(T) and (sizes[T] > sizes[10] if grows else sizes[T] == sizes[10])
+        assert numel(state) == lm.state_size(t + 1)
+    assert (lm.state_size(80) > lm.state_size(10)) == any(issubclass(b, model.Attention) for b in FAMILIES[family])
     held = lambda s: s.untyped_storage().nbytes() // 4 if isinstance(s, torch.Tensor) else sum(map(held, s))
-    assert held(state) <= 2 * sizes[T], "a view keeps the past alive"
+    assert held(state) <= 2 * numel(state), "a view keeps the past alive"
 
 
 def test_a_compiled_model_reads_on():
@@ -332,7 +313,7 @@ def test_a_compiled_model_reads_on():
     compiled, rooms = torch.compile(lm, backend="eager", dynamic=True), len(mixers.ROOMS)
     with torch.no_grad():
         state = lm.initial_state(2)
-        for part in idx.split([7, 1, 4], 1):
+        for part in idx.split([8, 4], 1):
             logits, _, state = compiled(part, state=state)
         assert len(mixers.ROOMS) == rooms  # a graph holds torch.cat
         close(logits, lm(idx)[0][:, -4:])
@@ -361,13 +342,6 @@ def with_caches(state, change):
     return [[tuple(map(change, s)) if s else s for s in layer] for layer in state]
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 @torch.no_grad()
 def test_a_cache_of_keys_with_other_values():
     new = lambda: (torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5))
@@ -380,14 +354,11 @@ def test_a_cache_of_keys_with_other_values():
 HANDLED = {  # what somebody may do to a state between two calls: (lm, state, tokens so far) -> the same
     "nothing": lambda lm, state, idx: (state, idx),
     "cut": lambda lm, state, idx: (with_caches(state, lambda a: a[:, :, :-4]), idx[:, :-4]),
-    "sorted": lambda lm, state, idx: (with_caches(state, lambda a: a.flip(0)), idx.flip(0)),
-    "one of two": lambda lm, state, idx: (with_caches(state, lambda a: a[:1]), idx[:1]),
-    "the other of two": lambda lm, state, idx: (with_caches(state, lambda a: a[1:]), idx[1:]),
+    "one of two": lambda lm, state, idx: (with_caches(state, lambda a: a[1:]), idx[1:]),
     "copied": lambda lm, state, idx: (copy.deepcopy(with_caches(state, torch.detach)), idx),
     "both from one": lambda lm, state, idx: (
         with_caches(state, lambda a: a[:1].expand(2, -1, -1, -1)), idx[:1].expand(2, -1)),
     "of another dtype": lambda lm, state, idx: (with_caches(state, torch.Tensor.double), idx),
-    "through a file": lambda lm, state, idx: (through_a_file(state), idx),
 }
 
 
@@ -554,16 +525,9 @@ class OneMinus(torch.nn.Module):
     right_inverse = forward
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def silu(x):
-    return x * sigmoid(x)
-
-
-def rms(x, eps=1e-5):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+sigmoid = lambda x: 1 / (1 + np.exp(-x))
+silu = lambda x: x * sigmoid(x)
+rms = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
 
 
 def gla_by_hand(x, p, H):
@@ -645,8 +609,7 @@ def deltanet_by_hand(x, p, H):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.float64, 1e-6)], ids=["float32", "float64"])
 @pytest.mark.parametrize("family, branch, by_hand", [
     ("gla", 0, gla_by_hand), ("retnet", 0, retention_by_hand), ("rwkv", 0, rwkv_time_by_hand),
-    ("rwkv", 1, rwkv_channel_by_hand), ("deltanet", 0, deltanet_by_hand),
-], ids=["gla", "retnet", "rwkv time", "rwkv channel", "deltanet"])
+    ("rwkv", 1, rwkv_channel_by_hand), ("deltanet", 0, deltanet_by_hand)])
 @torch.no_grad()
 def test_a_block_is_its_equations(family, branch, by_hand, dtype, tolerance):
     """Beside float32's rounding what remains is RetNet's angle and decay, which are float32 in any case."""
@@ -666,7 +629,7 @@ def test_a_retention_state_turned_back_is_as_good_as_a_position():
     block, u = tiny("retnet", n_layer=1).layers[0].branches[0].mixer, torch.randn(1, 1500, 32)
     with torch.no_grad():
         whole, state, ys = block(u)[0], block.initial_state(1, "cpu"), []
-        for part in u.split([1] * 700 + [400] * 2, 1):
+        for part in u.split([1] * 200 + [650] * 2, 1):
             y, state = block(part, state)
             ys.append(y)
     close(torch.cat(ys, 1), whole, 1e-4)
@@ -696,8 +659,7 @@ def longhorn_by_hand(u, p, N, exact=False):
 
 
 @pytest.mark.parametrize("dtype, backend, tolerance", [
-    (torch.float32, "", 1e-5), (torch.float32, "torch", 1e-5), (torch.float64, "torch", 1e-12),
-], ids=["kernels", "torch", "float64"])
+    (torch.float32, "", 1e-5), (torch.float32, "torch", 1e-5), (torch.float64, "torch", 1e-12)], ids=str)
 @pytest.mark.parametrize("family", ["longhorn", "longhorn_exact"])
 def test_longhorn_block_is_algorithm_1(family, dtype, backend, tolerance):
     lm = tiny(family, backend=backend, d_state=5, d_conv=3)
@@ -789,16 +751,11 @@ def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
         lm.generate(idx, 3)
 
 
-def test_families_of_the_paper_leave_nothing_out():
-    assert not [line for family in FAMILIES for line in LM(config(family)).defaults()]
-
-
 # ------------------------------------------------------------------------------------------------------------- patterns
 
 @pytest.mark.parametrize("pattern, families", [
     ("", ["gla"] * 5), ("llama", ["llama"] * 5), ("longhorn*3,llama", ["longhorn"] * 3 + ["llama", "longhorn"]),
-    (" rwkv , mamba * 2 ", ["rwkv", "mamba", "mamba", "rwkv", "mamba"]), ("longhorn*9,llama", ["longhorn"] * 5),
-])
+    (" rwkv , mamba * 2 ", ["rwkv", "mamba", "mamba", "rwkv", "mamba"]), ("longhorn*9,llama", ["longhorn"] * 5)])
 def test_a_pattern_is_repeated_to_n_layer(pattern, families):
     c = config("gla", pattern=pattern, n_layer=5)
     assert c.families == families
@@ -816,10 +773,7 @@ def test_a_pattern_that_cannot_be_read_is_refused_in_a_line(pattern):
         LM(config("longhorn", pattern="llama,longhron"))
 
 
-HYBRIDS = ["longhorn*2,llama", "rwkv4,mamba", "gla,retnet,rwkv", "deltanet,longhorn_exact"]
-
-
-@pytest.mark.parametrize("pattern", HYBRIDS)
+@pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba", "gla,retnet,rwkv"])
 def test_a_hybrid_is_its_layers(pattern):
     """Counts, FLOPs and state are the sums of its layers'; it reads in chunks and samples as one family does."""
     families = config("longhorn", pattern=pattern, n_layer=3).families
@@ -864,13 +818,13 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern,
 @EACH_FAMILY
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_of_the_whole(family):
-    lm, idx = tiny(family), tokens(2, 5)
-    out = lm.generate(idx, 30, temperature=0)
-    assert out.shape == (2, 35) and torch.equal(out[:, :5], idx)
-    for t in range(5, 35):  # past block_size too
+    lm, idx = tiny(family), tokens(2, 15)
+    out = lm.generate(idx, 15, temperature=0)
+    assert out.shape == (2, 30) and torch.equal(out[:, :15], idx)
+    for t in range(15, 30):  # past block_size too
         assert torch.equal(out[:, t], lm(out[:, :t])[0][:, -1].argmax(-1))
-    streamed = list(lm.stream(idx, 30, temperature=0))
-    assert all(token.shape == (2,) for token in streamed) and torch.equal(torch.stack(streamed, 1), out[:, 5:])
+    streamed = list(lm.stream(idx, 15, temperature=0))
+    assert all(token.shape == (2,) for token in streamed) and torch.equal(torch.stack(streamed, 1), out[:, 15:])
 
 
 @EACH_FAMILY
@@ -903,7 +857,7 @@ def test_top_k_and_top_p_cut_the_tail():
     often = torch.bincount(draw(temperature=0.5), minlength=5) / 4000
     close(often, (p[0] ** 2 / (p[0] ** 2).sum()), 0.03)
     assert seen(temperature=1e-3) == {1} and seen(temperature=0, top_k=2) == {1}
-    for temperature in (1e-30, 1e-45, 1e-300):  # down to where float32 has 0: the limit is the most likely token
+    for temperature in (1e-30, 1e-300):  # down to where float32 has 0: the limit is the most likely token
         assert seen(temperature=temperature) == seen(temperature=temperature, top_k=2, top_p=0.9) == {1}
 
 
@@ -923,13 +877,12 @@ def test_sampling_refuses_what_means_nothing(how):
     ({"model": "llama", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
     ({"model": "llama", "n_head": 32}, ["n_embd 32", "n_head 32"]),  # one channel per head has no pair to rotate
     ({"model": "gla", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
-    ({"model": "gla", "n_head": 32}, ["n_embd 32", "n_head 32", "divides 16"]),
     ({"model": "retnet", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
     ({"model": "retnet", "n_head": 32}, ["n_embd 32", "n_head 32", "divides 16"]),
     ({"model": "rwkv", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 32"]),
     ({"model": "deltanet", "n_head": 5}, ["n_embd 32", "n_head 5", "divides 32"]),
-    ({"model": "gla", "mlp_multiple": 0}, ["mlp_multiple 0"]), ({"backend": "fsued"}, ["fsued", "torch", "fused"]),
-], ids=str)
+    ({"model": "gla", "mlp_multiple": 0}, ["mlp_multiple 0"]),
+    ({"backend": "fsued"}, ["fsued", "torch", "fused"])], ids=str)
 def test_impossible_models_are_refused_in_a_line(changes, words):
     with pytest.raises(ValueError) as caught:
         LM(config(**{"family": changes.pop("model", "longhorn"), **changes}))
@@ -962,13 +915,13 @@ def test_what_no_sequence_can_be_is_refused_in_a_line(family):
             lm(idx, state=state)
 
 
-def test_the_table_is_printed(capsys):
+def test_the_table_is_printed(capsys, monkeypatch):
+    monkeypatch.setattr(model, "FAMILIES", {family: FAMILIES[family] for family in ("longhorn", "rwkv4")})
     model.main()
     head, *rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 * len(FAMILIES) and "Table 1" in head
+    assert len(rows) == 4 and "Table 1" in head
     millions = {family: tuple(round(n / 1e6, 1) for n in sizes.values()) for family, sizes in model.TABLE1.items()}
     assert millions == TABLE1
     row = next(r for r in rows if r.startswith("longhorn ") and "350M" in r)
-    assert "369." in row or "370." in row
     assert ["longhorn", "350M", f"{PARAMETERS['longhorn'][1] / 1e6:.1f}M", "369.8M"] == row.split()[:4]
     assert row.split()[-1] == f"{48 * 2048 * (16 + 3) / 1e6:.2f}M"
