@@ -72,8 +72,7 @@ def file(tmp_path, monkeypatch):
     ("--compile", "compile", True), ("--compile=No", "compile", False), ("--compile=1", "compile", True),
     ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=", "out_dir", ""), ("--out_dir=none", "out_dir", "none"),
     ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
-    ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu"),
-])
+    ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
 def test_command_line_value(argument, key, expected):
     found = value(key, argument)
     assert found == expected and type(found) is type(expected)
@@ -95,8 +94,7 @@ def test_command_line_value(argument, key, expected):
     ("--compile=maybe", "--compile=maybe: expected true or false (bool)"),
     ("--model=lama", "--model=lama: expected one of longhorn, llama: did you mean 'llama'?"),
     ("--n_layer=0", "n_layer 0 is below 1: choose a positive number"),
-    ("batch", "unexpected argument 'batch': give config files (*.py) and --key=value; --help lists all keys"),
-])
+    ("batch", "unexpected argument 'batch': give config files (*.py) and --key=value; --help lists all keys")])
 def test_command_line_mistake(argument, expected):
     assert message(argument) == expected
 
@@ -119,8 +117,7 @@ def test_command_line_mistake(argument, expected):
     ("\nn_layer = 1 // 0", "config/x.py:2: ZeroDivisionError: "),
     ("def f():\n    return nothing\n\nn_layer = f()", "config/x.py:2: NameError: name 'nothing' is not defined"),
     ("raise ValueError('two\\nlines')", "config/x.py:1: ValueError: two lines"),
-    ("raise SystemExit(0)", "config/x.py:1: SystemExit: 0"),
-])
+    ("raise SystemExit(0)", "config/x.py:1: SystemExit: 0")])
 def test_file_mistake(file, text, expected):
     assert message(file(text)).startswith(expected)
 
@@ -209,8 +206,7 @@ def with_nobody_reading(*command, **environment):
         os.close(writes)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("errors", ["", ", OSError"])
+@pytest.mark.parametrize("errors, unbuffered", [("", ""), (", OSError", ""), ("", "1")])
 def test_a_reader_that_has_gone_is_no_stack(errors, unbuffered):
     def after(text, end=""):
         code = f"import configurator, sys\nwith configurator.main_error('p'{errors}): {text}{end}"
@@ -224,9 +220,9 @@ def test_a_reader_that_has_gone_is_no_stack(errors, unbuffered):
         assert after("print('a line')", "; raise configurator.ConfigError('no')") == (2, "p: error: no\n")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("script", ["experiments/scaling/table1.py", "bench/gpu.py", "data/loader.py"])
-def test_scripts_whose_reader_has_gone(script, unbuffered):
+@pytest.mark.parametrize("script, unbuffered", [
+    ("experiments/scaling/table1.py", ""), ("bench/gpu.py", "1"), ("data/loader.py", ""), ("bench/scan.py", "1")])
+def test_scripts_start_and_take_it_that_their_reader_has_gone(script, unbuffered):
     assert with_nobody_reading(sys.executable, script, "--help", PYTHONUNBUFFERED=unbuffered).stderr == ""
 
 
