@@ -1,8 +1,6 @@
 """experiments/online_learning.py: every claim of its table, the minimiser behind it, the mixers that train, and --add.
 
 Most tests here are about what must not hold: a comparison that compares nothing would also give a table of zeros.
-
-    python -m pytest tests/test_online_learning.py
 """
 
 import inspect
@@ -20,7 +18,7 @@ from experiments import online_learning as ol
 from experiments.online_learning import ROW, UPDATES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DRAWS = 9
+DRAWS = 5
 
 
 def draw(N=4, d=3, seed=0, **given):
@@ -32,19 +30,19 @@ def draw(N=4, d=3, seed=0, **given):
 # ------------------------------------------------------------------------------------------------------------ the table
 
 @pytest.mark.parametrize("name", ROW)
-def test_the_claim_is_as_the_table_says(name):
+def test_the_claim_is_as_the_table_says_and_a_millionth_is_seen(name):
     row = ROW[name]
     found = ol.check(row, DRAWS, seed=1)
     assert found["found"] and found["smallest_curvature"] > 0
     assert found["minimises"] == row.holds and (found["off"] <= 1e-8) == row.holds
     if not row.holds:
         assert found["off_ordinary"] > 0.01 and row.note
-
-
-@pytest.mark.parametrize("name", [row.name for row in UPDATES if row.holds])
-def test_a_millionth_is_seen(name):
-    wrong = replace(ROW[name], update=lambda *a: ROW[name].update(*a) * (1 + 1e-6))
-    assert not ol.check(wrong, DRAWS, seed=1)["minimises"]
+    else:
+        wrong = replace(row, update=lambda *a: row.update(*a) * (1 + 1e-6))
+        assert not ol.check(wrong, 3, seed=1)["minimises"]
+    if name == "GLA, as printed":
+        other_sign = replace(row, update=lambda S, k, x, p: S * p.alpha - torch.outer(x, k))
+        assert ol.check(other_sign, DRAWS, seed=1)["minimises"]
 
 
 def longhorn_with_another_eps(S_prev, k, x, p):
@@ -58,12 +56,7 @@ def longhorn_with_another_eps(S_prev, k, x, p):
     ("Longhorn, Eq. 7, its own", ol.longhorn_exact), ("HGRN2", ol.gla),
     ("Griffin", lambda S, k, x, p: p.a * S + (1 - p.a**2).sqrt() * p.i * x)])
 def test_another_update_does_not_pass(name, update):
-    assert not ol.check(replace(ROW[name], update=update), DRAWS, seed=1)["minimises"]
-
-
-def test_printed_gla_is_least_at_the_other_sign():
-    row = replace(ROW["GLA, as printed"], update=lambda S, k, x, p: S * p.alpha - torch.outer(x, k))
-    assert ol.check(row, DRAWS, seed=1)["minimises"]
+    assert not ol.check(replace(ROW[name], update=update), 3, seed=1)["minimises"]
 
 
 def test_deltanet_is_a_gradient_step_and_longhorn_of_one_beta():
@@ -155,27 +148,7 @@ def test_a_changed_mixer_is_seen(monkeypatch):
         ol.mixer_off("longhorn", ol.longhorn)
 
 
-def test_what_mixers_give_their_operators():
-    _, a, _ = ol.operator_call("retnet")
-    decays = 1 - 2.0 ** (-5 - torch.arange(2, dtype=torch.float64))
-    torch.testing.assert_close(a["log_decay"].exp(), decays, rtol=1e-6, atol=0)
-    _, a, _ = ol.operator_call("deltanet")
-    one = torch.ones(a["k"].shape[:3], dtype=torch.float64)
-    torch.testing.assert_close(a["k"].norm(dim=-1), one, rtol=1e-3, atol=0)
-    assert 0 < a["beta"].min() < 0.3 and 0.7 < a["beta"].max() < 1  # of a learned step size, and not all alike
-    name, a, state = ol.operator_call("longhorn")
-    assert name == "longhorn_scan" and a["h0"].abs().max() > 0 and state.dtype == torch.float64
-    assert torch.sigmoid(a["dt"] + a["dt_bias"]).std() > 0.1
-
-
 # -------------------------------------------------------------------------------------------------------------- streams
-
-def test_lost():
-    x = torch.randn(5, 3, dtype=torch.float64)
-    assert abs(ol.lost(-7 * x, x)) < 1e-12 and ol.lost(0 * x, x) == 1
-    read = torch.tensor([[1.0, 1.0]], dtype=torch.float64)
-    assert ol.lost(read, torch.tensor([[1.0, 0.0]], dtype=torch.float64)) == pytest.approx(0.5)
-
 
 def test_orthogonal_keys_are_recalled_whole_and_random_ones_as_theory_says():
     eye, values = torch.eye(16, dtype=torch.float64), torch.randn(16, 16, dtype=torch.float64)
@@ -194,14 +167,6 @@ def test_least_squares_floor_is_one():
     S = torch.linalg.lstsq(keys, values).solution.T
     assert ol.lost(keys @ S.T, values) == pytest.approx(ol.least_squares_floor(48), abs=0.03)
     assert ol.least_squares_floor(16) == 0 and ol.least_squares_floor(32) == 0.5
-
-
-def test_keys_are_correlated_as_asked():
-    for correlation in (0.0, 0.5, 0.95):
-        keys, _ = ol.make_pairs(200, 1, 64, correlation, torch.Generator().manual_seed(0))
-        cosines = (keys @ keys.T)[~torch.eye(200, dtype=bool)]
-        assert cosines.mean().item() == pytest.approx(correlation, abs=0.06)
-        torch.testing.assert_close(keys.norm(dim=1), torch.ones(200, dtype=torch.float64))
 
 
 def test_recall_rows_choose_the_best_and_survive_a_state_that_explodes():

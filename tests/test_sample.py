@@ -1,7 +1,4 @@
-"""sample.py: text from a checkpoint of random weights, which samples as reproducibly as a trained one.
-
-    python -m pytest tests/test_sample.py
-"""
+"""sample.py: text from a checkpoint of random weights, which samples as reproducibly as a trained one."""
 
 import io
 import os
@@ -31,12 +28,8 @@ TABLE = "".join(sorted(set("hello wörld\n")))
 class Stream(io.StringIO):
     """Standard output that remembers its pieces."""
 
-    def __init__(self):
-        super().__init__()
-        self.pieces = []
-
     def write(self, text):
-        self.pieces += [text] * bool(text)
+        self.pieces = [*getattr(self, "pieces", []), *[text] * bool(text)]
         return super().write(text)
 
 
@@ -71,7 +64,7 @@ def run(monkeypatch):
                 runpy.run_path(sample.__file__, run_name="__main__")
             except SystemExit as stop:
                 code = stop.code or 0
-        return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue(), pieces=out.pieces)
+        return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue(), pieces=getattr(out, "pieces", []))
     return run
 
 
@@ -101,10 +94,7 @@ def test_bytes_become_text_as_soon_as_a_character_is_whole(words):
     assert tokens == list(words.encode())
     expected = [piece for c in words for piece in ["", "", "", c][-len(c.encode()):]]  # at a character's last byte
     assert [text.decode(token) for token in tokens] == expected
-
-
-def test_bytes_that_are_no_text_do_not_stop_the_stream():
-    text = Text("bytes")
+    text = Text("bytes")  # what is no text does not stop the stream
     assert "".join(text.decode(token) for token in [0xC3, 0x28, 0xFF, 0x61]) == "\ufffd(\ufffda"
     assert text.decode(256) == "" and text.decode(300) == ""  # padding of the vocabulary
 
@@ -212,9 +202,8 @@ def test_mistakes_get_one_line(out, tmp_path, run):
     refused(run(out_dir=tmp_path), "damaged")
 
 
-@pytest.mark.parametrize("how", [{"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"seed": -1},
-                                 {"max_new_tokens": 0}, {"num_samples": 0}],
-                         ids=str)
+@pytest.mark.parametrize("how", [
+    {"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"seed": -1}, {"max_new_tokens": 0}, {"num_samples": 0}])
 def test_settings_out_of_range_are_refused_before_anything_is_said(out, run, how):
     refused(run(out_dir=out, prompt="P", **how), f"{next(iter(how))} {next(iter(how.values()))}")
 

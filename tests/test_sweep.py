@@ -36,7 +36,7 @@ STAND_IN = textwrap.dedent("""
     for i in range(at, int(settings.get("steps", 1))):
         time.sleep(0.05)
         if asked:
-            time.sleep(1.0)  # a large checkpoint on a slow disk
+            time.sleep(0.5)  # a large checkpoint on a slow disk
             (out / "at").write_text(str(i)); note("saved"); sys.exit(0)
     (out / "result.json").write_text(json.dumps({"val_loss": 1.0})); note("ended")
 """)
@@ -70,15 +70,13 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
     assert len([n for n in notes(folder, "a") if n[0] == "began"]) == 1
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_so_many_at_a_time(tmp_path, stand_in, jobs):
-    cells = [Cell(f"c{i}", ["--steps=15"]) for i in range(2 * jobs)]
-    assert sweep.run_cells(cells, tmp_path, jobs=jobs, script=str(stand_in), gpus=[]) == {}
+def test_so_many_at_a_time(tmp_path, stand_in):
+    cells = [Cell(f"c{i}", ["--steps=10"]) for i in range(5)]
+    assert sweep.run_cells(cells, tmp_path, jobs=3, script=str(stand_in), gpus=[]) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
-    most = max(sum(began <= t < ended for began, ended in spans) for t, _ in spans)
-    assert most == jobs
+    assert max(sum(began <= t < ended for began, ended in spans) for t, _ in spans) == 3
     threads = json.loads((tmp_path / "c0" / "env").read_text())["OMP_NUM_THREADS"]
-    assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, sweep.cores() // jobs)))
+    assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, sweep.cores() // 3)))
 
 
 def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
@@ -99,7 +97,7 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 RUNNER = """
 import sys; sys.path.insert(0, {repo!r})
 from experiments.scaling import sweep
-cells = [sweep.Cell(f"c{{i}}", ["--steps=30"] if i < 2 else []) for i in range(4)]  # two to be disturbed
+cells = [sweep.Cell(f"c{{i}}", ["--steps=20"] if i < 2 else []) for i in range(4)]  # two to be disturbed
 try:
     print("failed", sweep.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
 except KeyboardInterrupt as stopped:
@@ -119,13 +117,13 @@ def until(true, seconds=20):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_at_any_moment_it_resumes(tmp_path, stand_in, how):
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
     runner = start(tmp_path, stand_in)
     until(lambda: (tmp_path / "c1" / "env").exists() and (tmp_path / "c0" / "env").exists())
-    time.sleep(0.3)
+    time.sleep(0.2)
     runner.send_signal(how)
     again = start(tmp_path, stand_in) if how == signal.SIGKILL else None  # at once, while the cells still save
     said = runner.communicate(timeout=20)[0]
@@ -244,16 +242,12 @@ def test_runs_of_a_ladder_differ_in_nothing_else(name):
     for size in preset.sizes:  # the families are of a size
         counts = [c.at["parameters"] for c in one_each if c.at["size"] == size]
         assert len(counts) == 6 and max(counts) / min(counts) < 1.12, (size, counts)
-
-
-def test_equal_compute_lies_on_a_diagonal():
-    """The ladder's smallest, middle and largest run have FLOPs within a fifth of each other: an isoFLOP line."""
-    cells = [c for c in every_cell(table1.PRESETS["laptop"]) if c.at["model"] == "longhorn"]
-    table1.estimate(cells)
-    flops = {(c.at["size"], c.at["steps"]): c.at["flops"] for c in cells}
-    line = [flops["130K", 3200], flops["460K", 1024], flops["1.5M", 320]]
-    assert max(line) / min(line) < 1.2
-    assert all(c.seconds > 0 and c.at["tokens"] == c.at["steps"] * 1024 for c in cells)
+    if name == "laptop":  # smallest, middle and largest of a ladder: an isoFLOP line
+        ours = [c for c in cells if c.at["model"] == "longhorn"]
+        table1.estimate(ours)
+        flops = {(c.at["size"], c.at["steps"]): c.at["flops"] for c in ours}
+        line = [flops["130K", 3200], flops["460K", 1024], flops["1.5M", 320]]
+        assert max(line) / min(line) < 1.2 and all(c.seconds > 0 for c in ours)
 
 
 def test_command_line_choices():
@@ -265,19 +259,11 @@ def test_command_line_choices():
     best = {("gla", "460K", 256): 2e-3}  # longhorn's runs failed: nothing of it follows
     assert {(c.at["model"], c.at["stage"], c.at["steps"]) for c in table1.more_cells(preset, best)} == {
         ("gla", "seed", 512), ("gla", "ladder", 160)}
+    sized = table1.first_cells(chosen("--models=longhorn", "--lrs=3e-3", "--sizes=130K", "--sizes=250K:n_embd=96"))
+    assert [c.at["size"] for c in sized] == ["130K", "250K"] and table1.load(sized[1].argv).n_embd == 96
     (c,) = table1.first_cells(chosen("--models=longhorn", "--sizes=130K", "--lrs=0.0031622777"), ["--log_interval=1"])
     assert table1.load(c.argv).learning_rate == c.at["learning_rate"] == 0.00316228 and "lr0.00316228_" in c.name
     assert table1.load(c.argv).log_interval == 1 and "--log_interval=32" in c.argv  # the command line wins
-
-
-def test_sizes_from_the_command_line():
-    preset = chosen("--models=longhorn", "--lrs=3e-3", "--sizes=130K,460K", "--sizes=250K:n_layer=2,n_embd=96")
-    first = table1.first_cells(preset)
-    assert [c.at["size"] for c in first] == ["130K", "460K", "250K"]
-    config = table1.load(first[-1].argv)
-    assert (config.n_layer, config.n_embd) == (2, 96) and "_250K_" in first[-1].name
-    table1.estimate(first)
-    assert first[0].at["parameters"] < first[-1].at["parameters"] < first[1].at["parameters"]
 
 
 def test_a_sweep_grows_by_what_is_new(tmp_path, monkeypatch):
