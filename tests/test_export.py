@@ -1,7 +1,5 @@
 """export.py: weights out to transformers and back, and every family through its own folder.
 
-    python -m pytest tests/test_export.py
-
 Norms, biases and A_log are away from their start, so that a weight under a wrong name gives other logits.
 """
 
@@ -148,6 +146,8 @@ def test_a_model_of_transformers_becomes_ours(family, tmp_path, run):
     """Saved by transformers, imported, sampled from; then exported again: the same bytes for every tensor."""
     theirs = theirs_at_random(family)
     theirs.save_pretrained(tmp_path / "hf")
+    code, out, _ = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "none")
+    assert code == 0 and "--tokenizer" in out and sample.load_model(tmp_path / "none")[1]["tokenizer"] is None
     code, out, err = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run", tokenizer="bytes")
     assert (code, err) == (0, "") and "go on with python sample.py" in out and family in out
     lm, meta = sample.load_model(tmp_path / "run")
@@ -230,9 +230,9 @@ def test_the_machines_own_setting_stays_behind_and_weights_are_copies():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
-def test_dtypes(family, dtype, tmp_path, run):
-    lm = tiny(family)
-    assert run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "folder", dtype=dtype)[0] == 0
+def test_dtypes_and_gpt2s_end_of_a_text(family, dtype, tmp_path, run):
+    lm = tiny(family, vocab_size=50304)
+    assert run(out_dir=make_run(tmp_path / "run", lm, tokenizer="gpt2"), to=tmp_path / "folder", dtype=dtype)[0] == 0
     written = safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors")
     assert {t.dtype for t in written.values()} == {getattr(torch, dtype)}
     assert export.read_json(tmp_path / "folder" / "config.json")["dtype"] == dtype
@@ -242,6 +242,7 @@ def test_dtypes(family, dtype, tmp_path, run):
     if family == "llama":
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype="auto")
         assert theirs.dtype == getattr(torch, dtype)
+        assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 50256
 
 
 def test_float16_that_overflows_is_refused(tmp_path, run):
@@ -250,13 +251,6 @@ def test_float16_that_overflows_is_refused(tmp_path, run):
     make_run(tmp_path / "run", lm)
     refused(run(out_dir=tmp_path / "run", to=tmp_path / "folder", dtype="float16"), "embed.weight", "bfloat16")
     assert os.listdir(tmp_path) == ["run"]
-
-
-def test_gpt2_texts_end(tmp_path, run):
-    make_run(tmp_path / "run", tiny("llama", vocab_size=50304), tokenizer="gpt2")
-    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf")[0] == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 50256
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -269,7 +263,6 @@ REFUSED = [
     ("llama", {"num_key_value_heads": 2}, "num_key_value_heads 2", "only 4"),
     ("llama", {"head_dim": 16}, "head_dim 16", "only 8"),
     ("llama", {"attention_bias": True}, "attention_bias True", "only False"),
-    ("llama", {"mlp_bias": True}, "mlp_bias True", "only False"),
     ("llama", {"tie_word_embeddings": False}, "tie_word_embeddings False", "only True"),
     ("llama", {"tie_word_embeddings": ...}, "tie_word_embeddings False (it is absent)"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'", "only 'silu'"),
@@ -280,7 +273,6 @@ REFUSED = [
     ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn'", "only 'default'"),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     ("llama", rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5", "only 1"),
-    ("llama", {"rope_parameters": "llama3"}, "rope_parameters 'llama3'"),
     ("llama", {"intermediate_size": 80}, "intermediate_size 80", "only 86 or more"),
     ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
@@ -290,12 +282,10 @@ REFUSED = [
     ("llama", {"hidden_size": 2**30, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None,
                "intermediate_size": 2**31 - 1}, "8/3 of hidden_size"),
     ("llama", {"vocab_size": True}, "vocab_size True", "whole number"),
-    ("llama", {"num_attention_heads": 0}, "num_attention_heads 0", "from 1"),
     ("llama", {"hidden_size": ...}, "hidden_size None"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
     ("llama", {"model_type": "mistral"}, "model_type 'mistral'", "llama, mamba and longhorn"),
-    ("llama", {"model_type": ["llama"]}, "model_type ['llama']"),
     ("llama", {"model_type": "mamba", "architectures": None}, "is not supported"),
     ("mamba", {"use_bias": True}, "use_bias True"),
     ("mamba", {"use_conv_bias": False}, "use_conv_bias False"),
@@ -304,16 +294,13 @@ REFUSED = [
     ("mamba", {"tie_word_embeddings": False}, "tie_word_embeddings False"),
     ("mamba", {"num_hidden_layers": 3}, "num_hidden_layers 3", "even"),
     ("mamba", {"intermediate_size": 96}, "intermediate_size 96", "only 64"),
-    ("mamba", {"expand": 1.5}, "expand 1.5"),
     ("mamba", {"time_step_rank": "auto"}, "x_proj.weight is (13, 64)", "(12, 64)"),
     ("mamba", {"conv_kernel": 4}, "conv1d.weight is (64, 1, 3)", "(64, 1, 4)"),
     ("mamba", {"hidden_size": 2**31 - 1, "intermediate_size": ..., "state_size": 2**31 - 1, "expand": 2**31 - 1},
      "no such model"),
     ("longhorn", {"model": "transformer"}, "model 'transformer'", "longhorn, mamba"),
-    ("longhorn", {"model": {}}, "model {}"),
     ("longhorn", {"n_heads": 4}, "the setting n_heads is unknown"),
     ("longhorn", {"n_embd": 64}, "embed.weight is (64, 32)", "(64, 64)"),
-    ("longhorn", {"n_layer": 0}, "n_layer 0"),
     ("longhorn", {"pattern": "llama,griffin"}, "griffin", "longhorn, mamba"),
     ("longhorn", {"pattern": 5}, "pattern 5", "only a string"),
 ]
@@ -344,16 +331,13 @@ def test_tensors_left_over_or_quantised_are_refused(name, words):
     assert from_hf(config, {**tensors, **more}).config.n_layer == 2
 
 
-def test_the_rank_of_mambas_step_size():
+def test_sizes_that_our_settings_give_indirectly():
     config, _ = to_hf(tiny("mamba", dt_rank=0))
     assert [export.model_config({**config, "time_step_rank": rank}).dt_rank for rank in ("auto", 2, 3)] == [0, 0, 3]
-
-
-@pytest.mark.parametrize("hidden", [86, 87, 96, 128, 131, 250, 256, 300, 511])
-def test_any_hidden_width_that_mlp_multiple_can_give(hidden):
     config, _ = to_hf(tiny("llama"))
-    ours = export.model_config({**config, "intermediate_size": hidden})
-    assert export.skeleton(ours).layers[0].branches[1].mixer.w1.out_features == hidden
+    for hidden in (86, 87, 96, 131, 250, 511):
+        ours = export.model_config({**config, "intermediate_size": hidden})
+        assert export.skeleton(ours).layers[0].branches[1].mixer.w1.out_features == hidden
 
 
 # ---------------------------------------------------------------------------------------------------- files and folders
@@ -478,9 +462,3 @@ def test_runs_that_cannot_be_exported(tmp_path, run):
     checkpoint.save(tmp_path / "new" / "checkpoint.safetensors", {}, {"some": "thing"})
     refused(run(out_dir=tmp_path / "new", to=to), "does not fit")
     assert not to.exists()
-
-
-def test_an_import_without_a_known_tokenizer_says_so(tmp_path, run):
-    export.write(tmp_path / "hf", *to_hf(tiny("mamba")))
-    code, out, _ = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run")
-    assert code == 0 and "--tokenizer" in out and sample.load_model(tmp_path / "run")[1]["tokenizer"] is None
