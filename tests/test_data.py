@@ -1,6 +1,4 @@
 """data/: the order of windows, the checks of a prepared folder, and each prepare.py, from small inputs, offline.
-
-    python -m pytest tests/test_data.py
 """
 
 import gzip

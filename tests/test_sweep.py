@@ -144,10 +144,9 @@ def test_a_plan_grows_and_a_broken_one_is_named(tmp_path):
     plan = sweep.read_plan(tmp_path)
     assert plan["preset"] == "laptop"
     assert plan["cells"] == {"a": {"seed": 1, "argv": ["x"]}, "b": {"seed": 2, "argv": ["y"]}}
-    for damage in ('{"cells": ', "[]", '{"cells": [1]}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}'):
-        (tmp_path / "plan.json").write_text(damage)
-        with pytest.raises(ConfigError, match="plan.json cannot be read"):
-            sweep.read_plan(tmp_path)
+    (tmp_path / "plan.json").write_text('{"cells": ')  # the rest of what can be wrong: test_report.py
+    with pytest.raises(ConfigError, match="plan.json cannot be read"):
+        sweep.read_plan(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write to .*file/out .Not a directory.: choose another --out"):
         sweep.write_plan(tmp_path / "file" / "out", [])
