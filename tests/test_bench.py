@@ -5,6 +5,7 @@ nothing, and both scripts refuse to write them to results/.
 """
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from bench import generate, gpu, measure, scan, scan_cuda, step
 from bench.gpu import Context, Skip, Stage
 from bench.scan_cuda import Shape
 from configurator import ConfigError
-from experiments import online_learning
+from experiments import extrapolation, online_learning
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
 BF16 = torch.bfloat16
@@ -96,7 +97,8 @@ def test_results_take_no_record_of_an_uncommitted_tree(uncommitted, tmp_path, mo
 @pytest.mark.parametrize("main, arguments", [
     (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
     (scan.main, "--save --device=cuda"), (bench_checkpoint.main, "--save"),
-    (generate.main, "--save"), (step.main, "--save"), (online_learning.main, "--save"), (gpu.main, "")])
+    (generate.main, "--save"), (step.main, "--save"), (online_learning.main, "--save"), (gpu.main, ""),
+    (lambda: extrapolation.main(sys.argv[1:]), "run --preset=laptop --save")])
 def test_every_script_says_so_before_it_measures(uncommitted, monkeypatch, main, arguments):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["script", *arguments.split()])
@@ -204,14 +206,13 @@ def test_an_unusable_gpu_ends_the_measurement(tmp_path, monkeypatch):
 
 
 class FakeEvent:
-    now = 0.0
+    clock = itertools.count(0, 2)
 
     def __init__(self, enable_timing):
         assert enable_timing
 
     def record(self):
-        FakeEvent.now += 2.0
-        self.at = FakeEvent.now
+        self.at = next(self.clock)
 
     def elapsed_time(self, other):
         return other.at - self.at  # milliseconds

@@ -530,7 +530,7 @@ def test_a_folder_of_one_byte_too_many_is_a_shelf(monkeypatch):
         assert [d[0] for d in found] == names and sum(d[2] for d in found) == 601
 
 
-def test_packages_are_another_recipe_than_files(shelf, tmp_path):
+def test_packages_are_another_recipe_than_files(shelf, tmp_path, capsys):
     packages = {"val_fraction": 0.3, "documents": "package"}
     a, _ = pystdlib.prepare(tmp_path / "a", stdlib=shelf, **packages)
     assert not pystdlib.prepare(tmp_path / "a", stdlib=shelf, **packages)[1]
@@ -541,23 +541,11 @@ def test_packages_are_another_recipe_than_files(shelf, tmp_path):
     rooted, _ = pystdlib.prepare(tmp_path / "c", roots=[shelf], stdlib=tmp_path / "small", **packages)
     assert {d["name"].split("/")[0] for d in rooted.meta["documents"]["val"]} == {"1:shelf"}
     refused(lambda: pystdlib.prepare(tmp_path / "d", stdlib=tmp_path / "small", **packages), "held out from 701 bytes")
-
-
-def test_a_validation_set_of_one_document_is_said(tmp_path, capsys, monkeypatch):
-    def prepare(n_long, **options):
-        root = tmp_path / f"lib{n_long}"
-        for i in range(40):
-            (root / f"p{i}").mkdir(parents=True)
-            (root / f"p{i}/a.py").write_text(f"# {i}\n" + "x" * (990 if i < n_long else 400))
-        tokens, _ = pystdlib.prepare(tmp_path / f"out{n_long}", stdlib=root, **options)
-        return tokens, capsys.readouterr().err
-
-    tokens, said = prepare(0, val_fraction=0.1)
-    assert said == "" and tokens.meta["splits"]["val"]["files"] > 1
-    monkeypatch.setattr(pystdlib, "LONG", 900)
-    tokens, said = prepare(1, val_fraction=0.25, documents="package")
-    assert said == (f"WARNING: val.bin is a single document of {len(tokens.val)} tokens: raise --val_fraction (now "
-                    "0.25), or add --roots\n")
+    assert capsys.readouterr().err == ""
+    for name, text in {**{f"{i}.py": f"{i}" * 600 for i in range(10)}, "long.py": "x" * 800}.items():
+        (tmp_path / "small" / name).write_text(text)  # one of them is long enough to be held out
+    one, _ = pystdlib.prepare(tmp_path / "e", stdlib=tmp_path / "small", val_fraction=0.5, documents="package")
+    assert capsys.readouterr().err.startswith(f"WARNING: val.bin is a single document of {len(one.val)} tokens: raise")
 
 
 def test_the_standard_library_itself(tmp_path):

@@ -27,8 +27,6 @@ def draw(N=4, d=3, seed=0, **given):
     return normal(d, N), normal(N), normal(d), ol.settings(d, N, **given)
 
 
-# ------------------------------------------------------------------------------------------------------------ the table
-
 @pytest.mark.parametrize("name", ROW)
 def test_the_claim_is_as_the_table_says_and_a_millionth_is_seen(name):
     row = ROW[name]
@@ -80,8 +78,6 @@ def test_where_eq7_is_the_minimiser():
     assert not same(S, k, x, p)
 
 
-# -------------------------------------------------------------------------------------------------------- the minimiser
-
 def test_minimiser_finds_a_minimum_that_is_known():
     target = torch.tensor([[1.0, -2.0, 300.0], [1e5, 0.0, 1e-3]], dtype=torch.float64)
     weight = torch.tensor([[1.0, 1e6, 1e-3], [1.0, 2.0, 3.0]], dtype=torch.float64)
@@ -111,11 +107,7 @@ def test_draws_reach_the_extremes():
     assert any((a == 0).all() for a in S) and any(a.abs().max() > 50 for a in S)
     assert {a.shape[1] for a in S} >= {1, 8, 16}
     assert all(abs(length - 1) < 1e-12 for length in lengths[:16])
-    again = [a for a, *_ in ol.draws(48, False, 0)]
-    assert all(torch.equal(a, b) for a, b in zip(S, again, strict=True))
 
-
-# ------------------------------------------------------------------------------------------------ the mixers that train
 
 def test_every_recurrent_family_has_a_row():
     rows = [f for row in UPDATES for f in row.mixers]
@@ -147,8 +139,6 @@ def test_a_changed_mixer_is_seen(monkeypatch):
     with pytest.raises(RuntimeError, match="longhorn_scan 0 times"):
         ol.mixer_off("longhorn", ol.longhorn)
 
-
-# -------------------------------------------------------------------------------------------------------------- streams
 
 def test_orthogonal_keys_are_recalled_whole_and_random_ones_as_theory_says():
     eye, values = torch.eye(16, dtype=torch.float64), torch.randn(16, 16, dtype=torch.float64)
@@ -201,8 +191,6 @@ def test_what_the_diagonal_costs():
     assert 0 < missed(16, 0.0) < missed(16, 0.75) < 1 and missed(4, 0.75) < missed(16, 0.75)
 
 
-# ------------------------------------------------------------------------------------------------------ an added update
-
 FILE = """
 import torch
 name = "Longhorn that forgets"
@@ -243,24 +231,18 @@ def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("change,says", [
-    (("    return S + ", "    return "), None),
     (("    return S + torch.outer", "    S_prev += 1; return S + torch.outer"), "changed S_prev in place"),
     (("    return S + torch.outer(", "    return (S / 0) + torch.outer("), "finite, for keys of length 0.001"),
     (("    S = p.gamma * S_prev\n", "    return S_prev.float()\n"), r"returned .* torch.float32, not the new S"),
-    (("    S = p.gamma * S_prev\n", "    return 3.0\n"), r"update returned float, not the new S, \(\d, \d+\)"),
     (("(S @ k - x).square()).sum()", "(S @ k - x).square())"), "objective must be one number"),
     (("    return (S - p.gamma", "    return (S / 0 - p.gamma"), "objective must be one number, and it and the"),
     (("def objective(", "def loss("), r"defines no function objective\(S, S_prev, k, x, p\)"),
-    (("def update(", "def Update("), r"defines no function update\(S_prev, k, x, p\)"),
     (('"Longhorn that forgets"', '"RetNet"'), "there is a row named 'RetNet' already"),
     (('{"gamma": 1.0,', '{"gama": 1.0,'), "tune must be a list of settings such as")])
 def test_mistakes_in_an_added_file_are_one_line(tmp_path, change, says):
     assert change[0] in FILE
     path = tmp_path / "added.py"
     path.write_text(FILE.replace(*change))
-    if says is None:  # a wrong update is no mistake: the check finds that it does not minimise
-        assert not ol.check(ol.read_update(path), 4, 0)["minimises"]
-        return
     with pytest.raises(ConfigError, match=says) as error:
         ol.check(ol.read_update(path), 12, 0)
     assert "\n" not in str(error.value)

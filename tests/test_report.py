@@ -180,7 +180,6 @@ def replace_by(folder, old, new):
 
 
 DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
-    "torn result": (lambda f: cut(f / "result.json"), "result.json is damaged"),
     "result is a list": (lambda f: (f / "result.json").write_text("[1]"), "result.json is damaged"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "torn log": (lambda f: cut(f / "log.jsonl"), "log.jsonl is damaged"),
@@ -191,7 +190,6 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "not run": (shutil.rmtree, "not run"),
     "not finished": (lambda f: (f / "result.json").unlink(), "not finished (step 1024)"),
     "other code in the result": (lambda f: change(f / "result.json", code="0" * 12), "disagree: code"),
-    "shorter than planned": (lambda f: change(f / "result.json", steps=1000), "disagree: steps"),
     "other code": (other_code, f"other code, beef, than most runs, {CODE}: --accept_code=beef joins it"),
     "older code": (old_record, f"other code, {'f' * 12}, than"),
     "code that changed": (lambda f: change(f / "config.json", code_versions=[CODE, "beef", CODE]),
@@ -201,7 +199,6 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "other data": (lambda f: change(f / "config.json", data__splits__val__sha256="ffff"), "not comparable: data"),
     "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: validation tokens"),
     "other weight decay": (lambda f: change(f / "config.json", config__weight_decay=0.0), "comparable: weight_decay"),
-    "no validation tokens": (lambda f: change(f / "result.json", val_tokens=...), "lack"),
     "no parameters": (lambda f: change(f / "result.json", parameters=0), "parameters"),
     "another model's folder": (lambda f: replace_by(f, "longhorn", "mamba"), "another run's records: model"),
     "another size's folder": (lambda f: replace_by(f, "460K", "130K"), "another run's records: they were written to"),

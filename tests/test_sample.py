@@ -85,8 +85,6 @@ def says(monkeypatch, tokens):
     return prompts
 
 
-# ----------------------------------------------------------------------------------------------------------- tokenizers
-
 @pytest.mark.parametrize("words", ["plain", "é€😀 und ñ", "\n\t"])
 def test_bytes_become_text_as_soon_as_a_character_is_whole(words):
     text = Text("bytes")
@@ -124,8 +122,6 @@ def test_a_tokenizer_that_cannot_be_had_is_one_line(tmp_path, run, monkeypatch):
     for name in ("words", None):
         refused(run(out_dir=make_run(tmp_path / str(name), name)), f"{name!r}", "bytes, gpt2 and char")
 
-
-# ------------------------------------------------------------------------------------------------------------- sampling
 
 def test_the_same_seed_says_the_same(out, run):
     text = lambda **how: run(out_dir=out, prompt="Once", max_new_tokens=40, **how).out
@@ -188,8 +184,6 @@ def test_bytes_that_are_no_text_are_a_prompt_for_bytes_alone(out, tmp_path, run,
     assert run(out_dir=characters, prompt=f"@{tmp_path}/lines").out.startswith("wörld\n")
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-
 def test_mistakes_get_one_line(out, tmp_path, run):
     refused(run(out_dir=tmp_path / "nothing"), "nothing/checkpoint.safetensors", "no checkpoint")
     refused(run(out_dir=out, temprature=1), "--temperature")
@@ -207,8 +201,6 @@ def test_mistakes_get_one_line(out, tmp_path, run):
 def test_settings_out_of_range_are_refused_before_anything_is_said(out, run, how):
     refused(run(out_dir=out, prompt="P", **how), f"{next(iter(how))} {next(iter(how.values()))}")
 
-
-# ------------------------------------------------------------------------------------------------- from train to sample
 
 def test_a_trained_character_model_speaks_its_characters(tmp_path, run):
     rng, folder = np.random.default_rng(0), tmp_path / "characters"

@@ -164,8 +164,6 @@ def test_a_cell_that_began_keeps_its_arguments(tmp_path):
     assert cell.argv == sweep.read_plan(tmp_path)["cells"]["a"]["argv"] == ["--d_state=16", "--eval_batch_size=32"]
 
 
-# ----------------------------------------------------------------------------------------------------------------- code
-
 def test_the_identity_of_code():
     """A hash of what was imported; of older records the commit, where a README that was edited is no other code."""
     assert sweep.code_of({"code": "0123456789ab", "commit": "c", "uncommitted_changes": True}) == "0123456789ab"
@@ -193,8 +191,6 @@ def test_a_sweep_of_other_code_goes_on_and_says_so(tmp_path, monkeypatch, capsys
     out = capsys.readouterr().out
     assert said in out and "--accept_code" in out if said else out == ""
 
-
-# ------------------------------------------------------------------------------------------------------- Table 1's plan
 
 def chosen(*argv):
     return table1.chosen(table1.parser().parse_args(["run", *argv]))
