@@ -8,7 +8,7 @@
 //
 // One file, two compilers: a C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc or NVRTC the CUDA
 // kernels. The three updates are written once, for a float (one lane of a GPU) and for a vector of channels (the CPU);
-// lanes.h defines both. kernels/build.py compiles this file on first use; kernels/NOTES.md says why it computes as it
+// lanes.h defines both. kernels/build.py compiles this file on first use; docs/kernels.md says why it computes as it
 // does.
 //
 // Glossary
@@ -183,36 +183,45 @@ struct Mamba {                                                 // rates are A / 
 #ifdef ON_GPU
 
 // ------------------------------------------------------------------------------------------------------ CUDA: the scan
-// One lane holds P states of C channels in registers; L lanes (a power of two) share these C channels. At N = 16 two
-// lanes hold 8 states of two channels each: compared with 16 states of one channel that halves what a lane reads of k
-// and q, and what is left to sum over channels. What a channel needs once, independent of the state, its owner lane
-// computes. More lanes share a channel where N is larger, or B x D too small to fill the GPU. A block is THREADS lanes,
-// THREADS / L * C channels of one row, and walks over all of T. k and q go through shared memory as float32, zero
+// One lane holds P states of C = 2 channels in registers; L lanes (a power of two, at least 2) share these channels. At
+// N = 16 two lanes hold 8 states of two channels each: compared with 16 states of one channel that halves what a lane
+// reads of k and q, and what is left to sum over channels. What a channel needs once, independent of the state, its
+// owner lane computes. More lanes share two channels where N is larger, or B x D too small to fill the GPU. A block is
+// THREADS lanes, THREADS / L * C channels of one row, and walks over all of T. k and q go through shared memory as float32, zero
 // beyond N (there a state stays zero). x, dt, z, dy are fetched ahead by asynchronous copies where T, D, N and the
 // addresses allow it (WarpRows), else read from their rows, coalesced since channels are contiguous.
 //
 // By count of instructions and bytes these kernels are bound by instructions, not memory (not measured on a GPU): hence
 // 32-bit steps and byte strides (an address is one multiply-add), and states that lie in registers in an order that
-// depends on the lane (ChannelSums). tools/instructions.py counts them.
+// depends on the lane (ChannelSums).
 
+#ifndef TILE
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
+#endif
+#ifndef KEYS
 #define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
+#endif
+#ifndef LONGER
 #define LONGER 2                                       // factor for both where the forward fetches: no registers needed
+#endif
 #define LONGER_ROW 128                                 // bytes of a row of keys up to which shared memory allows that
+#ifndef SUB
 #define SUB 4                                          // steps whose states the backward keeps in registers
+#endif
+enum { C = 2 };                                        // channels of a lane
+static_assert(CHUNK % KEYS == 0 && KEYS % TILE == 0 && CHUNK % SUB == 0);
 
-// The L lanes of C channels (C is 1 or 2) each hold a part of a sum for every channel; each lane gets the sum of the
+// The L lanes of two channels each hold a part of a sum for every channel; each lane gets the sum of the
 // channel it owns, which is its number 0. Number 1 is its neighbour's.
-template <int L, int C> MATH float sum_states(const float (&v)[C]) {
-    float own = v[0];
-    if constexpr (C == 2) own += __shfl_xor_sync(ALL_LANES, v[1], 1);
+template <int L> MATH float sum_states(const float (&v)[C]) {
+    float own = v[0] + __shfl_xor_sync(ALL_LANES, v[1], 1);
     #pragma unroll
     for (int m = L / 2; m >= C; m /= 2) own += __shfl_xor_sync(ALL_LANES, own, m);
     return own;
 }
-template <int C> MATH void share(float own, float (&all)[C]) {           // the neighbour's, beside a lane's own
+MATH void share(float own, float (&all)[C]) {                            // the neighbour's, beside a lane's own
     all[0] = own;
-    if constexpr (C == 2) all[1] = __shfl_xor_sync(ALL_LANES, own, 1);
+    all[1] = __shfl_xor_sync(ALL_LANES, own, 1);
 }
 
 // Sums of P values over the lanes of a warp that are L apart: they hold the same states of other channels. A butterfly
@@ -375,8 +384,8 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
 };
 
 // What a lane works on. Channels beyond D are computed as a copy of the last one, and not written.
-template <int L, int C> struct Place {
-    int tid, lane, warp, part;                         // part: which of the L lanes that share C channels
+template <int L> struct Place {
+    int tid, lane, warp, part;                         // part: which of the L lanes that share two channels
     int block, b;                                      // block of the row; row
     int channel[C];                                    // own, neighbour's
     bool live[C], owner;                               // owner: of the lanes that own the channel, the one to write
@@ -412,7 +421,7 @@ template <class E> struct Channel {
 // registers share with everything else that takes long: an instruction that waits for a shuffle would also wait for
 // memory.
 struct Source { const void *p; int64_t stride_b, stride_t; };
-template <class E, int L, int C, int TENSORS, int ROWS> struct WarpRows {
+template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
     static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
     static const int EACH = ROWS * PIECES;                               // pieces of a tensor in a stage
     static const int PASSES = EACH > 32 ? EACH / 32 : 1;                 // that it takes, of 32 / PIECES rows each
@@ -455,23 +464,23 @@ template <int P> MATH Four *kept_states(const ScanArgs &a, int64_t chunk, int pa
 }
 
 // S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
-template <class U, int L, int P, int C, class R>
+template <class U, int L, int P, class R>
 MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
         float sum[C] = {}, residual[C];
         #pragma unroll
         for (int i = 0; i < C * P; i++) sum[i / P] += k[i % P] * S[i];
-        share<C>(s[0].x - sum_states<L, C>(sum), residual);
+        share(s[0].x - sum_states<L>(sum), residual);
         #pragma unroll
         for (int n = 0; n < C; n++) s[n].residual = residual[n];
     }
     #pragma unroll
     for (int i = 0; i < C * P; i++) S[i] = U::next(s[i / P], S[i], k[i % P], U::decay(s[i / P], rate(i)));
 }
-template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
+MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
     float x[C], size[C];
-    share<C>(own.x, x);
-    share<C>(own.size, size);
+    share(own.x, x);
+    share(own.size, size);
     #pragma unroll
     for (int n = 0; n < C; n++) all[n] = n ? Step<float>{x[n], size[n], 0.0f, 0.0f} : own;
 }
@@ -480,20 +489,23 @@ template <int C> MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
 // gate, so that no step checks bounds. Nearly every call is so, and the checks are a tenth of the backward's
 // instructions.
 
+#ifndef STAGES
 #define STAGES 2                                       // of the forward's rows; divides KEYS / TILE
+#endif
 // two buffers
 template <int P, int L, int BATCH> struct ForwardShared { float k[2][BATCH][P * L], q[2][BATCH][P * L], kk[2][BATCH]; };
 template <class E, int P, int L> constexpr int fetched_keys = P * L * sizeof(E) > LONGER_ROW ? KEYS : LONGER * KEYS;
-template <class U, class E, int P, int L, int C> struct AsyncForwardShared
+template <class U, class E, int P, int L> struct AsyncForwardShared
     : ForwardShared<P, L, fetched_keys<E, P, L>> {
     static const int STEPS = LONGER * TILE, BATCH = fetched_keys<E, P, L>;
-    static_assert(CHUNK % BATCH == 0 && BATCH / STEPS % STAGES == 0);    // whole chunks are whole batches
-    typedef WarpRows<E, L, C, 3, STEPS> Rows;                            // of x, dt, z
+    static_assert(CHUNK % BATCH == 0 && BATCH % STEPS == 0);             // whole chunks are whole batches
+    static_assert(BATCH / STEPS >= STAGES && BATCH / STEPS % STAGES == 0);  // keys begun with a batch are there at its end
+    typedef WarpRows<E, L, 3, STEPS> Rows;                            // of x, dt, z
     typename Rows::Stage rows[THREADS / 32][STAGES];
     typename KeyRows<U, E, P, L, BATCH>::Raw raw;
 };
 
-// Where rows are too few to fill the GPU, T is split into segments. With SEGMENT_STATE the forward computes what joins
+// Where rows are too few to fill the GPU, T is split into segments, if WHOLE and fetched. With SEGMENT_STATE the forward computes what joins
 // them: the state after each segment as if it had begun from zero, and the product of its forget gates. `combine` turns
 // these into the state before each segment, and the forward then runs over all segments at once. The backward joins its
 // G in the same way (`scan_segment_grad`). The last segment's state, and the first one's G, are not needed: their
@@ -502,15 +514,16 @@ MATH bool is_segment(const ScanArgs &a, int row, int64_t which) {
     return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which;
 }
 
-template <class U, class E, int P, int L, int C, bool SEGMENT_STATE, bool WHOLE>
+template <class U, class E, int P, int L, bool SEGMENT_STATE, bool WHOLE>
 MATH void scan_forward(const ScanArgs &a) {
-    typedef AsyncForwardShared<U, E, P, L, C> Shared;
+    typedef AsyncForwardShared<U, E, P, L> Shared;
     constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
     constexpr int NP = P * L, STEPS = ASYNC ? Shared::STEPS : TILE, BATCH = ASYNC ? Shared::BATCH : KEYS;
     typedef ForwardShared<P, L, BATCH> Buffers;
     Buffers &s = *(Buffers *)SHARED_MEMORY;
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
-    const Place<L, C> at(a);
+    static_assert(WHOLE || !SEGMENT_STATE);
+    const Place<L> at(a);
     if (SEGMENT_STATE && is_segment(a, at.b, a.segments - 1)) return;
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
     const int b = at.b, c = at.channel[0];
@@ -597,7 +610,7 @@ MATH void scan_forward(const ScanArgs &a) {
                 const float kk = U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f;
                 Step<float> step = U::step(xf[i], dtf[i], bias, kk, a.softplus), steps[C];
                 if (U::rates && !within(t0 + i)) step.size = 0.0f;       // beyond T nothing changes: elsewhere k is 0
-                share_step<C>(step, steps);
+                share_step(step, steps);
                 next_states<U, L>(steps, S, k, [&](int i) { return rates[i]; });
                 if (SEGMENT_STATE) {
                     #pragma unroll
@@ -607,7 +620,7 @@ MATH void scan_forward(const ScanArgs &a) {
                 }
                 #pragma unroll
                 for (int j = 0; j < C * P; j++) sum[j / P] += S[j] * q[j % P];
-                float out = sum_states<L, C>(sum) + skip * xf[i];
+                float out = sum_states<L>(sum) + skip * xf[i];
                 if (gated) out *= gate[i] * sigmoid(gate[i]);
                 write<(L > C)>(writer && within(t0 + i), step_at(y, t0 + i, out_t), out);
             }
@@ -629,28 +642,28 @@ MATH void scan_forward(const ScanArgs &a) {
 
 // Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what
 // the block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
-template <class U, int P, int L, int C, int STATES> struct BackwardShared {
+template <class U, int P, int L, int STATES> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
     Four states[STATES][C * P / 4][THREADS];
     // a lane's own: in registers something would spill
     float gated[SUB][THREADS], rates[U::rates ? C * P : 1][THREADS];
     float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
 };
-template <class U, class E, int P, int L, int C, int STATES> struct AsyncBackwardShared
-    : BackwardShared<U, P, L, C, STATES> {
-    typedef WarpRows<E, L, C, 4, SUB> Rows;                              // of x, dt, z, dy
+template <class U, class E, int P, int L, int STATES> struct AsyncBackwardShared
+    : BackwardShared<U, P, L, STATES> {
+    typedef WarpRows<E, L, 4, SUB> Rows;                              // of x, dt, z, dy
     typename Rows::Stage rows[THREADS / 32][2];
     typename KeyRows<U, E, P, L, KEYS>::Raw raw[CHUNK / KEYS];
 };
 
-template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
-    typedef WarpRows<E, L, C, 4, SUB> Rows;
+template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(const ScanArgs &a) {
+    typedef WarpRows<E, L, 4, SUB> Rows;
     constexpr bool ASYNC = WHOLE && Rows::fits;
     constexpr int NP = P * L, WARPS = THREADS / 32, SUBS = CHUNK / SUB, STATES = ASYNC ? SUBS - 1 : SUBS;
-    typedef AsyncBackwardShared<U, E, P, L, C, STATES> Shared;
-    BackwardShared<U, P, L, C, STATES> &s = *(BackwardShared<U, P, L, C, STATES> *)SHARED_MEMORY;
+    typedef AsyncBackwardShared<U, E, P, L, STATES> Shared;
+    BackwardShared<U, P, L, STATES> &s = *(BackwardShared<U, P, L, STATES> *)SHARED_MEMORY;
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
-    const Place<L, C> at(a);
+    const Place<L> at(a);
     const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.dx_t * sizeof(E));
     const int b = at.b, c = at.channel[0];
     const bool gate = WHOLE || a.z, live = WHOLE || at.live[0];
@@ -675,7 +688,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     auto step_of = [&](float xt, float dtt, int r, bool inside, Step<float> (&all)[C]) {
         Step<float> step = U::step(xt, dtt, bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
-        share_step<C>(step, all);
+        share_step(step, all);
     };
     // Stages of rows in the order of the walk below: the sub-chunks of a chunk forwards, all but the last, x and dt
     // only; then all of them backwards. The next stage is on its way while one is in use, also that of the next chunk.
@@ -704,6 +717,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
     // fetched again once those of later sub-chunks have been read, into their places, for this chunk and for the next
     // one.
     constexpr int HERE = SUBS - 2, NEXT = SUBS - 3;
+    static_assert(!ASYNC || SUBS >= 4);
     auto place_of = [](int sub) { return !ASYNC ? sub : sub ? sub - 1 : HERE; };
     const int last = ((int)ceil_div(T, CHUNK) - 1) * CHUNK;
     if constexpr (ASYNC) {
@@ -801,7 +815,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 read_four<L>(s.q[r], at.part, order, q);
                 if constexpr (ASYNC) step_of(to_float(now[0][i][own]), to_float(now[1][i][own]), r, true, steps[i]);
                 else step_of(to_float(xs[i]), to_float(dts[i]), r, within(t0 + r), steps[i]);
-                share<C>(gate ? dyt * (zt * sig) : dyt, gated);
+                share(gate ? dyt * (zt * sig) : dyt, gated);
                 s.gated[i][at.tid] = gated[0];
                 #pragma unroll
                 for (int j = 0; j < C * P; j++) kept[i][j] = U::keep(steps[i][j / P], S[j], k[j % P]);
@@ -812,7 +826,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                     dq[j % P] += gated[j / P] * S[j];
                 }
                 if (gate) {
-                    const float out = sum_states<L, C>(sum) + skip * steps[i][0].x;
+                    const float out = sum_states<L>(sum) + skip * steps[i][0].x;
                     write<(L > C)>(in && at.owner, step_at((E *)((char *)a.dz + out_at), i, out_t),
                                    dyt * out * sig * (1.0f + zt * (1.0f - sig)));
                 }
@@ -835,7 +849,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                     G[j] += gated[j / P] * q[j % P];
                     if (U::whole) Gk[j / P] += G[j] * k[j % P];
                 }
-                if (U::whole) share<C>(sum_states<L, C>(Gk), Gk);
+                if (U::whole) share(sum_states<L>(Gk), Gk);
                 if (i == 0) {                                            // made again: fewer registers
                     get_own(s.states[place_of(sub)], at.tid, kept[0]);
                     #pragma unroll
@@ -854,7 +868,7 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
                 float dx[C], dsize[C];
                 #pragma unroll
                 for (int n = 0; n < C; n++) { dx[n] = over_states[n].dx; dsize[n] = over_states[n].dsize; }
-                const Sums<float> own = {sum_states<L, C>(dx), sum_states<L, C>(dsize)};
+                const Sums<float> own = {sum_states<L>(dx), sum_states<L>(dsize)};
                 const StepGrads<float> d = U::finish(steps[i][0], own, Gk[0]);
                 dkk[i] = L == C || at.owner ? d.dkk : 0.0f;
                 E *dx_at = step_at((E *)((char *)a.dx + out_at), i, out_t);
@@ -912,20 +926,14 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_back
 }
 
 // A segment's own contribution to G = dL/dS before its first step, and the product of its forget gates.
-template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_segment_grad(const ScanArgs &a) {
-    typedef AsyncForwardShared<U, E, P, L, C> Shared;
-    constexpr bool ASYNC = WHOLE && Shared::Rows::fits;
-    constexpr int STEPS = Shared::STEPS, BATCH = ASYNC ? Shared::BATCH : KEYS;
-    typedef ForwardShared<P, L, BATCH> Buffers;
-    Buffers &s = *(Buffers *)SHARED_MEMORY;                              // one of its two buffers
-    Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
-    const Place<L, C> at(a);
+template <class U, class E, int P, int L> MATH void scan_segment_grad(const ScanArgs &a) {
+    typedef AsyncForwardShared<U, E, P, L> Shared;
+    constexpr int STEPS = Shared::STEPS, BATCH = Shared::BATCH;
+    Shared &s = *(Shared *)SHARED_MEMORY;                                // of its two buffers of keys one
+    const Place<L> at(a);
     if (is_segment(a, at.b, 0)) return;
     const int T = (int)at.row.T, N = (int)a.N;
     const int b = at.b, c = at.channel[0];
-    const bool gate = WHOLE || a.z, live = WHOLE || at.live[0];
-    const Channel<E> dt(at.row, c, a.dt, a.dt_b, a.dt_t), dy(at.row, c, a.dy, a.dy_b, a.dy_t);
-    const Channel<E> z = gate ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : dy;
     const float bias = a.bias ? a.bias[c] : 0.0f;
     float G[C * P], rates[C * P], gates[C * P];
     #pragma unroll
@@ -937,10 +945,9 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_segm
     }
     auto step_back = [&](int r, float dtt, float zt, float dyt) {        // over row r of the batch of keys
         float k[P], q[P], gated[C];
-        dyt = pick(live, dyt, 0.0f);
-        share<C>(gate ? dyt * (zt * sigmoid(zt)) : dyt, gated);
+        share(dyt * (zt * sigmoid(zt)), gated);
         Step<float> steps[C];
-        share_step<C>(U::step(0.0f, dtt, bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
+        share_step(U::step(0.0f, dtt, bias, U::norm ? s.kk[0][r] : 0.0f, a.softplus), steps);
         read_four<L>(s.k[0][r], at.part, 0, k);
         read_four<L>(s.q[0][r], at.part, 0, q);
         #pragma unroll
@@ -955,47 +962,36 @@ template <class U, class E, int P, int L, int C, bool WHOLE> MATH void scan_segm
     const typename Shared::Rows rows(at.lane, at.row, c - own,
                                      {{a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
     auto begin_rows = [&](int t) {
-        rows.begin(async.rows[at.warp][(t / STEPS + STAGES) % STAGES], t < 0 ? 0 : t);
+        rows.begin(s.rows[at.warp][(t / STEPS + STAGES) % STAGES], t < 0 ? 0 : t);
         copy_group();
     };
-    if constexpr (ASYNC) {
-        keys.begin(async.raw, T - BATCH);
-        #pragma unroll
-        for (int n = 1; n < STAGES; n++) begin_rows(T - n * STEPS);
-        copy_wait<STAGES - 2>();
-    }
-    for (int batch = ((int)ceil_div(T, BATCH) - 1) * BATCH; batch >= 0; batch -= BATCH) {
-        if constexpr (ASYNC) keys.take(async.raw);                       // begun before rows that have been awaited
-        else keys.load(batch, T);
+    keys.begin(s.raw, T - BATCH);
+    #pragma unroll
+    for (int n = 1; n < STAGES; n++) begin_rows(T - n * STEPS);
+    copy_wait<STAGES - 2>();
+    for (int batch = T - BATCH; batch >= 0; batch -= BATCH) {
+        keys.take(s.raw);                                                // begun before rows that have been awaited
         __syncthreads();                                                 // the batch before is read
         keys.store(s.k[0], s.q[0], s.kk[0]);
         __syncthreads();
-        if constexpr (ASYNC) {
-            keys.begin(async.raw, batch ? batch - BATCH : 0);
-            #pragma unroll 1
-            for (int t = batch + BATCH - STEPS; t >= batch; t -= STEPS) {
-                copy_wait<STAGES - 2>();
-                __syncwarp();                                            // as in the forward
-                begin_rows(t - (STAGES - 1) * STEPS);
-                auto &now = async.rows[at.warp][t / STEPS % STAGES].row;
-                #pragma unroll
-                for (int i = STEPS - 1; i >= 0; i--)
-                    step_back(t - batch + i, to_float(now[0][i][own]), to_float(now[1][i][own]),
-                              to_float(now[2][i][own]));
-            }
-        } else {
-            const int last = T - batch < BATCH ? T - batch : BATCH;
-            #pragma unroll 4
-            for (int r = last - 1; r >= 0; r--)
-                step_back(r, to_float(dt(batch + r)), to_float(z(batch + r)), to_float(dy(batch + r)));
+        keys.begin(s.raw, batch ? batch - BATCH : 0);
+        #pragma unroll 1
+        for (int t = batch + BATCH - STEPS; t >= batch; t -= STEPS) {
+            copy_wait<STAGES - 2>();
+            __syncwarp();                                                // as in the forward
+            begin_rows(t - (STAGES - 1) * STEPS);
+            auto &now = s.rows[at.warp][t / STEPS % STAGES].row;
+            #pragma unroll
+            for (int i = STEPS - 1; i >= 0; i--)
+                step_back(t - batch + i, to_float(now[0][i][own]), to_float(now[1][i][own]), to_float(now[2][i][own]));
         }
     }
-    if (ASYNC) copy_wait<0>();
+    copy_wait<0>();
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
         const int64_t to = (b * a.D + at.channel[i / P]) * N + j;
-        if (j < N && (WHOLE || at.live[i / P])) { a.hT[to] = G[i]; a.decay[to] = gates[i]; }
+        if (j < N) { a.hT[to] = G[i]; a.decay[to] = gates[i]; }
     }
 }
 
@@ -1025,34 +1021,33 @@ typedef SCAN_TYPE E;
 
 // Blocks per multiprocessor that the registers must leave room for. An H100's shared memory holds three of the
 // backward's, where the compiler finds the registers without spilling; elsewhere two.
-#define FORWARD_BLOCKS (U::rates || SCAN_L > SCAN_C ? 3 : 4)
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-#define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > SCAN_C || sizeof(E) == 4 ? 2 : 3)
-#else
+#ifndef FORWARD_BLOCKS
+#define FORWARD_BLOCKS (U::rates || SCAN_L > C ? 3 : 4)
+#endif
+#if !defined(BACKWARD_BLOCKS) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+#define BACKWARD_BLOCKS (U::rates || U::whole || SCAN_L > C || sizeof(E) == 4 ? 2 : 3)
+#elif !defined(BACKWARD_BLOCKS)
 #define BACKWARD_BLOCKS 2
 #endif
 
 extern "C" {
-KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, false, false>(a)))
-KERNEL(forward_whole_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, false, true>(a)))
-KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
-KERNEL(backward_whole_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
-KERNEL(segment_state_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, false>(a)))
-KERNEL(segment_state_whole_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, SCAN_C, true, true>(a)))
-KERNEL(segment_grad_kernel, 3, ScanArgs, (scan_segment_grad<U, E, SCAN_P, SCAN_L, SCAN_C, false>(a)))
-KERNEL(segment_grad_whole_kernel, 3, ScanArgs, (scan_segment_grad<U, E, SCAN_P, SCAN_L, SCAN_C, true>(a)))
+KERNEL(forward_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false, false>(a)))
+KERNEL(forward_whole_kernel, FORWARD_BLOCKS, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, false, true>(a)))
+KERNEL(backward_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, false>(a)))
+KERNEL(backward_whole_kernel, BACKWARD_BLOCKS, ScanArgs, (scan_backward<U, E, SCAN_P, SCAN_L, true>(a)))
+KERNEL(segment_state_kernel, 3, ScanArgs, (scan_forward<U, E, SCAN_P, SCAN_L, true, true>(a)))
+KERNEL(segment_grad_kernel, 3, ScanArgs, (scan_segment_grad<U, E, SCAN_P, SCAN_L>(a)))
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L, KEYS>)
-typedef AsyncForwardShared<U, E, SCAN_P, SCAN_L, SCAN_C> AsyncForward;
+typedef AsyncForwardShared<U, E, SCAN_P, SCAN_L> AsyncForward;
 #define FITS AsyncForward::Rows::fits                                       // or else nothing is fetched
 #define WHOLE_BYTES (FITS ? sizeof(AsyncForward) : FORWARD_BYTES)
-#define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB>)
-typedef AsyncBackwardShared<U, E, SCAN_P, SCAN_L, SCAN_C, CHUNK / SUB - 1> AsyncBackward;
+#define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, CHUNK / SUB>)
+typedef AsyncBackwardShared<U, E, SCAN_P, SCAN_L, CHUNK / SUB - 1> AsyncBackward;
 #define WHOLE_BACKWARD_BYTES (FITS ? sizeof(AsyncBackward) : BACKWARD_BYTES)
-__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * SCAN_C, SCAN_P * SCAN_L,
-                              FORWARD_BYTES, WHOLE_BYTES,
-                              BACKWARD_BYTES, WHOLE_BACKWARD_BYTES, FORWARD_BYTES, WHOLE_BYTES, FORWARD_BYTES,
-                              WHOLE_BYTES, 0};
+__device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L * C, SCAN_P * SCAN_L,
+                              FORWARD_BYTES, WHOLE_BYTES, BACKWARD_BYTES, WHOLE_BACKWARD_BYTES, sizeof(AsyncForward),
+                              sizeof(AsyncForward), 0};
 }
 
 #else

@@ -4,8 +4,6 @@ longhorn_scan.cu and conv_norm.cu are compiled by the C++ compiler for the CPU a
 PyTorch's headers. A library is cached under build/ by a hash of source, flags, compiler and machine;
 $LONGHORN_BUILD_DIR names another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and state
 shape or convolution width: each compiles in seconds, all would take minutes.
-
-    python kernels/build.py            # compile for the CPU now
 """
 
 import contextlib
@@ -38,10 +36,8 @@ CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_no
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
 ALONE, JOINING = 1.5, {"forward": 0.9, "backward": 0.25}  # estimates, never measured on a GPU: see cuda_segments
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
-FETCHED = {  # kernels that have a variant for whole chunks and blocks: the rows it fetches
-    "forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy"),
-    "segment_state_kernel": ("x", "dt"), "segment_grad_kernel": ("dt", "z", "dy"),
-}
+# Kernels that have a variant for whole chunks and blocks: the rows it fetches.
+FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
 LA = "kernels/linear_attention.py: "
 BODIES = {  # operator: (where its fast body is written, where its plain PyTorch body is)
     "longhorn_scan": ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step"),
@@ -255,13 +251,29 @@ def _compile(compiler, flags, sources, folder):
     return _cached("longhorn_scan_cpu", ".so", [version, _cpu_name(), *command], sources, folder, make)
 
 
-def build_cuda(update, dtype, shape, architecture, source=None, folder=None):
-    """`build` of a cubin for an architecture such as 'sm_90': the scan of one update, dtype and `cuda_shape`, or for
-    update "conv" the convolution of one dtype and of width shape[0]."""
-    source, macros = source or (CONV if update == "conv" else SCAN), cuda.defines(update, dtype, *shape)
-    name = f"{update}_{architecture}_{cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
-    make = lambda to: cuda.compile_cubin(source, to, architecture, macros)
-    return _cached(name, ".cubin", [cuda.compiler_version(), architecture, *macros], (source,), folder, make)
+def build_cuda(update, dtype, shape, architecture, way=None, source=None, folder=None):
+    """`build` of the kernels for an architecture such as 'sm_90': the scan of one update, dtype and `cuda_shape`, or
+    for update "conv" the convolution of one dtype and of width shape[0]. way: one of `cuda.ways`, else the first that
+    works."""
+    if way is None:
+        return _first_that_works(architecture, lambda way: build_cuda(update, dtype, shape, architecture, way, source,
+                                                                      folder))
+    (compiler, kind, target), source = way, source or (CONV if update == "conv" else SCAN)
+    macros = cuda.defines(update, dtype, *shape)
+    name = f"{update}_{target}_{cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
+    make = lambda to: cuda.compile_kernels(source, to, *way, macros)
+    key = [cuda.compiler_version(compiler), *cuda.OPTIONS[compiler], *way, *macros]
+    return _cached(name, f".{kind}", key, (source,), folder, make)
+
+
+def _first_that_works(architecture, make):
+    errors = []
+    for way in cuda.ways(architecture):
+        try:
+            return make(way)
+        except (OSError, RuntimeError) as error:
+            errors.append(f"{' '.join(way)}: {error}")
+    raise OSError("; ".join(errors))
 
 
 def _cached(name, suffix, key, sources, folder, make):
@@ -280,7 +292,8 @@ def _cached(name, suffix, key, sources, folder, make):
     with lock:
         import fcntl  # not on Windows, where there is no native build either
 
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # some network file systems have no locks; the rename is atomic anyway
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return path, 0.0
         start, temporary = time.perf_counter(), path.with_suffix(f".{os.getpid()}.tmp")
@@ -328,13 +341,17 @@ def library():
 
 @functools.cache
 def cuda_module(update, dtype, shape, architecture, device):
-    """The kernels of `build_cuda`, built and loaded on first use. Raises OSError with the compiler's message."""
-    path, seconds = build_cuda(update, dtype, shape, architecture)
+    """The kernels of `build_cuda`, built and loaded on first use in the first way that works. Raises OSError."""
     kernels, args = (cuda.CONV_KERNELS, ConvArgs) if update == "conv" else (cuda.SCAN_KERNELS, ScanArgs)
-    with torch.cuda.device(device):
-        module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args), device=device)
-    _announce(f"cuda {architecture}", f"{update} {cuda.TYPES[dtype]} {'x'.join(map(str, shape))}", seconds)
-    return module
+
+    def make(way):
+        path, seconds = build_cuda(update, dtype, shape, architecture, way)
+        with torch.cuda.device(device):
+            module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args), device=device)
+        _announce(" ".join(way), f"{update} {cuda.TYPES[dtype]} {'x'.join(map(str, shape))}", seconds)
+        return module
+
+    return _first_that_works(architecture, make)
 
 
 def _announce(where, what, seconds):
@@ -344,23 +361,20 @@ def _announce(where, what, seconds):
 # ---------------------------------------------------------------------------------------------------- shapes on a GPU
 
 @functools.cache
-def cuda_shape(B, T, D, N, multiprocessors, segments=True):
-    """(P, L, C): L threads share C channels, each with P states of every one (P * L >= N).
+def cuda_shape(B, T, D, N, multiprocessors, may_split=True):
+    """(P, L): L lanes share two channels, each with P states of both (P * L is N, padded to a power of two from 8 on).
 
-    One thread per channel with up to 16 states does the least work. Where that leaves multiprocessors idle, T is split
-    (`cuda_segments`, if `segments`), and then a channel is spread over more threads, down to 4 states each. Two blocks
-    per multiprocessor count as enough; no GPU has been asked.
+    Eight states per lane do the least work. Where that leaves multiprocessors idle, even with T split into segments,
+    they are four. Two blocks per multiprocessor count as enough; no GPU has been asked.
     """
     if N > 256:  # the backward of more would not find its shared memory on any GPU
         raise ValueError(f"scan: the CUDA kernels take up to 256 states per channel, got {N}: use backend='torch'")
-    states = max(4, 1 << (N - 1).bit_length())
-    P = min(16, states)
-    L = states // P
-    most = max(1, T // SEGMENT) if segments else 1
-    while P > 4 and L < 32 and most * B * -(-D // (CUDA_THREADS // L)) < 2 * multiprocessors:
-        P, L = P // 2, L * 2
-    pairs = P > 4 and L < 32  # half the states of two channels instead of all of one: the same registers and blocks
-    return (P // 2, L * 2, 2) if pairs else (P, L, 1)
+    states = max(8, 1 << (N - 1).bit_length())
+    P = 8 if states >= 16 else 4
+    most = max(1, T // SEGMENT) if may_split else 1
+    if P == 8 and states < 256 and most * B * -(-D // (2 * CUDA_THREADS * P // states)) < 2 * multiprocessors:
+        P = 4
+    return P, states // P
 
 
 @functools.cache
@@ -393,17 +407,17 @@ class Kernels:
     """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels read and write.
 
     update: of the scan, one of UPDATES; None: the convolution. rows: how many packed sequences, None: the B of x.
-    direction: of the scan, which decides how many segments T is split into.
+    direction, gated (there is z): of the scan, which decide how many segments T is split into.
     """
 
-    def __init__(self, args_class, x, update=None, rows=None, direction="forward", **sizes):
+    def __init__(self, args_class, x, update=None, rows=None, direction="forward", gated=False, **sizes):
         (B, T, D), self.device = x.shape, x.device
         B = B if rows is None else rows
         if update is not None:
             sizes["update"] = UPDATES.index(update)
         self.segments = 1  # of T; for the convolution its tiles
         if x.is_cuda:
-            splits, threads = self._choose_cuda(x, B, update, rows is None, direction, sizes), 0
+            splits, threads = self._choose_cuda(x, B, update, gated and rows is None, direction, sizes), 0
         else:
             self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype
             groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
@@ -412,6 +426,7 @@ class Kernels:
         if update is not None:
             sizes |= segment_sizes(T, self.segments)
             self.segments = sizes["segments"]
+        self.aligned = 16 if update is not None and self.segments > 1 else 1  # bytes, of what is fetched
         is_bf16 = int(self.dtype == torch.bfloat16)
         self.args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=is_bf16, **sizes)
 
@@ -423,13 +438,13 @@ class Kernels:
             channels, self.segments = CUDA_THREADS, -(-T // CONV_TILE)
             self.module = cuda_module("conv", x.dtype, (sizes["W"],), architecture, x.device.index)
         else:
-            may_split = may_split and update != "exact"  # joining segments of it would take products of N x N matrices
+            # joining segments of `exact` would take products of N x N matrices; all segments are whole and fetched
+            may_split = may_split and update != "exact" and T % CHUNK == 0
             shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
             self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
-            channels = CUDA_THREADS // shape[1] * shape[2]
-            if may_split:
-                blocks = B * -(-D // channels)
-                self.segments = cuda_segments(blocks, T, gpu.multi_processor_count, JOINING[direction])
+            channels = self.module.channels
+            if may_split and D % channels == 0 and sizes["N"] == self.module.states and channels * x.itemsize >= 64:
+                self.segments = cuda_segments(B * D // channels, T, gpu.multi_processor_count, JOINING[direction])
         if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
             raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
                              f"{2**31 - CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
@@ -442,19 +457,22 @@ class Kernels:
     def __call__(self, function, rows, floats, **buffers):
         """Point the struct at tensors and call a function of the library; absent tensors (None) stay null.
 
-        rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous.
+        rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous or
+        the rows of segments are not aligned.
         floats: read as contiguous float32. buffers: passed as they are.
         """
         def in_place(a):
-            a = a.to(self.dtype)
-            fits = a.stride(1) * a.itemsize < 2**31  # the CUDA kernels step in bytes of 32 bits
-            return a if fits and (a.stride(2) == 1 or a.shape[2] == 1) else a.contiguous()
+            a = cast(a, self.dtype)
+            fits = a.stride(1) * a.itemsize < 2**31 and (a.stride(2) == 1 or a.shape[2] == 1)  # 32-bit steps in bytes
+            if self.aligned > 1:
+                fits &= not (a.data_ptr() | a.stride(0) * a.itemsize | a.stride(1) * a.itemsize) % self.aligned
+            return a if fits else a.clone(memory_format=torch.contiguous_format)
 
         tensors = {n: in_place(a) for n, a in rows.items() if a is not None}
         for name, a in tensors.items():
             setattr(self.args, name + "_b", a.stride(0))
             setattr(self.args, name + "_t", a.stride(1))
-        tensors.update({n: a.float().contiguous() for n, a in floats.items() if a is not None})
+        tensors.update({n: cast(a).contiguous() for n, a in floats.items() if a is not None})
         tensors.update({n: a for n, a in buffers.items() if a is not None})
         point(self.args, **tensors)  # the dict keeps the copies alive until the function returns
         self.run(function)
@@ -464,22 +482,23 @@ class Kernels:
             getattr(self.library, function + "_cpu")(ctypes.byref(self.args))
             return
         with torch.cuda.device(self.device):
-            self.launch(self.module, function, CUDA_THREADS, torch.cuda.current_stream().cuda_stream)
+            self.launch(function, torch.cuda.current_stream().cuda_stream)
 
-    def launch(self, module, function, threads, stream):
-        a, kernel = self.args, function.removeprefix("longhorn_scan_").removeprefix("causal_") + "_kernel"
+    def launch(self, function, stream):
+        a, module = self.args, self.module
+        kernel = function.removeprefix("longhorn_scan_").removeprefix("causal_") + "_kernel"
         whole = kernel.replace("_kernel", "_whole_kernel")
-        if kernel in FETCHED and self.is_whole(module, FETCHED[kernel]) and module.has_room(whole, kernel):
+        if kernel in FETCHED and self.is_whole(FETCHED[kernel]) and module.has_room(whole, kernel):
             kernel = whole
-        blocks = a.B * -(-a.D * a.N // threads) if kernel == "combine_kernel" else a.B * self.segments * a.splits
+        blocks = a.B * -(-a.D * a.N // module.threads) if kernel == "combine_kernel" else a.B * self.segments * a.splits
         if blocks:
             module.launch(kernel, blocks, a, stream)
 
-    def is_whole(self, module, rows):
+    def is_whole(self, rows):
         """Whether the kernels without bounds checks can run: whole chunks and blocks, `rows` present and aligned for
         16-byte copies, k and q for copies of four numbers."""
         a, size = self.args, self.dtype.itemsize
-        if a.cu or a.T % CHUNK or a.D % module.channels or a.N != module.states:
+        if a.cu or a.T % CHUNK or a.D % self.module.channels or a.N != self.module.states:
             return False
         fetched = {**dict.fromkeys(rows, 16), "k": 4 * size, "q": 4 * size}
         stride_b = lambda n: getattr(a, n + "_b") if a.B > 1 else 0  # with one row it may be anything
@@ -502,6 +521,11 @@ def kept_states(x, N):
     return -(-N // 4) * 4 if x.is_cuda else N
 
 
+def cast(a, dtype=torch.float32):
+    """a in `dtype`, None as it is. Tensor.to takes microseconds even where there is nothing to do."""
+    return a if a is None or a.dtype == dtype else a.to(dtype)
+
+
 def point(args, **tensors):
     """Write the tensors' addresses into a struct; the caller keeps them alive."""
     for name, a in tensors.items():
@@ -512,13 +536,3 @@ def point(args, **tensors):
 def empty(x, *shape, dtype=torch.float32):
     """An uninitialised tensor on x's device: kernels write every element of what they return."""
     return torch.empty(shape, dtype=dtype, device=x.device)
-
-
-def main():
-    path, seconds = build()
-    print(f"{path} ({f'built in {seconds:.1f} s' if seconds else 'built before'})")
-    library()
-
-
-if __name__ == "__main__":
-    main()

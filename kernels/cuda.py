@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "backward_whole_kernel",
-                "segment_state_kernel", "segment_state_whole_kernel", "segment_grad_kernel",
-                "segment_grad_whole_kernel", "combine_kernel")
+                "segment_state_kernel", "segment_grad_kernel", "combine_kernel")
 CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+MAX_DYNAMIC_SHARED, CARVE_OUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, .._PREFERRED_.._CARVEOUT
 ROOM = 97, 81  # bytes: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
 RESERVED = 1024  # bytes of each block's shared memory that the system takes
 DISAGREE = "kernels/build.py and the sources of its kernels disagree about the arguments: change the structs together"
@@ -77,48 +76,63 @@ def missing():
     return "no nvcc and no NVRTC found (install the CUDA toolkit or nvidia-cuda-nvrtc, or set NVCC)"
 
 
-def compiler_version():
-    """What the cache of cubins is keyed by."""
-    path = nvcc()
-    if path:
-        return subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-    if nvrtc() is None:
-        raise OSError(missing())
+def compiler_version(compiler):
+    """What the cache of kernels is keyed by."""
+    if compiler == "nvcc":
+        return subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
     return f"NVRTC {nvrtc_version(nvrtc())}"
 
 
-def defines(update, dtype, *shape):
-    """The macros that choose the kernels: the scan's of `update` for a `cuda_shape` (P, L, C), or "conv" for (W,)."""
-    if update == "conv":
-        return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={shape[0]}"]
-    sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PLC", shape, strict=True)]
-    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes]
+def ways(architecture):
+    """(compiler, "cubin" or "ptx", architecture) to try in turn for a GPU such as 'sm_90', those that are there.
 
-
-def compile_cubin(source, to, architecture, macros, kind="cubin"):
-    """Compile `source` for an architecture such as 'sm_90' into the file `to`. Raises OSError if that fails.
-
-    kind: "cubin", or "ptx" for the text that a cubin is assembled from, which the tests run.
+    A driver older than nvcc may not load its cubin, but that of PyTorch's own NVRTC. An architecture that neither
+    compiler knows takes PTX of an older one, which the driver compiles. Raises OSError where there is no compiler.
     """
-    path, message = nvcc(), missing()
-    if path:
-        options = [f"-{kind}", "-O3", "-std=c++17", "-lineinfo", f"-arch={architecture}", *macros]
-        run = subprocess.run([path, *options, str(source), "-o", str(to)], capture_output=True, text=True)
-        if not run.returncode:
-            return
-        message = f"{path} could not build {Path(source).name} for {architecture}: {run.stderr.strip()[:500]}"
-    lib = nvrtc()  # also where nvcc fails, which needs a host compiler
-    if lib is None:
-        raise OSError(message)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--generate-line-info", f"-I{Path(source).parent}"]
-    options = [option.encode() for option in [*options, *macros]]
+    compilers = [name for name, found in (("nvcc", nvcc()), ("nvrtc", nvrtc())) if found]
+    if not compilers:
+        raise OSError(missing())
+    older = "compute_90" if int(architecture.removeprefix("sm_")) >= 90 else "compute_80"
+    return [*((name, "cubin", architecture) for name in compilers), *((name, "ptx", older) for name in compilers)]
+
+
+def defines(update, dtype, *shape):
+    """The macros that choose the kernels: the scan's of `update` for a `cuda_shape` (P, L), or "conv" for (W,).
+
+    $LONGHORN_CUDA_DEFINES adds others, to try another tuning: "FORWARD_BLOCKS=5 STAGES=4".
+    """
+    tuning = [f"-D{words}" for words in os.environ.get("LONGHORN_CUDA_DEFINES", "").split()]
+    if update == "conv":
+        return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={shape[0]}", *tuning]
+    sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PL", shape, strict=True)]
+    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes, *tuning]
+
+
+OPTIONS = {"nvcc": ["-O3", "-std=c++17", "-lineinfo"], "nvrtc": ["--std=c++17", "--generate-line-info"]}
+
+
+def compile_kernels(source, to, compiler, kind, architecture, macros):
+    """Compile `source` with "nvcc" or "nvrtc" into the file `to`: a "cubin", or the "ptx" that cubins are made of.
+
+    architecture: 'sm_90', or 'compute_90' for PTX. Raises OSError with the compiler's message.
+    """
+    name = Path(source).name
+    if compiler == "nvcc":
+        options = [f"-{kind}", *OPTIONS[compiler], f"-arch={architecture}", *macros]
+        run = subprocess.run([nvcc(), *options, str(source), "-o", str(to)], capture_output=True, text=True)
+        if run.returncode:
+            raise OSError(f"{nvcc()} could not build {name} for {architecture}: {run.stderr.strip()[:500]}")
+        return
+    lib = nvrtc()
+    options = [f"--gpu-architecture={architecture}", *OPTIONS[compiler], f"-I{Path(source).parent}", *macros]
+    options = [option.encode() for option in options]
     program, text = ctypes.c_void_p(), Path(source).read_bytes()
-    code = lib.nvrtcCreateProgram(ctypes.byref(program), text, Path(source).name.encode(), 0, None, None)
+    code = lib.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None)
     _check(code, "nvrtcCreateProgram", lambda c: lib.nvrtcGetErrorString(c).decode(), OSError)
     try:
         if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = _nvrtc_text(lib, program, "ProgramLog").decode().strip()[:500]
-            raise OSError(f"NVRTC could not build {Path(source).name} for {architecture}: {log}")
+            raise OSError(f"NVRTC could not build {name} for {architecture}: {log}")
         Path(to).write_bytes(_nvrtc_text(lib, program, kind.upper()))
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
@@ -168,8 +182,7 @@ class Module:
             self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "the device's context")
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
         module, at, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels (if the driver is "
-                   "older than nvcc: LONGHORN_CUDA_COMPILER=nvrtc takes the compiler of PyTorch's own CUDA)")
+        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels")
         self.functions = {name: ctypes.c_void_p() for name in kernels}
         for name, function in self.functions.items():
             self.check(self.lib.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
@@ -210,6 +223,8 @@ class Module:
         if name not in self.ready:
             self.check(self.lib.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared), f"{name}, which needs "
                        f"{shared / 1024:.1f} KB of shared memory per block, more than this GPU may have")
+            if name.startswith("backward"):  # as much of the cache as there is for shared memory
+                self.lib.cuFuncSetAttribute(function, CARVE_OUT, 100)
             self.ready.add(name)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         code = self.lib.cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, shared, stream, params, None)

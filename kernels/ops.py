@@ -21,7 +21,7 @@ from kernels import build, fused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states that its backward starts from
-LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # float32 numbers: what a core's cache holds; what keeps a GPU busy
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**23}  # float32 numbers: what the cache of a core, or the L2 of a GPU, holds
 
 
 def check_tensor(op, name, a, floats=True):
@@ -68,6 +68,9 @@ def differentiable(forward, backward, tensors, results=1):
     tensors: how many of forward's arguments, the first, have gradients; None for absent ones. results: how many of its
     results have; the others are kept for the backward. backward(*gradients of results, *forward's arguments, *kept)
     returns a gradient shaped like each of the tensors, empty for absent ones.
+
+    Returns the function to call. Where nothing but eager PyTorch looks on, it calls the bodies of the two ops from an
+    autograd.Function: the dispatcher's way through Python takes several times as long.
     """
     def setup(ctx, inputs, output):
         kept = output[results:] if isinstance(output, tuple) else ()
@@ -85,7 +88,8 @@ def differentiable(forward, backward, tensors, results=1):
         if all(g is None for g in grads[:results]):
             return (None,) * (tensors + len(others))
         dy = torch.zeros_like(first[0]) if grads[0] is None else grads[0]
-        found = backward(dy, *grads[1:results], *first, *others, *saved)
+        run = backward._init_fn if is_plain(dy) and not torch.is_grad_enabled() else backward
+        found = run(dy, *grads[1:results], *first, *others, *saved)
         return *(None if a is None else g for a, g in zip(first, found, strict=True)), *(None for _ in others)
 
     def refuse(ctx, *grads):
@@ -95,6 +99,28 @@ def differentiable(forward, backward, tensors, results=1):
     forward.register_autograd(gradient, setup_context=setup)
     backward.register_autograd(refuse)
     backward.register_fake(lambda *args: or_empty(args[0], map(contiguous_like, args[results:results + tensors])))
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            output = forward._init_fn(*args)
+            setup(ctx, args, output)
+            return output
+
+        backward = staticmethod(gradient)
+
+    def run(*args):
+        if not is_plain(args[0]):
+            return forward(*args)
+        return Eager.apply(*args) if torch.is_grad_enabled() else forward._init_fn(*args)
+
+    return run
+
+
+def is_plain(a):
+    """Whether a is an ordinary tensor, and no compiler, mode or transform of PyTorch watches what is done to it."""
+    return (type(a) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+            and not torch._C._len_torch_dispatch_stack() and not torch._C._functorch.is_batchedtensor(a))
 
 
 def or_empty(like, grads):
@@ -139,7 +165,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
         return _conv_torch(x, weight, bias, state, silu)
     if chosen == "fused":
         return _conv_fused(x, weight, bias, silu)
-    return torch.ops.longhorn.causal_conv1d(x, *(None if a is None else a.float() for a in (weight, bias, state)), silu)
+    return _conv_op(x, *(None if a is None else a.float() for a in (weight, bias, state)), silu)
 
 
 def _conv_torch(x, weight, bias, state, silu):
@@ -198,7 +224,7 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
     return or_empty(x, (dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate))
 
 
-differentiable(_conv, _conv_backward, tensors=4)
+_conv_op = differentiable(_conv, _conv_backward, tensors=4)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSNorm
@@ -221,7 +247,7 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
     native = x.device.type == "cpu" and {x.dtype, out} <= {torch.float32, torch.bfloat16}
     if not native or build.choose("rms_norm", backend, "cpu") == "torch":
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
-    return torch.ops.longhorn.rms_norm(x, weight.float(), eps, out)[0]
+    return _rms_norm_op(x, weight.float(), eps, out)[0]
 
 
 def _norm_args(x, dtype, eps):
@@ -257,7 +283,7 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, dtype:
     return dx, dweight.sum(0)
 
 
-differentiable(_rms_norm, _rms_norm_backward, tensors=2)
+_rms_norm_op = differentiable(_rms_norm, _rms_norm_backward, tensors=2)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention

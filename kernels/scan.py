@@ -170,16 +170,16 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
     out = build.compute_dtype(x)
     if common != torch.float64:
         common = build.autocast_dtype(x.device.type) or common
-    x, dt, k, q, z = (None if a is None else a.to(common) for a in rows)
+    x, dt, k, q, z = (build.cast(a, common) for a in rows)
     op = "selective_scan" if update.startswith("mamba") else "longhorn_scan"
     if build.choose(op, backend, x.device.type, x.dtype) == "torch":
         y, hT = _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens)
     else:
-        A, D, dt_bias, h0 = (None if a is None else a.float() for a in (A, D, dt_bias, h0))
+        A, D, dt_bias, h0 = map(build.cast, (A, D, dt_bias, h0))
         tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
         save = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors)
-        y, hT, _ = torch.ops.longhorn.scan(*tensors, cu_seqlens, update, save)
-    return y.to(out), hT
+        y, hT, _ = _scan_op(*tensors, cu_seqlens, update, save)
+    return build.cast(y, out), hT
 
 
 def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
@@ -223,11 +223,11 @@ def _check_cu_seqlens(cu, B, T, device):
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
-def _kernels(x, k, cu_seqlens, update, direction):
+def _kernels(x, k, z, cu_seqlens, update, direction):
     """The kernels for these arguments, and cu_seqlens as they take it."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
-    kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, direction, N=k.shape[2],
-                            softplus=int(update.endswith("_softplus")))
+    kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, direction, z is not None,
+                            N=k.shape[2], softplus=int(update.endswith("_softplus")))
     return kernels, None if cu_seqlens is None else cu_seqlens.long().contiguous()
 
 
@@ -245,7 +245,7 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
           save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries - empty unless `save`)."""
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, cu_seqlens, update, "forward")
+    kernels, cu = _kernels(x, k, z, cu_seqlens, update, "forward")
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     y, hT = build.empty(x, B, T, d, dtype=kernels.dtype), build.empty(x, rows * S, d, N)
@@ -255,7 +255,7 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
         h0 = kernels.initial_segment_states(inputs, {"A": A, "bias": dt_bias}, "longhorn_scan_segment_state", h0)
     kernels("longhorn_scan_forward", {**inputs, "z": z}, {"A": A, "skip": D, "bias": dt_bias, "h0": h0},
             y=y, hT=hT, chunks=chunks if save else None, cu=cu)
-    return y.to(x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), chunks
+    return build.cast(y, x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), chunks
 
 
 @_scan.register_fake
@@ -277,7 +277,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     if chunks.numel() == 0:
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, cu_seqlens, update, "backward")
+    kernels, cu = _kernels(x, k, z, cu_seqlens, update, "backward")
     rows, _ = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     like = lambda a, *shape: None if a is None else build.empty(x, *shape)
@@ -294,10 +294,10 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
             dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dA=dA, dskip=dD, dbias=dbias, dh0=dh0, cu=cu)
     if S > 1 and dh0 is not None:
         dh0 = dh0.view(rows, S, d, N)[:, 0].clone()
-    total = lambda g: None if g is None else g.sum(0)
-    in_rows = lambda g: None if g is None else g.to(x.dtype)
+    total = lambda g: None if g is None else g.sum(0) if len(g) > 1 else g[0]
+    in_rows = lambda g: build.cast(g, x.dtype)
     grads = (*map(in_rows, (dx, ddt, total(dk), total(dq))), total(dA), total(dD), in_rows(dz), total(dbias), dh0)
     return ops.or_empty(x, grads)
 
 
-ops.differentiable(_scan, _scan_backward, tensors=9, results=2)
+_scan_op = ops.differentiable(_scan, _scan_backward, tensors=9, results=2)

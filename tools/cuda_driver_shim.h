@@ -17,10 +17,9 @@ int cuModuleGetFunction(void **function, void *, const char *name) {
         {"conv_forward_kernel", conv_forward_kernel}, {"conv_backward_kernel", conv_backward_kernel}};
 #else
         {"forward_kernel", forward_kernel}, {"forward_whole_kernel", forward_whole_kernel},
-        {"segment_state_kernel", segment_state_kernel}, {"segment_state_whole_kernel", segment_state_whole_kernel},
-        {"segment_grad_whole_kernel", segment_grad_whole_kernel},
         {"backward_kernel", backward_kernel}, {"backward_whole_kernel", backward_whole_kernel},
-        {"segment_grad_kernel", segment_grad_kernel}, {"combine_kernel", combine_kernel}};
+        {"segment_state_kernel", segment_state_kernel}, {"segment_grad_kernel", segment_grad_kernel},
+        {"combine_kernel", combine_kernel}};
 #endif
     *function = nullptr;
     for (auto &one : all) if (!strcmp(name, one.name)) *function = (void *)one.kernel;

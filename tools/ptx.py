@@ -215,5 +215,6 @@ def compiled(macros, source, architecture="sm_90"):
     with tempfile.TemporaryDirectory() as folder:
         text, out = Path(folder) / "kernels.cu", Path(folder) / "kernels.ptx"
         text.write_text(source)
-        cuda.compile_cubin(text, out, architecture, macros, kind="ptx")
+        compiler, _, _ = cuda.ways(architecture)[0]
+        cuda.compile_kernels(text, out, compiler, "ptx", architecture, macros)
         return out.read_text()
