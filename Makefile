@@ -5,7 +5,7 @@
 #   make test ARGS="-k scan -x"                                         some of the tests
 #   make chaos                                                          long fault injection; as root also a cut cable
 #   make bench                                                          the scan on this CPU: checked, then timed
-#   make gpu                                                            tests and benchmarks on a GPU, 9 minutes at most
+#   make gpu STAGES=correctness                                         on a GPU, 9 minutes at most; then speed, training
 #   make gpu PYTHON=python3                                             with your own interpreter; installs nothing
 #   make PYTHON=python3.12 ...                                          the interpreter that makes .venv
 
@@ -40,7 +40,7 @@ bench: $(VENV)/main
 # to results/.
 GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
-	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
+	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
 
 # Install once, and again when a list of requirements changes: an empty file in .venv has the time of the installation.
 $(VENV)/main: requirements.txt

@@ -1,12 +1,14 @@
-"""Everything that a machine with a GPU can tell, in one command of at most nine minutes, without a network.
+"""Everything that a machine with a GPU can tell, in three calls of at most nine minutes each, without a network.
 
-    make gpu                             # in .venv, like the other targets
-    make gpu PYTHON=python3              # with the interpreter given; installs nothing
-    make gpu OUT=elsewhere ARGS="--stages=training"
+    make gpu STAGES=correctness          # do the kernels build, and are they right?
+    make gpu STAGES=speed                # how fast are they, why, and would another tuning be faster?
+    make gpu STAGES=training             # what does that do for a training step, recall and the sweep?
+    make gpu STAGES=correctness,speed PYTHON=python3 OUT=elsewhere      # an interpreter of yours; installs nothing
 
-Each stage is a process of its own with a time limit. A stage that lacks something says what and is skipped; a stage
-that fails stops no other. Written are gpu.json (after every stage), gpu.log (all output), and the records of
-bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
+Each stage is a process of its own with a time limit. A stage that lacks something says what and is skipped. Where the
+kernels do not build, or a test of theirs fails, the stages behind are left out: they would time what is wrong. Any
+other failure stops nothing. Written are gpu_<call>.json (after every stage), gpu_<call>.log (all output), and the
+records of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
 
 A stage that is a function of this file hands over its numbers as JSON lines in a file, so one that is killed half way
 keeps what it had found.
@@ -57,6 +59,7 @@ class Context(NamedTuple):
     dry_run: bool
     seconds: float = 0.0  # that the stage has
     record: str = ""      # the file that it writes its records to
+    name: str = "gpu"     # of the call's own records
 
     def inner(self, stage):
         """The command of a stage that is a function of this file."""
@@ -144,33 +147,35 @@ def run_all(stages, context, budget_s, about):
     """All stages within the budget; gpu.json is written before the first and after each. Returns their records."""
     from bench.measure import write_record
 
-    log, began = context.out / "gpu.log", time.monotonic()
+    log, began, gate = context.out / f"{context.name}.log", time.monotonic(), None
     record = about | {"dry_run": context.dry_run, "budget_seconds": budget_s, "stages": []}
-    write_record(context.out / "gpu.json", record)
+    write_record(context.out / f"{context.name}.json", record)
     log.write_text("")
     stretch = max(1.0, budget_s / sum(stage.limit_s for stage in stages))  # a few stages alone may take longer each
     for stage in stages:
         spent = time.monotonic() - began
         limit_s = min(stage.limit_s * stretch, budget_s - spent)
-        if budget_s - spent < 5:
-            result = {"stage": stage.name, "status": "left out", "seconds": 0.0, "records": [],
-                      "reason": f"{spent:.0f} of {budget_s:.0f} s are spent: --stages={stage.name} runs it alone"}
+        if gate or budget_s - spent < 5:
+            reason = gate or f"{spent:.0f} of {budget_s:.0f} s are spent: --stages={stage.name} runs it alone"
+            result = {"stage": stage.name, "status": "left out", "seconds": 0.0, "records": [], "reason": reason}
         else:
             print(f"[{spent:4.0f} s] {stage.name} (at most {limit_s:.0f} s) ...", flush=True)
             result = run_stage(stage, context, limit_s, log)
+            if stage.name in GATES and result["status"] in ("failed", "over time"):
+                gate = f"{stage.name}: {result['status']}"
         record["stages"].append(result)
         record |= {"finished": stage is stages[-1], "seconds": round(time.monotonic() - began, 1)}
-        write_record(context.out / "gpu.json", record)
+        write_record(context.out / f"{context.name}.json", record)
     return record["stages"]
 
 
-def print_summary(results, out):
+def print_summary(results, path):
     width = max(len(r["stage"]) for r in results)
     print(f"\n{'stage':{width}}  {'status':9}  seconds  numbers")
     for r in results:
         words = " | ".join(w for w in (r.get("summary"), r.get("reason")) if w)
         print(f"{r['stage']:{width}}  {r['status']:9}  {r['seconds']:7.1f}  {words}")
-    print(f"records: {out / 'gpu.json'}, {out / 'gpu.log'}")
+    print(f"records: {path}.json, {path}.log")
 
 
 # --------------------------------------------------------------------------------------------------- stage: environment
@@ -215,13 +220,15 @@ def environment_summary(found, text):
 # (B, T, D, N) of the benchmark and of the tests on a GPU (tests/test_cuda.py): `build` compiles their kernels
 BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16), (2, 32768, 2048, 64)]
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
-          (72, 40, 512, 64), (1, 3000, 100, 16), (72, 64, 512, 64), (72, 64, 256, 16), (1, 1024, 128, 16)]
-# family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few), whole chunks and blocks or a rest; T
-# of 256 or more is split into segments
+          (72, 40, 512, 64), (1, 3000, 100, 16),
+          (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16), (1, 1024, 128, 16)]
+TINY = [(2, 64, 64, 16)]  # of a dry run
+# family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few), whole chunks and blocks or a rest;
+# whole ones of T = 256 are split into segments
 SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 16, "float32"),
          ("longhorn", 288, 33, 20, 16, "bfloat16"), ("longhorn", 1, 300, 150, 16, "float32"),
          ("longhorn", 1, 40, 70, 64, "bfloat16"), ("mamba", 2, 70, 150, 16, "float32"),
-         ("exact", 2, 70, 150, 16, "float32"), ("mamba", 1, 300, 150, 16, "bfloat16")]
+         ("exact", 2, 70, 150, 16, "float32"), ("mamba", 1, 256, 128, 16, "bfloat16")]
 
 
 def build(emit, dry_run, budget_s):
@@ -237,7 +244,8 @@ def build(emit, dry_run, budget_s):
         return
     p = device(dry_run).properties
     architecture = f"sm_{p.major}{p.minor}"
-    shape = lambda update, size: build.cuda_shape(*size, p.multi_processor_count, update != "exact")
+    shape = lambda update, size: build.cuda_shape(*size, p.multi_processor_count,
+                                               update != "exact" and size[1] % build.CHUNK == 0)
     wanted = dict.fromkeys((build.build_cuda, update, dtype, shape(update, size), architecture)
                            for size in BENCHMARKED + TESTED for update in build.UPDATES for dtype in build.DTYPES)
     wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (4,), architecture) for dtype in build.DTYPES)
@@ -278,6 +286,68 @@ def small(emit, dry_run, budget_s):
         if not all(v.isfinite().all() for v in results.values()):
             raise RuntimeError(f"the convolution at T={T}: a result is not finite")
         emit(convolution=T)
+
+
+# ------------------------------------------------------------------------------------------- stages: profile, variants
+
+TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64)]  # B, T, D, N
+VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=32", "LONGER=1",
+            "THREADS=256"]  # of the constants in longhorn_scan.cu and lanes.h
+
+
+def profiled(emit, dry_run, budget_s):
+    """Each shape of TIMED once, forward and backward, in bfloat16."""
+    from bench import measure, scan_cuda
+
+    gpu = device(dry_run, flush_bytes=0)
+    for B, T, D, N in TINY if dry_run else TIMED:
+        a = measure.make_inputs(B, T, D, N, measure.DTYPES["bfloat16"], device=gpu.name)
+        measure.values_and_gradients(scan_cuda.scans("longhorn", gpu.backend), a)
+        emit(B=B, T=T, D=D, N=N)
+
+
+def timed(emit, dry_run, budget_s):
+    """The scan at the shapes of TIMED, checked at a small one first, as it is compiled with $LONGHORN_CUDA_DEFINES."""
+    import torch
+
+    from bench import measure, scan_cuda
+
+    gpu = device(dry_run)
+    row = scan_cuda.check_case("longhorn", (2, 64, 256, 16), "bfloat16", {}, gpu)
+    if not row["right"]:
+        sys.exit(scan_cuda.describe_case(row))
+    for B, T, D, N in TINY if dry_run else TIMED:
+        a = measure.make_inputs(B, T, D, N, measure.DTYPES["bfloat16"], device=gpu.name)
+        dy = torch.randn(B, T, D, device=gpu.name).bfloat16()
+        contender = {"ours": lambda a=a, dy=dy: scan_cuda.our_longhorn(None, a, dy, gpu)}
+        emit(B=B, T=T, D=D, N=N, **scan_cuda.time_contenders(contender, gpu, 3 if dry_run else 20)[0])
+
+
+def variants(emit, dry_run, budget_s):
+    """`timed` for each of VARIANTS, in a process of its own."""
+    began, failed = time.monotonic(), []
+    for defines in VARIANTS[:2] if dry_run else VARIANTS:
+        if time.monotonic() - began > budget_s - 20:
+            return emit(left_out=defines)
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "records.jsonl"
+            command = [sys.executable, __file__, "--stage=timed", f"--record={record}", *["--dry_run"] * dry_run]
+            run = subprocess.run(command, capture_output=True, text=True,
+                                 env=os.environ | {"LONGHORN_CUDA_DEFINES": defines})
+            for found in read_records(record):
+                emit(defines=defines, **found)
+        if run.returncode:
+            failed.append(f"{defines or 'as it is'}: {last_line(run.stdout + run.stderr)}")
+            emit(defines=defines, failed=failed[-1])
+    if failed and failed[0].startswith("as it is"):  # a variant may fail, that is what it was tried for
+        sys.exit(failed[0])
+
+
+def variants_summary(found, text):
+    rows = [r for r in found if "forward" in r and r["N"] == found[0]["N"]]
+    return "ms forward / backward: " + ", ".join(
+        f"{r['defines'] or 'as it is'} " + " / ".join(f"{r[p]['median_seconds'] * 1e3:.2f}"
+                                                      for p in ("forward", "backward")) for r in rows)
 
 
 # --------------------------------------------------------------------------------------------------- stage: convolution
@@ -395,15 +465,45 @@ def sanitizer(name):
     return Stage(name, 40, command, verdict=verdict)
 
 
-FUNCTIONS = {f.__name__: f for f in (environment, build, convolution, small)}
+def profile(context):
+    """Nsight Compute on small scans: why the kernels take as long as they do."""
+    path = tool("ncu")
+    if path is None:
+        raise Skip("ncu (Nsight Compute) is not installed")
+    sections = "SpeedOfLight SchedulerStats WarpStateStats MemoryWorkloadAnalysis LaunchStats Occupancy".split()
+    return [path, "--clock-control", "none", *(word for name in sections for word in ("--section", name)),
+            "--launch-count", "12", "--kernel-name", "regex:forward|backward", *context.inner("profiled")]
+
+
+def preset(script, name):
+    """A stage that runs a sweep of an experiment for as long as there is time; the same command goes on with it."""
+    def command(context):
+        out = (ROOT / "out" if context.out == ROOT / "results" else context.out) / name  # checkpoints are no records
+        return [sys.executable, script, "run", "--preset=gpu", f"--out={out}", *["--dry-run"] * context.dry_run]
+
+    def verdict(status, text):
+        return ("ok", None) if status == 0 else ("failed", last_line(text))
+
+    return Stage(name, 150, command, lambda found, text: last_line(text), verdict)
+
+
+FUNCTIONS = {f.__name__: f for f in (environment, build, convolution, small, profiled, timed, variants)}
 STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment_summary),
           Stage("build", 70, lambda c: c.inner("build"), build_summary),
-          Stage("tests", 100, tests, tests_summary),
+          Stage("tests", 240, tests, tests_summary),
+          sanitizer("memcheck"), sanitizer("racecheck"),
           Stage("benchmark", 190, benchmark, in_short),
+          Stage("profile", 60, profile),
           Stage("convolution", 30, lambda c: c.inner("convolution"), convolution_summary),
+          Stage("variants", 150, lambda c: c.inner("variants"), variants_summary),
           training("training", 60, 1024), training("training_compiled", 90, 1024, "--compile"),
-          training("training_long", 60, 8192, "--rounds=5"),
-          sanitizer("memcheck"), sanitizer("racecheck"), sanitizer("initcheck")]
+          training("training_4096", 60, 4096, "--rounds=5"), training("training_8192", 60, 8192, "--rounds=5"),
+          preset("experiments/recall/mqar.py", "recall_gpu"), preset("experiments/scaling/table1.py", "table1_gpu")]
+GATES = ("build", "tests")
+CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck"),
+         "speed": ("environment", "build", "benchmark", "profile", "convolution", "variants"),
+         "training": ("environment", "build", "training", "training_compiled", "training_4096", "training_8192",
+                      "recall_gpu", "table1_gpu")}
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -413,16 +513,19 @@ def parse(argv=None):
     known = [s.name for s in STAGES]
     parser.add_argument("--out", help="folder of the records (results/; with --dry-run out/gpu_dry/)")
     parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds of all stages together (%(default)s)")
-    parser.add_argument("--stages", default="", help=f"some of them, separated by commas: {', '.join(known)}")
+    parser.add_argument("--stages", default="", help=f"calls ({', '.join(CALLS)}), or stages, "
+                        f"separated by commas: {', '.join(known)}")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="tiny sizes on the CPU: no measurement")
     parser.add_argument("--stage", choices=FUNCTIONS, help="run one stage in this process (make gpu calls it so)")
     parser.add_argument("--record", help="with --stage: append its records to this file, JSON lines")
     args = parser.parse_args(argv)
     args.out = Path(args.out or ROOT / ("out/gpu_dry" if args.dry_run else "results")).resolve()
-    args.stages = args.stages.split(",") if args.stages else known
+    args.name = "gpu" + "".join(f"_{name}" for name in args.stages.split(",") if name in CALLS)
+    args.stages = [stage for name in (args.stages.split(",") if args.stages else known)
+                   for stage in CALLS.get(name, [name])]
     unknown = [name for name in args.stages if name not in known]
     if unknown:
-        parser.error(f"--stages={unknown[0]}: no such stage; they are {', '.join(known)}")
+        parser.error(f"--stages={unknown[0]}: no such call or stage; they are {', '.join([*CALLS, *known])}")
     if not args.budget_s >= 1:
         parser.error(f"--budget_s={args.budget_s:g}: must be at least 1")
     return args
@@ -458,8 +561,8 @@ def main(argv=None):
     refuse_uncommitted(args.out, "another --out (make gpu OUT=...)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running stage is ended too
     stages = [s for s in STAGES if s.name in args.stages]
-    results = run_all(stages, Context(args.out, args.dry_run), args.budget_s, new_record("gpu"))
-    print_summary(results, args.out)
+    results = run_all(stages, Context(args.out, args.dry_run, name=args.name), args.budget_s, new_record("gpu"))
+    print_summary(results, args.out / args.name)
     return int(any(r["status"] in ("failed", "over time", "left out") for r in results))
 
 

@@ -291,7 +291,7 @@ def test_refusals(tmp_path, capsys):
     assert not (ROOT / "results" / "x.json").exists()
     for parse, arguments, words in ((scan.parse, "--memory --device=cuda", "--memory is for --device=cpu"),
                                     (scan.parse, "--rounds=0", "--rounds=0: must be at least 1"),
-                                    (gpu.parse, "--stages=tests,magic", "--stages=magic: no such stage; they are env"),
+                                    (gpu.parse, "--stages=tests,magic", "--stages=magic: no such call or stage"),
                                     (gpu.parse, "--budget_s=nan", "--budget_s=nan: must be at least 1")):
         with pytest.raises(SystemExit) as end:
             parse(arguments.split())
@@ -397,6 +397,16 @@ def test_records_go_where_they_should_and_a_failed_stage_is_an_exit_status(tmp_p
     assert gpu.main(["--dry-run"]) == 0 and contexts[1:] == [Context(ROOT / "out" / "gpu_dry", True)]
     for status[0] in ("failed", "over time", "left out"):
         assert gpu.main([f"--out={tmp_path}"]) == 1
+
+
+def test_a_call_is_its_stages_and_ends_where_the_kernels_are_wrong(tmp_path):
+    args = gpu.parse(["--stages=correctness", "--dry_run"])
+    assert args.name == "gpu_correctness" and args.stages == list(gpu.CALLS["correctness"])
+    assert {stage for call in gpu.CALLS.values() for stage in call} == {stage.name for stage in gpu.STAGES}
+    stages = [Stage(name, 5, python(f"raise SystemExit({name != 'b'})")) for name in ("a", "build", "b")]
+    results = gpu.run_all(stages, Context(tmp_path, True, name=args.name), 60, {})
+    assert [r["status"] for r in results] == ["failed"] * 2 + ["left out"] and results[2]["reason"] == "build: failed"
+    assert len(json.loads((tmp_path / "gpu_correctness.json").read_text())["stages"]) == 3
 
 
 def test_what_stages_run(tmp_path, monkeypatch):
