@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,19 @@ def open_device(config):
             torch.set_num_threads(max(1, per_process))
         join("nccl" if device.type == "cuda" else "gloo", datetime.timedelta(minutes=config.timeout_minutes))
     return device
+
+
+def pick_dtype(name, device):
+    """The dtype of autocast; 'auto' takes bfloat16 on hardware that multiplies it natively."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
 
 
 def keep_freed_memory():

@@ -809,38 +809,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------------- table
-
-SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
-TABLE1 = {  # the paper's counts
-    "longhorn": {"120M": 128.6e6, "350M": 369.8e6}, "mamba": {"120M": 129.2e6, "350M": 371.5e6},
-    "llama": {"120M": 124.4e6, "350M": 357.7e6}, "gla": {"120M": 123.8e6, "350M": 361.1e6},
-    "retnet": {"120M": 129.1e6, "350M": 373.2e6}, "rwkv": {"120M": 124.4e6, "350M": 354.8e6},
-}
-
-
-def table(T=1024):
-    """Rows of (family, size, parameters, the paper's count or None, FLOPs per token forward and backward, numbers of
-    state per sequence of T)."""
-    rows = []
-    for family in FAMILIES:
-        for size, shape in SIZES.items():
-            with torch.device("meta"):
-                lm = LM(ModelConfig(model=family, block_size=T, **shape))
-            paper = TABLE1.get(family, {}).get(size)
-            count, flops = lm.parameter_count()["total"], lm.flops_per_token()["total"]
-            rows.append((family, size, count, paper, flops, lm.state_size()))
-    return rows
-
-
-def main():
-    print(f"{'family':14} {'size':5} {'parameters':>12} {'Table 1':>9} {'off':>6} {'FLOPs/token':>12} "
-          f"{'state at 1024':>14}")
-    for family, size, parameters, paper, flops, state in table():
-        beside = f"{paper / 1e6:8.1f}M {parameters / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
-        print(f"{family:14} {size:5} {parameters / 1e6:11.1f}M {beside} "
-              f"{flops / 1e6:11.0f}M {state / 1e6:13.2f}M")
-
-
 if __name__ == "__main__":
-    main()
+    from experiments.scaling import parameters
+
+    parameters.main()

@@ -4,12 +4,10 @@
                              version of the code that a part of the run was trained with
     out/<run>/log.jsonl      one JSON object per event, one per line, keys with their units
     out/<run>/result.json    the outcome, written only when the run finished
-    out/<run>/loss.png       the loss curve
+    out/<run>/loss.png       the loss curve, see tools/loss_curve.py
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
 to its checkpoint, so that the log reads as if nothing had happened.
-
-    python records.py out/longhorn_laptop     # draw loss.png again
 """
 
 import contextlib
@@ -24,8 +22,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-
-from configurator import main_error
 
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
@@ -177,49 +173,3 @@ def cpu_model():
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def draw_loss(folder):
-    """Draw folder/loss.png: training and validation loss in nats per token against tokens. Returns its path, or None if
-    there is nothing to draw yet."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    number = lambda x: math.nan if x is None else x
-    train = [(e["tokens"], number(e["train_loss"])) for e in read_log(folder, "train")]
-    val = [(e["tokens"], number(e["val_loss"])) for e in read_log(folder, "eval")]
-    if not train and not val:
-        return None
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
-    if train:
-        tokens, losses = zip(*train, strict=True)
-        span = max(1, len(losses) // 25)  # a step's loss is that of a few windows: the eye needs their running mean
-        parts = [losses[max(0, i - span + 1):i + 1] for i in range(len(losses))]
-        axes.plot(tokens, losses, lw=0.6, alpha=0.35, color="tab:blue")
-        axes.plot(tokens, [sum(part) / len(part) for part in parts], lw=1.4, color="tab:blue",
-                  label=f"training, mean of {span} lines of the log" if span > 1 else "training")
-    if val:
-        axes.plot(*zip(*val, strict=True), "o-", ms=3, color="tab:orange", label="validation")
-    if val and math.isfinite(val[-1][1]):
-        axes.annotate(f"{val[-1][1]:.4f}", val[-1], xytext=(0, 8), textcoords="offset points", ha="right")
-    seen = sorted(loss for _, loss in train + val if math.isfinite(loss))
-    if len(seen) > 20:  # the first steps would flatten everything else
-        axes.set_ylim(seen[0] - 0.1, min(seen[-1], seen[int(len(seen) * 0.95)] + 0.5))
-    title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path = Path(folder) / "loss.png"
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
-    return path
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print(__doc__.strip())
-        sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
-    with main_error("records.py"):
-        print(draw_loss(sys.argv[1]) or f"{sys.argv[1]} has no log.jsonl with losses to draw")

@@ -36,7 +36,7 @@ import checkpoint
 import distributed
 from configurator import ConfigError, main_error
 from data.loader import DataError
-from records import Log, draw_loss, environment, write_json
+from records import Log, environment, write_json
 
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
@@ -48,6 +48,7 @@ MAY_CHANGE_ON_RESUME = {
     "max_iters",  # where the steps that are done keep their learning rates
 }
 COMPARED_OVER = {"eval_tokens", "eval_block_size"}  # losses over other tokens cannot be compared with the best so far
+LOSS_CURVE = Path(__file__).parent / "tools" / "loss_curve.py"
 PICTURE_SECONDS = 60  # between pictures; importing matplotlib takes 2 s, so a process of its own draws them
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
@@ -401,7 +402,7 @@ class Run:
         if self.is_main and now - self.picture_time > PICTURE_SECONDS:
             self.picture_time = now
             with contextlib.suppress(OSError):
-                self.picture = subprocess.Popen([sys.executable, Path(__file__).with_name("records.py"), self.out],
+                self.picture = subprocess.Popen([sys.executable, LOSS_CURVE, self.out],
                                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def write_log(self, event, step, **values):
@@ -485,7 +486,7 @@ class Run:
         try:
             draw_loss(self.out)
         except Exception as error:  # no picture is worth a run
-            self.say(f"no loss.png: {error} (python records.py {self.out} draws it; it needs matplotlib)")
+            self.say(f"no loss.png: {error} (python tools/loss_curve.py {self.out} draws it; it needs matplotlib)")
         if self.wandb:
             self.wandb.summary.update(result)
             self.wandb.finish()
@@ -577,6 +578,12 @@ def resume_command(*changes):
     if distributed.world_size() > 1:
         return "the same torchrun line with " + " ".join(changes)
     return shlex.join([sys.executable, *(a for a in sys.argv if a.partition("=")[0] not in names), *changes])
+
+
+def draw_loss(folder):
+    from tools.loss_curve import draw_loss  # only now: a change in how pictures are drawn is no other code of the run
+
+    draw_loss(folder)
 
 
 def say(text):

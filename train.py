@@ -259,19 +259,6 @@ def check(config):
         raise ConfigError(message)
 
 
-def pick_dtype(name, device):
-    """The dtype of autocast; 'auto' takes bfloat16 on hardware that multiplies it natively."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return torch.float32
-    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
-
-
 def seed_all(seed):
     random.seed(seed)
     np.random.seed(seed)
@@ -328,7 +315,7 @@ def main(argv):
     device = distributed.open_device(config)
     tokens = Tokens(find_dataset(config.dataset), vocab_size=config.vocab_size or None, block_size=config.block_size)
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
-    config.dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
     seed_all(config.seed)
     model = build_model(config, device)

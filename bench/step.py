@@ -39,13 +39,14 @@ from bench import measure  # noqa: E402
 from bench.measure import DTYPES, LeftOut, imported, in_one_line  # noqa: E402
 from configurator import main_error  # noqa: E402
 from distributed import keep_freed_memory  # noqa: E402
-from model import FAMILIES, LM, SIZES, ModelConfig  # noqa: E402
+from experiments.scaling.parameters import SIZES  # noqa: E402
+from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
 from run import peak_flops  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4, "block_size": 512, "vocab_size": 256, "batch_size": 4}
-PAPER = {"block_size": 1024, "vocab_size": 50304, "batch_size": 8}  # beside model.SIZES
+PAPER = {"block_size": 1024, "vocab_size": 50304, "batch_size": 8}  # beside SIZES
 PEERS = {"llama": ["transformers"], "mamba": ["mambapy", "transformers"], "rwkv4": ["transformers"]}
 STEPS = {"cpu": (0, 1), "cuda": (1, 5)}  # untimed and timed steps per turn; between turns a GPU's cache is emptied
 START_S = 600  # limit for building the kernels, and for torch.compile

@@ -21,8 +21,10 @@ import configurator
 import mixers
 import model
 import train
+from experiments.scaling import parameters
+from experiments.scaling.parameters import SIZES
 from kernels import build
-from model import FAMILIES, LM, SIZES, ModelConfig, sample_token
+from model import FAMILIES, LM, ModelConfig, sample_token
 from optim import build_optimizers
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -893,10 +895,10 @@ def test_what_no_sequence_can_be_is_refused_in_a_line(family):
 
 def test_the_table_is_printed(capsys, monkeypatch):
     monkeypatch.setattr(model, "FAMILIES", {family: FAMILIES[family] for family in ("longhorn", "rwkv4")})
-    model.main()
+    parameters.main()
     head, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 4 and "Table 1" in head
-    millions = {family: tuple(round(n / 1e6, 1) for n in sizes.values()) for family, sizes in model.TABLE1.items()}
+    millions = {family: tuple(round(n / 1e6, 1) for n in sizes.values()) for family, sizes in parameters.TABLE1.items()}
     assert millions == TABLE1
     row = next(r for r in rows if r.startswith("longhorn ") and "350M" in r)
     assert ["longhorn", "350M", f"{PARAMETERS['longhorn'][1] / 1e6:.1f}M", "369.8M"] == row.split()[:4]

@@ -16,6 +16,7 @@ import model
 from configurator import ConfigError
 from experiments import online_learning as ol
 from experiments.online_learning import ROW, UPDATES
+from experiments.scaling import parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 5
@@ -111,7 +112,7 @@ def test_draws_reach_the_extremes():
 
 def test_every_recurrent_family_has_a_row():
     rows = [f for row in UPDATES for f in row.mixers]
-    assert set(model.TABLE1) - {"llama"} <= set(rows) <= set(model.FAMILIES) and len(rows) == len(set(rows))
+    assert set(parameters.TABLE1) - {"llama"} <= set(rows) <= set(model.FAMILIES) and len(rows) == len(set(rows))
 
 
 @pytest.mark.parametrize("family", [f for row in UPDATES for f in row.mixers])

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 
 import records
-from records import Log, code_version, draw_loss, environment, read_log, write_json
+from records import Log, code_version, environment, read_log, write_json
+from tools import loss_curve
+from tools.loss_curve import draw_loss
 
 
 def is_png(path):
@@ -137,9 +139,9 @@ def test_as_a_script(tmp_path, monkeypatch, capsys):
     write_log(tmp_path)
     assert draw_loss(tmp_path) is None and not (tmp_path / "loss.png").exists()
     write_log(tmp_path, train_event(1, 3.0), train_event(2, 2.0))
-    monkeypatch.setattr("sys.argv", ["records.py", str(tmp_path)])
-    runpy.run_path(records.__file__, run_name="__main__")
+    monkeypatch.setattr("sys.argv", ["loss_curve.py", str(tmp_path)])
+    runpy.run_path(loss_curve.__file__, run_name="__main__")
     assert capsys.readouterr().out.strip() == str(tmp_path / "loss.png") and is_png(tmp_path / "loss.png")
-    monkeypatch.setattr("sys.argv", ["records.py", str(tmp_path / "nowhere")])
-    runpy.run_path(records.__file__, run_name="__main__")
+    monkeypatch.setattr("sys.argv", ["loss_curve.py", str(tmp_path / "nowhere")])
+    runpy.run_path(loss_curve.__file__, run_name="__main__")
     assert "nowhere has no log.jsonl" in capsys.readouterr().out

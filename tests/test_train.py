@@ -36,6 +36,7 @@ import train
 from data import loader, writer
 from model import LM
 from run import peak_flops
+from tools.loss_curve import draw_loss
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,7 +186,7 @@ def stops_at(call, number=signal.SIGTERM):
 def whole(data, tmp_path_factory):
     """The folder of an undisturbed run of TINY."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    succeed(arguments(data, out), draw_loss=records.draw_loss)
+    succeed(arguments(data, out), draw_loss=draw_loss)
     return out
 
 
@@ -322,7 +323,7 @@ def test_the_picture_is_drawn_by_another_process_while_training_goes_on(data, tm
     out, drawn = tmp_path / "run", []
     with mock.patch("run.PICTURE_SECONDS", 0), mock.patch("run.subprocess") as process:
         succeed(arguments(data, out), draw_loss=drawn.append)
-    assert drawn == [out] and process.Popen.call_args[0][0] == [sys.executable, ROOT / "records.py", out]
+    assert drawn == [out] and process.Popen.call_args[0][0] == [sys.executable, ROOT / "tools" / "loss_curve.py", out]
 
 
 # ------------------------------------------------------------------------- what may not matter for the result, does not

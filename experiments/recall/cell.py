@@ -215,7 +215,7 @@ def build_model(config, device):
 def main(argv):
     config = load(argv)
     device = distributed.open_device(config)
-    config.dtype = str(train.pick_dtype(config.dtype, device)).removeprefix("torch.")
+    config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     train.seed_all(config.seed)
     model, data = build_model(config, device), RecallData(config, device)
     if config.init_from:
