@@ -427,16 +427,6 @@ def test_too_much_shared_memory_is_said(shim, monkeypatch):
         results(native_scan, inputs(1, 5, 3, 4))
 
 
-def test_lanes_that_never_come_to_a_shuffle_end_the_launch(tmp_path, monkeypatch):
-    right = "if (SEGMENT_STATE && is_segment(a, at.b, a.segments - 1)) return;"
-    source = source_text()
-    assert source.count(right) == 1
-    source = source.replace(right, "if (!at.live[0]) return;")
-    use(monkeypatch, load_shim(tmp_path, "longhorn", F32, 4, 4, source=source))
-    with pytest.raises(RuntimeError, match="forward_kernel.* failed: 10 of 64 threads wait for others that never come"):
-        longhorn_scan(**inputs(1, 5, 5, 16), backend="cpu")
-
-
 def test_structs_that_disagree_are_refused(shim):
     module = shim("longhorn", F32, 4, 4)
     with pytest.raises(OSError, match="change the structs together"):
