@@ -125,7 +125,7 @@ def test_other_updates(shim, monkeypatch, update, dtype, shape, T, D, N):
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 @pytest.mark.parametrize("segments,B,T,D,shape,N", [
-    (2, 1, 128, 64, PAIRS, 16), (3, 2, 160, 128, PAIRS, 16), (3, 1, 96, 32, (4, 4), 16)])
+    (2, 1, 128, 64, PAIRS, 16), (3, 2, 160, 64, PAIRS, 16), (3, 1, 96, 32, (4, 4), 16)])
 def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape, N):
     use(monkeypatch, shim(update.split()[0], F32, *shape), segments)
     a = test_updates.inputs_of(update, B, T, D, N)
