@@ -500,6 +500,7 @@ def one_is_smaller(here):
     return small_memory(3 - 2 * here)
 
 
+@LONG_FORM
 def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, tmp_path):
     argv = lambda name, **how: arguments(data, tmp_path / name, RUN, max_iters=8, eval_interval=0, **how)
     r = launch(argv("run", micro_batch_size=2, auto_micro_batch=True), 2, LM=one_is_smaller)
