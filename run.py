@@ -198,7 +198,7 @@ class Run:
             return
         if self.is_main:
             with writing_to(out):
-                if path is None and (out / "log.jsonl").exists():
+                if path is None and (found or (out / "log.jsonl").exists()):  # whose log was lost, or imported
                     kept = next(name for n in range(1, 10**6) if not (name := Path(f"{out}.{n}")).exists())
                     os.rename(out, kept)
                     self.say(f"the earlier run is kept as {kept}")
