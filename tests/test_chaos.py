@@ -687,7 +687,7 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
 
     def fill_under(name):
         r = launch(arguments(data, disk / name, RUN))
-        assert r.until(lambda: logged(disk / name) >= 15, "progress")
+        assert r.until(lambda: logged(disk / name) >= 2 * RUN["checkpoint_interval"] + 7, "progress")
         fill(disk)
         return disk / name, r
 
