@@ -291,7 +291,7 @@ def small(emit, dry_run, budget_s):
 # ------------------------------------------------------------------------------------------- stages: profile, variants
 
 TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64)]  # B, T, D, N
-VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=32", "LONGER=1",
+VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8", "LONGER=1",
             "THREADS=256"]  # of the constants in longhorn_scan.cu and lanes.h
 
 

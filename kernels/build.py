@@ -435,15 +435,16 @@ class Kernels:
         gpu, self.dtype, (_, T, D) = torch.cuda.get_device_properties(x.device), x.dtype, x.shape
         architecture = f"sm_{gpu.major}{gpu.minor}"
         if update is None:
-            channels, self.segments = CUDA_THREADS, -(-T // CONV_TILE)
             self.module = cuda_module("conv", x.dtype, (sizes["W"],), architecture, x.device.index)
+            channels, self.segments = self.module.channels, -(-T // CONV_TILE)
         else:
             # joining segments of `exact` would take products of N x N matrices; all segments are whole and fetched
             may_split = may_split and update != "exact" and T % CHUNK == 0
             shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
             self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
             channels = self.module.channels
-            if may_split and D % channels == 0 and sizes["N"] == self.module.states and channels * x.itemsize >= 64:
+            row_bytes = channels // (self.module.threads // 32) * x.itemsize  # of a warp: fetched by 16
+            if may_split and D % channels == 0 and sizes["N"] == self.module.states and row_bytes >= 16:
                 self.segments = cuda_segments(B * D // channels, T, gpu.multi_processor_count, JOINING[direction])
         if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
             raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
