@@ -34,7 +34,6 @@ MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
-ALONE, JOINING = 1.5, {"forward": 0.9, "backward": 0.25}  # estimates, never measured on a GPU: see cuda_segments
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 # Kernels that have a variant for whole chunks and blocks: the rows it fetches.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
@@ -377,22 +376,13 @@ def cuda_shape(B, T, D, N, multiprocessors, may_split=True):
     return P, states // P
 
 
-@functools.cache
-def cuda_segments(blocks, T, multiprocessors, joining):
+def cuda_segments(blocks, T, multiprocessors):
     """How many segments of at least SEGMENT steps to split T into, for a kernel of `blocks` blocks per segment.
 
-    joining: time of the pass that joins the segments, as a fraction of the kernel's. A multiprocessor with n blocks is
-    taken to need n times as long as one of a full GPU, and never less than ALONE, since a lone block waits for memory.
+    T is split where there is at most one block per multiprocessor, which then waits for memory, into two for each.
+    Joining the segments costs the forward about as much again, the backward a quarter of that.
     """
-    time = lambda n: max(ALONE, -(-n // multiprocessors))
-
-    def cost(S):
-        S, segment_T = segment_sizes(T, S).values()  # rounded to whole chunks; the longest segment decides
-        return (time(S * blocks) + (S > 1) * joining * time((S - 1) * blocks)) * segment_T / T
-
-    every = range(1, max(1, min(T // SEGMENT, 8 * multiprocessors)) + 1)
-    best = min(map(cost, every))
-    return next(S for S in every if cost(S) <= 1.05 * best)  # the fewest that are nearly as good: each costs memory
+    return max(1, min(T // SEGMENT, 2 * multiprocessors // blocks)) if blocks <= multiprocessors else 1
 
 
 def segment_sizes(T, segments):
@@ -407,17 +397,17 @@ class Kernels:
     """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels read and write.
 
     update: of the scan, one of UPDATES; None: the convolution. rows: how many packed sequences, None: the B of x.
-    direction, gated (there is z): of the scan, which decide how many segments T is split into.
+    gated: whether the scan has z, without which T is not split.
     """
 
-    def __init__(self, args_class, x, update=None, rows=None, direction="forward", gated=False, **sizes):
+    def __init__(self, args_class, x, update=None, rows=None, gated=False, **sizes):
         (B, T, D), self.device = x.shape, x.device
         B = B if rows is None else rows
         if update is not None:
             sizes["update"] = UPDATES.index(update)
         self.segments = 1  # of T; for the convolution its tiles
         if x.is_cuda:
-            splits, threads = self._choose_cuda(x, B, update, gated and rows is None, direction, sizes), 0
+            splits, threads = self._choose_cuda(x, B, update, gated and rows is None, sizes), 0
         else:
             self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype
             groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
@@ -430,7 +420,7 @@ class Kernels:
         is_bf16 = int(self.dtype == torch.bfloat16)
         self.args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=is_bf16, **sizes)
 
-    def _choose_cuda(self, x, B, update, may_split, direction, sizes):
+    def _choose_cuda(self, x, B, update, may_split, sizes):
         """Load the kernels for x's GPU and split T; returns how many blocks share a row."""
         gpu, self.dtype, (_, T, D) = torch.cuda.get_device_properties(x.device), x.dtype, x.shape
         architecture = f"sm_{gpu.major}{gpu.minor}"
@@ -445,7 +435,7 @@ class Kernels:
             channels = self.module.channels
             row_bytes = channels // (self.module.threads // 32) * x.itemsize  # of a warp: fetched by 16
             if may_split and D % channels == 0 and sizes["N"] == self.module.states and row_bytes >= 16:
-                self.segments = cuda_segments(B * D // channels, T, gpu.multi_processor_count, JOINING[direction])
+                self.segments = cuda_segments(B * D // channels, T, gpu.multi_processor_count)
         if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
             raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
                              f"{2**31 - CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")

@@ -223,10 +223,10 @@ def _check_cu_seqlens(cu, B, T, device):
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
-def _kernels(x, k, z, cu_seqlens, update, direction):
+def _kernels(x, k, z, cu_seqlens, update):
     """The kernels for these arguments, and cu_seqlens as they take it."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
-    kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, direction, z is not None,
+    kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, z is not None,
                             N=k.shape[2], softplus=int(update.endswith("_softplus")))
     return kernels, None if cu_seqlens is None else cu_seqlens.long().contiguous()
 
@@ -245,7 +245,7 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
           save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries - empty unless `save`)."""
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, z, cu_seqlens, update, "forward")
+    kernels, cu = _kernels(x, k, z, cu_seqlens, update)
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     y, hT = build.empty(x, B, T, d, dtype=kernels.dtype), build.empty(x, rows * S, d, N)
@@ -277,7 +277,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     if chunks.numel() == 0:
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, z, cu_seqlens, update, "backward")
+    kernels, cu = _kernels(x, k, z, cu_seqlens, update)
     rows, _ = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     like = lambda a, *shape: None if a is None else build.empty(x, *shape)

@@ -80,7 +80,7 @@ def shim(builds):
 def use(monkeypatch, module, segments=1):
     """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, with T of a scan split into `segments`."""
     class ShimKernels(build.Kernels):
-        def __init__(self, args_class, x, update=None, rows=None, direction=None, gated=True, **sizes):
+        def __init__(self, args_class, x, update=None, rows=None, gated=True, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
             self.module = module
             sizes |= dict(splits=-(-D // self.module.channels))
@@ -524,25 +524,18 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
         build.build_cuda("longhorn", BF16, PAIRS, "sm_90", folder=tmp_path)
 
 
-def segments(B, T, D, N, multiprocessors=132):
-    """Of the forward and of the backward."""
-    _, L = build.cuda_shape(B, T, D, N, multiprocessors)
-    blocks = B * -(-D // (2 * build.CUDA_THREADS // L))
-    return tuple(build.cuda_segments(blocks, T, multiprocessors, build.JOINING[d]) for d in ("forward", "backward"))
-
-
 def test_shape_of_the_state():
     for N in range(1, 129):
         for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
             P, L = build.cuda_shape(B, T, D, N, 132)
             assert N <= P * L < max(2 * N, 9) and P in (4, 8) and L in (2, 4, 8, 16, 32)
-            assert all(1 <= S <= max(1, T // build.SEGMENT) for S in segments(B, T, D, N))
-    for B, T, shape, wanted in ((64, 1024, PAIRS, (1, 1)),  # the paper's
-                                (16, 4096, PAIRS, (1, 2)),  # 192 blocks: splitting costs the forward more
-                                (1, 65536, PAIRS, (21, 21)),  # one long sequence
-                                (1, 4096, PAIRS, (22, 22)),  # of 192 steps; 21 would come out as 19 of 224
-                                (1, 200, (4, 4), (1, 1))):  # short: over lanes
-        assert build.cuda_shape(B, T, 1536, 16, 132) == shape and segments(B, T, 1536, 16) == wanted
+            assert 1 <= build.cuda_segments(B * -(-D * L // 256), T, 132) <= max(1, T // build.SEGMENT)
+    for B, T, shape, segments in ((64, 1024, PAIRS, 1),  # the paper's
+                                  (16, 4096, PAIRS, 1),  # 192 blocks for 132 multiprocessors
+                                  (1, 65536, PAIRS, 22),  # one long sequence: 12 blocks
+                                  (1, 1024, (4, 4), 8), (1, 200, (4, 4), 1)):  # short: over lanes
+        assert build.cuda_shape(B, T, 1536, 16, 132) == shape
+        assert build.cuda_segments(B * 1536 * shape[1] // 256, T, 132) == segments
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 1000, 65536))
