@@ -99,7 +99,7 @@ def load(path, prefix=""):
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
             if not any(name.startswith("model.branches.") for name in tensors):
                 return tensors, {**json.loads(header["meta"])}
-            wrong = "parameters have their names of before November 2026: the commit that config.json names reads it"
+            wrong = "its parameters have the names used before November 2026: use the commit that config.json names"
     except OSError as error:
         hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error

@@ -199,8 +199,8 @@ def _comments(config_class):
         for line in lines:
             if line.strip().startswith("# ---"):
                 heading = line.strip("#- ")
-            elif assigned := re.match(r"    (\w+) ?([:=])", line):
-                field = assigned[1] if assigned[2] == ":" else None
+            elif statement := re.match(r"    (\w+)(:?)", line):  # a field, or what ends the one before
+                field = statement[1] if statement[2] else None
                 if field and heading and field not in meanings:  # a new default stays under the base's heading
                     headings[field], heading = heading, None
             if field:

@@ -241,22 +241,23 @@ def check(config):
         if name in POSITIVE and value < 1 or name in NOT_NEGATIVE and value < 0:
             raise ConfigError(f"{name} {value} must be {'at least 1' if name in POSITIVE else '0 or more'}")
     c, warmup, decay = config, warmup_steps(config), decay_steps(config)
-    wrong = {  # what to say: where it holds
-        f"seed {c.seed} must be below {2**32:,}": c.seed >= 2**32,
-        f"learning_rate {c.learning_rate} must be above 0": c.learning_rate <= 0,
-        f"min_lr {c.min_lr} is above learning_rate {c.learning_rate}": c.min_lr > c.learning_rate,
-        f"warmup_iters {c.warmup_iters} leaves nothing of max_iters {c.max_iters}: choose fewer":
-            warmup >= c.max_iters > 1,
-        f"warmup of {warmup} and decay of {decay} steps are more than max_iters {c.max_iters}: choose smaller "
-        "warmup_iters or decay_iters": c.schedule == "wsd" and warmup + decay > c.max_iters,
-        f"beta1 {c.beta1} and beta2 {c.beta2} must be in [0, 1)": not (0 <= c.beta1 < 1 and 0 <= c.beta2 < 1),
-        f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million":
-            not 0 < c.timeout_minutes <= 1e6,
-        "resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto":
-            c.resume == "never" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
-    }
-    for message in (message for message, holds in wrong.items() if holds):
-        raise ConfigError(message)
+    if c.seed >= 2**32:
+        raise ConfigError(f"seed {c.seed} must be below {2**32:,}")
+    if c.learning_rate <= 0:
+        raise ConfigError(f"learning_rate {c.learning_rate} must be above 0")
+    if c.min_lr > c.learning_rate:
+        raise ConfigError(f"min_lr {c.min_lr} is above learning_rate {c.learning_rate}")
+    if warmup >= c.max_iters > 1:
+        raise ConfigError(f"warmup_iters {c.warmup_iters} leaves nothing of max_iters {c.max_iters}: choose fewer")
+    if c.schedule == "wsd" and warmup + decay > c.max_iters:
+        raise ConfigError(f"warmup of {warmup} and decay of {decay} steps are more than max_iters {c.max_iters}: "
+                          "choose smaller warmup_iters or decay_iters")
+    if not (0 <= c.beta1 < 1 and 0 <= c.beta2 < 1):
+        raise ConfigError(f"beta1 {c.beta1} and beta2 {c.beta2} must be in [0, 1)")
+    if not 0 < c.timeout_minutes <= 1e6:
+        raise ConfigError(f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million")
+    if c.resume == "never" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise ConfigError("resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto")
 
 
 def seed_all(seed):

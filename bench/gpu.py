@@ -4,11 +4,12 @@
     make gpu STAGES=speed                # how fast are they, why, and would another tuning be faster?
     make gpu STAGES=training             # what does that do for a training step, recall and the sweep?
     make gpu STAGES=correctness,speed PYTHON=python3 OUT=elsewhere      # an interpreter of yours; installs nothing
+    make gpu                             # all three, one after another, as far as nine minutes reach
 
 Each stage is a process of its own with a time limit. A stage that lacks something says what and is skipped. Where the
 kernels do not build, or a test of theirs fails, the stages behind are left out: they would time what is wrong. Any
-other failure stops nothing. Written are gpu_<call>.json (after every stage), gpu_<call>.log (all output), and the
-records of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
+other failure stops nothing. Written are gpu_<call>.json (after every stage), gpu_<call>.log (all output), or gpu.json
+and gpu.log, and the records of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
 
 A stage that is a function of this file hands over its numbers as JSON lines in a file, so one that is killed half way
 keeps what it had found.
@@ -220,8 +221,8 @@ def environment_summary(found, text):
 # (B, T, D, N) of the benchmark and of the tests on a GPU (tests/test_cuda.py): `build` compiles their kernels
 BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16), (2, 32768, 2048, 64)]
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
-          (72, 40, 512, 64), (1, 3000, 100, 16),
-          (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16), (1, 1024, 128, 16)]
+          (72, 40, 512, 64), (1, 3000, 100, 16), (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16),
+          (1, 1024, 128, 16)]
 TINY = [(2, 64, 64, 16)]  # of a dry run
 # family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few), whole chunks and blocks or a rest;
 # whole ones of T = 256 are split into segments
@@ -244,8 +245,7 @@ def build(emit, dry_run, budget_s):
         return
     p = device(dry_run).properties
     architecture = f"sm_{p.major}{p.minor}"
-    shape = lambda update, size: build.cuda_shape(*size, p.multi_processor_count,
-                                               update != "exact" and size[1] % build.CHUNK == 0)
+    shape = lambda update, size: build.cuda_shape(*size, p.multi_processor_count, update != "exact")
     wanted = dict.fromkeys((build.build_cuda, update, dtype, shape(update, size), architecture)
                            for size in BENCHMARKED + TESTED for update in build.UPDATES for dtype in build.DTYPES)
     wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (4,), architecture) for dtype in build.DTYPES)
@@ -291,8 +291,8 @@ def small(emit, dry_run, budget_s):
 # ------------------------------------------------------------------------------------------- stages: profile, variants
 
 TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64)]  # B, T, D, N
-VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8", "LONGER=1",
-            "THREADS=256"]  # of the constants in longhorn_scan.cu and lanes.h
+VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8",
+            "LONGER=1"]  # of the constants in longhorn_scan.cu
 
 
 def profiled(emit, dry_run, budget_s):
@@ -479,9 +479,12 @@ def preset(script, name):
     """A stage that runs a sweep of an experiment for as long as there is time; the same command goes on with it."""
     def command(context):
         out = (ROOT / "out" if context.out == ROOT / "results" else context.out) / name  # checkpoints are no records
-        return [sys.executable, script, "run", "--preset=gpu", f"--out={out}", *["--dry-run"] * context.dry_run]
+        return ["timeout", f"{context.seconds:.0f}", sys.executable, script, "run", "--preset=gpu", f"--out={out}",
+                *["--dry-run"] * context.dry_run]
 
     def verdict(status, text):
+        if status == 124:  # of timeout
+            return "ok", "its time is over: the same command goes on with it"
         return ("ok", None) if status == 0 else ("failed", last_line(text))
 
     return Stage(name, 150, command, lambda found, text: last_line(text), verdict)

@@ -272,7 +272,7 @@ def _first_that_works(architecture, make):
             return make(way)
         except (OSError, RuntimeError) as error:
             errors.append(f"{' '.join(way)}: {error}")
-    raise OSError("; ".join(errors))
+    raise OSError("; ".join(errors[:2]))  # PTX fails for the same reasons
 
 
 def _cached(name, suffix, key, sources, folder, make):
@@ -370,7 +370,7 @@ def cuda_shape(B, T, D, N, multiprocessors, may_split=True):
         raise ValueError(f"scan: the CUDA kernels take up to 256 states per channel, got {N}: use backend='torch'")
     states = max(8, 1 << (N - 1).bit_length())
     P = 8 if states >= 16 else 4
-    most = max(1, T // SEGMENT) if may_split else 1
+    most = max(1, T // SEGMENT) if may_split and T % CHUNK == 0 else 1
     if P == 8 and states < 256 and most * B * -(-D // (2 * CUDA_THREADS * P // states)) < 2 * multiprocessors:
         P = 4
     return P, states // P
@@ -429,12 +429,13 @@ class Kernels:
             channels, self.segments = self.module.channels, -(-T // CONV_TILE)
         else:
             # joining segments of `exact` would take products of N x N matrices; all segments are whole and fetched
-            may_split = may_split and update != "exact" and T % CHUNK == 0
+            may_split = may_split and update != "exact"
             shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
             self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
             channels = self.module.channels
             row_bytes = channels // (self.module.threads // 32) * x.itemsize  # of a warp: fetched by 16
-            if may_split and D % channels == 0 and sizes["N"] == self.module.states and row_bytes >= 16:
+            whole = T % CHUNK == 0 and D % channels == 0 and sizes["N"] == self.module.states
+            if may_split and whole and row_bytes >= 16:
                 self.segments = cuda_segments(B * D // channels, T, gpu.multi_processor_count)
         if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
             raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "

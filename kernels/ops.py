@@ -70,7 +70,7 @@ def differentiable(forward, backward, tensors, results=1):
     returns a gradient shaped like each of the tensors, empty for absent ones.
 
     Returns the function to call. Where nothing but eager PyTorch looks on, it calls the bodies of the two ops from an
-    autograd.Function: the dispatcher's way through Python takes several times as long.
+    autograd.Function: through the dispatcher and its Python each call takes about half as long again.
     """
     def setup(ctx, inputs, output):
         kept = output[results:] if isinstance(output, tuple) else ()
@@ -88,8 +88,8 @@ def differentiable(forward, backward, tensors, results=1):
         if all(g is None for g in grads[:results]):
             return (None,) * (tensors + len(others))
         dy = torch.zeros_like(first[0]) if grads[0] is None else grads[0]
-        run = backward._init_fn if is_plain(dy) and not torch.is_grad_enabled() else backward
-        found = run(dy, *grads[1:results], *first, *others, *saved)
+        body = backward._init_fn if is_plain(dy) and not torch.is_grad_enabled() else backward
+        found = body(dy, *grads[1:results], *first, *others, *saved)
         return *(None if a is None else g for a, g in zip(first, found, strict=True)), *(None for _ in others)
 
     def refuse(ctx, *grads):
@@ -165,7 +165,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
         return _conv_torch(x, weight, bias, state, silu)
     if chosen == "fused":
         return _conv_fused(x, weight, bias, silu)
-    return _conv_op(x, *(None if a is None else a.float() for a in (weight, bias, state)), silu)
+    return _conv_op(x, *map(build.cast, (weight, bias, state)), silu)
 
 
 def _conv_torch(x, weight, bias, state, silu):

@@ -410,11 +410,13 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, tmp_path):
     argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=400, resume="auto", timeout_minutes=0.1)
     loop = 'for i in 1 2 3 4 5 6 7 8; do "$@" && exit 0; sleep 1; done; exit 1'
     try:
-        ip(f"netns add {hosts[0]}"), ip(f"netns add {hosts[1]}")
+        for host in hosts:
+            ip(f"netns add {host}")
         ip(f"link add lh0 netns {hosts[0]} type veth peer name lh1 netns {hosts[1]}")
         for i, host in enumerate(hosts):
             ip(f"-n {host} addr add 10.77.0.{i + 1}/24 dev lh{i}")
-            ip(f"-n {host} link set lh{i} up"), ip(f"-n {host} link set lo up")
+            for link in (f"lh{i}", "lo"):
+                ip(f"-n {host} link set {link} up")
             command = torchrun("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d",
                                "--rdzv-id=chaos", "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
                                f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")

@@ -40,7 +40,7 @@ class Config(Base):
 
     def __post_init__(self):
         if self.n_layer < 1:
-            raise ValueError(f"n_layer {self.n_layer} is below 1:\nchoose a positive number")
+            raise ValueError(f"n_layer {self.n_layer} is below 1:\nchoose a positive number")  # no help of a field's
 
 
 def value(key, *argv):
