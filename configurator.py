@@ -131,7 +131,7 @@ def _run_file(path, values):
     names = {"__builtins__": known, "__name__": "config", "__file__": path}
     known["include"] = lambda other: names.update(_run_file(os.path.join(folder, other), values | names))
     try:
-        exec(compile(source, path, "exec", dont_inherit=True), names)
+        exec(compile(source, path, "exec", dont_inherit=True), names)  # noqa: S102
     except ConfigError:  # of an included file
         raise
     except (Exception, SystemExit) as error:

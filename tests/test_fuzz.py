@@ -1,7 +1,5 @@
 """Random config files, logs and arguments of the scan give one line of error, never a crash.
 
-And what the promise of safety rests on: no shell, no pickle, pinned packages.
-
     python -m pytest tests/test_fuzz.py       make chaos: a thousand examples of each
 """
 
@@ -94,18 +92,3 @@ def test_any_arguments_of_the_scan_give_its_result_or_a_ValueError(shape, N, oth
     usual = lambda t: t.isfinite().all() and t.abs().max() < 1e3 and t.dtype == torch.float32
     if all(t is None or not t.is_floating_point() or usual(t) for t in a.values()):
         torch.testing.assert_close(y, longhorn_scan_ref(**a, exact=exact), rtol=1e-4, atol=1e-4)
-
-
-def test_nothing_builds_a_shell_or_unpickles():
-    """What the promise of safety rests on, in every file of the project; wandb is off unless asked."""
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/**/*.py")]:
-        text = path.read_text()
-        for word in ("shell=True", "os.system(", "os.popen(", "pickle.load", "torch.load(", "yaml.load(", "marshal."):
-            assert word not in text, f"{word} in {path}"
-        if path.name != "configurator.py":
-            assert "exec(compile" not in text, path
-    assert TrainConfig.wandb == "off"
-    for name in ("requirements.txt", "requirements-test.txt"):
-        for line in (ROOT / name).read_text().splitlines():
-            wanted = line.split("#")[0].split(";")[0].strip()
-            assert not wanted or "==" in wanted or wanted == "nvidia-cuda-nvrtc", f"{name}: {wanted} is not pinned"

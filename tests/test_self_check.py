@@ -139,12 +139,30 @@ FAMILIES = {
     "own": [Own],
 ''')]
 
+IN_PROJ = "x, z = self.in_proj(u).chunk(2, -1)"
+OUT = "y = self.out_proj(y)\n        return y, None if state is None else (conv_state"
+BRANCH = "            y, s = branch(h, s)\n            h = h + y\n"
+LAYER = "    def forward(self, h, state=None):\n        after = []"
 HYBRID = {"pattern": "longhorn*3,llama"}
 TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling follows
     "keys and queries normalised": (
         "longhorn", MODEL(SCAN, f"        k, q = F.normalize(k, dim=-1), F.normalize(q, dim=-1)\n{SCAN}")),
+    "RMSNorm of keys and queries": (
+        "mamba", MODEL(SCAN, f"        k, q = (F.rms_norm(a, (self.N,)) for a in (k, q))\n{SCAN}")),
+    "no gate": ("longhorn", MODEL(SCAN, SCAN.replace("z, h0", "None, h0"))),
+    "x normed before the convolution": (
+        "longhorn", MODEL(IN_PROJ, f"{IN_PROJ}\n        x = F.rms_norm(x, x.shape[-1:])")),
+    "half the output": ("mamba", MODEL(OUT, OUT.replace("y = ", "y = 0.5 * "))),
+    "dt - 0.7": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("dt,", "dt - 0.7,", 1))),
+    "no D": ("longhorn", MODEL(LONGHORN, LONGHORN.replace("self.D", "None"))),
+    "k / 2": ("longhorn", MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
+    "gelu behind the convolution": ("longhorn", MODEL(CONV, f"F.gelu({CONV[:-1]}, silu=False))")),
     "A times 2": ("mamba", MODEL("A = -self.A_log.exp()", "A = -2 * self.A_log.exp()")),
     "label smoothing in both": ("llama", [SMOOTH, ONE_LOSS]),
+    "a cap in both": ("llama", [CAP, ONE_LOSS]),
+    "another eps of the norms": ("llama", MODEL("self.weight, 1e-5, backend", "self.weight, 1e-6, backend")),
+    "parallel branches": ("llama", MODEL(BRANCH, BRANCH.replace("(h, s)", "(start, s)")) + MODEL(
+        LAYER, LAYER.replace("after = []", "after, start = [], h"))),
     "decay of GLA": ("gla", MODEL("self.forget2(self.forget1(x))) / 16", "self.forget2(self.forget1(x))) / 8")),
     "half the step size in kernel and loop": ("longhorn", [HALF, HALF_FORWARD, HALF_BACKWARD]),
     "a hybrid's mixer": (HYBRID, MODEL(LONGHORN, LONGHORN.replace(" k,", " k / 2,"))),
@@ -157,6 +175,7 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "label smoothing of the logits' loss": ("llama", [SMOOTH], LOSSES),
     "a cap of the logits": ("longhorn", [CAP], LOSSES),
     "half the step size in the loop": ("longhorn", [HALF], SCANS),
+    "half the step size in the kernel's forward": ("longhorn", [HALF_FORWARD], SCANS),
     "half the step size in loop and kernel, the kernel's backward left": ("longhorn", [HALF, HALF_FORWARD], SCANS),
     "gelu in the plain convolution": ("mamba", OPS("return F.silu(y) if silu", "return F.gelu(y) if silu"),
                                       ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),
