@@ -18,7 +18,6 @@ import math
 import os
 import random
 import shutil
-import threading
 import zlib
 from pathlib import Path
 
@@ -147,17 +146,12 @@ def load_first(paths, weights=False):
 
 class CheckpointManager:
     """The checkpoints of a run: checkpoint.safetensors, the newest; checkpoint-500.safetensors and so on, those before
-    it, `keep` in all; best.safetensors, with the lowest validation loss. One of them is always intact.
+    it, `keep` in all; best.safetensors, with the lowest validation loss. One of them is always intact."""
 
-    With `background`, `save` returns once the tensors are copied to memory (as much again as a checkpoint); a thread
-    writes them, and `result` tells how it ended.
-    """
-
-    def __init__(self, folder, keep=2, background=True):
-        self.folder, self.keep, self.background = Path(folder), keep, background
+    def __init__(self, folder, keep=2):
+        self.folder, self.keep = Path(folder), keep
         self.newest_step = None  # of checkpoint.safetensors, where that is intact
         self.best = None  # [loss, step] of best.safetensors
-        self.thread, self.outcome, self.copies = None, None, {}
 
     def on_resume(self, path, meta):
         """Continue from the checkpoint `path`: complete what a kill after its write left undone."""
@@ -174,62 +168,23 @@ class CheckpointManager:
             if path not in kept:
                 path.unlink(missing_ok=True)
 
-    def save(self, state, meta, loss=None, first=lambda: None):
-        """Save `state` (see flatten) and `meta`, which has "step", after a call of `first`; `loss`: of validation.
+    def save(self, state, meta, loss=None):
+        """Save `state` (see flatten) and `meta`, which has "step"; `loss`: of validation.
 
-        Waits for the previous write, whose `result` is lost. Raises TypeError for what cannot be stored.
+        Raises TypeError for what cannot be stored, OSError where the disk refuses: what was saved before stays.
         """
-        if self.thread:
-            self.thread.join()
         tensors, skeleton = flatten(state)
         is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best[0])
         meta = {**meta, "skeleton": skeleton, "best": [loss, meta["step"]] if is_best else self.best}
-        if self.background:
-            try:
-                job = self._copy(tensors), meta, is_best, first
-                self.thread = threading.Thread(target=self._write, args=job, name="checkpoint")
-                return self.thread.start()  # not a daemon: an error elsewhere must not cut the write short
-            except (RuntimeError, MemoryError):  # no memory for the copies, or no thread: write without them
-                self.thread, self.copies = None, {}
-        self._write(tensors, meta, is_best, first)
-
-    def _copy(self, tensors):
-        """Copies in CPU memory, pinned for tensors of a GPU; the memory is reused by the next save."""
-        for name, t in tensors.items():
-            copy = self.copies.get(name)
-            if copy is None or copy.shape != t.shape or copy.dtype != t.dtype:
-                copy = self.copies[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-            copy.copy_(t.detach(), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return {name: self.copies[name] for name in tensors}
-
-    def _write(self, tensors, meta, is_best, first):
         newest, step = self.folder / NEWEST, meta["step"]
-        try:
-            first()
-            if self.keep > 1 and self.newest_step is not None and newest.exists():
-                _link(newest, self.folder / f"checkpoint-{self.newest_step}.safetensors")
-            save(newest, tensors, meta)
-            self.newest_step = step
-            if is_best:
-                _link(newest, self.folder / BEST)
-            self.best = meta["best"]
-            self._delete_old(step)
-            self.outcome = step, None
-        except Exception as error:
-            self.outcome = step, error
-
-    def result(self, wait=False):
-        """(step, None or the OSError) of the last write, once; None while it is running. `wait`: wait for its end."""
-        if self.thread and wait:
-            self.thread.join()
-        if self.thread and self.thread.is_alive():
-            return None
-        outcome, self.outcome = self.outcome, None
-        if outcome and not isinstance(outcome[1], (OSError, type(None))):
-            raise outcome[1]
-        return outcome
+        if self.keep > 1 and self.newest_step is not None and newest.exists():
+            _link(newest, self.folder / f"checkpoint-{self.newest_step}.safetensors")
+        save(newest, tensors, meta)
+        self.newest_step = step
+        if is_best:
+            _link(newest, self.folder / BEST)
+        self.best = meta["best"]
+        self._delete_old(step)
 
 
 def _link(path, name):

@@ -78,7 +78,7 @@ def pick_dtype(name, device):
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -166,11 +166,8 @@ def first_line(error, limit=200):
 
 
 def exit_retryable(prog, error):
-    """End this process with EXIT_RETRYABLE, after a checkpoint that is being written. Not by Python's own exit: the
-    threads of a broken process group would abort it now and then."""
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join()
+    """End this process with EXIT_RETRYABLE, not by Python's own exit: the threads of a broken process group would abort
+    it now and then."""
     with contextlib.suppress(OSError):
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
     os._exit(EXIT_RETRYABLE)

@@ -11,8 +11,6 @@ is one more entry in the list that `build_optimizers` returns.
 import torch
 import torch.nn as nn
 
-from configurator import ConfigError
-
 
 def build_optimizers(model, config):
     """The list of optimisers of a model, every parameter in exactly one group.
@@ -23,8 +21,6 @@ def build_optimizers(model, config):
     named, decayed = dict(model.named_parameters()), set(model.decayed())
     optimizers, matrices = [], {}
     if config.optimizer == "muon":
-        if config.dtype == "float16":
-            raise ConfigError("optimizer 'muon' has no loss scaling for dtype float16: choose bfloat16 or float32")
         matrices = muon_matrices(model)
         optimizers.append(Muon([(named[name], rows) for name, rows in matrices.items()], lr=config.learning_rate,
                                weight_decay=config.weight_decay))

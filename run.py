@@ -41,8 +41,8 @@ from records import Log, environment, write_json
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
-    "eval_block_size", "eval_datasets", "log_interval", "checkpoint_interval", "keep_checkpoints", "async_checkpoint",
-    "wandb", "wandb_project", "device", "compile", "max_bad_steps", "backend", "self_check", "timeout_minutes",
+    "eval_block_size", "eval_datasets", "log_interval", "checkpoint_interval", "keep_checkpoints", "wandb",
+    "wandb_project", "device", "compile", "max_bad_steps", "backend", "self_check", "timeout_minutes",
     "init_from",  # read only where there is no checkpoint
     "dataset",  # its content is compared by its hash instead
     "max_iters",  # where the steps that are done keep their learning rates
@@ -85,7 +85,6 @@ class Run:
         self.config, self.model, self.data, self.out = config, model, data, Path(config.out_dir)
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.is_main, self.device = self.rank == 0, next(model.parameters()).device
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.dtype == "float16")
         self.bar = self.wandb = self.picture = self.metrics = None
         self.stopping = False
         self.progress = SimpleNamespace(  # what a checkpoint holds of the run itself
@@ -171,7 +170,7 @@ class Run:
         """
         config, out, step, path, lines = self.config, self.out, 0, None, []
         self.settings, self.optimizers = dataclasses.asdict(config), optimizers
-        self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, config.async_checkpoint)
+        self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints)
         found = checkpoint.candidates(out)
         if config.resume == "must" and not found:
             raise ConfigError(f"resume=must: there is no {out / checkpoint.NEWEST}; start with --resume=auto")
@@ -240,7 +239,6 @@ class Run:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.scaler.load_state_dict(state["scaler"])
         checkpoint.set_rng_state(state["rng"])
         if self.is_main:
             self.manager.on_resume(path, meta)
@@ -315,13 +313,6 @@ class Run:
         dtype = getattr(torch, self.config.dtype)
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
-    def backward(self, loss):
-        self.scaler.scale(loss).backward()
-
-    def unscale(self, optimizers):
-        for optimizer in optimizers:
-            self.scaler.unscale_(optimizer)
-
     def agree(self, loss, grad_norm):
         """(mean loss over processes, gradient norm) as floats. The same message says whether any process was asked to
         stop, so that all of them stop after the same step."""
@@ -333,21 +324,17 @@ class Run:
 
     def optimizer_step(self, optimizers):
         for optimizer in optimizers:
-            self.scaler.step(optimizer)
-        self.scaler.update()
+            optimizer.step()
         self.progress.bad = 0
 
     def skip(self, step, loss, grad_norm):
         """Count a step whose loss or gradient is not finite, which is left out. Raises Stopped after too many."""
         progress, newest = self.progress, self.out / checkpoint.NEWEST
-        overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() > 1  # finding its scale
-        self.scaler.update()
         progress.skipped += 1
-        progress.bad += not overflow
+        progress.bad += 1
         self.say(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
         self.write_log("skipped", step + 1, train_loss=loss, grad_norm=grad_norm)
         if progress.bad >= self.config.max_bad_steps:
-            self.settle(wait=True)
             where = f"; {self.data.where(step, self.rank, self.world_size)}" if hasattr(self.data, "where") else ""
             saved = f"{newest}, step {self.saved_step}" if newest.exists() else "none"
             raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row"
@@ -435,27 +422,22 @@ class Run:
         if due:
             self.data.check_unchanged()
         if due and self.is_main:
-            self.settle(wait=True)
             state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                     "scaler": self.scaler.state_dict(), "rng": checkpoint.rng_state()}
+                     "rng": checkpoint.rng_state()}
             meta = {"step": done, "tokens": done * config.batch_tokens, "config": self.settings,
                     **vars(self.progress), "seconds": self.seconds(), "data": self.data.identity,
                     "file_times": getattr(self.data, "file_times", None),
                     "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
-            self.manager.save(state, meta, self.compared_loss, first=self.log_file.sync)
-        self.settle(wait=last)
+            self.log_file.sync()  # no checkpoint is on disk before the log that leads to it
+            try:
+                self.manager.save(state, meta, self.compared_loss)
+                self.saved_step = done
+            except OSError as error:  # a full disk, say: what was saved before is untouched
+                self.say(f"step {done}: checkpoint not written ({error}); the one before stays")
         if last and self.is_main and self.saved_step < done:
             raise Stopped(f"the checkpoint of step {done} was not written, the last one is of step {self.saved_step}: "
                           f"make room, then {resume_command('--resume=auto')}")
         self.paused_seconds += time.perf_counter() - self.pause
-
-    def settle(self, wait):
-        """Take note of a checkpoint that is on disk by now, or could not be written."""
-        step, error = self.is_main and self.manager.result(wait) or (self.saved_step, None)
-        if error:  # a full disk, say: what was saved before is untouched
-            self.say(f"step {step}: checkpoint not written ({error}); the one before stays")
-        else:
-            self.saved_step = step
 
     def finish(self, evaluate):
         """The end: result.json and the last metrics; None where the run was stopped before, or is finished already."""
@@ -513,7 +495,7 @@ class StopRequest:
             if asked and numbers[0] == signal.SIGINT:
                 with contextlib.suppress(OSError):
                     os.write(2, b"interrupted at once: nothing saved since the last checkpoint\n")
-                os._exit(130)  # sys.exit would wait for a checkpoint that is being written, and for other processes
+                os._exit(130)  # sys.exit would wait for other processes
             asked = asked or numbers[0] in self.before
         os.close(reader)
 

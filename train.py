@@ -81,12 +81,11 @@ class TrainConfig(ModelConfig):
     log_interval: int = 10  # steps between lines of the log
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
     keep_checkpoints: int = 2  # how many of the last are kept, beside the best
-    async_checkpoint: bool = True  # write them while training goes on, from a copy in memory
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # its project
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto: bfloat16 if fast
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if fast
     compile: bool = False  # torch.compile: slower to start, faster per step
     timeout_minutes: float = 10.0  # how long processes wait for one another before they give up
 
@@ -122,9 +121,8 @@ def train(config, model, data, evaluate, schedule=None):
             for x, y, weight in run.micro_batches(step):
                 with run.autocast():
                     micro_loss = forward(x, y, loss_only=True)[1] * weight
-                run.backward(micro_loss)
+                micro_loss.backward()
                 loss = loss + micro_loss.detach().float()
-            run.unscale(optimizers)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
             loss, grad_norm = run.agree(loss, grad_norm)  # floats, the same on every rank
             if math.isfinite(loss) and math.isfinite(grad_norm):

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import records
-from bench import checkpoint as bench_checkpoint
 from bench import generate, gpu, measure, scan, scan_cuda, step
 from bench.gpu import Context, Skip, Stage
 from bench.scan_cuda import Shape
@@ -96,8 +95,8 @@ def test_results_take_no_record_of_an_uncommitted_tree(uncommitted, tmp_path, mo
 
 @pytest.mark.parametrize("main, arguments", [
     (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
-    (scan.main, "--save --device=cuda"), (bench_checkpoint.main, "--save"),
-    (generate.main, "--save"), (step.main, "--save"), (online_learning.main, "--save"), (gpu.main, ""),
+    (scan.main, "--save --device=cuda"), (generate.main, "--save"), (step.main, "--save"),
+    (online_learning.main, "--save"), (gpu.main, ""),
     (lambda: extrapolation.main(sys.argv[1:]), "run --preset=laptop --save")])
 def test_every_script_says_so_before_it_measures(uncommitted, monkeypatch, main, arguments):
     monkeypatch.chdir(ROOT)
