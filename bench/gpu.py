@@ -426,6 +426,13 @@ def benchmark(context):
     return command + ["--dry_run", "--rounds=2"] * context.dry_run
 
 
+def mamba_ssm(context):
+    """mamba-ssm's kernels compiled, and compared with the loop in float64."""
+    if context.dry_run and not (list(ROOT.glob("wheels/mamba_ssm-*.tar.gz")) and tool("nvcc")):
+        raise Skip("dry run without wheels/mamba_ssm-*.tar.gz or without nvcc")
+    return [sys.executable, "bench/mamba_ssm_kernels.py"]
+
+
 def training(name, limit_s, T, *options):
     """A stage of training steps of the 120M models on random tokens, 32K per step, as train.py does them."""
     def command(context):
@@ -495,6 +502,7 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("build", 70, lambda c: c.inner("build"), build_summary),
           Stage("tests", 240, tests, tests_summary),
           sanitizer("memcheck"), sanitizer("racecheck"),
+          Stage("mamba_ssm", 60, mamba_ssm, in_short),
           Stage("benchmark", 190, benchmark, in_short),
           Stage("profile", 60, profile),
           Stage("convolution", 30, lambda c: c.inner("convolution"), convolution_summary),
@@ -503,7 +511,7 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           training("training_4096", 60, 4096, "--rounds=5"), training("training_8192", 60, 8192, "--rounds=5"),
           preset("experiments/recall/mqar.py", "recall_gpu"), preset("experiments/scaling/table1.py", "table1_gpu")]
 GATES = ("build", "tests")
-CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck"),
+CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm"),
          "speed": ("environment", "build", "benchmark", "profile", "convolution", "variants"),
          "training": ("environment", "build", "training", "training_compiled", "training_4096", "training_8192",
                       "recall_gpu", "table1_gpu")}

@@ -64,7 +64,7 @@ def leaves(a):
 def values_and_gradients(f, a, dtype=None):
     """y, hT and the gradient of every argument, for a fixed random linear loss; computed in `dtype` if it is given.
 
-    f(**a) returns (y, hT), y (B, T, D) and hT (B, D, N).
+    f(**a) returns (y, hT), y (B, T, D) and hT (B, D, N), or None for hT, which is then left out.
     """
     x = next(iter(a.values()))
     N = next(v for n, v in a.items() if n in ("k", "B")).shape[2]
@@ -72,9 +72,10 @@ def values_and_gradients(f, a, dtype=None):
     dy = torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
     dhT = torch.randn(x.shape[0], x.shape[2], N, generator=g, device=x.device)
     args = leaves({n: v.to(dtype or v.dtype, copy=True) for n, v in a.items()})
-    y, hT = f(**args)
-    grads = torch.autograd.grad((y, hT), list(args.values()), (dy.to(y.dtype), dhT.to(hT.dtype)))
-    return {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
+    results = {n: v for n, v in zip(("y", "hT"), f(**args), strict=True) if v is not None}
+    dresults = [d.to(v.dtype) for d, v in zip((dy, dhT), results.values(), strict=False)]
+    grads = torch.autograd.grad(list(results.values()), list(args.values()), dresults)
+    return {**{n: v.detach() for n, v in results.items()}, **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
 
 
 def compare(got, true, slack):

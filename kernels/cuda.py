@@ -215,8 +215,8 @@ class Module:
         at_once = lambda kernel: min(2, multiprocessor // (self.shared[kernel] + RESERVED))
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 
-    def launch(self, name, blocks, args, stream):
-        """Run kernel `name` on `blocks` blocks with `args` by value. Raises RuntimeError that names the launch."""
+    def launch(self, name, blocks, args, stream, y=1):
+        """Run kernel `name` on blocks * y blocks, `args` by value. Raises RuntimeError that names the launch."""
         function, shared = self.functions[name], self.shared[name]
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
@@ -227,6 +227,6 @@ class Module:
                 self.lib.cuFuncSetAttribute(function, CARVE_OUT, 100)
             self.ready.add(name)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        code = self.lib.cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, shared, stream, params, None)
+        code = self.lib.cuLaunchKernel(function, blocks, y, 1, self.threads, 1, 1, shared, stream, params, None)
         self.check(code, f"the launch of {name} ({blocks} blocks of {self.threads} threads, {shared} bytes of shared "
                    "memory)")
