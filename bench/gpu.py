@@ -8,8 +8,9 @@
 
 Each stage is a process of its own with a time limit. A stage that lacks something says what and is skipped. Where the
 kernels do not build, or a test of theirs fails, the stages behind are left out: they would time what is wrong. Any
-other failure stops nothing. Written are gpu_<call>.json (after every stage), gpu_<call>.log (all output), or gpu.json
-and gpu.log, and the records of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
+other failure stops nothing. mamba-ssm's kernels need wheels/mamba_ssm-*.tar.gz or a network, and nvcc. Written are
+gpu_<call>.json (after every stage), gpu_<call>.log (all output), or gpu.json and gpu.log, and the records of
+bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
 
 A stage that is a function of this file hands over its numbers as JSON lines in a file, so one that is killed half way
 keeps what it had found.

@@ -4,8 +4,10 @@
     python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # a shape of your own
 
 First every result and gradient is compared with the loop in float64 on the same GPU: at odd sizes, at keys of 1000 and
-logits of +-1000, and at the paper's shapes. What is wrong is not timed. Then, shape by shape, all contenders take
-turns, round after round, between CUDA events: the forward without autograd, then forward and backward with it.
+logits of +-1000, and at the paper's shapes. What is wrong is not timed. mamba-ssm is its package or, where that is not
+installed, its kernels alone, compiled from its source (mamba_ssm_kernels.py), and is compared likewise. Then, shape by
+shape, all contenders take turns, round after round, between CUDA events: the forward without autograd, then forward and
+backward with it.
 
 Beside the times of the scans stands a share of the copy bandwidth, measured on the same device: the bytes that a scan
 must move (measure.bytes_moved) over the time. GLA and attention do another job and have none.

@@ -401,50 +401,9 @@ class Kernels:
     """
 
     def __init__(self, args_class, x, update=None, rows=None, gated=False, **sizes):
-        (B, T, D), self.device = x.shape, x.device
-        B = B if rows is None else rows
-        if update is not None:
-            sizes["update"] = UPDATES.index(update)
-        self.segments = 1  # of T; for the convolution its tiles
-        if x.is_cuda:
-            splits, threads = self._choose_cuda(x, B, update, gated and rows is None, sizes), 0
-        else:
-            self.library, self.dtype = library(), torch.float32 if x.dtype == torch.float16 else x.dtype
-            groups, splits, threads = -(-D // self.library.longhorn_lanes()), 1, torch.get_num_threads()
-            while B * splits % threads and B * splits < 4 * threads and splits < groups:
-                splits += 1  # until every thread has the same work
-        if update is not None:
-            sizes |= segment_sizes(T, self.segments)
-            self.segments = sizes["segments"]
-        self.aligned = 16 if update is not None and self.segments > 1 else 1  # bytes, of what is fetched
-        is_bf16 = int(self.dtype == torch.bfloat16)
-        self.args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=is_bf16, **sizes)
-
-    def _choose_cuda(self, x, B, update, may_split, sizes):
-        """Load the kernels for x's GPU and split T; returns how many blocks share a row."""
-        gpu, self.dtype, (_, T, D) = torch.cuda.get_device_properties(x.device), x.dtype, x.shape
-        architecture = f"sm_{gpu.major}{gpu.minor}"
-        if update is None:
-            self.module = cuda_module("conv", x.dtype, (sizes["W"],), architecture, x.device.index)
-            channels, self.segments = self.module.channels, -(-T // CONV_TILE)
-        else:
-            # joining segments of `exact` would take products of N x N matrices; all segments are whole and fetched
-            may_split = may_split and update != "exact"
-            shape = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
-            self.module = cuda_module(update, x.dtype, shape, architecture, x.device.index)
-            channels = self.module.channels
-            row_bytes = channels // (self.module.threads // 32) * x.itemsize  # of a warp: fetched by 16
-            whole = T % CHUNK == 0 and D % channels == 0 and sizes["N"] == self.module.states
-            if may_split and whole and row_bytes >= 16:
-                self.segments = cuda_segments(B * D // channels, T, gpu.multi_processor_count)
-        if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
-            raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
-                             f"{2**31 - CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
-        splits = -(-D // channels)
-        if B * self.segments * splits >= 2**31:
-            raise ValueError(f"{B} rows of {D} channels take {B * self.segments * splits} blocks, a GPU starts up to "
-                             f"{2**31 - 1}: split the batch")
-        return splits
+        threads = torch.get_num_threads()
+        self.__dict__ |= _prepare(args_class, x.shape, x.dtype, x.device, update, rows, gated, threads, **sizes)
+        self.args = args_class.from_buffer_copy(self.args)
 
     def __call__(self, function, rows, floats, **buffers):
         """Point the struct at tensors and call a function of the library; absent tensors (None) stay null.
@@ -453,26 +412,24 @@ class Kernels:
         the rows of segments are not aligned.
         floats: read as contiguous float32. buffers: passed as they are.
         """
-        def in_place(a):
-            a = cast(a, self.dtype)
-            fits = a.stride(1) * a.itemsize < 2**31 and (a.stride(2) == 1 or a.shape[2] == 1)  # 32-bit steps in bytes
-            if self.aligned > 1:
-                fits &= not (a.data_ptr() | a.stride(0) * a.itemsize | a.stride(1) * a.itemsize) % self.aligned
-            return a if fits else a.clone(memory_format=torch.contiguous_format)
-
-        tensors = {n: in_place(a) for n, a in rows.items() if a is not None}
+        args, size = self.args, self.dtype.itemsize
+        tensors = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}
         for name, a in tensors.items():
-            setattr(self.args, name + "_b", a.stride(0))
-            setattr(self.args, name + "_t", a.stride(1))
-        tensors.update({n: cast(a).contiguous() for n, a in floats.items() if a is not None})
-        tensors.update({n: a for n, a in buffers.items() if a is not None})
-        point(self.args, **tensors)  # the dict keeps the copies alive until the function returns
+            b, t, d = a.stride()
+            fits = t * size < 2**31 and (d == 1 or a.shape[2] == 1)  # the kernels' steps in bytes have 32 bits
+            if not fits or self.aligned > 1 and (a.data_ptr() | b * size | t * size) % self.aligned:
+                tensors[name] = a = a.clone(memory_format=torch.contiguous_format)
+                b, t, d = a.stride()
+            setattr(args, name + "_b", b)
+            setattr(args, name + "_t", t)
+        tensors |= {n: cast(a).contiguous() for n, a in floats.items() if a is not None}
+        tensors |= {n: a for n, a in buffers.items() if a is not None}
+        point(args, **tensors)  # the dict keeps the copies alive until the function returns
         self.run(function)
 
     def run(self, function):
-        if self.device.type == "cpu":
-            getattr(self.library, function + "_cpu")(ctypes.byref(self.args))
-            return
+        if self.module is None:
+            return getattr(library(), function + "_cpu")(ctypes.byref(self.args))
         with torch.cuda.device(self.device):
             self.launch(function, torch.cuda.current_stream().cuda_stream)
 
@@ -492,10 +449,11 @@ class Kernels:
         a, size = self.args, self.dtype.itemsize
         if a.cu or a.T % CHUNK or a.D % self.module.channels or a.N != self.module.states:
             return False
-        fetched = {**dict.fromkeys(rows, 16), "k": 4 * size, "q": 4 * size}
-        stride_b = lambda n: getattr(a, n + "_b") if a.B > 1 else 0  # with one row it may be anything
-        return all(getattr(a, n) and not (getattr(a, n) | stride_b(n) * size | getattr(a, n + "_t") * size) % part
-                   for n, part in fetched.items())
+        for name, part in (*[(n, 16) for n in rows], ("k", 4 * size), ("q", 4 * size)):
+            address, b = getattr(a, name), getattr(a, name + "_b") if a.B > 1 else 0  # with one row it may be anything
+            if not address or (address | (b | getattr(a, name + "_t")) * size) % part:
+                return False
+        return True
 
     def initial_segment_states(self, rows, floats, function, initial, reverse=0):
         """The state before each segment of T, (rows, segments, D, N): `function` computes each segment's own
@@ -506,6 +464,45 @@ class Kernels:
         self.args.reverse = reverse
         self("longhorn_scan_combine", {}, {"dhT" if reverse else "h0": initial}, hT=states, decay=decay)
         return states
+
+
+@functools.lru_cache(1024)
+def _prepare(args_class, shape, dtype, device, update, rows, gated, threads, **sizes):
+    """What all calls of a kind share, as attributes of Kernels; `args` is to be copied. module: None on a CPU."""
+    (B, T, D), module, segments = shape, None, 1  # segments of T; for the convolution its tiles
+    B = B if rows is None else rows
+    if device.type == "cuda":
+        gpu, threads = torch.cuda.get_device_properties(device), 0
+        architecture = f"sm_{gpu.major}{gpu.minor}"
+        if update is None:
+            module, segments = cuda_module("conv", dtype, (sizes["W"],), architecture, device.index), -(-T // CONV_TILE)
+        else:
+            # joining segments of `exact` would take products of N x N matrices; all segments are whole and fetched
+            may_split = gated and rows is None and update != "exact"
+            layout = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
+            module = cuda_module(update, dtype, layout, architecture, device.index)
+            row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # of a warp: fetched by 16
+            whole = T % CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
+            if may_split and whole and row_bytes >= 16:
+                segments = cuda_segments(B * D // module.channels, T, gpu.multi_processor_count)
+        if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
+            raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
+                             f"{2**31 - CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
+        splits = -(-D // module.channels)  # blocks that share a row
+        if B * segments * splits >= 2**31:
+            raise ValueError(f"{B} rows of {D} channels take {B * segments * splits} blocks, a GPU starts up to "
+                             f"{2**31 - 1}: split the batch")
+    else:
+        dtype = torch.float32 if dtype == torch.float16 else dtype
+        groups, splits = -(-D // library().longhorn_lanes()), 1
+        while B * splits % threads and B * splits < 4 * threads and splits < groups:
+            splits += 1  # until every thread has the same work
+    if update is not None:
+        sizes |= segment_sizes(T, segments) | {"update": UPDATES.index(update)}
+        segments = sizes["segments"]
+    args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=int(dtype == torch.bfloat16), **sizes)
+    aligned = 16 if update is not None and segments > 1 else 1  # bytes, of what is fetched
+    return dict(device=device, dtype=dtype, module=module, segments=segments, aligned=aligned, args=args)
 
 
 def kept_states(x, N):

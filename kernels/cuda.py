@@ -5,6 +5,7 @@ $LONGHORN_CUDA_COMPILER=nvrtc skips it. A kernel takes one struct by value (Scan
 kernels/build.py), which ctypes hands to cuLaunchKernel, so one cubin serves every version of Python and PyTorch.
 """
 
+import contextlib
 import ctypes
 import ctypes.util
 import functools
@@ -50,14 +51,10 @@ def nvrtc():
                 *(Path(home) / "lib64/libnvrtc.so*" for home in homes)]
     found = [path for pattern in patterns for path in sorted(glob.glob(str(pattern))) if "builtins" not in path]
     libraries = []
-    for path in [*found, ctypes.util.find_library("nvrtc")]:
-        try:
-            lib = ctypes.CDLL(path) if path else None
-        except OSError:
-            continue
-        if lib:
-            lib.nvrtcGetErrorString.restype = ctypes.c_char_p
-            libraries.append(lib)
+    for path in filter(None, [*found, ctypes.util.find_library("nvrtc")]):
+        with contextlib.suppress(OSError):
+            libraries.append(ctypes.CDLL(path))
+            libraries[-1].nvrtcGetErrorString.restype = ctypes.c_char_p
     same = [lib for lib in libraries if nvrtc_version(lib) == torch.version.cuda]
     return next(iter([*same, *libraries]), None)
 
@@ -128,7 +125,8 @@ def compile_kernels(source, to, compiler, kind, architecture, macros):
     options = [option.encode() for option in options]
     program, text = ctypes.c_void_p(), Path(source).read_bytes()
     code = lib.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None)
-    _check(code, "nvrtcCreateProgram", lambda c: lib.nvrtcGetErrorString(c).decode(), OSError)
+    if code:
+        raise OSError(f"scan: nvrtcCreateProgram failed: {lib.nvrtcGetErrorString(code).decode()} (CUDA error {code})")
     try:
         if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = _nvrtc_text(lib, program, "ProgramLog").decode().strip()[:500]
@@ -148,11 +146,6 @@ def _nvrtc_text(lib, program, what):
 
 # -------------------------------------------------------------------------------------------------------------- driver
 
-def _check(code, what, message, error=RuntimeError):
-    if code:
-        raise error(f"scan: {what} failed: {message(code)} (CUDA error {code})")
-
-
 @functools.cache
 def driver():
     """libcuda, which comes with the GPU's driver. Raises OSError where there is none."""
@@ -165,10 +158,9 @@ def declare(lib):
     lib.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     lib.cuModuleGetGlobal_v2.argtypes = [pointer, pointer, pointer, ctypes.c_char_p]
     lib.cuMemcpyDtoH_v2.argtypes = [pointer, pointer, size]
-    lib.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    lib.cuFuncSetAttribute.argtypes = lib.cuDeviceGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     lib.cuLaunchKernel.argtypes = [pointer, *[number] * 6, number, pointer, pointer, pointer]
     lib.cuCtxSetCurrent.argtypes = [pointer]
-    lib.cuDeviceGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     lib.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     return lib
 
@@ -197,11 +189,11 @@ class Module:
             raise OSError(DISAGREE)
 
     def check(self, code, what):
-        def message(code):
+        if code:
             text = ctypes.c_char_p()
             self.lib.cuGetErrorString(code, ctypes.byref(text))
-            return text.value.decode() if text.value else "unknown error"
-        _check(code, what, message)
+            message = text.value.decode() if text.value else "unknown error"
+            raise RuntimeError(f"scan: {what} failed: {message} (CUDA error {code})")
 
     def attribute(self, which, device):
         value = ctypes.c_int()

@@ -12,6 +12,8 @@ needs a sixth of the memory. What the operators share stands here too: checks, a
     python -m pytest tests/test_ops.py
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,57 +64,64 @@ def in_pieces(loop, timed, state):
     return (torch.cat(ys, 1), state) if ys else loop(*timed, state)
 
 
-def differentiable(forward, backward, tensors, results=1):
-    """Make the custom op `forward` differentiable, once, by the custom op `backward`.
+def differentiable(name, forward, backward, fake, tensors, results=1):
+    """Make `forward` the custom op longhorn::name, differentiable, once, by `backward`.
 
     tensors: how many of forward's arguments, the first, have gradients; None for absent ones. results: how many of its
-    results have; the others are kept for the backward. backward(*gradients of results, *forward's arguments, *kept)
-    returns a gradient shaped like each of the tensors, empty for absent ones.
+    results have; the others, or None, are kept for the backward. backward(*gradients of results, *forward's arguments,
+    *kept) returns a gradient shaped like each of the tensors, None for absent ones. fake: forward, but of shapes alone.
 
-    Returns the function to call. Where nothing but eager PyTorch looks on, it calls the bodies of the two ops from an
+    Returns the function to call. Where nothing but eager PyTorch looks on, it calls the two bodies from an
     autograd.Function: through the dispatcher and its Python each call takes about half as long again.
     """
+    def custom_op(name, body):
+        run = functools.wraps(body)(lambda *args: tensors_only(args[0], body(*args)))
+        return torch.library.custom_op(f"longhorn::{name}", run, mutates_args=())
+
+    op, op_backward = custom_op(name, forward), custom_op(f"{name}_backward", backward)
+
     def setup(ctx, inputs, output):
         kept = output[results:] if isinstance(output, tuple) else ()
-        ctx.others = inputs[tensors:]
-        ctx.save_for_backward(*inputs[:tensors], *(a for a in ctx.others if isinstance(a, Tensor)), *kept)
-        ctx.others = [None if isinstance(a, Tensor) else a for a in ctx.others]
-        ctx.is_tensor = [isinstance(a, Tensor) for a in inputs[tensors:]]
-        ctx.mark_non_differentiable(*kept)
+        ctx.others = [None if isinstance(a, Tensor) else a for a in inputs]
+        ctx.save_for_backward(*[a if isinstance(a, Tensor) else None for a in inputs], *kept)
+        ctx.mark_non_differentiable(*[a for a in kept if a is not None])
         ctx.set_materialize_grads(False)
 
     def gradient(ctx, *grads):
-        saved = list(ctx.saved_tensors)
-        first, saved = saved[:tensors], saved[tensors:]
-        others = [saved.pop(0) if is_tensor else a for a, is_tensor in zip(ctx.others, ctx.is_tensor, strict=True)]
-        if all(g is None for g in grads[:results]):
-            return (None,) * (tensors + len(others))
-        dy = torch.zeros_like(first[0]) if grads[0] is None else grads[0]
-        body = backward._init_fn if is_plain(dy) and not torch.is_grad_enabled() else backward
-        found = body(dy, *grads[1:results], *first, *others, *saved)
-        return *(None if a is None else g for a, g in zip(first, found, strict=True)), *(None for _ in others)
+        saved, n = ctx.saved_tensors, len(ctx.others)
+        if all([g is None for g in grads[:results]]):
+            return (None,) * n
+        inputs = [a if other is None else other for a, other in zip(saved, ctx.others, strict=False)]
+        dy = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
+        eager = is_plain(dy) and not torch.is_grad_enabled()
+        found = (backward if eager else op_backward)(dy, *grads[1:results], *inputs, *saved[n:])
+        found = [None if a is None else g for a, g in zip(inputs, found, strict=False)]
+        return *found, *[None] * (n - tensors)
 
     def refuse(ctx, *grads):
-        name = forward._qualname.split("::")[1]
         raise RuntimeError(f"{name}: the kernels are differentiable once: use backend='torch'")
 
-    forward.register_autograd(gradient, setup_context=setup)
-    backward.register_autograd(refuse)
-    backward.register_fake(lambda *args: or_empty(args[0], map(contiguous_like, args[results:results + tensors])))
+    op.register_fake(fake)
+    op.register_autograd(gradient, setup_context=setup)
+    op_backward.register_autograd(refuse)
+    like = lambda a: None if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
+    op_backward.register_fake(lambda *args: tensors_only(args[0], tuple(map(like, args[results:results + tensors]))))
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            output = forward._init_fn(*args)
+            output = forward(*args)
             setup(ctx, args, output)
             return output
 
         backward = staticmethod(gradient)
 
+    apply = super(torch.autograd.Function, Eager).apply  # without Function.apply's Python, which is for transforms
+
     def run(*args):
         if not is_plain(args[0]):
-            return forward(*args)
-        return Eager.apply(*args) if torch.is_grad_enabled() else forward._init_fn(*args)
+            return op(*args)
+        return apply(*args) if torch.is_grad_enabled() else forward(*args)
 
     return run
 
@@ -123,13 +132,10 @@ def is_plain(a):
             and not torch._C._len_torch_dispatch_stack() and not torch._C._functorch.is_batchedtensor(a))
 
 
-def or_empty(like, grads):
+def tensors_only(like, found):
     """A custom op returns tensors: empty ones for None."""
-    return tuple(torch.empty(0, device=like.device) if g is None else g for g in grads)
-
-
-def contiguous_like(a):
-    return None if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
+    empty = lambda a: torch.empty(0, device=like.device) if a is None else a
+    return found if isinstance(found, Tensor) else tuple(map(empty, found))
 
 
 # -------------------------------------------------------------------------------------------------- short convolution
@@ -195,7 +201,6 @@ def conv_state(x, state, W):
     return torch.cat([state.to(x.dtype), x], 1)[:, x.shape[1]:]
 
 
-@torch.library.custom_op("longhorn::causal_conv1d", mutates_args=())
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
     kernels = build.Kernels(build.ConvArgs, x, W=weight.shape[1], silu=int(silu))
     y = build.empty(x, *x.shape, dtype=kernels.dtype)
@@ -203,15 +208,13 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, 
     return y.to(x.dtype)
 
 
-@_conv.register_fake
-def _(x, weight, bias, state, silu):
+def _conv_fake(x, weight, bias, state, silu):
     return build.empty(x, *x.shape, dtype=x.dtype)
 
 
-@torch.library.custom_op("longhorn::causal_conv1d_backward", mutates_args=())
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dstate); the last two are empty without a bias and a state."""
+    """(dx, dweight, dbias, dstate); the last two are None without a bias and a state."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = build.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
     kernels.args.dx_t, rows = D, B * kernels.segments
@@ -221,10 +224,10 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dbias = None if dbias is None else dbias.sum(0)
-    return or_empty(x, (dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate))
+    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate
 
 
-_conv_op = differentiable(_conv, _conv_backward, tensors=4)
+_conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, tensors=4)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSNorm
@@ -258,7 +261,6 @@ def _norm_args(x, dtype, eps):
                           y_dtype=is_bf16[1], eps=eps)
 
 
-@torch.library.custom_op("longhorn::rms_norm", mutates_args=())
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(y, 1 / root mean square of each row)."""
     args, x, weight = _norm_args(x, dtype, eps), x.contiguous(), weight.contiguous()
@@ -267,12 +269,10 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tupl
     return y, rstd
 
 
-@_rms_norm.register_fake
-def _(x, weight, eps, dtype):
+def _rms_norm_fake(x, weight, eps, dtype):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("longhorn::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype,
                        rstd: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dweight)."""
@@ -283,7 +283,7 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, dtype:
     return dx, dweight.sum(0)
 
 
-_rms_norm_op = differentiable(_rms_norm, _rms_norm_backward, tensors=2)
+_rms_norm_op = differentiable("rms_norm", _rms_norm, _rms_norm_backward, _rms_norm_fake, tensors=2)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kernels import build, fused, ops
 
+_passed = set()  # kinds of arguments: see _check
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; there eps is 0 anyway
 
 
@@ -121,7 +122,7 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         ValueError: a shape, dtype or device that does not fit, with what was seen.
         RuntimeError: the backend cannot run here, with the reason; backend='fused': no library has this scan.
     """
-    _check(x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens)
+    _check(x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens=cu_seqlens)
     y, hT = _run("exact" if exact else "longhorn", x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens, backend)
     return (y, hT) if return_state else y
 
@@ -135,7 +136,7 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     cu_seqlens, backend, dtypes, results and errors are those of `longhorn_scan`. backend='fused' calls mamba-ssm;
     with h0, cu_seqlens or return_last_state, which mamba-ssm lacks or does not differentiate, the native kernels run.
     """
-    _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, mamba=True)
+    _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens=cu_seqlens, mamba=True)
     if backend == "fused":
         if return_last_state or h0 is not None or cu_seqlens is not None:
             backend = None
@@ -166,23 +167,37 @@ def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
 
 def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
     rows = [x, dt, k, q, z]
-    common = functools.reduce(torch.promote_types, [a.dtype for a in rows if a is not None])
-    out = build.compute_dtype(x)
+    common = functools.reduce(torch.promote_types, {a.dtype for a in rows if a is not None})
+    device, out = x.device.type, build.compute_dtype(x)
     if common != torch.float64:
-        common = build.autocast_dtype(x.device.type) or common
-    x, dt, k, q, z = (build.cast(a, common) for a in rows)
+        common = build.autocast_dtype(device) or common
+    x, dt, k, q, z = [build.cast(a, common) for a in rows]
     op = "selective_scan" if update.startswith("mamba") else "longhorn_scan"
-    if build.choose(op, backend, x.device.type, x.dtype) == "torch":
+    if build.choose(op, backend, device, common) == "torch":
         y, hT = _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens)
     else:
         A, D, dt_bias, h0 = map(build.cast, (A, D, dt_bias, h0))
         tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
-        save = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors)
+        save = torch.is_grad_enabled() and any([a is not None and a.requires_grad for a in tensors])
         y, hT, _ = _scan_op(*tensors, cu_seqlens, update, save)
     return build.cast(y, out), hT
 
 
-def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
+def _check(*args, cu_seqlens, mamba=False):
+    """`_check_all`, unless tensors of these types, shapes, dtypes, devices and layouts have passed it before."""
+    if torch.compiler.is_compiling() or cu_seqlens is not None:  # whose values must be right in every call
+        return _check_all(*args, cu_seqlens, mamba)
+    try:
+        kind = (mamba, *[a if a is None else (type(a), a.shape, a.dtype, a.device, a.layout) for a in args])
+        if kind in _passed:
+            return
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, or none with a shape of numbers
+        kind = None
+    _check_all(*args, cu_seqlens, mamba)
+    _passed.add(kind)
+
+
+def _check_all(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba):
     names = ("u", "delta", "B", "C", "delta_bias") if mamba else ("x", "dt", "k", "q", "dt_bias")
     nx, ndt, nk, nq, nbias = names
     given = {nx: x, ndt: dt, nk: k, nq: q, "A": A, "D": D, "z": z, nbias: dt_bias, "h0": h0, "cu_seqlens": cu_seqlens}
@@ -239,27 +254,25 @@ def _sizes(x, k, cu_seqlens):
     return len(cu_seqlens) - 1, T // build.CHUNK + len(cu_seqlens) - 1
 
 
-@torch.library.custom_op("longhorn::scan", mutates_args=())
 def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
           dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
           save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, hT, states at the chunk boundaries - empty unless `save`)."""
+    """(y, hT, states at the chunk boundaries, None unless `save`)."""
     (B, T, d), N = x.shape, k.shape[2]
     kernels, cu = _kernels(x, k, z, cu_seqlens, update)
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     y, hT = build.empty(x, B, T, d, dtype=kernels.dtype), build.empty(x, rows * S, d, N)
-    chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else build.empty(x, 0)
+    chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else None
     inputs = {"x": x, "dt": dt, "k": k, "q": q}
     if S > 1:
         h0 = kernels.initial_segment_states(inputs, {"A": A, "bias": dt_bias}, "longhorn_scan_segment_state", h0)
     kernels("longhorn_scan_forward", {**inputs, "z": z}, {"A": A, "skip": D, "bias": dt_bias, "h0": h0},
-            y=y, hT=hT, chunks=chunks if save else None, cu=cu)
+            y=y, hT=hT, chunks=chunks, cu=cu)
     return build.cast(y, x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), chunks
 
 
-@_scan.register_fake
-def _(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save):
+def _scan_fake(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save):
     (B, T, d), N = x.shape, k.shape[2]
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else build.empty(x, 0)
@@ -269,12 +282,11 @@ def _(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save):
 T9 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("longhorn::scan_backward", mutates_args=())
 def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None,
                    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, h0: Tensor | None,
                    cu_seqlens: Tensor | None, update: str, save: bool, chunks: Tensor) -> T9:
-    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); those of absent arguments are empty."""
-    if chunks.numel() == 0:
+    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for those of absent arguments."""
+    if chunks is None or not chunks.numel():
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
     (B, T, d), N = x.shape, k.shape[2]
     kernels, cu = _kernels(x, k, z, cu_seqlens, update)
@@ -294,10 +306,9 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
             dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dA=dA, dskip=dD, dbias=dbias, dh0=dh0, cu=cu)
     if S > 1 and dh0 is not None:
         dh0 = dh0.view(rows, S, d, N)[:, 0].clone()
-    total = lambda g: None if g is None else g.sum(0) if len(g) > 1 else g[0]
+    total = lambda g: None if g is None else g.sum(0) if g.shape[0] > 1 else g[0]
     in_rows = lambda g: build.cast(g, x.dtype)
-    grads = (*map(in_rows, (dx, ddt, total(dk), total(dq))), total(dA), total(dD), in_rows(dz), total(dbias), dh0)
-    return ops.or_empty(x, grads)
+    return *map(in_rows, (dx, ddt, total(dk), total(dq))), total(dA), total(dD), in_rows(dz), total(dbias), dh0
 
 
-_scan_op = ops.differentiable(_scan, _scan_backward, tensors=9, results=2)
+_scan_op = ops.differentiable("scan", _scan, _scan_backward, _scan_fake, tensors=9, results=2)

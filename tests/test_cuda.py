@@ -501,6 +501,37 @@ def test_another_tuning_or_compiler_is_another_file(tmp_path, monkeypatch):
     assert len({*paths, make()[0]}) == 5 and make()[1] == 0
 
 
+def test_what_is_prepared_for_a_gpu(monkeypatch):
+    """Layout, segments of T and blocks for an H200, without one: the kernels are not loaded."""
+    def module(update, dtype, shape, architecture, index):
+        assert (architecture, index) == ("sm_90", 0)
+        channels, states = (128, 0) if update == "conv" else (2 * 128 // shape[1], shape[0] * shape[1])
+        return mock.Mock(threads=128, channels=channels, states=states)
+
+    gpu = mock.Mock(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(build, "cuda_module", module)
+
+    def prepare(B, T, D, update="longhorn", rows=None, gated=True, dtype=BF16, **sizes):
+        struct, sizes = (build.ScanArgs, sizes or {"N": 16}) if update else (build.ConvArgs, sizes)
+        found = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated, 1,
+                                           **sizes)
+        a = found["args"]
+        assert found["dtype"] == dtype and (a.T, a.D, a.B, a.threads) == (T, D, rows or B, 0)
+        return a.splits, found["segments"], found["aligned"], getattr(a, "segment_T", None)
+
+    assert prepare(64, 1024, 1536) == (12, 1, 1, 1024)  # 128 channels per block
+    assert prepare(2, 32768, 1536) == (12, 11, 16, 3008)  # 264 // 24 segments of whole chunks
+    for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
+        assert prepare(2, 32768, 1536, **whole)[1:3] == (1, 1)
+    assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
+    assert prepare(4, 130, 300, None, W=4) == (3, 3, 1, None)
+    with pytest.raises(ValueError, match="^2147483647 steps of 8 channels: .* use backend='torch'$"):
+        prepare(1, 2**31 - 1, 8)
+    with pytest.raises(ValueError, match="^1073741824 rows of 300 channels take .* split the batch$"):
+        prepare(2**30, 1, 300)
+
+
 def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypatch):
     """A cubin of nvcc, one of NVRTC, then PTX of an architecture that the compilers know."""
     monkeypatch.setattr(cuda, "nvcc", lambda: "nvcc")

@@ -512,6 +512,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_misfits_are_one_line(f, case):
     change, *words = BAD[case]
+    f(**inputs(2, 4, 3, 2))  # what has passed is not checked again
     with pytest.raises(ValueError) as error:
         f(**{**inputs(2, 4, 3, 2), **change})
     assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
@@ -533,6 +534,7 @@ NO_TENSORS = {
 @pytest.mark.parametrize("kind", NO_TENSORS)
 def test_what_is_no_tensor_of_floats_is_one_line(kind):
     a, A = inputs(2, 4, 3, 2), -torch.ones(3, 2)
+    longhorn_scan(**a)
     for name in a:
         for f in (longhorn_scan, longhorn_scan_ref):
             with pytest.raises(ValueError, match=rf"^scan: {name} must be [^\n]*$"):
@@ -542,6 +544,15 @@ def test_what_is_no_tensor_of_floats_is_one_line(kind):
             f(a["x"], a["dt"], NO_TENSORS[kind](A), a["k"], a["q"])
         with pytest.raises(ValueError, match=r"^scan: delta must be [^\n]*$"):
             f(a["x"], NO_TENSORS[kind](a["dt"]), A, a["k"], a["q"])
+
+
+def test_the_values_of_cu_seqlens_are_checked_in_every_call():
+    a = inputs(1, 6, 3, 2, without=("h0",))
+    for _ in range(2):
+        longhorn_scan(**a, cu_seqlens=torch.tensor([0, 2, 6]))
+        longhorn_scan(**a)
+        with pytest.raises(ValueError, match=r"^scan: cu_seqlens must rise from 0 to T = 6, got \[0, 7, 6\]$"):
+            longhorn_scan(**a, cu_seqlens=torch.tensor([0, 7, 6]))
 
 
 @pytest.mark.parametrize("to,words", [("meta", "the tensors are on meta"),
