@@ -25,7 +25,8 @@ import numpy as np
 import safetensors
 import torch
 
-from records import replacing
+from configurator import ConfigError, regular
+from records import MOVING, replacing
 
 VERSION = 1
 NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"
@@ -35,7 +36,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 CRC = '"crc32":"%08x"'
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ConfigError):
     """A checkpoint that cannot be used; the message is one line: the file, what is wrong, the way out."""
 
 
@@ -79,7 +80,7 @@ def load(path, prefix=""):
     short, damaged, of another kind, of an unknown format version, or whose meta is not a dict.
     """
     try:
-        with open(path, "rb") as f:
+        with open(regular(path), "rb") as f:
             size, length = os.fstat(f.fileno()).st_size, f.read(8)
             text = f.read(min(int.from_bytes(length, "little"), size))
             header = json.loads(text)["__metadata__"]
@@ -92,7 +93,7 @@ def load(path, prefix=""):
         elif size != total:
             wrong = f"{'cut short' if size < total else 'too long'}: {size} bytes, {total} by its header"
         elif f"{actual:08x}" != crc:
-            wrong = f"damaged (checksum {actual:08x}, saved as {crc}); use an earlier checkpoint"
+            wrong = f"damaged (checksum {actual:08x}, saved as {crc}); use an earlier one beside it, checkpoint-STEP"
         else:
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
@@ -116,6 +117,8 @@ def _earlier(folder):
 
 def candidates(folder):
     """The checkpoints that a run can be resumed from, best first: the newest, those before it, the lowest loss."""
+    if (Path(folder) / MOVING).exists():  # a kill interrupted move_aside: what is left here is no run
+        return []
     paths = [Path(folder) / NEWEST, *(path for _, path in _earlier(folder)), Path(folder) / BEST]
     return [path for path in paths if path.exists()]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from configurator import ConfigError
+from configurator import ConfigError, env_int
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
@@ -46,7 +46,7 @@ def named_device(name):
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu, or install a CUDA build of torch")
     try:
-        device = torch.device(name if name != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+        device = torch.device(name if name != "cuda" else f"cuda:{env_int('LOCAL_RANK', 0)}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.zeros(1, device=device).item()  # "meta" is a known device that holds no number
@@ -60,17 +60,24 @@ def open_device(config):
 
     config: device, timeout_minutes. Raises ConfigError for a device that is not there, Lost if not all processes come.
     """
-    device, world = named_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
+    device, world = named_device(config.device), env_int("WORLD_SIZE", 1, least=1)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     else:
         keep_freed_memory()
     if world > 1:
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            per_process = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+            per_process = (os.cpu_count() or 1) // env_int("LOCAL_WORLD_SIZE", world, least=1)
             torch.set_num_threads(max(1, per_process))
         join("nccl" if device.type == "cuda" else "gloo", datetime.timedelta(minutes=config.timeout_minutes))
     return device
+
+
+def memory_bytes(device):
+    """Memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def pick_dtype(name, device):
@@ -98,6 +105,12 @@ def keep_freed_memory():
 def join(backend, wait):
     """Join the process group; `wait` (timedelta) is the timeout of every collective. Raises Lost."""
     global STORE
+    world = env_int("WORLD_SIZE", 1)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ConfigError(f"the environment has WORLD_SIZE={world} and no {name}: start all of them with torchrun")
+    env_int("RANK", 0, most=world - 1)
+    env_int("MASTER_PORT", 0, most=65535)
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=wait))
         STORE = new_store_prefix(store, rank, world, wait)

@@ -399,7 +399,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with configurator.main_error("export.py", checkpoint.CheckpointError, ValueError):
+    with configurator.main_error("export.py", ValueError):
         try:
             main(sys.argv[1:])
         except KeyboardInterrupt:

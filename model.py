@@ -597,8 +597,9 @@ class LM(nn.Module):
         super().__init__()
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "d_state", "d_conv", "expand",
                      "mlp_multiple"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name} {getattr(config, name)} must be at least 1")
+            most = 1024 if name == "n_layer" else 2**31 - 1
+            if not 1 <= getattr(config, name) <= most:
+                raise ValueError(f"{name} {getattr(config, name)} must be at least 1, and at most {most}")
         if config.dt_rank < 0:
             raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
         if config.backend not in BACKENDS:

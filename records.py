@@ -14,15 +14,20 @@ import contextlib
 import errno
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from configurator import ConfigError, regular
+
+MOVING = "earlier-being-moved"  # see move_aside
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
 
@@ -36,11 +41,79 @@ def write_json(path, record):
         Path(tmp).write_text(json.dumps(_finite(record), indent=1) + "\n")
 
 
+class BadRecord(ConfigError):
+    """A record that cannot be used; the message says why."""
+
+
+def read_json(path):
+    """The table in a JSON file. Raises BadRecord. So, and inside `fields`, is every record read."""
+    name = os.path.basename(path)
+    try:
+        return {**json.loads(regular(path).read_bytes())}
+    except FileNotFoundError:
+        raise BadRecord(f"no {name}") from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise BadRecord(f"{name} is damaged ({error})") from None
+
+
+@contextlib.contextmanager
+def fields(what="its records"):
+    """`with fields(): record["config"]["seed"] + 1`: what is missing, or of another kind, raises BadRecord."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise BadRecord(f"{what} {'lack' if isinstance(error, KeyError) else 'are damaged:'} {error}") from None
+
+
+def finished_records(folder):
+    """result.json and config.json of a run, as dicts. Raises BadRecord where it is not finished, or one is damaged."""
+    if not os.path.lexists(Path(folder) / "result.json"):
+        events = read_log(folder)
+        raise BadRecord(f"not finished (step {events[-1]['step']})" if events else "not run")
+    return read_json(Path(folder) / "result.json"), read_json(Path(folder) / "config.json")
+
+
+def is_finished(folder):
+    """Whether a run has its result, undamaged; otherwise it is run again, from its last checkpoint."""
+    with contextlib.suppress(BadRecord):
+        return "steps" in read_json(Path(folder) / "result.json")
+    return False
+
+
+def lock_folder(folder):
+    """Make `folder`, lock it, and delete what a killed process left half written there. Whoever writes to one does so.
+
+    Returns the lock, an open file: closing it or the end of the process, however it ends, unlocks. It lies in the
+    folder, so two names of one folder have one lock. Raises BlockingIOError where another process has it, and OSError.
+    """
+    os.makedirs(folder, exist_ok=True)
+    no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    lock = open(os.path.join(folder, ".lock"), "a", opener=no_link)
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for kind in ("safetensors", "json", "jsonl", "bin"):
+            remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), f"*.{kind}"))
+    except BlockingIOError:
+        raise
+    except (ImportError, OSError) as error:  # some network file systems have no locks
+        why = getattr(error, "strerror", None) or error
+        print(f"{folder} cannot be locked ({why}): make sure that nothing else writes there", flush=True)
+    return lock
+
+
+def remove_leftovers(pattern):
+    for leftover in glob.glob(pattern + ".tmp-[0-9]*"):  # of `replacing`, in a killed process
+        os.unlink(leftover)
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Yield the name of a file to write beside `path`: flushed to disk and renamed over it if the block ends well."""
-    for leftover in glob.glob(glob.escape(os.fspath(path)) + ".tmp-*"):  # of a killed process
-        os.unlink(leftover)
+    remove_leftovers(glob.escape(os.fspath(path)))
     tmp = f"{path}.tmp-{os.getpid()}"
     try:
         yield tmp
@@ -61,6 +134,28 @@ def sync_folder(folder):
     os.close(handle)
 
 
+def run_files(folder):
+    """The files of a run that are in `folder`: what is moved aside where another begins there."""
+    return [path for path in Path(folder).glob("*") if re.fullmatch(
+        r"(config|result)\.json|log\.jsonl|loss\.png|wandb|(best|checkpoint(-\d+)?)\.safetensors", path.name)]
+
+
+def move_aside(folder, begin=True):
+    """Move the files of an earlier run into a folder earlier-1, earlier-2 ... of `folder`, and return that.
+
+    begin=False completes a move that a kill interrupted; what is left until then is no run (checkpoint.candidates).
+    """
+    moving = Path(folder, MOVING)
+    if begin:
+        moving.mkdir(exist_ok=True)
+    elif not moving.is_dir():
+        return None
+    for path in run_files(folder):
+        os.rename(path, moving / path.name)
+    kept = next(name for n in itertools.count(1) if not (name := Path(folder, f"earlier-{n}")).exists())
+    return moving.rename(kept)
+
+
 def _finite(record):
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
@@ -70,7 +165,7 @@ def read_log(folder, event=None):
     out, and where a disk has damaged an earlier one, all from there on."""
     path = Path(folder) / "log.jsonl"
     events = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in regular(path).read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):

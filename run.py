@@ -14,7 +14,6 @@ Nothing here knows what is trained: losses and metrics come in, decisions go out
 import contextlib
 import dataclasses
 import datetime
-import fcntl
 import math
 import os
 import resource
@@ -34,9 +33,19 @@ import torch.distributed as dist
 
 import checkpoint
 import distributed
-from configurator import ConfigError, main_error
-from data.loader import DataError
-from records import Log, environment, write_json
+from configurator import ConfigError, is_out_of_memory, main_error
+from records import (
+    BadRecord,
+    Log,
+    environment,
+    fields,
+    is_finished,
+    lock_folder,
+    move_aside,
+    read_json,
+    run_files,
+    write_json,
+)
 
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
@@ -56,13 +65,13 @@ PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 9
               "L40S": 362e12, "B200": 2250e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
-class Stopped(RuntimeError):
+class Stopped(ConfigError):
     """A run that cannot continue by itself; the message, one line, says why, what is saved, and how to continue."""
 
 
 def launch(prog, main):
     """main(argv) as a program: what goes wrong becomes one line and an exit code, which is returned."""
-    with main_error(prog, DataError, checkpoint.CheckpointError, Stopped):
+    with main_error(prog):
         try:
             code = main(sys.argv[1:])
             distributed.leave()
@@ -93,7 +102,8 @@ class Run:
     def __enter__(self):
         if self.is_main:
             with writing_to(self.out):
-                self.lock = lock_run_dir(self.out)  # held until the process ends
+                self.lock = lock_run_dir(self.out)  # held while this object or the process lives
+                self.aside = move_aside(self.out, begin=False)
             self.wandb = open_wandb(self.config)
         distributed.barrier()
         self.stop = StopRequest()
@@ -192,20 +202,27 @@ class Run:
             raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
                               "the same on every node")
         self.done = self.saved_step = step
-        self.complete = step > 0 and self.at_end() and (out / "result.json").exists()
+        self.complete = step > 0 and self.at_end() and is_finished(out)
         if self.complete:
             return
         if self.is_main:
             with writing_to(out):
-                if path is None and (found or (out / "log.jsonl").exists()):  # whose log was lost, or imported
-                    kept = next(name for n in range(1, 10**6) if not (name := Path(f"{out}.{n}")).exists())
-                    os.rename(out, kept)
-                    self.say(f"the earlier run is kept as {kept}")
-                out.mkdir(exist_ok=True)
+                if path is None and not self.began_before():
+                    self.aside = move_aside(out) if run_files(out) else self.aside
+                if self.aside:
+                    self.say(f"the earlier run is kept as {self.aside}")
                 (out / "result.json").unlink(missing_ok=True)  # of fewer steps
         self.open_records(lines)
         self.began = self.last_log_time = self.picture_time = time.perf_counter()
         self.last_log_step, self.paused_seconds = step, 0.0
+
+    def began_before(self):
+        """Whether the records in out_dir are of this very run, killed before its first checkpoint: it begins again."""
+        with contextlib.suppress(BadRecord), fields():
+            config = read_json(self.out / "config.json")["config"]
+            if self.config.resume == "auto" and not (self.out / "result.json").exists():
+                return {**config, "resume": ""} == {**self.settings, "resume": ""}
+        return False
 
     def compare(self, path, meta, schedule):
         """(why this run cannot continue from a checkpoint, or None; a phrase for each setting that changed)."""
@@ -510,16 +527,11 @@ class StopRequest:
 # ------------------------------------------------------------------------------------------------- folders and machine
 
 def lock_run_dir(out):
-    """Lock an out_dir for this process, until it ends in whatever way. Raises ConfigError where another run has it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(out.parent / f".{out.name}.lock", "w")
+    """Lock an out_dir, see lock_folder. Raises ConfigError where another run has it."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_folder(out)
     except BlockingIOError:
         raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
-    except OSError as error:  # some network file systems have no locks
-        say(f"{out} cannot be locked ({error.strerror}): make sure that no other run writes there")
-    return lock
 
 
 @contextlib.contextmanager
@@ -545,13 +557,6 @@ def open_wandb(config):
     except Exception as error:  # not installed, no key, no network
         raise ConfigError(f"wandb={config.wandb}: {error}; pip install wandb, --wandb=offline keeps the curves here, "
                           "--wandb=off does without") from None
-
-
-def is_out_of_memory(error):
-    """Whether memory ran out: PyTorch has an exception of its own for a GPU, and only words for a CPU."""
-    words = ("not enough memory", "can't allocate memory", "out of memory")
-    return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            or isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words))
 
 
 def resume_command(*changes):

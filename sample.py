@@ -49,8 +49,15 @@ def load_model(folder, device="cpu"):
     with checkpoint.fitting(path):
         config = {k: v for k, v in meta["config"].items() if hasattr(ModelConfig, k)}
         backend = "torch" if config.get("backend") == "torch" else ""  # an edited plain operator; this machine's choice
-        lm = LM(ModelConfig(**{**config, "backend": backend}))
-        lm.load_state_dict(checkpoint.unflatten(tensors, meta["skeleton"])["model"])
+        for key, kind in {"tokenizer": str, "table": str, "step": int, "tokens": int, "data": dict}.items():
+            if not isinstance(meta.setdefault(key), (kind, type(None))):
+                raise TypeError(f"its {key} is {str(meta[key])[:80]!r}")
+        sizes, weights = ModelConfig(**{**config, "backend": backend}), checkpoint.unflatten(tensors, meta["skeleton"])
+        with torch.device("meta"):  # takes no memory, whatever the sizes
+            if wrong := checkpoint.misfit(weights["model"], LM(sizes)):
+                raise ValueError(wrong)
+        lm = LM(sizes)
+        lm.load_state_dict(weights["model"])
     return lm.to(device).eval(), meta
 
 
@@ -79,6 +86,9 @@ def main(argv):
     prompt, tokens = read_prompt(config.prompt, text)
     if not tokens:
         raise configurator.ConfigError("the prompt is empty: give at least one character")
+    if max(tokens) >= lm.config.vocab_size:
+        raise configurator.ConfigError(f"the prompt has token {max(tokens)}, the model knows {lm.config.vocab_size}: "
+                                       f"its checkpoint's tokenizer {text.kind!r} is not the one it was trained with")
     idx = torch.tensor([tokens], device=device)  # (1, T)
     generator = torch.Generator(device).manual_seed(config.seed)
     for i in range(config.num_samples):
@@ -96,5 +106,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with configurator.main_error("sample.py", checkpoint.CheckpointError, ValueError, OSError):  # OSError: a full disk
+    with configurator.main_error("sample.py", ValueError):
         main(sys.argv[1:])

@@ -22,7 +22,6 @@ if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process 
 
 import dataclasses
 import math
-import os
 import random
 import sys
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ import torch
 import checkpoint
 import configurator
 import distributed
-from configurator import ConfigError
+from configurator import ConfigError, env_int, is_out_of_memory
 from data.loader import TokenData, Tokens, eval_windows
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
@@ -238,6 +237,8 @@ def check(config):
             raise ConfigError(f"{name} {shown} is out of range: at most {2**48:,}")
         if name in POSITIVE and value < 1 or name in NOT_NEGATIVE and value < 0:
             raise ConfigError(f"{name} {value} must be {'at least 1' if name in POSITIVE else '0 or more'}")
+        if name in ("warmup_iters", "decay_iters", "min_lr") and value < 0 and value != -1:
+            raise ConfigError(f"{name} {value} must be 0 or more, or -1 for its default")
     c, warmup, decay = config, warmup_steps(config), decay_steps(config)
     if c.seed >= 2**32:
         raise ConfigError(f"seed {c.seed} must be below {2**32:,}")
@@ -254,7 +255,7 @@ def check(config):
         raise ConfigError(f"beta1 {c.beta1} and beta2 {c.beta2} must be in [0, 1)")
     if not 0 < c.timeout_minutes <= 1e6:
         raise ConfigError(f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million")
-    if c.resume == "never" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+    if c.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise ConfigError("resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto")
 
 
@@ -266,12 +267,19 @@ def seed_all(seed):
 
 def build_model(config, device):
     """The LM of a config on its device. Raises ConfigError for sizes that do not fit and a backend that cannot run."""
-    names = [f.name for f in dataclasses.fields(ModelConfig)]
+    sizes = ModelConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)})
     try:
-        model = LM(ModelConfig(**{name: getattr(config, name) for name in names})).to(device)
+        with torch.device("meta"):  # takes no memory
+            parameters = LM(sizes).parameter_count()["total"]
+        if 4 * parameters > (limit := distributed.memory_bytes(device)):
+            raise ConfigError(f"{parameters:,} parameters take {4 * parameters:,} bytes, and {device} has {limit:,}: "
+                              "choose a smaller n_embd, vocab_size or n_layer")
+        model = LM(sizes).to(device)
         model.computed_by()  # chooses the backend of every operator
         return model
     except (ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(error) from None
 
 

@@ -32,6 +32,7 @@ from bench.measure import DTYPES, LeftOut, state_bytes  # noqa: E402
 from bench.step import START_S, Worker, add_options, finish, model_config, settle, start  # noqa: E402
 from configurator import main_error  # noqa: E402
 from model import LM, ModelConfig  # noqa: E402
+from tools.loss_curve import save_figure  # noqa: E402
 
 TOLERANCE = 1e-4  # of the logits in float32, relative, 2-norm; all families stay below 1e-5
 BURSTS = 4  # turns that the new tokens of a context are divided into
@@ -251,8 +252,7 @@ def draw(record, path):
     figure.suptitle(f"{record['device']}, {record['threads']} threads, {record['dtype']}, {shape['n_layer']} layers of "
                     f"{shape['n_embd']}, batch {shape['batch_size']}, {record['date'][:10]}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path)
     return True
 
 
@@ -289,7 +289,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with main_error("bench/generate.py", OSError):
+    with main_error("bench/generate.py"):
         try:
             sys.exit(main())
         except KeyboardInterrupt:

@@ -568,9 +568,9 @@ def main(argv=None):
                           "gpu makes .venv") from None
     if not args.dry_run and not torch.cuda.is_available():
         raise ConfigError(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
-    from bench.measure import new_record, refuse_uncommitted
+    from bench.measure import check_out, new_record
 
-    refuse_uncommitted(args.out, "another --out (make gpu OUT=...)")
+    check_out(args.out / f"{args.name}.json", "another --out (make gpu OUT=...)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running stage is ended too
     stages = [s for s in STAGES if s.name in args.stages]
     results = run_all(stages, Context(args.out, args.dry_run, name=args.name), args.budget_s, new_record("gpu"))
@@ -579,5 +579,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with main_error("bench/gpu.py", OSError):
+    with main_error("bench/gpu.py"):
         sys.exit(main())

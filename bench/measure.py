@@ -7,9 +7,11 @@ TINY is there because at logits of -1000 a true gradient can be smaller than flo
 
 import ctypes
 import datetime
+import errno
 import gc
 import importlib
 import math
+import os
 import sys
 from pathlib import Path
 from statistics import median, quantiles
@@ -197,15 +199,27 @@ class Peak:
 
 # -------------------------------------------------------------------------------------------------------------- records
 
-def refuse_uncommitted(out, instead="another --out"):
-    """Raise ConfigError if a record would go to `out` in results/ while the code differs from its commit.
+def check_out(out, instead="another --out"):
+    """Make the folder of a record before anything is measured. Raises ConfigError where `out` cannot be written, or
+    lies in results/ while the code differs from its commit.
 
-    instead: the way out that the message names. Where git does not know, nothing is refused.
+    out: a file, or None; instead: the way out that the message names. Where git does not know, nothing is refused.
     """
-    inside = out is not None and Path(out).resolve().is_relative_to(ROOT / "results")
+    if out is None:
+        return
+    inside = Path(out).resolve().is_relative_to(ROOT / "results")
     if inside and code_version()["uncommitted_changes"]:
         raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (see git status):"
                           f" commit them, or give {instead}")
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        if Path(out).is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        tmp = Path(f"{out}.tmp-{os.getpid()}")  # the name that write_record begins with
+        tmp.touch()
+        tmp.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {out} ({error.strerror}): give {instead}") from None
 
 
 def new_record(benchmark, **about):

@@ -214,7 +214,7 @@ def main(argv=None):
     benchmark = "scan_memory" if args.memory else "scan"
     saved = ROOT / "results" / benchmark.replace("scan", "scan_cpu")
     out = args.out or (saved.with_suffix(".json") if args.save else None)
-    measure.refuse_uncommitted(out)
+    measure.check_out(out)
     record = measure.new_record(benchmark, threads=torch.get_num_threads(), lanes=build.library().longhorn_lanes())
     print(measure.headline(record))
     if args.memory:

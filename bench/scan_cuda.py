@@ -458,7 +458,7 @@ def main(args):
     if not args.dry_run and not torch.cuda.is_available():
         raise ConfigError("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
     if not args.out:  # bench/gpu.py gives one, and has checked before its first stage
-        measure.refuse_uncommitted(out)
+        measure.check_out(out)
     try:
         device = DryRun() if args.dry_run else Gpu()
         about = device.describe()

@@ -333,7 +333,7 @@ def start(args, benchmark, **about):
     size = f"_{args.size.lower()}" if args.size else ""
     saved = ROOT / "results" / f"{benchmark}_{args.device}{size}.json" if args.save else None
     out = Path(args.out) if args.out else saved
-    measure.refuse_uncommitted(out)
+    measure.check_out(out)
     record = measure.new_record(benchmark, threads=args.threads, dtype=args.dtype, backend=args.backend or None,
                                 size=args.size or None, shape={name: getattr(args, name) for name in SHAPE},
                                 load_average_before=os.getloadavg()[0], **about)
@@ -424,7 +424,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with main_error("bench/step.py", OSError):
+    with main_error("bench/step.py"):
         try:
             sys.exit(main())
         except KeyboardInterrupt:

@@ -23,6 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+from configurator import ConfigError, regular  # noqa: E402
+
 # torch is imported where a batch is made: it takes seconds, and `prepare.py --help` should not.
 
 SPLITS = ("train", "val")
@@ -32,7 +36,7 @@ MAX_WINDOWS = 2**24  # per step: beyond, the indices of a step alone would take 
 SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # of longer ones: this many evenly spaced slices of this length
 
 
-class DataError(ValueError):
+class DataError(ConfigError):
     """A problem the user can solve, in one line: the value, the limit, the way out."""
 
 
@@ -148,10 +152,10 @@ def _read_meta(folder):
     if not folder.is_dir():
         here = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
         raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(here)}; or check the path")
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads(regular(path).read_bytes())
         ok = _well_formed(meta)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ok = False
@@ -416,7 +420,6 @@ def _file_stamp(tokens):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
     from data import writer  # it imports this file as data.loader, and its errors are that module's
 
     writer.run(writer.main)

@@ -11,7 +11,6 @@ finished, whenever the process was killed.
 import argparse
 import contextlib
 import hashlib
-import json
 import platform
 import shlex
 import sys
@@ -22,12 +21,7 @@ import numpy as np
 import data.loader
 from configurator import main_error
 from data.loader import DTYPES, SPLITS, DataError, Tokens
-from records import replacing
-
-try:
-    import fcntl
-except ImportError:  # not a Unix: then nothing stops two preparations of one folder at once
-    fcntl = None
+from records import lock_folder, replacing, write_json
 
 
 def token_dtype(vocab_size):
@@ -45,16 +39,12 @@ def preparing(folder):
     """
     folder = Path(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        raise DataError(f"another process is preparing {folder}: wait for it, or take another --out") from None
     except OSError as error:
         raise DataError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from None
     with lock:
-        if fcntl:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise DataError(f"another process is preparing {folder}: wait for it, or take another --out") from None
         yield folder
 
 
@@ -98,8 +88,7 @@ def finish(folder, meta):
     versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
     meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
     path = folder / "meta.json"
-    with replacing(path) as tmp, open(tmp, "wb") as file:
-        file.write((json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode())
+    write_json(path, meta)
     try:
         return Tokens(folder)
     except DataError:
@@ -170,14 +159,9 @@ def finished(folder, inputs):
 
 def run(main):
     """Run a script's main(): a DataError or OSError (disk full) becomes one line on stderr and exit code 2."""
-    with main_error(Path(sys.argv[0]).name):  # for a reader of the output that has gone (`| head`)
+    with main_error(Path(sys.argv[0]).name):
         try:
             main()
-        except BrokenPipeError:
-            raise
-        except (DataError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
         except KeyboardInterrupt:
             print("interrupted: no unfinished file has its final name; run the same command again", file=sys.stderr)
             sys.exit(130)

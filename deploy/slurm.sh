@@ -19,7 +19,7 @@ code=0
 srun --kill-on-bad-exit=1 bash -c \
     'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec ${PYTHON:-python} train.py "$@" --out_dir="$OUT" --resume=auto' train "$@" ||
     code=$?
-[ -e "$out/result.json" ] && exit "$code"
+tail -n 1 "$out/result.json" 2> /dev/null | grep -q '^}' && exit "$code"  # written whole
 case $code in
     0 | 75 | 13? | 14?) [ "${SLURM_RESTART_COUNT:-0}" -lt 1000 ] && scontrol requeue "$SLURM_JOB_ID" ;;
     *) exit "$code" ;;

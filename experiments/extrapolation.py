@@ -26,7 +26,6 @@ state along the text often shows why.
 import argparse
 import contextlib
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -40,14 +39,15 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.measure import DTYPES, Peak, in_one_line, new_record, refuse_uncommitted, state_bytes, write_record  # noqa: E402
-from checkpoint import CheckpointError  # noqa: E402
+from bench.measure import DTYPES, Peak, check_out, in_one_line, new_record, state_bytes, write_record  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
-from data.loader import DataError, Tokens  # noqa: E402
+from data.loader import Tokens  # noqa: E402
 from experiments.scaling.sweep import Cell, need_pictures, numbers, run_cells, write_plan  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
+from records import BadRecord, fields, read_json  # noqa: E402
 from run import is_out_of_memory  # noqa: E402
 from sample import load_model  # noqa: E402
+from tools.loss_curve import save_figure  # noqa: E402
 
 FIRST_NORM, NORM_SEQUENCES = 16, 8  # the first position at which states are measured, and in how many sequences at most
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
@@ -276,15 +276,19 @@ def measure(lm, rows, lengths, trained, chunk, batch_size, dtype, say=print):
 
 def evaluate(folder, args):
     """The record of one run's checkpoint. Raises ConfigError, DataError or CheckpointError, one line."""
-    began = time.perf_counter()
+    began, ran, trained_by = time.perf_counter(), Path(folder) / "config.json", {}
+    if ran.exists():
+        with fields(ran):
+            trained_by = dict(read_json(ran)["environment"])
     kind = args.device
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: PyTorch sees no GPU; use --device=cpu")
     device = torch.device(kind)
     lm, meta = load_model(folder, device)
-    config = meta["config"]
-    dtype = DTYPES[config["dtype"]]
-    name = args.dataset or config["dataset"]
+    with fields(f"{folder}: the settings in its checkpoint"):
+        config = {key: meta["config"][key] for key in ("model", "block_size", "vocab_size", "seed")}
+        config["pattern"] = meta["config"].get("pattern")
+        dtype, name = DTYPES[meta["config"]["dtype"]], args.dataset or str(meta["config"]["dataset"])
     data_folder = Path(name) if Path(name).is_dir() else ROOT / "data" / name
     data = Tokens(data_folder, vocab_size=config["vocab_size"])
     same = data.sha256 == meta["data"]
@@ -304,8 +308,6 @@ def evaluate(folder, args):
     print(f"{config['model']} ({folder}), trained at {config['block_size']}: {in_words(text)}, {args.chunk} tokens at "
           f"a time{'' if same else '; NOT the data it was trained on'}", flush=True)
     results, states = measure(lm, rows, lengths, config["block_size"], args.chunk, batch_size, dtype)
-    ran = Path(folder) / "config.json"
-    trained_by = json.loads(ran.read_text())["environment"] if ran.exists() else {}
     family, name = config.get("pattern") or config["model"], Path(folder).resolve().name
     record = new_record("extrapolation", family=family, run=name)
     return record | {
@@ -326,11 +328,15 @@ def in_words(text):
 # --------------------------------------------------------------------------------------------------------------- report
 
 def read_records(path):
-    """The records of a file. Raises ConfigError where it holds none."""
+    """The records of a file. Raises ConfigError where it holds none, or a table of them cannot be made."""
     try:
-        return json.loads(Path(path).read_text())["extrapolation"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is no record of this experiment: give the .json that eval or run wrote") from None
+        with fields():
+            found = read_json(path)["extrapolation"]
+            table(found)
+            return found
+    except BadRecord as error:
+        raise ConfigError(f"{path} is no record of this experiment ({error}): give the .json that eval or run wrote, "
+                          "or move it away and run the same command") from None
 
 
 def row_of(*cells):
@@ -439,14 +445,14 @@ def draw(found, path):
     title = f"trained at the dashed length; {in_words(r['text'])}; {r['device']}, {r['date'][:10]}"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def report(path):
     found, path = read_records(path), Path(path)
-    path.with_suffix(".md").write_text(table(found))
-    draw(found, path.with_suffix(".png"))
+    path.with_suffix(".md").write_text(table(found), encoding="utf-8")
+    with fields(path):
+        draw(found, path.with_suffix(".png"))
     print(table(found) + f"\npicture: {path.with_suffix('.png')}, table: {path.with_suffix('.md')}")
 
 
@@ -482,11 +488,10 @@ def record_file(args, name):
     """Where the records go: --out, with --save results/<name>.json, else out/<name>.json. Raises ConfigError where they
     may not."""
     out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
-    refuse_uncommitted(out)
-    need_pictures()
     if out.suffix != ".json":
         raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
-    out.parent.mkdir(parents=True, exist_ok=True)  # an error here comes before the first model is read
+    check_out(out)  # before the first model is read
+    need_pictures()
     return out
 
 
@@ -533,7 +538,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with main_error("experiments/extrapolation.py", CheckpointError, DataError, OSError):
+    with main_error("experiments/extrapolation.py"):
         try:
             sys.exit(main(sys.argv[1:]))
         except KeyboardInterrupt:

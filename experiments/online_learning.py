@@ -46,8 +46,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import model  # noqa: E402
-from bench.measure import headline, new_record, refuse_uncommitted, write_record  # noqa: E402
+from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
+from tools.loss_curve import save_figure  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, if its outputs and states differ by at most this, relative, 2-norm
@@ -619,8 +620,7 @@ def draw(record, path):
     figure.suptitle(f"Recall without training: random pairs, a state of {D_STATE} x {N_STATE} numbers, mean of "
                     f"{record['streams']} streams, float64, {record['date'][:10]}", fontsize=10)
     figure.tight_layout(rect=(0, 0.035, 1, 1))
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -674,7 +674,7 @@ def parse(argv=None):
 def main(argv=None):
     args, began = parse(argv), time.perf_counter()
     out = args.out or (ROOT / "results" / "online_learning.json" if args.save else None)
-    refuse_uncommitted(out)
+    check_out(out)
     torch.set_num_threads(1)  # the states are small: more threads would wait for one another
     rows = UPDATES + [read_update(path) for path in args.add]
     record = new_record("online_learning")
@@ -695,7 +695,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with main_error("experiments/online_learning.py", OSError, ImportError):
+    with main_error("experiments/online_learning.py", ImportError):
         try:
             sys.exit(main())
         except KeyboardInterrupt:

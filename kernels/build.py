@@ -279,12 +279,12 @@ def _cached(name, suffix, key, sources, folder, make):
     """(path, seconds): the file that make(path) writes, cached by a hash of `key` and the sources."""
     folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build")
     text = b"".join(Path(source).read_bytes() for source in (HEADER, *sources))
-    path = folder / f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}{suffix}"
-    if path.exists():  # it was renamed into place whole: no lock and no write permission needed
+    stem = f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}"
+    if path := _intact(folder, stem):  # no lock and no write permission needed
         return path, 0.0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / f"{path.name}.lock", "w")
+        lock = open(folder / f"{stem}.lock", "a")
     except OSError as error:
         message = f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder"
         raise OSError(message) from None
@@ -293,12 +293,26 @@ def _cached(name, suffix, key, sources, folder, make):
 
         with contextlib.suppress(OSError):  # some network file systems have no locks; the rename is atomic anyway
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
+            for leftover in folder.glob(f"{stem}*.tmp"):  # of a killed process
+                leftover.unlink()
+        if path := _intact(folder, stem):
             return path, 0.0
-        start, temporary = time.perf_counter(), path.with_suffix(f".{os.getpid()}.tmp")
+        start, temporary = time.perf_counter(), folder / f"{stem}.{os.getpid()}.tmp"
         make(temporary)
+        with open(temporary, "rb+") as f:
+            path = folder / f"{stem}_{hashlib.sha256(f.read()).hexdigest()[:16]}{suffix}"
+            os.fsync(f.fileno())
         os.replace(temporary, path)
         return path, time.perf_counter() - start
+
+
+def _intact(folder, stem):
+    """The cached file whose name ends with the hash of its content: one cut short would end the process by SIGBUS."""
+    for path in folder.glob(f"{stem}_*"):
+        with contextlib.suppress(OSError):
+            if path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:16]):
+                return path
+    return None
 
 
 def _struct(name, fields):

@@ -85,12 +85,12 @@ def uncommitted(monkeypatch):
 def test_results_take_no_record_of_an_uncommitted_tree(uncommitted, tmp_path, monkeypatch):
     for out in ("results/x.json", "results/folder/x.json", "results", "bench/../results/x.json"):
         with pytest.raises(ConfigError, match="^results/ is for records of a commit.*: commit them, or give --other$"):
-            measure.refuse_uncommitted(ROOT / out, "--other")
+            measure.check_out(ROOT / out, "--other")
     for out in (None, tmp_path / "x.json", str(ROOT / "out" / "results" / "x.json"), ROOT / "resultsx.json"):
-        measure.refuse_uncommitted(out)
+        measure.check_out(out)
     for known in (False, None):  # committed; and where there is no git, it is unknown
         monkeypatch.setattr(measure, "code_version", lambda known=known: {"uncommitted_changes": known})
-        measure.refuse_uncommitted(ROOT / "results" / "x.json")
+        measure.check_out(ROOT / "results" / "x.json")
 
 
 @pytest.mark.parametrize("main, arguments", [

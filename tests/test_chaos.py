@@ -56,6 +56,7 @@ import run as run_module
 from data import loader
 from data.pystdlib import prepare as pystdlib
 from model import LM
+from records import write_json
 from run import lock_run_dir
 from train import TrainConfig
 
@@ -575,7 +576,10 @@ def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
     assert told.read_text().splitlines() == started + ["requeue 7"] * again
     told.unlink()
     out.mkdir()
-    (out / "result.json").write_text("{}")
+    (out / "result.json").write_text('{\n "steps": ')  # of a run that a kill or a full disk cut short
+    assert subprocess.run(script, env=env).returncode == (0 if again else code)
+    told.unlink()
+    write_json(out / "result.json", {"steps": 1})
     assert subprocess.run(script, env=env).returncode == code and told.read_text().splitlines() == started
 
 

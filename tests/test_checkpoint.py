@@ -183,7 +183,7 @@ def test_any_changed_byte_is_refused(tmp_path):
             refusal(path)
         path.write_bytes(good[:i])
         assert "cut short" in refusal(path)
-    for content, words in ((good + b"\0", "too long"), (good[:-1] + b"\xee", "; use an earlier checkpoint"),
+    for content, words in ((good + b"\0", "too long"), (good[:-1] + b"\xee", "; use an earlier one beside it"),
                            (good[:-1] + b"\xee", ": damaged (checksum "),
                            (good.replace(b'"version":"1"', b'"version":"2"'), ": format version 2 is unknown")):
         path.write_bytes(content)
@@ -222,7 +222,7 @@ def test_an_odd_file_with_the_right_sum_is_refused(tmp_path):
     forge(tmp_path / "c", '"meta":"{}"', ',"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}', b"7")
     assert load(tmp_path / "c") == ({"x": torch.tensor([55], dtype=torch.int8)}, {})
     assert refusal(tmp_path / "none") == ": No such file or directory: no checkpoint was saved here"
-    assert "Is a directory" in refusal(tmp_path)
+    assert "not a regular file" in refusal(tmp_path)
     safetensors.torch.save_file({"x": torch.zeros(300)}, tmp_path / "foreign")
     for junk in ((tmp_path / "foreign").read_bytes(), b"hello, this is no checkpoint" * 20, b"\0" * 999, b"\xff" * 999):
         (tmp_path / "c").write_bytes(junk)

@@ -106,7 +106,7 @@ def test_command_line_mistake(argument, expected):
     ("dropout = '0.1'", "config/x.py: dropout = '0.1': expected a finite number (float)"),
     ("dropout = 10**400", f"config/x.py: dropout = 1{'0' * 79}: expected a finite number (float)"),
     ("compile = 1", "config/x.py: compile = 1: expected true or false (bool)"),
-    ("out_dir = 3", "config/x.py: out_dir = 3: expected a string (str)"),
+    ("out_dir = 3", "config/x.py: out_dir = 3: expected a string of UTF-8 (str)"),
     ("model = ['llama']", "config/x.py: model = ['llama']: expected one of longhorn, llama"),
     ("import math as n_layer", "config/x.py: n_layer = <module 'math'"),
     ("n_layer = 3\ndropout = (", "config/x.py:2: '(' was never closed"),

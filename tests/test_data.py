@@ -379,7 +379,6 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(tmp_path):
     assert looks_finished(tmp_path) and not list(tmp_path.glob("*.tmp-*"))
 
 
-@pytest.mark.skipif(writer.fcntl is None, reason="no file locks here")
 def test_two_preparations_of_one_folder(tmp_path):
     with writer.preparing(tmp_path / "d"):
         refused(lambda: writer.preparing(tmp_path / "d").__enter__(), "another process is preparing", "d")
@@ -471,6 +470,35 @@ def test_pystdlib_roots_and_refusals(library, tmp_path):
         ({"val_fraction": 1e-6}, "1e-06", "another fraction"), ({"stdlib": tmp_path / "nothing"}, "no source files")):
         refused(lambda how=how: pystdlib.prepare(tmp_path / "x", **{"stdlib": library, **how}), *words)
     assert not looks_finished(tmp_path / "x")
+
+
+def test_roots_are_read_to_their_ends_and_no_further(library, tmp_path, monkeypatch):
+    """An empty name is not the current folder; what links lead to outside, and what may not be read, is left out."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere.py"
+    (root / "shut").mkdir(parents=True)
+    elsewhere.write_text("secret = 1\n" * 9)
+    (root / "inside.py").write_text("inside = 1\n" * 9)
+    (root / "again.py").symlink_to("inside.py")
+    (root / "out.py").symlink_to(elsewhere)
+    (root / "folder").symlink_to(tmp_path)
+    tokens, _ = pystdlib.prepare(tmp_path / "a", roots=[root], stdlib=library, val_fraction=0.1)
+    text = b"".join(files_of(tokens.train) + files_of(tokens.val))
+    assert b"inside" in text and b"secret" not in text and tokens.meta["recipe"]["files_skipped"] == 3 + 3
+    (root / "shut" / "file.py").write_text("shut = 1\n" * 9)
+    scandir = os.scandir
+
+    def closed(path):
+        if Path(path).name == shut:
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    shut = "shut"
+    tokens, _ = pystdlib.prepare(tmp_path / "b", roots=[root], stdlib=library, val_fraction=0.1)
+    assert tokens.meta["recipe"]["files_skipped"] == 3 + 4
+    shut = "root"
+    refused(lambda: pystdlib.prepare(tmp_path / "c", roots=[root], stdlib=library), "--roots", "Permission denied")
+    refused(lambda: pystdlib.prepare(tmp_path / "c", roots=[""], stdlib=library), "is not a folder")
 
 
 @pytest.fixture
@@ -590,7 +618,8 @@ def test_adopt_nanogpts_files(tmp_path):
         tokens = writer.adopt(nanogpt(tmp_path / name, train, dtype=np.uint32), train[1] + 1, "uint32")
         assert tokens.train.tolist() == train and tokens.train.dtype == np.uint32 and tokens.bytes_per_token is None
     bare = adopt(nanogpt(tmp_path / "bare"))
-    assert bare.returncode == 2 and bare.stderr == "error: --adopt needs --vocab_size: 50257 for GPT-2's tokens\n"
+    said = "loader.py: error: --adopt needs --vocab_size: 50257 for GPT-2's tokens\n"
+    assert bare.returncode == 2 and bare.stderr == said
 
 
 def test_adopt_refusals(tmp_path):
@@ -614,7 +643,7 @@ def test_scripts_speak_to_the_user(name, tmp_path):
     (tmp_path / "file").write_text("")
     failed = run_python(f"data/{name}/prepare.py", "--out", tmp_path / "file")
     assert failed.returncode == 2 and failed.stdout == ""
-    assert failed.stderr.startswith("error: cannot write to") and len(failed.stderr.splitlines()) == 1
+    assert failed.stderr.startswith("prepare.py: error: cannot write to") and len(failed.stderr.splitlines()) == 1
 
 
 # ---- openwebtext

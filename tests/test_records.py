@@ -143,5 +143,6 @@ def test_as_a_script(tmp_path, monkeypatch, capsys):
     runpy.run_path(loss_curve.__file__, run_name="__main__")
     assert capsys.readouterr().out.strip() == str(tmp_path / "loss.png") and is_png(tmp_path / "loss.png")
     monkeypatch.setattr("sys.argv", ["loss_curve.py", str(tmp_path / "nowhere")])
-    runpy.run_path(loss_curve.__file__, run_name="__main__")
-    assert "nowhere has no log.jsonl" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(loss_curve.__file__, run_name="__main__")
+    assert "nowhere has no log.jsonl" in capsys.readouterr().err

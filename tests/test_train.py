@@ -246,7 +246,7 @@ def test_config_files(file):
 def test_records_of_a_finished_run(whole, data):
     checkpoints = ["best.safetensors", "checkpoint-10.safetensors", "checkpoint.safetensors"]
     assert sorted(p.name for p in whole.iterdir()) == [
-        *checkpoints, "config.json", "log.jsonl", "loss.png", "result.json"]
+        ".lock", *checkpoints, "config.json", "log.jsonl", "loss.png", "result.json"]
     config = record(whole, "config")
     assert set(config["config"]) == {f.name for f in dataclasses.fields(TrainConfig)}
     assert {key: config["config"][key] for key in TINY} == TINY and config["config"]["vocab_size"] == 256
@@ -304,8 +304,8 @@ def test_an_earlier_run_is_kept(data, tmp_path):
     for seed in (1, 2, 3):
         (out / "log.jsonl").unlink(missing_ok=True)  # checkpoints without a log are a run too
         result = succeed(arguments(data, out, max_iters=1, seed=seed, final_eval_tokens=64))
-    assert str(tmp_path / "run.2") in result.out
-    assert {p.name: record(p)["seed"] for p in tmp_path.iterdir() if p.is_dir()} == {"run.1": 1, "run.2": 2, "run": 3}
+    assert str(out / "earlier-2") in result.out
+    assert [record(p)["seed"] for p in (out / "earlier-1", out / "earlier-2", out)] == [1, 2, 3]
 
 
 def test_the_screen_shows_what_the_log_has(data, tmp_path):
@@ -426,7 +426,7 @@ def test_a_stop_between_lines_of_the_log_leaves_no_trace_in_it(data, tmp_path):
 def test_what_a_resume_refuses_and_what_it_takes(whole, data, tmp_path):
     out = tmp_path / "run"
     refuse(arguments(data, out, resume="must"), "resume=must", str(out / "checkpoint.safetensors"), "--resume=auto")
-    assert not out.exists()
+    assert os.listdir(out) == [".lock"]
     succeed(arguments(data, out, resume="auto"), LM=stops_at(3))  # nothing there yet: auto starts
     kept = lambda: [(out / name).read_bytes() for name in ("log.jsonl", "config.json")]
     before = kept()
@@ -642,7 +642,7 @@ def test_weights_that_do_not_fit_get_one_line(whole, data, tmp_path):
     write(tokenizer=None)  # unknown, as of many an import
     succeed(arguments(data, out, STILL, init_from=source))
     refused("init_from", "lies in out_dir", init_from=out)
-    assert not (tmp_path / "run.1").exists(), "a refusal moved the earlier run"
+    assert not list(tmp_path.glob("run/earlier*")), "a refusal moved the earlier run"
 
 
 # ------------------------------------------------------------------------------------------- signals, on real processes

@@ -10,7 +10,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from configurator import main_error  # noqa: E402
+from configurator import ConfigError, main_error  # noqa: E402
 from records import read_log  # noqa: E402
 
 
@@ -47,9 +47,18 @@ def draw_loss(folder):
     axes.grid(alpha=0.3)
     axes.legend()
     path = Path(folder) / "loss.png"
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
+    save_figure(figure, path, bbox_inches="tight")
     return path
+
+
+def save_figure(figure, path, **how):
+    """Write a figure of pyplot and free it: closed alone, it keeps megabytes until a full garbage collection."""
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, **how)
+    figure.clear()
+    vars(figure.canvas).pop("renderer", None)  # holds the pixels
+    plt.close(figure)
 
 
 if __name__ == "__main__":
@@ -57,4 +66,7 @@ if __name__ == "__main__":
         print(__doc__.strip())
         sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
     with main_error("loss_curve.py"):
-        print(draw_loss(sys.argv[1]) or f"{sys.argv[1]} has no log.jsonl with losses to draw")
+        path = draw_loss(sys.argv[1])
+        if path is None:
+            raise ConfigError(f"{sys.argv[1]} has no log.jsonl with losses to draw: give the folder of a run")
+        print(path)

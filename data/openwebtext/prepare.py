@@ -12,6 +12,7 @@ renamed; running the same command again skips finished shards. train.bin appears
 """
 
 import argparse
+import glob
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ from data.writer import (
     warn_single_document,
     write_split,
 )
+from records import BadRecord, read_json
 
 # datasets and tqdm are imported where they are used: they take seconds, and --help should not.
 
@@ -75,13 +77,17 @@ def load_documents(files, text_column, workers, cache_dir=None):
         options["num_proc"] = min(options["num_proc"], len(files))
         if kind == "text":
             options["sample_by"] = "document"  # a file is a document
+        names = [glob.escape(os.path.abspath(path)) for path in files]  # or "x[0].txt" would be taken for a pattern
         try:
-            documents = datasets.load_dataset(kind, data_files=[str(path) for path in files], **options)
+            documents = datasets.load_dataset(kind, data_files=names, **options)
         except Exception as error:
-            raise DataError(f"--files {files[0]} ...: cannot be read as {kind} ({_first_line(error)})") from None
+            raise _which_file(kind, files, names) or DataError(f"--files: {_first_line(error)}") from None
     if text_column not in documents.column_names:
         found = ", ".join(documents.column_names)
         raise DataError(f"the documents have no column {text_column!r} (only {found}): name one with --text_column")
+    kind = documents.features[text_column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        raise DataError(f"the column {text_column!r} holds {kind}, not text: name another one with --text_column")
     return documents.select_columns([text_column])
 
 
@@ -128,6 +134,20 @@ def _import(name):
         raise DataError(f"the package {name} is missing: pip install -r requirements.txt") from None
 
 
+def _which_file(kind, files, names):
+    """The DataError that names the file which the datasets package cannot read, and where; its own error does not."""
+    for path, name in zip(files, names, strict=True):
+        read = 0
+        try:
+            for _ in _import("datasets").load_dataset(kind, data_files=[name], split="train", streaming=True):
+                read += 1
+        except Exception as error:
+            why = _first_line(error)
+            return DataError(f"--files {path}: cannot be read as {kind} after {read:,} documents ({why}): mend it, or "
+                             "leave it out")
+    return None
+
+
 def _first_line(error):
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text if len(text) <= 100 else text[:97] + '...'}"
@@ -164,9 +184,9 @@ def encode_shard(documents, first, last, path, encoding):
 def read_shard(path, itemsize):
     """The record of a finished shard, or None."""
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
+        record = read_json(path.with_suffix(".json"))
         whole = path.with_suffix(".bin").stat().st_size == record["tokens"] * itemsize
-    except (OSError, ValueError, KeyError):
+    except (OSError, BadRecord, KeyError, TypeError):
         return None
     return record if whole else None
 
@@ -174,7 +194,7 @@ def read_shard(path, itemsize):
 def plan_shards(folder, splits, plan, shard_documents):
     """[(split, first, last, path), ...] of all shards. Shards of another plan (other inputs) are removed first."""
     shards, plan_file = folder / "shards", folder / "shards" / "plan.json"
-    if shards.exists() and (not plan_file.is_file() or plan_file.read_text() != plan):
+    if shards.exists() and (not plan_file.is_file() or plan_file.read_bytes() != plan.encode()):
         print(f"{shards}: made from other inputs; starting again")
         shutil.rmtree(shards)
     shards.mkdir(exist_ok=True)
@@ -279,6 +299,8 @@ def prepare(
         raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
     if workers < 1 or shard_documents < 1:
         raise DataError(f"--workers {workers}, --shard_documents {shard_documents}: both must be at least 1")
+    if not 0 <= seed < 2**32:
+        raise DataError(f"--seed {seed}: it must be in 0 .. {2**32 - 1}")
     if files is not None:
         files = expand_files(files)
         kind_of(files)

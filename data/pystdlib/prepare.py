@@ -51,15 +51,27 @@ NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__", ".git", ".hg",
 
 
 def source_files(root, extensions):
-    """(path relative to root with slashes, Path) of the regular files below it, sorted; linked folders are skipped."""
-    found = []
-    for folder, subfolders, names in os.walk(root):
+    """[(path relative to root with slashes, Path)] of the regular files below it, sorted, and how many were left out:
+    linked folders, links that lead outside, and what may not be read. Raises DataError for a root that may not be."""
+    found, left_out, top = [], [], Path(root).resolve()
+
+    def unreadable(error):
+        if Path(error.filename) == Path(root) and not isinstance(error, FileNotFoundError):
+            raise DataError(f"--roots {root}: {error.strerror}: make it readable, or leave it out")
+        left_out.append(error.filename)
+
+    for folder, subfolders, names in os.walk(root, onerror=unreadable):
+        left_out += [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
         subfolders[:] = [name for name in subfolders if name not in NEVER_ENTERED]
         for name in names:
             path = Path(folder, name)
-            if path.suffix in extensions and path.is_file():
+            if path.suffix not in extensions:
+                continue
+            if path.is_file() and path.resolve().is_relative_to(top):
                 found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found)
+            else:
+                left_out.append(name)
+    return sorted(found), len(left_out)
 
 
 def collect(roots):
@@ -67,11 +79,13 @@ def collect(roots):
 
     Args: roots: [(prefix, folder, extensions), ...]; the prefix keeps equal paths of two roots apart.
     Returns: [(name, Path, bytes, sha256 hex), ...] sorted by root and name, and the number of files skipped
-    (unreadable, empty, binary, or of the same content as an earlier one).
+    (unreadable, empty, binary, of the same content as an earlier one, or a link that leads out of its root).
     """
     files, contents, skipped = [], set(), 0
     for prefix, root, extensions in roots:
-        for relative, path in source_files(root, extensions):
+        paths, left_out = source_files(root, extensions)
+        skipped += left_out
+        for relative, path in paths:
             try:
                 content = path.read_bytes()
             except OSError:
@@ -178,7 +192,7 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
         raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
     stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
     for root in roots:
-        if not Path(root).is_dir():
+        if not root or not Path(root).is_dir():  # Path("") is the current folder
             raise DataError(f"--roots {root} is not a folder: check the path")
     extensions = sorted({"." + extension.lstrip(".") for extension in extensions})
     sources = [("", stdlib, {".py"})]
@@ -257,6 +271,9 @@ def main():
     recipe, splits = tokens.meta["recipe"], tokens.meta["splits"]
     more = f" and {len(args.roots)} more folder{'s'[: len(args.roots) > 1]}" if args.roots else ""
     done = "" if new else " (already prepared; --force prepares again)"
+    if args.roots and recipe["files_skipped"]:
+        print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, of the same "
+              "content as another, or lead out of their folder")
     print(
         f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}{more}: "
         f"{splits['train']['tokens']:,} bytes to train on, {splits['val']['tokens']:,} held out{done}"

@@ -23,7 +23,7 @@ import torch
 import configurator
 import distributed
 import train
-from configurator import ConfigError
+from configurator import ConfigError, is_out_of_memory
 from experiments.recall.models import Recall
 from experiments.recall.task import Task, generate, overlap
 
@@ -209,6 +209,8 @@ def build_model(config, device):
     try:
         return Recall(config).to(device)
     except (ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(error) from None
 
 

@@ -14,8 +14,8 @@ from statistics import mean
 
 from configurator import ConfigError
 from experiments.scaling import sweep
-from experiments.scaling.sweep import BadRecord
-from records import read_log
+from records import BadRecord, fields, finished_records, read_json, read_log, replacing
+from tools.loss_curve import save_figure
 
 # Runs are compared where these agree. A length has its own number of pairs and batch, a seed its own examples.
 SAME = ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer", "weight_decay",
@@ -40,8 +40,8 @@ def name_of(mixer):
 
 def read_run(folder, at, accept_code=()):
     """One finished run as a flat record. Raises BadRecord where its files are missing, torn or at odds."""
-    result, record = sweep.finished_records(folder)
-    try:
+    result, record = finished_records(folder)
+    with fields():
         config, ran_in, codes = record["config"], record["environment"], record["code_versions"]
         for key, setting in COORDINATES.items():
             if config[setting] != at[key]:
@@ -54,14 +54,14 @@ def read_run(folder, at, accept_code=()):
             raise BadRecord(f"its accuracy is {accuracy}")
         if not events or (events[-1]["step"], events[-1]["accuracy"]) != (result["steps"], accuracy):
             raise BadRecord("log.jsonl does not end with the accuracy in result.json")
-        return {"name": Path(folder).name, **{key: config[setting] for key, setting in COORDINATES.items()},
-                **{key: result[key] for key in OUTCOME}, **{key: config[key] for key in SAME_AT_A_LENGTH},
-                "epochs": result["steps"] / record["derived"]["steps_per_epoch"], "data": record["data"]["sha256"],
-                "curve": [[e["step"], e["accuracy"], e["val_loss"]] for e in events], "time": record["time"],
-                "code": own[0], "machine": ran_in["gpu"] or ran_in["cpu"],
-                "settings": {key: config[key] for key in SAME}}
-    except (KeyError, TypeError, IndexError) as error:
-        raise BadRecord(f"its records lack {error}") from None
+        run = {"name": Path(folder).name, **{key: config[setting] for key, setting in COORDINATES.items()},
+               **{key: result[key] for key in OUTCOME}, **{key: config[key] for key in SAME_AT_A_LENGTH},
+               "epochs": result["steps"] / record["derived"]["steps_per_epoch"], "data": record["data"]["sha256"],
+               "curve": [[e["step"], e["accuracy"], e["val_loss"]] for e in events], "time": record["time"],
+               "code": own[0], "machine": ran_in["gpu"] or ran_in["cpu"],
+               "settings": {key: config[key] for key in SAME}}
+        markdown({"machines": [], "code": [], "settings": {}, "left_out": {}, "runs": [run]}, summarise([run]))
+        return run
 
 
 def read_sweep(folder, accept_code=()):
@@ -102,9 +102,11 @@ def read_sweep(folder, accept_code=()):
 def read_record(path):
     """What `write` wrote of a sweep. Raises ConfigError for another file."""
     try:
-        record = json.loads(path.read_text())
-        return {**record, "runs": list(record["runs"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with fields():
+            record = read_json(path)
+            markdown(record, summarise(record["runs"]))
+            return record
+    except BadRecord as error:
         raise ConfigError(f"{path} is not a record of a recall sweep ({error}): give the folder of one, or the .json "
                           "that `report` wrote") from None
 
@@ -223,8 +225,7 @@ def draw(points, path):
         a.set_title(f"T = {T}, {here[0]['pairs']} pairs" + (f", width {widths[0]}" if len(widths) == 1 else ""))
         a.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def write(place, out=None, accept_code=()):
@@ -242,8 +243,9 @@ def write(place, out=None, accept_code=()):
     paths, points = {kind: Path(f"{out}.{kind}") for kind in ("json", "md", "png")}, summarise(record["runs"])
     head = json.dumps({key: value for key, value in record.items() if key != "runs"}, indent=1).removesuffix("\n}")
     runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])  # a line per run
-    paths["json"].write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n')
-    paths["md"].write_text("\n".join(markdown(record, points)) + "\n")
+    with replacing(paths["json"]) as tmp:
+        Path(tmp).write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n')
+    paths["md"].write_text("\n".join(markdown(record, points)) + "\n", encoding="utf-8")
     if not points:
         return {kind: paths[kind] for kind in ("json", "md")}
     draw(points, paths["png"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from experiments.scaling import fit
+from tools.loss_curve import save_figure
 
 # family: (name, colour, marker) in the order of the paper's Table 1, then ours; the same in every figure
 LOOKS = {"retnet": ("RetNet", "#7a7a7a", "v"), "gla": ("GLA", "#d98c00", "^"), "rwkv": ("RWKV", "#159a6f", "D"),
@@ -113,8 +114,7 @@ def picture(panels, path, kind="png"):
                 panels[i].draw(axes)
             else:
                 axes.remove()
-        figure.savefig(path, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
-        plt.close(figure)
+        save_figure(figure, path, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
 
 
 def title_of(entries, size, context):

@@ -17,10 +17,10 @@ from collections import Counter, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import ConfigError
+from configurator import ConfigError, regular
 from experiments.scaling import sweep
-from experiments.scaling.sweep import BadRecord, code_of, short_code
-from records import replacing
+from experiments.scaling.sweep import code_of, short_code
+from records import BadRecord, fields, read_json, replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
@@ -133,8 +133,8 @@ def read_records(folder):
     """The Records of a finished run. Raises BadRecord."""
     result, config = sweep.finished_records(folder)
     try:
-        events = [dict(json.loads(line)) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
-    except (OSError, ValueError, TypeError) as error:
+        events = [dict(json.loads(line)) for line in regular(Path(folder) / "log.jsonl").read_bytes().splitlines()]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BadRecord(f"log.jsonl is damaged ({error})") from None
     return Records(result, config, events)
 
@@ -151,7 +151,7 @@ def check_run(name, records, at, accept_code=()):
             raise BadRecord(f"{key} is {str(value)[:40]}: not a number above {least:g}")
         return value
 
-    try:
+    with fields():
         config, environment = record["config"], record["environment"]
         if not isinstance(result["val_loss"], (int, float)) or result["val_loss"] != result["val_loss"]:
             raise BadRecord(f"its loss is {result['val_loss']}: it diverged")
@@ -196,8 +196,6 @@ def check_run(name, records, at, accept_code=()):
                    processes=result["processes"], code=codes[-1], val_tokens=result["val_tokens"],
                    data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config,
                    environment=environment, time=str(record.get("time", "")), at=at)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BadRecord(f"its records lack {error}") from None
 
 
 def stands_for(text, value):
@@ -273,7 +271,7 @@ def columns(events, kind):
 def load_file(path):
     """What load() gives, of a file that save() wrote. Raises ConfigError where it is none."""
     try:
-        saved, records = json.loads(path.read_text()), {}
+        saved, records = read_json(path), {}
         for name, cell in saved["cells"].items():
             if "left_out" in cell:
                 records[name] = BadRecord(cell["left_out"])

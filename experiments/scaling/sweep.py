@@ -31,8 +31,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from configurator import ConfigError, main_error  # noqa: E402
-from records import read_log, write_json  # noqa: E402
+from configurator import ConfigError, main_error, regular  # noqa: E402
+from records import BadRecord, finished_records, is_finished, read_json, write_json  # noqa: E402, F401
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
@@ -75,7 +75,7 @@ def from_repo(folder):
 
 def finished(folder, cell):
     """Whether the cell has its final record."""
-    return (Path(folder) / cell.name / "result.json").exists()
+    return is_finished(Path(folder) / cell.name)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -121,7 +121,7 @@ def read_plan(folder):
     """plan.json of a sweep. Raises ConfigError where there is none, or none that can be read."""
     path = Path(folder) / "plan.json"
     try:
-        plan = json.loads(path.read_text())
+        plan = json.loads(regular(path).read_bytes())
         if not isinstance(plan["cells"], dict) or not all(isinstance(c, dict) for c in plan["cells"].values()):
             raise ValueError("cells are not a table")
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in plan["cells"]):
@@ -129,7 +129,7 @@ def read_plan(folder):
         return plan
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
                           "stay") from None
 
@@ -163,7 +163,7 @@ def say_changed_code(folder):
     files = {}
     for name in read_plan(folder)["cells"] if (Path(folder) / "plan.json").exists() else ():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            environment = json.loads((Path(folder) / name / "config.json").read_text())["environment"]
+            environment = read_json(Path(folder) / name / "config.json")["environment"]
             files[code_of(environment)] = environment.get("code_files", {})  # older records have none
     if not files:
         return
@@ -320,37 +320,10 @@ def last_words(path, code):
 
 def outcome(folder, cell):
     """A finished cell's result in a few words."""
-    result = json.loads((folder / cell.name / "result.json").read_text())
+    result = read_json(folder / cell.name / "result.json")
     known = [f"{words} {result[key]:.4f}" for key, words in (("accuracy", "accuracy"), ("val_loss", "validation loss"))
              if isinstance(result.get(key), float)]
     return known[0] if known else "done"
-
-
-# --------------------------------------------------------------------------------------------------------- read records
-
-class BadRecord(ValueError):
-    """A run whose records cannot be trusted; the message says why."""
-
-
-def finished_records(folder):
-    """result.json and config.json of a run, as dicts. Raises BadRecord where it is not finished, or one is damaged."""
-    folder = Path(folder)
-
-    def load(name):
-        try:
-            record = json.loads((folder / name).read_text())
-        except FileNotFoundError:
-            raise BadRecord(f"no {name}") from None
-        except (OSError, ValueError) as error:
-            raise BadRecord(f"{name} is damaged ({' '.join(str(error).split())})") from None
-        if not isinstance(record, dict):
-            raise BadRecord(f"{name} is damaged (not a table)")
-        return record
-
-    if not (folder / "result.json").exists():
-        events = read_log(folder)
-        raise BadRecord(f"not finished (step {events[-1].get('step')})" if events else "not run")
-    return load("result.json"), load("config.json")
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -371,7 +344,10 @@ def numbers(kind, least=None):
 
 def names(text):
     """A parser of names joined by commas."""
-    return tuple(dict.fromkeys(n for n in text.split(",") if n))
+    found = tuple(dict.fromkeys(n for n in text.split(",") if n))
+    if not found:  # an empty shell variable is not a wish for the preset
+        raise argparse.ArgumentTypeError("a name is expected, or names joined by commas")
+    return found
 
 
 def hours(seconds):
