@@ -42,12 +42,14 @@ class ConfigError(ValueError):
         super().__init__(" ".join(str(message).split()))
 
 
-def load(config_class, argv, prog=None):
+def load(config_class, argv, prog=None, tasks=None):
     """Read `argv` (config files ending in .py and --key=value, left to right) into an instance of the dataclass.
 
     The instance gets two more attributes: `config_files`, the paths read, and `overrides`, {key: value} of every key
     that a file or the command line set. `--help` prints all keys and exits with 0. Raises ConfigError for an unknown
     key, a wrong type or choice, an unreadable or failing file, and a ValueError of the dataclass's __post_init__.
+
+    tasks: {value of `task` in a config file: function that returns the dataclass to use instead}.
     """
     fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
     kinds = typing.get_type_hints(config_class)
@@ -68,6 +70,8 @@ def load(config_class, argv, prog=None):
             new = {key: _convert(kinds[key], text, f"--{key}=", from_text=True)}
         elif argument.endswith(".py"):
             assigned = _run_file(argument, values)
+            if isinstance(assigned.get("task"), str) and assigned["task"] in (tasks or {}):
+                return load(tasks[assigned["task"]](), argv, prog)
             for key in assigned:
                 _check_known(config_class, key, values, where=f"{argument}: ")
             new = {k: _convert(kinds[k], v, f"{argument}: {k} = ", from_text=False) for k, v in assigned.items()}

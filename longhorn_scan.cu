@@ -37,7 +37,8 @@
 enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
 
 // Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous; absent
-// tensors are null.
+// tensors are null. To read from the last step to the first, strides are negative and pointers are at the last row of
+// all: no kernel knows of it.
 struct ScanArgs {
     int64_t B, T, D, N;                               // with cu: B sequences, packed into one row of T tokens
     int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
@@ -48,15 +49,15 @@ struct ScanArgs {
     const void *x, *dt, *k, *q, *z;                   // (B, T, D | N)
     int64_t x_b, x_t, dt_b, dt_t, k_b, k_t, q_b, q_t, z_b, z_t;
     const float *A, *skip, *bias, *h0;                // (D, N) Mamba's, (D,), (D,), (B, D, N)
-    void *y;                                          // (B, T, D) contiguous
+    void *y;                                          // (B, T, D): row (b, t) at (b T + t) out_t
+    int64_t out_t;
     float *hT, *chunks;                               // (rows, D, N); (chunks of all rows, N up to fours, D), see Row
     float *decay;                                     // (rows, D, N), with segments: the product of their forget gates
     // backward only
     const void *dy;                                   // (B, T, D)
     int64_t dy_b, dy_t;
     const float *dhT;                                 // (B, D, N)
-    void *dx, *ddt, *dz;                              // (B, T, D): row (b, t) at (b T + t) dx_t
-    int64_t dx_t;
+    void *dx, *ddt, *dz;                              // (B, T, D), as y
     float *dk, *dq;                                   // (splits, B, T, N), to be summed over splits
     float *dA, *dskip, *dbias;                        // (B, D, N), (B, D), (B, D), to be summed over the rows
     float *dh0;                                       // (B, D, N)
@@ -525,13 +526,13 @@ MATH void scan_forward(const ScanArgs &a) {
     static_assert(WHOLE || !SEGMENT_STATE);
     const Place<L> at(a);
     if (SEGMENT_STATE && is_segment(a, at.b, a.segments - 1)) return;
-    const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.D * sizeof(E));
+    const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.out_t * sizeof(E));
     const int b = at.b, c = at.channel[0];
     const bool gated = !SEGMENT_STATE && (WHOLE || a.z), writer = !SEGMENT_STATE && (WHOLE || at.live[0]) && at.owner;
     auto within = [&](int t) { return WHOLE || t < T; };
     const Channel<E> x(at.row, c, a.x, a.x_b, a.x_t), dt(at.row, c, a.dt, a.dt_b, a.dt_t);
     const Channel<E> z = gated ? Channel<E>(at.row, c, a.z, a.z_b, a.z_t) : x;
-    E *y = (E *)a.y + at.row.start * a.D + c;
+    E *y = (E *)((char *)a.y + at.row.start * out_t) + c;
     const float bias = a.bias ? a.bias[c] : 0.0f, skip = a.skip ? a.skip[c] : 0.0f;
     float S[C * P], rates[C * P], gates[C * P];
     #pragma unroll
@@ -664,7 +665,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     BackwardShared<U, P, L, STATES> &s = *(BackwardShared<U, P, L, STATES> *)SHARED_MEMORY;
     Shared &async = *(Shared *)SHARED_MEMORY;                            // if ASYNC
     const Place<L> at(a);
-    const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.dx_t * sizeof(E));
+    const int T = (int)at.row.T, N = (int)a.N, out_t = (int)(a.out_t * sizeof(E));
     const int b = at.b, c = at.channel[0];
     const bool gate = WHOLE || a.z, live = WHOLE || at.live[0];
     auto within = [&](int t) { return WHOLE || t < T; };
@@ -775,7 +776,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
             // in dx, ddt and dz
-            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.dx_t + c) * (int64_t)sizeof(E);
+            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.out_t + c) * (int64_t)sizeof(E);
             float kept[SUB][C * P], dkk[SUB];
             Step<float> steps[SUB][C];
             Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];
@@ -1109,7 +1110,7 @@ template <class E> static void load_keys(const ScanArgs &a, const Row &row, int6
 // tail of D is copied into padded rows first and its results are copied out after.
 template <class E> struct Tile {
     const E *x, *dt, *z, *dy;
-    int64_t x_t, dt_t, z_t, dy_t, y_t, dx_t;
+    int64_t x_t, dt_t, z_t, dy_t, out_t;
     E *y, *dx, *ddt, *dz;
     vec bias, skip;
 };
@@ -1128,11 +1129,11 @@ template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int
     auto rows = [&](const void *p, int64_t s_b, int64_t s_t) {
         return p ? (const E *)p + offset(row, s_b, s_t) + t0 * s_t + c : nullptr;
     };
-    auto out = [&](void *p, int64_t s_t) { return p ? (E *)p + (row.start + t0) * s_t + c : nullptr; };
+    auto out = [&](void *p) { return p ? (E *)p + (row.start + t0) * a.out_t + c : nullptr; };
     Tile<E> tile = {rows(a.x, a.x_b, a.x_t), rows(a.dt, a.dt_b, a.dt_t), rows(a.z, a.z_b, a.z_t),
                     rows(a.dy, a.dy_b, a.dy_t),
-                    a.x_t, a.dt_t, a.z_t, a.dy_t, a.D, a.dx_t,
-                    out(a.y, a.D), out(a.dx, a.dx_t), out(a.ddt, a.dx_t), out(a.dz, a.dx_t),
+                    a.x_t, a.dt_t, a.z_t, a.dy_t, a.out_t,
+                    out(a.y), out(a.dx), out(a.ddt), out(a.dz),
                     a.bias ? load(a.bias + c, n) : vec{}, a.skip ? load(a.skip + c, n) : vec{}};
     if (n == LANES) return tile;
     tile.x = stage(tile.x, tile.x_t, steps, n, room);
@@ -1141,7 +1142,7 @@ template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int
     tile.dy = stage(tile.dy, tile.dy_t, steps, n, room);
     for (E **p : {&tile.y, &tile.dx, &tile.ddt, &tile.dz})
         if (*p) { *p = room; room += CHUNK * LANES; }
-    tile.x_t = tile.dt_t = tile.z_t = tile.dy_t = tile.y_t = tile.dx_t = LANES;
+    tile.x_t = tile.dt_t = tile.z_t = tile.dy_t = tile.out_t = LANES;
     return tile;
 }
 
@@ -1152,7 +1153,7 @@ template <class E> static void unstage(const ScanArgs &a, const Tile<E> &tile, c
     void *to[] = {a.y, a.dx, a.ddt, a.dz};
     for (int i = 0; i < 4; i++)
         for (int t = 0; to[i] && t < steps; t++)
-            memcpy((E *)to[i] + (row.start + t0 + t) * (i ? a.dx_t : a.D) + c, from[i] + t * LANES, n * sizeof(E));
+            memcpy((E *)to[i] + (row.start + t0 + t) * a.out_t + c, from[i] + t * LANES, n * sizeof(E));
 }
 
 // (B, D, N) in memory <-> N vectors of channels
@@ -1193,7 +1194,7 @@ template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in,
         }
         vec o = out[0] + out[1];
         if (in.z) { vec z = load(in.z + t * in.z_t); o *= z * sigmoid(z); }
-        store(in.y + t * in.y_t, o);
+        store(in.y + t * in.out_t, o);
     }
     if (NC) for (int64_t j = 0; j < N; j++) state[j] = S[j];
 }
@@ -1270,7 +1271,7 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
                 dq[j] += gated * S;
                 y[j & 1] += S * q[j];
             }
-            if (in.z) store(in.dz + t * in.dx_t, dy * (y[0] + y[1]) * sig * (1.0f + z * (1.0f - sig)));
+            if (in.z) store(in.dz + t * in.out_t, dy * (y[0] + y[1]) * sig * (1.0f + z * (1.0f - sig)));
             kept.steps[t] = s; kept.dy[t] = gated;
         }
     }
@@ -1296,8 +1297,8 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
         const Sums<vec> both = {over_states[0].dx + over_states[1].dx, over_states[0].dsize + over_states[1].dsize};
         const StepGrads<vec> d = U::finish(s, both, Gk);
         if (U::norm) sum.dkk[t] += d.dkk;
-        store(in.dx + t * in.dx_t, d.dx + in.skip * dy);
-        store(in.ddt + t * in.dx_t, d.ddt);
+        store(in.dx + t * in.out_t, d.dx + in.skip * dy);
+        store(in.ddt + t * in.out_t, d.ddt);
         *out.dbias += d.ddt;
         *out.dskip += dy * s.x;
     }

@@ -126,11 +126,16 @@ class ScanBlock(nn.Module):
     def forward(self, u, state=None):
         x_before, h0 = (None, None) if state is None else state
         x, z = self.in_proj(u).chunk(2, -1)  # (B, T, d_inner) each, views
-        c = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, backend=self.backend)  # (B, T, d_inner)
-        r, k, q = self.x_proj(c).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
-        y, hT = self.scan(c, self.dt_proj(r), k, q, z, h0)  # (B, T, d_inner), (B, d_inner, N)
+        c, dt, k, q = self.scanned(x, x_before)
+        y, hT = self.scan(c, dt, k, q, z, h0)  # (B, T, d_inner), (B, d_inner, N)
         y = self.out_proj(y)
         return y, None if state is None else (conv_state(x, x_before, self.W), hT)
+
+    def scanned(self, x, x_before=None, reverse=False):
+        """What the scan reads beside z: x behind the convolution, dt, k, q. vision.py reads in reverse too."""
+        c = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
+        r, k, q = self.x_proj(c).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
+        return c, self.dt_proj(r), k, q  # c, dt (B, T, d_inner)
 
     def initial_state(self, batch_size, device):
         return (torch.zeros(batch_size, self.W - 1, self.d_inner, device=device),
@@ -155,16 +160,17 @@ class Longhorn(ScanBlock):
 
     operator = "longhorn_scan"
 
-    def scan(self, x, dt, k, q, z, h0):
-        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, backend=self.backend)
+    def scan(self, x, dt, k, q, z, h0, reverse=False):
+        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, reverse=reverse,
+                             backend=self.backend)
 
 
 class LonghornExact(Longhorn):
     """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k per channel i (Eq. 6)."""
 
-    def scan(self, x, dt, k, q, z, h0):
+    def scan(self, x, dt, k, q, z, h0, reverse=False):
         return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True,
-                             backend=self.backend)
+                             reverse=reverse, backend=self.backend)
 
     def mixing_flops(self, T):
         # k S summed over the states (2 per state, as k S alone), then x - k S (1)
@@ -180,11 +186,11 @@ class Mamba(ScanBlock):
         super().__init__(config, layer)
         self.A_log = nn.Parameter(torch.empty(self.d_inner, self.N))
 
-    def scan(self, x, dt, k, q, z, h0):
+    def scan(self, x, dt, k, q, z, h0, reverse=False):
         A = -self.A_log.exp()  # (d_inner, N)
         keep = h0 is not None  # mamba-ssm's kernel has no gradient of the last state
         out = selective_scan(x, dt, A, k, q, self.D, z, self.dt_bias, delta_softplus=True, return_last_state=keep,
-                             h0=h0, backend=self.backend)
+                             h0=h0, reverse=reverse, backend=self.backend)
         return out if keep else (out, None)
 
     def init_table(self, config):
@@ -709,7 +715,7 @@ class LM(nn.Module):
         """
         table = {"embed.weight": ("normal", 0.02)}
         for name, _ in self.named_parameters():
-            if name.split(".")[-2] in ("norm", "embed_norm"):
+            if name.split(".")[-2:-1] in (["norm"], ["embed_norm"]):
                 table[name] = ("constant", 1.0 if name.endswith("weight") else 0.0)
         for name, branch in self.branches():
             own = branch.init_table(self.config)

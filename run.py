@@ -52,6 +52,7 @@ MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_datasets", "log_interval", "checkpoint_interval", "keep_checkpoints", "wandb",
     "wandb_project", "device", "compile", "max_bad_steps", "backend", "self_check", "timeout_minutes",
+    "workers",  # of vision.py
     "init_from",  # read only where there is no checkpoint
     "dataset",  # its content is compared by its hash instead
     "max_iters",  # where the steps that are done keep their learning rates

@@ -21,6 +21,7 @@ if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import dataclasses
+import importlib
 import math
 import random
 import sys
@@ -41,6 +42,7 @@ from optim import build_optimizers, set_learning_rate
 from run import Run, launch
 from self_check import self_check
 
+TASKS = {"images": lambda: importlib.import_module("vision").VisionConfig}  # what else a config file's `task` may name
 EVAL_TOKENS = 8192  # of a batch of an evaluation, at least: without gradients they fit
 
 
@@ -99,7 +101,8 @@ def train(config, model, data, evaluate, schedule=None):
     Args:
         config: a TrainConfig, or a subclass; out_dir, dtype and the sizes filled in.
         model: on its device; model(x, y, loss_only=True) -> (_, mean loss); decayed(), parameter_count(),
-            flops_per_token(), computed_by(), defaults() (see LM); toy() and toy_batch(), unless self_check is "off".
+            flops_per_token(), computed_by(), defaults() (see LM); toy() and toy_batch(), unless self_check is "off";
+            after_step(), where there is one, is called after each step of the optimiser.
         data: micro_batches(step, rank, world_size, micro_batch_size) -> (x, y, weight), whose weights add up to 1;
             sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; further metrics go to the log, and the last to result.json.
@@ -126,6 +129,8 @@ def train(config, model, data, evaluate, schedule=None):
             loss, grad_norm = run.agree(loss, grad_norm)  # floats, the same on every rank
             if math.isfinite(loss) and math.isfinite(grad_norm):
                 run.optimizer_step(optimizers)
+                if hasattr(model, "after_step"):  # an average of the weights, say
+                    model.after_step()
             else:
                 run.skip(step, loss, grad_norm)  # leaves the step out; stops after max_bad_steps in a row
             for optimizer in optimizers:
@@ -315,7 +320,9 @@ def load_weights(model, config, data):
 
 
 def main(argv):
-    config = configurator.load(TrainConfig, argv)
+    config = configurator.load(TrainConfig, argv, tasks=TASKS)
+    if type(config) is not TrainConfig:
+        return importlib.import_module("vision").main(config)
     check(config)
     name = Path(config.config_files[-1]).stem if config.config_files else config.model
     config.out_dir = config.out_dir or f"out/{name}"
@@ -333,4 +340,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    sys.modules["train"] = sys.modules[__name__]  # vision.py imports it
     sys.exit(launch("train.py", main))

@@ -323,10 +323,10 @@ def _struct(name, fields):
 
 
 ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads segments segment_T reverse
-    *cu *x *dt *k *q *z x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y *hT *chunks *decay
-    *dy dy_b dy_t *dhT *dx *ddt *dz dx_t *dk *dq *dA *dskip *dbias *dh0""")
+    *cu *x *dt *k *q *z x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y out_t *hT *chunks
+    *decay *dy dy_b dy_t *dhT *dx *ddt *dz *dk *dq *dA *dskip *dbias *dh0""")
 ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *weight *bias *state *y
-    *dy dy_b dy_t *dx dx_t *dweight *dbias *dstate""")
+    out_t *dy dy_b dy_t *dx *dweight *dbias *dstate""")
 NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *weight *rstd *y *dx *dweight &eps")
 
 
@@ -412,7 +412,12 @@ class Kernels:
 
     update: of the scan, one of UPDATES; None: the convolution. rows: how many packed sequences, None: the B of x.
     gated: whether the scan has z, without which T is not split.
+    With `reversed` set, rows and steps run from the last to the first, in all tensors (B, T, ...) that are read by
+    their strides and in those of OUT; what has no T or is (.., B, T, N) is in the order in which the kernels run.
     """
+
+    OUT = ("y", "dx", "ddt", "dz")  # (B, T, D) contiguous
+    reversed = False
 
     def __init__(self, args_class, x, update=None, rows=None, gated=False, **sizes):
         threads = torch.get_num_threads()
@@ -426,19 +431,23 @@ class Kernels:
         the rows of segments are not aligned.
         floats: read as contiguous float32. buffers: passed as they are.
         """
-        args, size = self.args, self.dtype.itemsize
-        tensors = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}
+        args, size, sign = self.args, self.dtype.itemsize, -1 if self.reversed else 1
+        tensors, args.out_t = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}, sign * args.D
         for name, a in tensors.items():
             b, t, d = a.stride()
             fits = t * size < 2**31 and (d == 1 or a.shape[2] == 1)  # the kernels' steps in bytes have 32 bits
             if not fits or self.aligned > 1 and (a.data_ptr() | b * size | t * size) % self.aligned:
                 tensors[name] = a = a.clone(memory_format=torch.contiguous_format)
                 b, t, d = a.stride()
-            setattr(args, name + "_b", b)
-            setattr(args, name + "_t", t)
+            setattr(args, name + "_b", sign * b)
+            setattr(args, name + "_t", sign * t)
         tensors |= {n: cast(a).contiguous() for n, a in floats.items() if a is not None}
         tensors |= {n: a for n, a in buffers.items() if a is not None}
         point(args, **tensors)  # the dict keeps the copies alive until the function returns
+        for name, a in tensors.items() if self.reversed else ():
+            if name in rows or name in self.OUT:  # at its last row
+                last = (a.shape[0] - 1) * a.stride(0) + (a.shape[1] - 1) * a.stride(1)
+                setattr(args, name, a.data_ptr() + last * a.itemsize)
         self.run(function)
 
     def run(self, function):

@@ -11,19 +11,19 @@
 #define MAX_WIDTH 8
 
 // Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous; absent
-// tensors are null.
+// tensors are null. Time runs backwards as in longhorn_scan.cu, by negative strides.
 struct ConvArgs {
     int64_t B, T, D, W, dtype, silu, splits, threads;
     const void *x;                                    // (B, T, D)
     int64_t x_b, x_t;
     const float *weight, *bias;                       // (D, W), (D,)
     const float *state;                               // (B, W - 1, D): the inputs before the first; null for zeros
-    void *y;                                          // (B, T, D) contiguous
+    void *y;                                          // (B, T, D): row (b, t) at (b T + t) out_t
+    int64_t out_t;
     // backward only
     const void *dy;
     int64_t dy_b, dy_t;
-    void *dx;                                         // (B, T, D): row (b, t) at (b T + t) dx_t
-    int64_t dx_t;
+    void *dx;                                         // (B, T, D), as y
     float *dweight, *dbias;                           // (rows, W, D), (rows, D), summed over batch rows; CUDA: tiles
     float *dstate;                                    // (B, W - 1, D)
 };
@@ -112,12 +112,12 @@ template <bool INSIDE, class E, int W> MATH void conv_forward_steps(const ConvAr
     if (!at.live) return;
     #pragma unroll
     for (int i = 0; i < CONV_AHEAD; i++)
-        if (INSIDE || t + i < at.t1) set(step_at(y, t + i, (int)(a.D * sizeof(E))), ys[i]);
+        if (INSIDE || t + i < at.t1) set(step_at(y, t + i, (int)(a.out_t * sizeof(E))), ys[i]);
 }
 
 template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
     const ConvPlace<E, W> at(a);
-    E *y = (E *)a.y + at.b * a.T * a.D + at.c;
+    E *y = (E *)a.y + at.b * a.T * a.out_t + at.c;
     float window[W];
     at.before(a, window);
     #pragma unroll 1
@@ -134,7 +134,7 @@ template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
 template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t,
                                                                      ConvSums<W> &s) {
     const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
-    E *dx = (E *)a.dx + at.b * a.T * a.dx_t + at.c;
+    E *dx = (E *)a.dx + at.b * a.T * a.out_t + at.c;
     Ahead<E> xs[CONV_AHEAD], dys[CONV_AHEAD];
     float dxs[CONV_AHEAD];
     at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
@@ -157,7 +157,7 @@ template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvA
     #pragma unroll
     for (int i = 0; i < CONV_AHEAD; i++) {
         const int to = t + i - W + 1;                                    // the step whose gradients are complete
-        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.dx_t * sizeof(E))), dxs[i]);
+        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.out_t * sizeof(E))), dxs[i]);
         else if (to < 0 && a.dstate) a.dstate[(at.b * (W - 1) + to + W - 1) * a.D + at.c] = dxs[i];
     }
 }
@@ -205,13 +205,13 @@ template <class E, int WC> static void conv_forward_task(const ConvArgs &a, int6
             window[i] = i > 0 && a.state ? load(a.state + (b * (W - 1) + i - 1) * a.D + c, n) : vec{};
         }
         const E *x = (const E *)a.x + b * a.x_b + c;
-        E *y = (E *)a.y + b * a.T * a.D + c;
+        E *y = (E *)a.y + b * a.T * a.out_t + c;
         for (int64_t t = 0; t < a.T; t++) {
             for (int i = 0; i + 1 < W; i++) window[i] = window[i + 1];
             window[W - 1] = load(x + t * a.x_t, n);
             vec p = bias;
             for (int i = 0; i < W; i++) p += w[i] * window[i];
-            store(y + t * a.D, a.silu ? p * sigmoid(p) : p, n);
+            store(y + t * a.out_t, a.silu ? p * sigmoid(p) : p, n);
         }
     }
 }
@@ -225,7 +225,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
         vec w[MAX_WIDTH], dw[MAX_WIDTH], window[MAX_WIDTH], dp[MAX_WIDTH];
         vec bias = a.bias ? load(a.bias + c, n) : vec{}, dbias = {};
         const E *x = (const E *)a.x + b * a.x_b + c, *dy = (const E *)a.dy + b * a.dy_b + c;
-        E *dx = (E *)a.dx + b * a.T * a.dx_t + c;
+        E *dx = (E *)a.dx + b * a.T * a.out_t + c;
         auto input = [&](int64_t t) {
             if (t >= 0) return load(x + t * a.x_t, n);
             return a.state && t >= 1 - W ? load(a.state + (b * (W - 1) + t + W - 1) * a.D + c, n) : vec{};
@@ -245,7 +245,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
             dbias += d;
             vec sum = {};
             for (int i = 0; i < W; i++) { dw[i] += d * window[i]; sum += w[i] * dp[W - 1 - i]; }
-            store(dx + t * a.dx_t, sum, n);
+            store(dx + t * a.out_t, sum, n);
             for (int i = W - 1; i > 0; i--) window[i] = window[i - 1];
             window[0] = input(t - W);
         }

@@ -138,15 +138,21 @@ def tensors_only(like, found):
     return found if isinstance(found, Tensor) else tuple(map(empty, found))
 
 
+def flip(a, reverse, *dims):
+    """`a` flipped in dims if `reverse`; None as it is."""
+    return a.flip(dims) if reverse and a is not None else a
+
+
 # -------------------------------------------------------------------------------------------------- short convolution
 
-def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
+def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, backend=None):
     """The short depthwise causal convolution before the scan, with its SiLU: y_t = silu(b + sum_i w_i x_{t-W+1+i}).
 
     Args:
         x: (B, T, D) float32, bfloat16 or float16 (float64: PyTorch's); weight: (D, W), W >= 1; bias: (D,).
         state: (B, W - 1, D), the inputs before the first; None for zeros.
         silu: apply SiLU to the result.
+        reverse: from the last step to the first, as if x were flipped in T and y flipped back.
         backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, but with a state, or W outside 2 to 4, the native
             kernel. On a GPU call it once before capturing a CUDA graph.
 
@@ -168,10 +174,10 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, backend=None):
     cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
     chosen = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot)
     if chosen == "torch":
-        return _conv_torch(x, weight, bias, state, silu)
+        return flip(_conv_torch(flip(x, reverse, 1), weight, bias, state, silu), reverse, 1)
     if chosen == "fused":
-        return _conv_fused(x, weight, bias, silu)
-    return _conv_op(x, *map(build.cast, (weight, bias, state)), silu)
+        return flip(_conv_fused(flip(x, reverse, 1), weight, bias, silu), reverse, 1)
+    return _conv_op(x, *map(build.cast, (weight, bias, state)), silu, reverse)
 
 
 def _conv_torch(x, weight, bias, state, silu):
@@ -201,30 +207,31 @@ def conv_state(x, state, W):
     return torch.cat([state.to(x.dtype), x], 1)[:, x.shape[1]:]
 
 
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool, reverse: bool) -> Tensor:
     kernels = build.Kernels(build.ConvArgs, x, W=weight.shape[1], silu=int(silu))
+    kernels.reversed, state = reverse, flip(state, reverse, 0)
     y = build.empty(x, *x.shape, dtype=kernels.dtype)
     kernels("causal_conv_forward", {"x": x}, {"weight": weight, "bias": bias, "state": state}, y=y)
     return y.to(x.dtype)
 
 
-def _conv_fake(x, weight, bias, state, silu):
+def _conv_fake(x, weight, bias, state, silu, reverse):
     return build.empty(x, *x.shape, dtype=x.dtype)
 
 
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
-                   silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                   silu: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dstate); the last two are None without a bias and a state."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = build.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
-    kernels.args.dx_t, rows = D, B * kernels.segments
+    kernels.reversed, rows, state = reverse, B * kernels.segments, flip(state, reverse, 0)
     dx, dweight = build.empty(x, B, T, D, dtype=kernels.dtype), build.empty(x, rows, W, D)
     dbias = build.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: T may be 0
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dbias = None if dbias is None else dbias.sum(0)
-    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, dstate
+    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, flip(dstate, reverse, 0)
 
 
 _conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, tensors=4)

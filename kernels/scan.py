@@ -79,11 +79,12 @@ def _loop(update, x, dt, k, q, A, D, z, dt_bias, h0):
     return y.to(dtype), S
 
 
-def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens):
+def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse):
     """The loop over each row, or over each of the packed sequences."""
     def scan(rows, h0):
         loop = lambda x, dt, k, q, z, S: _loop(update, x, dt, k, q, A, D, z, dt_bias, S)
-        return ops.in_pieces(loop, rows, h0)
+        y, hT = ops.in_pieces(loop, [ops.flip(a, reverse, 1) for a in rows], h0)
+        return ops.flip(y, reverse, 1), hT
 
     rows = (x, dt, k, q, z)
     if cu_seqlens is None:
@@ -99,7 +100,7 @@ def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens):
 # --------------------------------------------------------------------------------------------------------- public ops
 
 def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_state=False, cu_seqlens=None, exact=False,
-                  backend=None):
+                  reverse=False, backend=None):
     """Longhorn's recurrence (paper, Algorithm 1 and Eq. 7) over a sequence, with exact gradients.
 
     Args:
@@ -111,6 +112,8 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         cu_seqlens: (S + 1,) integers 0, ..., T where packed sequences begin and end, as flash-attention's: B is 1, each
             sequence starts from its own h0 (S, D, N) or from zero, and hT is (S, D, N).
         exact: the full transition I - eps k k^T of Eq. 6 instead of its diagonal.
+        reverse: read from the last step to the first, as if every tensor were flipped in T and y flipped back, without
+            a pass over memory; h0 is the state behind the last step, hT that before the first. For images.
         backend: 'cpu' or 'cuda' (native kernels) or 'torch' (the loop over time); None or "" takes the fastest that
             runs here. On a GPU up to 256 states; call once before capturing a CUDA graph: the first call compiles.
 
@@ -123,17 +126,18 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         RuntimeError: the backend cannot run here, with the reason; backend='fused': no library has this scan.
     """
     _check(x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens=cu_seqlens)
-    y, hT = _run("exact" if exact else "longhorn", x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens, backend)
+    y, hT = _run("exact" if exact else "longhorn", x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens, reverse,
+                 backend)
     return (y, hT) if return_state else y
 
 
 def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False,
-                   h0=None, cu_seqlens=None, backend=None):
+                   h0=None, cu_seqlens=None, reverse=False, backend=None):
     """Mamba's selective scan (arXiv 2312.00752): S = exp(delta A) S + delta u B, y = (S C + D u) silu(z).
 
     The arguments of mamba-ssm's selective_scan_fn in another layout: u, delta, z (B, T, D), A (D, N) negative,
     B, C (B, T, N), D, delta_bias (D,). With delta_softplus, delta = softplus(delta + delta_bias). h0 (B, D, N),
-    cu_seqlens, backend, dtypes, results and errors are those of `longhorn_scan`. backend='fused' calls mamba-ssm;
+    cu_seqlens, reverse, backend, dtypes, results, errors are those of `longhorn_scan`. backend='fused' calls mamba-ssm;
     with h0, cu_seqlens or return_last_state, which mamba-ssm lacks or does not differentiate, the native kernels run.
     """
     _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens=cu_seqlens, mamba=True)
@@ -141,9 +145,10 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
         if return_last_state or h0 is not None or cu_seqlens is not None:
             backend = None
         elif build.choose("selective_scan", backend, u.device.type, u.dtype) == "fused":
-            return _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+            u, delta, B, C, z = (ops.flip(a, reverse, 1) for a in (u, delta, B, C, z))
+            return ops.flip(_mamba_ssm(u, delta, A, B, C, D, z, delta_bias, delta_softplus), reverse, 1)
     update = "mamba_softplus" if delta_softplus else "mamba"
-    y, hT = _run(update, u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, backend)
+    y, hT = _run(update, u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, reverse, backend)
     return (y, hT) if return_last_state else y
 
 
@@ -165,7 +170,7 @@ def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
     return fused.call("selective_scan", u, delta, A, B, C, D, z, delta_bias, delta_softplus=softplus).transpose(1, 2)
 
 
-def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
+def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend):
     rows = [x, dt, k, q, z]
     common = functools.reduce(torch.promote_types, {a.dtype for a in rows if a is not None})
     device, out = x.device.type, build.compute_dtype(x)
@@ -174,12 +179,12 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, backend):
     x, dt, k, q, z = [build.cast(a, common) for a in rows]
     op = "selective_scan" if update.startswith("mamba") else "longhorn_scan"
     if build.choose(op, backend, device, common) == "torch":
-        y, hT = _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens)
+        y, hT = _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse)
     else:
         A, D, dt_bias, h0 = map(build.cast, (A, D, dt_bias, h0))
         tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
         save = torch.is_grad_enabled() and any([a is not None and a.requires_grad for a in tensors])
-        y, hT, _ = _scan_op(*tensors, cu_seqlens, update, save)
+        y, hT, _ = _scan_op(*tensors, cu_seqlens, update, save, reverse)
     return build.cast(y, out), hT
 
 
@@ -238,12 +243,16 @@ def _check_cu_seqlens(cu, B, T, device):
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
-def _kernels(x, k, z, cu_seqlens, update):
+def _kernels(x, k, z, cu_seqlens, update, reverse):
     """The kernels for these arguments, and cu_seqlens as they take it."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
     kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, z is not None,
                             N=k.shape[2], softplus=int(update.endswith("_softplus")))
-    return kernels, None if cu_seqlens is None else cu_seqlens.long().contiguous()
+    kernels.reversed = reverse
+    if cu_seqlens is not None:
+        cu_seqlens = (x.shape[1] - cu_seqlens).flip(0) if reverse else cu_seqlens
+        cu_seqlens = cu_seqlens.long().contiguous()
+    return kernels, cu_seqlens
 
 
 def _sizes(x, k, cu_seqlens):
@@ -256,23 +265,24 @@ def _sizes(x, k, cu_seqlens):
 
 def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
           dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
-          save: bool) -> tuple[Tensor, Tensor, Tensor]:
+          save: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries, None unless `save`)."""
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, z, cu_seqlens, update)
+    kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     y, hT = build.empty(x, B, T, d, dtype=kernels.dtype), build.empty(x, rows * S, d, N)
     chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else None
-    inputs = {"x": x, "dt": dt, "k": k, "q": q}
+    inputs, h0 = {"x": x, "dt": dt, "k": k, "q": q}, ops.flip(h0, reverse, 0)
     if S > 1:
         h0 = kernels.initial_segment_states(inputs, {"A": A, "bias": dt_bias}, "longhorn_scan_segment_state", h0)
     kernels("longhorn_scan_forward", {**inputs, "z": z}, {"A": A, "skip": D, "bias": dt_bias, "h0": h0},
             y=y, hT=hT, chunks=chunks, cu=cu)
-    return build.cast(y, x.dtype), hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), chunks
+    hT = ops.flip(hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), reverse, 0)
+    return build.cast(y, x.dtype), hT, chunks
 
 
-def _scan_fake(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save):
+def _scan_fake(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save, reverse):
     (B, T, d), N = x.shape, k.shape[2]
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else build.empty(x, 0)
@@ -284,21 +294,20 @@ T9 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None,
                    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, h0: Tensor | None,
-                   cu_seqlens: Tensor | None, update: str, save: bool, chunks: Tensor) -> T9:
+                   cu_seqlens: Tensor | None, update: str, save: bool, reverse: bool, chunks: Tensor) -> T9:
     """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for those of absent arguments."""
     if chunks is None or not chunks.numel():
         raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, z, cu_seqlens, update)
+    kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)
     rows, _ = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     like = lambda a, *shape: None if a is None else build.empty(x, *shape)
     dx, ddt, dz = (None if a is None else build.empty(x, B, T, d, dtype=kernels.dtype) for a in (x, dt, z))
-    kernels.args.dx_t = d
     dk, dq = (build.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     dD, dbias = like(D, rows * S, d), like(dt_bias, rows * S, d)
     dA, dh0 = like(A, rows * S, d, N), like(h0, rows * S, d, N)
-    inputs = {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}
+    inputs, dhT = {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}, ops.flip(dhT, reverse, 0)
     if S > 1:
         floats = {"A": A, "bias": dt_bias}
         dhT = kernels.initial_segment_states(inputs, floats, "longhorn_scan_segment_grad", dhT, reverse=1)
@@ -306,6 +315,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
             dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dA=dA, dskip=dD, dbias=dbias, dh0=dh0, cu=cu)
     if S > 1 and dh0 is not None:
         dh0 = dh0.view(rows, S, d, N)[:, 0].clone()
+    dk, dq, dh0 = ops.flip(dk, reverse, 1, 2), ops.flip(dq, reverse, 1, 2), ops.flip(dh0, reverse, 0)
     total = lambda g: None if g is None else g.sum(0) if g.shape[0] > 1 else g[0]
     in_rows = lambda g: build.cast(g, x.dtype)
     return *map(in_rows, (dx, ddt, total(dk), total(dq))), total(dA), total(dD), in_rows(dz), total(dbias), dh0

@@ -142,6 +142,18 @@ def test_packed_sequences(shim, monkeypatch, update, lengths):
     assert not test_updates.failures_of(update, a, cu_seqlens=cu)
 
 
+@pytest.mark.parametrize("dtype,segments,T,D", [(BF16, 1, 64, 128), (BF16, 1, 37, 21), (F32, 2, 128, 64)])
+def test_reverse(shim, monkeypatch, dtype, segments, T, D):
+    """Negative strides, with rows that are fetched, that are not, and in segments; packed; and the convolution."""
+    use(monkeypatch, shim("longhorn", dtype, *PAIRS), segments)
+    assert not failures(inputs(2, T, D, 16, dtype), reverse=True)
+    if segments == 1:
+        a, cu = test_updates.packed("longhorn", [3, 0, T - 3], D, 16, dtype)
+        assert not failures(a, cu_seqlens=cu, reverse=True)
+        use(monkeypatch, shim("conv", dtype, 4))
+        assert not conv_failures(dtype, 4, 2, T + 64, D, reverse=True)
+
+
 @pytest.mark.parametrize("without", [("D", "z", "dt_bias", "h0"), ("h0", "D")])
 def test_optional_arguments(shim, monkeypatch, without):
     use(monkeypatch, shim("longhorn", F32, 4, 4))

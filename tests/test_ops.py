@@ -71,7 +71,9 @@ def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True, seed=0):
     return a
 
 
-def conv_true(x, weight, bias=None, state=None, silu=True):
+def conv_true(x, weight, bias=None, state=None, silu=True, reverse=False):
+    if reverse:
+        return conv_true(x.flip(1), weight, bias, state, silu).flip(1)
     B, T, D = x.shape
     W = weight.shape[1]
     past = x.new_zeros(B, W - 1, D) if state is None else state
@@ -94,6 +96,7 @@ def test_conv_every_width_and_short_inputs(W, T):
     """T shorter than W - 1 too, where most of the window is state; W = 9 is PyTorch's."""
     for silu in (True, False):
         assert conv_agrees(conv_inputs(2, T, 19, W), silu=silu) is True
+        assert conv_agrees(conv_inputs(2, T, 19, W), silu=silu, reverse=True) is True
         assert conv_agrees(conv_inputs(1, T, 5, W, state=False), silu=silu) is True
         assert conv_agrees(conv_inputs(1, T, 16, W, bias=False, state=False), silu=silu) is True
 
@@ -582,8 +585,9 @@ def test_opcheck():
     ops = torch.ops.longhorn
     a = conv_inputs(1, 5, 3, 3)
     plain = list(a.values())
-    torch.library.opcheck(ops.causal_conv1d.default, (*(v.clone().requires_grad_() for v in plain), True))
-    torch.library.opcheck(ops.causal_conv1d_backward.default, (torch.randn(1, 5, 3), *plain[:2], None, None, True))
+    torch.library.opcheck(ops.causal_conv1d.default, (*(v.clone().requires_grad_() for v in plain), True, False))
+    torch.library.opcheck(ops.causal_conv1d_backward.default, (torch.randn(1, 5, 3), *plain[:2], None, None, True,
+                                                                 False))
     x, weight = norm_inputs((4, 6)).values()
     torch.library.opcheck(ops.rms_norm.default, (x.requires_grad_(), weight.requires_grad_(), 1e-5, F32))
     torch.library.opcheck(ops.rms_norm_backward.default,

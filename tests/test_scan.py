@@ -436,11 +436,11 @@ def test_opcheck():
     args = op_arguments({n: v.requires_grad_() for n, v in inputs(1, 34, 3, 2).items()})
     torch.use_deterministic_algorithms(False)
     rest = (None, "longhorn")  # cu_seqlens, update
-    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, *rest, True))
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, *rest, True, True))
     plain = [None if v is None else v.detach() for v in args]
-    y, hT, chunks = torch.ops.longhorn.scan(*plain, *rest, True)
+    y, hT, chunks = torch.ops.longhorn.scan(*plain, *rest, True, False)
     torch.library.opcheck(torch.ops.longhorn.scan_backward.default,
-                          (torch.randn_like(y), None, *plain[:4], *[None] * 5, *rest, True, chunks))
+                          (torch.randn_like(y), None, *plain[:4], *[None] * 5, *rest, True, False, chunks))
 
 
 def test_mixed_dtypes_are_promoted():

@@ -109,9 +109,9 @@ def probe(tmp_path_factory):
     assert child.wait() == 0
 
 
-SCAN = "        y, hT = self.scan(c, self.dt_proj(r), k, q, z, h0)"
-CONV = "causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, backend=self.backend)"
-LONGHORN = "longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, backend=self.backend)"
+SCAN = "        y, hT = self.scan(c, dt, k, q, z, h0)"
+CONV = "causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)"
+LONGHORN = "longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, reverse=reverse,"
 LOGITS = "logits = F.linear(h, self.embed.weight)"
 LOSS = "F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1)"
 ALONE = 'if loss_only and self.config.backend != "torch" and not torch.compiler.is_compiling():'

@@ -184,7 +184,7 @@ def test_opcheck():
     a["h0"] = torch.zeros(2, 3, 2)
     args = [a[n].requires_grad_() for n in ("x", "dt", "k", "q", "A", "D", "z", "dt_bias", "h0")]
     torch.use_deterministic_algorithms(False)
-    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, cu, "mamba_softplus", True))
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*args, cu, "mamba_softplus", True, False))
 
 
 # ------------------------------------------------------------------------------------- the loops against other formulas

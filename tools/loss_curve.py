@@ -15,8 +15,8 @@ from records import read_log  # noqa: E402
 
 
 def draw_loss(folder):
-    """Draw folder/loss.png: training and validation loss in nats per token against tokens. Returns its path, or None if
-    there is nothing to draw yet."""
+    """Draw folder/loss.png: training and validation loss in nats per token (or image, with the validation's accuracy)
+    against tokens. Returns its path, or None if there is nothing to draw yet."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -25,6 +25,7 @@ def draw_loss(folder):
     number = lambda x: math.nan if x is None else x
     train = [(e["tokens"], number(e["train_loss"])) for e in read_log(folder, "train")]
     val = [(e["tokens"], number(e["val_loss"])) for e in read_log(folder, "eval")]
+    right = [(e["tokens"], 100 * e["val_accuracy"]) for e in read_log(folder, "eval") if "val_accuracy" in e]
     if not train and not val:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
@@ -43,7 +44,12 @@ def draw_loss(folder):
     if len(seen) > 20:  # the first steps would flatten everything else
         axes.set_ylim(seen[0] - 0.1, min(seen[-1], seen[int(len(seen) * 0.95)] + 0.5))
     title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="tokens", ylabel=f"loss (nats per {'image' if right else 'token'})", title=title)
+    if right:
+        beside = axes.twinx()
+        beside.plot(*zip(*right, strict=True), "s--", ms=3, lw=1, color="tab:green")
+        beside.annotate(f"{right[-1][1]:.1f}%", right[-1], xytext=(0, -12), textcoords="offset points", ha="right")
+        beside.set_ylabel("validation accuracy (%)", color="tab:green")
     axes.grid(alpha=0.3)
     axes.legend()
     path = Path(folder) / "loss.png"

@@ -1,0 +1,3 @@
+include("deit_tiny.py")
+n_embd = 384
+n_head = 6

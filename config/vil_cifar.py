@@ -1,0 +1,2 @@
+include("cifar.py")
+model = "vil"

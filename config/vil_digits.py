@@ -1,0 +1,2 @@
+include("digits.py")
+model = "vil"

@@ -1,0 +1,2 @@
+include("imagenet.py")
+model = "vil"

@@ -1,0 +1,3 @@
+include("digits.py")
+model = "vim"
+n_embd = 60  # 149 thousand parameters, as ViL with 64

@@ -1,0 +1,255 @@
+"""Labelled images: where they come from, in which order they are seen, how they are read and augmented.
+
+    digits        scikit-learn's 1,797 handwritten digits of 8 x 8, inside the package; a quarter is held out
+    FOLDER        train/CLASS/*.jpg and val/CLASS/*.jpg, as ImageNet is unpacked
+    hf:NAME       a data set of Hugging Face datasets, such as hf:uoft-cs/cifar10; validation, or else test, is held out
+
+Images are decoded and cropped by Pillow in threads, a step ahead. RandAugment, mixup, cutmix and erasing are kornia's,
+on the device of the model, one draw per micro-batch. Which images step s has, and their crops, follow from (seed, s).
+"""
+
+import functools
+import hashlib
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from configurator import ConfigError
+from data.loader import DataError
+
+LAYOUT = "an image folder has train/CLASS/*.jpg and val/CLASS/*.jpg"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue; of grey images 0.5
+RAND_AUGMENT_GROUP = 16  # images that share the operations of RandAugment, which kornia draws once per call
+
+
+@dataclass
+class Split:
+    """Images with labels, i in 0 .. n - 1."""
+
+    labels: np.ndarray  # (n,) int64
+    open: Callable  # i -> PIL image
+    name: Callable  # i -> what an error calls it
+
+
+def load(name):
+    """(training Split, validation Split, names of the classes, sha256 of what tells another data set from this one).
+
+    Raises DataError, one line, for what is no data set of images.
+    """
+    source = digits if name == "digits" else hub if name.startswith("hf:") else folder
+    train, val, classes, about = source(name)
+    for here, there, splits in ((train, val, ("training", "validation")), (val, train, ("validation", "training"))):
+        missing = np.setdiff1d(there.labels, here.labels)
+        if len(missing):
+            raise DataError(f"{name}: {splits[0]} has no image of the class {classes[missing[0]]!r}, which "
+                            f"{splits[1]} has: add some, or remove the class")
+    about += repr(classes).encode() + train.labels.tobytes() + val.labels.tobytes()
+    return train, val, classes, hashlib.sha256(about).hexdigest()
+
+
+def digits(name):
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise DataError("dataset=digits is scikit-learn's: pip install scikit-learn") from None
+    data = load_digits()
+    images = np.rint(data.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8)
+    parts = train_test_split(np.arange(len(images)), test_size=0.25, stratify=data.target, random_state=0)
+    split = lambda rows: Split(data.target[rows].astype(np.int64), lambda i: Image.fromarray(images[rows[i]]),
+                               lambda i: f"digit {rows[i]}")
+    return *map(split, map(sorted, parts)), [str(n) for n in data.target_names], images.tobytes()
+
+
+def folder(name):
+    splits, about, classes = [], [], None
+    for part in ("train", "val"):
+        root = Path(name) / part
+        if not root.is_dir():
+            raise DataError(f"there is no folder {root}: {LAYOUT}; other data sets are digits and hf:NAME")
+        found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        classes = sorted({*found, *(classes or found)})
+        if not found:
+            raise DataError(f"{root} has no folders of classes: {LAYOUT}")
+        files = [(path, c) for c in found for path in sorted((root / c).iterdir())
+                 if path.suffix.lower() in Image.registered_extensions()]
+        about += [f"{path.relative_to(name)} {path.stat().st_size}\n" for path, _ in files]
+        splits.append(files)
+    number = {c: i for i, c in enumerate(classes)}
+    split = lambda files: Split(np.array([number[c] for _, c in files], np.int64), lambda i: Image.open(files[i][0]),
+                                lambda i: files[i][0])
+    return *map(split, splits), classes, "".join(about).encode()
+
+
+def hub(name):
+    import datasets
+
+    try:
+        data = datasets.load_dataset(name.removeprefix("hf:"))
+        parts = [data["train"], data["validation" if "validation" in data else "test"]]
+    except Exception as error:  # no network, no such name, a gate, no such split
+        raise DataError(f"{name}: {' '.join(str(error).split())[:200]}") from None
+    kinds = {type(kind): key for key, kind in reversed(parts[0].features.items())}  # the first of each kind
+    if not {datasets.Image, datasets.ClassLabel} <= kinds.keys():
+        raise DataError(f"{name}: its columns are {', '.join(parts[0].features)}, an image and a class are needed")
+    image, label = kinds[datasets.Image], kinds[datasets.ClassLabel]
+    split = lambda part: Split(np.array(part[label], np.int64), lambda i: part[int(i)][image], lambda i: f"{name} {i}")
+    return *map(split, parts), parts[0].features[label].names, name.encode()
+
+
+# ------------------------------------------------------------------------------------------------------- one image
+
+def read(split, i, config, draw=None):
+    """Image i as uint8 (channels, image_size, image_size): in training (`draw`, what seeds it) a random crop, perhaps
+    mirrored; else the middle `eval_crop` of its shorter side. Raises DataError, one line, for what is no image."""
+    size, random = config.image_size, None if draw is None else np.random.default_rng(draw)
+    try:
+        image = split.open(i).convert({1: "L", 3: "RGB"}[config.channels])
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{split.name(i)} cannot be read as an image ({why}): replace or remove it") from None
+    box = middle(*image.size, config.eval_crop) if draw is None else random_box(*image.size, config.min_crop, random)
+    if box != (0, 0, size, size) or image.size != (size, size):
+        image = image.resize((size, size), Image.Resampling.BICUBIC, box=box)
+    pixels = np.asarray(image).reshape(size, size, config.channels).transpose(2, 0, 1)
+    return pixels[:, :, ::-1] if random is not None and config.mirror and random.random() < 0.5 else pixels
+
+
+def middle(width, height, part):
+    side = min(width, height) * part
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def random_box(width, height, least, random):
+    """A box of a random area, at least `least` of the image's, and a random shape, 3:4 to 4:3 (Inception's crop); the
+    middle where ten draws do not fit. least = 1: the middle always."""
+    for _ in range(10 if least < 1 else 0):
+        area = random.uniform(least, 1) * width * height
+        shape = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = math.sqrt(area * shape), math.sqrt(area / shape)
+        if w <= width and h <= height:
+            left, top = random.uniform(0, width - w), random.uniform(0, height - h)
+            return left, top, left + w, top + h
+    return middle(width, height, 1.0)
+
+
+# -------------------------------------------------------------------------------------------------------- a run's data
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed, epoch, n, repeats):
+    """The rows of an epoch, n of them. repeats > 1: each `repeats` times in a row, so that a batch holds several crops
+    of an image, and only n / repeats images are seen (repeated augmentation, Hoffer et al. 2020)."""
+    return np.repeat(np.random.default_rng([seed, 3, epoch]).permutation(n), repeats)[:n]
+
+
+class ImageData:
+    """A run's images, as train.py's loop takes them. config: a vision.VisionConfig. Raises DataError, ConfigError."""
+
+    def __init__(self, config, device):
+        self.config, self.device, self.sequences_per_step = config, device, config.batch_images
+        self.train, self.val, self.classes, sha256 = load(config.dataset)
+        self.steps_per_epoch = len(self.train.labels) // config.batch_images  # the rest of an epoch is left out
+        if not self.steps_per_epoch:
+            raise ConfigError(f"batch_images {config.batch_images} is more than the {len(self.train.labels)} training "
+                              f"images of {config.dataset}: choose a smaller one")
+        self.identity = {"sha256": sha256}
+        self.meta = {"dataset": config.dataset, "sha256": sha256, "classes": self.classes,
+                     "train_images": len(self.train.labels), "val_images": len(self.val.labels)}
+        self.augment, self.asked = Augment(config, len(self.classes)), {}
+        self.pool = ThreadPoolExecutor(config.workers)
+
+    def derived(self, config, world_size):
+        return {"steps_per_epoch": self.steps_per_epoch, "epochs": config.max_iters / self.steps_per_epoch}
+
+    def check_unchanged(self):
+        """Images on disk are not watched: one that goes missing is an error where it is read."""
+
+    def micro_batches(self, step, rank, world_size, micro_batch_size):
+        """(images, labels, weight) of a step on one process; the weights add up to its share times world_size.
+
+        Also seeds PyTorch, which draws augmentation and drop path: a run that resumes draws the same.
+        """
+        torch.manual_seed(int(np.random.SeedSequence([self.config.seed, 4, step, rank]).generate_state(1)[0]))
+        batch, last = self.config.batch_images, self.config.max_iters - 1
+        if batch < world_size:
+            raise ConfigError(f"batch_images {batch} is less than one for each of {world_size} processes")
+        self.asked = {s: self.asked.get(s) or self.ask(s, rank, world_size) for s in (step, min(step + 1, last))}
+        asked = self.asked[step]
+        for i in range(0, len(asked), micro_batch_size):
+            part = asked[i:i + micro_batch_size]
+            y = torch.tensor([label for label, _ in part], device=self.device)
+            yield *self.augment(self.pixels([f for _, f in part]), y), len(part) * world_size / batch
+
+    def ask(self, step, rank, world_size):
+        """Begin to read what this process needs of a step: [(label, image to come)]."""
+        config, (epoch, at) = self.config, divmod(step, self.steps_per_epoch)
+        order = epoch_order(config.seed, epoch, len(self.train.labels), config.repeats)
+        places = range(at * config.batch_images + rank, (at + 1) * config.batch_images, world_size)
+        return [(self.train.labels[order[p]], self.pool.submit(read, self.train, order[p], config,
+                                                               [config.seed, 5, epoch, p])) for p in places]
+
+    def eval_batches(self, rows, size):
+        """(rows, normalised images, labels) of the validation split, the next batch on its way."""
+        parts = [rows[i:i + size] for i in range(0, len(rows), size)]
+        ask = lambda part: [self.pool.submit(read, self.val, i, self.config) for i in part]
+        coming = ask(parts[0]) if parts else []
+        for part, following in zip(parts, [*parts[1:], ()], strict=True):
+            now, coming = coming, ask(following)
+            yield part, normalise(self.pixels(now)), torch.from_numpy(self.val.labels[part]).to(self.device)
+
+    def pixels(self, asked):
+        """float32 (n, channels, size, size) in 0 .. 1 of images to come."""
+        return torch.from_numpy(np.stack([f.result() for f in asked])).to(self.device).float() / 255
+
+
+def normalise(x):
+    mean, std = (MEAN, STD) if x.shape[1] == 3 else ((0.5,), (0.5,))
+    shaped = lambda values: torch.tensor(values, device=x.device)[:, None, None]
+    return (x - shaped(mean)) / shaped(std)
+
+
+class Augment:
+    """Images in 0 .. 1 and labels (n,) -> normalised images and labels; (n, classes) probabilities where images are
+    mixed. Raises ConfigError where kornia is needed and missing."""
+
+    def __init__(self, config, classes):
+        self.config, self.classes = config, classes
+        if not (config.rand_augment or config.mixup or config.cutmix or config.erasing):
+            return
+        try:
+            import kornia.augmentation as K
+            from kornia.augmentation.auto import RandAugment
+        except ImportError:
+            raise ConfigError("rand_augment, mixup, cutmix and erasing are kornia's: pip install kornia, or set all "
+                              "four to 0") from None
+        keys = {"data_keys": ["input", "class"]}
+        self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # m of 30
+        self.erase = K.RandomErasing(p=config.erasing)
+        self.mix = [(config.mixup, K.RandomMixUpV2(**keys)),
+                    (config.cutmix, K.RandomCutMixV2(**keys, use_correct_lambda=True))]
+
+    def __call__(self, x, y):
+        config = self.config
+        if config.rand_augment:
+            x = torch.cat([self.rand_augment(part) for part in x.split(RAND_AUGMENT_GROUP)])
+        x = normalise(x)
+        if config.erasing:
+            x = self.erase(x)
+        draw = torch.rand(()).item() if config.mixup or config.cutmix else 1.0
+        for probability, mix in self.mix if draw < config.mixup + config.cutmix else ():
+            if draw < probability:
+                x, mixed = mix(x, y)
+                first, second, share = mixed.reshape(len(y), 3).unbind(-1)  # share: of the second label
+                hot = lambda labels: F.one_hot(labels.long(), self.classes).float()
+                return x, hot(first) * (1 - share[:, None]) + hot(second) * share[:, None]
+            draw -= probability
+        return x, y

@@ -1,0 +1,403 @@
+"""Image classifiers on train.py's loop: Longhorn read in two directions (ViL), Vision Mamba (ViM), and a ViT.
+
+    tokens     patches of the image with a class token in their middle, learned positions added; the class token's
+               output, normed, goes to a linear head
+    separate   out = W_out (scan(x, z) + scan'(x, z)) / 2     scan' reads from the last token to the first; each has its
+               own convolution, keys and step size; z gates both (Zhu et al. 2024, "v2")
+    shared     out = W_out ((RMSNorm(scan(x)) + RMSNorm'(scan'(x))) * silu(z))     one convolution, keys and step size:
+               the op that Longhorn's authors published; which of the two their Table 3 used is not said
+    forward    out = W_out scan(x, z)     the control: the class token sees half of the image
+
+    python train.py config/vil_digits.py                    real images without a download, two minutes on two cores
+    python train.py config/vil_tiny.py --dataset=FOLDER     ImageNet as it is unpacked; --dataset=hf:NAME: a hub's
+    python vision.py --help                                 the settings; data: data/images.py
+    python experiments/vision.py run                        families, directions, depths and seeds in one table
+
+A block is one residual branch with RMSNorm in float32, a ViT's are LayerNorm, attention and MLP.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import checkpoint
+import configurator
+import distributed
+import train
+from configurator import ConfigError
+from data.images import ImageData
+from kernels.ops import rms_norm
+from mixers import dense, split_heads, to_residual
+from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm
+
+
+@dataclass
+class VisionConfig(train.TrainConfig):
+    # --- run
+    task: Literal["images"] = "images"  # a config file that sets it has train.py read these settings
+    # --- model
+    model: str = "vil"  # family: vil (Longhorn), vim (Mamba) or vit (attention)
+    directions: Literal["separate", "shared", "forward"] = "separate"  # of vil and vim, see vision.py
+    n_layer: int = 24  # layers: one residual branch each, of a vit two
+    n_head: int = 3  # heads (vit)
+    n_embd: int = 192  # width of the residual stream
+    image_size: int = 224  # pixels on each side, to which images are scaled
+    patch_size: int = 16  # pixels on each side of a patch
+    channels: int = 3  # 3: colours, 1: grey
+    block_size: int = 0  # not set: the patches and the class token
+    vocab_size: int = 0  # not set: the data's classes
+    drop_path: float = 0.0  # how often the last branch is left out, per image; the others in proportion to their depth
+    # --- data
+    dataset: str = "digits"  # digits, a folder with train/CLASS/ and val/CLASS/, or hf:NAME
+    workers: int = 1  # threads that read images, per process
+    batch_images: int = 1024  # of one optimiser step, over all processes and micro-batches
+    batch_tokens: int = 0  # not set: batch_images times the tokens of an image
+    micro_batch_size: int = 128  # images of one micro-batch on one process
+    epochs: int = 300  # passes over the training images
+    max_iters: int = 0  # optimiser steps; 0: those of all epochs
+    # --- augmentation
+    min_crop: float = 1.0  # least part of an image's area that a random crop keeps; 1: no cropping
+    mirror: bool = False  # every second image
+    rand_augment: int = 0  # magnitude of RandAugment's two operations, 1 to 9 of 10; 0: none
+    mixup: float = 0.0  # how often a micro-batch's images are blended
+    cutmix: float = 0.0  # how often they are pasted into one another
+    erasing: float = 0.0  # how often a rectangle is erased, per image
+    repeats: int = 1  # crops of an image in one batch
+    smoothing: float = 0.0  # of the labels
+    eval_crop: float = 1.0  # part of the shorter side that validation looks at
+    # --- optimiser
+    ema: float = 0.0  # decay of an average of the weights per step, evaluated too; 0: none
+
+    @property
+    def families(self):
+        return [self.model] * self.n_layer
+
+    @property
+    def n_branches(self):
+        return len(FAMILIES[self.model]) * self.n_layer
+
+
+# -------------------------------------------------------------------------------------------------------------- mixers
+
+class TwoWays(nn.Module):
+    """A block of model.py read from both ends, see above; a subclass names the block."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.directions, self.backend = config.directions, config.backend
+        self.there = self.block(config, layer)
+        if self.directions == "separate":
+            self.back = self.block(config, layer)
+            del self.back.in_proj, self.back.out_proj  # those of `there` serve both
+        if self.directions == "shared":
+            self.norm_weight = nn.Parameter(torch.empty(2, self.there.d_inner))
+
+    def forward(self, u):
+        there = self.there
+        x, z = there.in_proj(u).chunk(2, -1)  # (B, T, d_inner) each
+        scanned = there.scanned(x)  # c, dt, k, q
+        if self.directions == "shared":
+            y, y_back = (there.scan(*scanned, None, None, reverse)[0] for reverse in (False, True))
+            y = rms_norm(y, self.norm_weight[0], backend=self.backend)
+            y_back = rms_norm(y_back, self.norm_weight[1], backend=self.backend)
+            return there.out_proj((y + y_back) * F.silu(z))
+        y, _ = there.scan(*scanned, z, None)  # (B, T, d_inner)
+        if self.directions == "separate":
+            y_back, _ = self.back.scan(*self.back.scanned(x, reverse=True), z, None, reverse=True)
+            y = (y + y_back) / 2
+        return there.out_proj(y)
+
+    def init_table(self, config):
+        table = self.there.init_table(config)
+        own = {"norm_weight": ("constant", 1.0)} if self.directions == "shared" else {}
+        return own | {f"{way}.{name}": how for way, block in self.named_children() for name, how in table.items()
+                      if name in dict(block.named_parameters())}
+
+    def projections(self):
+        return {f"{way}.{name}": rows for way, block in self.named_children()
+                for name, rows in block.projections().items()}
+
+    def mixing_flops(self, T):
+        return self.there.mixing_flops(T) * (1 if self.directions == "forward" else 2)
+
+
+class LonghornTwoWays(TwoWays):
+    block, operator = Longhorn, Longhorn.operator
+
+
+class MambaTwoWays(TwoWays):
+    block, operator = Mamba, Mamba.operator
+
+
+class Attention(nn.Module):
+    """Softmax attention over all tokens, as ViT's: softmax(q k^T / sqrt(n)) v, with biases."""
+
+    operator = "F.scaled_dot_product_attention"
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.n = split_heads(config)
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.out_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.n)).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def init_table(self, config):
+        return {"qkv.weight": ("normal", 0.02), "qkv.bias": ("constant", 0.0), "out_proj.weight": to_residual(config),
+                "out_proj.bias": ("constant", 0.0)}
+
+    def projections(self):
+        return {"qkv.weight": [self.qkv.in_features] * 3}
+
+    def mixing_flops(self, T):
+        return 4 * self.out_proj.in_features * T  # q k^T and the weighted sum
+
+
+class MLP(nn.Module):
+    """W_2 gelu(W_1 x + b_1) + b_2, four times as wide inside."""
+
+    operator = None  # it mixes channels
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def init_table(self, config):
+        return {"up.weight": ("normal", 0.02), "up.bias": ("constant", 0.0), "down.weight": to_residual(config),
+                "down.bias": ("constant", 0.0)}
+
+
+FAMILIES = {"vil": [LonghornTwoWays], "vim": [MambaTwoWays], "vit": [Attention, MLP]}
+NORMS = {"vit": lambda config: nn.LayerNorm(config.n_embd, eps=1e-6)}
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+class Vision(LM):
+    """Classifier of a VisionConfig: `logits, loss = model(images, labels)`, with the bookkeeping of LM.
+
+    Raises ValueError, one line, for sizes that do not fit together.
+    """
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        for name in ("n_layer", "n_head", "n_embd", "image_size", "patch_size", "d_state", "d_conv", "expand"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} {getattr(config, name)} must be at least 1")
+        if config.model not in FAMILIES or config.backend not in BACKENDS:
+            raise ValueError(f"unknown model {config.model!r} or backend {config.backend!r}: choose a model of "
+                             f"{', '.join(FAMILIES)}, and a backend of {', '.join(BACKENDS[1:])}, or none")
+        if config.image_size % config.patch_size:
+            raise ValueError(f"image_size {config.image_size} is no multiple of patch_size {config.patch_size}: choose "
+                             "a size that patches divide")
+        d, self.config, self.average = config.n_embd, config, None
+        norm = NORMS.get(config.model, RMSNorm)
+        self.embed = nn.Linear(config.channels * config.patch_size**2, d)
+        self.token = nn.Parameter(torch.empty(d))
+        self.positions = nn.Parameter(torch.empty(tokens_of(config), d))
+        self.layers = nn.ModuleList(Branch(norm(config), mixer(config, i)) for i in range(config.n_layer)
+                                    for mixer in FAMILIES[config.model])
+        self.embed_norm, self.norm = nn.Identity(), norm(config)
+        self.head = nn.Linear(d, config.vocab_size)
+        self.init_weights()
+
+    def forward(self, images, labels=None, loss_only=False):
+        """Classify images.
+
+        Args:
+            images: (B, channels, image_size, image_size), normalised; labels: (B,) int64, or (B, classes)
+            probabilities; loss_only: None for the logits.
+
+        Returns:
+            (logits, loss): (B, classes), and the mean cross-entropy in nats per image, None without labels. Labels are
+            smoothed in training only.
+        """
+        patches = F.pixel_unshuffle(images, self.config.patch_size).flatten(2).transpose(1, 2)  # (B, T - 1, pixels)
+        h = self.embed(patches)  # (B, T - 1, n_embd)
+        middle = h.shape[1] // 2
+        h = torch.cat([h[:, :middle], self.token.to(h.dtype).expand(len(h), 1, -1), h[:, middle:]], 1)
+        h = h + self.positions  # (B, T, n_embd), float32: also when the branches are not
+        for i, branch in enumerate(self.layers):
+            h = h + self.drop_path(branch(h)[0], i)
+        logits, loss = self.head(self.norm(h[:, middle])), None  # (B, classes)
+        if labels is not None:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = F.cross_entropy(wide, labels, label_smoothing=self.config.smoothing if self.training else 0.0)
+        return (None if loss_only else logits), loss
+
+    def drop_path(self, y, i):
+        """Leave branch i out for some images (Huang et al. 2016): the last for drop_path of all, the first for none."""
+        p = self.config.drop_path * i / max(1, len(self.layers) - 1)
+        if p == 0 or not self.training:
+            return y
+        return y * (torch.rand(len(y), 1, 1, device=y.device) >= p).to(y.dtype) / (1 - p)
+
+    def toy(self, backend):
+        """A small model of the same code, for self_check.py: 37 tokens, more than a chunk of the scan."""
+        return type(self)(replace(self.config, n_layer=1, n_embd=32, n_head=2, image_size=6 * self.config.patch_size,
+                                  vocab_size=10, backend=backend))
+
+    def toy_batch(self):
+        size = self.config.image_size
+        return torch.randn(2, self.config.channels, size, size), torch.randint(self.config.vocab_size, (2,))
+
+    # ---------------------------------------------------------------------------------- initialisation, bookkeeping
+
+    def init_table(self):
+        return {**super().init_table(), "embed.weight": dense(self.embed.in_features), "embed.bias": ("constant", 0.0),
+                "token": ("normal", 0.02), "positions": ("normal", 0.02), "head.weight": ("normal", 0.02),
+                "head.bias": ("constant", 0.0)}
+
+    def parameter_count(self):
+        """Parameters by part: mixers by class, norms, and what is before and behind them."""
+        parts = {name: n for name, n in super().parameter_count().items() if name not in ("embedding", "total")}
+        total = sum(p.numel() for p in self.parameters())
+        return {"patches, positions and head": total - sum(parts.values()), **parts, "total": total}
+
+    def flops_per_token(self, T=None):
+        """As LM's, per token; there are T - 1 patches, and the head sees one token."""
+        T = tokens_of(self.config)
+        of = lambda module: sum(2 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+        forward = of(self.layers) + sum(b.mixing_flops(T) for b in self.layers)
+        forward += (of(self.embed) * (T - 1) + of(self.head)) / T
+        return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
+
+    # ---------------------------------------------------------------------------------------- average of the weights
+
+    def keep_average(self):
+        """Keep an exponential average of the weights beside them, as config.ema says. Call it on the final device."""
+        average = AveragedModel(self, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema))
+        average.n_averaged += 1  # it starts as the weights are
+        object.__setattr__(self, "average", average)  # no submodule, or its weights would be trained and counted
+
+    def after_step(self):
+        if self.average is not None:
+            self.average.update_parameters(self)
+
+    def get_extra_state(self):
+        """The average, for the checkpoint: one vector, empty where there is none."""
+        return torch.empty(0) if self.average is None else parameters_to_vector(self.average.parameters()).detach()
+
+    def set_extra_state(self, vector):
+        if self.average is not None and vector.numel():
+            vector_to_parameters(vector.to(self.token.device), self.average.parameters())
+
+
+def tokens_of(config):
+    """Patches and the class token."""
+    return (config.image_size // config.patch_size) ** 2 + 1
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+class Evaluate:
+    """Accuracy and loss on all validation images, shared by all processes; with ema also those of the average."""
+
+    def __init__(self, config, data):
+        self.config, self.data, self.predicted = config, data, None
+
+    def __call__(self, model, final=False):
+        """{"val_loss": nats per image, "val_accuracy", "val_images"}, and "ema_loss", "ema_accuracy"."""
+        labels = self.data.val.labels
+        losses, self.predicted = self.answers(model)
+        metrics = {"val_loss": losses.mean().item(), "val_accuracy": float((self.predicted == labels).mean()),
+                   "val_images": len(labels)}
+        if model.average is not None:
+            losses, predicted = self.answers(model.average.module)
+            metrics |= {"ema_loss": losses.mean().item(), "ema_accuracy": float((predicted == labels).mean())}
+        return metrics
+
+    @torch.no_grad()
+    def answers(self, model):
+        """(n,) losses in nats and (n,) predicted classes of the validation images, on every process."""
+        model.eval()
+        size, dtype = self.config.micro_batch_size, getattr(torch, self.config.dtype)
+        rank, world = distributed.rank(), distributed.world_size()
+        found = torch.zeros(2, len(self.data.val.labels), dtype=torch.float64)
+        for rows, x, y in self.data.eval_batches(np.arange(rank, found.shape[1], world), size):
+            call = model if len(x) == size else model.forward  # torch.compile never sees a second shape
+            with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+                logits, _ = call(x)
+            found[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
+            found[1, rows] = logits.argmax(-1).double().cpu()
+        model.train()
+        losses, predicted = distributed.sum_over_ranks(found, self.data.device).cpu().numpy()
+        return losses, predicted.astype(np.int64)
+
+
+# -------------------------------------------------------------------------------------------------------------- set-up
+
+def check(config):
+    """Raises ConfigError for values that cannot work, whatever the data."""
+    for name in ("batch_images", "epochs", "repeats", "workers", "image_size", "patch_size"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
+    ranges = {"drop_path": (0, 0.99), "mixup": (0, 1), "cutmix": (0, 1), "erasing": (0, 1), "ema": (0, 1),
+              "smoothing": (0, 0.99), "rand_augment": (0, 9), "min_crop": (0.01, 1), "eval_crop": (0.01, 1)}
+    for name, (low, high) in ranges.items():
+        if not low <= getattr(config, name) <= high:
+            raise ConfigError(f"{name} {getattr(config, name)} must be in {low} .. {high}")
+    if config.channels not in (1, 3):
+        raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
+    if config.mixup + config.cutmix > 1:
+        raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} are more than 1 together")
+    if config.pattern or config.block_size or config.batch_tokens or config.vocab_size:
+        raise ConfigError("pattern, block_size, batch_tokens and vocab_size are not for images: set model, image_size, "
+                          "patch_size and batch_images")
+
+
+def build_model(config, device):
+    """The Vision of a config on its device. Raises ConfigError for sizes that do not fit and a backend that cannot
+    run."""
+    try:
+        model = Vision(config).to(device)
+        model.computed_by()  # chooses the backend of every operator
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(error) from None
+    if config.ema:
+        model.keep_average()
+    return model
+
+
+def main(config):
+    check(config)
+    name = Path(config.config_files[-1]).stem if config.config_files else f"{config.model}_{config.directions}"
+    config.out_dir = config.out_dir or f"out/{name}"
+    device = distributed.open_device(config)
+    config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
+    data = ImageData(config, device)
+    config.vocab_size, config.block_size = len(data.classes), tokens_of(config)
+    config.batch_tokens = config.batch_images * config.block_size
+    config.max_iters = config.max_iters or config.epochs * data.steps_per_epoch
+    train.check(config)
+    train.seed_all(config.seed)
+    model = build_model(config, device)
+    if config.init_from and not (config.resume != "never" and checkpoint.candidates(config.out_dir)):
+        print(train.load_weights(model, config, data), flush=True)
+    evaluate = Evaluate(config, data)
+    metrics = train.train(config, model, data, evaluate)
+    if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
+        from tools.wrong_images import draw  # only now: a change in how pictures are drawn is no other code of the run
+
+        draw(config.out_dir, data.val, data.classes, evaluate.predicted)
+
+
+if __name__ == "__main__":
+    from run import launch
+
+    sys.exit(launch("vision.py", lambda argv: main(configurator.load(VisionConfig, argv))))
