@@ -42,7 +42,6 @@ from optim import build_optimizers, set_learning_rate
 from run import Run, launch
 from self_check import self_check
 
-TASKS = {"images": lambda: importlib.import_module("vision").VisionConfig}  # what else a config file's `task` may name
 EVAL_TOKENS = 8192  # of a batch of an evaluation, at least: without gradients they fit
 
 
@@ -319,10 +318,19 @@ def load_weights(model, config, data):
     return "; ".join([*(f"skipped: {line}" for line in damaged), f"weights from {origin} (step {step})", *changed])
 
 
+def images():
+    """vision.py, which imports this module: where it runs as a program, that very copy."""
+    sys.modules.setdefault("train", sys.modules["__main__"])
+    return importlib.import_module("vision")
+
+
+TASKS = {"images": lambda: images().VisionConfig}  # what a config file's `task` can name: the settings then read
+
+
 def main(argv):
     config = configurator.load(TrainConfig, argv, tasks=TASKS)
     if type(config) is not TrainConfig:
-        return importlib.import_module("vision").main(config)
+        return images().main(config)
     check(config)
     name = Path(config.config_files[-1]).stem if config.config_files else config.model
     config.out_dir = config.out_dir or f"out/{name}"
@@ -340,5 +348,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules[__name__]  # vision.py imports it
     sys.exit(launch("train.py", main))

@@ -46,7 +46,7 @@ def load(name):
     """
     source = digits if name == "digits" else hub if name.startswith("hf:") else folder
     train, val, classes, about = source(name)
-    for here, there, splits in ((train, val, ("training", "validation")), (val, train, ("validation", "training"))):
+    for here, there, splits in ((val, train, ("validation", "training")), (train, val, ("training", "validation"))):
         missing = np.setdiff1d(there.labels, here.labels)
         if len(missing):
             raise DataError(f"{name}: {splits[0]} has no image of the class {classes[missing[0]]!r}, which "
@@ -234,8 +234,8 @@ class Augment:
         keys = {"data_keys": ["input", "class"]}
         self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # m of 30
         self.erase = K.RandomErasing(p=config.erasing)
-        self.mix = [(config.mixup, K.RandomMixUpV2(**keys)),
-                    (config.cutmix, K.RandomCutMixV2(**keys, use_correct_lambda=True))]
+        self.mix = [(config.mixup, K.RandomMixUpV2(**keys), False),  # last: whether it returns the first label's share
+                    (config.cutmix, K.RandomCutMixV2(**keys, use_correct_lambda=True), True)]
 
     def __call__(self, x, y):
         config = self.config
@@ -245,11 +245,11 @@ class Augment:
         if config.erasing:
             x = self.erase(x)
         draw = torch.rand(()).item() if config.mixup or config.cutmix else 1.0
-        for probability, mix in self.mix if draw < config.mixup + config.cutmix else ():
+        for probability, mix, of_first in self.mix if draw < config.mixup + config.cutmix else ():
             if draw < probability:
                 x, mixed = mix(x, y)
-                first, second, share = mixed.reshape(len(y), 3).unbind(-1)  # share: of the second label
-                hot = lambda labels: F.one_hot(labels.long(), self.classes).float()
-                return x, hot(first) * (1 - share[:, None]) + hot(second) * share[:, None]
+                first, second, share = mixed.reshape(len(y), 3, 1).unbind(1)  # (n, 1) each
+                first, second = (F.one_hot(labels[:, 0].long(), self.classes).float() for labels in (first, second))
+                return x, torch.lerp(second, first, share) if of_first else torch.lerp(first, second, share)
             draw -= probability
         return x, y

@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -37,11 +38,11 @@ def cells_of(config, seeds, extra=()):
 
     load = lambda argv: configurator.load(VisionConfig, [f"config/{argv[0]}.py", *argv[1:], *extra])
     deep = load([f"vil_{config}"]).n_layer
-    variants = [(f"vil_{config}", way, deep) for way in ("separate", "shared", "forward")]
-    variants += [(f"{name}_{config}", "separate", None) for name in ("vim", "vit") if config != "tiny" or name == "vim"]
-    variants += [(f"vil_{config}", way, deep // part) for part in (2, 4) for way in ("separate", "forward")]
+    full = [(f"vil_{config}", way, deep) for way in ("separate", "shared", "forward")]
+    full += [(f"{name}_{config}", "separate", None) for name in ("vim", "vit") if config != "tiny" or name == "vim"]
+    shallow = [(f"vil_{config}", way, deep // part) for part in (2, 4) for way in ("separate", "forward")]
     cells = []
-    for seed in seeds:
+    for variants, seed in product((full, shallow), seeds):
         for file, way, depth in variants:
             argv = [f"config/{file}.py", f"--directions={way}", *([f"--n_layer={depth}"] if depth else []),
                     f"--seed={seed}", *extra]

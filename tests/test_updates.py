@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 def by_our_names(f, softplus):
     """Mamba's scan under the argument names of longhorn_scan."""
-    def scan(x, dt, k, q, A, D=None, z=None, dt_bias=None, h0=None, return_state=False, cu_seqlens=None, backend=None):
-        return f(x, dt, A, k, q, D, z, dt_bias, softplus, return_state, h0, cu_seqlens, backend=backend)
+    def scan(x, dt, k, q, A, D=None, z=None, dt_bias=None, h0=None, return_state=False, cu_seqlens=None, **kw):
+        return f(x, dt, A, k, q, D, z, dt_bias, softplus, return_state, h0, cu_seqlens, **kw)
     return scan
 
 

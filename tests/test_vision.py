@@ -1,0 +1,373 @@
+"""vision.py, data/images.py and experiments/vision.py: counts of parameters, the two directions against flipping, ViT
+against PyTorch's layer, images from a folder that the test makes, bad input, a run killed and resumed, and the report.
+
+    python -m pytest tests/test_vision.py
+"""
+
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_updates
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from PIL import Image
+from test_chaos import log_lines
+from test_ops import conv_agrees, conv_inputs
+from test_scan import failures, inputs
+from test_train import events, no_picture, record, refuse, succeed
+
+import checkpoint
+import configurator
+import export
+import sample
+from configurator import ConfigError
+from data import images
+from experiments import vision as sweep_of_images
+from kernels.scan import longhorn_scan_ref
+from model import Longhorn, Mamba
+from tools.wrong_images import draw
+from vision import Evaluate, Vision, VisionConfig, build_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "d_state": 4, "max_iters": 12, "eval_interval": 5, "log_interval": 1,
+         "device": "cpu", "dtype": "float32"}
+
+
+def config_of(file="vil_digits", classes=10, **changes):
+    c = configurator.load(VisionConfig, [f"config/{file}.py", *(f"--{k}={v}" for k, v in changes.items())])
+    c.vocab_size = classes
+    return c
+
+
+def small(**changes):
+    return config_of(**{**SMALL, **changes})
+
+
+def arguments(out, file="vil_digits", **changes):
+    return [f"config/{file}.py", *(f"--{k}={v}" for k, v in {**SMALL, "out_dir": out, **changes}.items())]
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+@pytest.mark.parametrize("file,directions,count", [
+    ("vim_tiny", "separate", 7_148_008), ("vil_tiny", "separate", 6_853_096), ("vil_tiny", "shared", 6_290_920),
+    ("vim_small", "separate", 25_796_584), ("vil_small", "separate", 25_206_760),
+    ("deit_tiny", "separate", 5_717_416), ("deit_small", "separate", 22_050_664)])  # the last two: timm's
+def test_parameters(file, directions, count):
+    with torch.device("meta"):
+        parts = Vision(config_of(file, 1000, directions=directions)).parameter_count()
+    assert parts["total"] == sum(n for name, n in parts.items() if name != "total") == count
+
+
+@pytest.mark.parametrize("task", ("digits", "cifar"))
+def test_families_compared_have_equal_parameters(task):
+    with torch.device("meta"):
+        counts = [Vision(config_of(f"{f}_{task}")).parameter_count()["total"] for f in ("vil", "vim", "vit")]
+    assert max(counts) < 1.02 * min(counts)
+
+
+def flipped(f):
+    """f from the last step to the first, by flips alone."""
+    def run(reverse, **a):
+        ends = None if a.get("cu_seqlens") is None else a["cu_seqlens"].tolist()
+        parts = [slice(0, None)] if ends is None else [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        flip = lambda v: torch.cat([v[:, part].flip(1) for part in parts], 1)
+        y, hT = f(**{n: flip(v) if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items()})
+        return flip(y), hT
+    return run
+
+
+@pytest.mark.parametrize("update", ("longhorn", "exact", "mamba"))
+def test_reversed_scan_is_the_scan_of_what_is_flipped(update):
+    fast, slow = test_updates.SCANS[update]
+    for B, T, D, N in ((3, 33, 19, 16), (2, 70, 5, 3)):
+        assert not failures(test_updates.inputs_of(update, B, T, D, N), fast=fast, slow=flipped(slow), reverse=True)
+    a, cu = test_updates.packed(update, [3, 0, 40, 1], 17, 16)
+    assert not failures(a, fast=fast, slow=flipped(slow), reverse=True, cu_seqlens=cu)
+    if update == "longhorn":
+        a = inputs(2, 40, 18, 4, without=("h0", "D", "z"))
+        assert not failures(a, through="y", slow=flipped(longhorn_scan_ref), reverse=True)
+        assert not failures(inputs(1, 9, 5, 4, torch.bfloat16), slow=flipped(longhorn_scan_ref), reverse=True)
+        assert conv_agrees(conv_inputs(3, 37, 21, 4), reverse=True) is True
+
+
+def agree(mixer, u, y):
+    """Whether y is mixer(u), with every gradient of a random linear loss."""
+    dy, leaves = torch.randn_like(y), [u, *mixer.parameters()]
+    got, want = ((a.detach(), *torch.autograd.grad(a, leaves, dy)) for a in (mixer(u), y))
+    assert all((a - b).norm() < 1e-12 * b.norm() for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("model,block", [("vil", Longhorn), ("vim", Mamba)])
+def test_separate_directions_are_two_blocks_of_which_one_reads_the_flipped_image(model, block):
+    c = small(model=model, backend="torch")
+    mixer, u = Vision(c).double().layers[0].mixer, torch.randn(2, 37, 32, dtype=torch.float64, requires_grad=True)
+
+    def one(own, u):
+        plain, weights = block(c, 0).double(), dict(mixer.there.named_parameters()) | dict(own.named_parameters())
+        plain.out_proj = nn.Identity()
+        del weights["out_proj.weight"]
+        return torch.func.functional_call(plain, weights, (u,))[0]
+
+    y = (one(mixer.there, u) + one(mixer.back, u.flip(1)).flip(1)) / 2
+    agree(mixer, u, y @ mixer.there.out_proj.weight.T)
+
+
+def test_shared_directions_are_the_published_op():
+    mixer = Vision(small(directions="shared", backend="torch")).double().layers[0].mixer
+    m, u = mixer.there, torch.randn(2, 37, 32, dtype=torch.float64, requires_grad=True)
+    nn.init.normal_(mixer.norm_weight)
+    x, z = (u @ m.in_proj.weight.T).chunk(2, -1)
+    c = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), m.conv_weight[:, None], m.conv_bias, groups=64).mT)
+    r, k, q = (c @ m.x_proj.weight.T).split([2, 4, 4], -1)
+    dt = r @ m.dt_proj.weight.T
+    scan = lambda *rows: longhorn_scan_ref(*rows, m.D, dt_bias=m.dt_bias)
+    norm = lambda y, w: y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w
+    there, back = scan(c, dt, k, q), scan(*(a.flip(1) for a in (c, dt, k, q))).flip(1)
+    y = (norm(there, mixer.norm_weight[0]) + norm(back, mixer.norm_weight[1])) * F.silu(z)
+    agree(mixer, u, y @ m.out_proj.weight.T)
+
+
+def test_vit_is_pytorchs_encoder():
+    vit, x = Vision(small(model="vit")), torch.randn(3, 1, 8, 8)
+    one = nn.TransformerEncoderLayer(32, 2, 128, 0.0, "gelu", 1e-6, batch_first=True, norm_first=True)
+    reference = nn.TransformerEncoder(one, 2, nn.LayerNorm(32, eps=1e-6), enable_nested_tensor=False)
+    for p in vit.parameters():
+        nn.init.normal_(p, std=0.1)
+    with torch.no_grad():
+        for i, layer in enumerate(reference.layers):
+            (n1, at), (n2, mlp) = ((b.norm, b.mixer) for b in vit.layers[2 * i:2 * i + 2])
+            theirs = [layer.norm1, layer.norm2, layer.self_attn.out_proj, layer.linear1, layer.linear2]
+            for to, own in zip(theirs, (n1, n2, at.out_proj, mlp.up, mlp.down), strict=True):
+                to.load_state_dict(own.state_dict())
+            layer.self_attn.in_proj_weight.copy_(at.qkv.weight), layer.self_attn.in_proj_bias.copy_(at.qkv.bias)
+        reference.norm.load_state_dict(vit.norm.state_dict())
+        pixels = torch.stack([x[:, 0, i:i + 2, j:j + 2].flatten(1) for i in (0, 2, 4, 6) for j in (0, 2, 4, 6)], 1)
+        h = pixels @ vit.embed.weight.T + vit.embed.bias
+        h = torch.cat([h[:, :8], vit.token.expand(3, 1, -1), h[:, 8:]], 1) + vit.positions
+        want = reference(h)[:, 8] @ vit.head.weight.T + vit.head.bias
+        assert torch.allclose(vit(x)[0], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("model,directions,sees_all", [
+    ("vil", "separate", True), ("vil", "shared", True), ("vil", "forward", False), ("vim", "separate", True),
+    ("vim", "forward", False), ("vit", "separate", True)])
+def test_only_the_control_is_blind_behind_the_class_token(model, directions, sees_all):
+    vision, x = Vision(small(model=model, directions=directions)), torch.randn(2, 1, 8, 8, requires_grad=True)
+    seen = torch.autograd.grad(vision(x, torch.tensor([1, 2]))[1], x)[0].abs().sum((0, 1, 3))  # by rows of pixels
+    assert (seen[:4] > 0).all() and bool((seen[4:] > 0).all()) == sees_all and bool(seen[4:].any()) == sees_all
+
+
+def test_average_drop_path_and_smoothing():
+    torch.manual_seed(0)
+    c = small(ema=0.9, drop_path=0.5, smoothing=0.2)
+    vision, x, y = build_model(c, "cpu"), torch.randn(64, 1, 8, 8), torch.arange(64) % 10
+    mean = vision.head.weight.detach().clone()
+    for _ in range(3):
+        nn.init.normal_(vision.head.weight)
+        vision.after_step()
+        mean = 0.9 * mean + 0.1 * vision.head.weight.detach()
+    assert torch.allclose(vision.average.module.head.weight, mean, atol=1e-6)
+    assert vision.parameter_count() == Vision(small()).parameter_count()
+    logits, smoothed = vision(x, y)
+    log_p = logits.log_softmax(-1)
+    want = -(0.8 * log_p.gather(1, y[:, None])[:, 0] + 0.2 * log_p.mean(-1)).mean()
+    assert torch.isclose(smoothed, want) and not torch.equal(logits, vision(x)[0])
+    branch = torch.ones(10000, 3, 2)
+    dropped = vision.drop_path(branch, 1)  # the last of two
+    assert set(dropped.unique().tolist()) == {0.0, 2.0} and abs(dropped.mean() - 1) < 0.05
+    assert torch.equal(vision.drop_path(branch, 0), branch) and torch.equal(vision.eval().drop_path(branch, 1), branch)
+    assert torch.equal(vision(x)[0], vision(x)[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+@pytest.fixture
+def shelf(tmp_path):
+    """A folder of images whose classes are shades: of 6 x 4 pixels or, in validation, 4 x 8."""
+    for part, size, n in (("train", (6, 4), 6), ("val", (4, 8), 2)):
+        for shade, name in ((40, "dark"), (200, "light")):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(n):
+                Image.new("RGB", size, (shade + i, shade, shade)).save(tmp_path / part / name / f"{i}.png")
+    return tmp_path
+
+
+def data_of(shelf, **changes):
+    c = small(dataset=shelf, channels=3, batch_images=4, **changes)
+    c.max_iters = 9
+    return images.ImageData(c, torch.device("cpu"))
+
+
+def test_a_folder_of_images(shelf):
+    data = data_of(shelf, repeats=2, mirror=True, min_crop=0.3)
+    assert data.classes == ["dark", "light"] and data.val.labels.tolist() == [0, 0, 1, 1] and data.steps_per_epoch == 3
+    order = images.epoch_order(1337, 0, 12, 2)
+    assert (order[::2] == order[1::2]).all() and len(set(order.tolist())) == 6 and len(order) == 12
+    batches = [[b for rank in range(2) for b in data.micro_batches(step, rank, 2, 1)] for step in (0, 1, 2, 0)]
+    for step, batch in enumerate(batches[:3]):
+        rows = [order[4 * step + i] for i in (0, 2, 1, 3)]  # rank 0's, rank 1's
+        shades = torch.stack([x[0, 0].mean() for x, _, _ in batch]) * (0.229 * 255) + 0.485 * 255
+        assert (shades - torch.tensor([(40, 200)[r // 6] + r % 6 for r in rows])).abs().max() < 1e-2
+        assert [(y.item(), weight) for _, y, weight in batch] == [(r // 6, 0.5) for r in rows]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(batches[3], batches[0], strict=True))
+    rows, x, y = next(data.eval_batches(np.arange(1, 4), 3))
+    assert rows.tolist() == [1, 2, 3] and y.tolist() == [0, 1, 1] and x.shape == (3, 3, 8, 8)
+    (shelf / "train/dark/notes.txt").touch()
+    assert data_of(shelf).identity == data.identity
+    Image.new("RGB", (2, 2)).save(shelf / "train/dark/9.png")
+    assert data_of(shelf).identity != data.identity
+
+
+def test_crops_look_where_they_say():
+    ramp = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(1, 64).repeat(32, 0))  # 64 wide, 32 high
+    split = images.Split(np.zeros(1, np.int64), lambda i: ramp, str)
+    middle = images.read(split, 0, small(eval_crop=0.5))[0, 0].astype(float)
+    assert abs(middle.mean() - 31.5) < 1 and abs(middle[-1] - middle[0] - 14) <= 1  # 16 of 64 columns
+    crops = [images.read(split, 0, small(min_crop=0.1, mirror=True), [seed])[0, 0] for seed in range(200)]
+    ends = np.array([[crop[0], crop[-1]] for crop in crops]).astype(int)
+    assert 60 < (ends[:, 0] > ends[:, 1]).sum() < 140 and ends.min() < 4 and ends.max() > 60
+    boxes = [images.random_box(64, 32, 0.1, np.random.default_rng(seed)) for seed in range(500)]
+    areas = np.array([(right - left) * (low - high) / 2048 for left, high, right, low in boxes])
+    assert 0.0999 < areas.min() < 0.15 and 0.6 < areas.max() <= 1
+
+
+def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    ours, theirs = images.load(str(shelf)), images.load(f"hf:{shelf}")
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        assert a.labels.tolist() == b.labels.tolist()
+        assert [np.asarray(a.open(i)).tolist() for i in (0, 3)] == [np.asarray(b.open(i)).tolist() for i in (0, 3)]
+    assert ours[2] == theirs[2]
+    with pytest.raises(images.DataError, match="^hf:[^\n]*$"):
+        images.load(f"hf:{shelf}/none")
+
+
+@pytest.mark.parametrize("kind", ("mixup", "cutmix"))
+def test_labels_are_mixed_as_the_pixels_are(kind):
+    """kornia's: images of one shade each, so that the mean of what is mixed gives the shares."""
+    torch.manual_seed(0)
+    augment, y = images.Augment(small(**{kind: 1.0}), 10), torch.arange(10)
+    shades = torch.linspace(0, 1, 10)
+    x, mixed = augment(shades[:, None, None, None].expand(10, 1, 16, 16).clone(), y)
+    assert torch.allclose(mixed.sum(1), torch.ones(10)) and (mixed.max(1)[0] < 0.99).any()
+    assert torch.allclose(x.mean((1, 2, 3)) * 0.5 + 0.5, mixed @ shades, atol=1e-5)
+
+
+def test_rand_augment_and_erasing_change_images_and_no_labels(monkeypatch):
+    torch.manual_seed(0)
+    x, y = torch.rand(20, 3, 16, 16), torch.arange(20) % 10
+    for changes in ({"rand_augment": 9}, {"erasing": 0.5}):
+        changed, labels = images.Augment(small(channels=3, **changes), 10)(x, y)
+        assert changed.shape == x.shape and changed.isfinite().all() and torch.equal(labels, y)
+        assert not torch.equal(changed, images.normalise(x))
+    assert torch.equal(images.Augment(small(), 10)(x, y)[0], images.normalise(x))
+    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)
+    with pytest.raises(ConfigError, match="^[^\n]*kornia[^\n]*pip install[^\n]*$"):
+        images.Augment(small(mixup=0.5), 10)
+
+
+def test_bad_input_is_one_line(shelf, tmp_path):
+    out = tmp_path / "out"
+    given = lambda **changes: arguments(out, **{"dataset": shelf, "channels": 3, "batch_images": 4, **changes})
+    refuse(given(image_size=9), "image_size 9", "patch_size 2")
+    refuse(given(model="vis"), "vil, vim, vit")
+    refuse(given(dataset=tmp_path / "none"), "none/train", "train/CLASS")
+    refuse(given(batch_images=13), "batch_images 13", "12 training images")
+    refuse(given(vocab_size=5), "not for images")
+    (shelf / "val/dark").rename(shelf / "val/dim")
+    refuse(given(), "validation has no image of the class 'dark'")
+    shutil.copytree(shelf / "val/dim", shelf / "val/dark")
+    refuse(given(), "training has no image of the class 'dim'")
+    shutil.rmtree(shelf / "val/dim")
+    (shelf / "train/light/3.png").write_bytes((shelf / "train/light/3.png").read_bytes()[:50])
+    refuse(given(), "train/light/3.png", "cannot be read as an image")
+    for name in ("dark", "light"):
+        shutil.rmtree(shelf / "train" / name)
+    refuse(given(), "has no folders of classes")
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("vision") / "whole"
+    return out, succeed(arguments(out, ema=0.9, drop_path=0.3, checkpoint_interval=2), draw_loss=no_picture)
+
+
+def test_records_pictures_and_other_programs(whole, tmp_path):
+    out, said = whole
+    assert "agree to " in said.out and "state left out: LonghornTwoWays keeps none" in said.out
+    result, last = record(out), events(out, "eval")[12]
+    assert result["val_images"] == 450 and {"val_accuracy", "ema_accuracy", "val_loss"} <= result.keys() & last.keys()
+    assert list(events(out, "eval")) == [5, 10, 12] and (out / "wrong.png").stat().st_size > 5000
+    data = images.ImageData(config_of(), torch.device("cpu"))
+    assert [len(s.labels) for s in (data.train, data.val)] == [1347, 450] and data.steps_per_epoch == 21
+    vision = build_model(small(ema=0.9), "cpu")
+    tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
+    vision.load_state_dict(checkpoint.unflatten(tensors, meta["skeleton"])["model"])
+    metrics = Evaluate(small(), data)(vision)
+    assert (metrics["val_accuracy"], metrics["ema_accuracy"]) == (result["val_accuracy"], result["ema_accuracy"])
+    assert draw(tmp_path, data.val, data.classes, data.val.labels).exists()  # nothing wrong
+    for program, more in ((sample, []), (export, [f"--to={tmp_path}/x"])):
+        with pytest.raises(checkpoint.CheckpointError, match="^[^\n]*image classifier[^\n]*$"):
+            program.main([f"--out_dir={out}", *more])
+
+
+def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
+    out, parts = whole[0], tmp_path / "whole"
+    argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2)
+    process = launch(argv)
+    assert process.until((parts / "checkpoint.safetensors").exists, "checkpoint")
+    process.send(signal.SIGKILL)
+    assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
+    with mock.patch("tools.wrong_images.draw"):
+        succeed([*argv, "--resume=auto"])
+    assert log_lines(parts) == log_lines(out)
+    a, b = (checkpoint.load(folder / "checkpoint.safetensors")[0] for folder in (parts, out))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert any("_extra_state" in name and a[name].numel() > 1000 for name in a)
+
+
+def test_two_processes_train_as_one_does(tmp_path, launch):
+    same = {"batch_images": 63, "self_check": "off"}  # 32 and 31
+    process = launch(arguments(tmp_path / "two", **same), 2)
+    with mock.patch("tools.wrong_images.draw"):
+        succeed(arguments(tmp_path / "one", micro_batch_size=20, **same))
+    assert process.end() == [0, 0], process.said()
+    one, two = ([e["train_loss"] for e in events(tmp_path / name).values()] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=2e-4)
+    assert record(tmp_path / "one")["val_loss"] == pytest.approx(record(tmp_path / "two")["val_loss"], rel=1e-3)
+
+
+def test_sweep_and_its_report(tmp_path):
+    short = [f"--{k}={v}" for k, v in {**SMALL, "self_check": "off", "max_iters": 2}.items() if k != "n_layer"]
+    cells = sweep_of_images.cells_of("digits", (1, 2), short)
+    assert len({c.name for c in cells}) == len(cells) == 18
+    sweep_of_images.sweep.write_plan(tmp_path, cells)
+    with mock.patch("tools.wrong_images.draw"):
+        for c in (cells[9], cells[4]):
+            succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])
+    assert sweep_of_images.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith(("| ViL, separate, 4 layers |", "| ViT, 3 layers |"))]
+    accuracy = 100 * record(tmp_path / cells[9].name)["val_accuracy"]
+    assert len(rows) == 2 and f"| {accuracy:.1f} |" in rows[0] and "the paper's figures" in text and "76.4" in text
+    assert text.count(": not run") == 16 and (tmp_path / "report.png").exists()
+
+
+def test_the_committed_record_says_what_the_pages_say(tmp_path):
+    kept = Path(images.__file__).parents[1] / "results/vision_digits.json"
+    rows = {r["name"]: r for r in sweep_of_images.summarise(json.loads(kept.read_text()))}
+    full, control = rows["ViL, separate, 4 layers"], rows["ViL, forward, 4 layers"]
+    assert len(full["accuracies"]) >= 3 and full["mean"] >= 98 and full["mean"] - control["mean"] >= 5
+    assert sweep_of_images.write(kept, tmp_path / "again")["json"].read_text() == kept.read_text()
