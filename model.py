@@ -26,6 +26,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -36,16 +37,25 @@ from kernels.linear_attention import gated_linear_attention, retention
 from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
 from mixers import (
+    KDA,
+    STEPS,
     DeltaNet,
+    GatedDeltaNet,
+    Mamba2,
+    Mesa,
     RWKV4TimeMix,
+    SlidingWindow,
     append_to_cache,
+    apply_rotary,
     dense,
     head_norm,
     ramp,
+    rotary_angles,
     rwkv_mu,
     split_heads,
     to_residual,
     token_shift,
+    unscaled_as_released,
     xavier,
 )
 
@@ -53,7 +63,7 @@ from mixers import (
 @dataclass
 class ModelConfig:
     # --- model
-    model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv, rwkv4, deltanet or longhorn_exact
+    model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv or another key of FAMILIES in model.py
     pattern: str = ""  # families of the layers, repeated to n_layer, as longhorn*3,llama; empty: model in every layer
     n_layer: int = 12  # layers; those of the paper's families have two residual branches each
     n_head: int = 12  # heads (families with heads)
@@ -65,6 +75,10 @@ class ModelConfig:
     expand: int = 2  # width of the scan over n_embd
     dt_rank: int = 0  # rank of the step size's projection; 0: n_embd / 16 rounded up
     mlp_multiple: int = 256  # hidden widths of SwiGLU and of RWKV's channel mix are rounded up to a multiple of it
+    step: Literal["explicit", "implicit", "exact"] = "explicit"  # of the delta rule; see STEPS in mixers.py
+    normalize_keys: bool = True  # divide the keys of the delta rule by their length
+    window: int = 0  # tokens that swa sees; 0: half of block_size
+    as_released: bool = False  # RWKV, RetNet and GLA as in the code of the paper, and weight decay on all matrices
     backend: str = ""  # of the operators: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
     @property
@@ -198,12 +212,6 @@ class Mamba(ScanBlock):
         return {**super().init_table(config), "A_log": ("tensor", A_log), "dt_bias": ("step size", (1e-3, 0.1))}
 
 
-def apply_rotary(x, cos, sin):
-    """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) are rotated by position times frequency i."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # float32 until here, whatever x is
-
-
 class Attention(nn.Module):
     """Causal multi-head attention with rotary positions of base 10000 (LLaMA): softmax(q k^T / sqrt(n)) v."""
 
@@ -220,8 +228,7 @@ class Attention(nn.Module):
         B, T, d = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
         past = 0 if state is None else state[0].shape[2]
-        frequency = 10000.0 ** -(torch.arange(0, self.n, 2, device=x.device) / self.n)
-        angle = torch.arange(past, past + T, device=x.device)[:, None] * frequency  # (T, n/2), float32
+        angle = rotary_angles(past, past + T, self.n, x.device)  # (T, n/2), float32
         q, k = (apply_rotary(a, angle.cos(), angle.sin()) for a in (q, k))
         if state is not None:
             k, v = state = append_to_cache(state, k, v)
@@ -281,6 +288,8 @@ class GLA(nn.Module):
         q, k = split(W_qk x);  v = W_v x;  a = sigmoid(W_2 W_1 x + b)^(1/16)       q, k, a: d / 2 wide, v: d; W_1 to 16
         S = diag(a) S' + k^T v;  o = (q / sqrt(n)) S
         out = W_o (silu(W_g x + b_g) * RMSNorm_head(o))
+
+    As released: k / sqrt(n) too, and LayerNorm per head, without parameters.
     """
 
     operator = "gated_linear_attention"
@@ -289,6 +298,7 @@ class GLA(nn.Module):
         super().__init__()
         d, self.H, self.backend = config.n_embd, config.n_head, config.backend
         self.n = split_heads(config, multiple=2) // 2  # keys are half as wide as values
+        self.as_released = config.as_released
         self.qk = nn.Linear(d, d, bias=False)
         self.v = nn.Linear(d, d, bias=False)
         self.forget1 = nn.Linear(d, 16, bias=False)
@@ -300,9 +310,11 @@ class GLA(nn.Module):
         heads = lambda a: a.unflatten(-1, (self.H, -1))
         q, k = self.qk(x).chunk(2, -1)  # (B, T, d/2) each
         log_a = F.logsigmoid(self.forget2(self.forget1(x))) / 16  # (B, T, d/2)
+        k = k * self.n**-0.5 if self.as_released else k
         o, S = gated_linear_attention(heads(q * self.n**-0.5), heads(k), heads(self.v(x)), heads(log_a), state,
                                       backend=self.backend)  # (B, T, H, 2 n), (B, H, n, 2 n)
-        y = self.out_proj(F.silu(self.gate(x)) * head_norm(o, backend=self.backend).flatten(2))
+        o = F.layer_norm(o, o.shape[-1:]) if self.as_released else head_norm(o, backend=self.backend)
+        y = self.out_proj(F.silu(self.gate(x)) * o.flatten(2))
         return y, None if state is None else S
 
     def initial_state(self, batch_size, device):
@@ -313,13 +325,20 @@ class GLA(nn.Module):
         return {"qk.weight": xavier(d // 2, d, 2**-2.5), "v.weight": ("normal", 0.02),
                 "forget1.weight": xavier(16, d, 2**-2.5), "forget2.weight": xavier(d // 2, 16, 2**-2.5),
                 "forget2.bias": ("constant", 0.0), "gate.weight": ("normal", 0.02), "gate.bias": ("constant", 0.0),
-                "out_proj.weight": to_residual(config)}
+                "out_proj.weight": unscaled_as_released(config)}
 
     def projections(self):
         return {"qk.weight": [self.H * self.n] * 2}
 
     def mixing_flops(self, T):
         return 5 * self.H * self.n * 2 * self.n  # of the recurrence, per state: a S (1), k^T v added (2), q S (2)
+
+
+class GLAMLP(SwiGLU):
+    """SwiGLU; as released, its last map starts as large as the others."""
+
+    def init_table(self, config):
+        return {**super().init_table(config), "w2.weight": unscaled_as_released(config)}
 
 
 class Retention(nn.Module):
@@ -331,7 +350,8 @@ class Retention(nn.Module):
         out = W_o (silu(g) * RMSNorm_head(o))
 
     The published code also divides o by sums of absolute weights before the norm. The norm cancels that only where its
-    eps is negligible beside mean(o^2): at 1e-5 the first token differs by 24%. Left out here.
+    eps is negligible beside mean(o^2): at 1e-5 the first token differs by 24%. Left out here. As released: an eps of
+    1e-6 in all norms, every weight N(0, 0.02).
     """
 
     operator = "retention"
@@ -340,6 +360,7 @@ class Retention(nn.Module):
         super().__init__()
         d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
         self.n_v, self.backend = retnet_width(config) // self.H, config.backend
+        self.norm_eps = retnet_eps(config)
         self.qk = nn.Linear(d, 2 * d, bias=False)
         self.vg = nn.Linear(d, 2 * self.H * self.n_v, bias=False)
         self.out_proj = nn.Linear(self.H * self.n_v, d, bias=False)
@@ -361,7 +382,7 @@ class Retention(nn.Module):
         log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
         v = v.unflatten(-1, (self.H, -1))  # (B, T, H, n_v)
         o, S = retention(q, k * self.n**-0.5, v, log_decay, state=state, backend=self.backend)
-        y = self.out_proj(F.silu(g) * head_norm(o, backend=self.backend).flatten(2))  # o (B, T, H, n_v)
+        y = self.out_proj(F.silu(g) * head_norm(o, eps=self.norm_eps, backend=self.backend).flatten(2))
         if state is None:
             return y, None
         # only differences of angles matter: rotate the keys in the state back by T, and the next token is at 0 again
@@ -373,6 +394,8 @@ class Retention(nn.Module):
 
     def init_table(self, config):
         d, wide = config.n_embd, self.H * self.n_v
+        if config.as_released:
+            return dict.fromkeys(("qk.weight", "vg.weight", "out_proj.weight"), ("normal", 0.02))
         return {"qk.weight": xavier(d, d, 2**-2.5), "vg.weight": xavier(wide, d, 2**-2.5),
                 "out_proj.weight": xavier(d, wide, 0.5)}
 
@@ -387,7 +410,11 @@ def retnet_width(config):
     return int(1.8 * config.n_embd) // config.n_head * config.n_head
 
 
-class RetNetGLU(SwiGLU):
+def retnet_eps(config):
+    return 1e-6 if config.as_released else 1e-5
+
+
+class RetNetGLU(GLAMLP):
     """W_2 (gelu(W_1 x) * W_3 x), as wide as the values of the retention beside it: Table 1's RetNet."""
 
     activation = staticmethod(F.gelu)
@@ -403,6 +430,8 @@ class RWKVTimeMix(nn.Module):
         r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)) per head
         o = r (S' + u k^T v);  S = w S' + k^T v
         out = W_o (GroupNorm_head(o) * g)
+
+    As released, the model adds a learned position to the embedding; the state of the first layer then counts tokens.
     """
 
     operator = "retention"
@@ -410,6 +439,7 @@ class RWKVTimeMix(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         d, self.H, self.layer = config.n_embd, config.n_head, layer
+        self.counts = config.as_released and layer == 0
         self.n, self.backend = split_heads(config), config.backend
         self.mu = nn.Parameter(torch.empty(4, d))  # of r, k, v, g
         self.decay = nn.Parameter(torch.empty(self.H))
@@ -423,7 +453,7 @@ class RWKVTimeMix(nn.Module):
         self.output = nn.Linear(d, d, bias=False)
 
     def forward(self, x, state=None):
-        last, S = (None, None) if state is None else state
+        last, S, *seen = (None, None) if state is None else state
         change = token_shift(x, last) - x  # (B, T, d)
         r, k, v, g = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
         heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
@@ -432,11 +462,12 @@ class RWKVTimeMix(nn.Module):
         o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm whose groups are the heads of one token
         o = torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype))
         y = self.output(o * F.silu(self.gate(g)))
-        return y, None if state is None else (x[:, -1].clone(), S)
+        return y, None if state is None else (x[:, -1].clone(), S, *(n + x.shape[1] for n in seen))
 
     def initial_state(self, batch_size, device):
         return (torch.zeros(batch_size, self.H * self.n, device=device),
-                torch.zeros(batch_size, self.H, self.n, self.n, device=device))
+                torch.zeros(batch_size, self.H, self.n, self.n, device=device),
+                *([torch.zeros(batch_size, dtype=torch.int64, device=device)] if self.counts else []))
 
     def init_table(self, config):
         a, mu = rwkv_mu(config, self.layer)
@@ -479,7 +510,7 @@ class RWKVChannelMix(nn.Module):
     def init_table(self, config):
         _, mu = rwkv_mu(config, self.layer)
         return {"mu": ("tensor", torch.stack([mu["k"], mu["k"]])), "receptance.weight": ("normal", 0.02),
-                "key.weight": ("normal", 0.02), "value.weight": to_residual(config)}
+                "key.weight": ("normal", 0.02), "value.weight": unscaled_as_released(config)}
 
 
 class RWKV4ChannelMix(RWKVChannelMix):
@@ -492,12 +523,17 @@ FAMILIES = {
     "longhorn": [Longhorn, Longhorn],
     "mamba": [Mamba, Mamba],
     "llama": [Attention, SwiGLU],
-    "gla": [GLA, SwiGLU],
+    "gla": [GLA, GLAMLP],
     "retnet": [Retention, RetNetGLU],
     "rwkv": [RWKVTimeMix, RWKVChannelMix],
     # beside Table 1
     "rwkv4": [RWKV4TimeMix, RWKV4ChannelMix],
     "deltanet": [DeltaNet, SwiGLU],
+    "gated_deltanet": [GatedDeltaNet, SwiGLU],
+    "kda": [KDA, SwiGLU],
+    "mesa": [Mesa, SwiGLU],
+    "mamba2": [Mamba2, Mamba2],
+    "swa": [SlidingWindow, SwiGLU],
     "longhorn_exact": [LonghornExact, LonghornExact],
 }
 
@@ -505,20 +541,21 @@ FAMILIES = {
 # ------------------------------------------------------------------------------------------------------------ skeleton
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-5) * weight."""
+    """x / sqrt(mean(x^2) + eps) * weight."""
 
-    def __init__(self, config):
+    def __init__(self, config, eps=1e-5):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_embd))
-        self.backend = config.backend
+        self.eps, self.backend = eps, config.backend
 
     def forward(self, x):
-        return rms_norm(x, self.weight, 1e-5, backend=self.backend)
+        return rms_norm(x, self.weight, self.eps, backend=self.backend)
 
 
 # Of all others: RMSNorm. RWKV-4's norms have a bias in its published weights and in transformers, its reference here.
 NORMS = {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False),
-         "rwkv4": lambda config: nn.LayerNorm(config.n_embd)}
+         "rwkv4": lambda config: nn.LayerNorm(config.n_embd),
+         "retnet": lambda config: RMSNorm(config, retnet_eps(config))}
 NORM_OF_EMBEDDING = {"rwkv4"}  # families that norm what enters the first layer
 
 
@@ -608,6 +645,10 @@ class LM(nn.Module):
                 raise ValueError(f"{name} {getattr(config, name)} must be at least 1, and at most {most}")
         if config.dt_rank < 0:
             raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
+        if config.window < 0:
+            raise ValueError(f"window {config.window} must be at least 1, or 0 for half of block_size")
+        if config.step not in STEPS:
+            raise ValueError(f"unknown step {config.step!r}: choose one of {', '.join(STEPS)}")
         if config.backend not in BACKENDS:
             raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
         self.config = config
@@ -617,6 +658,9 @@ class LM(nn.Module):
         norm = lambda family: NORMS.get(family, RMSNorm)(config)
         self.embed_norm = norm(families[0]) if families[0] in NORM_OF_EMBEDDING else nn.Identity()
         self.norm = norm(families[-1])
+        self.positions = None
+        if config.as_released and families[0] == "rwkv":
+            self.positions = nn.Embedding(config.block_size, config.n_embd)
         self.init_weights()
 
     def build_layers(self, config):
@@ -647,6 +691,8 @@ class LM(nn.Module):
             raise ValueError(f"state is not one of {len(self.layers)} layers for a batch of {len(idx)}: start from "
                              f"initial_state({len(idx)}), or from what the call before returned")
         h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
+        if self.positions is not None:
+            h = h + self.position_embedding(idx.shape[1], state)
         for layer, s in zip(self.layers, state if keep else [None] * len(self.layers), strict=True):
             h, s = layer(h, s)
             after.append(s)
@@ -661,6 +707,14 @@ class LM(nn.Module):
                 loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1)
         logits = None if loss_only else logits
         return (logits, loss, after) if keep else (logits, loss)
+
+    def position_embedding(self, T, state):
+        """(1, T, n_embd), of the T tokens after those that the state has read. Raises ValueError beyond block_size."""
+        past = 0 if state is None else int(state[0][0][-1][0])
+        if past + T > len(self.positions.weight):
+            raise ValueError(f"RWKV as released has positions up to block_size {len(self.positions.weight)}, not "
+                             f"{past + T}: leave as_released out")
+        return self.positions.weight[None, past:past + T]
 
     def toy(self, backend):
         """A small model of the same code, for self_check.py: every family of this one once, in one layer."""
@@ -711,9 +765,12 @@ class LM(nn.Module):
         """Parameter name -> (kind, scale) of all that have an entry; the others keep what their constructor drew.
 
         'normal' standard deviation, 'uniform' bound, 'constant' value, 'tensor' values; 'step size' (low, high): the
-        inverse softplus of a log-uniform number between them, so that softplus gives it back (Mamba's dt_bias).
+        inverse softplus of a log-uniform number between them, so that softplus gives it back (Mamba's dt_bias); 'log'
+        (low, high): the logarithm of a uniform number between them.
         """
         table = {"embed.weight": ("normal", 0.02)}
+        if self.positions is not None:
+            table["positions.weight"] = "normal", 0.02
         for name, _ in self.named_parameters():
             if name.split(".")[-2:-1] in (["norm"], ["embed_norm"]):
                 table[name] = ("constant", 1.0 if name.endswith("weight") else 0.0)
@@ -741,11 +798,16 @@ class LM(nn.Module):
             elif kind == "step size":
                 step = p.uniform_(*map(math.log, scale)).exp().clamp(min=1e-4)
                 p.copy_(step + torch.log(-torch.expm1(-step)))
+            elif kind == "log":
+                p.uniform_(*scale).clamp_(min=1e-4).log_()
             elif kind == "constant":
                 p.fill_(scale)
 
     def decayed(self):
-        """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding."""
+        """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding; as
+        released, all of two or more dimensions."""
+        if self.config.as_released:
+            return [name for name, p in self.named_parameters() if p.dim() >= 2]
         return [f"{name}.weight" for name, m in self.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
 
     def computed_by(self):
@@ -773,7 +835,8 @@ class LM(nn.Module):
     def parameter_count(self):
         """Parameters by part: embedding (tied with the head), mixers by class, norms, and their total."""
         count = lambda module: sum(p.numel() for p in module.parameters())
-        parts = {"embedding": self.embed.weight.numel(), "norms": count(self.norm) + count(self.embed_norm)}
+        parts = {"embedding": self.embed.weight.numel(), "norms": count(self.norm) + count(self.embed_norm),
+                 **({} if self.positions is None else {"positions": self.positions.weight.numel()})}
         for _, branch in self.branches():
             name = type(branch.mixer).__name__
             parts[name] = parts.get(name, 0) + count(branch.mixer)

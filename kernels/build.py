@@ -48,6 +48,9 @@ BODIES = {  # operator: (where its fast body is written, where its plain PyTorch
     "gated_linear_attention": (LA + "_gla", LA + "gated_linear_attention_ref"),
     "retention": (LA + "_retention", LA + "retention_ref"),
     "delta_rule": (LA + "_delta_rule", LA + "delta_rule_ref"),
+    "gated_delta_rule": (LA + "_delta_rule", LA + "delta_rule_ref"),
+    "kda": (LA + "_delta_rule", LA + "delta_rule_ref"),
+    "mesa": (LA + "_mesa", LA + "mesa_ref"),
     "wkv4": (LA + "_wkv4", LA + "wkv4_ref"),
 }
 NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others are PyTorch on every device

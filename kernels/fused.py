@@ -20,10 +20,14 @@ LIBRARIES = {  # operator: (package, module, function, dtypes)
     "gated_linear_attention": ("flash-linear-attention", "fla.ops.gla", "chunk_gla", ALL),
     "retention": ("flash-linear-attention", "fla.ops.simple_gla", "chunk_simple_gla", ALL),
     "delta_rule": ("flash-linear-attention", "fla.ops.delta_rule", "chunk_delta_rule", HALF),
+    "gated_delta_rule": ("flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", HALF),
+    "kda": ("flash-linear-attention", "fla.ops.kda", "chunk_kda", HALF),
+    "mesa": ("flash-linear-attention", "fla.ops.mesa_net", "chunk_mesa_net", HALF),
 }
 
 
-BY_DEFAULT = ("gated_linear_attention", "retention", "delta_rule")  # on a GPU, without backend="fused" too
+# on a GPU, without backend="fused" too
+BY_DEFAULT = tuple(op for op, (package, *_) in LIBRARIES.items() if package == "flash-linear-attention")
 
 
 @functools.cache

@@ -2,22 +2,29 @@
 
     gated_linear_attention   S_t = diag(e^{g_t}) S_{t-1} + k_t^T v_t             o_t = q_t S_t               GLA
     retention                S_t = w S_{t-1} + k_t^T v_t                         o_t = q_t S_t               RetNet
+                             the same with a w_t for every token                                             Mamba-2
                              with a bonus:                         o_t = q_t (S_{t-1} + u k_t^T v_t)         RWKV 5.1
     delta_rule               S_t = (I - b_t k_t^T k_t) S_{t-1} + b_t k_t^T v_t   o_t = q_t S_t               DeltaNet
+    gated_delta_rule         the same of w_t S_{t-1} in place of S_{t-1}                               gated DeltaNet
+    kda                      the same of diag(e^{g_t}) S_{t-1}                                      Kimi Linear's KDA
+    mesa                     H_t = w_t H_{t-1} + b_t k_t^T k_t,  U_t = w_t U_{t-1} + b_t k_t^T v_t            MesaNet
+                             o_t = q_t (H_t + diag(L))^-1 U_t
     wkv4                     o_t = (num_{t-1} + e^{u + k_t} v_t) / (den_{t-1} + e^{u + k_t})                 RWKV-4
                              num_t = e^{-w} num_{t-1} + e^{k_t} v_t,  den_t = e^{-w} den_{t-1} + e^{k_t}
 
 No chunk ever divides by a decay: the textbook form (q e^b)(k e^-b)^T overflows as soon as a gate closes. Here GLA
 splits a chunk in halves, again and again, and the later half sees the earlier one through the boundary between them:
-both sides carry products of factors <= 1, and the strongest decay is a clean zero.
+both sides carry products of factors <= 1, and the strongest decay is a clean zero. One decay per head is added up
+between every two tokens of a chunk, for the same reason: a difference of two running sums would cancel.
 
     name        paper       shape         meaning
     q, k        q_t, k_t    (B, T, H, K)  query and key, not scaled here
     v           v_t         (B, T, H, V)  value
-    log_decay   log alpha   (B, T, H, K) in GLA, (H,) in retention; <= 0
+    log_decay   log alpha   (B, T, H, K) in GLA and KDA, (B, T, H) in the others, (H,) in RetNet; <= 0
     bonus       u           (H,), in wkv4 (D,)
     beta        beta_t      (B, T, H)     step size of the delta rule
-    state       S           (B, H, K, V)  float32; wkv4's is (num, den, max), (B, D) each
+    ridge       L           (H, K)        what Mesa adds to the diagonal of H, > 0
+    state       S           (B, H, K, V)  float32; wkv4's is (num, den, max), (B, D) each; Mesa's is (H, U)
 
 On a GPU flash-linear-attention's kernels run where they are installed (`build.choose`).
 
@@ -34,6 +41,7 @@ from kernels import build, fused, ops
 
 CHUNK = 64  # steps: of 16, 32, 64, 128 the fastest for retention and the delta rule at widths 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 cost a tenth more
+CG_STEPS = 30  # of the conjugate gradients of Mesa, at most: the paper's
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
 
 
@@ -62,7 +70,7 @@ def in_full_precision(f):
 # -------------------------------------------------------------------------------------------------- the loops over time
 
 def _start(q, v, state):
-    return v.new_zeros(q.shape[0], *q.shape[2:], v.shape[3]) if state is None else state  # (B, H, K, V)
+    return v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if state is None else state  # (B, H, K, V)
 
 
 @in_full_precision
@@ -78,24 +86,44 @@ def gated_linear_attention_ref(q, k, v, log_decay, state=None):
 @in_full_precision
 def retention_ref(q, k, v, log_decay, bonus=None, state=None):
     """`retention` as a loop over time."""
-    S, w, os = _start(q, v, state), log_decay.exp()[:, None, None], []
-    for q_t, k_t, v_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
+    S, os = _start(q, v, state), []
+    w = log_decay.exp()[..., None, None].expand(*v.shape[:3], 1, 1)  # (B, T, H, 1, 1)
+    for q_t, k_t, v_t, w_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), w.unbind(1), strict=True):
         kv = k_t[..., :, None] * v_t[..., None, :]  # (B, H, K, V)
-        S, before = w * S + kv, S
+        S, before = w_t * S + kv, S
         seen = S if bonus is None else before + bonus[:, None, None] * kv
         os.append((q_t[..., None] * seen).sum(-2))  # (B, H, V)
     return torch.stack(os, 1), S
 
 
 @in_full_precision
-def delta_rule_ref(q, k, v, beta, state=None):
-    """`delta_rule` as a loop over time."""
+def delta_rule_ref(q, k, v, beta, log_decay=None, state=None):
+    """`delta_rule`, and with decays `gated_delta_rule` and `kda`, as a loop over time."""
     S, os = _start(q, v, state), []
-    for q_t, k_t, v_t, b_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), beta.unbind(1), strict=True):
+    decay = torch.ones_like(beta) if log_decay is None else log_decay.exp()
+    decay = decay[..., None] if decay.dim() == 4 else decay[..., None, None]  # (B, T, H, K or 1, 1)
+    for q_t, k_t, v_t, b_t, w_t in zip(*(a.unbind(1) for a in (q, k, v, beta, decay)), strict=True):
+        S = w_t * S
         error = v_t - (k_t[..., None] * S).sum(-2)  # (B, H, V), what the state does not yet return for k
         S = S + (b_t[..., None] * k_t)[..., :, None] * error[..., None, :]  # (B, H, K, V)
         os.append((q_t[..., None] * S).sum(-2))  # (B, H, V)
     return torch.stack(os, 1), S
+
+
+@in_full_precision
+def mesa_ref(q, k, v, beta, log_decay, ridge, state=None):
+    """`mesa` as a loop over time, with a direct solve per token."""
+    (H, U), os, w = _start_mesa(q, v, state), [], log_decay.exp()[..., None, None]
+    for q_t, k_t, v_t, b_t, w_t in zip(*(a.unbind(1) for a in (q, k, v, beta, w)), strict=True):
+        weighted = (b_t[..., None] * k_t)[..., None]  # (B, H, K, 1)
+        H, U = w_t * H + weighted * k_t[..., None, :], w_t * U + weighted * v_t[..., None, :]
+        x = torch.linalg.solve(H + torch.diag_embed(ridge), q_t)  # (B, H, K)
+        os.append((x[..., None] * U).sum(-2))  # (B, H, V)
+    return torch.stack(os, 1), (H, U)
+
+
+def _start_mesa(q, v, state):
+    return (_start(q, q, None), _start(q, v, None)) if state is None else state  # (B, H, K, K), (B, H, K, V)
 
 
 @in_full_precision
@@ -148,12 +176,20 @@ def retention(q, k, v, log_decay, bonus=None, state=None, backend=None):
     S_t = w S_{t-1} + k_t^T v_t; o_t = q_t S_t, or with a bonus u o_t = q_t (S_{t-1} + u k_t^T v_t).
 
     Args:
-        log_decay: (H,), log w <= 0 of each head, constant in time and differentiable; -1e-3 and -148 are both fine.
-        bonus: (H,) or None.
+        log_decay: log w <= 0, differentiable; -1e-3 and -148 are both fine. (H,) of each head, constant in time; or
+            (B, T, H), also of each token, as in Mamba-2 (arXiv 2405.21060), where all heads may share one q and k,
+            (B, T, 1, K).
+        bonus: (H,) or None; with a constant decay only.
         q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
-    _check("retention", q, k, v, state, log_decay=(log_decay, (q.shape[2],)), bonus=(bonus, (q.shape[2],)))
+    by_token = torch.is_tensor(log_decay) and log_decay.dim() == 3 and bonus is None
+    heads = tuple(v.shape[2:3])
+    sizes = tuple(q.shape[:2]) + heads if by_token else heads
+    _check("retention", q, k, v, state, by_token, log_decay=(log_decay, sizes), bonus=(bonus, heads))
     library = lambda: _fused_retention(q, k, v, log_decay, bonus, state)
+    if by_token:
+        loop = lambda q, k, v, g, state: retention_ref(q, k, v, g, state=state)
+        return _run("retention", backend, loop, _gated_retention, (q, k, v, log_decay), (), state, library)
     return _run("retention", backend, retention_ref, _retention, (q, k, v), (log_decay, bonus), state, library)
 
 
@@ -165,11 +201,61 @@ def delta_rule(q, k, v, beta, state=None, backend=None):
         beta: (B, T, H). With beta |k|^2 in [0, 2] no step lengthens the state; beyond, it grows as the equation says.
         q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
-    _check("delta_rule", q, k, v, state, beta=(beta, tuple(q.shape[:3])))
-    library = lambda: _call_fused("delta_rule", q, k, v, state, beta=beta)
-    wide = f"flash-linear-attention's delta rule takes keys up to a width of 256, not {k.shape[3]}"
-    return _run("delta_rule", backend, delta_rule_ref, _delta_rule, (q, k, v, beta), (), state, library,
+    return _any_delta_rule("delta_rule", q, k, v, beta, None, state, backend)
+
+
+def gated_delta_rule(q, k, v, beta, log_decay, state=None, backend=None):
+    """The delta rule of a state that decays first (gated DeltaNet, arXiv 2412.06464), with a decay per head and token:
+    S_t = (I - beta_t k_t^T k_t) exp(log_decay_t) S_{t-1} + beta_t k_t^T v_t, o_t = q_t S_t.
+
+    Args:
+        log_decay: (B, T, H), <= 0, however strong.
+        the others, result and errors: as for `delta_rule`.
+    """
+    return _any_delta_rule("gated_delta_rule", q, k, v, beta, log_decay, state, backend)
+
+
+def kda(q, k, v, beta, log_decay, state=None, backend=None):
+    """`gated_delta_rule` with a decay per channel of the keys (Kimi Linear, arXiv 2510.26692): log_decay (B, T, H, K).
+    """
+    return _any_delta_rule("kda", q, k, v, beta, log_decay, state, backend)
+
+
+def _any_delta_rule(op, q, k, v, beta, log_decay, state, backend):
+    wanted = {"beta": (beta, tuple(q.shape[:3]))}
+    if op != "delta_rule":
+        wanted["log_decay"] = (log_decay, tuple(q.shape if op == "kda" else q.shape[:3]))
+    _check(op, q, k, v, state, **wanted)
+    rest = {} if log_decay is None else {"g": log_decay.float()}
+    library = lambda: _call_fused(op, q, k, v, state, beta=beta, **rest)
+    wide = f"flash-linear-attention's {op} takes keys up to a width of 256, not {k.shape[3]}"
+    return _run(op, backend, delta_rule_ref, _delta_rule, (q, k, v, beta, log_decay), (), state, library,
                 wide if k.shape[3] > 256 else None)
+
+
+def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
+    """Mesa (arXiv 2506.05233), ridge regression of all values so far on their keys, older ones weighing less:
+    H_t = w_t H_{t-1} + beta_t k_t^T k_t, U_t = w_t U_{t-1} + beta_t k_t^T v_t, o_t = q_t (H_t + diag(ridge))^-1 U_t.
+
+    The chunks solve by at most CG_STEPS conjugate gradient steps, which end where only rounding is left; the gradient
+    is that of the solution and takes the same steps once more. The loop solves directly. About 30 steps are enough
+    while the eigenvalues of H + diag(ridge) are within a factor of about 100, but for a few.
+
+    Args:
+        beta: (B, T, H) >= 0; log_decay: (B, T, H) <= 0; ridge: (H, K) > 0, of each channel of the keys.
+        state: (H, U) before the first step, (B, H, K, K), symmetric, and (B, H, K, V); None for zeros.
+        q, k, v, backend and errors: as for `gated_linear_attention`; keys of length 1 keep H within bounds.
+
+    Returns: o (B, T, H, V) in v's dtype, and the state (H, U) after the last step, float32 (float64 for float64).
+    """
+    sizes, K = tuple(q.shape[:3]), q.shape[3:]
+    if state is not None and len(state) != 2:
+        raise ValueError(f"mesa: state must be (H, U), got {len(state)} entries")
+    H, U = state or (None, None)
+    _check("mesa", q, k, v, U, beta=(beta, sizes), log_decay=(log_decay, sizes), ridge=(ridge, (*q.shape[2:3], *K)),
+           **({} if H is None else {"state's H": (H, (q.shape[0], q.shape[2], *K, *K))}))
+    library = lambda: _fused_mesa(q, k, v, beta, log_decay, ridge, state)
+    return _run("mesa", backend, mesa_ref, _mesa, (q, k, v, beta, log_decay), (ridge,), state, library)
 
 
 def wkv4(k, v, decay, bonus, state=None, backend=None):
@@ -223,56 +309,116 @@ def _fits(op, name, first, wanted):
     ops.check_shapes(op, f"{name} {tuple(first.shape)}", first.device, wanted, optional=("state", "bonus"))
 
 
-def _check(op, q, k, v, state, **wanted):
-    B, T, H, K = _sizes(op, q, "q", "(B, T, H, K)", 4)
-    V = _sizes(op, v, "v", "(B, T, H, V)", 4)[3]
-    wanted |= {"k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "state": (state, (B, H, K, V))}
+def _check(op, q, k, v, state, may_share=False, **wanted):
+    B, T, G, K = _sizes(op, q, "q", "(B, T, H, K)", 4)
+    H, V = _sizes(op, v, "v", "(B, T, H, V)", 4)[2:]
+    H = H if may_share and G == 1 else G
+    wanted |= {"k": (k, (B, T, G, K)), "v": (v, (B, T, H, V)), "state": (state, (B, H, K, V))}
     _fits(op, "q", q, wanted)
 
 
 # -------------------------------------------------------------------------------------------- chunks, in plain PyTorch
+
+def _chunked(a, C):
+    """(B, n, H, C, K) chunks of a (B, T, H, K), padded with zeros: k = v = 0 and a decay of 1 change nothing."""
+    return F.pad(a, (0, 0, 0, 0, 0, -a.shape[1] % C)).unflatten(1, (-1, C)).transpose(2, 3).contiguous()
+
+
+def _halves(queries, k, g):
+    """What a decay per channel makes of chunks (B, n, H, C, K), C a power of two: ([A], [Q], Key, decay).
+
+    For each of the queries A (B, n, H, C, C) is its attention to the keys of the chunk and Q the query times the decays
+    from the chunk's first step to its own; Key is the key times those after its own, decay (B, n, H, 1, K) all.
+    """
+    # the same of blocks of m steps, doubled until one is the chunk
+    C, m = k.shape[3], 1
+    decay = g.exp()  # (B, n, H, C/m, K)
+    Qs, Key = [(q * decay)[..., None, :] for q in queries], k[..., None, :]  # (B, n, H, C/m, m, K)
+    As = [(q * k).sum(-1)[..., None, None] for q in queries]  # (B, n, H, C/m, m, m)
+    while m < C:
+        (K1, K2), (decay1, decay2) = (a.unflatten(3, (-1, 2)).unbind(4) for a in (Key, decay))
+        for i, (Q, A) in enumerate(zip(Qs, As, strict=True)):
+            (Q1, Q2), (A1, A2) = (a.unflatten(3, (-1, 2)).unbind(4) for a in (Q, A))
+            across = (Q2 * K1).sum(-1, keepdim=True) if m == 1 else Q2 @ K1.mT  # the decays between are in both
+            As[i] = torch.cat([F.pad(A1, (0, m)), torch.cat([across, A2], -1)], -2)
+            Qs[i] = torch.cat([Q1, Q2 * decay1[..., None, :]], -2)
+        Key = torch.cat([K1 * decay2[..., None, :], K2], -2)
+        decay, m = decay1 * decay2, 2 * m
+    return [A.squeeze(3) for A in As], [Q.squeeze(3) for Q in Qs], Key.squeeze(3), decay
+
 
 @in_full_precision
 def _gla(q, k, v, log_decay, state):
     """All chunks at once, since the halving makes many small products. Its levels are kept for the backward: 4 times
     the inputs, as much as retention keeps, and linear in T."""
     T, C = q.shape[1], min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length())
-    S = _start(q, v, state)
-    pad = (0, 0, 0, 0, 0, -T % C)  # k = v = 0 and a decay of 1 change nothing
-    in_chunks = lambda a: F.pad(a, pad).unflatten(1, (-1, C)).transpose(2, 3).contiguous()  # (B, n, H, C, K)
-    q, k, v, g = map(in_chunks, (q, k, v, log_decay))
-
-    # Blocks of m steps, doubled until one is the chunk. In a block `all_` is the product of its decays, Q the query
-    # times those from the block's first step to its own, Key the key times those after its own, A the attention.
-    all_ = g.exp()  # (B, n, H, C/m, K)
-    Q, Key = (q * all_)[..., None, :], k[..., None, :]  # (B, n, H, C/m, m, K)
-    A, m = (q * k).sum(-1)[..., None, None], 1  # (B, n, H, C/m, m, m)
-    while m < C:
-        (Q1, Q2), (K1, K2), (all1, all2), (A1, A2) = (a.unflatten(3, (-1, 2)).unbind(4) for a in (Q, Key, all_, A))
-        across = (Q2 * K1).sum(-1, keepdim=True) if m == 1 else Q2 @ K1.mT  # the decays from key to query are in both
-        A = torch.cat([F.pad(A1, (0, m)), torch.cat([across, A2], -1)], -2)
-        Q = torch.cat([Q1, Q2 * all1[..., None, :]], -2)
-        Key = torch.cat([K1 * all2[..., None, :], K2], -2)
-        all_, m = all1 * all2, 2 * m
-    A, Q, Key = (a.squeeze(3) for a in (A, Q, Key))  # (B, n, H, C, C), (B, n, H, C, K) twice
-
-    starts = []
-    for decay, new in zip(all_.mT.unbind(1), (Key.mT @ v).unbind(1), strict=True):
+    S, starts = _start(q, v, state), []
+    q, k, v, g = (_chunked(a, C) for a in (q, k, v, log_decay))
+    (A,), (Q,), Key, decays = _halves([q], k, g)
+    for decay, new in zip(decays.mT.unbind(1), (Key.mT @ v).unbind(1), strict=True):
         starts.append(S)
         S = decay * S + new  # (B, H, K, V)
     o = A @ v + Q @ torch.stack(starts, 1)  # (B, n, H, C, V)
     return o.transpose(2, 3).flatten(1, 2)[:, :T], S
 
 
-def _chunks(*tensors):
+def _chunks(*tensors, size=None):
     """Tuples of (B H, C, .) chunks of (B, T, H, .) tensors: one at a time they stay in the cache."""
-    return zip(*([c.transpose(1, 2).reshape(-1, c.shape[1], c.shape[3]) for c in a.split(CHUNK, 1)] for a in tensors),
-               strict=True)
+    chunks = lambda a: (c.transpose(1, 2).reshape(-1, c.shape[1], c.shape[3]) for c in a.split(size or CHUNK, 1))
+    return zip(*map(chunks, tensors), strict=True)
 
 
 def _join(os, S, B):
     """o (B, T, H, V) and S (B, H, K, V) of chunks (B H, C, V) and S (B H, K, V)."""
     return torch.cat([o.unflatten(0, (B, -1)).transpose(1, 2) for o in os], 1), S.unflatten(0, (B, -1))
+
+
+def _decays(g):
+    """Of log decays (B H, C, 1), one per step of a chunk: the decay from its start to each step (B H, C, 1), that
+    between steps (B H, C, C), of row after column and 0 where the row is earlier, and that after each step (B H, C, 1).
+    """
+    between = _Between.apply(g)
+    return g.cumsum(1).exp(), between, between[:, -1, :, None]
+
+
+class _Between(torch.autograd.Function):
+    """exp of the sums of g (B H, C, 1) over the steps after column s up to row t. In the backward each g_r is given
+    what all rows from r on got less what all columns from r on got: two sums, where autograd would go over C x C nine
+    times."""
+
+    @staticmethod
+    def forward(ctx, g):
+        C = g.shape[1]
+        steps = torch.ones(C, C, dtype=torch.bool, device=g.device)
+        sums = torch.where(steps.tril(-1), g, 0.0)  # (B H, C, C), row r has g_r left of the diagonal
+        between = sums.cumsum_(1).masked_fill_(~steps.tril(), -torch.inf).exp_()
+        ctx.save_for_backward(between)
+        return between
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d):
+        d = d * ctx.saved_tensors[0]
+        return (d.sum(2) - d.sum(1)).flip(1).cumsum(1).flip(1)[..., None]
+
+
+@in_full_precision
+def _gated_retention(q, k, v, log_decay, state):
+    """With q and k of G heads, each for M of the values: their products are taken once, decays go to the values."""
+    (B, _, H, V), G = v.shape, q.shape[2]
+    M, os = H // G, []
+    S = _start(q, v, state).unflatten(1, (G, M)).transpose(2, 3).reshape(B * G, -1, M * V)
+    for q_c, k_c, v_c, g_c in _chunks(q, k, v.unflatten(2, (G, M)).flatten(3), log_decay.unflatten(2, (G, M))):
+        v_c = v_c.unflatten(2, (M, V))  # (B G, n, M, V)
+        before, between, after = (a.unflatten(0, (-1, M)) for a in _decays(g_c.mT.flatten(0, 1)[..., None]))
+        before, after = before.transpose(1, 2), after.transpose(1, 2)  # (B G, n, M, 1)
+        own = ((q_c @ k_c.mT)[:, None] * between) @ v_c.transpose(1, 2)  # (B G, M, n, V)
+        os.append((own.transpose(1, 2) + before * (q_c @ S).unflatten(2, (M, V))).flatten(2))
+        decay = before[:, -1:].expand(-1, -1, -1, V).flatten(2)  # (B G, 1, M V)
+        S = torch.baddbmm(decay * S, k_c.mT, (v_c * after).flatten(2))  # (B G, K, M V)
+    o = torch.cat([o.unflatten(0, (B, G)).transpose(1, 2) for o in os], 1)  # (B, T, G, M V)
+    S = S.unflatten(2, (M, V)).unflatten(0, (B, G)).transpose(2, 3).flatten(1, 2)  # (B, H, K, V)
+    return o.unflatten(3, (M, V)).flatten(2, 3), S
 
 
 @in_full_precision
@@ -295,18 +441,95 @@ def _retention(q, k, v, log_decay, bonus, state):
 
 
 @in_full_precision
-def _delta_rule(q, k, v, beta, state):
-    """WY form. The errors e_t = beta_t (v_t - k_t S_{t-1}) of a chunk, S_{t-1} = S + sum_{s<t} k_s^T e_s, solve
-    (I + tril(beta k k^T, -1)) e = beta (v - k S)."""
-    B = q.shape[0]
-    S, os = _start(q, v, state).flatten(0, 1), []
-    for q_c, k_c, v_c, b_c in _chunks(q, k, v, beta[..., None]):
-        coupling = (b_c * (k_c @ k_c.mT)).tril(-1)  # (B H, n, n)
-        wanted = b_c * torch.baddbmm(v_c, k_c, S, alpha=-1)  # (B H, n, V)
+def _delta_rule(q, k, v, beta, log_decay, state):
+    """WY form. The errors e_t = beta_t (v_t - k_t D_t S_{t-1}) of a chunk, S_{t-1} = D S + sum_{s<t} D k_s^T e_s with D
+    the decays until then, solve (I + tril(beta k D k^T, -1)) e = beta (v - k D S)."""
+    B, S, os = q.shape[0], _start(q, v, state).flatten(0, 1), []
+    channels = log_decay is not None and log_decay.dim() == 4
+    C = min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length()) if channels else CHUNK
+    products = _products_by_channel(q, k, log_decay, C) if channels else _products(q, k, log_decay)
+    for (qk, kk, Q, K, Key, decay), (v_c, b_c) in zip(products, _chunks(v, beta[..., None], size=C), strict=True):
+        n = v_c.shape[1]  # fewer than C in the last chunk
+        wanted = b_c * torch.baddbmm(v_c, K[:, :n], S, alpha=-1)  # (B H, n, V)
+        coupling = (b_c * kk[:, :n, :n]).tril(-1)  # (B H, n, n)
         error = torch.linalg.solve_triangular(coupling, wanted, upper=False, unitriangular=True)
-        os.append(torch.baddbmm(q_c @ S, (q_c @ k_c.mT).tril(), error))
-        S = torch.baddbmm(S, k_c.mT, error)  # (B H, K, V)
+        os.append(torch.baddbmm(Q[:, :n] @ S, qk[:, :n, :n], error))
+        S = torch.baddbmm(S if decay is None else decay * S, Key[:, :n].mT, error)  # (B H, K, V)
     return _join(os, S, B)
+
+
+def _products(q, k, log_decay):
+    """For each chunk: the attention of q and of k to its keys, with the decays between (B H, n, n); q and k with those
+    before, k with those after (B H, n, K); and all decays (B H, 1, 1), None without any."""
+    if log_decay is None:
+        for q_c, k_c in _chunks(q, k):
+            yield (q_c @ k_c.mT).tril(), k_c @ k_c.mT, q_c, k_c, k_c, None
+        return
+    for q_c, k_c, g_c in _chunks(q, k, log_decay[..., None]):
+        before, between, after = _decays(g_c)
+        yield q_c @ k_c.mT * between, k_c @ k_c.mT * between, q_c * before, k_c * before, k_c * after, before[:, -1:]
+
+
+def _products_by_channel(q, k, log_decay, C):
+    """`_products` with a decay per channel: all chunks at once, as in `_gla`; the decays are (B H, K, 1)."""
+    q, k, g = (_chunked(a, C) for a in (q, k, log_decay))
+    As, Qs, Key, decay = _halves([q, k], k, g)
+    yield from zip(*(a.transpose(0, 1).flatten(1, 2).unbind(0) for a in (*As, *Qs, Key, decay.mT)), strict=True)
+
+
+@in_full_precision
+def _mesa(q, k, v, beta, log_decay, ridge, state):
+    B = q.shape[0]
+    (H, U), os = (a.flatten(0, 1) for a in _start_mesa(q, v, state)), []
+    ridge = ridge.repeat(B, 1)[:, None]  # (B H, 1, K)
+    for q_c, k_c, v_c, b_c, g_c in _chunks(q, k, v, beta[..., None], log_decay[..., None]):
+        before, between, after = _decays(g_c)
+        matrix = k_c, between * b_c.mT, before, H, ridge
+        with torch.no_grad():
+            x = _conjugate_gradients(q_c, *matrix)
+        x = _Solution.apply(q_c - _times(x, *matrix), x, *(a.detach() for a in matrix))  # (B H, n, K)
+        o, weighted = torch.baddbmm((x * before) @ U, x @ k_c.mT * matrix[1], v_c), (k_c * (b_c * after)).mT
+        os.append(o)  # (B H, n, V)
+        H = torch.baddbmm(before[:, -1:] * H, weighted, k_c)  # (B H, K, K)
+        U = torch.baddbmm(before[:, -1:] * U, weighted, v_c)  # (B H, K, V)
+    return _join(os, U, B)[0], (H.unflatten(0, (B, -1)), U.unflatten(0, (B, -1)))
+
+
+def _times(x, k, weight, before, H, ridge):
+    """x_t (H_t + diag(ridge)) of the steps of a chunk, x (B H, n, K), without any H_t but the H of its start."""
+    return torch.baddbmm((x * before) @ H, x @ k.mT * weight, k) + ridge * x
+
+
+def _conjugate_gradients(b, *matrix):
+    """x with _times(x, *matrix) = b, of each step by itself, at most CG_STEPS."""
+    tiny = torch.finfo(b.dtype).tiny
+    x, r, p = torch.zeros_like(b), b, b
+    size = enough = (r * r).sum(-1, keepdim=True)
+    enough = enough * torch.finfo(b.dtype).eps ** 2
+    for _ in range(CG_STEPS):
+        Mp = _times(p, *matrix)
+        step = size / (p * Mp).sum(-1, keepdim=True).clamp(min=tiny)
+        x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, Mp, value=-1)
+        size, last = (r * r).sum(-1, keepdim=True), size
+        if not torch.compiler.is_compiling() and r.device.type == "cpu" and bool((size <= enough).all()):
+            break  # on a GPU asking would take longer than the steps
+        p = torch.addcmul(r, size / last.clamp(min=tiny), p)
+    return x
+
+
+class _Solution(torch.autograd.Function):
+    """Returns the x with x M = q that has been found, and gives it the gradient of M^-1 by way of left = q - x M: that
+    is about 0, and M^-1 left would be added to x."""
+
+    @staticmethod
+    def forward(ctx, left, x, *matrix):
+        ctx.save_for_backward(*matrix)
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx):
+        return _conjugate_gradients(dx, *ctx.saved_tensors), *[None] * (1 + len(ctx.saved_tensors))
 
 
 @in_full_precision
@@ -364,10 +587,20 @@ def _call_fused(op, q, k, v, state, **rest):
     return o.to(dtype), S
 
 
+def _fused_mesa(q, k, v, beta, log_decay, ridge, state):
+    H, U = (None, None) if state is None else (a.float() for a in state)
+    given = [a.to(build.compute_dtype(v)) for a in (q, k, v)]
+    o, H, U = fused.call("mesa", *given, log_decay.float(), beta.float(), ridge.float(), h_kk_init=H, h_kv_init=U,
+                         output_final_state=True, max_CG_iteration=CG_STEPS)
+    return o.to(v.dtype), (H, U)
+
+
 def _fused_retention(q, k, v, log_decay, bonus, state):
     g = log_decay.float()
     # the library gives a constant decay no gradient: one that is learnt is given for every step
-    rest = {"g": g.expand(*q.shape[:3])} if g.requires_grad and torch.is_grad_enabled() else {"g_gamma": g}
+    by_step = g.dim() == 3 or g.requires_grad and torch.is_grad_enabled()
+    rest = {"g": g.expand(*v.shape[:3])} if by_step else {"g_gamma": g}
+    q, k = (a.expand(-1, -1, v.shape[2], -1) for a in (q, k))
     if bonus is None:
         return _call_fused("retention", q, k, v, state, **rest)
     # The library's query sees its own step, RWKV's only those before it: so each query is given one step early.

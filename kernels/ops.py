@@ -23,6 +23,7 @@ from kernels import build, fused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states that its backward starts from
+WINDOW_QUERIES = 64  # queries at a time, at least, of attention with a window
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**23}  # float32 numbers: what the cache of a core, or the L2 of a GPU, holds
 
 
@@ -295,11 +296,12 @@ _rms_norm_op = differentiable("rms_norm", _rms_norm, _rms_norm_backward, _rms_no
 
 # ---------------------------------------------------------------------------------------------------------- attention
 
-def attention(q, k, v, backend=None):
+def attention(q, k, v, window=None, backend=None):
     """Causal softmax attention: softmax(q k^T / sqrt(n)) v; query t of T sees the keys up to position past + t.
 
     Args:
         q: (B, H, T, n); k, v: (B, H, past + T, n), past >= 0, in any floating point dtype.
+        window: how many keys a query sees, its own the last; None: all before it.
         backend: 'torch' (a plain softmax, in float32 for half types), 'cpu' or 'cuda' (PyTorch's
             scaled_dot_product_attention), 'fused' (flash-attn: bfloat16 and float16 on a GPU); None or "": PyTorch's.
 
@@ -312,26 +314,40 @@ def attention(q, k, v, backend=None):
     if not fits or (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
         raise ValueError("attention: q must be (B, H, T, n), k and v (B, H, past + T, n), got q "
                          f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be at least 1, got {window}")
     chosen = build.choose("attention", backend, q.device.type, q.dtype)
     if chosen == "torch":
-        return _softmax_attention(q, k, v)
+        return _softmax_attention(q, k, v, window)
     if chosen == "fused":
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        return fused.call("attention", q, k, v, causal=True).transpose(1, 2)
+        seen = {} if window is None else {"window_size": (window - 1, 0)}
+        return fused.call("attention", q, k, v, causal=True, **seen).transpose(1, 2)
     T, past = q.shape[2], k.shape[2] - q.shape[2]
+    if window is not None and window < k.shape[2]:
+        return torch.cat([_windowed(q, k, v, window, i) for i in range(0, T, max(window, WINDOW_QUERIES))], 2)
     mask = _visible(T, past, q.device) if past and T > 1 else None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
 
 
-def _softmax_attention(q, k, v):
+def _windowed(q, k, v, window, i):
+    """The queries from i on, as many as a window has, with the keys that they see: no more than twice the window."""
+    q, last = q[:, :, i:i + max(window, WINDOW_QUERIES)], k.shape[2] - q.shape[2] + i  # last: the key of query i
+    keys = slice(max(0, last - window + 1), last + q.shape[2])
+    k, v, T = k[:, :, keys], v[:, :, keys], q.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(T, k.shape[2] - T, q.device, window))
+
+
+def _softmax_attention(q, k, v, window):
     T, S = q.shape[2], k.shape[2]
     scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5  # (B, H, T, S)
-    scores = scores.masked_fill(~_visible(T, S - T, q.device), -torch.inf)
+    scores = scores.masked_fill(~_visible(T, S - T, q.device, window), -torch.inf)
     return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype) @ v
 
 
-def _visible(T, past, device):
-    return torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)
+def _visible(T, past, device, window=None):
+    seen = torch.ones(T, past + T, dtype=torch.bool, device=device).tril(past)
+    return seen if window is None else seen.triu(past - window + 1)
 
 
 # ------------------------------------------------------------------------------------------------------ head and loss

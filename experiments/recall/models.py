@@ -334,11 +334,6 @@ class Recall(LM):
         """A small model of the same code, for self_check.py."""
         return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
 
-    def parameter_count(self):
-        parts = super().parameter_count()
-        return parts if self.positions is None else {**parts, "positions": self.positions.weight.numel(),
-                                                     "total": parts["total"] + self.positions.weight.numel()}
-
     def flops_per_token(self, T=None):
         """As LM's, with the head at the queries only."""
         T = T or self.config.block_size

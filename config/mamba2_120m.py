@@ -1,0 +1,2 @@
+include("paper_120m.py")
+model = "mamba2"

@@ -1,0 +1,2 @@
+include("paper_350m.py")
+model = "mamba2"
