@@ -277,7 +277,7 @@ def test_every_parameter_learns_and_what_writes_to_the_residual_stream_starts_at
         last = branch.mixer.output if mixer == "rwkv4" else getattr(branch.mixer, "out_proj", None)
         if last is not None:
             inner = last.in_features
-            wanted = (3 * 2 * inner) ** -0.5 if mixer in models.NO_DROPOUT else 0.02 * 2**-0.5
+            wanted = (3 * 2 * inner) ** -0.5 if mixer in {*models.NO_DROPOUT, "mamba2"} else 0.02 * 2**-0.5
             assert last.weight.std().item() == pytest.approx(wanted, rel=0.1)
     model = tiny(mixer)
     idx, targets = generate(Task(24, 3, 32), 64, 1).batch(slice(None), "cpu")
@@ -303,7 +303,10 @@ def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
 
 STATE = {"attention": 2 * 2 * 64 * 64, "based": 2 * 64 + 73 * 65, "hyena": 2 * (64 * 64 + 6 * 64),
          "baseconv": 2 * 64 + 64 * 64, "longhorn": 2 * 128 * 19, "mamba": 2 * 128 * 19, "rwkv4": 2 * 4 * 64,
-         "deltanet": 2 * 64 * (64 + 9), "gla": 2 * 32 * 64, "longhorn_exact": 2 * 128 * 19}
+         "deltanet": 2 * 64 * (64 + 9), "gla": 2 * 32 * 64, "longhorn_exact": 2 * 128 * 19,
+         "gated_deltanet": 2 * (32 * 64 + 3 * 128), "kda": 2 * 64 * (64 + 9), "mesa": 2 * 64 * (2 * 64 + 9),
+         "mamba2": 2 * (128 * 128 + 3 * (128 + 2 * 128)), "swa": 2 * 2 * 32 * 64,
+         **dict.fromkeys((m for m in MIXERS if m.startswith("deltanet_")), 2 * 64 * (64 + 9))}
 
 
 @EACH_MIXER

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from kernels.linear_attention import retention
 from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy
-from mixers import DeltaNet, RWKV4TimeMix, dense, to_residual
+from mixers import KDA, DeltaNet, GatedDeltaNet, Mamba2, Mesa, RWKV4TimeMix, SlidingWindow, dense, to_residual
 from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
@@ -262,6 +262,11 @@ class Attention(nn.Module):
 
 # --------------------------------------------------------------------------------------------------------------- model
 
+def having(mixer, **settings):
+    """The mixer with settings of its own."""
+    return lambda config, layer: mixer(replace(config, **settings), layer)
+
+
 MIXERS = {  # the mixers of the two layers; more layers repeat them
     "attention": [Attention, Attention],
     "based": [BaseConv, TaylorAttention],
@@ -274,6 +279,17 @@ MIXERS = {  # the mixers of the two layers; more layers repeat them
     "deltanet": [DeltaNet, DeltaNet],
     "gla": [GLA, GLA],
     "longhorn_exact": [LonghornExact, LonghornExact],
+    "gated_deltanet": [GatedDeltaNet, GatedDeltaNet],
+    "kda": [KDA, KDA],
+    "mesa": [Mesa, Mesa],
+    "mamba2": [Mamba2, Mamba2],
+    "swa": [SlidingWindow, SlidingWindow],
+    # the step of the delta rule; free: keys of any length
+    "deltanet_implicit": [having(DeltaNet, step="implicit")],
+    "deltanet_exact": [having(DeltaNet, step="exact")],
+    "deltanet_free": [having(DeltaNet, normalize_keys=False)],
+    "deltanet_implicit_free": [having(DeltaNet, step="implicit", normalize_keys=False)],
+    "deltanet_exact_free": [having(DeltaNet, step="exact", normalize_keys=False)],
 }
 POSITIONS = {"attention"}  # mixers that cannot tell the order of tokens by themselves
 NO_DROPOUT = {"mamba", "longhorn", "longhorn_exact"}  # the benchmark's Mamba block has none; all others drop 0.1

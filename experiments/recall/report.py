@@ -28,12 +28,15 @@ OUTCOME = ("accuracy", "reached", "val_loss", "by_distance", "by_pairs", "steps"
 NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": "RWKV-4", "baseconv": "BaseConv",
          "mamba": "Mamba", "longhorn": "Longhorn", "deltanet": "DeltaNet", "gla": "GLA",
          "longhorn_exact": "Longhorn, exact"}
+LATER = {"gated_deltanet": "Gated DeltaNet", "kda": "KDA", "mesa": "Mesa", "mamba2": "Mamba-2", "swa": "Window",
+         "deltanet_implicit": "implicit", "deltanet_exact": "exact", "deltanet_free": "free keys",
+         "deltanet_implicit_free": "implicit, free keys", "deltanet_exact_free": "exact, free keys"}
 COLOURS = dict(zip(NAMES, ("#222222", "tab:brown", "tab:pink", "tab:olive", "tab:gray", "tab:purple", "tab:red",
                            "tab:green", "tab:orange", "tab:blue"), strict=True))
 
 
 def name_of(mixer):
-    return NAMES.get(mixer, mixer)
+    return (NAMES | LATER).get(mixer, mixer)
 
 
 # ---------------------------------------------------------------------------------------------------------------- read
@@ -204,6 +207,7 @@ def draw(points, path):
     for T, a in zip(lengths, axes[0], strict=True):
         here = [p for p in points if p["T"] == T]
         widths = sorted({p["n_embd"] for p in here})
+        states = {w: {p["state_size"] for p in here if p["n_embd"] == w} for w in widths}
         for i, mixer in enumerate(dict.fromkeys(p["mixer"] for p in here)):
             own = [p for p in here if p["mixer"] == mixer]
             y = [p["accuracy"] for p in own]
@@ -217,7 +221,8 @@ def draw(points, path):
                 a.text(0.02, 0.2 - i, words, va="center", fontsize=8)
         if len(widths) > 1:
             a.set(xscale="log", xlabel="width", ylabel="recall", ylim=(-0.03, 1.03))
-            a.set_xticks(widths, widths)
+            one = all(len(s) == 1 for s in states.values())  # then it is the state that is compared
+            a.set_xticks(widths, [f"{w}\nstate {min(states[w]):,}" for w in widths] if one else widths)
             a.minorticks_off()
             a.legend(fontsize=8)
         else:
