@@ -100,6 +100,23 @@ def longhorn_own_loss(S, S_prev, k, x, p):
 def deltanet_loss(S, S_prev, k, x, p): return sq(S - S_prev) + 2 * p.rate * (S_prev @ k - x) @ (S @ k)
 def deltanet(S_prev, k, x, p): return S_prev - p.rate * outer(S_prev @ k - x, k)
 
+# the same step taken backwards, Longhorn's with one rate for all channels; and the flow of that loss for a time p.rate
+def implicit_loss(S, S_prev, k, x, p): return sq(S - S_prev) + p.rate * sq(S @ k - x)
+def implicit(S_prev, k, x, p): return S_prev - p.rate / (1 + p.rate * (k @ k)) * outer(S_prev @ k - x, k)
+def flow_loss(S, S_prev, k, x, p):
+    N = len(k)  # d[S, x]/dt = [S, x] M: its matrix exponential knows no formula for the step
+    M = torch.cat([torch.cat([-outer(k, k), k[None]]), torch.zeros(N + 1, 1, dtype=k.dtype)], 1)
+    return sq(S - (torch.cat([S_prev, x[:, None]], 1) @ torch.linalg.matrix_exp(p.rate * M))[:, :N])
+def flow(S_prev, k, x, p):
+    kk = k @ k
+    return S_prev + torch.expm1(-p.rate * kk) / kk * outer(S_prev @ k - x, k)
+
+# gated DeltaNet and KDA: the explicit step from a state that decayed first, by one number or by one per key channel
+def gated_deltanet_loss(S, S_prev, k, x, p): return deltanet_loss(S, p.gamma * S_prev, k, x, p)
+def gated_deltanet(S_prev, k, x, p): return deltanet(p.gamma * S_prev, k, x, p)
+def kda_loss(S, S_prev, k, x, p): return deltanet_loss(S, S_prev * p.alpha, k, x, p)
+def kda(S_prev, k, x, p): return deltanet(S_prev * p.alpha, k, x, p)
+
 # Mamba: RetNet's objective with a decay of its own for each number of the state
 def mamba_loss(S, S_prev, k, x, p):
     decay = torch.exp(p.delta[:, None] * p.A)  # (d, N)
@@ -149,7 +166,7 @@ UPDATES = [
     Update("linear attention", "|S - S'|^2 - 2 <S k, x>", "S' + x k^T", linear_attention_loss, linear_attention,
            note="the loss of a pair, -2 <S k, x>, has no least value, so that a pair written again adds up"),
     Update("RetNet", "g |S - S'|^2 + (1 - g) |S|^2 - 2 <S k, x>", "g S' + x k^T", retnet_loss, retnet,
-           mixers=("retnet", "rwkv"), tune=tuple({"gamma": 1 - f} for f in FORGETS),
+           mixers=("retnet", "rwkv", "mamba2"), tune=tuple({"gamma": 1 - f} for f in FORGETS),
            note="the terms without x are least at g S', not at S' as Eq. 4's divergence is; so in GLA, Griffin, Mamba"),
     Update("GLA, as printed", "|S - S' diag(a)|^2 + 2 <S k, x>", "S' diag(a) + x k^T", gla_loss_printed, gla,
            holds=False, tune=None,
@@ -171,6 +188,16 @@ UPDATES = [
            mixers=("deltanet",), tune=tuple({"rate": w} for w in WRITES),
            note="a gradient step of b on |S k - x|^2 / 2 (Section 4), so it minimises that loss made linear; Eq. 6 is "
                 "the step b = b' / (1 + b' |k|^2); one eigenvalue of I - b k k^T is below -1 if b |k|^2 > 2"),
+    Update("delta rule, implicit", "|S - S'|^2 + b |S k - x|^2", "S' - e (S' k - x) k^T,  e = b / (1 + b |k|^2)",
+           implicit_loss, implicit, "here", tune=LENGTHS,
+           note="--step=implicit, backward Euler: Theorem 3.1 with one b for all channels; e |k|^2 < 1 for any key"),
+    Update("delta rule, exact", "|S - flow|^2,  dS/dt = -(S k - x) k^T from S' for a time of b",
+           "S' - e (S' k - x) k^T,  e = (1 - exp(-b |k|^2)) / |k|^2", flow_loss, flow, "arXiv 2512.12602", tune=LENGTHS,
+           note="--step=exact; the flow is the matrix exponential of that linear system, not a formula for e"),
+    Update("gated DeltaNet", "|S - g S'|^2 + 2 b <g S' k - x, S k>", "g S' - b (g S' k - x) k^T", gated_deltanet_loss,
+           gated_deltanet, "here", mixers=("gated_deltanet",), tune=None),
+    Update("KDA", "|S - S' diag(a)|^2 + 2 b <S' diag(a) k - x, S k>", "S' diag(a) - b (S' diag(a) k - x) k^T", kda_loss,
+           kda, "here", mixers=("kda",), tune=None),
     Update("Mamba", "sum_ij a_ij (S_ij - S'_ij)^2 + (1 - a_ij) S_ij^2 - 2 <S k, D x>",
            "a * S' + (D x) k^T,  a = exp(D A)", mamba_loss, mamba, "here, for A.2", mixers=("mamba",),
            tune=tuple({"delta": w} for w in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3))),
@@ -409,16 +436,17 @@ def scan_sequences(a, state):
 
 
 def head_sequences(a, state):
-    B, T, H, K = a["k"].shape
+    (B, T, H, _), K = a["v"].shape, a["k"].shape[3]
     for b, h in itertools.product(range(B), range(H)):
+        given = [{} for _ in range(T)]
         if "beta" in a:
             given = [{"rate": rate} for rate in a["beta"][b, :, h]]
-        elif a["log_decay"].dim() == 1:
-            given = [{"gamma": a["log_decay"][h].exp()}] * T
-        else:
-            given = [{"alpha": g.exp()} for g in a["log_decay"][b, :, h]]
-        x = a["v"][b, :, h]  # (T, d)
-        yield a["state"][b, h].T, state[b, h].T, a["k"][b, :, h], x, [settings(x.shape[1], K, **g) for g in given]
+        if "log_decay" in a:
+            gates = a["log_decay"].exp()
+            gates = gates[h].expand(T) if gates.dim() == 1 else gates[b, :, h]
+            given = [g | {"gamma" if gate.dim() == 0 else "alpha": gate} for g, gate in zip(given, gates, strict=True)]
+        x, k = a["v"][b, :, h], a["k"].expand(-1, -1, H, -1)[b, :, h]  # (T, d), (T, K)
+        yield a["state"][b, h].T, state[b, h].T, k, x, [settings(x.shape[1], K, **g) for g in given]
 
 
 def wkv4_sequences(a, state):
@@ -431,7 +459,8 @@ def wkv4_sequences(a, state):
 
 
 SEQUENCES = {"longhorn_scan": scan_sequences, "selective_scan": scan_sequences, "wkv4": wkv4_sequences,
-             "gated_linear_attention": head_sequences, "retention": head_sequences, "delta_rule": head_sequences}
+             **dict.fromkeys(("gated_linear_attention", "retention", "delta_rule", "gated_delta_rule", "kda"),
+                             head_sequences)}
 
 
 @torch.no_grad()
