@@ -99,6 +99,7 @@ def main(argv):
             print("\n---")
         sys.stdout.write(prompt)
         start = time.perf_counter()
+        text.begin(tokens)
         for token in lm.stream(idx, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k or None,
                                top_p=config.top_p, generator=generator):
             sys.stdout.write(text.decode(token.item()))

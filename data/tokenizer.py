@@ -1,7 +1,9 @@
-"""Tokens <-> text for the tokenizers that prepare.py scripts name: bytes, gpt2, or a table of characters.
+"""Tokens <-> text: bytes, characters, tiktoken's encodings, Hugging Face's tokenizers.
 
     text = Text("gpt2", vocab="gpt2_vocab")   # vocab: a folder with vocab.bpe and encoder.json; None: tiktoken's cache
     "".join(text.decode(token) for token in text.encode("Hello"))
+
+    --tokenizer=bytes   chars   tiktoken:cl100k_base   hf:mistralai/Mistral-7B-v0.1   hf:FOLDER    of every prepare.py
 """
 
 import codecs
@@ -16,6 +18,8 @@ from data.loader import DataError, file_sha256
 
 # tiktoken caches a file under the sha1 of its URL. The sha256 are those that tiktoken itself checks.
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/"  # of all others
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
 VOCAB_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -63,36 +67,160 @@ def gpt2_encoding(vocab=None):
                 os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
-class Text:
-    """Encodes text and decodes one token at a time. Raises ConfigError, or as `gpt2_encoding`.
+def tiktoken_encoding(name, vocab=None):
+    """tiktoken's encoding of that name: gpt2, r50k_base, cl100k_base, o200k_base ...
 
-    tokenizer: bytes, gpt2 or char; table: the characters of the tokens, for char; vocab: see `gpt2_encoding`.
+    Args: vocab: a folder with the files that tiktoken would fetch, cl100k_base.tiktoken say, or None.
+    Raises: DataError, one line, as `gpt2_encoding`, and for an unknown name.
+    """
+    if name == "gpt2":
+        return gpt2_encoding(vocab)
+    import tiktoken
+    from tiktoken_ext import openai_public
+
+    names = openai_public.ENCODING_CONSTRUCTORS
+    if name not in names:
+        raise DataError(f"tiktoken has no encoding {name!r}: choose one of {', '.join(names)}")
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cache:
+        if vocab is not None:
+            for path in Path(vocab).glob("*.tiktoken"):
+                shutil.copy(path, Path(cache) / hashlib.sha1((BPE_URL + path.name).encode()).hexdigest())
+            os.environ["TIKTOKEN_CACHE_DIR"] = cache
+        try:
+            return tiktoken.Encoding(**names[name]())
+        except Exception as error:  # as in gpt2_encoding
+            reason = " ".join(str(error).split())[:100]
+            raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): "
+                            f"set TIKTOKEN_CACHE_DIR, or pass a folder with its .tiktoken file as --vocab") from None
+        finally:
+            os.environ.pop("TIKTOKEN_CACHE_DIR", None)
+            if before is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+def hf_tokenizer(name, table=None):
+    """Hugging Face's tokenizers.Tokenizer from the text of its tokenizer.json, or from a folder, a file, or the hub.
+
+    Raises DataError, one line.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise DataError("the package tokenizers is missing: pip install -r requirements.txt") from None
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        if table:
+            return Tokenizer.from_str(table)
+        return Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(name)
+    except Exception as error:  # it raises Exception itself, and the hub's client a dozen others
+        raise DataError(f"the tokenizer hf:{name} cannot be had ({' '.join(str(error).split())[:100]}): give a name of "
+                        "the hub, or a folder with its tokenizer.json") from None
+
+
+def canonical(tokenizer):
+    """The name under which meta.json and checkpoints know a tokenizer: of a folder, its last part."""
+    if str(tokenizer).startswith("hf:") and Path(tokenizer[3:]).exists():
+        path = Path(tokenizer[3:]).resolve()
+        return f"hf:{path.parent.name if path.name == 'tokenizer.json' else path.name}"
+    return {"chars": "char", "tiktoken:gpt2": "gpt2"}.get(tokenizer, tokenizer)
+
+
+class Text:
+    """A tokenizer: encodes text and decodes one token at a time. Raises ConfigError, or DataError.
+
+    Args:
+        tokenizer: bytes, char, gpt2, tiktoken:NAME, or hf:NAME with a name of the hub or a folder.
+        table: what else identifies it: the characters of the tokens (char), the text of tokenizer.json (hf), which is
+            read from the name where it is None; checkpoints keep it, so that they need no file and no network.
+        vocab: a folder with the files of a tiktoken encoding; None: tiktoken's cache, or the network.
+
+    Attributes: name; table; n_vocab: int; eot_token: int, what ends a document: for bytes 0, for characters the zero
+    or the line feed.
     """
 
     def __init__(self, tokenizer, table=None, vocab=None):
-        self.kind, self.itos = tokenizer, table
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
-        if self.kind == "gpt2":
-            self.gpt2 = gpt2_encoding(vocab)
-        elif self.kind != "bytes" and not table:
-            raise ConfigError(f"the dataset's tokenizer {tokenizer!r} is unknown: sample.py reads bytes, gpt2 and char")
+        self.name, self.table = canonical(tokenizer), table
+        kind, _, name = str(tokenizer).partition(":")
+        self.kind = {"chars": "char", "gpt2": "tiktoken"}.get(kind, kind)
+        if self.kind == "tiktoken":
+            self.encoding = tiktoken_encoding(name or "gpt2", vocab)
+        elif self.kind == "hf":
+            self.encoding = hf_tokenizer(name, table)
+            self.table = self.encoding.to_str()
+        elif self.kind == "char" and table:
+            self.ids = {c: i for i, c in enumerate(table)}
+        elif self.kind != "bytes":
+            raise ConfigError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2 and char, tiktoken:NAME or "
+                              "hf:NAME")
+        self.begin()
+
+    def __reduce__(self):  # to a worker process: its vocabulary travels along, the state of the decoder does not
+        return _unpickled, (self.name, self.table, self.kind, getattr(self, "encoding", None))
+
+    @property
+    def n_vocab(self):
+        """Number of tokens; ids are below it."""
+        if self.kind == "hf":
+            return 1 + max(self.encoding.get_vocab(with_added_tokens=True).values())
+        return {"bytes": 256}.get(self.kind) or (len(self.table) if self.kind == "char" else self.encoding.n_vocab)
+
+    @property
+    def eot_token(self):
+        """Raises DataError for a tokenizer of Hugging Face without any of END_OF_TEXT."""
+        if self.kind == "tiktoken":
+            return self.encoding.eot_token
+        if self.kind == "hf":
+            found = [self.encoding.token_to_id(name) for name in END_OF_TEXT]
+            if not any(token is not None for token in found):
+                raise DataError(f"{self.name} has no token that ends a text: one of {', '.join(END_OF_TEXT)}")
+            return next(token for token in found if token is not None)
+        return 0 if self.kind == "bytes" else next((self.ids[c] for c in "\0\n" if c in self.ids), 0)
 
     def encode(self, text):
+        """Token ids (list) of a prompt: <|endoftext|> and the like stand for their tokens."""
+        if self.kind == "tiktoken":
+            return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
+        return self.encode_ordinary(text, special=True)
+
+    def encode_ordinary(self, text, special=False):
+        """Token ids (list) of a document, in which <|endoftext|> is text like any other."""
         if self.kind == "bytes":
-            return list(text.encode())
-        if self.kind == "gpt2":
-            return self.gpt2.encode(text, allowed_special={"<|endoftext|>"})
-        unknown = sorted(set(text) - set(self.itos))
-        if unknown:
-            raise ConfigError(f"prompt: the character {unknown[0]!r} is not in the training text's vocabulary")
-        return [self.itos.index(c) for c in text]
+            return list(text.encode("utf-8", "surrogatepass"))
+        if self.kind == "tiktoken":
+            return self.encoding.encode_ordinary(text)
+        if self.kind == "hf":
+            self.encoding.encode_special_tokens = not special
+            return self.encoding.encode(text, add_special_tokens=False).ids
+        try:
+            return [self.ids[c] for c in text]
+        except KeyError as error:
+            raise ConfigError(f"the character {error} is not in the training text's vocabulary") from None
+
+    def begin(self, tokens=()):
+        """Begin to decode what follows `tokens`."""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
+        if self.kind == "hf":
+            from tokenizers.decoders import DecodeStream
+
+            self.stream = DecodeStream(ids=list(tokens), skip_special_tokens=False)
 
     def decode(self, token):
         """The text that this token completes: '' inside a character of several bytes, or beyond the vocabulary."""
         if self.kind == "char":
-            return self.itos[token] if token < len(self.itos) else ""
+            return self.table[token] if token < len(self.table) else ""
+        if self.kind == "hf":
+            return self.stream.step(self.encoding, token) or "" if token < self.n_vocab else ""
         if self.kind == "bytes":
             piece = bytes([token]) if token < 256 else b""
         else:
-            piece = self.gpt2.decode_single_token_bytes(token) if token < self.gpt2.n_vocab else b""
+            piece = self.encoding.decode_single_token_bytes(token) if token < self.encoding.n_vocab else b""
         return self.decoder.decode(piece)
+
+
+def _unpickled(name, table, kind, encoding):
+    text = Text.__new__(Text)
+    text.name, text.table, text.kind, text.encoding = name, table, kind, encoding
+    text.ids = {c: i for i, c in enumerate(table)} if kind == "char" else None
+    text.begin()
+    return text

@@ -1,0 +1,145 @@
+"""Score a checkpoint on tasks of the lm-evaluation-harness: `make eval` installs it.
+
+    python evaluate.py out/longhorn_laptop                                     # embedded tasks, which need no download
+    python evaluate.py out/longhorn_1b3 --tasks=paper                          # the paper's Table 2, zero shots
+    python evaluate.py out/longhorn_1b3 --tasks=lambada_openai,wikitext --include=my_tasks/
+    torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
+
+Task files of your own (*.yaml, as the harness describes them) may have local data: `dataset_path: json` and
+`data_files` under `dataset_kwargs`. Then no network is needed, nor with the embedded tasks (experiments/tasks.py).
+
+Results go to eval_tasks.json in the run's folder, with standard errors and the versions of tasks and harness. How
+contexts and texts are read: experiments/harness.py.
+"""
+
+if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import configurator
+import distributed
+import sample
+from configurator import ConfigError
+from data.tokenizer import Text, canonical
+from experiments import tasks
+from records import environment, write_json
+from run import launch
+
+ROOT = Path(__file__).resolve().parent
+
+
+@dataclass
+class EvaluateConfig:
+    out_dir: str = ""  # the run's folder, with checkpoint.safetensors; or the first argument without --
+    tasks: str = "embedded"  # name,name: tasks of the harness, files of tasks; paper: Table 2's; embedded: no download
+    include: str = ""  # a folder with task files (*.yaml) of your own
+    limit: int = 0  # documents of each task, to try things out; 0: all
+    batch_tokens: int = 8192  # tokens of one forward pass
+    max_length: int = 0  # tokens that a prediction may see; 0: all, however long the training block was
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 if fast
+    device: str = "auto"  # auto: cuda if there is a GPU, else cpu
+    tokenizer: str = ""  # of an imported model whose checkpoint does not know it: bytes, tiktoken:NAME, hf:NAME
+    vocab: str = ""  # a tiktoken vocabulary without a network: a folder with its files
+    timeout_minutes: float = 60.0  # how long processes wait for one another
+
+
+def harness():
+    """experiments.harness. Raises ConfigError where lm_eval is not installed.
+
+    Some tasks import Hugging Face's package `evaluate`, and would get this file.
+    """
+    paths = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    spec = importlib.machinery.PathFinder.find_spec("evaluate", paths)
+    if spec is None or importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("the package lm_eval is missing: make eval, or pip install -r requirements-eval.txt")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["evaluate"] = module
+    from experiments import harness
+
+    return harness
+
+
+def tokenizer_of(meta, config):
+    """The Text of a checkpoint's meta. Raises ConfigError where --tokenizer is another, or none is known."""
+    known, given = meta.get("tokenizer"), canonical(config.tokenizer) if config.tokenizer else None
+    if known and given not in (None, known):
+        raise ConfigError(f"{config.out_dir}: its tokenizer is {known!r}, not {given!r}: leave --tokenizer out")
+    if not (known or given):
+        raise ConfigError(f"{config.out_dir} does not know its tokenizer: name it with --tokenizer")
+    text = Text(known or config.tokenizer, meta.get("table"), config.vocab or None)
+    if text.n_vocab > meta["config"]["vocab_size"]:
+        raise ConfigError(f"{text.name} has {text.n_vocab:,} tokens, the model {meta['config']['vocab_size']:,}: it "
+                          "was trained with another tokenizer")
+    return text
+
+
+def main(argv):
+    argv = [f"--out_dir={a}" if i == 0 and not a.startswith("-") and not a.endswith(".py") else a
+            for i, a in enumerate(argv)]
+    config = configurator.load(EvaluateConfig, argv)
+    for name in ("limit", "max_length"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"{name} {getattr(config, name)} must be 0 or more")
+    if config.batch_tokens < 1:
+        raise ConfigError(f"batch_tokens {config.batch_tokens} must be at least 1")
+    if not config.out_dir:
+        raise ConfigError("give the folder of a run: python evaluate.py out/longhorn_laptop")
+    if config.include and not Path(config.include).is_dir():
+        raise ConfigError(f"include {config.include}: there is no such folder")
+    device = distributed.open_device(config)
+    lm, meta = sample.load_model(config.out_dir, device)
+    text, modules = tokenizer_of(meta, config), harness()
+    loaded = modules.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
+    dtype = distributed.pick_dtype(config.dtype, device)
+    adapter, start = modules.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype), time.perf_counter()
+    found = modules.evaluate(adapter, loaded, config.limit)
+    longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
+    if found is None:
+        return
+    results, block = found["results"], lm.config.block_size
+    print(tasks.results_table(results))
+    if set(tasks.PAPER) <= results.keys():
+        print("\n" + tasks.table2(Path(config.out_dir).name, results))
+    if max(longest) > block and not config.max_length:
+        print(f"{sum(longer):,} sequences are longer than the {block:,} tokens of training, up to {max(longest):,}: "
+              "read whole (--max_length cuts)")
+    write(Path(config.out_dir) / "eval_tasks.json", {
+        "step": meta.get("step"), "tokens": meta.get("tokens"), "limit": config.limit, "max_length": config.max_length,
+        "dtype": str(dtype).removeprefix("torch."), "tokenizer": text.name, "longest": max(longest),
+        "seconds": round(time.perf_counter() - start, 1), **found, "harness": modules.VERSION,
+        "environment": environment()})
+
+
+def write(path, record):
+    """Write the record; results of other tasks that are there for the same checkpoint and settings stay."""
+    same = ("step", "tokens", "limit", "max_length", "dtype", "tokenizer", "harness")
+    try:
+        old = json.loads(path.read_text())
+        if all(old[key] == record[key] for key in same):
+            for key in ("results", "versions"):
+                record[key] = {**old[key], **record[key]}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    try:
+        write_json(path, record)
+        print(f"wrote {path}")
+    except OSError as error:
+        print(f"cannot write {path} ({error.strerror})", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(launch("evaluate.py", main))

@@ -1,0 +1,317 @@
+"""A model of this repository behind the interface of the lm-evaluation-harness: log-likelihoods and generation.
+
+    loglikelihood(context, answer)   sum over the answer's tokens of log p(token | context and the tokens before)
+    loglikelihood_rolling(text)      the same of a whole text after a token that ends texts (Text.eot_token)
+    generate_until(context, stops)   the most likely continuation, up to the first stop string
+
+Requests are sorted by length, and a batch holds as many tokens as `batch_tokens` allows. Where the state has a constant
+size, that of a context is computed once, all its answers are scored from there, and a text of any length is read in
+pieces through the state, in constant memory. Attention reads a context and an answer as one sequence; a text longer
+than a piece goes through its cache, which grows. No text is cut, unless `max_length` says so; what is longer than the
+training block is counted in `longer`.
+
+evaluate.py is the program; `train.py --eval_tasks_interval` scores tasks during training.
+"""
+
+import copy
+import importlib.metadata
+import itertools
+import logging
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from lm_eval import evaluator, utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+
+import distributed
+from configurator import ConfigError
+from model import tensors_of
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+VERSION = importlib.metadata.version("lm_eval")
+LOGITS = 2**27  # numbers of one call's logits, at most: half a gigabyte
+
+
+class HarnessLM(TemplateLM):
+    """lm: an LM in evaluation mode; text: its tokenizer, a data.tokenizer.Text.
+
+    batch_tokens: tokens of one forward pass, at most; max_length: tokens that a prediction may see, 0: all of them;
+    dtype: of autocast. Under torchrun every process scores a part of the requests.
+    """
+
+    def __init__(self, lm, text, batch_tokens=8192, max_length=0, dtype=torch.float32):
+        super().__init__()
+        self.lm, self.text, self.max_length, self.dtype = lm, text, max_length, dtype
+        self.batch_tokens = max(1, min(batch_tokens, LOGITS // lm.config.vocab_size))
+        self._device = lm.embed.weight.device
+        self._rank, self._world_size = distributed.rank(), distributed.world_size()
+        self.has_state = all(branch.has_state for _, branch in lm.branches())
+        # every tensor with a row per sequence, none of which grows: states of contexts of any length make a batch
+        self.constant_state = (self.has_state and lm.state_size(1) == lm.state_size(2)
+                               and all(a.dim() > 1 for a in tensors_of(lm.initial_state(1))))
+        self.longest = self.longer = 0  # tokens of the longest sequence; sequences longer than the training block
+
+    # --------------------------------------------------------------------------------- what the harness asks for
+
+    @property
+    def eot_token_id(self):
+        return self.text.eot_token
+
+    @property
+    def tokenizer_name(self):
+        return self.text.name
+
+    def all_gather(self, tensor):
+        return torch.tensor(distributed.all_gather(tensor.tolist()))
+
+    def gather_object(self, value, dst=0):
+        return distributed.all_gather(value)
+
+    def barrier(self):
+        distributed.barrier()
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        return self.text.encode(string)
+
+    def _loglikelihood_tokens(self, requests, **kwargs):
+        return self.score([(context, answer) for _, context, answer in requests])
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        windows = [self.windows(self.text.encode(request.args[0])) for request in requests]
+        scores = iter(self.score(list(itertools.chain.from_iterable(windows))))
+        return [math.fsum(next(scores)[0] for _ in of_text) for of_text in windows]
+
+    def windows(self, tokens):
+        """[(context, tokens to predict)] of a text: one, or the harness's disjoint windows with max_length."""
+        if not self.max_length:
+            return [([self.eot_token_id], tokens)]
+        pairs = utils.get_rolling_token_windows(tokens, self.eot_token_id, self.max_length, context_len=1)
+        return list(map(utils.make_disjoint_window, pairs))
+
+    def generate_until(self, requests, disable_tqdm=False):
+        jobs, written = [], [None] * len(requests)
+        for i, request in enumerate(requests):
+            context, how = request.args
+            stops = how.get("until") or []
+            stops = [stops] if isinstance(stops, str) else stops
+            n = next((how[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if how.get(k)), 256)
+            sampling = {k: how.get(k) for k in ("temperature", "top_k", "top_p")}
+            if not how.get("do_sample"):
+                sampling = {"temperature": 0.0}
+            jobs.append((self.see(self.text.encode(context)), i, n, stops, sampling))
+        jobs.sort(key=lambda job: (len(job[0]), str(job[2:])))
+        for (length, _), same in itertools.groupby(jobs, key=lambda job: (len(job[0]), str(job[2:]))):
+            same, size = list(same), max(1, self.batch_tokens // length)
+            for batch in (same[i : i + size] for i in range(0, len(same), size)):
+                texts = self.generate([job[0] for job in batch], *batch[0][2:])
+                for (_, i, *_), text in zip(batch, texts, strict=True):
+                    written[i] = text
+        return written
+
+    # ------------------------------------------------------------------------------------------------- likelihoods
+
+    def see(self, context, answer=()):
+        """The context as it is read: never empty, cut from the left where max_length says so; counts what is long."""
+        context = list(context) or [self.eot_token_id]
+        if self.max_length:
+            context = context[-max(1, self.max_length + 1 - len(answer)) :]
+        length = len(context) + len(answer) - 1
+        self.longest, self.longer = max(self.longest, length), self.longer + (length > self.lm.config.block_size)
+        return context
+
+    @torch.inference_mode()
+    def score(self, pairs):
+        """[(log-likelihood in nats, whether every token is the most likely one)] of [(context, answer)], token ids."""
+        scores, answers = [(0.0, True)] * len(pairs), {}
+        for i, (context, answer) in enumerate(pairs):
+            if answer:  # tokenizers may join all of it to the context
+                answers.setdefault(tuple(self.see(context, answer)), []).append(i)
+        shared = {context: members for context, members in answers.items() if self.constant_state and len(members) > 1}
+        for batch in self.batches(shared, len):
+            state, logits = self.states_after(batch)  # a row per context
+            rows = [(row, i) for row, context in enumerate(batch) for i in shared[context]]
+            rows.sort(key=lambda row: -len(pairs[row[1]][1]))
+            index = torch.tensor([row for row, _ in rows], device=self.device)
+            first = torch.tensor([pairs[i][1][0] for _, i in rows], device=self.device)
+            nats, greedy = self.compare(logits[index, None], first[:, None])
+            found = self.follow([pairs[i][1] for _, i in rows], [1] * len(rows), on_rows(state, index))
+            for (_, i), a, g, (b, h) in zip(rows, nats.tolist(), greedy.tolist(), found, strict=True):
+                scores[i] = a + b, g and h
+        alone = [(list(context) + list(pairs[i][1]), len(context), i) for context, members in answers.items()
+                 if context not in shared for i in members]
+        for batch in self.batches(alone, lambda row: len(row[0])):
+            found = self.follow([row for row, _, _ in batch], [start for _, start, _ in batch])
+            for (_, _, i), result in zip(batch, found, strict=True):
+                scores[i] = result
+        return scores
+
+    def batches(self, rows, length):
+        """Lists of rows, the longest first, of at most batch_tokens tokens each when padded."""
+        rows = sorted(rows, key=lambda row: -length(row))
+        while rows:
+            size = max(1, self.batch_tokens // length(rows[0]))
+            yield rows[:size]
+            rows = rows[size:]
+
+    def call(self, rows, state=None, **how):
+        """(logits, state after) of token lists, padded on the right to the longest."""
+        width = max(map(len, rows))
+        idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            out = self.lm.forward(idx, state=state, **how)  # torch.compile never sees all these shapes
+        return out[0], out[2] if state is not None else None
+
+    def states_after(self, contexts):
+        """(the state after each context, a row each; logits (B, V) after their last tokens); the longest first.
+
+        All are read together up to where the shortest ends; its state is then final, and the others go on.
+        """
+        state, begin, states, logits = self.lm.initial_state(len(contexts)), 0, [], []
+        left = [list(context) for context in contexts]
+        while left:
+            end = min(len(left[-1]), begin + max(1, self.batch_tokens // len(left)))
+            out, state = self.call([row[begin:end] for row in left], state, last_only=True)
+            n = sum(len(row) > end for row in left)
+            states.insert(0, on_rows(state, slice(n, None)))
+            logits.insert(0, out[n:, -1])
+            state, left, begin = on_rows(state, slice(n)), left[:n], end
+        return join_rows(states), torch.cat(logits)
+
+    def follow(self, rows, starts, state=None):
+        """[(log-likelihood, greedy)] of the tokens from index start >= 1 on of each row of tokens, the longest first.
+
+        state: of all rows before their first token; None: they are at the beginning of a text.
+        """
+        nats = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        greedy = torch.ones(len(rows), dtype=torch.bool, device=self.device)
+        begin, left = 0, sum(len(row) > 1 for row in rows)  # the last token is only predicted
+        while left:
+            state = None if state is None else on_rows(state, slice(left))
+            piece = max(1, self.batch_tokens // left) if self.has_state else len(rows[0])
+            inputs = [row[begin : min(begin + piece, len(row) - 1)] for row in rows[:left]]
+            if state is None and len(rows[0]) - 1 > piece:
+                state = self.lm.initial_state(left)
+            logits, state = self.call(inputs, state)
+            targets = torch.tensor([[row[t + 1] if start <= t + 1 < len(row) else -1
+                                     for t in range(begin, begin + logits.shape[1])]
+                                    for row, start in zip(rows[:left], starts[:left], strict=True)], device=self.device)
+            more, still = self.compare(logits, targets)
+            nats[:left] += more
+            greedy[:left] &= still
+            begin += piece
+            left = sum(len(row) - 1 > begin for row in rows)
+        return list(zip(nats.tolist(), greedy.tolist(), strict=True))
+
+    def compare(self, logits, targets):
+        """(summed log-likelihood (B,) in float64, whether all are most likely (B,)) of targets (B, T), -1: none."""
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="none")
+        right = (logits.argmax(-1) == targets) | (targets == -1)
+        return -loss.view(targets.shape).double().sum(1), right.all(1)
+
+    # -------------------------------------------------------------------------------------------------- generation
+
+    def generate(self, contexts, n, stops, sampling):
+        """The texts that follow contexts of one length, each up to its first stop, a token that ends texts, or n."""
+        texts, done = [""] * len(contexts), [False] * len(contexts)
+        decoders = [copy.copy(self.text) for _ in contexts]
+        for decoder, context in zip(decoders, contexts, strict=True):
+            decoder.begin(context)
+        generator = torch.Generator(self.device).manual_seed(0)
+        sampling = {key: value for key, value in sampling.items() if value is not None}
+        idx = torch.tensor(contexts, device=self.device)
+        for tokens in self.lm.stream(idx, n, generator=generator, chunk=self.batch_tokens, **sampling):
+            for i, token in enumerate(tokens.tolist()):
+                if not done[i]:
+                    done[i] = token == self.eot_token_id
+                    texts[i] += "" if done[i] else decoders[i].decode(token)
+                    found = [texts[i].find(stop) for stop in stops if stop and stop in texts[i]]
+                    if found:
+                        texts[i], done[i] = texts[i][: min(found)], True
+            if all(done):
+                break
+        return texts
+
+
+def on_rows(state, rows):
+    """A state with some of its rows: a slice or an index tensor; in any nesting of lists and tuples."""
+    if isinstance(state, (list, tuple)):
+        return type(state)(on_rows(part, rows) for part in state)
+    return state[rows] if isinstance(state, torch.Tensor) else state
+
+
+def join_rows(states):
+    """One state with the rows of several."""
+    if isinstance(states[0], (list, tuple)):
+        return type(states[0])(join_rows(parts) for parts in zip(*states, strict=True))
+    return torch.cat(states) if isinstance(states[0], torch.Tensor) else states[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- tasks
+
+def load_tasks(names, include=None):
+    """The harness's tasks of these names (or paths of task files, or their content as dicts), as `evaluate` takes them.
+
+    include: a folder of task files (*.yaml). Raises ConfigError, one line, for an unknown name, and for data that
+    cannot be had.
+    """
+    words = [name for name in names if isinstance(name, str)]
+    manager = TaskManager(include_path=include, include_defaults=False)
+    if not set(words) <= set(manager.all_tasks):  # reading the harness's own thousands takes ten seconds
+        manager = TaskManager(include_path=include)
+    for name in words:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            near = utils.pattern_match([f"*{name.split('_')[0]}*"], manager.all_tasks)[:5]
+            raise ConfigError(f"there is no task {name!r}" + (f" (there are {', '.join(near)})" if near else "")
+                              + ": `lm_eval ls tasks` lists all, --include=FOLDER adds your own")
+    loaded = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in names:
+        try:
+            found = manager.load([name])
+        except Exception as error:  # of the data's library there are a dozen, and a task file may hold anything
+            raise ConfigError(f"task {name if name in words else name['task']}: its data or its file cannot be read "
+                              f"({type(error).__name__}: {' '.join(str(error).split())[:200]})") from None
+        for key, value in found.items():
+            loaded[key].update(value)
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+    return loaded
+
+
+def evaluate(lm, tasks, limit=None):
+    """{"results": {task: {metric: value, metric_stderr: value, ...}}, "versions": {task: ...}} of `load_tasks`' tasks.
+
+    limit: documents of each task, at most. Also per task: documents; chance, the accuracy of guessing; perplexity: exp
+    of the mean loss per token of the right answers given their contexts. None on all processes but the first.
+    """
+    for task in tasks["tasks"].values():
+        task._instances = None
+    found = evaluator.evaluate(lm, tasks, limit=limit or None, bootstrap_iters=1000)
+    if found is None:
+        return None
+    results = {name: {key.removesuffix(",none").replace(",", "_"): value for key, value in values.items()
+                      if isinstance(value, (int, float))} for name, values in found["results"].items()}
+    for name, samples in found["samples"].items():
+        results[name] |= right_answers(lm, tasks["tasks"][name], samples)
+    return {"results": results, "versions": {name: v for name, v in found["versions"].items() if v is not None}}
+
+
+def right_answers(lm, task, samples):
+    kind, nats, tokens = task.get_config("output_type"), [], 0
+    for sample in samples:
+        gold = 0 if kind == "loglikelihood" else None
+        if kind == "multiple_choice":
+            gold = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
+            if isinstance(gold, str):
+                gold = (task.doc_to_choice(sample["doc"]) + [gold]).index(gold)
+        if isinstance(gold, int) and 0 <= gold < len(sample["resps"]):  # several may be right, or none
+            context, answer = sample["arguments"][gold]
+            nats.append(-sample["resps"][gold][0][0])
+            tokens += len(lm._encode_pair(context, answer)[1] if context else lm.tok_encode(answer))
+    found = {"documents": len(samples)}
+    if kind == "multiple_choice":
+        found["chance"] = math.fsum(1 / len(sample["resps"]) for sample in samples) / len(samples)
+    return {**found, "perplexity": math.exp(math.fsum(nats) / tokens)} if tokens else found
