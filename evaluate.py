@@ -17,8 +17,6 @@ if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process 
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
@@ -54,24 +52,6 @@ class EvaluateConfig:
     timeout_minutes: float = 60.0  # how long processes wait for one another
 
 
-def harness():
-    """experiments.harness. Raises ConfigError where lm_eval is not installed.
-
-    Some tasks import Hugging Face's package `evaluate`, and would get this file.
-    """
-    paths = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
-    spec = importlib.machinery.PathFinder.find_spec("evaluate", paths)
-    if spec is None or importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("the package lm_eval is missing: make eval, or pip install -r requirements-eval.txt")
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules["evaluate"] = module
-    from experiments import harness
-
-    return harness
-
-
 def tokenizer_of(meta, config):
     """The Text of a checkpoint's meta. Raises ConfigError where --tokenizer is another, or none is known."""
     known, given = meta.get("tokenizer"), canonical(config.tokenizer) if config.tokenizer else None
@@ -101,11 +81,11 @@ def main(argv):
         raise ConfigError(f"include {config.include}: there is no such folder")
     device = distributed.open_device(config)
     lm, meta = sample.load_model(config.out_dir, device)
-    text, modules = tokenizer_of(meta, config), harness()
-    loaded = modules.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
+    text, harness = tokenizer_of(meta, config), tasks.import_harness()
+    loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
     dtype = distributed.pick_dtype(config.dtype, device)
-    adapter, start = modules.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype), time.perf_counter()
-    found = modules.evaluate(adapter, loaded, config.limit)
+    adapter, start = harness.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype), time.perf_counter()
+    found = harness.evaluate(adapter, loaded, config.limit)
     longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
     if found is None:
         return
@@ -119,7 +99,7 @@ def main(argv):
     write(Path(config.out_dir) / "eval_tasks.json", {
         "step": meta.get("step"), "tokens": meta.get("tokens"), "limit": config.limit, "max_length": config.max_length,
         "dtype": str(dtype).removeprefix("torch."), "tokenizer": text.name, "longest": max(longest),
-        "seconds": round(time.perf_counter() - start, 1), **found, "harness": modules.VERSION,
+        "seconds": round(time.perf_counter() - start, 1), **found, "harness": harness.VERSION,
         "environment": environment()})
 
 

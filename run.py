@@ -50,9 +50,9 @@ from records import (
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
-    "eval_block_size", "eval_datasets", "log_interval", "checkpoint_interval", "keep_checkpoints", "wandb",
-    "wandb_project", "device", "compile", "max_bad_steps", "backend", "self_check", "timeout_minutes",
-    "workers",  # of vision.py
+    "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
+    "keep_checkpoints", "wandb", "wandb_project", "device", "compile", "max_bad_steps", "backend", "self_check",
+    "timeout_minutes", "workers",  # of vision.py
     "init_from",  # read only where there is no checkpoint
     "dataset",  # its content is compared by its hash instead
     "max_iters",  # where the steps that are done keep their learning rates
@@ -396,6 +396,8 @@ class Run:
         """Metrics of an evaluation after `step`: in the log, on the screen, and for the best checkpoint."""
         self.metrics, progress, done = dict(metrics), self.progress, step + 1
         self.compared_loss = self.metrics.pop("compare_loss", metrics["val_loss"])
+        sets = self.metrics.pop("sets", {})
+        self.metrics |= {f"val_loss_{name}": found["val_loss"] for name, found in sets.items()}
         progress.ended = bool(self.metrics.pop("stop", False))
         if self.done == done:
             return  # made again for a result that was lost; its line is in the log
@@ -403,12 +405,25 @@ class Run:
             progress.best_val_loss = min(progress.best_val_loss, self.compared_loss)
         self.write_log("eval", done, tokens=done * self.config.batch_tokens, **self.metrics, seconds=self.seconds())
         self.say("  ".join([f"step {done:6d}", *in_words(self.metrics)]))
+        for name, found in sets.items():
+            self.write_log("eval_set", done, set=name, tokens=done * self.config.batch_tokens, **found)
+            self.say("  ".join([f"step {done:6d}  {name}:", *in_words(found)]))
         now = time.perf_counter()
         if self.is_main and now - self.picture_time > PICTURE_SECONDS:
             self.picture_time = now
             with contextlib.suppress(OSError):
                 self.picture = subprocess.Popen([sys.executable, LOSS_CURVE, self.out],
                                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def tasks_due(self, step):
+        interval = self.config.eval_tasks_interval
+        return bool(interval) and (self.is_last(step) or (step + 1) % interval == 0)
+
+    def log_tasks(self, step, scores):
+        """Scores of tasks after `step`, on the main process: a line of the log and of the screen."""
+        if self.is_main:
+            self.write_log("tasks", step + 1, tokens=(step + 1) * self.config.batch_tokens, **scores)
+            self.say("  ".join([f"step {step + 1:6d}", *in_words(scores)]))
 
     def write_log(self, event, step, **values):
         """A line of log.jsonl. A disk that refuses it does not end the run: it is tried again with the next."""
@@ -423,7 +438,7 @@ class Run:
             if not behind:
                 self.say(f"step {step}: cannot write log.jsonl ({error.strerror}); keeping the line in memory and "
                          "retrying")
-        if self.wandb and event != "skipped":
+        if self.wandb and event not in ("skipped", "eval_set"):  # the line before has their losses
             self.wandb.log(values, step=step)
 
     def seconds(self):

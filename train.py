@@ -24,6 +24,7 @@ import dataclasses
 import importlib
 import math
 import random
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,9 @@ import configurator
 import distributed
 from configurator import ConfigError, env_int, is_out_of_memory
 from data.loader import TokenData, Tokens, eval_windows
+from data.tokenizer import Text
+from experiments import tasks
+from experiments.tasks import import_harness
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
 from run import Run, launch
@@ -77,7 +81,9 @@ class TrainConfig(ModelConfig):
     eval_tokens: int = 0  # validation tokens of one, by which best_val_loss compares; 0: all of them
     final_eval_tokens: int = 0  # validation tokens of the last one, whose loss is the result's; 0: all of them
     eval_block_size: int = 0  # tokens of a validation window; 0: block_size
-    eval_datasets: str = ""  # further prepared folders, name,name: their validation splits are evaluated too
+    eval_sets: str = ""  # further prepared folders, name:folder,name:folder: their validation splits are evaluated too
+    eval_tasks_interval: int = 0  # steps between scores of tasks (evaluate.py); 0: none
+    eval_tasks: str = "embedded"  # which, see evaluate.py --help
     log_interval: int = 10  # steps between lines of the log
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
     keep_checkpoints: int = 2  # how many of the last are kept, beside the best
@@ -89,7 +95,8 @@ class TrainConfig(ModelConfig):
     compile: bool = False  # torch.compile: slower to start, faster per step
     timeout_minutes: float = 10.0  # how long processes wait for one another before they give up
 
-    RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend"}  # old key -> new key
+    RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend",
+               "eval_datasets": "eval_sets"}  # old key -> new key
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -105,7 +112,8 @@ def train(config, model, data, evaluate, schedule=None):
         data: micro_batches(step, rank, world_size, micro_batch_size) -> (x, y, weight), whose weights add up to 1;
             sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; further metrics go to the log, and the last to result.json.
-            "stop": True ends the run after this step.
+            "stop": True ends the run after this step. "sets": {name: metrics} of further sets, a line of the log each.
+            With eval_tasks_interval also tasks(model) -> scores (see Evaluate).
         schedule: (step, config) -> factor of the peak rate; learning_rate_factor unless given.
 
     Returns the final metrics, or None where the run was stopped before its end. Raises ConfigError, run.Stopped, ...
@@ -137,6 +145,8 @@ def train(config, model, data, evaluate, schedule=None):
             run.log(step, train_loss=loss, lr=schedule(step, config) * config.learning_rate, grad_norm=grad_norm)
             if run.evaluation_due(step):
                 run.log_evaluation(step, evaluate(model, final=run.is_last(step)))
+            if run.tasks_due(step):
+                run.log_tasks(step, evaluate.tasks(model))
             run.save_if_due(step, optimizers)
         return run.finish(evaluate)
 
@@ -178,33 +188,51 @@ class Evaluate:
         block, tokens = config.eval_block_size or config.block_size, len(data.tokens.val)
         self.windows = eval_windows(tokens, block, config.eval_tokens)
         self.final_windows = eval_windows(tokens, block, config.final_eval_tokens)
-        self.others = {}  # name: (data, windows)
-        for name in filter(None, config.eval_datasets.split(",")):
-            other = Tokens(find_dataset(name), vocab_size=config.vocab_size, block_size=block)
-            key = f"val_loss_{other.folder.name}"
+        self.sets = {}  # name: (data, windows)
+        for part in filter(None, map(str.strip, config.eval_sets.split(","))):
+            name, colon, folder = part.partition(":")
+            other = Tokens(find_dataset(folder if colon else name), vocab_size=config.vocab_size, block_size=block)
+            name = name if colon else other.folder.name
             if other.meta["tokenizer"] != data.meta["tokenizer"] or other.meta.get("table") != data.meta.get("table"):
-                raise ConfigError(f"eval_datasets: {name} has the tokenizer {other.meta['tokenizer']!r}, "
-                                  f"{config.dataset} has {data.meta['tokenizer']!r}, or their characters differ")
-            if key in self.others:
-                raise ConfigError(f"eval_datasets: two folders are called {other.folder.name}: rename one of them")
+                raise ConfigError(f"eval_sets: {part} has the tokenizer {other.meta['tokenizer']!r}, "
+                                  f"{config.dataset} has {data.meta['tokenizer']!r}, or their vocabularies differ")
+            if not re.fullmatch(r"[\w.-]+", name) or name in self.sets:
+                raise ConfigError(f"eval_sets: {part}: every set needs a name of its own, of letters, digits, - and _, "
+                                  "as code:data/a,prose:data/b")
             windows = eval_windows(len(other.val), block, config.eval_tokens)
-            self.others[key] = TokenData(other, block, block, config.seed, data.device), windows
+            self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
+        self.harness = None
 
     def __call__(self, model, final=False):
         """{"val_loss": nats per token, "val_tokens"}; at the end bits per byte too, and "compare_loss" where the final
         windows are others than those by which evaluations are compared."""
         windows = self.final_windows if final else self.windows
         metrics = {"val_loss": self.loss(model, self.data, windows), "val_tokens": int(windows[:, 1].sum())}
-        metrics |= {key: self.loss(model, *other) for key, other in self.others.items()}
         if final and not np.array_equal(windows, self.windows):
             metrics["compare_loss"] = self.loss(model, self.data, self.windows)
-        sizes = self.data.tokens.bytes_per_token
-        size = sizes["val"] if isinstance(sizes, dict) else sizes
-        if final and size:
-            metrics["val_bits_per_byte"] = metrics["val_loss"] / math.log(2) / size
-            if self.data.meta.get("xz9_bits_per_byte"):
+        if final:
+            metrics |= bits_per_byte(metrics["val_loss"], self.data)
+            if "val_bits_per_byte" in metrics and self.data.meta.get("xz9_bits_per_byte"):
                 metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
+        for name, (data, windows) in self.sets.items():
+            loss = self.loss(model, data, windows)
+            metrics.setdefault("sets", {})[name] = {"val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
+                                                    **bits_per_byte(loss, data)}
         return metrics
+
+    def tasks(self, model):
+        """Scores of eval_tasks on process 0, else None: {"perplexity": mean over tasks of that of right answers,
+        "<task>_<metric>": ...}, see experiments/harness.py. Raises ConfigError, one line."""
+        if self.harness is None:
+            self.harness = import_harness()
+            self.loaded = self.harness.load_tasks(tasks.named(self.config.eval_tasks, find_dataset("pystdlib")))
+            self.text = Text(self.data.meta["tokenizer"], self.data.meta.get("table"))
+        dtype = getattr(torch, self.config.dtype)
+        tokens = max(self.config.micro_batch_size * self.config.block_size, EVAL_TOKENS)
+        model.eval()
+        found = self.harness.evaluate(self.harness.HarnessLM(model, self.text, tokens, dtype=dtype), self.loaded)
+        model.train()
+        return found and tasks.scores(found["results"])
 
     @torch.no_grad()
     def loss(self, model, data, windows):
@@ -225,11 +253,19 @@ class Evaluate:
         return nats / tokens
 
 
+def bits_per_byte(loss, data):
+    """{"val_bits_per_byte"} of a validation loss, where the data knows how many bytes its tokens have."""
+    sizes = data.tokens.bytes_per_token
+    size = sizes["val"] if isinstance(sizes, dict) else sizes
+    return {"val_bits_per_byte": loss / math.log(2) / size} if size else {}
+
+
 # -------------------------------------------------------------------------------------------------------------- set-up
 
 POSITIVE = ("block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_interval", "max_bad_steps",
             "keep_checkpoints")
 NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "checkpoint_interval",
+                "eval_tasks_interval",
                 "grad_clip", "weight_decay", "vocab_size", "seed")
 
 

@@ -16,6 +16,8 @@ averaged over tasks: the paper does not say which text its Figure 1 scores, so t
 """
 
 import argparse
+import importlib.machinery
+import importlib.util
 import itertools
 import keyword
 import math
@@ -32,7 +34,9 @@ from configurator import ConfigError
 from data.loader import DataError, Tokens
 from records import read_log
 
+ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")
+NO_METRICS = ("documents", "chance", "sample_len", "sample_count")  # what is kept beside them
 QUESTIONS = 500  # of each task: a standard error of 2%
 CONTEXT, PIECE, REACH = 400, 60, 600  # characters
 
@@ -126,6 +130,24 @@ def dataset(rows):
     return lambda **_: {"test": datasets.Dataset.from_list(rows)}
 
 
+def import_harness():
+    """The module experiments.harness. Raises ConfigError, one line, where lm_eval is not installed.
+
+    Some tasks import Hugging Face's package `evaluate`: it is put in the place of the script of that name here.
+    """
+    paths = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    spec = importlib.machinery.PathFinder.find_spec("evaluate", paths)
+    if spec is None or importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("the package lm_eval is missing: make eval, or pip install -r requirements-eval.txt")
+    if getattr(sys.modules.get("evaluate"), "__file__", None) != spec.origin:
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        sys.modules["evaluate"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["evaluate"])
+    from experiments import harness
+
+    return harness
+
+
 def named(tasks, folder):
     """What --tasks names, for harness.load_tasks: `paper` and `embedded` stand for several. Raises ConfigError."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -150,8 +172,7 @@ def results_table(results):
     for task, values in results.items():
         percent = lambda x: "" if x is None else f"{100 * x:.2f}"
         for metric, value in values.items():
-            if f"{metric}_stderr" in values or metric not in ("documents", "chance", "alias", "name", "sample_len",
-                                                              "sample_count") and not metric.endswith("_stderr"):
+            if f"{metric}_stderr" in values or metric not in NO_METRICS and not metric.endswith("_stderr"):
                 error, is_share = values.get(f"{metric}_stderr"), metric.startswith(("acc", "exact_match", "em", "f1"))
                 show = percent if is_share else lambda x: "" if x is None else f"{x:.4f}"
                 rows.append([task, metric, show(value), show(error),
@@ -175,6 +196,13 @@ def table2(name, results):
 
 
 # -------------------------------------------------------------------------------------------------- Figure 1 (left)
+
+def scores(results):
+    """{"perplexity": mean_perplexity, "<task>_<metric>": ...} of harness.evaluate's results, for a line of a log."""
+    return {"perplexity": mean_perplexity(results),
+            **{f"{task}_{metric}": value for task, values in results.items() for metric, value in values.items()
+               if metric not in NO_METRICS and metric != "perplexity"}}
+
 
 def mean_perplexity(results):
     """The mean over tasks of their perplexities of right answers; None where no task has one."""

@@ -374,17 +374,22 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data):
 def test_further_sets_are_evaluated_too(whole, data, tmp_path):
     other = write_data(tmp_path / "other", seed=1, val=400)
     out = tmp_path / "run"
-    succeed(arguments(data, out, eval_datasets=f"{data},{other}", final_eval_tokens=64))
+    said = succeed(arguments(data, out, eval_sets=f"code:{data}, {other}", final_eval_tokens=64)).out
     assert_same_training(out, whole)
     for step, e in events(out, "eval").items():
-        assert {"val_loss", "val_loss_words", "val_loss_other"} <= set(e)
-        assert e["val_loss_other"] > e["val_loss_words"] == events(whole, "eval")[step]["val_loss"]
+        assert e["val_loss_other"] > e["val_loss_code"] == events(whole, "eval")[step]["val_loss"]
+    lines = [(e["step"], e["set"]) for e in records.read_log(out, "eval_set")]
+    assert lines == [(step, name) for step in (5, 10, 12) for name in ("code", "other")]
+    last = records.read_log(out, "eval_set")[-1]
+    assert last["val_bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2)) and last["val_tokens"] == 399
+    assert "step      5  other: val_loss" in said.replace("  val_loss", " val_loss")
     assert record(out)["val_loss_other"] == events(out, "eval")[12]["val_loss_other"]
     write_data(tmp_path / "gpt2", tokenizer="gpt2")
-    refuse(arguments(data, out, eval_datasets=tmp_path / "gpt2"), "eval_datasets", "gpt2", "'bytes'")
-    refuse(arguments(data, out, eval_datasets=tmp_path / "nowhere"), "nowhere")
+    refuse(arguments(data, out, eval_sets=tmp_path / "gpt2"), "eval_sets", "gpt2", "'bytes'")
+    refuse(arguments(data, out, eval_sets=tmp_path / "nowhere"), "nowhere")
+    refuse(arguments(data, out, eval_datasets=other), "eval_datasets", "--eval_sets")
     twice = f"{other},{shutil.copytree(other, tmp_path / 'x' / 'other')}"
-    refuse(arguments(data, out, eval_datasets=twice), "two", "other")
+    refuse(arguments(data, out, eval_sets=twice), "name of its own", "other")
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
