@@ -1,11 +1,14 @@
 """Weights for others, and theirs for us: a folder with config.json and model.safetensors, written and read.
 
     python export.py --out_dir=out/llama_120m --to=hf_llama_120m       # then AutoModelForCausalLM.from_pretrained(...)
-    python export.py --out_dir=out/longhorn_120m --to=longhorn_120m    # then export.load("longhorn_120m")
+    python export.py --out_dir=out/longhorn_120m --to=hf_longhorn      # the same, with trust_remote_code=True
+    python export.py --out_dir=out/longhorn_120m --to=hf_longhorn --overwrite --push=user/longhorn    # and to the hub
     python export.py --from_hf=hf_llama_120m --out_dir=out/imported    # then python sample.py --out_dir=out/imported
 
-LLaMA and Mamba take the names and the config of Hugging Face transformers, which is not needed to write or read them.
-All other families, and patterns of several, keep our own names, under the model_type "longhorn".
+LLaMA, Mamba and RWKV-4 take the names and the config of Hugging Face transformers, which is not needed to write or read
+them. All other families, and patterns of several, keep our own names, under the model_type "longhorn"; their folder
+holds the modelling code (tools/modeling_longhorn.py and the sources that model.py imports), so that transformers loads
+it without this repository. Every folder of a model whose tokenizer is known holds it too, for AutoTokenizer.
 
     here                                           LLaMA there                          Mamba there
     embed.weight (also the head)                   model.embed_tokens                   backbone.embeddings
@@ -13,15 +16,19 @@ All other families, and patterns of several, keep our own names, under the model
     layers.i.branches.1 norm, mixer.w1, w3, w2     post_attention_layernorm, mlp        layers.2i+1 norm, mixer
 
 One of our layers has two residual branches, so n_layer Mamba layers here are 2 n_layer there, and an odd number of
-layers cannot be read. What this skeleton cannot express (grouped queries, an untied head, another rotary base) is
-refused by field and value, never approximated. Only JSON and safetensors are opened; nothing is unpickled.
+layers cannot be read. RWKV-4's shifts are stored there as 1 - mu. What this skeleton cannot express (grouped queries,
+an untied head, another rotary base) is refused by field and value, never approximated. Only JSON and safetensors are
+opened; nothing is unpickled.
 """
 
+import ast
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -35,8 +42,9 @@ import checkpoint
 import configurator
 import sample
 from configurator import ConfigError
+from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
-from records import sync_folder, write_json
+from records import NATIVE_SOURCES, sync_folder, write_json
 
 
 @dataclass
@@ -45,12 +53,19 @@ class ExportConfig:
     to: str = ""  # folder to write config.json and model.safetensors to
     from_hf: str = ""  # folder to read them from, in place of --to
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights that --to writes
-    tokenizer: Literal["auto", "bytes", "gpt2"] = "auto"  # of the model that --from_hf reads; auto: see its config.json
+    tokenizer: str = "auto"  # of what --from_hf reads: bytes, tiktoken:NAME, hf:NAME; auto: see its config.json
+    vocab: str = ""  # a tiktoken vocabulary without a network: a folder with its files
+    push: str = ""  # user/name: also upload the folder to Hugging Face's hub (log in first: hf auth login)
     overwrite: bool = False  # replace what an earlier export or import wrote there
 
 
-FILES = ("config.json", "model.safetensors")
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM"}
+ROOT = Path(__file__).resolve().parent
+CODE, TOKENIZER = "modeling_longhorn.py", ("tokenizer.json", "tokenizer_config.json")
+FILES = ("config.json", "model.safetensors", CODE, *TOKENIZER)
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM", "rwkv4": "RwkvForCausalLM"}
+OWN = {"architectures": ["LonghornForCausalLM"], "model_type": "longhorn", "tie_word_embeddings": False,
+       "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
+                    "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
 SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # that is a machine's choice
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +74,8 @@ LLAMA_ONLY = {"hidden_act": ("silu", "silu"), "rms_norm_eps": (1e-6, 1e-5), "tie
               "attention_bias": (False, False), "mlp_bias": (False, False), "quantization_config": (None, None)}
 MAMBA_ONLY = {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (True, True),
               "use_bias": (False, False), "use_conv_bias": (True, True), "quantization_config": (None, None)}
-
+RWKV_ONLY = {"layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (False, True),
+             "quantization_config": (None, None)}
 
 LLAMA_NAMES = {"input_layernorm": "0.norm", "self_attn.o_proj": "0.mixer.out_proj", "mlp.gate_proj": "1.mixer.w1",
                "post_attention_layernorm": "1.norm", "mlp.up_proj": "1.mixer.w3", "mlp.down_proj": "1.mixer.w2"}
@@ -69,6 +85,14 @@ MAMBA_NAMES = {"mixer.conv1d.weight": "mixer.conv_weight", "mixer.conv1d.bias": 
                                           "mixer.x_proj.weight", "mixer.dt_proj.weight", "mixer.out_proj.weight")}}
 
 
+RWKV_NAMES = {"ln1.weight": "0.norm.weight", "ln1.bias": "0.norm.bias", "attention.time_decay": "0.mixer.decay",
+              "attention.time_first": "0.mixer.bonus", "ln2.weight": "1.norm.weight", "ln2.bias": "1.norm.bias",
+              **{f"attention.{name}.weight": f"0.mixer.{name}.weight"
+                 for name in ("key", "value", "receptance", "output")},
+              **{f"feed_forward.{name}.weight": f"1.mixer.{name}.weight" for name in ("key", "value", "receptance")}}
+RWKV_SHIFTS = (("attention", 0, ("receptance", "key", "value")), ("feed_forward", 1, ("receptance", "key")))
+
+
 def family(config):
     """The family of all layers, or "longhorn", which keeps our own names, for a pattern of several."""
     families = set(config.families)
@@ -76,16 +100,16 @@ def family(config):
 
 
 def names(config):
-    """{name in the file: (name here, None or which third of its rows)} of every tensor of LM(config).
+    """{name in the file: (name here, None or (i, n): part i of n of its rows)} of every tensor of LM(config).
 
-    A qkv matrix (3 d, d) has three names in the file; everything else is one to one.
+    A qkv matrix (3 d, d) has three names in the file, as have RWKV-4's shifts; everything else is one to one.
     """
     if family(config) == "llama":
         found = {"model.embed_tokens.weight": ("embed.weight", None), "model.norm.weight": ("norm.weight", None)}
         for i in range(config.n_layer):
             for part, letter in enumerate("qkv"):  # rotated as halves on both sides: rows keep their order
                 name = f"model.layers.{i}.self_attn.{letter}_proj.weight"
-                found[name] = f"layers.{i}.branches.0.mixer.qkv.weight", part
+                found[name] = f"layers.{i}.branches.0.mixer.qkv.weight", (part, 3)
             for name, here in LLAMA_NAMES.items():
                 found[f"model.layers.{i}.{name}.weight"] = f"layers.{i}.branches.{here}.weight", None
         return found
@@ -94,6 +118,19 @@ def names(config):
         for i in range(2 * config.n_layer):
             for name, here in MAMBA_NAMES.items():
                 found[f"backbone.layers.{i}.{name}"] = f"layers.{i // 2}.branches.{i % 2}.{here}", None
+        return found
+    if family(config) == "rwkv4":
+        found = {"rwkv.embeddings.weight": ("embed.weight", None)}
+        for kind in ("weight", "bias"):
+            found[f"rwkv.blocks.0.pre_ln.{kind}"] = f"embed_norm.{kind}", None
+            found[f"rwkv.ln_out.{kind}"] = f"norm.{kind}", None
+        for i in range(config.n_layer):
+            found |= {f"rwkv.blocks.{i}.{name}": (f"layers.{i}.branches.{here}", None)
+                      for name, here in RWKV_NAMES.items()}
+            for place, branch, letters in RWKV_SHIFTS:
+                for part, name in enumerate(letters):
+                    here = f"layers.{i}.branches.{branch}.mixer.mu"
+                    found[f"rwkv.blocks.{i}.{place}.time_mix_{name}"] = here, (part, len(letters))
         return found
     return {name: (name, None) for name in skeleton(config).state_dict()}
 
@@ -108,9 +145,11 @@ def as_in_file(state, config):
     """{name in the file: tensor} of a state_dict of ours; views where they can be."""
     tensors = {}
     for name, (here, part) in names(config).items():
-        tensors[name] = state[here] if part is None else state[here].chunk(3)[part]
+        tensors[name] = state[here] if part is None else state[here].chunk(part[1])[part[0]]
         if name.endswith("conv1d.weight"):
             tensors[name] = tensors[name].unsqueeze(1)  # (d_inner, 1, d_conv)
+        if ".time_mix_" in name:
+            tensors[name] = 1 - tensors[name][None]  # (1, 1, d): how much of the token itself
     return tensors
 
 
@@ -129,21 +168,26 @@ def to_hf(lm, dtype=None, end_of_text=None):
     kind, dtype = family(c), str(dtype).removeprefix("torch.")
     if kind not in ARCHITECTURES:
         settings = {name: getattr(c, name) for name in SETTINGS}
-        return {"architectures": ["LM"], "model_type": "longhorn", "dtype": dtype, **settings}, tensors
-    config = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "dtype": dtype, "vocab_size": c.vocab_size,
-              "hidden_size": c.n_embd, "hidden_act": "silu", "tie_word_embeddings": True, "use_cache": True,
+        return {**OWN, "dtype": dtype, "eos_token_id": end_of_text, "bos_token_id": end_of_text, **settings}, tensors
+    config = {"architectures": [ARCHITECTURES[kind]], "model_type": {"rwkv4": "rwkv"}.get(kind, kind), "dtype": dtype,
+              "vocab_size": c.vocab_size, "hidden_size": c.n_embd, "tie_word_embeddings": True, "use_cache": True,
               "initializer_range": 0.02,
               # all three: transformers' own defaults would end every text at token 2, or 0
               "bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
     mixer = lm.layers[0].branches[1].mixer
-    if kind == "llama":
-        config |= {"num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head, "num_key_value_heads": c.n_head,
+    if kind == "rwkv4":
+        config |= {"num_hidden_layers": c.n_layer, "context_length": c.block_size, "attention_hidden_size": c.n_embd,
+                   "intermediate_size": mixer.key.out_features, "layer_norm_epsilon": 1e-5, "rescale_every": 0}
+    elif kind == "llama":
+        config |= {"hidden_act": "silu", "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
+                   "num_key_value_heads": c.n_head,
                    "head_dim": c.n_embd // c.n_head, "intermediate_size": mixer.w1.out_features,
                    "max_position_embeddings": c.block_size, "rms_norm_eps": 1e-5, "attention_bias": False,
                    "mlp_bias": False, "attention_dropout": 0.0,
                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     else:
-        config |= {"num_hidden_layers": 2 * c.n_layer, "state_size": c.d_state, "conv_kernel": c.d_conv,
+        config |= {"hidden_act": "silu", "num_hidden_layers": 2 * c.n_layer, "state_size": c.d_state,
+                   "conv_kernel": c.d_conv,
                    "expand": c.expand, "intermediate_size": mixer.d_inner, "time_step_rank": mixer.R,
                    "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True,
                    "block_size": c.block_size}
@@ -168,7 +212,8 @@ def from_hf(config, tensors):
     dtype = functools.reduce(torch.promote_types, (tensors[name].dtype for name in expected), torch.float32)
     parts = {}
     for name, (here, _) in names(ours).items():
-        parts.setdefault(here, []).append(tensors[name].detach().to("cpu", dtype))
+        t = tensors[name].detach().to("cpu", dtype)
+        parts.setdefault(here, []).append(1 - t if ".time_mix_" in name else t)
     state = {here: torch.cat(pieces) for here, pieces in parts.items()}  # copies
     lm.load_state_dict({here: t.reshape(lm.get_parameter(here).shape) for here, t in state.items()}, assign=True)
     return lm.eval()
@@ -189,9 +234,9 @@ def check_tensors(expected, tensors, kind):
             raise ConfigError(f"the tensor {name} is {dtype}: only float64, float32, bfloat16 and float16 are "
                               "supported, no quantised weights")
     for name in sorted(tensors.keys() - expected.keys()):
-        if name == "lm_head.weight":
+        if name in ("lm_head.weight", "head.weight"):
             if not torch.equal(tensors[name], tensors[next(iter(expected))]):  # the embedding
-                raise ConfigError("lm_head.weight differs from the embedding: only a tied head is supported")
+                raise ConfigError(f"{name} differs from the embedding: only a tied head is supported")
         elif not name.endswith("rotary_emb.inv_freq"):
             raise ConfigError(f"the tensor {name} has no place in a {kind} here (no biases, no further norms)")
 
@@ -201,11 +246,13 @@ def model_config(config):
     kind = config.get("model_type")
     if kind == "longhorn":
         return own_config(config)
-    if kind not in list(ARCHITECTURES):
-        raise ConfigError(f"model_type {kind!r} is not supported: only llama, mamba and longhorn, this project's own")
-    named = [ARCHITECTURES[kind]]
-    require(config, {"architectures": (named, named), **(LLAMA_ONLY if kind == "llama" else MAMBA_ONLY)})
-    return llama_config(config) if kind == "llama" else mamba_config(config)
+    if kind not in ("llama", "mamba", "rwkv"):
+        raise ConfigError(f"model_type {kind!r} is not supported: only llama, mamba, rwkv and longhorn, this project's "
+                          "own")
+    named = [ARCHITECTURES["rwkv4" if kind == "rwkv" else kind]]
+    only = {"llama": LLAMA_ONLY, "mamba": MAMBA_ONLY, "rwkv": RWKV_ONLY}[kind]
+    require(config, {"architectures": (named, named), **only})
+    return {"llama": llama_config, "mamba": mamba_config, "rwkv": rwkv_config}[kind](config)
 
 
 def require(config, fields):
@@ -225,15 +272,28 @@ def llama_config(config):
         raise ConfigError(f"rope_parameters {rope!r} is not supported: only the default kind")
     rope = {"rope_type": rope.get("type"), **config, **rope}  # older files have the base beside it
     require(rope, {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)})
-    hidden = whole(config, "intermediate_size")
-    # the last fits any width from 8 d / 3 on, as its first multiple
-    multiple = next((m for m in (*(2**i for i in range(8, -1, -1)), hidden) if round_up(8 * d / 3, m) == hidden), None)
-    if multiple is None:
-        raise ConfigError(f"intermediate_size {hidden} is not supported: only {math.ceil(8 * d / 3)} or more, 8/3 of "
-                          f"hidden_size {d}")
     return ModelConfig(model="llama", n_layer=whole(config, "num_hidden_layers"), n_head=heads, n_embd=d,
-                       vocab_size=whole(config, "vocab_size"), mlp_multiple=multiple,
+                       vocab_size=whole(config, "vocab_size"),
+                       mlp_multiple=mlp_multiple(whole(config, "intermediate_size"), d, 8 * d / 3, "8/3"),
                        block_size=whole(config, "max_position_embeddings", 2048))
+
+
+def mlp_multiple(hidden, d, least, times):
+    """The largest usual mlp_multiple that makes an MLP this wide; the last fits any width from `least` on."""
+    for multiple in (*(2**i for i in range(8, -1, -1)), hidden):
+        if round_up(least, multiple) == hidden:
+            return multiple
+    raise ConfigError(f"intermediate_size {hidden} is not supported: only {math.ceil(least)} or more, {times} of "
+                      f"hidden_size {d}")
+
+
+def rwkv_config(config):
+    d = whole(config, "hidden_size")
+    require(config, {"attention_hidden_size": (d, d)})
+    return ModelConfig(model="rwkv4", n_layer=whole(config, "num_hidden_layers"), n_head=1, n_embd=d,
+                       vocab_size=whole(config, "vocab_size"),
+                       mlp_multiple=mlp_multiple(whole(config, "intermediate_size", 4 * d), d, 4 * d, "4"),
+                       block_size=whole(config, "context_length", 1024))
 
 
 def mamba_config(config):
@@ -248,7 +308,7 @@ def mamba_config(config):
 
 
 def own_config(config):
-    known = {"architectures", "model_type", "dtype", "run", "transformers_version"}
+    known = {*OWN, "dtype", "run", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
     unknown = config.keys() - SETTINGS.keys() - known
     if unknown:
         raise ConfigError(f"the setting {min(unknown)} is unknown here: a newer version may have written this")
@@ -315,8 +375,61 @@ def read_json(path):
     return value
 
 
-def write(folder, config, tensors, overwrite=False):
-    """Write config.json and model.safetensors; `folder` is at any moment absent, the old one or the new, and whole.
+def modelling_code():
+    """tools/modeling_longhorn.py with the sources that model.py reaches by imports, wherever they stand in a file."""
+    sources, found = {}, ["model.py"]
+    for path in found:  # grows
+        sources[path] = (ROOT / path).read_text()
+        body = [node for node in ast.parse(sources[path]).body if not isinstance(node, ast.If)]  # __main__
+        names = []
+        for node in (node for top in body for node in ast.walk(top)):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            places = ["/".join([*parts[:i], "__init__.py"]) for i in range(1, len(parts) + 1)]
+            found += [p for p in (*places, "/".join(parts) + ".py") if (ROOT / p).is_file() and p not in found]
+    quoted = {path: text.replace("\\", "\\\\").replace("'''", r"\'\'\'") for path, text in sources.items()}
+    table = "SOURCES = {\n" + "".join(f"{path!r}: '''\\\n{text}''',\n" for path, text in quoted.items()) + "}"
+    native = {path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest() for path in NATIVE_SOURCES}
+    code = (ROOT / "tools" / CODE).read_text()
+    return code.replace("SOURCES = {}", table).replace("NATIVE = {}", f"NATIVE = {native!r}")
+
+
+def tokenizer_files(meta, vocab=None):
+    """{name: text} of what AutoTokenizer reads; {} where the tokenizer is not known, or cannot be had (said)."""
+    try:
+        text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
+        own = text.tokenizer_json()
+    except (ValueError, KeyError) as error:
+        if meta.get("tokenizer"):
+            print(f"without tokenizer files: {error}", file=sys.stderr)
+        return {}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                "model_max_length": int(1e30)}
+    if text.end_of_text:
+        settings |= {"bos_token": text.end_of_text, "eos_token": text.end_of_text}
+    return dict(zip(TOKENIZER, (json.dumps(own, ensure_ascii=False), json.dumps(settings, indent=1)), strict=True))
+
+
+def push(folder, name):
+    """Upload the folder to Hugging Face's hub as user/name, by its own client. Raises ConfigError, one line."""
+    try:
+        from huggingface_hub import HfApi
+
+        HfApi().create_repo(name, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # its client has a dozen for: not logged in, no network, no such name
+        raise ConfigError(f"push {name}: {' '.join(str(error).split())[:200]} (hf auth login; {folder} is written, the "
+                          "same command with --overwrite tries again)") from None
+
+
+def write(folder, config, tensors, overwrite=False, files=()):
+    """Write config.json, model.safetensors and `files`, {name: text}.
+
+    `folder` is at any moment absent, the old one or the new, and whole.
 
     Raises ConfigError, one line, where `check_target` or the disk refuses.
     """
@@ -327,6 +440,8 @@ def write(folder, config, tensors, overwrite=False):
         tmp.mkdir(parents=True)
         write_json(tmp / "config.json", config)
         checkpoint.save(tmp / "model.safetensors", tensors, {}, kind="pt")  # transformers reads no other kind
+        for name, text in dict(files).items():
+            (tmp / name).write_text(text, encoding="utf-8")
         if target.exists():
             os.rename(target, old)
         os.rename(tmp, target)
@@ -356,13 +471,25 @@ def check_target(folder, files, overwrite):
 def export_run(config):
     check_target(config.to, FILES, config.overwrite)  # before minutes of reading
     lm, meta = sample.load_model(config.out_dir)
-    end_of_text = 50256 if meta.get("tokenizer") == "gpt2" else None
+    files = tokenizer_files(meta, config.vocab)
+    end_of_text = 50256 if meta.get("tokenizer") == "gpt2" else end_token(files)
     there, tensors = to_hf(lm, getattr(torch, config.dtype), end_of_text)
     there["run"] = {key: meta.get(key) for key in ("tokenizer", "table", "step", "tokens", "data")}
-    write(config.to, there, tensors, config.overwrite)
-    loader = "AutoModelForCausalLM.from_pretrained" if there["model_type"] in ARCHITECTURES else "export.load"
-    count = sum(t.numel() for t in tensors.values())
-    print(f"wrote {config.to}: {count:,} parameters; load it with {loader}({config.to!r})")
+    own = there["model_type"] == "longhorn"
+    write(config.to, there, tensors, config.overwrite, files | ({CODE: modelling_code()} if own else {}))
+    count, trust = sum(t.numel() for t in tensors.values()), ", trust_remote_code=True" if own else ""
+    print(f"wrote {config.to}: {count:,} parameters; load it with AutoModelForCausalLM.from_pretrained({config.to!r}"
+          f"{trust})")
+    if config.push:
+        push(config.to, config.push)
+        print(f"uploaded to {config.push}")
+
+
+def end_token(files):
+    """The id of the token that ends a text, in tokenizer_files' answer; None for bytes and characters."""
+    name = json.loads(files.get("tokenizer_config.json", "{}")).get("eos_token")
+    added = json.loads(files.get("tokenizer.json", '{"added_tokens": []}'))["added_tokens"]
+    return next((token["id"] for token in added if token["content"] == name), None)
 
 
 def import_folder(config):
@@ -371,20 +498,24 @@ def import_folder(config):
     run = read_json(Path(config.from_hf) / "config.json").get("run") or {}  # what export.py noted, for sample.py
     kinds = {"tokenizer": str, "table": str, "step": int, "tokens": int}
     if (not isinstance(run, dict) or any(not isinstance(run.get(key) or kind(), kind) for key, kind in kinds.items())
-            or run.get("tokenizer") not in (None, "bytes", "gpt2", "char")):
+            or not re.fullmatch("bytes|gpt2|char|(tiktoken|hf):.+", run.get("tokenizer") or "bytes")):
         raise ConfigError(f"{config.from_hf}/config.json: export.py would not have written run {str(run)[:200]}")
-    tokenizer = run.get("tokenizer") if config.tokenizer == "auto" else config.tokenizer
+    if config.tokenizer == "auto":
+        tokenizer, table = run.get("tokenizer"), run.get("table")
+    else:
+        text = Text(config.tokenizer, vocab=config.vocab or None) if config.tokenizer != "gpt2" else None
+        tokenizer, table = (text.name, text.table) if text else ("gpt2", None)
     tensors, structure = checkpoint.flatten({"model": lm.state_dict()})
     meta = {"skeleton": structure, "config": dataclasses.asdict(lm.config), "step": run.get("step") or 0,
             "tokens": run.get("tokens") or 0, "data": run.get("data"), "tokenizer": tokenizer,
-            "table": run.get("table") if tokenizer == run.get("tokenizer") else None, "imported_from": config.from_hf}
+            "table": table, "imported_from": config.from_hf}
     path = Path(config.out_dir) / "checkpoint.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.save(path, tensors, meta)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
-    unknown = "" if tokenizer else " (first import it again with its --tokenizer, bytes or gpt2)"
+    unknown = "" if tokenizer else " (first import it again with its --tokenizer, bytes or gpt2, say)"
     print(f"wrote {path}: {lm.config.model}, {lm.parameter_count()['total']:,} parameters; "
           f"go on with python sample.py --out_dir={config.out_dir}{unknown}")
 
@@ -395,6 +526,8 @@ def main(argv):
         raise ConfigError("give --out_dir and either --to, to export its model, or --from_hf, to import one")
     if config.to and config.tokenizer != "auto" or config.from_hf and "dtype" in config.overrides:
         raise ConfigError("tokenizer is a setting of --from_hf, dtype one of --to: a checkpoint's weights are float32")
+    if config.push and config.from_hf:
+        raise ConfigError("push is a setting of --to")
     (export_run if config.to else import_folder)(config)
 
 

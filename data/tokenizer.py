@@ -8,6 +8,7 @@
 
 import codecs
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -216,6 +217,56 @@ class Text:
         else:
             piece = self.encoding.decode_single_token_bytes(token) if token < self.encoding.n_vocab else b""
         return self.decoder.decode(piece)
+
+
+    @property
+    def end_of_text(self):
+        """The name of eot_token, where that is no text itself: None for bytes and characters."""
+        if self.kind == "tiktoken":
+            return "<|endoftext|>"
+        return self.encoding.id_to_token(self.eot_token) if self.kind == "hf" else None
+
+    def tokenizer_json(self):
+        """The same tokenizer as Hugging Face's tokenizer.json, a dict.
+
+        tiktoken has ranks in place of merges: a token's merge is the pair of tokens that it consists of when only
+        merges of lower rank are applied.
+        """
+        if self.kind == "hf":
+            return json.loads(self.table)
+        file = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+                "post_processor": None}
+        if self.kind == "char":
+            split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+            model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}  # not there: an error, as here
+            return {**file, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's files show as themselves
+        hidden = [b for b in range(256) if b not in visible]
+        shown = {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+        show = lambda token: "".join(shown[b] for b in token)
+        ranks = self.encoding._mergeable_ranks if self.kind == "tiktoken" else {bytes([b]): b for b in range(256)}
+        merges = [list(map(show, pair_of(token, ranks))) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+        file["model"] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                         "vocab": {show(token): rank for token, rank in ranks.items()}, "merges": merges}
+        before = [level]
+        if self.kind == "tiktoken":
+            before.insert(0, {"type": "Split", "pattern": {"Regex": self.encoding._pat_str}, "behavior": "Isolated",
+                              "invert": False})
+            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+            special = sorted(self.encoding._special_tokens.items(), key=lambda item: item[1])
+            file["added_tokens"] = [{"id": rank, "content": name, **flags} for name, rank in special]
+        return {**file, "pre_tokenizer": {"type": "Sequence", "pretokenizers": before}, "decoder": level}
+
+
+def pair_of(token, ranks):
+    """The two tokens (bytes) that a byte-pair encoding joins last to make `token`."""
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
+        parts[best:best + 2] = [parts[best] + parts[best + 1]]
+    return parts
 
 
 def _unpickled(name, table, kind, encoding):

@@ -1,0 +1,162 @@
+"""The modelling code of an exported folder, for transformers: export.py writes it there, with the sources it needs.
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    model.generate(**AutoTokenizer.from_pretrained(folder)("def main():", return_tensors="pt"), max_new_tokens=40)
+
+SOURCES holds model.py and everything that it imports from its repository, as it was when the folder was written. They
+run in plain PyTorch, which reads a prompt slowly; where the repository itself is importable (on sys.path) and its
+native kernels are those of then, they are compiled and used. The cache of generation is the model's own state.
+"""
+
+import hashlib
+import importlib
+import importlib.abc
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import torch.nn.functional as F
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+SOURCES = {}  # path in the repository: text
+NATIVE = {}  # path of a native source in the repository: sha256
+
+
+def repository():
+    """The folder on sys.path with the native kernels of these sources, or None."""
+    for folder in (Path(path or ".").resolve() for path in sys.path):
+        files = {path: folder / path for path in NATIVE}
+        if files and all(file.is_file() for file in files.values()):
+            if all(hashlib.sha256(file.read_bytes()).hexdigest() == NATIVE[path] for path, file in files.items()):
+                return folder
+    return None
+
+
+class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports SOURCES as a package named by their content: in a process, all folders of equal sources share it.
+
+    Their imports of one another, and the names of their operators, get that package's name.
+    """
+
+    def __init__(self, package, root):
+        self.package, self.root = package, root
+        self.names = "|".join(sorted({path.partition("/")[0].removesuffix(".py") for path in SOURCES}))
+
+    def find_spec(self, fullname, path=None, target=None):
+        is_package = fullname == self.package or self.path(fullname).endswith("__init__.py")
+        if fullname != self.package and self.path(fullname) not in SOURCES:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
+
+    def path(self, fullname):
+        path = fullname.removeprefix(self.package).lstrip(".").replace(".", "/")
+        return f"{path}/__init__.py" if f"{path}/__init__.py" in SOURCES else f"{path}.py"
+
+    def get_filename(self, fullname):
+        return str(self.root / ("__init__.py" if fullname == self.package else self.path(fullname)))
+
+    def get_data(self, path):
+        text = SOURCES.get(Path(path).relative_to(self.root).as_posix(), "")
+        text = re.sub(rf"(?m)^(\s*)from ({self.names})\b", rf"\1from {self.package}.\2", text)
+        text = re.sub(rf"(?m)^(\s*)import ({self.names})$", rf"\1from {self.package} import \2", text)
+        return text.replace('"longhorn::', f'"{self.package}::').encode()
+
+
+def load_sources():
+    """(the module model.py of SOURCES, the backend that its operators should take)."""
+    package = "longhorn_" + hashlib.sha256(repr(sorted(SOURCES.items())).encode()).hexdigest()[:12]
+    root = repository()
+    if package not in sys.modules:
+        sys.meta_path.append(Sources(package, root or Path(__file__).resolve().parent / package))
+    backend = "torch" if root is None else ""
+    return importlib.import_module(f"{package}.model"), backend
+
+
+class LonghornConfig(PretrainedConfig):
+    """The settings of model.py's ModelConfig, under their own names."""
+
+    model_type = "longhorn"
+    attribute_map = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+                     "max_position_embeddings": "block_size"}
+
+    def __init__(self, **settings):
+        for name, default in vars(load_sources()[0].ModelConfig()).items():
+            setattr(self, name, settings.pop(name, default))
+        super().__init__(**settings)
+
+
+class State:
+    """What generation keeps between tokens: the model's state (constant in size for recurrent families)."""
+
+    def __init__(self, layers, seen):
+        self.layers, self.seen = layers, seen
+
+    def get_seq_length(self, layer_idx=0):
+        return self.seen
+
+    def reorder_cache(self, beam_idx):
+        self.layers = on_rows(self.layers, beam_idx)
+
+
+def on_rows(state, rows):
+    if isinstance(state, (list, tuple)):
+        return type(state)(on_rows(part, rows) for part in state)
+    return state[rows.to(state.device)] if getattr(state, "ndim", 0) > 1 else state
+
+
+class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = LonghornConfig
+    base_model_prefix = "model"
+    _is_stateful = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        module, backend = load_sources()
+        settings = {name: getattr(config, name) for name in vars(module.ModelConfig()) if name != "backend"}
+        self.model = module.LM(module.ModelConfig(**settings, backend=backend))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """LM has drawn its own."""
+
+    def get_input_embeddings(self):
+        return self.model.embed
+
+    def set_input_embeddings(self, embed):
+        self.model.embed = embed
+
+    def get_output_embeddings(self):
+        return None  # the head is the embedding
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, labels=None,
+                logits_to_keep=0, return_dict=True, **_):
+        """logits (B, T, vocab_size); labels (B, T), -100 where no loss is wanted, are shifted by one here.
+
+        Padding is only harmless on the right: raises ValueError for a mask that hides what comes before a text.
+        """
+        if attention_mask is not None and (attention_mask[:, 0] == 0).any():
+            raise ValueError("texts are padded on the left, which this model would read: pad on the right, or give "
+                             "texts of one length")
+        state = past_key_values.layers if isinstance(past_key_values, State) else None
+        seen = past_key_values.seen if isinstance(past_key_values, State) else 0
+        if use_cache and state is None:
+            state = self.model.initial_state(len(input_ids))
+        logits, _, *after = self.model(input_ids, state=state, last_only=logits_to_keep == 1)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+        cache = State(after[0], seen + input_ids.shape[1]) if after else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False  # `forward` makes its own
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, **_):
+        if attention_mask is not None and (attention_mask == 0).any():
+            raise ValueError("texts are padded, which this model would read: generate from texts of one length")
+        seen = past_key_values.seen if isinstance(past_key_values, State) else 0
+        return {"input_ids": input_ids[:, seen:], "past_key_values": past_key_values, "use_cache": use_cache,
+                "logits_to_keep": 1}
