@@ -4,6 +4,7 @@
 #   make train OUT=out/again                                            another folder
 #   make test ARGS="-k scan -x"                                         some of the tests
 #   make chaos                                                          long fault injection; as root also a cut cable
+#   make eval                                                           what evaluate.py needs beside that
 #   make bench                                                          the scan on this CPU: checked, then timed
 #   make gpu STAGES=correctness                                         on a GPU, 9 minutes at most; then speed, training
 #   make gpu PYTHON=python3                                             with your own interpreter; installs nothing
@@ -15,7 +16,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
-.PHONY: train test chaos lint bench gpu clean
+.PHONY: train test eval chaos lint bench gpu clean
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
@@ -25,6 +26,11 @@ train: $(VENV)/main
 # Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for one another.
 test: $(VENV)/main $(VENV)/test lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
+
+# The lm-evaluation-harness, for evaluate.py; where make train has left a model, it is scored.
+eval: $(VENV)/main $(VENV)/eval
+	$(PY) data/pystdlib/prepare.py
+	$(if $(wildcard $(OUT)/checkpoint.safetensors),$(PY) evaluate.py $(OUT) $(ARGS),@echo "installed; after make train: $(PY) evaluate.py $(OUT)")
 
 # The long forms of the fault tests, one process at a time.
 chaos: $(VENV)/main $(VENV)/test
@@ -49,8 +55,12 @@ $(VENV)/main: requirements.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/test: requirements-test.txt $(VENV)/main
+$(VENV)/test: requirements-test.txt requirements-eval.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+$(VENV)/eval: requirements-eval.txt $(VENV)/main
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-eval.txt
 	@touch $@
 
 clean:

@@ -119,6 +119,13 @@ def hf_tokenizer(name, table=None):
                         "the hub, or a folder with its tokenizer.json") from None
 
 
+def add_tokenizer(parser, default):
+    """The arguments --tokenizer and --vocab of a prepare.py."""
+    what = "bytes, chars, tiktoken:NAME, hf:NAME of the hub, or hf:FOLDER"
+    parser.add_argument("--tokenizer", default=default, metavar="KIND", help=f"{what} (default {default})")
+    parser.add_argument("--vocab", metavar="FOLDER", help="with a tiktoken encoding's files: no network is needed")
+
+
 def canonical(tokenizer):
     """The name under which meta.json and checkpoints know a tokenizer: of a folder, its last part."""
     if str(tokenizer).startswith("hf:") and Path(tokenizer[3:]).exists():

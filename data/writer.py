@@ -116,7 +116,7 @@ def read_split(path, dtype, vocab_size):
     return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
 
 
-def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=None):
+def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=None, table=None):
     """Add the meta.json to a train.bin and a val.bin of tokens end to end, such as nanoGPT's; return Tokens.
 
     A meta.pkl is not opened: it is a pickle, which could run code. Raises DataError, one line.
@@ -135,6 +135,7 @@ def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=No
             "vocab_size": vocab_size,
             "dtype": dtype,
             "tokenizer": tokenizer,
+            "table": table,
             "splits": {split: read_split(folder / f"{split}.bin", dtype, vocab_size) for split in SPLITS},
             "bytes_per_token": bytes_per_token,
             "how": shlex.join(["python", *sys.argv]),
@@ -175,10 +176,17 @@ def main():
     parser.add_argument("--adopt", action="store_true", help="add the meta.json to files that no prepare.py here wrote")
     parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
     parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="with --adopt: of the files (default uint16)")
-    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), help="with --adopt: for sample.py")
+    parser.add_argument("--tokenizer", help="with --adopt: bytes, tiktoken:NAME or hf:NAME")
     parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, for losses in bits per byte")
     args = vars(parser.parse_args())
     if args.pop("adopt"):
+        if args["tokenizer"]:
+            from data.tokenizer import Text, canonical  # it imports data.loader, which may be this program
+
+            name = canonical(args["tokenizer"])
+            args["tokenizer"], args["table"] = name, Text(args["tokenizer"]).table if name.startswith("hf:") else None
+            if name not in ("bytes", "gpt2") and not name.startswith(("hf:", "tiktoken:")):
+                raise DataError(f"--tokenizer {name} is unknown: choose bytes, tiktoken:NAME or hf:NAME")
         if args["vocab_size"] is None:
             raise DataError("--adopt needs --vocab_size: 50257 for GPT-2's tokens")
         tokens, checked = adopt(**args), "meta.json written"

@@ -9,6 +9,7 @@ renamed; running the same command again skips finished shards. train.bin appears
 
     python data/openwebtext/prepare.py --workers 16        # 25 GB download, 54 GB cache, 18 GB result, 18 GB shards
     python data/openwebtext/prepare.py --files owt/*.parquet --vocab gpt2_vocab      # a machine without network
+    python data/openwebtext/prepare.py --tokenizer hf:mistralai/Mistral-7B-v0.1      # and bytes, chars, tiktoken:NAME
 """
 
 import argparse
@@ -30,7 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from data.loader import DTYPES, DataError
-from data.tokenizer import VOCAB_SHA256, gpt2_encoding
+from data.tokenizer import VOCAB_SHA256, Text, add_tokenizer, canonical, gpt2_encoding
 from data.writer import (
     finish,
     finished,
@@ -58,6 +59,17 @@ KINDS = {"parquet": (".parquet",), "json": (".jsonl", ".json", ".jsonl.gz", ".js
 
 # ----------------------------------------------------------------------------------------------------------------------
 # inputs: the documents
+
+
+def open_tokenizer(tokenizer, vocab, documents):
+    """What has encode_ordinary, eot_token, n_vocab: tiktoken's GPT-2, or a Text. Characters: those of all documents."""
+    if canonical(tokenizer) == "gpt2":
+        return gpt2_encoding(vocab)
+    if canonical(tokenizer) != "char":
+        return Text(tokenizer, vocab=vocab)
+    (column,) = documents.column_names
+    pages = (documents[i : i + READ_DOCUMENTS][column] for i in range(0, len(documents), READ_DOCUMENTS))
+    return Text("char", "".join(sorted({"\0"}.union(*(text or "" for page in pages for text in page)))))
 
 
 def load_documents(files, text_column, workers, cache_dir=None):
@@ -282,6 +294,7 @@ def prepare(
     workers=1,
     vocab=None,
     encoding=None,
+    tokenizer="tiktoken:gpt2",
     text_column="text",
     val_fraction=VAL_FRACTION,
     seed=SEED,
@@ -291,8 +304,8 @@ def prepare(
 ):
     """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written).
 
-    Args: files: None for the hub's OpenWebText, or local files and folders; vocab: see gpt2_encoding; encoding: another
-    tiktoken.Encoding with an <|endoftext|>, in place of GPT-2's; cache_dir: of the datasets package.
+    Args: files: None for the hub's OpenWebText, or local files and folders; tokenizer, vocab: see data/tokenizer.py;
+    encoding: a tiktoken.Encoding with an <|endoftext|>, in their place; cache_dir: of the datasets package.
     Raises: DataError, one line.
     """
     if not 0 < val_fraction < 1:
@@ -305,7 +318,7 @@ def prepare(
         files = expand_files(files)
         kind_of(files)
     with preparing(out) as folder:
-        name = encoding.name if encoding else "gpt2"
+        name = encoding.name if encoding else canonical(tokenizer)
         # files of the same name, size and time count as the same: hashing 40 GB of text would take too long
         source = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files] if files else HUB
         recipe = {"source": source, "text_column": text_column, "val_fraction": val_fraction, "seed": seed}
@@ -314,8 +327,10 @@ def prepare(
             shutil.rmtree(folder / "shards", ignore_errors=True)  # killed between the last rename and the tidying
             return tokens, False
 
-        encoding = encoding or gpt2_encoding(vocab)  # first: it fails within a second
+        if not encoding and name != "char":
+            encoding = open_tokenizer(tokenizer, vocab, None)  # first: it fails within a second
         documents = load_documents(files, text_column, workers, cache_dir)
+        encoding = encoding or open_tokenizer(tokenizer, vocab, documents)
         if files is None and len(documents) != N_DOCUMENTS:
             print(f"WARNING: {HUB} HAS {len(documents):,} DOCUMENTS, NOT THE {N_DOCUMENTS:,} OF 2019", file=sys.stderr)
         splits = split_documents(documents, val_fraction, seed)
@@ -343,6 +358,7 @@ def prepare(
             "dataset": "openwebtext",
             "vocab_size": encoding.n_vocab,
             "tokenizer": name,
+            "table": getattr(encoding, "table", None),
             "vocabulary": VOCAB_SHA256 if name == "gpt2" else None,  # sha256 of the files that --vocab needs
             "end_of_text": encoding.eot_token,
             "splits": entries,
@@ -362,7 +378,7 @@ def main():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", nargs="+", help="parquet, jsonl(.gz) or txt (one document each) files or folders")
-    parser.add_argument("--vocab", metavar="FOLDER", help="with vocab.bpe and encoder.json: GPT-2 without network")
+    add_tokenizer(parser, "tiktoken:gpt2")
     parser.add_argument("--workers", type=int, default=cores, help=f"processes (default: one per core, {cores} here)")
     parser.add_argument("--text_column", default="text", help="of parquet and jsonl files (default text)")
     parser.add_argument("--val_fraction", type=float, default=VAL_FRACTION, help="of the documents (default 0.0005)")

@@ -4,6 +4,9 @@ Every .py file below the standard library's folder (site-packages and dist-packa
 of the files (vocabulary 256), and one zero byte ends each file. Nothing is downloaded: about 31 MB with a Python from
 python.org, pyenv, uv, conda or Homebrew; 11 MB with Debian's, which leaves the library's tests out.
 
+--tokenizer takes others (data/tokenizer.py): files that are not UTF-8 are then left out, and what ends a text in that
+vocabulary (for characters the zero) ends each file.
+
 The split is by file. Files are ordered by sha256(relative path), which is the shuffle, and the first ones are the
 validation set, until it holds --val_fraction of the bytes. So the split does not depend on the machine, and no content
 is in both parts (of files with equal content only one is kept). A file larger than a quarter of the validation set goes
@@ -35,11 +38,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from data.loader import DataError, file_sha256
+from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 
 RECIPE = 1  # goes up when the same files would give other tokens
 SEPARATOR = b"\0"  # ends each file; files that hold one are skipped as binary
-VOCAB_SIZE = 256
 VAL_FRACTION = {"file": 0.02, "package": 0.05}  # 2% of the library would be only five long documents
 SHELF_BYTES = 4 << 20  # a larger folder is not a document: in the standard library only `test`, half of all bytes
 LONG = 65_536  # tokens of the longest sequence that a held-out document must provide
@@ -74,10 +77,10 @@ def source_files(root, extensions):
     return sorted(found), len(left_out)
 
 
-def collect(roots):
+def collect(roots, text_only=False):
     """List the files of a corpus: readable text, each content once.
 
-    Args: roots: [(prefix, folder, extensions), ...]; the prefix keeps equal paths of two roots apart.
+    Args: roots: [(prefix, folder, extensions), ...]; the prefix keeps equal paths of two roots apart. text_only: UTF-8.
     Returns: [(name, Path, bytes, sha256 hex), ...] sorted by root and name, and the number of files skipped
     (unreadable, empty, binary, of the same content as an earlier one, or a link that leads out of its root).
     """
@@ -91,12 +94,19 @@ def collect(roots):
             except OSError:
                 content = b""
             digest = hashlib.sha256(content).hexdigest()
-            if not content or SEPARATOR in content or digest in contents:
+            if not content or SEPARATOR in content or digest in contents or text_only and not is_utf8(content):
                 skipped += 1
                 continue
             contents.add(digest)
             files.append((prefix + relative, path, len(content), digest))
     return files, skipped
+
+
+def is_utf8(content):
+    try:
+        return bool(content.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 def split_by_name(items, val_fraction, shortest=0):
@@ -180,16 +190,26 @@ def xz9_bits_per_byte(pieces):
     return 8 * (n_out + len(squeezer.flush())) / n_in
 
 
-def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file"):
+def tokenized(pieces, text):
+    """The tokens of each file, and one that ends it, as (tokens,) arrays, of what `contents` yields."""
+    for piece in pieces:
+        yield np.array([*text.encode_ordinary(piece[:-1].tobytes().decode()), text.eot_token], dtype=np.uint32)
+
+
+def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file",
+            tokenizer="bytes", vocab=None):
     """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written).
 
     Args: roots: more folders of source; extensions: of their files; val_fraction: of the bytes (None: VAL_FRACTION);
-    stdlib: the standard library's folder (the running interpreter's by default); documents: 'file' or 'package'.
+    stdlib: the standard library's folder (the running interpreter's by default); documents: 'file' or 'package';
+    tokenizer, vocab: see data/tokenizer.py.
     Raises: DataError, one line.
     """
     val_fraction = VAL_FRACTION[documents] if val_fraction is None else val_fraction
     if not 0 < val_fraction < 1:
         raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
+    if tokenizer != "bytes" and documents == "package":
+        raise DataError(f"--documents=package counts bytes: leave --tokenizer {tokenizer} out")
     stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
     for root in roots:
         if not root or not Path(root).is_dir():  # Path("") is the current folder
@@ -198,10 +218,11 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
     sources = [("", stdlib, {".py"})]
     sources += [(f"{i}:{Path(root).resolve().name}/", Path(root), set(extensions)) for i, root in enumerate(roots, 1)]
     with preparing(out) as folder:
-        files, skipped = collect(sources)
+        files, skipped = collect(sources, text_only=tokenizer != "bytes")
         if not files:
             raise DataError(f"no source files below {stdlib}: this Python carries no library source; use another")
         listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}" + ", packages" * (documents == "package") + "\n"
+        listing += f"{tokenizer}\n" * (tokenizer != "bytes")
         listing += "".join(f"{digest} {name}\n" for name, _, _, digest in files)
         inputs = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
         if not force and (tokens := finished(folder, inputs)):
@@ -211,19 +232,23 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
             train, val = ([file for document in part for file in document[1]] for part in parts)
         else:
             train, val = parts = split_by_name(files, val_fraction)
-        splits = {}
+        characters = {"\0"}.union(*(piece.tobytes().decode() for piece in contents(files))) \
+            if canonical(tokenizer) == "char" else ()
+        text, splits = Text(tokenizer, "".join(sorted(characters)), vocab), {}
         for split, members in (("train", train), ("val", val)):
-            splits[split] = write_split(folder / f"{split}.bin", contents(members), VOCAB_SIZE)
-            splits[split] |= {"bytes": splits[split]["tokens"], "files": len(members)}
+            pieces = contents(members) if tokenizer == "bytes" else tokenized(contents(members), text)
+            splits[split] = write_split(folder / f"{split}.bin", pieces, text.n_vocab)
+            splits[split] |= {"bytes": sum(file[2] + len(SEPARATOR) for file in members), "files": len(members)}
         for split, part in zip(("train", "val"), parts, strict=True):
             change = "raise" if split == "val" else "lower"
             way_out = f"{change} --val_fraction (now {val_fraction:g}), or add --roots"
             warn_single_document(split, len(part), splits[split]["tokens"], way_out)
         meta = {
             "dataset": "pystdlib",
-            "vocab_size": VOCAB_SIZE,
-            "tokenizer": "bytes",
-            "bytes_per_token": 1,
+            "vocab_size": text.n_vocab,
+            "tokenizer": text.name,
+            "table": text.table or None,
+            "bytes_per_token": 1 if tokenizer == "bytes" else None,
             "splits": splits,
             "xz9_bits_per_byte": xz9_bits_per_byte(contents(val)),
             "how": shlex.join(["python", *sys.argv]),
@@ -261,12 +286,14 @@ def main():
     parser.add_argument(
         "--documents", choices=list(VAL_FRACTION), default="file", help="what is a document: file (default) or package"
     )
+    add_tokenizer(parser, "bytes")
     parser.add_argument("--val_fraction", type=float, help="of the bytes, to hold out (default 0.02; packages: 0.05)")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
     parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")
     args = parser.parse_args()
     tokens, new = prepare(
-        args.out, args.roots, args.extensions, args.val_fraction, args.force, documents=args.documents
+        args.out, args.roots, args.extensions, args.val_fraction, args.force, documents=args.documents,
+        tokenizer=args.tokenizer, vocab=args.vocab,
     )
     recipe, splits = tokens.meta["recipe"], tokens.meta["splits"]
     more = f" and {len(args.roots)} more folder{'s'[: len(args.roots) > 1]}" if args.roots else ""
@@ -274,9 +301,10 @@ def main():
     if args.roots and recipe["files_skipped"]:
         print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, of the same "
               "content as another, or lead out of their folder")
+    unit = "bytes" if args.tokenizer == "bytes" else f"tokens ({tokens.meta['tokenizer']})"
     print(
         f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}{more}: "
-        f"{splits['train']['tokens']:,} bytes to train on, {splits['val']['tokens']:,} held out{done}"
+        f"{splits['train']['tokens']:,} {unit} to train on, {splits['val']['tokens']:,} held out{done}"
     )
     xz = tokens.meta["xz9_bits_per_byte"]
     if args.documents == "package":

@@ -1,7 +1,7 @@
 """Tiny Shakespeare by character, as in nanoGPT: 1.1 MB, the first 90% to train on, the rest held out.
 
 The tokens are the 65 characters that occur, not bytes; "table" in meta.json lists them. Every character of the text is
-ASCII, so a token is also a byte.
+ASCII, so a token is also a byte. --tokenizer takes others (data/tokenizer.py).
 
     python data/shakespeare_char/prepare.py                          # downloads, checks the sha256
     python data/shakespeare_char/prepare.py --file input.txt         # a copy you have; checked as well
@@ -15,10 +15,9 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from data.loader import DataError
+from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, write_split
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -45,7 +44,7 @@ def check(content, where, sha256=SHA256):
         )
 
 
-def prepare(out, file=None, any_text=False, force=False):
+def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", vocab=None):
     """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written)."""
     if any_text and file is None:
         raise DataError("--any_text needs --file: name the text to use")
@@ -60,7 +59,7 @@ def prepare(out, file=None, any_text=False, force=False):
             content = copy.read_bytes() if copy.is_file() else download()
         if not any_text:
             check(content, file or (copy if copy.is_file() else URL))
-        inputs = hashlib.sha256(content).hexdigest()
+        inputs = hashlib.sha256(content).hexdigest() + (f" {tokenizer}" if canonical(tokenizer) != "char" else "")
         if not force and (tokens := finished(folder, inputs)):
             return tokens, False
         try:
@@ -72,26 +71,25 @@ def prepare(out, file=None, any_text=False, force=False):
         if file is None and not copy.is_file():
             with replacing(copy) as tmp, open(tmp, "wb") as kept:  # so that a rerun needs no network
                 kept.write(content)
-        table = sorted(set(text))  # token i is character table[i]
-        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # (characters,)
-        ids = np.searchsorted(np.array([ord(c) for c in table], dtype=np.uint32), points)  # (characters,)
+        table = "".join(sorted(set(text))) if canonical(tokenizer) == "char" else None  # token i is character table[i]
+        tokens = Text(tokenizer, table, vocab)
         cut = int(TRAIN_FRACTION * len(text))
-        parts = {"train": (ids[:cut], text[:cut]), "val": (ids[cut:], text[cut:])}
         splits = {}
-        for split, (tokens, part) in parts.items():
-            splits[split] = write_split(folder / f"{split}.bin", [tokens], len(table))
+        for split, part in {"train": text[:cut], "val": text[cut:]}.items():
+            splits[split] = write_split(folder / f"{split}.bin", [tokens.encode_ordinary(part)], tokens.n_vocab)
             splits[split]["bytes"] = len(part.encode())
+        source = {"source": str(file or URL), "source_sha256": inputs.partition(" ")[0]}
         meta = {
             "dataset": "shakespeare_char",
-            "vocab_size": len(table),
-            "tokenizer": "char",
-            "table": "".join(table),
+            "vocab_size": tokens.n_vocab,
+            "tokenizer": tokens.name,
+            "table": tokens.table,
             "splits": splits,
             "how": shlex.join(["python", *sys.argv]),
-            "recipe": {"source": str(file or URL), "source_sha256": inputs, "train_fraction": TRAIN_FRACTION},
+            "recipe": {**source, "train_fraction": TRAIN_FRACTION},
             "inputs": inputs,
         }
-        if len(content) == len(text):  # ASCII
+        if tokens.kind == "bytes" or tokens.kind == "char" and len(content) == len(text):  # ASCII
             meta["bytes_per_token"] = 1
         return finish(folder, meta), True
 
@@ -100,12 +98,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", help="a local copy of the text, in place of the download")
     parser.add_argument("--any_text", action="store_true", help="accept a --file that is not Tiny Shakespeare")
+    add_tokenizer(parser, "chars")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
     parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")
     tokens, new = prepare(**vars(parser.parse_args()))
     done = "" if new else " (already prepared; --force prepares again)"
-    print(f"{tokens.folder}: {len(tokens.train):,} characters to train on, {len(tokens.val):,} held out{done}")
-    print(f"vocabulary {tokens.vocab_size}: {''.join(tokens.meta['table'])!r}")
+    print(f"{tokens.folder}: {len(tokens.train):,} tokens to train on, {len(tokens.val):,} held out{done}")
+    shown = f": {tokens.meta['table']!r}" if tokens.meta["tokenizer"] == "char" else ""
+    print(f"{tokens.meta['tokenizer']}, vocabulary {tokens.vocab_size:,}{shown}")
 
 
 if __name__ == "__main__":
