@@ -16,6 +16,7 @@ averaged over tasks: the paper does not say which text its Figure 1 scores, so t
 """
 
 import argparse
+import functools
 import importlib.machinery
 import importlib.util
 import itertools
@@ -78,9 +79,17 @@ def question(rng, context, right, wrong):
     return {"context": context, "choices": choices, "answer": choices.index(right)}
 
 
+@functools.cache
+def parts(text):
+    """(where lines begin, names, definitions of names) in a file: it is asked about many times."""
+    starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
+    names = set(re.findall(r"\b[A-Za-z_]\w{3,}\b", text)) - set(keyword.kwlist)
+    return starts, names, list(re.finditer(r"(?m)^[ \t]*(?:def |class )?([A-Za-z_]\w{3,})(?=\(.*:$| = )", text))
+
+
 def continuation(rng, text):
     """A question of pystdlib_continuation about a file; None where it has none there."""
-    starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
+    starts, _, _ = parts(text)
     at = rng.choice([s for s in starts if s >= CONTEXT] or [0])
     far = [s for s in starts if abs(s - at) > PIECE + CONTEXT]
     wrong = [text[s:s + PIECE] for s in rng.sample(far, min(3, len(far)))]
@@ -90,8 +99,7 @@ def continuation(rng, text):
 
 def identifier(rng, text):
     """A question of pystdlib_identifier about a file; None where it has none there."""
-    names = set(re.findall(r"\b[A-Za-z_]\w{3,}\b", text)) - set(keyword.kwlist)
-    definitions = list(re.finditer(r"(?m)^[ \t]*(?:def |class )?(\w{4,})(?=\(.*:$| = )", text))
+    _, names, definitions = parts(text)
     if not definitions:
         return None
     definition = rng.choice(definitions)

@@ -1,0 +1,387 @@
+"""evaluate.py and experiments/: scores of tasks against direct computations, from local files alone."""
+
+import json
+import math
+import multiprocessing
+import re
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_sample import make_run
+from torch import nn
+
+import checkpoint
+import evaluate
+import train
+from configurator import ConfigError, main_error
+from data.loader import DataError
+from data.pystdlib import prepare as pystdlib
+from data.tokenizer import Text
+from experiments import tasks
+from model import FAMILIES, LM, ModelConfig
+from records import Log, read_log
+
+harness = tasks.import_harness()
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tiny(family, **changes):
+    """A model whose likelihoods are far from uniform."""
+    torch.manual_seed(0)
+    lm = LM(ModelConfig(**{"model": family, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 24,
+                           "vocab_size": 256, **changes}))
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.add_(torch.empty_like(p).uniform_(-0.1, 0.1))
+    return lm.eval()
+
+
+@torch.no_grad()
+def direct(lm, context, answer):
+    """(log-likelihood, greedy) in one pass over all the tokens."""
+    logp = lm(torch.tensor([context + answer]))[0].double().log_softmax(-1)[0, len(context) - 1:-1]
+    return logp[range(len(answer)), answer].sum().item(), logp.argmax(-1).tolist() == answer
+
+
+def assert_same(found, expected):
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], rel=1e-5)
+
+
+def requests(*arguments):
+    return [SimpleNamespace(args=args) for args in arguments]
+
+
+class NoState(nn.Module):
+    """The mean of all values so far: a mixer that keeps no state."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.v = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.v(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "longhorn,llama", "no_state"])
+def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "no_state", [NoState])
+    lm = tiny("longhorn", pattern=family)
+    draw = lambda n: torch.randint(256, (n,)).tolist()
+    pairs = [(context, draw(n)) for length, sizes in [(1, [1, 4, 4, 9]), (2, [3]), (7, [1, 1, 1]), (30, [60, 1]),
+                                                      (90, [2, 5, 40])]
+             for context in [draw(length)] for n in sizes]
+    best = lm(torch.tensor([pairs[-1][0]]))[0][0, -1].argmax().item()
+    pairs += [(pairs[-1][0], [best]), ([0], draw(300))]  # a greedy answer; a text
+    expected = [direct(lm, *pair) for pair in pairs]
+    assert any(greedy for _, greedy in expected)
+    for batch_tokens in (16, 8192):
+        adapter = harness.HarnessLM(lm, Text("bytes"), batch_tokens)
+        assert adapter.constant_state == (family in FAMILIES and family not in ("llama", "no_state"))
+        order = torch.randperm(len(pairs)).tolist()
+        assert_same(adapter.score([pairs[i] for i in order]), [expected[i] for i in order])
+        assert (adapter.longest, adapter.longer) == (300, 7)
+
+
+@pytest.mark.parametrize("family", ["longhorn", "llama"])
+def test_a_long_text_is_read_whole_in_pieces(family, monkeypatch):
+    lm, text = tiny(family), "".join(chr(33 + i % 89) for i in range(10_000))
+    expected, _ = direct(lm, [0], list(text.encode()))
+    lengths, forward = [], LM.forward
+    seen = lambda self, idx, **how: lengths.append(idx.shape[1]) or forward(self, idx, **how)
+    monkeypatch.setattr(LM, "forward", seen)
+    adapter = harness.HarnessLM(lm, Text("bytes"), 1024)
+    assert adapter.loglikelihood_rolling(requests((text,), ("ab",)))[0] == pytest.approx(expected, rel=1e-5)
+    assert max(lengths) <= 1024 and adapter.longest == 10_000
+    adapter = harness.HarnessLM(lm, Text("bytes"), 1024, max_length=24)  # disjoint windows, as for other models
+    tokens = list(text.encode())[:60]
+    windows = [([0], tokens[:24]), (tokens[23:24], tokens[24:48]), (tokens[35:48], tokens[48:60])]
+    nats = sum(direct(lm, *window)[0] for window in windows)
+    assert adapter.loglikelihood_rolling(requests((text[:60],)))[0] == pytest.approx(nats, rel=1e-5)
+
+
+def test_contexts_as_the_harness_cuts_them():
+    """Trailing space goes to the answer; nothing, or only space, is read after the token that ends texts."""
+    lm = tiny("longhorn")
+    adapter = harness.HarnessLM(lm, Text("bytes"))
+    given = [("a b", " c"), ("a b  ", "c"), ("", "é"), ("  \n", "x"), ("long " * 30, "answer"), ("a b", " cd")]
+    read = [("a b", " c"), ("a b", "  c"), ("\0", "é"), ("\0", "  \nx"), (("long " * 30).strip(), " answer"),
+            ("a b", " cd")]
+    expected = [direct(lm, *(list(part.encode()) for part in pair)) for pair in read]
+    assert_same(adapter.loglikelihood(requests(*given)), expected)
+    short = harness.HarnessLM(lm, Text("bytes"), max_length=10)
+    assert_same(short.loglikelihood(requests(("long " * 30, "answer"))), [direct(lm, list(b"long"), list(b" answer"))])
+
+
+@pytest.mark.parametrize("family", ["longhorn", "llama"])
+def test_generation_ends_at_a_stop(family):
+    lm, table = tiny(family), "".join(chr(256 + i) for i in range(256))  # a token is a character, the first ends texts
+    contexts = [table[97:99], table[100:102], table[100:103], table[7] * 50]
+    idx = {c: torch.tensor([[table.index(x) for x in c]]) for c in contexts}
+    whole = {c: [table[t] for t in lm.generate(idx[c], 40, temperature=0)[0, len(c):]] for c in contexts}
+    stop = "".join(whole[contexts[0]])[4:6]
+    jobs = [(c, {"until": [stop], "max_gen_toks": n}) for c in contexts for n in (40, 5)]
+    adapter = harness.HarnessLM(lm, Text("char", table), batch_tokens=40)
+    assert adapter.generate_until(requests(*jobs)) == [
+        "".join(whole[c][:how["max_gen_toks"]]).split(table[0])[0].split(stop)[0] for c, how in jobs]
+    sampled = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 30}
+    assert adapter.generate_until(requests((contexts[0], sampled))) != ["".join(whole[contexts[0]][:30])]
+
+
+# ---------------------------------------------------------------------------------------- the harness, on local files
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{text}"
+metadata: {{version: 3}}
+"""
+METRIC = "metric_list:\n" + "  - {{metric: {}, aggregation: {}, higher_is_better: true}}\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Task files with local data: multiple choice, a text, generation."""
+    folder = tmp_path_factory.mktemp("my_tasks")
+
+    def write(name, kind, rows, text="{{question}}", more=""):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = TASK.format(name=name, kind=kind, file=folder / f"{name}.jsonl", text=text)
+        (folder / f"{name}.yaml").write_text(task + more)
+
+    rows = [{"question": f"q {i}" * (i + 1), "choices": ["yes", "no" * (i % 4 + 1), "may be"], "answer": i % 3}
+            for i in range(13)]
+    acc = METRIC.format("acc", "mean") + "  - {metric: acc_norm, aggregation: mean, higher_is_better: true}\n"
+    write("my_choice", "multiple_choice", rows, more="doc_to_choice: choices\ndoc_to_target: answer\n" + acc)
+    texts = [{"text": "wörter " * 9}, {"text": "x"}]
+    bits = METRIC.format("bits_per_byte", "bits_per_byte")
+    write("my_text", "loglikelihood_rolling", texts, "", 'doc_to_target: "{{text}}"\n' + bits)
+    lm = tiny("longhorn")
+    rows = []
+    for question in ("ab", "c"):
+        written = lm.generate(torch.tensor([list(question.encode())]), 8, temperature=0)[0, len(question):].tolist()
+        rows.append({"question": question, "answer": bytes(written).split(b"\0")[0].decode("utf-8", "ignore")})
+    write("my_writing", "generate_until", rows, more="doc_to_target: answer\ngeneration_kwargs: {until: [never], "
+          "max_gen_toks: 8}\n" + METRIC.format("exact_match", "mean"))
+    return folder
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """`python evaluate.py ...` in this process: (exit code, out, err)."""
+    monkeypatch.setattr(harness, "TaskManager", lambda include_path, include_defaults=True:  # 10 s to read all others
+                        harness_manager(include_path=include_path, include_defaults=False))
+
+    def run(*argv, **settings):
+        code = 0
+        capsys.readouterr()
+        try:
+            with main_error("evaluate.py", checkpoint.CheckpointError, DataError):
+                evaluate.main([*map(str, argv), *(f"--{key}={value}" for key, value in settings.items())])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+    return run
+
+
+harness_manager = harness.TaskManager
+
+
+def save(folder, lm):
+    make_run(folder)
+    tensors, skeleton = checkpoint.flatten({"model": lm.state_dict()})
+    meta = {"skeleton": skeleton, "config": vars(lm.config), "tokenizer": "bytes", "table": None, "step": 5,
+            "tokens": 9}
+    checkpoint.save(folder / "checkpoint.safetensors", tensors, meta)
+    return folder
+
+
+def test_tasks_of_ones_own_score_as_computed_by_hand(folder, run, tmp_path):
+    lm = tiny("longhorn")
+    out = save(tmp_path / "run", lm)
+    code, said, _ = run(out, tasks="my_choice,my_text,my_writing", include=folder)
+    record = json.loads((out / "eval_tasks.json").read_text())
+    assert code == 0 and (record["step"], record["tokens"], record["tokenizer"]) == (5, 9, "bytes")
+    assert record["versions"] == {"my_choice": 3, "my_text": 3, "my_writing": 3} and record["harness"]
+    right = right_norm = nats = tokens = 0
+    rows = [json.loads(line) for line in (folder / "my_choice.jsonl").read_text().splitlines()]
+    for row in rows:
+        scores = [direct(lm, list(row["question"].encode()), list(f" {c}".encode()))[0] for c in row["choices"]]
+        right += scores.index(max(scores)) == row["answer"]
+        norm = [s / len(c) for s, c in zip(scores, row["choices"], strict=True)]
+        right_norm += norm.index(max(norm)) == row["answer"]
+        nats, tokens = nats - scores[row["answer"]], tokens + 1 + len(row["choices"][row["answer"]])
+    found = record["results"]["my_choice"]
+    assert (found["acc"], found["acc_norm"]) == (right / 13, right_norm / 13) and found["documents"] == 13
+    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5) and found["chance"] == 1 / 3
+    assert found["acc_stderr"] == pytest.approx(math.sqrt(right / 13 * (1 - right / 13) / 12))
+    texts = [json.loads(line)["text"].encode() for line in (folder / "my_text.jsonl").read_text().splitlines()]
+    nats = sum(direct(lm, [0], list(text))[0] for text in texts)
+    assert record["results"]["my_text"]["bits_per_byte"] == pytest.approx(
+        -nats / math.log(2) / sum(map(len, texts)), rel=1e-5)
+    assert record["results"]["my_writing"]["exact_match"] == 1
+    assert "longer than the 24 tokens of training" in said and "my_choice" in said and f"{100 * right / 13:.2f}" in said
+    run(out, tasks=folder / "my_text.yaml")  # results of the same checkpoint stay
+    assert json.loads((out / "eval_tasks.json").read_text())["results"].keys() == record["results"].keys()
+
+
+def test_a_uniform_model_of_bytes_needs_eight_bits(folder, run, tmp_path):
+    lm = tiny("llama")
+    nn.init.zeros_(lm.embed.weight)
+    code, _, err = run(save(tmp_path / "run", lm), tasks="my_text", include=folder)
+    assert code == 0, err
+    results = json.loads((tmp_path / "run" / "eval_tasks.json").read_text())["results"]
+    assert results["my_text"]["bits_per_byte"] == pytest.approx(8, rel=1e-7)
+
+
+def score(rank, world, store, folder, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    loaded = harness.load_tasks(["my_choice", "my_text", "my_writing"], str(folder))
+    results.put((rank, harness.evaluate(harness.HarnessLM(tiny("longhorn"), Text("bytes")), loaded)))
+
+
+def test_two_processes_score_as_one(folder, tmp_path):
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=score, args=(r, 2, tmp_path / "store", folder, results)) for r in range(2)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join()
+    loaded = harness.load_tasks(["my_choice", "my_text", "my_writing"], str(folder))
+    one = harness.evaluate(harness.HarnessLM(tiny("longhorn"), Text("bytes")), loaded)
+    assert found[1] is None and found[0]["versions"] == one["versions"]
+    for name, values in one["results"].items():
+        assert found[0]["results"][name] == pytest.approx(values, rel=1e-6)
+
+
+def test_mistakes_get_one_line(folder, run, tmp_path, monkeypatch):
+    def refused(result, *words):
+        code, _, err = result
+        lines = [line for line in err.splitlines() if not line.startswith("native kernels:")]
+        assert code == 2 and len(lines) == 1 and all(word in lines[0] for word in words), err
+
+    out = save(tmp_path / "run", tiny("longhorn"))
+    refused(run(out, tasks="my_chioce", include=folder), "no task 'my_chioce'", "my_choice", "--include")
+    refused(run(out, tasks=","), "no tasks", "--tasks=embedded")
+    refused(run(out, tasks="my_text", include=tmp_path / "nowhere"), "nowhere", "no such folder")
+    refused(run(tmp_path, tasks="my_text"), "checkpoint.safetensors", "no checkpoint")
+    refused(run(), "give the folder")
+    refused(run(out, tokenizer="tiktoken:gpt2"), "its tokenizer is 'bytes', not 'gpt2'")
+    refused(run(make_run(tmp_path / "unknown", None), tasks="my_text"), "does not know its tokenizer", "--tokenizer")
+    refused(run(make_run(tmp_path / "less", vocab_size=100)), "256 tokens, the model 100")
+    import datasets
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the Hub\nat all")
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    refused(run(out, tasks="my_text", include=folder), "my_text", "Couldn't reach the Hub at all")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused(run(out), "lm_eval is missing", "make eval")
+
+
+# ----------------------------------------------------------------------------------------------------- embedded tasks
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """data/pystdlib made of some of the library's files."""
+    source, root = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("root")
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:80]:
+        (source / path.name).write_bytes(path.read_bytes())
+    pystdlib.prepare(root / "data" / "pystdlib", stdlib=source, val_fraction=0.3)
+    return root
+
+
+def test_the_questions_have_one_right_answer(library):
+    files = tasks.held_out_files(library / "data" / "pystdlib")
+    make = lambda: {task["task"]: list(task["custom_dataset"]()["test"])
+                    for task in tasks.embedded(library / "data" / "pystdlib", 60)}
+    made = make()
+    assert made == make() and list(made) == list(tasks.EMBEDDED)
+    for name, questions in made.items():
+        assert len(questions) == 60 and {q["answer"] for q in questions} == {0, 1, 2, 3}
+        for q in questions:
+            right = q["choices"][q["answer"]]
+            assert any(q["context"] + right in text for text in files) and len(set(q["choices"])) == 4
+            if name == "pystdlib_identifier":
+                assert set(q["choices"]) & set(re.findall(r"\w+", q["context"])) == {right}
+            else:
+                assert {len(c) for c in q["choices"]} == {60} and q["context"].endswith("\n")
+    with pytest.raises(DataError, match="not prepared"):
+        tasks.embedded(library)
+
+
+def test_the_embedded_tasks_through_the_harness(library, run, tmp_path, monkeypatch):
+    """Likelihoods of a question are those of its text, with no space between; the answer that is likeliest wins."""
+    monkeypatch.setattr(evaluate, "ROOT", library)
+    lm = tiny("longhorn")
+    assert run(save(tmp_path / "run", lm), limit=6)[0] == 0
+    results = json.loads((tmp_path / "run" / "eval_tasks.json").read_text())["results"]
+    for task in tasks.embedded(library / "data" / "pystdlib", 6):
+        right = 0
+        for q in task["custom_dataset"]()["test"]:
+            spaces = len(q["context"]) - len(q["context"].rstrip())
+            cut = len(q["context"]) - spaces
+            scores = [direct(lm, list(q["context"][:cut].encode()), list((q["context"][cut:] + c).encode()))[0]
+                      for c in q["choices"]]
+            right += scores.index(max(scores)) == q["answer"]
+        assert results[task["task"]]["acc"] == right / 6 and results[task["task"]]["chance"] == 0.25
+
+
+def test_table_2_stands_beside_the_papers():
+    values = {"acc": 0.25, "acc_norm": 0.5, "acc_stderr": 0.01, "acc_norm_stderr": 0.02}
+    results = dict.fromkeys(tasks.PAPER, values)
+    lines = tasks.table2("mine", results).splitlines()
+    assert "PIQA acc" in lines[0] and "ARC-c acc_norm" in lines[0]
+    cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in lines[:8]}
+    assert cells["mine"] == ["25.00", "50.00", "25.00", "25.00", "50.00", "50.00", "25.00", "25.00", "34.38"]
+    assert cells["standard error"][:2] == ["1.00", "2.00"] and cells["Longhorn (paper)"][-1] == "52.35"
+    assert "exchanged" in "".join(lines) and "SIQA" in "".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------- in training
+
+def test_training_scores_tasks_and_the_report_reads_them(folder, tmp_path, library):
+    out, weights = tmp_path / "run", {}
+    base = [f"--dataset={library / 'data' / 'pystdlib'}", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16",
+            "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=5", "--eval_interval=2", "--eval_tokens=64",
+            "--final_eval_tokens=64", "--device=cpu", "--dtype=float32", "--self_check=off"]
+    scored = [f"--eval_tasks={folder / 'my_choice.yaml'}", "--eval_tasks_interval=2"]
+    for name, more in (("scored", scored), ("plain", [])):
+        train.main([*base, *more, f"--out_dir={tmp_path / name}"])
+        weights[name] = checkpoint.load(tmp_path / name / "checkpoint.safetensors", "model.")[0]
+    assert all(torch.equal(a, weights["plain"][key]) for key, a in weights["scored"].items())
+    lines = read_log(tmp_path / "scored", "tasks")
+    assert [(e["step"], e["tokens"]) for e in lines] == [(2, 128), (4, 256), (5, 320)]
+    lm = LM(ModelConfig(model="longhorn", n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=256))
+    lm.load_state_dict({key.removeprefix("model."): a for key, a in weights["scored"].items()})
+    loaded = harness.load_tasks([str(folder / "my_choice.yaml")])
+    expected = tasks.scores(harness.evaluate(harness.HarnessLM(lm.eval(), Text("bytes")), loaded)["results"])
+    assert {key: lines[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert "my_choice_acc" in tasks.report([tmp_path / "scored"])[0]
+    with pytest.raises(ConfigError, match="no scores of tasks: train with --eval_tasks_interval"):
+        tasks.report([tmp_path / "plain"])
+    assert not out.exists()
+
+
+def test_tokens_at_equal_perplexity(tmp_path):
+    """Two power laws, of which one needs 1.8 times the tokens: Figure 1 (left) of the paper."""
+    for name, times in (("a", 1.0), ("b", 1.8)):
+        (tmp_path / name).mkdir()
+        log = Log(tmp_path / name)
+        for step in range(1, 9):
+            log.write("tasks", step, tokens=1000 * step, perplexity=9 * (1000 * step / times) ** -0.3, my_acc=0.5,
+                      my_acc_stderr=0.01)
+        log.write("eval_set", 8, set="code", val_loss=1.25)
+    table, ratio, drawn = tasks.report([tmp_path / "a", tmp_path / "b"], tmp_path / "figure.png")
+    assert "1.80 times as many" in ratio and f"after {8000 / 1.8:,.0f} tokens" in ratio and "after 8,000" in ratio
+    assert "50.0 +- 1.0" in table and "val_loss code" in table and "1.2500" in table
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    assert tasks.tokens_to_reach([(10, 5.0), (20, 4.0)], 3.9) is None
+    assert tasks.tokens_to_reach([(10, 5.0), (20, 4.0)], 6) == 10
