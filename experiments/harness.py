@@ -259,7 +259,8 @@ def load_tasks(names, include=None):
     """
     words = [name for name in names if isinstance(name, str)]
     manager = TaskManager(include_path=include, include_defaults=False)
-    if not all(name in manager.all_tasks or Path(name).is_file() for name in words):  # reading the harness's own thousands takes ten seconds
+    if not all(name in manager.all_tasks or Path(name).is_file() for name in words):
+        # reading the harness's own thousands takes ten seconds
         manager = TaskManager(include_path=include)
     for name in words:
         if name not in manager.all_tasks and not Path(name).is_file():
