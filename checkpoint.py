@@ -40,20 +40,26 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be used; the message is one line: the file, what is wrong, the way out."""
 
 
-def save(path, tensors, meta, kind="longhorn checkpoint"):
+def in_order(tensors):
+    """{name: tensor} in the order of a file, which keeps every tensor aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+
+
+def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
     """Write {name: tensor} and JSON-able `meta` to `path`, which at any moment is the old file or the new one.
 
-    `kind`: the header's "format". Tensors of any device, stride or sharing are stored in full. Only one process may
-    write to a path at a time. Raises TypeError for what cannot be stored and OSError where the disk refuses.
+    `kind`: the header's "format"; `values`: an iterator of what is written in place of the tensors, `in_order`, made
+    one by one: a sharded tensor is gathered only then. Tensors of any device, stride or sharing are stored in full.
+    Only one process may write to a path at a time. Raises TypeError for what cannot be stored and OSError where the
+    disk refuses.
     """
     for name, t in tensors.items():
         if getattr(t, "dtype", None) not in DTYPES or t.layout != torch.strided or t.is_meta or name == "__metadata__":
             raise TypeError(f"{path}: cannot store {name!r} ({getattr(t, 'dtype', type(t).__name__)})")
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
+    tensors = in_order(tensors)
     about = {"format": kind, "version": str(VERSION), "bytes": "0" * 16, "crc32": "0" * 8, "meta": json.dumps(meta)}
     entries, end = {"__metadata__": about}, 0
-    for name in order:
-        t = tensors[name]
+    for name, t in tensors.items():
         start, end = end, end + t.numel() * t.element_size()
         entries[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"))
@@ -63,8 +69,8 @@ def save(path, tensors, meta, kind="longhorn checkpoint"):
     with replacing(path) as tmp, open(tmp, "wb") as f:
         crc = zlib.crc32(header)
         f.write(header)
-        for name in order:
-            t = tensors[name].detach().cpu().contiguous()
+        for t in values or tensors.values():
+            t = t.detach().cpu().contiguous()
             # not reshape(-1), which leaves a single element its odd stride: view() then refuses
             buffer = t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy()  # (bytes,)
             crc = zlib.crc32(buffer, crc)
@@ -171,8 +177,8 @@ class CheckpointManager:
             if path not in kept:
                 path.unlink(missing_ok=True)
 
-    def save(self, state, meta, loss=None):
-        """Save `state` (see flatten) and `meta`, which has "step"; `loss`: of validation.
+    def save(self, state, meta, loss=None, values=None):
+        """Save `state` (see flatten) and `meta`, which has "step"; `loss`: of validation; `values`: see save.
 
         Raises TypeError for what cannot be stored, OSError where the disk refuses: what was saved before stays.
         """
@@ -182,7 +188,7 @@ class CheckpointManager:
         newest, step = self.folder / NEWEST, meta["step"]
         if self.keep > 1 and self.newest_step is not None and newest.exists():
             _link(newest, self.folder / f"checkpoint-{self.newest_step}.safetensors")
-        save(newest, tensors, meta)
+        save(newest, tensors, meta, values=values)
         self.newest_step = step
         if is_best:
             _link(newest, self.folder / BEST)

@@ -1,6 +1,11 @@
 """The processes of a run: devices, torchrun's process group, and what happens when one of them does not answer.
 
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
+    torchrun --standalone --nproc_per_node=8 train.py config/longhorn_1b3.py --parallel=fsdp --recompute=every_other
+
+ddp keeps a copy of the model on every process. fsdp keeps a part of every parameter, its gradient and its optimiser's
+state on each, and gathers a layer where it is needed (PyTorch's FSDP2); hsdp does that inside a machine, and keeps a
+copy on every machine. A model needs `layers` for it, a list of modules, and knows nothing of it.
 
 Collectives time out after timeout_minutes. Then every process says in one line which ranks did not answer, and exits
 with code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` starts all of them again.
@@ -9,6 +14,7 @@ with code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` starts all of them
 import contextlib
 import ctypes
 import datetime
+import functools
 import gc
 import os
 import platform
@@ -20,6 +26,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 from configurator import ConfigError, env_int
 
@@ -147,6 +155,88 @@ def new_store_prefix(store, rank, world, wait):
     return dist.PrefixStore(own, store)
 
 
+# ------------------------------------------------------------------------------------------- applied to a plain model
+
+def prepare_layers(model, config):
+    """torch.compile and recomputation of activations, each layer by itself. A model without `layers` is one layer."""
+    layers = getattr(model, "layers", [model])
+    for i, layer in enumerate(layers):
+        if config.compile:
+            layer.forward = torch.compile(layer.forward)
+        if config.recompute == "block" or config.recompute == "every_other" and i % 2 == 0:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def shard(model, config, device):
+    """FSDP2's fully_shard: the linear maps of a layer are one group, everything else is the root's.
+
+    In bfloat16 the linear maps travel in it, as autocast would round them anyway; gradients are added in float32. The
+    rest, such as the rates of a scan and the embedding, stays in float32. Raises ConfigError for a model or a number of
+    processes that cannot be sharded.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+    mesh, layers = open_mesh(config, device), getattr(model, "layers", [])
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    try:
+        for i, layer in enumerate(layers):
+            maps = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+            if maps:  # the last layer's are the first that the backward needs
+                fully_shard(maps, mesh=mesh, mp_policy=policy, reshard_after_forward=i + 1 < len(layers))
+        fully_shard(model, mesh=mesh)
+    except ValueError as error:
+        raise ConfigError(f"parallel={config.parallel}: this model cannot be sharded ({first_line(error)}): change "
+                          "that, or use --parallel=ddp") from None
+    return model
+
+
+def open_mesh(config, device):
+    """The processes as fully_shard takes them: (all), or for hsdp (machines, processes of a machine)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world, here = world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    if world == 1:
+        raise ConfigError(f"parallel={config.parallel} needs several processes: start train.py with torchrun "
+                          "--nproc_per_node=8, or leave --parallel=ddp, with which one process trains as it is")
+    ranks = torch.arange(world)
+    if config.parallel == "fsdp":
+        return DeviceMesh.from_group(dist.group.WORLD, device.type)
+    if world == here or world % here:
+        raise ConfigError(f"parallel=hsdp needs several machines of as many processes each, not {world} processes, "
+                          f"{here} of them here: use --parallel=fsdp")
+    ranks, wait = ranks.view(-1, here), datetime.timedelta(minutes=config.timeout_minutes)
+    groups = [dist.new_subgroups_by_enumeration(lists.tolist(), timeout=wait)[0] for lists in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def whole(t):
+    """A sharded tensor in full, on every process: all of them must call this. Others are returned as they are."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def cut_like(t, like):
+    """This process's part of `t`, where `like`, of the same shape, is sharded; else t itself."""
+    if not hasattr(like, "full_tensor") or t.shape != like.shape:
+        return t
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def in_step(batches, device):
+    """(x, y, True) of this process's batches; then a token that does not count, (x, y, False), until all processes have
+    read theirs: the forward of a sharded model needs every one of them."""
+    batches, token = iter(batches), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    while True:
+        batch = next(batches, None)
+        if not sum_over_ranks(torch.tensor(float(batch is not None)), device):
+            return
+        yield (token, token, False) if batch is None else (*batch, True)
+
+
+# --------------------------------------------------------------------------------------------- who does not answer
+
 def is_communication_error(error):
     """Whether a RuntimeError comes from a collective that failed."""
     return STORE is not None and (isinstance(error, dist.DistError) or "gloo" in str(error))
@@ -190,6 +280,7 @@ def leave():
     """Destroy the process group, after the last reference to DistributedDataParallel is gone: if that were the last
     owner of the group, it would wait for gloo's threads while it holds the GIL, which they wait for."""
     if dist.is_initialized():
+        barrier()  # one that is still writing to another, in threads of gloo's, would be aborted
         gc.collect()  # the frame of main may live on in a reference cycle of an exception
         dist.destroy_process_group()
 

@@ -10,6 +10,9 @@ is one more entry in the list that `build_optimizers` returns.
 
 import torch
 import torch.nn as nn
+from torch.optim._muon import muon  # the step of torch.optim.Muon, as a function of tensors
+
+import distributed
 
 
 def build_optimizers(model, config):
@@ -58,25 +61,25 @@ def muon_matrices(model):
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with the parts of a fused projection orthogonalised separately: x|z are two maps in one matrix.
 
-    matrices: [(parameter (m, n), rows of its parts, which add up to m)]. A part is a view of its parameter, so the
-    update lands in the model. Rates are scaled to AdamW's size of update (Liu et al. 2025): one rate suits both.
+    matrices: [(parameter (m, n), rows of its parts, which add up to m)]. Rates are scaled to AdamW's size of update
+    (Liu et al. 2025): one rate suits both. A sharded matrix is gathered for its step, one matrix at a time, since all
+    of it takes part in its orthogonalisation; its momentum stays sharded.
     """
 
     def __init__(self, matrices, lr, weight_decay):
-        self.parts = [(p, rows, [nn.Parameter(part) for part in p.detach().split(rows)]) for p, rows in matrices]
-        super().__init__([part for _, _, parts in self.parts for part in parts], lr=lr, weight_decay=weight_decay,
-                         adjust_lr_fn="match_rms_adamw")
+        self.rows = [rows for _, rows in matrices]
+        super().__init__([p for p, _ in matrices], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self, closure=None):
-        for p, rows, parts in self.parts:
-            if p.grad is not None:  # of a linear map that forward left out it is
-                for part, grad in zip(parts, p.grad.split(rows), strict=True):
-                    part.grad = grad
-        super().step(closure)
-        self.zero_grad()
-
-    def zero_grad(self, set_to_none=True):
-        for p, _, parts in self.parts:
-            for part in (p, *parts):
-                part.grad = None
+        (group,) = self.param_groups
+        how = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
+        for p, rows in zip(group["params"], self.rows, strict=True):
+            if p.grad is None:  # of a linear map that forward left out
+                continue
+            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+            p_whole, grad, momentum_whole = map(distributed.whole, (p, p.grad, momentum))  # themselves, if not sharded
+            muon(*(list(a.split(rows)) for a in (p_whole, grad, momentum_whole)), **how, has_complex=False)
+            if p_whole is not p:
+                p.copy_(distributed.cut_like(p_whole, p))
+                momentum.copy_(distributed.cut_like(momentum_whole, p))

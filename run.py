@@ -51,8 +51,8 @@ from records import (
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
-    "keep_checkpoints", "wandb", "wandb_project", "device", "compile", "max_bad_steps", "backend", "self_check",
-    "timeout_minutes", "workers",  # of vision.py
+    "keep_checkpoints", "wandb", "wandb_project", "device", "compile", "parallel", "recompute", "max_bad_steps",
+    "backend", "self_check", "timeout_minutes", "workers",  # of vision.py
     "init_from",  # read only where there is no checkpoint
     "dataset",  # its content is compared by its hash instead
     "max_iters",  # where the steps that are done keep their learning rates
@@ -131,13 +131,14 @@ class Run:
     # ------------------------------------------------------------------------------------------------------ set-up
 
     def parallelize(self):
-        """The model as the loop calls it: compiled, and with its gradients averaged over all processes."""
+        """The model as the loop calls it: compiled, recomputed, sharded, its gradients averaged over all processes."""
         config, self.forward = self.config, self.model
+        distributed.prepare_layers(self.model, config)
         if config.auto_micro_batch:
             self.find_micro_batch_size()
-        if config.compile:
-            self.model.compile()
-        if self.world_size > 1:
+        if config.parallel != "ddp":
+            distributed.shard(self.model, config, self.device)
+        elif self.world_size > 1:
             from torch.nn.parallel import DistributedDataParallel
 
             ids = [self.device.index] if self.device.type == "cuda" else None
@@ -158,6 +159,9 @@ class Run:
         """Halve micro_batch_size until forward and backward fit in every process's memory, beside the gradients and
         what AdamW keeps."""
         config, parameters = self.config, list(self.model.parameters())
+        if config.parallel != "ddp":
+            raise ConfigError(f"auto_micro_batch: what fits beside parallel={config.parallel} is not known before it "
+                              "is sharded: give --micro_batch_size")
         config.micro_batch_size = min(config.micro_batch_size, self.data.sequences_per_step // self.world_size or 1)
         reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
         while True:
@@ -254,9 +258,12 @@ class Run:
         vars(self.progress).update({key: meta[key] for key in vars(self.progress)})
         if any(meta["config"].get(key) != self.settings[key] for key in COMPARED_OVER & self.settings.keys()):
             self.progress.best_val_loss, meta["best"] = math.inf, None
-        self.model.load_state_dict(state["model"])
+        own, cut = self.model.state_dict(), distributed.cut_like
+        self.model.load_state_dict({name: cut(t, own.get(name)) for name, t in state["model"].items()})
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            kept = {i: {key: cut(t, parameters[i]) for key, t in of.items()} for i, of in saved["state"].items()}
+            optimizer.load_state_dict({**saved, "state": kept})
         checkpoint.set_rng_state(state["rng"])
         if self.is_main:
             self.manager.on_resume(path, meta)
@@ -322,7 +329,9 @@ class Run:
         batch = next(batches)
         while batch is not None:
             following = next(batches, None)
-            if self.world_size > 1:
+            if self.config.parallel == "hsdp":  # shards are summed after every one: whole gradients are large
+                self.model.set_requires_all_reduce(following is None)
+            elif self.config.parallel == "ddp" and self.world_size > 1:
                 self.forward.require_backward_grad_sync = following is None
             yield batch
             batch = following
@@ -338,7 +347,7 @@ class Run:
         if self.world_size > 1:
             dist.all_reduce(shared)
         self.stopping = shared[1].item() > 0
-        return shared[0].item(), grad_norm.item()
+        return shared[0].item(), distributed.whole(grad_norm).item()
 
     def optimizer_step(self, optimizers):
         for optimizer in optimizers:
@@ -449,28 +458,38 @@ class Run:
 
     def save_if_due(self, step, optimizers):
         """Save by checkpoint_interval or after an evaluation, at the end, and when asked to stop."""
-        config, interval, done = self.config, self.config.checkpoint_interval, step + 1
+        interval, done = self.config.checkpoint_interval, step + 1
         last = self.is_last(step) or self.stopping or self.progress.ended
         due = last or (done % interval == 0 if interval else self.evaluated)
         if due:
             self.data.check_unchanged()
-        if due and self.is_main:
             state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
                      "rng": checkpoint.rng_state()}
-            meta = {"step": done, "tokens": done * config.batch_tokens, "config": self.settings,
-                    **vars(self.progress), "seconds": self.seconds(), "data": self.data.identity,
-                    "file_times": getattr(self.data, "file_times", None),
-                    "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
-            self.log_file.sync()  # no checkpoint is on disk before the log that leads to it
+            values = map(distributed.whole, checkpoint.in_order(checkpoint.flatten(state)[0]).values())
             try:
-                self.manager.save(state, meta, self.compared_loss)
-                self.saved_step = done
-            except OSError as error:  # a full disk, say: what was saved before is untouched
-                self.say(f"step {done}: checkpoint not written ({error}); the one before stays")
+                if self.is_main:
+                    self.save(state, values, done)
+            finally:
+                for _ in values:  # every process takes part in gathering each sharded tensor
+                    pass
         if last and self.is_main and self.saved_step < done:
             raise Stopped(f"the checkpoint of step {done} was not written, the last one is of step {self.saved_step}: "
                           f"make room, then {resume_command('--resume=auto')}")
         self.paused_seconds += time.perf_counter() - self.pause
+
+    def save(self, state, values, done):
+        """Write the checkpoint of `done` steps; `values`: of the tensors in `state`, in order, and whole."""
+        config = self.config
+        meta = {"step": done, "tokens": done * config.batch_tokens, "config": self.settings,
+                **vars(self.progress), "seconds": self.seconds(), "data": self.data.identity,
+                "file_times": getattr(self.data, "file_times", None),
+                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
+        self.log_file.sync()  # no checkpoint is on disk before the log that leads to it
+        try:
+            self.manager.save(state, meta, self.compared_loss, values)
+            self.saved_step = done
+        except OSError as error:  # a full disk, say: what was saved before is untouched
+            self.say(f"step {done}: checkpoint not written ({error}); the one before stays")
 
     def finish(self, evaluate):
         """The end: result.json and the last metrics; None where the run was stopped before, or is finished already."""

@@ -93,6 +93,8 @@ class TrainConfig(ModelConfig):
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if fast
     compile: bool = False  # torch.compile: slower to start, faster per step
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # processes have copies, shards, or shards inside a machine
+    recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations the backward makes again
     timeout_minutes: float = 10.0  # how long processes wait for one another before they give up
 
     RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend",
@@ -120,9 +122,9 @@ def train(config, model, data, evaluate, schedule=None):
     """
     schedule = schedule or learning_rate_factor
     with Run(config, model, data) as run:  # the folder's lock, signals, records; an error leaves as one line
-        optimizers = build_optimizers(model, config)
         run.say(self_check(model) if config.self_check == "on" else "self-check: off")
-        forward = run.parallelize()  # torch.compile, DistributedDataParallel
+        forward = run.parallelize()  # torch.compile, and DistributedDataParallel or fully_shard
+        optimizers = build_optimizers(model, config)
         run.resume(optimizers, schedule)  # from the newest good checkpoint, if there is one
         for step in run.steps():  # ends early, and saves, when asked to stop
             set_learning_rate(optimizers, schedule(step, config))
@@ -243,11 +245,11 @@ class Evaluate:
         rank, world = distributed.rank(), distributed.world_size()
         device, dtype = next(model.parameters()).device, getattr(torch, self.config.dtype)
         total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
-        for x, y in data.eval_batches(windows, rank, world, batch):
-            call = model if len(x) == batch else model.forward  # torch.compile never sees a second shape
+        for x, y, counts in distributed.in_step(data.eval_batches(windows, rank, world, batch), device):
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss = call(x, y, loss_only=True)[1]
-            total += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)
+                loss = model(x, y, loss_only=True)[1]
+            if counts:
+                total += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)
         model.train()
         nats, tokens = distributed.sum_over_ranks(total, device).tolist()
         return nats / tokens

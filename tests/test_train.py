@@ -242,6 +242,16 @@ def test_config_files(file):
         rates = [train.learning_rate_factor(step, config) for step in (0, config.max_iters // 20, config.max_iters - 1)]
         assert rates == pytest.approx([20 / config.max_iters, 1, 0.1], rel=1e-4) and rates[-1] == 0.1
         assert 64 % config.micro_batch_size == 0  # eight GPUs
+    if file.stem in (large := {  # Section 5.3, as 100B tokens in steps of 2M; and 15B in steps of 0.5M
+            "longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3": 1_298_761_728,
+            "gla_1b3": 1_300_015_104, "longhorn_340m": 351_224_832, "mamba_340m": 352_797_696,
+            "llama_340m": 341_099_520, "gla_340m": 341_726_208}):
+        with torch.device("meta"):
+            lm = train.build_model(config, "meta")
+        assert lm.parameter_count()["total"] == large[file.stem]
+        tokens, warm = {"1b3": (100e9, 1e9), "340m": (15e9, 0.5e9)}[file.stem.split("_")[1]]
+        assert config.max_iters * config.batch_tokens == pytest.approx(tokens, rel=2e-4)
+        assert config.warmup_iters * config.batch_tokens == pytest.approx(warm, rel=2e-3)
 
 
 # -------------------------------------------------------------------------------------------------------------- records

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and state sizes of every family at the paper's two sizes, beside the counts of its Table 1.
+"""Parameters, FLOPs and state sizes of every family at the sizes in config/, beside the counts of the paper's Table 1.
 
     python model.py
 """
@@ -8,6 +8,8 @@ import torch
 from model import FAMILIES, LM, ModelConfig
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
+LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # of other papers; and of Section 5.3
+         "1.3B": {"n_layer": 24, "n_head": 16, "n_embd": 2048, "vocab_size": 32000}}
 TABLE1 = {  # the paper's counts
     "longhorn": {"120M": 128.6e6, "350M": 369.8e6}, "mamba": {"120M": 129.2e6, "350M": 371.5e6},
     "llama": {"120M": 124.4e6, "350M": 357.7e6}, "gla": {"120M": 123.8e6, "350M": 361.1e6},
@@ -20,7 +22,7 @@ def table(T=1024):
     state per sequence of T)."""
     rows = []
     for family in FAMILIES:
-        for size, shape in SIZES.items():
+        for size, shape in {**SIZES, **LARGE}.items():
             with torch.device("meta"):
                 lm = LM(ModelConfig(model=family, block_size=T, **shape))
             paper = TABLE1.get(family, {}).get(size)

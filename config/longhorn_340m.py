@@ -1,0 +1,2 @@
+include("paper_340m.py")
+model = "longhorn"

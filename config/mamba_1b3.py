@@ -1,0 +1,2 @@
+include("paper_1b3.py")
+model = "mamba"
