@@ -121,6 +121,14 @@ def _earlier(folder):
     return sorted(((int(step), path) for step, path in paths.items() if step.isdecimal()), reverse=True)
 
 
+def steps(folder):
+    """{step: path} of the checkpoints in a run's folder."""
+    found = {step: path for step, path in _earlier(folder)}
+    with contextlib.suppress(CheckpointError):
+        found[load(Path(folder) / NEWEST, prefix="no tensor")[1]["step"]] = Path(folder) / NEWEST
+    return found
+
+
 def candidates(folder):
     """The checkpoints that a run can be resumed from, best first: the newest, those before it, the lowest loss."""
     if (Path(folder) / MOVING).exists():  # a kill interrupted move_aside: what is left here is no run
@@ -155,10 +163,11 @@ def load_first(paths, weights=False):
 
 class CheckpointManager:
     """The checkpoints of a run: checkpoint.safetensors, the newest; checkpoint-500.safetensors and so on, those before
-    it, `keep` in all; best.safetensors, with the lowest validation loss. One of them is always intact."""
+    it, `keep` in all and those of `kept_steps`; best.safetensors, with the lowest validation loss. One of them is
+    always intact."""
 
-    def __init__(self, folder, keep=2):
-        self.folder, self.keep = Path(folder), keep
+    def __init__(self, folder, keep=2, kept_steps=()):
+        self.folder, self.keep, self.kept_steps = Path(folder), keep, kept_steps
         self.newest_step = None  # of checkpoint.safetensors, where that is intact
         self.best = None  # [loss, step] of best.safetensors
 
@@ -173,8 +182,8 @@ class CheckpointManager:
     def _delete_old(self, newest_step):
         """Delete checkpoints that are too old, or of steps beyond the newest, which the run has gone back from."""
         kept = [path for step, path in _earlier(self.folder) if step < newest_step][:self.keep - 1]
-        for _, path in _earlier(self.folder):
-            if path not in kept:
+        for step, path in _earlier(self.folder):
+            if path not in kept and step not in self.kept_steps:
                 path.unlink(missing_ok=True)
 
     def save(self, state, meta, loss=None, values=None):
@@ -186,7 +195,7 @@ class CheckpointManager:
         is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best[0])
         meta = {**meta, "skeleton": skeleton, "best": [loss, meta["step"]] if is_best else self.best}
         newest, step = self.folder / NEWEST, meta["step"]
-        if self.keep > 1 and self.newest_step is not None and newest.exists():
+        if self.newest_step is not None and newest.exists():
             _link(newest, self.folder / f"checkpoint-{self.newest_step}.safetensors")
         save(newest, tensors, meta, values=values)
         self.newest_step = step

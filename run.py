@@ -18,6 +18,7 @@ import math
 import os
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,9 +52,9 @@ from records import (
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
-    "keep_checkpoints", "wandb", "wandb_project", "device", "compile", "parallel", "recompute", "max_bad_steps",
-    "backend", "self_check", "timeout_minutes", "workers",  # of vision.py
-    "init_from",  # read only where there is no checkpoint
+    "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "device", "compile", "parallel", "recompute",
+    "max_bad_steps", "backend", "self_check", "timeout_minutes", "workers",  # of vision.py
+    "init_from", "branch",  # read only where there is no checkpoint
     "dataset",  # its content is compared by its hash instead
     "max_iters",  # where the steps that are done keep their learning rates
 }
@@ -185,12 +186,14 @@ class Run:
         """
         config, out, step, path, lines = self.config, self.out, 0, None, []
         self.settings, self.optimizers = dataclasses.asdict(config), optimizers
-        self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints)
+        self.kept_steps = {int(each) for each in config.keep_steps.split(",") if each}
+        self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, self.kept_steps)
         found = checkpoint.candidates(out)
         if config.resume == "must" and not found:
             raise ConfigError(f"resume=must: there is no {out / checkpoint.NEWEST}; start with --resume=auto")
-        if config.resume != "never" and found:
-            path, tensors, meta, damaged = checkpoint.load_first(found)
+        resumes = config.resume != "never" and bool(found)
+        if resumes or config.branch:
+            path, tensors, meta, damaged = checkpoint.load_first(found if resumes else [self.branch_point()])
             with checkpoint.fitting(path):
                 refusal, changes = self.compare(path, meta, schedule)
             if refusal:
@@ -198,10 +201,11 @@ class Run:
             if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
                 self.data.verify()  # copied, or written to in between; 18 GB take a minute
             with writing_to(out), checkpoint.fitting(path):
-                step = self.restore(path, tensors, meta)
+                step = self.restore(path, tensors, meta, resumes)
             del tensors  # as large as the model and its optimiser
             lines = [f"skipped: {line}" for line in damaged]
-            lines.append("; ".join([f"continuing from {path} at step {step}", *changes]))
+            how = "continuing" if resumes else "branching"
+            lines.append("; ".join([f"{how} from {path} at step {step}", *changes]))
         seen = distributed.all_gather((step, config.dtype, self.data.identity))
         if any(s != seen[0] for s in seen):
             raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
@@ -212,10 +216,12 @@ class Run:
             return
         if self.is_main:
             with writing_to(out):
-                if path is None and not self.began_before():
+                if not resumes and not self.began_before():
                     self.aside = move_aside(out) if run_files(out) else self.aside
                 if self.aside:
                     self.say(f"the earlier run is kept as {self.aside}")
+                if path is not None and not resumes:  # a branch's log begins with its trunk's
+                    shutil.copyfile(path.parent / "log.jsonl", out / "log.jsonl")
                 (out / "result.json").unlink(missing_ok=True)  # of fewer steps
         self.open_records(lines)
         self.began = self.last_log_time = self.picture_time = time.perf_counter()
@@ -228,6 +234,16 @@ class Run:
             if self.config.resume == "auto" and not (self.out / "result.json").exists():
                 return {**config, "resume": ""} == {**self.settings, "resume": ""}
         return False
+
+    def branch_point(self):
+        """The checkpoint that --branch=RUN@STEP names. Raises ConfigError where RUN kept none of that step."""
+        trunk, _, step = self.config.branch.rpartition("@")
+        found = checkpoint.steps(trunk)
+        if not step.isdecimal() or int(step) not in found:
+            raise ConfigError(f"branch={self.config.branch}: {trunk or 'RUN@STEP'} keeps checkpoints of steps "
+                              f"{', '.join(map(str, sorted(found))) or '(none)'}: name one of them, or train it with "
+                              "--keep_steps")
+        return found[int(step)]
 
     def compare(self, path, meta, schedule):
         """(why this run cannot continue from a checkpoint, or None; a phrase for each setting that changed)."""
@@ -246,17 +262,18 @@ class Run:
         elif step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step * longer)):
             refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} "
                        "steps that are done: a run goes on longer with --schedule=constant, or with --schedule=wsd "
-                       "before its decay")
+                       "before its decay (--branch)")
         elif meta["data"] != self.data.identity:
             refusal = (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as "
                        "before, or choose another out_dir")
         return refusal, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
 
-    def restore(self, path, tensors, meta):
-        """Put back what `save` saved; returns its step."""
+    def restore(self, path, tensors, meta, resumes):
+        """Put back what `save` saved, in this folder's run or in the trunk of a branch; returns its step."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
         vars(self.progress).update({key: meta[key] for key in vars(self.progress)})
-        if any(meta["config"].get(key) != self.settings[key] for key in COMPARED_OVER & self.settings.keys()):
+        if not resumes or any(meta["config"].get(key) != self.settings[key]
+                              for key in COMPARED_OVER & self.settings.keys()):
             self.progress.best_val_loss, meta["best"] = math.inf, None
         own, cut = self.model.state_dict(), distributed.cut_like
         self.model.load_state_dict({name: cut(t, own.get(name)) for name, t in state["model"].items()})
@@ -265,7 +282,7 @@ class Run:
             kept = {i: {key: cut(t, parameters[i]) for key, t in of.items()} for i, of in saved["state"].items()}
             optimizer.load_state_dict({**saved, "state": kept})
         checkpoint.set_rng_state(state["rng"])
-        if self.is_main:
+        if self.is_main and resumes:
             self.manager.on_resume(path, meta)
         return meta["step"]
 
@@ -460,7 +477,7 @@ class Run:
         """Save by checkpoint_interval or after an evaluation, at the end, and when asked to stop."""
         interval, done = self.config.checkpoint_interval, step + 1
         last = self.is_last(step) or self.stopping or self.progress.ended
-        due = last or (done % interval == 0 if interval else self.evaluated)
+        due = last or done in self.kept_steps or (done % interval == 0 if interval else self.evaluated)
         if due:
             self.data.check_unchanged()
             state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],

@@ -37,7 +37,7 @@ import checkpoint
 import configurator
 import distributed
 from configurator import ConfigError, env_int, is_out_of_memory
-from data.loader import TokenData, Tokens, eval_windows
+from data.loader import TokenData, Tokens, document_starts, eval_windows
 from data.tokenizer import Text
 from experiments import tasks
 from experiments.tasks import import_harness
@@ -54,6 +54,7 @@ class TrainConfig(ModelConfig):
     # --- run
     out_dir: str = ""  # folder of the records; empty: out/ and the name of the last config file
     resume: Literal["never", "auto", "must"] = "never"  # continue from the checkpoint in out_dir; auto: if there is one
+    branch: str = ""  # RUN@STEP: begin as that run stood after STEP, to end at another max_iters; see keep_steps
     init_from: str = ""  # a run's folder, or a checkpoint: begin with its weights (fine-tuning), everything else anew
     seed: int = 1337  # of the weights and of the data's order
     self_check: Literal["on", "off"] = "on"  # at the start: kernels against plain loops, states against sequences
@@ -68,7 +69,7 @@ class TrainConfig(ModelConfig):
     max_iters: int = 4800  # optimiser steps
     learning_rate: float = 6e-4  # peak
     min_lr: float = -1.0  # at the last step, except with schedule=constant; -1: a tenth of the peak
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd: constant, then a linear decay
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd: constant, then 1 - sqrt decay
     warmup_iters: int = -1  # steps of linear warmup; -1: 5% of max_iters
     decay_iters: int = -1  # steps of wsd's decay; -1: 20% of max_iters
     weight_decay: float = 0.1  # on matrices of linear maps and the embedding only
@@ -87,6 +88,7 @@ class TrainConfig(ModelConfig):
     log_interval: int = 10  # steps between lines of the log
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
     keep_checkpoints: int = 2  # how many of the last are kept, beside the best
+    keep_steps: str = ""  # steps,steps: checkpoints made after these and kept, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # its project
     # --- system
@@ -158,7 +160,8 @@ def train(config, model, data, evaluate, schedule=None):
 def learning_rate_factor(step, config):
     """Factor of the peak rate in optimiser step 0 <= step < max_iters: linear warmup from above zero, then `schedule`.
 
-    cosine and wsd end at min_lr in the last step; wsd is constant until its last decay_iters steps.
+    cosine and wsd end at min_lr in the last step; wsd is constant until its last decay_iters steps, and falls as
+    1 - sqrt(share of them that is done) (Haegele et al. 2024, arXiv 2405.18392).
     """
     warmup = warmup_steps(config)
     low = 0.1 if config.min_lr < 0 else config.min_lr / config.learning_rate
@@ -168,7 +171,8 @@ def learning_rate_factor(step, config):
         progress = (step + 1 - warmup) / (config.max_iters - warmup)
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "wsd":
-        return low + (1 - low) * min(1.0, (config.max_iters - step - 1) / decay_steps(config))
+        done = max(0.0, 1 - (config.max_iters - step - 1) / decay_steps(config))  # of the decay, exactly 1 at the end
+        return low + (1 - low) * (1 - math.sqrt(done))
     return 1.0
 
 
@@ -206,18 +210,22 @@ class Evaluate:
         self.harness = None
 
     def __call__(self, model, final=False):
-        """{"val_loss": nats per token, "val_tokens"}; at the end bits per byte too, and "compare_loss" where the final
-        windows are others than those by which evaluations are compared."""
+        """{"val_loss": nats per token, "val_tokens"}; at the end bits per byte too, both of them for each document (by
+        where a window begins), and "compare_loss" where the final windows are others than those by which evaluations
+        are compared."""
         windows = self.final_windows if final else self.windows
-        metrics = {"val_loss": self.loss(model, self.data, windows), "val_tokens": int(windows[:, 1].sum())}
+        loss, losses, tokens = self.loss(model, self.data, windows)
+        metrics = {"val_loss": loss, "val_tokens": sum(tokens)}
         if final and not np.array_equal(windows, self.windows):
-            metrics["compare_loss"] = self.loss(model, self.data, self.windows)
+            metrics["compare_loss"] = self.loss(model, self.data, self.windows)[0]
         if final:
+            metrics |= {"val_document_tokens": tokens, "val_document_losses":
+                        [round(each, 6) if math.isfinite(each) else None for each in losses]}
             metrics |= bits_per_byte(metrics["val_loss"], self.data)
             if "val_bits_per_byte" in metrics and self.data.meta.get("xz9_bits_per_byte"):
                 metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
         for name, (data, windows) in self.sets.items():
-            loss = self.loss(model, data, windows)
+            loss = self.loss(model, data, windows)[0]
             metrics.setdefault("sets", {})[name] = {"val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
                                                     **bits_per_byte(loss, data)}
         return metrics
@@ -238,21 +246,26 @@ class Evaluate:
 
     @torch.no_grad()
     def loss(self, model, data, windows):
-        """Mean loss in nats per token over (start, length) windows, shared by all processes."""
+        """(mean loss in nats per token, that of each document, its tokens) over (start, length) windows; all processes
+        share the work."""
         model.eval()
         tokens = max(self.config.micro_batch_size * self.config.block_size, EVAL_TOKENS)
         batch = max(1, tokens // int(windows[0, 1]))
         rank, world = distributed.rank(), distributed.world_size()
         device, dtype = next(model.parameters()).device, getattr(torch, self.config.dtype)
-        total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
-        for x, y, counts in distributed.in_step(data.eval_batches(windows, rank, world, batch), device):
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss = model(x, y, loss_only=True)[1]
-            if counts:
-                total += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)
+        document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
+        parts = [windows[document == d] for d in np.unique(document)]
+        total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
+        for i, part in enumerate(parts):
+            for x, y, counts in distributed.in_step(data.eval_batches(part, rank, world, batch), device):
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    loss = model(x, y, loss_only=True)[1]
+                if counts:
+                    total[i] += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)
         model.train()
-        nats, tokens = distributed.sum_over_ranks(total, device).tolist()
-        return nats / tokens
+        total = distributed.sum_over_ranks(total, device)
+        nats, tokens = total.sum(0).tolist()
+        return nats / tokens, (total[:, 0] / total[:, 1]).tolist(), total[:, 1].int().tolist()
 
 
 def bits_per_byte(loss, data):
@@ -297,6 +310,8 @@ def check(config):
         raise ConfigError(f"beta1 {c.beta1} and beta2 {c.beta2} must be in [0, 1)")
     if not 0 < c.timeout_minutes <= 1e6:
         raise ConfigError(f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million")
+    if not all(part.isdecimal() for part in filter(None, c.keep_steps.split(","))):
+        raise ConfigError(f"keep_steps {c.keep_steps}: give steps joined by commas")
     if c.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise ConfigError("resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto")
 

@@ -31,6 +31,7 @@ from configurator import ConfigError, regular  # noqa: E402
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
+SEPARATORS = {"bytes": 0, "gpt2": 50256}  # tokenizer: the token that ends a document
 FULL_CHECK_TOKENS = 200_000_000  # splits up to here are read whole when opened (a tenth of a second or two)
 MAX_WINDOWS = 2**24  # per step: beyond, the indices of a step alone would take hundreds of MB
 SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # of longer ones: this many evenly spaced slices of this length
@@ -287,6 +288,20 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
     lengths = np.full(n, block_size, dtype=np.int64)
     lengths[-1] = total - (n - 1) * block_size
     return np.stack([starts, lengths], axis=1)
+
+
+def document_starts(tokens, most=64):
+    """Where the documents of the validation split begin, (documents,) int64: what an interval over texts resamples.
+
+    As meta.json lists them, or after each separator; neighbours are joined until there are at most `most`. Where
+    nothing marks eight documents, eight equal stretches stand for them.
+    """
+    listed = (tokens.meta.get("documents") or {}).get("val")
+    ends = np.flatnonzero(tokens.val == SEPARATORS.get(tokens.meta["tokenizer"], -1)) + 1
+    starts = [d["start"] for d in listed] if listed else np.append(0, ends[ends < len(tokens.val)])
+    if len(starts) < 8:
+        starts = np.linspace(0, len(tokens.val), 8, endpoint=False)
+    return np.asarray(starts, np.int64)[:: -(-len(starts) // most)]
 
 
 class TokenData:

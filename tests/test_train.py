@@ -212,7 +212,8 @@ def test_learning_rate(schedule, max_iters, warmup, decay, low):
     if schedule == "wsd":
         last = max(1, round(max_iters / 5) if decay < 0 else decay)
         assert set(factors[warm:max_iters - last]) <= {1.0}
-        assert factors[-last:] == pytest.approx([low + (1 - low) * i / last for i in reversed(range(last))])
+        decay = [low + (1 - low) * (1 - math.sqrt(i / last)) for i in range(1, last + 1)]
+        assert factors[-last:] == pytest.approx(decay)
     elif low < 0.999:
         assert factors.count(1.0) <= 1, "the peak is not held"
 
@@ -355,7 +356,7 @@ def test_micro_batches_do_not_change_the_losses(whole, data, tmp_path, size):
     assert_close_run(tmp_path / "run", whole)
 
 
-def test_batches_and_ranks_do_not_change_the_validation_loss(data):
+def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
     """The same weights, cut in every way: one window at a time, uneven batches, several ranks (the last without
     work)."""
     tokens = loader.TokenData(loader.Tokens(data), 32, 384, 0)
@@ -363,11 +364,14 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data):
     torch.manual_seed(0)
     lm, evaluate = train.build_model(config, torch.device("cpu")), train.Evaluate(config, tokens)
     assert len(evaluate.windows) == 4 and evaluate.windows[:, 1].sum() == 100  # three whole ones and a short one
+    monkeypatch.setattr(train, "document_starts", lambda tokens: np.array([0, 500]))
     losses, sums, add = [], [], lambda total, device: sums.append(total) or total
     for size in (1, 2, 3, 4):
         with mock.patch("train.EVAL_TOKENS", 0):
             config.micro_batch_size = size
-            losses.append(evaluate.loss(lm, tokens, evaluate.windows))
+            mean, each, of = evaluate.loss(lm, tokens, evaluate.windows)
+            losses.append(mean)
+            assert len(of) == 2 and of[1] in (4, 36) and mean == pytest.approx(np.average(each, weights=of))
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
     for world in (2, 5):
         sums.clear()
@@ -376,7 +380,7 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data):
                     mock.patch("distributed.world_size", lambda world=world: world), \
                     mock.patch("distributed.sum_over_ranks", add), contextlib.suppress(ZeroDivisionError):
                 evaluate.loss(lm, tokens, evaluate.windows)
-        nats, count = torch.stack(sums).sum(0).tolist()
+        nats, count = torch.stack(sums).sum((0, 1)).tolist()
         assert count == 100 and nats / count == pytest.approx(losses[0], rel=1e-6)
     assert lm.training
 
@@ -544,6 +548,28 @@ def test_a_run_goes_on_longer(data, tmp_path, changes, stop):
     succeed(arguments(data, out, **longer))  # the same line again
     assert_same_training(out, tmp_path / "whole")
     assert record(out)["val_loss"] == record(tmp_path / "whole")["val_loss"] and record(out)["steps"] == stop + 4
+
+
+def test_a_branch_is_the_run_from_scratch(data, tmp_path):
+    """Bit for bit, weights and log; one that is stopped on its way and ends after its trunk, too."""
+    plan = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "keep_checkpoints": 1}
+    trunk = tmp_path / "trunk"
+    succeed(arguments(data, trunk, **plan, max_iters=12, keep_steps="4,8,10"))
+    kept = ["best", "checkpoint-10", "checkpoint-4", "checkpoint-8", "checkpoint"]
+    assert sorted(p.stem for p in trunk.glob("*.safetensors")) == sorted(kept)
+    for step, end in ((4, 5), (8, 10), (10, 16)):
+        out, scratch = tmp_path / f"branch{end}", tmp_path / f"scratch{end}"
+        succeed(arguments(data, scratch, **plan, max_iters=end))
+        argv = arguments(data, out, **plan, max_iters=end, branch=f"{trunk}@{step}", resume="auto")
+        if end == 16:
+            assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in succeed(argv, LM=stops_at(2)).out
+        succeed(argv)
+        assert_same_run(out, scratch)
+    refuse(arguments(data, tmp_path / "no", **plan, branch=f"{trunk}@7"), "trunk keeps checkpoints of steps 4, 8, 10")
+    refuse(arguments(data, tmp_path / "no", **plan, branch="there"), "RUN@STEP keeps checkpoints of steps (none)")
+    late = arguments(data, tmp_path / "no", **plan, max_iters=9, branch=f"{trunk}@8")
+    refuse(late, "max_iters 12 -> 9 would change learning rates of the 8 steps")
+    refuse(arguments(data, tmp_path / "no", **plan, seed=2, branch=f"{trunk}@4"), "belongs to another run: seed")
 
 
 @pytest.mark.parametrize("changes, stop", [({}, 12), ({"schedule": "wsd", "decay_iters": 4}, 10)], ids=str)
