@@ -392,9 +392,12 @@ def main(config):
     evaluate = Evaluate(config, data)
     metrics = train.train(config, model, data, evaluate)
     if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
-        from tools.wrong_images import draw  # only now: a change in how pictures are drawn is no other code of the run
+        try:
+            from tools.wrong_images import draw  # only now: how pictures are drawn is no code of the run
 
-        draw(config.out_dir, data.val, data.classes, evaluate.predicted)
+            draw(config.out_dir, data.val, data.classes, evaluate.predicted)
+        except Exception as error:  # no picture is worth a run
+            print(f"no wrong.png: {error}", flush=True)
 
 
 if __name__ == "__main__":

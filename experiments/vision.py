@@ -175,7 +175,8 @@ def draw(rows, path):
         line = sorted((r["n_layer"], r["mean"], r["spread"]) for r in own)
         if line:
             right.errorbar(*zip(*line, strict=True), marker="o", capsize=2, color=colour, label=way)
-    right.set(xlabel="layers", title="ViL by depth and direction", xticks=sorted({r["n_layer"] for r in rows}))
+    right.set(xlabel="layers", title="ViL by depth and direction",
+              xticks=sorted({r["n_layer"] for r in rows if r["model"] == "vil"}))
     right.legend(fontsize=8)
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -51,7 +51,7 @@ def draw_loss(folder):
         beside.annotate(f"{right[-1][1]:.1f}%", right[-1], xytext=(0, -12), textcoords="offset points", ha="right")
         beside.set_ylabel("validation accuracy (%)", color="tab:green")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="center right" if right else "best")
     path = Path(folder) / "loss.png"
     save_figure(figure, path, bbox_inches="tight")
     return path
