@@ -720,7 +720,7 @@ class LM(nn.Module):
         """A small model of the same code, for self_check.py: every family of this one once, in one layer."""
         families = list(dict.fromkeys(self.config.families))
         return type(self)(replace(self.config, pattern=",".join(families), n_layer=len(families), n_embd=32, n_head=2,
-                                  vocab_size=64, mlp_multiple=16, backend=backend))
+                                  vocab_size=64, mlp_multiple=16, block_size=128, window=24, backend=backend))
 
     def toy_batch(self):
         """Tokens and targets (2, 66) for a toy."""

@@ -3,8 +3,11 @@
     python model.py
 """
 
+from pathlib import Path
+
 import torch
 
+import configurator
 from model import FAMILIES, LM, ModelConfig
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
@@ -17,6 +20,17 @@ TABLE1 = {  # the paper's counts
 }
 
 
+def own_settings(family, size):
+    """What config/<family>_<size>.py sets of the model, where there is one: heads, widths and states of its own."""
+    path = Path(__file__).resolve().parents[2] / "config" / f"{family}_{size.lower()}.py"
+    if not path.exists():
+        return {}
+    from train import TrainConfig
+
+    config = configurator.load(TrainConfig, [str(path)])
+    return {name: getattr(config, name) for name in ("n_head", "mlp_multiple", "d_state", "window")}
+
+
 def table(T=1024):
     """Rows of (family, size, parameters, the paper's count or None, FLOPs per token forward and backward, numbers of
     state per sequence of T)."""
@@ -24,7 +38,7 @@ def table(T=1024):
     for family in FAMILIES:
         for size, shape in {**SIZES, **LARGE}.items():
             with torch.device("meta"):
-                lm = LM(ModelConfig(model=family, block_size=T, **shape))
+                lm = LM(ModelConfig(model=family, block_size=T, **shape | own_settings(family, size)))
             paper = TABLE1.get(family, {}).get(size)
             count, flops = lm.parameter_count()["total"], lm.flops_per_token()["total"]
             rows.append((family, size, count, paper, flops, lm.state_size()))
