@@ -19,14 +19,19 @@ its state. Where it runs out, that length is left out, and the record says why.
 
 A lower loss at a longer T says little about a long memory: of a short T's tokens more stand near a beginning, where
 nothing can be known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the
-training length, place by place: then no easy stretch of text can look like memory. Where a model fails, the norm of its
-state along the text often shows why.
+training length, place by place: then no easy stretch of text can look like memory. The norm of the state along the text
+is shown too; by itself it explains no failure: RWKV's grows as DeltaNet's does, and its loss does not rise.
+
+LLaMA is read a second time with its attention limited to the training length (family swa, the same weights): where that
+holds its loss, it was not the text that had become harder, but positions that training had never shown.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import math
+import re
 import statistics
 import sys
 import time
@@ -42,8 +47,9 @@ sys.path.insert(0, str(ROOT))
 from bench.measure import DTYPES, Peak, check_out, in_one_line, new_record, state_bytes, write_record  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import Tokens  # noqa: E402
-from experiments.scaling.sweep import Cell, need_pictures, numbers, run_cells, write_plan  # noqa: E402
+from experiments.scaling.runner import Cell, need_pictures, numbers, run_cells, write_plan  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
+from model import LM  # noqa: E402
 from records import BadRecord, fields, read_json  # noqa: E402
 from run import is_out_of_memory  # noqa: E402
 from sample import load_model  # noqa: E402
@@ -274,8 +280,21 @@ def measure(lm, rows, lengths, trained, chunk, batch_size, dtype, say=print):
     return found, states
 
 
+def limited(lm, window):
+    """The same weights with attention to the last `window` tokens only; None without attention to the whole past."""
+    if "llama" not in lm.config.families:
+        return None
+    change = lambda text: re.sub(r"\bllama\b", "swa", text)
+    config = dataclasses.replace(lm.config, model=change(lm.config.model), pattern=change(lm.config.pattern),
+                                 window=window)
+    other = LM(config)
+    other.load_state_dict(lm.state_dict())
+    return other.to(lm.embed.weight.device).eval()
+
+
 def evaluate(folder, args):
-    """The record of one run's checkpoint. Raises ConfigError, DataError or CheckpointError, one line."""
+    """The records of one run's checkpoint: as trained, and with limited attention where it has any. Raises ConfigError,
+    one line."""
     began, ran, trained_by = time.perf_counter(), Path(folder) / "config.json", {}
     if ran.exists():
         with fields(ran):
@@ -307,22 +326,28 @@ def evaluate(folder, args):
             "sha256": hashlib.sha256(rows.numpy().astype("<u4").tobytes()).hexdigest()}
     print(f"{config['model']} ({folder}), trained at {config['block_size']}: {in_words(text)}, {args.chunk} tokens at "
           f"a time{'' if same else '; NOT the data it was trained on'}", flush=True)
-    results, states = measure(lm, rows, lengths, config["block_size"], args.chunk, batch_size, dtype)
-    family, name = config.get("pattern") or config["model"], Path(folder).resolve().name
-    record = new_record("extrapolation", family=family, run=name)
-    return record | {
-        "device": torch.cuda.get_device_name() if kind == "cuda" else record["environment"]["cpu"],
-        "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."), "chunk": args.chunk,
-        "batch_size": batch_size, "text": text, "lengths": results, "state_norms": states,
-        "checkpoint": {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": config["block_size"],
-                       "code": trained_by.get("code") or (trained_by.get("commit") or "unknown")[:12],
-                       "parameters": lm.parameter_count()["total"], "seed": config["seed"]},
-        "finished": True, "seconds": time.perf_counter() - began}
+    family, records, trained = config.get("pattern") or config["model"], [], config["block_size"]
+    for words, model in (("", lm), (f", last {trained} tokens", limited(lm, trained))):
+        if model is None:
+            continue
+        name = Path(folder).resolve().name + words
+        print(f"{name}:", flush=True)
+        results, states = measure(model, rows, lengths, trained, args.chunk, batch_size, dtype)
+        record = new_record("extrapolation", family=family, run=name)
+        records.append(record | {
+            "device": torch.cuda.get_device_name() if kind == "cuda" else record["environment"]["cpu"],
+            "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."), "chunk": args.chunk,
+            "batch_size": batch_size, "text": text, "lengths": results, "state_norms": states,
+            "checkpoint": {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": trained,
+                           "code": trained_by.get("code") or (trained_by.get("commit") or "unknown")[:12],
+                           "parameters": lm.parameter_count()["total"], "seed": config["seed"]},
+            "finished": True, "seconds": time.perf_counter() - began})
+    return records
 
 
 def in_words(text):
     return (f"{text['sequences']} sequences of {text['longest']} tokens of {text['dataset']}, "
-            + ("within documents" if text["documents"] else "end to end, across documents"))
+            + ("within documents (packages of files)" if text["documents"] else "end to end, across documents"))
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -496,10 +521,11 @@ def record_file(args, name):
 
 
 def add(folder, args, out):
-    """Evaluate a run's checkpoint and add its record to the file `out`, in the place of one of the same name."""
-    record = evaluate(folder, args)
-    others = [r for r in read_records(out) if r["run"] != record["run"]] if out.exists() else []
-    write_record(out, {"extrapolation": [*others, record]})
+    """Evaluate a run's checkpoint and add its records to the file `out`, in the place of those of the same names."""
+    records = evaluate(folder, args)
+    names = {r["run"] for r in records}
+    others = [r for r in read_records(out) if r["run"] not in names] if out.exists() else []
+    write_record(out, {"extrapolation": [*others, *records]})
 
 
 def run(args):

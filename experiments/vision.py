@@ -20,8 +20,9 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from experiments.scaling import sweep  # noqa: E402
-from experiments.scaling.sweep import BadRecord, Cell, finished_records, numbers  # noqa: E402
+from experiments.scaling import runner  # noqa: E402
+from experiments.scaling.runner import Cell, numbers  # noqa: E402
+from records import BadRecord, finished_records  # noqa: E402
 
 TABLE3 = {"ViM-Tiny": (7, 76.1), "ViL-Tiny": (7, 76.4), "ViM-Small": (26, 80.5), "ViL-Small": (26, 80.7)}
 NAMES = {"vil": "ViL", "vim": "ViM", "vit": "ViT"}
@@ -72,7 +73,7 @@ def read_run(folder, at):
 
 def read_sweep(folder):
     """{"runs", "left_out": {name: why}, "planned", "speed"}, and what runs share. Raises ConfigError for no sweep."""
-    plan, runs, left_out = sweep.read_plan(folder), [], {}
+    plan, runs, left_out = runner.read_plan(folder), [], {}
     for name, at in plan["cells"].items():
         try:
             run = read_run(Path(folder) / name, at)
@@ -223,18 +224,18 @@ def parser():
 def run(args, extra):
     folder = args.out or REPO / "out" / f"vision_{args.config}"
     cells = cells_of(args.config, args.seeds, extra)
-    sweep.say_changed_code(folder)
-    sweep.write_plan(folder, cells)
-    failed = sweep.run_cells(cells, folder, args.jobs)
-    sweep.write_plan(folder, cells, speed=speed(cells))
-    sweep.say_written(write(folder))
-    return sweep.say_failed(failed, cells)
+    runner.say_changed_code(folder)
+    runner.write_plan(folder, cells)
+    failed = runner.run_cells(cells, folder, args.jobs)
+    runner.write_plan(folder, cells, speed=speed(cells))
+    runner.say_written(write(folder))
+    return runner.say_failed(failed, cells)
 
 
 def main(argv):
     args, extra = parser().parse_known_args(argv)
     own = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
-    return sweep.run_or_report("vision.py", args, extra, run, write, own, "--config, --seeds, --out")
+    return runner.run_or_report("vision.py", args, extra, run, write, own, "--config, --seeds, --out")
 
 
 if __name__ == "__main__":

@@ -202,6 +202,20 @@ def test_norms_are_those_of_the_state(family, pick):
             assert entry["rms"][j] == pytest.approx(rms, rel=1e-3)
 
 
+@pytest.mark.skipif("swa" not in FAMILIES, reason="the family swa is not in this checkout")
+def test_limited_attention_sees_what_a_fresh_window_sees():
+    """One layer: token t of a long text, limited to 16, is predicted as the last of a text of those 16 tokens alone."""
+    torch.manual_seed(0)
+    lm, rows = LM(ModelConfig(model="llama", **{**SHAPE, "n_layer": 1})).eval(), some_rows(2, 64)
+    short = ex.limited(lm, 16)
+    x, y = rows[:, :-1], rows[:, 1:]
+    losses = torch.cat([each for _, each, _ in ex.read(short, x, y, [20, 21, 64])], 1)
+    for t in (15, 16, 30, 63):
+        alone = token_losses(lm, x[:, t - 15:t + 1], y[:, t - 15:t + 1])[:, -1]
+        assert losses[:, t].numpy() == pytest.approx(alone, rel=1e-4)
+    assert ex.limited(tiny("longhorn"), 16) is None and ex.limited(tiny("llama"), 16) is not None
+
+
 def test_a_cache_has_no_norm_and_a_norm_that_is_lost_is_seen():
     assert ex.state_norms(tiny("llama"), some_rows(), [16, 64], 16) == {}
     assert ex.loudest({"state_norms": {"a": {"positions": [1, 2], "rms": [1.0, None]},
@@ -240,7 +254,8 @@ def test_from_checkpoints_to_the_picture_and_again_from_the_record(corpus, tmp_p
         m.setattr(ex, "draw", lambda found, path: None)  # a picture takes a second: the next one is enough
         ex.main(["--checkpoint", runs[0], "--chunk=32", f"--out={out}"])
     ex.main(["--checkpoint", *runs, "--chunk=32", f"--out={out}"])  # one in the place of the one before, one more
-    longhorn, llama = ex.read_records(out)
+    longhorn, llama, *limited = ex.read_records(out)
+    assert [r["run"] for r in limited] == ["llama, last 16 tokens"] * ("swa" in FAMILIES)
     assert [x["length"] for x in llama["lengths"]] == [16, 32, 64, 128, 256]  # the default
     assert longhorn["text"] == llama["text"] and llama["text"]["starts"] == [0, 340]
     assert llama["text"]["documents"] == ["a", "c"] and llama["text"]["trained_on_this_data"]

@@ -12,8 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special, stats
 
-from experiments.scaling import fit
-from experiments.scaling.compare import compare, sample_efficiency, winner
+from experiments.scaling import compare, fit
 from experiments.scaling.fit import CannotFit, fit_loss, isoflop
 
 TRUE = {"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28, "a": 0.28 / 0.62, "b": 0.34 / 0.62}
@@ -115,8 +114,8 @@ def test_intervals_repeat_and_grow_with_noise_and_confidence():
 
 
 def test_too_few_simulations_or_runs_for_an_interval():
-    assert "take at least 29" in " ".join(fit_loss(*runs(noise=0.01), bootstrap=28).warnings)
-    assert all(fit_loss(*runs(4, 4, noise=0.01), bootstrap=29).intervals.values())
+    assert "take at least 16" in " ".join(fit_loss(*runs(noise=0.01), bootstrap=15).warnings)
+    assert all(fit_loss(*runs(4, 4, noise=0.01), bootstrap=16).intervals.values())
     N, D, L = (v[[0, 2, 4, 6, 8]] for v in runs(3, 3, 0.01))
     found = fit_loss(N, D, L)
     assert "as many as the constants" in " ".join(found.warnings) and not any(found.intervals.values())
@@ -186,17 +185,16 @@ def test_losses_that_are_no_losses_are_named():
 
 
 @pytest.mark.parametrize("bad", [{6: 9.5}, {24: 3.0}, {0: 2.0, 13: 7.0}, {12: 4.0, 17: 4.0}])
-def test_diverged_runs_are_named_and_left_out(bad):
+def test_outliers_are_named_and_stay(bad):
     """Also at a corner, where the curve bends towards a run, and two at once, where each hides the other."""
     N, D, L = runs(noise=0.005)
     for i, factor in bad.items():
         L[i] *= factor
     found = fit_loss(N, D, L, bootstrap=59)
-    assert sorted(found.left_out) == sorted(bad)
-    assert sum("above what the others predict" in w for w in found.warnings) == len(bad)
-    assert found.alpha == pytest.approx(0.34, abs=0.03) and found.noise < 0.008
+    assert sorted(found.outliers) == sorted(bad) and found.left_out == {} and found.points == 25
+    assert sum("stays in the fit" in w and "above what the others predict" in w for w in found.warnings) == len(bad)
     low, high = found.intervals["alpha"]
-    assert low < 0.34 < high and high - low < 0.05
+    assert found.alpha == pytest.approx(0.34, abs=0.06) and high - low < 0.2
 
 
 def test_untrained_losses_are_left_out_and_normal_noise_is_rarely_called_an_outlier():
@@ -205,11 +203,11 @@ def test_untrained_losses_are_left_out_and_normal_noise_is_rarely_called_an_outl
     found = quick(N, D, L, untrained=math.log(50257))
     assert list(found.left_out) == [4] and "untrained" in found.warnings[0]
     assert found.beta == pytest.approx(0.28, rel=1e-3)
-    assert sum(bool(quick(*runs(4, 4, 0.01, seed)).left_out) for seed in range(10)) == 0
+    assert sum(bool(quick(*runs(4, 4, 0.01, seed)).outliers) for seed in range(10)) == 0
 
 
 @pytest.mark.parametrize("L,words,name", [
-    (lambda N, D: 406.4 / N**0.34 + 410.7 / D**0.28 - 0.05, "E ran to 0", "E"),
+    (lambda N, D: 406.4 / N**0.34 + 410.7 / D**0.28 - 0.05, "E is undetermined", "E"),
     (lambda N, D: 1.69 + 0 * N + 410.7 / D**0.28, "A|alpha", "A"),
     (lambda N, D: 1.69 + 1e-3 * N**0.3 + 410.7 / D**0.28, "the loss rises with N", None),
     (lambda N, D: 2.0 + 1.0 * (N < 2e6) + 410.7 / D**0.28, "smallest N only", None),
@@ -220,7 +218,7 @@ def test_constants_at_a_boundary_are_said(L, words, name):
     found = fit_loss(N, D, L(N, D) * np.exp(1e-4 * np.random.default_rng(0).standard_normal(25)), bootstrap=39)
     assert re.search(words, " ".join(found.warnings))
     if name == "E":
-        assert found.E < 0.05 and (found.intervals["E"] is None or found.intervals["E"][0] == 0)
+        assert found.E is None and found.intervals["E"] is None
 
 
 FUZZ = dict(deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])  # shrinking a fit takes minutes
@@ -248,13 +246,11 @@ def test_any_numbers_give_a_fit_or_cannot_fit(points, intervals):
 @given(st.lists(st.tuples(NUMBER, NUMBER, st.one_of(NUMBER, st.none())), max_size=8))
 def test_any_numbers_anywhere(points):
     a, b, c = ([p[i] for p in points] for i in range(3))
-    for f in (lambda: quick(a, b, c), lambda: isoflop(a, c, b), lambda: sample_efficiency(a, c, b, c)):
+    for f in (lambda: quick(a, b, c), lambda: isoflop(a, c, b)):
         try:
             f()
         except CannotFit as error:
             assert "\n" not in str(error)
-    p = compare(c, a)
-    assert (p is None or 0 <= p <= 1) and winner({"x": a, "y": c, "z": b}).reason
 
 
 # -------------------------------------------------------------------------------------------------------------- isoFLOP
@@ -284,84 +280,124 @@ def test_isoflop_without_a_vertex_says_why(N, L, words):
     assert words in " ".join(said) and "needs two" in said[-1]
 
 
-# ---------------------------------------------------------------------------------------------------- sample efficiency
+# ------------------------------------------------------------------------------------------------- against known truths
 
-def test_sample_efficiency_of_two_power_laws():
-    """a: 2 + (T / 1e8)^-0.3. b needs k times the tokens for every loss: the ratio is k everywhere."""
-    T = np.geomspace(1e8, 1e11, 400)
-    curve = lambda t: 2 + (t / 1e8) ** -0.3
-    found = sample_efficiency(T, curve(T), T, curve(T / 1.8))
-    assert found.ratio == pytest.approx(np.full(len(found.ratio), 1.8), rel=1e-3)
-    assert found.at_end == pytest.approx(1.8, rel=1e-3) and found.loss_at_end == pytest.approx(curve(1e11 / 1.8))
-    assert found.reason is None and (np.diff(found.loss) < 0).all()
-    back = sample_efficiency(T, curve(T / 1.8), T, curve(T))
-    assert back.at_end == pytest.approx(1 / 1.8, rel=1e-3)
-    # slopes that differ: b = 2 + (T / 1e8)^-0.25 reaches l at 1e8 (l - 2)^-4, a at 1e8 (l - 2)^(-1 / 0.3)
-    found = sample_efficiency(T, curve(T), T, 2 + (T / 1e8) ** -0.25)
-    assert found.ratio == pytest.approx((found.loss - 2) ** (1 / 0.3 - 4), rel=2e-3)
+def test_published_constants_come_back_from_runs_simulated_with_them():
+    found = quick(*fit.published_design(noise=1e-4), starts=3)
+    for name, value in vars(fit.PUBLISHED).items():
+        assert getattr(found, name) == pytest.approx(value, rel=0.01 if name not in "AB" else 0.05), name
 
 
-def test_sample_efficiency_by_hand():
-    # linear in log tokens: a reaches 3.0 halfway between 1 and 4 tokens, at 2; b at 8
-    found = sample_efficiency([1, 4], [4.0, 2.0], [2, 8], [4.0, 3.0])
-    assert found.loss.tolist() == [4.0, 3.0] and found.ratio == pytest.approx([2.0, 4.0])
-    # noise: a plateau is crossed when the loss first falls again, from the last evaluation before
-    found = sample_efficiency([1, 2, 3, 4, 16], [4, 3, 3.7, 3.5, 2], [1, 10], [4, 2.5])
-    assert found.at_end == pytest.approx(10 / 8) and found.loss_at_end == 2.5
-    # a worse end does not count, order and holes do not matter
-    same = sample_efficiency([16, 1, 4, 3, 2, 5, 32], [2, 4, 3.5, 3.7, 3, None, 9], [10, 1], [2.5, 4])
-    assert same.ratio == pytest.approx(found.ratio)
+def test_intervals_cover_with_noise_by_size_and_an_outlier():
+    """16 draws of a small design show gross errors only: fit.py prints 200 of the presets'."""
+    (N, D), noise = fit.preset_design((467e3, 1.49e6), 1024, (256, 512), (3, 3)), {467e3: 0.008, 1.49e6: 0.004}
+    shares = fit.coverage(N, D, fit.BYTES, np.array([noise[n] for n in N]), draws=16, bootstrap=20, outlier=8.0)
+    assert set(shares) == {"B", "beta"} and min(shares.values()) >= 0.75
+    wrong = fit.Law(**{**vars(fit.BYTES), "beta": 0.2})
+    wrong = type("Wrong", (), {"__call__": lambda _, N, D: fit.BYTES(N, D), "constants": wrong.constants})()
+    assert fit.coverage(N, D, wrong, 0.001, draws=4, bootstrap=20)["beta"] < 0.4  # it can fail
 
 
-def test_sample_efficiency_of_curves_that_never_meet():
-    found = sample_efficiency([1, 2], [2.0, 1.5], [1, 2], [4.0, 3.0])
-    assert found.at_end is None and len(found.ratio) == 0 and "family a starts below 3" in found.reason
-    assert sample_efficiency([1, 2], [2.0, 1.5], [1, 2], [None, None]).reason == "family b has no loss"
-    with pytest.raises(CannotFit, match="tokens_a holds 0"):
-        sample_efficiency([0, 2], [2.0, 1.5], [1, 2], [4.0, 3.0])
-    with pytest.raises(CannotFit, match="2 and 1 values"):
-        sample_efficiency([1, 2], [2.0], [1, 2], [4.0, 3.0])
+# -------------------------------------------------------------------------------------------------------------- compare
+
+def test_the_rate_is_the_vertex_of_a_parabola():
+    loss = lambda rate: 1.4 + 0.05 * math.log(rate / 3.1e-3) ** 2
+    rates = [1e-3, 2e-3, 4e-3, 8e-3]
+    assert compare.best_rate({r: [loss(r) - 0.1, loss(r) + 0.1] for r in rates}).rate == pytest.approx(3.1e-3, rel=0.01)
+    assert compare.best_rate({r: [loss(r)] for r in rates[2:]})[:2] == (4e-3, 2e-3)
+    assert compare.best_rate({r: [loss(r)] for r in rates[:2]})[:2] == (2e-3, 4e-3)
+    assert compare.best_rate({1e-3: [1.5], 2e-3: [1.4], 4e-3: [math.inf, 1.3]})[:2] == (2e-3, None)  # one seed diverged
+    assert compare.best_rate({1e-3: [math.inf]}) is None and compare.best_rate({}) is None
 
 
-# ----------------------------------------------------------------------------------------------------------- over seeds
-
-def welch(a, b):
-    va, vb = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
-    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    return 2 * stats.t.sf(abs(np.mean(a) - np.mean(b)) / math.sqrt(va + vb), df)
+def draw(rng, seeds=4, documents=9, sd=0.01, shift=0.0):
+    """(losses (seeds, documents), tokens of the documents)."""
+    losses = 1.4 + shift + sd * rng.standard_normal((seeds, 1)) + np.zeros((seeds, documents))
+    return losses, np.arange(1.0, documents + 1)
 
 
-def test_compare_is_welchs_formula():
-    a, b = [3.225, 3.231, 3.219], [3.238, 3.242, 3.251, 3.229]
-    assert compare(a, b) == pytest.approx(welch(a, b), rel=1e-9) == pytest.approx(compare(b, a))
-    assert compare([*a, None, math.nan], b) == compare(a, b)
-    # where one has no spread
-    assert compare([3.2], [3.3, 3.4]) is None and compare([3.2, None], [3.3, 3.4]) is None
-    assert compare([3.2, 3.2], [3.2, 3.2]) == 1.0 and compare([0.1 + 0.2, 0.3], [0.3, 0.3]) == 1.0
-    assert compare([3.2, 3.2], [3.3, 3.3]) is None and 0 < compare([3.2, 3.2, 3.2], [3.3, 3.31, 3.29]) < 0.05
+def test_a_difference_is_welchs_or_the_pooled_t_where_documents_agree():
+    rng = np.random.default_rng(2)
+    (a, w), (b, _) = draw(rng), draw(rng, 6, shift=0.01)
+    x, y = a[:, 0], b[:, 0]
+    assert compare.pooled_sd([x, y])[1] == 8
+    for pooled, equal in ((None, False), (compare.pooled_sd([x, y]), True)):
+        d = compare.difference(a, b, w, pooled)
+        truth = stats.ttest_ind(x, y, equal_var=equal)
+        interval = truth.confidence_interval(0.95)
+        assert (d.low, d.high) == pytest.approx((interval.low, interval.high)) and d.p == pytest.approx(truth.pvalue)
+        assert d.documents_se == 0 and d.mean == pytest.approx(x.mean() - y.mean())
+    assert compare.difference(a[:1], b, w) is None and compare.difference(a[:1], b, w, (0.01, 5)).df == 5
+    assert compare.pooled_sd([x, 30 * y]) is None and compare.pooled_sd([x[:1], y[:1]]) is None
+    same = compare.difference(a, a, w, compare.pooled_sd([x, x]))
+    assert same.low < 0 < same.high and same.p == 1
+
+
+def test_documents_that_disagree_widen_a_difference():
+    """Against the variance over many draws of documents; equal weights, so that a textbook's formula holds as well."""
+    rng, w = np.random.default_rng(0), np.ones(40)
+    found = []
+    for _ in range(300):
+        effect = 0.02 * rng.standard_normal(40)
+        a, b = (0.01 * rng.standard_normal((5, 40)) for _ in range(2))
+        found.append(compare.document_variance(a + effect, b, w)[0])
+    assert np.mean(found) == pytest.approx(0.02**2 / 40, rel=0.1)
+    assert compare.document_variance(a, b, w)[1] == pytest.approx(39)
+    d = compare.difference(a + effect, b, w, (1e-9, 8))
+    clustered = np.std((a + effect - b).mean(0), ddof=1) / math.sqrt(40)
+    assert 0.9 * clustered < d.se < clustered  # the noise of five seeds in each document is taken off
+
+
+def curve_of(loss, budgets, main, seeds=3, noise=0.0, rng=None):
+    rng = rng or np.random.default_rng(0)
+    return compare.Curve({t: {s: loss(t) + noise * rng.standard_normal() + np.zeros(9) for s in range(seeds)}
+                          for t in budgets}, main, np.ones(9))
+
+
+@pytest.mark.parametrize("times", [0.4, 0.9, 0.98, 1.0, 1.03, 2.0])
+def test_a_multiplier_is_that_of_two_power_laws(times):
+    """b at T tokens has the loss of a at `times` T: a needs that many times b's tokens, whichever is better."""
+    loss, budgets = (lambda t: 1 + 60 * t**-0.35), [2**18, 2**19, 2**20]
+    a, b = curve_of(loss, budgets, 2**20), curve_of(lambda t: loss(times * t), budgets, 2**20)
+    gap = loss(2**20) - loss(times * 2**20)
+    d = compare.Difference(gap, gap - 0.005, gap + 0.005, 0, 9, 1, 0, 0)
+    m = compare.multiplier(d, a, b)
+    assert m.value == pytest.approx(times, rel=0.02) and m.low < times < m.high and not m.beyond
+    back = compare.multiplier(compare.Difference(-gap, -gap - 0.005, -gap + 0.005, 0, 9, 1, 0, 0), b, a)
+    assert back[:3] == pytest.approx((1 / m.value, 1 / m.high, 1 / m.low))
+    half = compare.times(m, math.log(0.5))
+    assert half[:3] == pytest.approx([v / 2 for v in m[:3]])
+    assert compare.times(m, 0.0, 0.1).high > m.high and compare.times(None, 0.0) is None
+
+
+def test_multipliers_that_cannot_be_told():
+    loss, budgets = (lambda t: 1 + 60 * t**-0.35), [2**18, 2**19, 2**20]
+    a, one = curve_of(loss, budgets, 2**20), curve_of(loss, [2**20], 2**20)
+    d = compare.Difference(-0.6, -0.61, -0.59, 0, 9, 0, 0, 0)
+    assert compare.multiplier(None, a, a) is None and compare.multiplier(d, a, one) is None
+    assert compare.multiplier(d, a, a).beyond and compare.multiplier(d, a, a).value < 0.2
+    noisy = curve_of(loss, budgets, 2**20, noise=0.01)
+    d = compare.Difference(-0.2, -0.2, -0.2, 0, 9, 0, 0, 0)
+    wide, narrow = compare.multiplier(d, noisy, noisy), compare.multiplier(d, a, a)
+    assert wide.high / wide.low > 1.01 > narrow.high / narrow.low  # the error of the curve alone
+
+
+def test_equals_are_rarely_told_apart_but_differences_are():
+    assert compare.null_duels(400, seeds=6, budgets=(512, 1024)) < 0.07
+    rng = np.random.default_rng(1)
+    (a, w), (b, _) = draw(rng, 6), draw(rng, 6, shift=0.05)
+    assert compare.difference(a, b, w).high < 0
 
 
 def test_winner_needs_to_beat_every_other():
-    best, near, far = [3.00, 3.01, 2.99], [3.02, 3.05, 2.99], [3.50, 3.52, 3.48]
-    assert winner({"x": best, "far": far}).family == "x"
-    found = winner({"x": best, "near": near, "far": far})
-    assert found.family is None and "not significantly below near" in found.reason
-    # Holm by hand: the smaller p counts twice, the larger once and no less than that
-    raw = {"near": welch(best, near), "far": welch(best, far)}
-    assert found.p == pytest.approx({"far": 2 * raw["far"], "near": max(raw["near"], 2 * raw["far"])})
-    clear = winner({"far": far, "x": best, "farther": [4.0, 4.01, 3.99]})
-    assert clear.family == "x" and "every other" in clear.reason and max(clear.p.values()) < 0.05
-
-
-def test_holm_can_take_a_win_away():
-    a, b = [3.00, 3.02, 2.98, 3.01], [3.05, 3.03, 3.06, 3.015]
-    assert 0.025 < welch(a, b) < 0.05  # alone significant; as one of two equal comparisons not
-    assert winner({"a": a, "b": b}).family == "a" and winner({"a": a, "b": b, "c": b}).family is None
-
-
-def test_winner_without_enough_seeds():
-    assert "1 families with a loss" in winner({"x": [3.0, 3.1]}).reason and winner({}).family is None
-    assert "y has 1" in winner({"x": [3.0, 3.1], "y": [4.0]}).reason
-    assert "y has 0" in winner({"x": [3.0, 3.1], "y": [None, math.nan], "z": [5, 5.1]}).reason
-    assert "same loss" in winner({"x": [3.0, 3.0], "y": [4.0, 4.0]}).reason
-    assert winner({"x": [3.0, 3.0], "y": [3.0, 3.0]}).family is None
+    p = {"near": 0.03, "far": 0.001, "other": 0.02}
+    told = lambda a, b: p[b]
+    assert compare.winner({"x": 3.0, "far": 3.5}, told).family == "x"
+    found = compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told)
+    # Holm by hand: 3 x 0.001, 2 x 0.02, and 0.03, which may not be below the one before
+    assert found.p == pytest.approx({"far": 0.003, "other": 0.04, "near": 0.04}) and found.family == "x"
+    p["other"] = 0.03
+    assert compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told).family is None
+    assert "1 families with a loss" in compare.winner({"x": 3.0}, told).reason
+    p["near"] = None
+    assert "cannot be tested against near" in compare.winner({"x": 3.0, "near": 3.1}, told).reason

@@ -25,7 +25,7 @@ from configurator import ConfigError
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
 from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap
-from experiments.scaling import sweep
+from experiments.scaling import runner
 from model import ModelConfig, tensors_of
 from records import read_log
 
@@ -478,7 +478,7 @@ def swept(tmp_path_factory):
     """The records of a sweep of four runs."""
     folder = tmp_path_factory.mktemp("sweep") / "recall"
     cells = mqar.cells_of(mqar.Preset({16: ("based", "longhorn")}, widths=(16,), lrs=(1e-2, 1e-3)), IN_A_SWEEP)
-    sweep.write_plan(folder, cells, preset="none")
+    runner.write_plan(folder, cells, preset="none")
     with mock.patch("run.draw_loss"):
         for c in cells:
             cell.main([*c.argv[1:], f"--out_dir={folder / c.name}"])
@@ -493,7 +493,8 @@ def test_the_report_of_a_sweep_and_of_its_record(swept, tmp_path):
     assert [p["mixer"] for p in points] == ["based", "longhorn"]
     for point in points:
         results = [json.loads(p.read_text()) for p in swept.glob(f"{point['mixer']}_*/result.json")]
-        assert point["accuracy"] == max(r["accuracy"] for r in results) == max(point["rates"].values())
+        assert max(r["accuracy"] for r in results) == max(point["rates"].values())
+        assert point["accuracy"] in [row["accuracy"] for r in results for row in r["by_pairs"] if row["pairs"] == 2]
         assert set(point["rates"]) == {0.01, 0.001} and point["seeds"] == [1] and point["epochs"] == 1
     again = report.write(paths["json"], tmp_path / "y")  # from the record alone
     assert all(again[kind].read_bytes() == paths[kind].read_bytes() for kind in paths) and len(paths) == 3
@@ -550,21 +551,38 @@ def test_runs_of_other_code_are_compared_only_where_it_is_accepted(swept, tmp_pa
 
 def row(mixer="longhorn", T=64, n_embd=64, rate=1e-2, seed=1, accuracy=0.5):
     return {"mixer": mixer, "T": T, "n_embd": n_embd, "learning_rate": rate, "seed": seed, "accuracy": accuracy,
+            "curve": [[10, 0.1, 9.0], [20, accuracy, 5.0]],
             "pairs": 4, "epochs": 1.0, "seconds": 3.0, "parameters": 5, "state_size": 10 * n_embd,
             "by_distance": [{"from": 2, "to": 4, "queries": 10 * seed, "accuracy": accuracy}],
-            "by_pairs": [{"pairs": 4, "queries": 8, "accuracy": accuracy}]}
+            "by_pairs": [{"pairs": 4, "queries": 8, "accuracy": accuracy - 0.01}]}
 
 
 def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
     rows = [row(rate=1e-2, seed=1, accuracy=0.95), row(rate=1e-2, seed=2, accuracy=0.05),
             row(rate=1e-3, seed=1, accuracy=0.7), row(rate=1e-3, seed=2, accuracy=0.6), row(rate=1e-4, accuracy=0.99)]
     (point,) = report.summarise(rows)
-    assert point["learning_rate"] == 1e-3 and point["accuracy"] == pytest.approx(0.65)  # of the rates with both seeds
-    assert (point["lowest"], point["highest"], point["seeds"]) == (0.6, 0.7, [1, 2])
+    assert point["learning_rate"] == 1e-3 and point["rates"][1e-3] == pytest.approx(0.65)  # of rates with both seeds
+    assert point["accuracy"] == pytest.approx(0.64)  # of examples that chose nothing
+    assert (point["lowest"], point["highest"], point["seeds"]) == (0.59, pytest.approx(0.69), [1, 2])
+    assert point["half"] == {1e-4: pytest.approx([14.4944], abs=1e-3), 1e-3: pytest.approx([16.667, 18.0], abs=1e-3),
+                             1e-2: [pytest.approx(14.706, abs=1e-3), math.inf]}
     assert point["by_distance"] == {"2-3": pytest.approx((0.7 * 10 + 0.6 * 20) / 30)}  # seed 2 has twice the queries
     points = report.summarise([*rows, row("own", 512, 128), row("own", 512, 64)])
     report.draw(points, tmp_path / "f.png")  # several lengths and widths
     assert (tmp_path / "f.png").stat().st_size > 10_000 and len(points) == 3
+
+
+def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
+    times, never = [260, 390, 260, 300, 310, 280], math.inf
+    slow = [2080, never, 650, never, 900, 2000]
+    assert report.mann_whitney(times, slow) == pytest.approx(2 / math.comb(12, 6)) == report.mann_whitney(slow, times)
+    assert report.mann_whitney([1, 3, 5], [2, 4, 6]) == pytest.approx(
+        stats.mannwhitneyu([1, 3, 5], [2, 4, 6], method="exact").pvalue)
+    assert report.mann_whitney([never] * 3, [never] * 3) == 1 and report.mann_whitney([1.0], times) is None
+    points = report.summarise([row(m, seed=s, accuracy=a + s / 100) for m, a in (("longhorn", 0.9), ("mamba", 0.2))
+                               for s in range(6)])
+    text = "\n".join(report.markdown({"runs": [], "machines": {}, "code": {}, "settings": {}, "left_out": {}}, points))
+    assert "Mamba and Longhorn, each at its best rate: p = 0.0022 that" in text and "never, never" in text
 
 
 @pytest.mark.parametrize("line, word", [

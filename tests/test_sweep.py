@@ -1,6 +1,7 @@
-"""Sweeps on a stand-in for train.py that takes no time, and Table 1's plans against the paper's settings."""
+"""Sweeps on a stand-in for train.py that takes no time, the plans of presets, and the paper's settings."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,8 +15,8 @@ import pytest
 
 import records
 from configurator import ConfigError
-from experiments.scaling import runs, sweep, table1
-from experiments.scaling.sweep import Cell
+from experiments.scaling import runner, runs, sweep, table1
+from experiments.scaling.runner import Cell
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -58,30 +59,38 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
     cells = [Cell("a", []), Cell("bad", ["--fail=b"]), Cell("c", []), Cell("done", [])]
     (folder / "done").mkdir(parents=True)
     (folder / "done" / "result.json").write_text("{}")
-    failed = sweep.run_cells(cells, folder, jobs=2, script=str(stand_in), gpus=[])
+    failed = runner.run_cells(cells, folder, jobs=2, script=str(stand_in), gpus=[])
     assert list(failed) == ["bad"] and "out of luck with b (exit 3" in failed["bad"]
-    assert [sweep.finished(folder, c) for c in cells] == [True, False, True, True]
+    assert [runner.finished(folder, c) for c in cells] == [True, False, True, True]
     assert not (folder / "done" / "notes").exists()
     printed = capsys.readouterr().out
     assert "3 of 4 cells to run" in printed and "bad: FAILED" in printed and "validation loss 1.0000" in printed
     cells[1].argv = []
-    assert sweep.run_cells(cells, folder, jobs=2, script=str(stand_in), gpus=[]) == {}  # the failure again
+    assert runner.run_cells(cells, folder, jobs=2, script=str(stand_in), gpus=[]) == {}  # the failure again
     assert len([n for n in notes(folder, "bad") if n[0] == "began"]) == 2
     assert len([n for n in notes(folder, "a") if n[0] == "began"]) == 1
 
 
 def test_so_many_at_a_time(tmp_path, stand_in):
     cells = [Cell(f"c{i}", ["--steps=10"]) for i in range(5)]
-    assert sweep.run_cells(cells, tmp_path, jobs=3, script=str(stand_in), gpus=[]) == {}
+    assert runner.run_cells(cells, tmp_path, jobs=3, script=str(stand_in), gpus=[]) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
     assert max(sum(began <= t < ended for began, ended in spans) for t, _ in spans) == 3
     threads = json.loads((tmp_path / "c0" / "env").read_text())["OMP_NUM_THREADS"]
-    assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, sweep.cores() // 3)))
+    assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, runner.cores() // 3)))
+
+
+def test_a_cell_waits_for_the_one_it_branches_from(tmp_path, stand_in):
+    cells = [Cell("branch", [], after="trunk"), Cell("lost", [], after="bad"), Cell("free", []),
+             Cell("trunk", ["--steps=6"]), Cell("bad", ["--fail=b"]), Cell("later", [], after="not there")]
+    assert list(runner.run_cells(cells, tmp_path, jobs=2, script=str(stand_in), gpus=[])) == ["bad"]
+    began, ended = (float(notes(tmp_path, name)[i][1]) for name, i in (("branch", 0), ("trunk", -1)))
+    assert began >= ended and runner.finished(tmp_path, cells[1]) and runner.finished(tmp_path, cells[5])
 
 
 def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     cells = [Cell(f"c{i}", ["--steps=8"]) for i in range(4)]
-    sweep.run_cells(cells, tmp_path, jobs=2, script=str(stand_in), gpus=["4", "7"])
+    runner.run_cells(cells, tmp_path, jobs=2, script=str(stand_in), gpus=["4", "7"])
     devices = lambda c: json.loads((tmp_path / c.name / "env").read_text())["CUDA_VISIBLE_DEVICES"]
     assert {*map(devices, cells[:2])} == {*map(devices, cells)} == {"4", "7"}
     command = cells[0].command(REPO / "out/x", nproc=8)
@@ -90,16 +99,16 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     cells = [Cell(f"t{i}", ["--steps=8"]) for i in range(2)]
     alone = lambda c, folder, *_: [sys.executable, str(stand_in), *c.argv, f"--out_dir={folder / c.name}"]
     monkeypatch.setattr(Cell, "command", alone)
-    sweep.run_cells(cells, tmp_path, jobs=2, nproc=2, script=str(stand_in), gpus=["0", "1", "2", "3"])
+    runner.run_cells(cells, tmp_path, jobs=2, nproc=2, script=str(stand_in), gpus=["0", "1", "2", "3"])
     assert {*map(devices, cells)} == {"0,1", "2,3"}
 
 
 RUNNER = """
 import sys; sys.path.insert(0, {repo!r})
-from experiments.scaling import sweep
-cells = [sweep.Cell(f"c{{i}}", ["--steps=20"] if i < 2 else []) for i in range(4)]  # two to be disturbed
+from experiments.scaling import runner
+cells = [runner.Cell(f"c{{i}}", ["--steps=20"] if i < 2 else []) for i in range(4)]  # two to be disturbed
 try:
-    print("failed", sweep.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
+    print("failed", runner.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
 except KeyboardInterrupt as stopped:
     print("stopped:", stopped)
 """
@@ -139,40 +148,40 @@ def test_killed_at_any_moment_it_resumes(tmp_path, stand_in, how):
 
 
 def test_a_plan_grows_and_a_broken_one_is_named(tmp_path):
-    sweep.write_plan(tmp_path, [Cell("a", ["x"], {"seed": 1})], preset="laptop")
-    sweep.write_plan(tmp_path, [Cell("b", ["y"], {"seed": 2})])
-    plan = sweep.read_plan(tmp_path)
+    runner.write_plan(tmp_path, [Cell("a", ["x"], {"seed": 1})], preset="laptop")
+    runner.write_plan(tmp_path, [Cell("b", ["y"], {"seed": 2})])
+    plan = runner.read_plan(tmp_path)
     assert plan["preset"] == "laptop"
     assert plan["cells"] == {"a": {"seed": 1, "argv": ["x"]}, "b": {"seed": 2, "argv": ["y"]}}
     (tmp_path / "plan.json").write_text('{"cells": ')  # the rest of what can be wrong: test_report.py
     with pytest.raises(ConfigError, match="plan.json cannot be read"):
-        sweep.read_plan(tmp_path)
+        runner.read_plan(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write to .*file/out .Not a directory.: choose another --out"):
-        sweep.write_plan(tmp_path / "file" / "out", [])
+        runner.write_plan(tmp_path / "file" / "out", [])
 
 
 def test_a_cell_that_began_keeps_its_arguments(tmp_path):
-    sweep.write_plan(tmp_path, [Cell("a", ["--d_state=8"])])
-    sweep.write_plan(tmp_path, [Cell("a", ["--d_state=16", "--eval_batch_size=32"])])  # nothing ran yet
+    runner.write_plan(tmp_path, [Cell("a", ["--d_state=8"])])
+    runner.write_plan(tmp_path, [Cell("a", ["--d_state=16", "--eval_batch_size=32"])])  # nothing ran yet
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="a in .* ran with other arguments .d_state=16, d_state=8.: choose another"):
-        sweep.write_plan(tmp_path, [Cell("a", ["--d_state=8"])])
+        runner.write_plan(tmp_path, [Cell("a", ["--d_state=8"])])
     cell = Cell("a", ["--d_state=16", "--eval_interval=9"])  # what changes no result may differ
-    sweep.write_plan(tmp_path, [cell])
-    assert cell.argv == sweep.read_plan(tmp_path)["cells"]["a"]["argv"] == ["--d_state=16", "--eval_batch_size=32"]
+    runner.write_plan(tmp_path, [cell])
+    assert cell.argv == runner.read_plan(tmp_path)["cells"]["a"]["argv"] == ["--d_state=16", "--eval_batch_size=32"]
 
 
 def test_the_identity_of_code():
     """A hash of what was imported; of older records the commit, where a README that was edited is no other code."""
-    assert sweep.code_of({"code": "0123456789ab", "commit": "c", "uncommitted_changes": True}) == "0123456789ab"
+    assert runner.code_of({"code": "0123456789ab", "commit": "c", "uncommitted_changes": True}) == "0123456789ab"
     old = {"commit": "c" * 40, "uncommitted_changes": True}
-    assert sweep.code_of({**old, "changed_code": None}) == "c" * 12
-    assert sweep.code_of({**old, "changed_code": "12ab"}) == "c" * 12 + "+12ab"
-    assert sweep.code_of(old) == "c" * 12 + "+changed"
-    assert sweep.code_of({**old, "uncommitted_changes": False}) == "c" * 12
-    assert sweep.code_of({"commit": None, "uncommitted_changes": None, "changed_code": None}) is None
+    assert runner.code_of({**old, "changed_code": None}) == "c" * 12
+    assert runner.code_of({**old, "changed_code": "12ab"}) == "c" * 12 + "+12ab"
+    assert runner.code_of(old) == "c" * 12 + "+changed"
+    assert runner.code_of({**old, "uncommitted_changes": False}) == "c" * 12
+    assert runner.code_of({"commit": None, "uncommitted_changes": None, "changed_code": None}) is None
 
 
 @pytest.mark.parametrize("recorded, said", [
@@ -181,150 +190,217 @@ def test_the_identity_of_code():
 def test_a_sweep_of_other_code_goes_on_and_says_so(tmp_path, monkeypatch, capsys, recorded, said):
     now = {"code": "abcd", "code_files": {"model.py": "1", "table1.py": "7"}}
     monkeypatch.setattr(records, "code_identity", lambda: now, raising=False)
-    sweep.say_changed_code(tmp_path)
-    sweep.write_plan(tmp_path, [Cell(f"c{i}", []) for i in range(3)])
+    runner.say_changed_code(tmp_path)
+    runner.write_plan(tmp_path, [Cell(f"c{i}", []) for i in range(3)])
     for i, files in enumerate(recorded):
         (tmp_path / f"c{i}").mkdir()
         record = {"environment": {"code": f"cafe{i}", "code_files": files}}
         (tmp_path / f"c{i}" / "config.json").write_text(json.dumps(record))
-    sweep.say_changed_code(tmp_path)
+    runner.say_changed_code(tmp_path)
     out = capsys.readouterr().out
     assert said in out and "--accept_code" in out if said else out == ""
 
 
 def chosen(*argv):
-    return table1.chosen(table1.parser().parse_args(["run", *argv]))
+    return sweep.chosen(sweep.parser().parse_args(argv))
+
+
+def rates_of(preset):
+    return {(m, s): 2e-3 for m in preset.models for s in preset.sizes}
 
 
 def every_cell(preset):
-    first = table1.first_cells(preset)
-    return first + table1.more_cells(preset, {table1.place(c.at): c.at["learning_rate"] for c in first})
+    return [c for m in preset.models for s in preset.sizes for c in sweep.search_cells(
+        preset, (), m, s, sweep.first_rates(preset, 2e-3))] + sweep.reported_cells(preset, (), rates_of(preset))
 
 
 def test_the_paper_preset_is_the_papers():
     """Section 5.2 and Table 5, written out here by hand."""
-    cells = every_cell(table1.PRESETS["paper"])
+    cells = every_cell(sweep.PRESETS["paper"])
     assert len(cells) == 24 and len({c.name for c in cells}) == 24
     for c in cells:
-        config = table1.load(c.argv)
-        large = c.at["size"] == "350M"
+        config = sweep.load(c.argv)
+        large = c.at["size"].startswith("350M")
         assert (config.n_layer, config.n_embd, config.n_head) == ((24, 1024, 16) if large else (12, 768, 12))
         assert (config.max_iters, config.learning_rate) == ((13500, 3e-4) if large else (4800, 6e-4))
         assert config.batch_tokens == 524288 and config.dataset == "openwebtext" and config.vocab_size == 50304
-        assert config.block_size == c.at["context"] and config.batch_tokens % (config.block_size * 8) == 0
+        assert config.block_size == (4096 if "4096" in c.at["size"] else 1024) == c.at["context"]
+        assert config.batch_tokens % (config.block_size * 8) == 0 and config.schedule == "cosine"
         assert (config.beta1, config.beta2, config.weight_decay, config.grad_clip) == (0.9, 0.95, 0.1, 1.0)
         assert config.min_lr == -1 and config.warmup_iters == -1  # a tenth of the peak, 5% of the steps
         assert config.eval_block_size == 0
-    assert {(c.at["model"], c.at["size"], c.at["context"]) for c in cells} == {
-        (m, s, t) for m in table1.FAMILIES for s in ("120M", "350M") for t in (1024, 4096)}
+    assert {(c.at["model"], c.at["size"]) for c in cells} == {
+        (m, s) for m in sweep.FAMILIES for s in ("120M", "350M", "120M at 4096", "350M at 4096")}
 
 
-@pytest.mark.parametrize("name", ["laptop", "gpu"])
-def test_runs_of_a_ladder_differ_in_nothing_else(name):
-    preset = table1.PRESETS[name]
+@pytest.mark.parametrize("name", ["duel", "laptop", "gpu"])
+def test_runs_of_a_preset_differ_in_nothing_else(name):
+    preset = chosen(*(["duel", "longhorn", "mamba"] if name == "duel" else [name]))
     cells = every_cell(preset)
     assert len({c.name for c in cells}) == len(cells)
-    kinds = set()
+    kinds, chose, reported = set(), set(), set()
     for c in cells:
-        config = table1.load(c.argv)
-        common = [getattr(config, key, None) for key in runs.SAME_IN_A_SWEEP]
+        config = sweep.load(c.argv)
+        common = [getattr(config, key, None) for key in runs.SAME_IN_A_SWEEP if key != "schedule"]
         kinds.add((*common, config.dataset, config.block_size))
+        assert config.schedule == ("cosine" if c.at["stage"] == "cosine" else "wsd")
         assert (config.model, config.seed, config.max_iters) == (c.at["model"], c.at["seed"], c.at["steps"])
-        assert config.learning_rate == c.at["learning_rate"] and f"seed{config.seed}" in c.name
+        (chose if c.at["stage"] == "search" else reported).add(config.seed)
     assert len(kinds) == 1, "settings that must not differ within a sweep"
+    assert chose and not chose & reported
     one_each = {(c.at["model"], c.at["size"]): c for c in cells}.values()
-    table1.estimate(one_each)
+    sweep.estimate(one_each)
     for size in preset.sizes:  # the families are of a size
         counts = [c.at["parameters"] for c in one_each if c.at["size"] == size]
-        assert len(counts) == 6 and max(counts) / min(counts) < 1.12, (size, counts)
-    if name == "laptop":  # smallest, middle and largest of a ladder: an isoFLOP line
-        ours = [c for c in cells if c.at["model"] == "longhorn"]
-        table1.estimate(ours)
-        flops = {(c.at["size"], c.at["steps"]): c.at["flops"] for c in ours}
-        line = [flops["130K", 3200], flops["460K", 1024], flops["1.5M", 320]]
-        assert max(line) / min(line) < 1.2 and all(c.seconds > 0 for c in ours)
+        assert len(counts) == len(preset.models) and max(counts) / min(counts) < 1.12, (size, counts)
+    ours = [c for c in cells if c.at["model"] == "longhorn" and c.at["size"] == "460K" and c.at["stage"] == "seed"]
+    if name == "duel":
+        assert len({c.at["seed"] for c in ours}) == 12 and {c.at["steps"] for c in ours} == {256, 512, 1024, 3200}
+
+
+def test_a_seed_is_one_trunk_and_its_branches():
+    """Every step is trained once: the longest budget keeps checkpoints where the decay of each one begins."""
+    preset = chosen("duel", "longhorn", "mamba")
+    cells = sweep.seed_cells(preset, (), "longhorn", "460K", 2e-3, 1001, {256, 512, 1024, 3200})
+    assert [c.at["steps"] for c in cells] == [3200, 1024, 512, 256]
+    trunk = cells[0]
+    assert "--keep_steps=205,410,819,2560" in trunk.argv and not trunk.after and trunk.at["from"] == 0
+    for c, step in zip(cells[1:], (819, 410, 205), strict=True):
+        assert c.after == trunk.name and f"@{step}" in c.argv[-1] and c.at["from"] == step
+    sweep.estimate(cells)
+    assert sum(c.seconds for c in cells[1:]) < 0.25 * cells[0].seconds
+
+
+def test_further_budgets_branch_from_what_is_there(tmp_path):
+    """A shorter, a middle and a longer one, after the trunk has ended; what has not ended cannot be left."""
+    preset = chosen("duel", "longhorn", "mamba")
+    first = sweep.seed_cells(preset, (), "longhorn", "460K", 2e-3, 1001, {1024}, tmp_path)
+    runner.write_plan(tmp_path, first)
+    more = lambda: sweep.seed_cells(preset, (), "longhorn", "460K", 2e-3, 1001, {256, 1024, 2048}, tmp_path)
+    assert [c.after for c in more()] == ["", more()[0].name, more()[0].name]
+    (tmp_path / first[0].name).mkdir()
+    (tmp_path / first[0].name / "result.json").write_text("{}")
+    (tmp_path / first[0].name / "config.json").write_text("{}")
+    longer, same, shorter = more()
+    assert longer.after == first[0].name and longer.at["from"] == 819 and "--keep_steps=1638" in longer.argv
+    assert not shorter.after and shorter.at["from"] == 0  # nothing was kept before its decay
+    runner.write_plan(tmp_path, [longer, same, shorter])
+    assert same.argv == first[0].argv  # as it began
 
 
 def test_command_line_choices():
-    preset = chosen("--models=longhorn,gla", "--sizes=460K", "--seeds=1,2", "--lrs=1e-3,2e-3", "--steps=512,160")
-    assert (preset.models, preset.seeds, preset.lrs, preset.steps) == (("longhorn", "gla"), (1, 2), (1e-3, 2e-3), 512)
-    assert preset.ladder == {"460K": (160,)} and not any(chosen("--steps=512").ladder.values())
-    first = table1.first_cells(preset, ["--wandb=offline"])
-    assert len(first) == 4 and all("--wandb=offline" in c.argv for c in first)
-    best = {("gla", "460K", 256): 2e-3}  # longhorn's runs failed: nothing of it follows
-    assert {(c.at["model"], c.at["stage"], c.at["steps"]) for c in table1.more_cells(preset, best)} == {
-        ("gla", "seed", 512), ("gla", "ladder", 160)}
-    sized = table1.first_cells(chosen("--models=longhorn", "--lrs=3e-3", "--sizes=130K", "--sizes=250K:n_embd=96"))
-    assert [c.at["size"] for c in sized] == ["130K", "250K"] and table1.load(sized[1].argv).n_embd == 96
-    (c,) = table1.first_cells(chosen("--models=longhorn", "--sizes=130K", "--lrs=0.0031622777"), ["--log_interval=1"])
-    assert table1.load(c.argv).learning_rate == c.at["learning_rate"] == 0.00316228 and "lr0.00316228_" in c.name
-    assert table1.load(c.argv).log_interval == 1 and "--log_interval=32" in c.argv  # the command line wins
+    preset = chosen("laptop", "longhorn", "gla", "--sizes=460K", "--seeds=2", "--steps=512", "--budgets=128,256")
+    size = preset.sizes["460K"]
+    assert (preset.models, size.seeds, size.steps, size.others) == (("longhorn", "gla"), 2, 512, (128, 256))
+    cells = sweep.search_cells(preset, ["--wandb=offline"], "gla", "460K", [1e-3, 2e-3])
+    assert [c.at["learning_rate"] for c in cells] == [1e-3, 2e-3] and all("--wandb=offline" in c.argv for c in cells)
+    assert {c.at["model"] for c in sweep.reported_cells(preset, (), {("gla", "460K"): 2e-3})} == {"gla"}
+    sized = chosen("laptop", "longhorn", "--sizes=1.5M", "--sizes=250K:n_embd=96")
+    assert list(sized.sizes) == ["1.5M", "250K"] and sized.sizes["1.5M"].search == 1  # it has none before it
+    assert sweep.load(sweep.base_arguments(sized, (), "longhorn", "250K")).n_embd == 96
+    hybrid = chosen("duel", "longhorn", "longhorn*3,llama", "longhorn@again")
+    cells = [c for c in every_cell(hybrid) if c.at["size"] == "1.5M" and c.at["stage"] == "seed"]
+    seeds = {m: {c.at["seed"] for c in cells if c.at["model"] == m} for m in hybrid.models}
+    assert not seeds["longhorn"] & seeds["longhorn@again"] and len(seeds["longhorn@again"]) == 6
+    patterns = {sweep.load(c.argv).pattern for c in cells if c.at["model"] == "longhorn*3,llama"}
+    assert patterns == {"longhorn*3,llama"} and all("*" not in c.name and "," not in c.name for c in cells)
+    assert table1.translated(["run", "--preset=duel", "--models=a,b", "--out=x", "--dry-run"]) == [
+        "duel", "a", "b", "--out=x", "--dry-run"]
+    assert table1.translated(["report", "x"]) == ["report", "x"] and table1.translated(["run"]) == ["laptop"]
 
 
-def test_a_sweep_grows_by_what_is_new(tmp_path, monkeypatch):
-    """A second command with one more seed runs that seed's cells; a label keeps its meaning."""
-    ran = []
+@pytest.fixture
+def pretend(monkeypatch):
+    """pretend(loss): run_cells ends every cell at once with loss(at), None where it diverges; what it ran is listed."""
+    def pretend(loss):
+        ran = []
 
-    def run_cells(cells, folder, *_):
-        ran.extend(c.name for c in cells if not sweep.finished(folder, c))
-        for c in cells:
-            (folder / c.name).mkdir(exist_ok=True)
-            for file in ("result.json", "config.json"):
-                (folder / c.name / file).write_text("{}")
-        return {}
-    monkeypatch.setattr(sweep, "run_cells", run_cells)
-    monkeypatch.setattr(table1, "read_run", lambda folder, at: type("Run", (), {"loss": at["learning_rate"]}))
-    monkeypatch.setattr(table1, "check_data", lambda *_: None)
-    monkeypatch.setattr(table1, "write_report", lambda *_: {})
+        def run_cells(cells, folder, *_):
+            ran.extend(c.name for c in cells if not runner.finished(folder, c))
+            for c in cells:
+                (folder / c.name).mkdir(exist_ok=True)
+                for file in ("result.json", "config.json"):
+                    (folder / c.name / file).write_text("{}")
+            return {}
+
+        def read_run(folder, at):
+            if loss(at) is None:
+                raise runner.BadRecord("its loss is None: it diverged")
+            return type("Run", (), {"half": lambda self, which: loss(at) + 9 * which})()
+        monkeypatch.setattr(runner, "run_cells", run_cells)
+        monkeypatch.setattr(sweep, "read_run", read_run)
+        monkeypatch.setattr(sweep, "check_data", lambda *_: None)
+        monkeypatch.setattr(sweep, "write_report", lambda *_: {})
+        return ran
+    return pretend
+
+
+@pytest.mark.parametrize("best, tried, chose", [(3e-3, 4, 3e-3), (2e-2, 6, 2e-2), (1, 7, 6.36e-2), (1e-9, 7, 1.24e-4)])
+def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, best, tried, chose):
+    ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best) ** 2)
+    assert sweep.main(["laptop", "gla", "--sizes=460K,1.5M", "--seeds=1", f"--out={tmp_path}"]) == 0
+    search = [name for name in ran if "_512steps" in name and name.endswith("seed1")]
+    assert len(search) == tried
+    plan = runner.read_plan(tmp_path)["cells"].values()
+    small, large = (sorted({at["learning_rate"] for at in plan if (at["stage"], at["size"]) == ("seed", size)})
+                    for size in ("460K", "1.5M"))
+    assert small == pytest.approx([chose], rel=0.02) and large == pytest.approx([chose * 128 / 192], rel=0.02)
+
+
+def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
+    pretend(lambda at: None if at["model"] == "gla" else 1.0 + abs(at["learning_rate"] - 2e-3))
+    assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
+    plan = runner.read_plan(tmp_path)["cells"].values()
+    assert {at["model"] for at in plan if at["stage"] == "seed"} == {"longhorn"}
+
+
+def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
+    """Seeds, sizes, budgets, families; the rate that seeds ran at stays, and a label keeps its meaning."""
+    ran = pretend(lambda at: 1 + abs(at["learning_rate"] - 3e-3))
 
     def run(*argv):
         ran.clear()
-        assert table1.main(["run", f"--out={tmp_path}", "--models=gla", "--lrs=1e-3,3e-3", "--steps=8", *argv]) == 0
+        assert sweep.main(["laptop", *argv, f"--out={tmp_path}", "--steps=80"]) == 0
         return ran
-    assert len(run("--sizes=130K", "--seeds=1,2")) == 3 and run("--sizes=130K", "--seeds=1,2") == []
-    assert run("--sizes=130K", "--seeds=1,2,3") == ["gla_130K_256_8steps_lr0.001_seed3"]
-    assert len(run("--sizes=130K", "--sizes=80K:n_layer=1,n_embd=64,n_head=1", "--seeds=1")) == 2
-    assert len(run("--sizes=130K", "--seeds=1", "--models=gla,mamba")) == 2
-    plan = sweep.read_plan(tmp_path)
-    assert len(plan["cells"]) == 8 and len(plan["commands"]) == 1 and set(plan["sizes"]) == {"130K", "80K"}
+    first = "gla", "--sizes=460K", "--budgets=64"
+    assert len(run(*first, "--seeds=2")) == 4 + 4 + 1 and run(*first, "--seeds=2") == []
+    rate = next(at["learning_rate"] for at in runner.read_plan(tmp_path)["cells"].values() if at["stage"] == "seed")
+    assert run(*first, "--seeds=3") == [f"gla_460K_80steps_lr{rate:g}_seed1003"]
+    assert len(run(*first, "--sizes=80K:n_layer=1,n_embd=64,n_head=1", "--seeds=1")) == 5 + 2 + 1
+    assert run("gla", "--sizes=460K", "--seeds=1", "--budgets=48") == [f"gla_460K_48steps_lr{rate:g}_seed1001"]
+    assert len(run("mamba", *first, "--seeds=1")) == 4 + 2 + 1  # its cosine too: it is this command's first
+    plan = runner.read_plan(tmp_path)
+    assert set(plan["sizes"]) == {"460K", "80K"} and plan["models"] == ["gla", "mamba"] and plan["warmup"] == 26
     with pytest.raises(SystemExit):
-        run("--sizes=80K:n_layer=2", "--seeds=1")
-
-
-def test_the_best_rate_may_be_one_of_an_earlier_command(tmp_path, monkeypatch):
-    at = {"stage": "rate", "model": "gla", "size": "S", "context": 256, "steps": 9, "seed": 1}
-    old = [Cell(f"r{rate}", [], {**at, "learning_rate": rate}) for rate in (1e-3, 3e-3)]
-    sweep.write_plan(tmp_path, [*old, Cell("long", [], {**at, "steps": 99, "learning_rate": 5e-3})])
-    losses = {"r0.001": 2.0, "r0.003": 1.0, "r0.02": 3.0, "long": 0.5}
-    monkeypatch.setattr(table1, "read_run", lambda folder, at: type("Run", (), {"loss": losses[folder.name]}))
-    new = [Cell("r0.02", [], {**at, "learning_rate": 2e-2})]
-    assert table1.best_rates(new, tmp_path) == {("gla", "S", 256): 3e-3}
+        run("gla", "--sizes=80K:n_layer=2", "--seeds=1")
 
 
 @pytest.mark.parametrize("argv, word", [
-    (["run", "--seed=3"], "--seed=3"), (["run", "more"], "more"), (["run", "--wandb"], "--wandb"),
-    (["run", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"), (["report", "nowhere"], "no sweep"),
-    (["run", "--lrs=1e-3,x"], "numbers are expected"), (["run", "--lrs=0"], "above 0"),
-    (["run", "--seeds=1,1"], "once"),
-    (["run", "--contexts=0"], "above 0"), (["run", "--seeds=-1"], "0 or more"), (["run", "--jobs=-1"], "0 or more"),
-    (["run", "--batch_tokens=0", "--dry-run"], "batch_tokens 0 must be at least 1"),
-    (["run", "--sizes=120M"], "preset laptop has 130K, 460K, 1.5M; define another size as --sizes=120M:n_layer"),
-    (["run", "--sizes=460K:n_layer=2"], "choose another label"), (["run", "--sizes=a,b:n_layer=2"], "LABEL:key=value"),
-    (["run", "--sizes=9K:n_layer"], "LABEL:key=value"), (["run", "--sizes=9K:seed=2"], "a size cannot set seed"),
-    (["run", "--sizes=9K:n_lair=2", "--dry-run"], "did you mean '--n_layer'"),
-    (["run", "--models=nothing"], "config/nothing_laptop.py does not exist")])
+    (["laptop", "--seed=3"], "--seed=3"), (["laptop", "gla", "--wandb"], "--wandb"), (["tour"], "invalid choice"),
+    (["laptop", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"),
+    (["report", "nowhere"], "no sweep"), (["laptop", "--budgets=1,x"], "numbers are expected"),
+    (["laptop", "--budgets=0"], "above 0"), (["laptop", "--seeds=0"], "1 or more"),
+    (["laptop", "--jobs=-1"], "0 or more"),
+    (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 leaves nothing of max_iters 10"),
+    (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
+    (["laptop", "--batch_tokens=0", "--dry-run"], "batch_tokens 0 must be at least 1"),
+    (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; define another size as --sizes=120M:n_layer"),
+    (["laptop", "--sizes=460K:n_layer=2"], "choose another label"), (["laptop", "--sizes=a,b:n_layer=2"], "LABEL:key"),
+    (["laptop", "--sizes=9K:n_layer"], "LABEL:key=value"), (["laptop", "--sizes=9K:seed=2"], "a size cannot set seed"),
+    (["laptop", "--sizes=9K:n_lair=2", "--dry-run"], "did you mean '--n_layer'"),
+    (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
 def test_mistakes_get_one_line(argv, word, capsys):
     with pytest.raises(SystemExit) as stop:
-        table1.main(argv)
+        sweep.main(argv)
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 2 and word in last and "error:" in last
 
 
 def test_a_report_without_matplotlib_is_refused_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
-    for argv in (["run", "--dry-run"], ["report", "nowhere"]):
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
+    for argv in (["laptop", "--dry-run"], ["report", "nowhere"]):
         with pytest.raises(SystemExit):
-            table1.main(argv)
+            sweep.main(argv)
         assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -333,17 +409,17 @@ def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatc
     laptop = (REPO / "config/longhorn_laptop.py").read_text()
     for name, model in (("mine", "mine"), ("yours", "longhorn")):
         (tmp_path / f"config/{name}_laptop.py").write_text(f"{laptop}\nmodel = {model!r}\n")
-    monkeypatch.setattr(table1, "REPO", tmp_path)
-    plan = lambda name: table1.first_cells(chosen(f"--models={name}", "--sizes=130K"))
-    assert table1.load(plan("mine")[0].argv).model == "mine"
+    monkeypatch.setattr(sweep, "REPO", tmp_path)
+    plan = lambda name: every_cell(chosen("laptop", name, "--sizes=460K"))
+    assert sweep.load(plan("mine")[0].argv).model == "mine"
     with pytest.raises(ConfigError, match="config/yours_laptop.py sets model to longhorn: write model = 'yours' there"):
         plan("yours")
     with pytest.raises(ConfigError, match="^config/mine_laptop.py: .*mine"):
-        table1.estimate(plan("mine"))
+        sweep.estimate(plan("mine"))
 
 
 def test_configs_that_differ_are_named_before_anything_runs():
-    cells = [Cell("a", ["config/longhorn_laptop.py"], {"model": "longhorn"}),
-             Cell("b", ["config/llama_laptop.py", "--batch_tokens=2048"], {"model": "llama"})]
+    cells = [Cell("a", ["config/longhorn_laptop.py"], {"model": "longhorn", "stage": "seed"}),
+             Cell("b", ["config/llama_laptop.py", "--batch_tokens=2048"], {"model": "llama", "stage": "seed"})]
     with pytest.raises(ConfigError, match="batch_tokens is 1024 in longhorn's config and 2048 in llama's"):
-        table1.check_settings(cells)
+        sweep.check_settings(cells)

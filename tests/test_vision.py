@@ -353,7 +353,7 @@ def test_sweep_and_its_report(tmp_path):
     short = [f"--{k}={v}" for k, v in {**SMALL, "self_check": "off", "max_iters": 2}.items() if k != "n_layer"]
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
-    sweep_of_images.sweep.write_plan(tmp_path, cells)
+    sweep_of_images.runner.write_plan(tmp_path, cells)
     with mock.patch("tools.wrong_images.draw"):
         for c in (cells[9], cells[4]):
             succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])

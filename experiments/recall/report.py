@@ -1,6 +1,10 @@
 """Figure 4 from the records of experiments/recall/mqar.py: recall against width, for each T.
 
     recall of a point = mean over the seeds at the learning rate whose mean is best; its bar: from worst seed to best
+    time to half      = steps until half of the test's queries are right, between two evaluations linearly; a run that
+                        never gets there is censored: later than all. Two mixers: Mann and Whitney's test, exact
+
+The rate is chosen on the test set that also says when to stop; recall is of other examples, drawn for the report alone.
 
 `mqar.py report FOLDER` reads a sweep and writes report.json (one record of all its runs), report.md and report.png;
 `mqar.py report RECORD.json` makes the latter two from such a record alone. The paper's Figure 4 gives no numbers, so
@@ -8,12 +12,16 @@ none of the paper's are here.
 """
 
 import json
+import math
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 
+from scipy.stats import rankdata
+
 from configurator import ConfigError
-from experiments.scaling import sweep
+from experiments.scaling import runner
 from records import BadRecord, fields, finished_records, read_json, read_log, replacing
 from tools.loss_curve import save_figure
 
@@ -73,7 +81,7 @@ def read_sweep(folder, accept_code=()):
     Returns {"runs": [...], "planned": how many, "left_out": {name: why}, "preset", "settings", "machines" and "code":
     {which: runs}}. Raises ConfigError where there is no plan.
     """
-    plan, runs, left_out = sweep.read_plan(folder), {}, {}
+    plan, runs, left_out = runner.read_plan(folder), {}, {}
     for name, at in plan["cells"].items():
         try:
             runs[name] = read_run(Path(folder) / name, at, accept_code)
@@ -130,14 +138,46 @@ def summarise(runs):
         recall = {rate: mean(run["accuracy"] for run in rates[rate]) for rate in sorted(rates)}
         rate = max(rates, key=lambda rate: (len(rates[rate]), recall[rate], -rate))
         best = rates[rate]
-        accuracies = [run["accuracy"] for run in best]
-        rows.append({"T": T, "n_embd": n_embd, "mixer": mixer, "accuracy": recall[rate], "lowest": min(accuracies),
-                     "highest": max(accuracies), "seeds": sorted(run["seed"] for run in best), "learning_rate": rate,
+        accuracies = [fresh_accuracy(run) for run in best]
+        half = {r: sorted(map(time_to_half, rates[r])) for r in sorted(rates)}
+        rows.append({"T": T, "n_embd": n_embd, "mixer": mixer, "accuracy": mean(accuracies), "lowest": min(accuracies),
+                     "highest": max(accuracies), "half": half, "seeds": sorted(run["seed"] for run in best),
+                     "learning_rate": rate,
                      "rates": recall, **{key: best[0][key] for key in ("pairs", "parameters", "state_size")},
                      **{key: mean(run[key] for run in best) for key in ("epochs", "seconds")},
                      "by_distance": pooled(best, "by_distance", lambda b: f"{b['from']}-{b['to'] - 1}"),
                      "by_pairs": pooled(best, "by_pairs", lambda b: str(b["pairs"]))})
     return rows
+
+
+def fresh_accuracy(run):
+    """Accuracy on the examples that chose nothing, with as many pairs as in training."""
+    return next(row["accuracy"] for row in run["by_pairs"] if row["pairs"] == run["pairs"])
+
+
+def time_to_half(run, level=0.5):
+    """Steps until the test's accuracy first is `level`, between two evaluations linearly; inf: never."""
+    before = (0, 0.0)
+    for step, accuracy, _ in run["curve"]:
+        if accuracy >= level:
+            part = (level - before[1]) / (accuracy - before[1])
+            return before[0] + part * (step - before[0])
+        before = step, accuracy
+    return math.inf
+
+
+def mann_whitney(a, b):
+    """Two-sided p that two samples of times are of one law, from all ways to divide them; inf ties with inf.
+
+    None where a sample has fewer than two times.
+    """
+    if min(len(a), len(b)) < 2:
+        return None
+    rank = rankdata([*a, *b])
+    off = lambda chosen: abs(sum(rank[i] for i in chosen) - len(a) * (len(rank) + 1) / 2)
+    own = off(range(len(a)))
+    ways = [off(chosen) for chosen in combinations(range(len(rank)), len(a))]
+    return sum(way >= own - 1e-9 for way in ways) / len(ways)
 
 
 def pooled(runs, key, label):
@@ -156,6 +196,10 @@ def table(head, rows):
     return ["", line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)]
 
 
+def steps(time):
+    return "never" if time == math.inf else f"{time:.0f}"
+
+
 def percent(x):
     return f"{100 * x:.1f}"
 
@@ -165,8 +209,8 @@ def markdown(record, points):
     lines = ["# Multi-query associative recall", "", *([record["note"], ""] if record.get("note") else []),
              f"{len(record['runs'])} runs, {', '.join(record['machines'])}, code {' and '.join(record['code'])}. "
              + "; ".join(f"{key} {value}" for key, value in record["settings"].items()) + ".",
-             "Recall in percent of the test's queries, at the best of the learning rates. A run stops where it reaches "
-             "stop_at, so differences above that value mean nothing."]
+             "Recall in percent of examples that chose nothing, at the learning rate that was best on the test; \"all "
+             "rates\" are of that test. A run stops where it reaches stop_at, so differences above it mean nothing."]
     rows = []
     for p in points:
         seeds = f" ({percent(p['lowest'])} .. {percent(p['highest'])}, {len(p['seeds'])} seeds)"
@@ -176,6 +220,19 @@ def markdown(record, points):
                      f"{p['seconds']:.0f}", f"{p['state_size']:,}", f"{p['parameters']:,}"])
     lines += table(["T", "pairs", "width", "mixer", "recall", "best rate", "all rates", "epochs", "seconds",
                     "state, numbers", "parameters"], rows)
+    several = [p for p in points if len(p["seeds"]) > 1]
+    if several:
+        lines += ["", "Steps to half of the test's queries, each seed's, at every learning rate:", *table(
+            ["T", "width", "mixer", "rate: steps"],
+            [[str(p["T"]), str(p["n_embd"]), name_of(p["mixer"]), "; ".join(
+                f"{rate:g}: {', '.join(steps(t) for t in times)}" for rate, times in p["half"].items())]
+             for p in several]), ""]
+    for p, q in combinations(several, 2):
+        chance = mann_whitney(p["half"][p["learning_rate"]], q["half"][q["learning_rate"]])
+        if (p["T"], p["n_embd"]) == (q["T"], q["n_embd"]) and chance is not None:
+            pair = f"{name_of(p['mixer'])} and {name_of(q['mixer'])}"
+            lines.append(f"- T = {p['T']}, width {p['n_embd']}, {pair}, each at its best rate: p = {chance:.2g} "
+                         "that they need equally long (Mann and Whitney, exact).")
     for T in dict.fromkeys(p["T"] for p in points):
         width = min(p["n_embd"] for p in points if p["T"] == T)
         here = [p for p in points if (p["T"], p["n_embd"]) == (T, width)]

@@ -1,17 +1,14 @@
-"""The figures of a sweep's report: panels that stand alone on a page and side by side in a PNG.
+"""The figure of a sweep's report: panels that stand alone on a page and side by side in a PNG.
 
-    figure5       loss against tokens, for each size; loss against parameters, for each context
-    efficiency    tokens that the other family needs / tokens that this one needs, against loss
+    loss of every budget against its tokens, a panel per size; how many times another family's tokens the first needs
 
 Lines are named at their ends, in their colours, because nine families in a legend cannot be told apart.
 """
 
-import contextlib
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from experiments.scaling import fit
 from tools.loss_curve import save_figure
 
 # family: (name, colour, marker) in the order of the paper's Table 1, then ours; the same in every figure
@@ -28,7 +25,8 @@ STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.s
 
 
 def name_of(model):
-    return LOOKS[model][0] if model in LOOKS else str(model)
+    family, at, word = str(model).partition("@")
+    return (LOOKS[family][0] if family in LOOKS else family) + at + word
 
 
 def family_order(model):
@@ -61,19 +59,23 @@ class Panel:
     lines: list
 
     def draw(self, axes):
-        from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+        from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
         axes.set(**self.axes)
         for line in self.lines:
             axes.plot(line.x, line.y, color=line.colour, **line.look)
             if line.band is not None:
                 axes.fill_between(line.x, line.y - line.band, line.y + line.band, color=line.colour, alpha=0.2, lw=0)
-        times = FuncFormatter(lambda y, _: f"{y:g}\u00d7")
-        for axis, form in ((axes.xaxis, EngFormatter(sep="")), (axes.yaxis, times)):
+        for axis, form in ((axes.xaxis, EngFormatter(sep="")), (axes.yaxis, EngFormatter(sep=""))):
             if axis.get_scale() == "log":
-                axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+                low, high = axis.get_view_interval()
+                if high / low > 4:  # or there would be one tick, or none
+                    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+                    axis.set_major_formatter(form)
+                else:
+                    axis.set_major_locator(MaxNLocator(5))
+                    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.3g}"))
                 axis.set_minor_locator(NullLocator())
-                axis.set_major_formatter(form)
         label_ends(axes, [line for line in self.lines if line.end])
 
 
@@ -94,8 +96,8 @@ def label_ends(axes, lines, gap=0.072):
                           arrowstyle="-", color=line.colour, lw=0.6, alpha=0.6, shrinkA=1, shrinkB=3, relpos=(0, 0.5)))
 
 
-def picture(panels, path, kind="png"):
-    """Draw panels side by side into a path or binary file."""
+def picture(panels, path, kind="png", style=None):
+    """Draw panels side by side into a path or binary file; `style`: a .mplstyle file over STYLE."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -103,7 +105,7 @@ def picture(panels, path, kind="png"):
 
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = -(-len(panels) // columns)
-    with plt.rc_context(STYLE):
+    with plt.style.context([STYLE, *([str(style)] if style else [])]):
         figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.4 * rows), squeeze=False)
         room = {"left": 0.13, "right": 0.72, "top": 0.9, "bottom": 0.15}  # of each panel
         for i, axes in enumerate(grid.flat):
@@ -117,88 +119,34 @@ def picture(panels, path, kind="png"):
         save_figure(figure, path, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
 
 
-def title_of(entries, size, context):
-    """'460K at T=256'; without the context where there is only one."""
-    return f"{size} at T={context}" if len({e.context for e in entries}) > 1 else size
-
-
-def figure5(entries, laws, style):
-    """Panels: loss against tokens for each size and context; loss against parameters for each context."""
-    panels = []
-    for column in dict.fromkeys(e.column for e in entries):
-        here = [e for e in entries if e.column == column and len(e.curve()[0])]
-        if here:
-            panels.append(loss_against_tokens(here, title_of(entries, *column), style))
-    for context in dict.fromkeys(e.context for e in entries):
-        here = [e for e in entries if e.context == context and e.runs]
-        if here:
-            fits = {law["model"]: law["fit"] for law in laws
-                    if law["context"] == context and law["embeddings"] and "fit" in law}
-            panels.append(loss_against_parameters(here, fits, f"T={context}", style))
-    return panels
-
-
-def loss_against_tokens(entries, title, style):
-    lines = []
-    for e in entries:
-        (name, colour, _), (tokens, losses) = style[e.model], e.curve()
-        mean, band = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else None
-        look = {"lw": 2 if e.model == "longhorn" else 1.3, "marker": "o", "ms": 2.2}
-        lines.append(Line(tokens, mean, colour, f"{name} {mean[-1]:.3f}", band, look))
-    last = max(line.x[-1] for line in lines)
-    first = max(min(line.x[0] for line in lines), last / 100)  # what comes before is steep, and would flatten the rest
-    seen = np.concatenate([line.y[line.x >= first] for line in lines])
-    margin = 0.05 * (np.ptp(seen) or 1)
-    ends = ", ".join(f"{name_of(e.model)} {e.mean:.3f}" for e in sorted(entries, key=lambda e: e.mean))
-    return Panel(f"Validation loss against training tokens, {title}. At the end: {ends}", {
-        "xscale": "log", "xlim": (first / 1.02, last * 1.02), "ylim": (seen.min() - margin, seen.max() + margin),
-        "xlabel": "training tokens", "ylabel": "validation loss (nats per token)",
-        "title": f"Loss against tokens, {title}"}, lines)
-
-
-def loss_against_parameters(entries, fits, title, style):
-    lines, families = [], {}
-    for e in sorted(entries, key=lambda e: e.parameters):
-        families.setdefault(e.model, []).append(e)
-    for model, cells in families.items():
-        name, colour, marker = style[model]
-        N, D = np.array([e.parameters for e in cells], float), np.array([e.tokens for e in cells], float)
-        grid, style_of_line = np.geomspace(N[0], N[-1], 40), "-"  # straight lines where there is no law
-        with contextlib.suppress(fit.CannotFit, KeyError):
-            law = fits[model].predict(grid, np.exp(np.interp(np.log(grid), np.log(N), np.log(D))))
-            lines.append(Line(grid, law, colour, look={"lw": 1.1, "alpha": 0.8}))
-            style_of_line = "none"
-        for e in cells:
-            seeds = {"ls": "none", "marker": "_", "ms": 7, "alpha": 0.7}
-            lines.append(Line([e.parameters] * len(e.runs), e.losses, colour, look=seeds))
-        lines.append(Line(N, np.array([e.mean for e in cells]), colour, f"{name} {cells[-1].mean:.3f}", look={
-            "ls": style_of_line, "lw": 1, "marker": marker, "ms": 5.5, "markeredgecolor": "white", "zorder": 3}))
-    counts = [e.parameters for e in entries]
-    margin = (max(counts) / min(counts))**0.05 if max(counts) > 1.2 * min(counts) else 2
-    ends = ", ".join(f"{name_of(m)} {cells[-1].mean:.3f}" for m, cells in families.items())
-    return Panel(f"Final validation loss against parameters, {title}. At the largest size: {ends}", {
-        "xscale": "log", "xlim": (min(counts) / margin, max(counts) * margin),
-        "xlabel": "parameters, embedding included", "ylabel": "validation loss (nats per token)",
-        "title": f"Loss against parameters, {title}" + ("" if fits else ", no law fitted")}, lines)
-
-
-def efficiency(entries, pairs, style):
-    """A panel per size and context: the ratio of tokens against the loss, for each pair of families."""
-    panels = []
-    for size, context in dict.fromkeys(e.column for e in entries):
-        here = [p for p in pairs if (p["size"], p["context"]) == (size, context) and p["curve"].at_end is not None]
-        if not here:
-            continue
-        title = title_of(entries, size, context)
-        lines = [Line(p["curve"].loss, p["curve"].ratio, style[p["b"]][1],
-                      f"{name_of(p['b'])} {p['curve'].at_end:.2f}\u00d7", look={"lw": 1.5}) for p in here]
-        loss = np.concatenate([line.x for line in lines])
-        lines.append(Line([loss.max(), loss.min()], [1, 1], "#555555", look={"lw": 0.9, "ls": (0, (4, 3))}))
-        ratios = np.concatenate([line.y for line in lines])
-        first = name_of(here[0]["a"])
-        ends = ", ".join(f"{first} over {name_of(p['b'])} {p['curve'].at_end:.2f}" for p in here)
-        panels.append(Panel(f"Sample efficiency against loss, {title}. At the end: {ends}", {
-            "yscale": "log", "ylim": (min(0.93, ratios.min() * 0.95), max(1.25, ratios.max() * 1.05)),
-            "xlim": (loss.max(), loss.min() - 1e-9), "xlabel": "validation loss (nats per token), falling to the right",
-            "ylabel": f"tokens the other needs / {first} needs", "title": f"Tokens for the same loss, {title}"}, lines))
-    return panels
+def panels(entries, pairs, looks):
+    """Loss against tokens, a panel per size, and the multipliers with their intervals; none where no run is usable."""
+    found = []
+    for size in dict.fromkeys(e.size for e in entries if e.losses):
+        here = [e for e in entries if e.size == size and e.losses]
+        lines = []
+        for e in sorted(here, key=lambda e: family_order(e.model)):
+            name, colour, marker = looks[e.model]
+            losses = [[r.half(1) for r in seeds.values()] for _, seeds in sorted(e.runs.items())]
+            x, y = np.array(sorted(e.runs), float), np.array([np.mean(each) for each in losses])
+            band = np.array([np.std(each, ddof=1) if len(each) > 1 else 0.0 for each in losses])
+            look = {"lw": 1.3, "marker": marker, "ms": 5, "markeredgecolor": "white"}
+            lines.append(Line(x, y, colour, f"{name} {e.mean:.3f}", band, look))
+        ends = ", ".join(f"{name_of(e.model)} {e.mean:.3f}" for e in sorted(here, key=lambda e: e.mean))
+        found.append(Panel(f"Loss of runs that ended at so many tokens, {size}: {ends}", {
+            "xscale": "log", "xlabel": "training tokens, each point a budget with its own decay",
+            "ylabel": "loss on the reported files (nats)", "title": f"Loss against tokens, {size}"}, lines))
+    known = [p for p in pairs if p["tokens"]]
+    if known:
+        lines = [Line([1, 1], [-len(known), 1], "#555555", look={"lw": 0.9, "ls": (0, (4, 3))})]
+        for i, p in enumerate(known):
+            name, colour, marker = looks[p["b"]]
+            m = p["tokens"]
+            lines.append(Line([m["low"], m["high"]], [-i, -i], colour, look={"lw": 2.2}))
+            lines.append(Line([m["value"]], [-i], colour, f"{name} {p['size']}", look={"marker": marker, "ms": 6}))
+        said = ", ".join(f"{name_of(p['b'])} {p['size']} {p['tokens']['value']:.2f}" for p in known)
+        first = name_of(known[0]["a"])
+        found.append(Panel(f"Times the tokens of another family that {first} needs: {said}", {
+            "xscale": "log", "yticks": [], "ylim": (0.6 - len(known), 0.6), "title": "Tokens for the same loss, 95%",
+            "xlabel": f"tokens that {first} needs / tokens of the other"}, lines))
+    return found

@@ -1,20 +1,20 @@
-"""The report of a sweep: Table 1, Figure 5, sample efficiency, the fitted law, what it cost. Needs no GPU and no torch.
+"""The report of a sweep: who learns from fewer tokens, by how much, how sure. Needs no GPU and no torch.
 
-    report.json   every number
-    report.html   all of them in one file that opens from disk, with every run
-    table1.md     the same as Markdown, beside figure5.png and efficiency.png
+    report.json    every number                       points.csv    every run, a line each
+    report.html    the page, with figures inside      table.tex     losses and multipliers, for a paper
+    report.md      the same as Markdown, beside figure.png
 
-A family's learning rate at a size is the one whose first seed ended lowest; mean and standard deviation are over all
-seeds at that rate. A run that cannot be trusted enters no number, and every run that is missing has a reason that the
-report gives.
+Learning rates are judged on the first half of the held-out files; every other number is of the second half and of seeds
+that chose nothing. A run that cannot be trusted enters no number, and every run that is missing has a reason here.
 
 The words are in report.j2, which writes both pages from report.json and the tables made here. Jinja2 escapes every
 value, so that no name in a record can become a tag.
 
-    python experiments/scaling/table1.py report out/table1_laptop
+    python experiments/scaling/sweep.py report out/duel_longhorn_mamba --style=mine.mplstyle
 """
 
 import base64
+import csv
 import io
 import math
 import os
@@ -24,179 +24,196 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 
 from configurator import ConfigError
 from experiments.scaling import compare, figures, fit
 from experiments.scaling.figures import family_order, name_of
-from experiments.scaling.runs import read_sweep, save
+from experiments.scaling.runs import halves, read_sweep, save
 from records import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 
-# The paper's Table 1: family -> size -> (parameters in millions, loss at context 1024, at 4096; nats per token)
-PAPER = {"retnet": {"120M": (129.1, 3.569, 3.492), "350M": (373.2, 3.362, 3.227)},
-         "gla": {"120M": (123.8, 3.381, 3.364), "350M": (361.1, 3.018, 3.001)},
-         "rwkv": {"120M": (124.4, 3.291, 3.276), "350M": (354.8, 2.983, 2.931)},
-         "mamba": {"120M": (129.2, 3.238, 3.231), "350M": (371.5, 2.902, 2.868)},
-         "llama": {"120M": (124.4, 3.247, 3.273), "350M": (357.7, 2.891, 2.883)},
-         "longhorn": {"120M": (128.6, 3.225, 3.192), "350M": (369.8, 2.888, 2.859)}}
-PAPER_CONTEXTS = {1024: 1, 4096: 2}  # where a context's loss stands in these
-ISOFLOP_TOLERANCE = 0.2  # runs whose FLOPs are this close, as a share, have one budget
+# The paper's Table 1: family -> size of preset paper -> loss, nats per token of OpenWebText
+PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M at 4096": 3.227},
+         "gla": {"120M": 3.381, "120M at 4096": 3.364, "350M": 3.018, "350M at 4096": 3.001},
+         "rwkv": {"120M": 3.291, "120M at 4096": 3.276, "350M": 2.983, "350M at 4096": 2.931},
+         "mamba": {"120M": 3.238, "120M at 4096": 3.231, "350M": 2.902, "350M at 4096": 2.868},
+         "llama": {"120M": 3.247, "120M at 4096": 3.273, "350M": 2.891, "350M at 4096": 2.883},
+         "longhorn": {"120M": 3.225, "120M at 4096": 3.192, "350M": 2.888, "350M at 4096": 2.859}}
+COVERAGE_DRAWS = 40  # simulated sweeps behind "intervals of this plan cover"
 DASH = "\u2013"
 
 
-# --------------------------------------------------------------------------------------------------------------- choose
+# -------------------------------------------------------------------------------------------------------------- collect
 
 @dataclass
 class Entry:
-    """A cell of the table: a family at a size and context, with the runs that count for it."""
+    """A family at a size: its reported runs by budget, and how its rate was found."""
 
     model: str
     size: str
-    context: int
-    runs: list = field(default_factory=list)  # [Run] at the chosen rate and full budget, one per seed
-    ladder: list = field(default_factory=list)  # [Run] at the chosen rate and other budgets
+    runs: dict = field(default_factory=dict)  # {tokens: {seed: Run}} at the rate
+    main: int = None  # tokens of the budget that is compared, the same for every family of the size
     rate: float = None
-    tried: list = field(default_factory=list)  # rates whose first seed ended or diverged
-    lost: list = field(default_factory=list)  # rates that were planned and have no usable record
-    planned: int = 0  # seeds that the plan has at the chosen rate
+    tried: dict = field(default_factory=dict)  # {rate: mean loss on the files that choose}; None: diverged
     notes: list = field(default_factory=list)
 
-    column = property(lambda self: (self.size, self.context))
-    losses = property(lambda self: [r.loss for r in self.runs])
-    mean = property(lambda self: statistics.fmean(self.losses) if self.runs else None)
-    sd = property(lambda self: statistics.stdev(self.losses) if len(self.runs) > 1 else None)
-    parameters = property(lambda self: self.runs[0].parameters if self.runs else None)
-    tokens = property(lambda self: self.runs[0].tokens if self.runs else None)
+    at_main = property(lambda self: [run for _, run in sorted(self.runs.get(self.main, {}).items())])
+    losses = property(lambda self: [r.half(1) for r in self.at_main])
+    mean = property(lambda self: statistics.fmean(self.losses) if self.losses else None)
+    sd = property(lambda self: statistics.stdev(self.losses) if len(self.losses) > 1 else None)
+    first = property(lambda self: self.at_main[0] if self.at_main else None)
 
-    @property
-    def edge(self):
-        """Which of the tried rates the chosen one is, where a better one may lie beyond it; or None."""
-        if not self.runs or min(self.tried + self.lost) < self.rate < max(self.tried + self.lost):
-            return None
-        return "only one" if len(self.tried) == 1 else "lowest" if self.rate == min(self.tried) else "highest"
+    def matrix(self, tokens=None):
+        """(seeds, reported documents) losses at a budget."""
+        runs = self.runs.get(tokens or self.main, {})
+        return np.array([halves(run.documents)[1][1] for _, run in sorted(runs.items())])
 
     def curve(self):
-        """(tokens (points,), losses (seeds, points)) where every seed has an evaluation with a finite loss."""
-        seen = [{t: v for t, v in r.curve if v is not None} for r in self.runs]
-        tokens = sorted(set.intersection(*map(set, seen))) if seen else []
-        return np.array(tokens, float), np.array([[s[t] for t in tokens] for s in seen], float)
+        runs = {tokens: {seed: halves(r.documents)[1][1] for seed, r in seeds.items()}
+                for tokens, seeds in self.runs.items()}
+        return compare.Curve(runs, self.main, self.weights())
+
+    def weights(self):
+        return halves(self.first.documents)[1][0]
+
+    def log_seconds(self):
+        """(mean, standard error) of the log of seconds per token."""
+        values = [math.log(r.seconds / r.tokens) for r in self.at_main]
+        return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if values[1:] else 0.0
 
 
 def collect(sweep):
-    """[Entry] of every family, size and context in the plan, in the table's order. Adds to sweep.left_out."""
-    once, groups = {}, {}
+    """[Entry] of every family and size in the plan. Adds to sweep.left_out what is planned twice or without a place."""
+    once, entries = {}, {}
     for run in sweep.runs:
-        key = (run.model, run.size, run.context, run.tokens, run.learning_rate, run.seed)
+        key = run.at.get("stage"), run.model, run.size, run.tokens, run.learning_rate, run.seed
         if once.setdefault(key, run) is not run:  # a seed counted twice would make the spread too small
             sweep.left_out[run.name] = f"the same run as {once[key].name}: counted once"
-    for name, at in sweep.plan["cells"].items():
-        if all(isinstance(at.get(key), kind) for key, kind in (("model", str), ("size", str), ("context", int))):
-            groups.setdefault((at["model"], at["size"], at["context"]), {})[name] = at
-        else:
-            sweep.left_out.setdefault(name, "the plan does not say its model, size and context")
     sweep.runs = [r for r in sweep.runs if r.name not in sweep.left_out]
-    of = {key: [r for r in sweep.runs if (r.model, r.size, r.context) == key] for key in groups}
-    entries = []
-    for key, cells in groups.items():
-        seen = [{r.tokens for r in runs if r.at.get("stage") != "ladder"} for k, runs in of.items() if k[1:] == key[1:]]
-        common = set.intersection(*filter(None, seen)) if any(seen) else ()  # budgets that every family has
-        entries.append(choose(key, cells, of[key], sweep.left_out, max(common, default=None)))
-    medians = {e.size: statistics.median(o.parameters for o in entries if o.size == e.size and o.runs)
-               for e in entries if e.runs}
-    return sorted(entries, key=lambda e: (medians.get(e.size, math.inf), e.size, e.context, family_order(e.model)))
+    for name, at in sweep.plan["cells"].items():
+        if isinstance(at.get("model"), str) and isinstance(at.get("size"), str):
+            entries.setdefault((at["model"], at["size"]), Entry(at["model"], at["size"]))
+        else:
+            sweep.left_out.setdefault(name, "the plan does not say its model and size")
+    for entry in entries.values():
+        fill(entry, sweep)
+    order = list(dict.fromkeys([*sweep.plan.get("models", ()), *sorted((e.model for e in entries.values()),
+                                                                       key=family_order)]))
+    sizes = {}
+    for e in entries.values():
+        if e.runs:
+            sizes.setdefault(e.size, []).append(next(iter(next(iter(e.runs.values())).values())).parameters)
+        here = [o for o in entries.values() if o.size == e.size and o.runs]
+        common = set.intersection(*(set(o.runs) for o in here)) if here else ()
+        e.main = max(common, key=lambda t: (min(len(o.runs[t]) for o in here), t), default=None)
+        if here and not common:
+            e.notes.append("the families of this size have no budget in common: nothing is compared")
+    return sorted(entries.values(), key=lambda e: (statistics.median(sizes.get(e.size, [math.inf])), e.size,
+                                                   order.index(e.model)))
 
 
-def choose(key, cells, runs, left_out, budget):
-    """The Entry of a family, size and context: the rate whose first seed ended lowest, with all its seeds and budgets.
-
-    budget: tokens of the runs that count; None: the most that this family saw.
-    """
-    entry = Entry(*key)
-    full = [r for r in runs if r.at.get("stage") != "ladder"]
-    if not full:
-        return entry
-    budget = budget or max(r.tokens for r in full)
-    entry.notes += [f"{r.name} saw {r.tokens:,} tokens where others saw {budget:,}: not averaged"
-                    for r in full if r.tokens != budget]
-    full = [r for r in full if r.tokens == budget]
-    rates = {seed: {r.learning_rate: r.loss for r in full if r.seed == seed} for seed in sorted({r.seed for r in full})}
-    searched = [r.seed for r in full if r.at.get("stage") == "rate"]
-    first = searched[0] if searched else max(rates, key=lambda seed: len(rates[seed]))
-    entry.rate = min(rates[first], key=rates[first].get)
-    followed = {r.learning_rate for r in full if r.at.get("stage") == "seed"} - set(rates[first])
-    if followed:  # otherwise a lost record would put a worse rate into the table
-        entry.rate = max(followed, key=lambda rate: sum(r.learning_rate == rate for r in full))
-        entry.notes.append(f"seed {first} has no usable run at learning rate {entry.rate:g}, the best when the further "
-                           "seeds were planned: this rate is used without that seed")
-    diverged = [at["learning_rate"] for name, at in cells.items() if "diverged" in left_out.get(name, "")]
-    entry.tried = sorted({*rates[first], *diverged, entry.rate})
-    entry.lost = sorted({at["learning_rate"] for at in cells.values() if at.get("stage") == "rate"} - {*entry.tried})
-    if entry.lost:
-        entry.notes.append(f"learning rate {', '.join(f'{r:g}' for r in entry.lost)} was planned and has no usable run")
-    entry.runs = sorted((r for r in full if r.learning_rate == entry.rate), key=lambda r: r.seed)
-    others = {r.learning_rate for r in full if r.seed != first} - {entry.rate}
-    if others:
-        entry.notes.append(f"further seeds ran at {', '.join(f'{r:g}' for r in sorted(others))}, which is not the best "
-                           f"rate of seed {first} any more ({entry.rate:g}): not averaged")
-    entry.planned = len({at.get("seed") for at in cells.values() if at.get("stage") != "ladder"
-                         and at.get("learning_rate") == entry.rate})
-    if len(entry.runs) < entry.planned:
-        entry.notes.append(f"{len(entry.runs)} of {entry.planned} planned seeds are usable")
-    ladder = [r for r in runs if r.at.get("stage") == "ladder"]
-    entry.ladder = [r for r in ladder if r.learning_rate == entry.rate]
-    if len(entry.ladder) < len(ladder):
-        entry.notes.append(f"{len(ladder) - len(entry.ladder)} run(s) of other budgets have another rate than "
-                           f"{entry.rate:g}: not in the fit")
-    return entry
+def fill(entry, sweep):
+    """Rates and reported runs of an Entry."""
+    mine = [r for r in sweep.runs if (r.model, r.size) == (entry.model, entry.size)]
+    found = {}
+    for r in mine:
+        if r.at.get("stage") == "search":
+            found.setdefault(r.learning_rate, []).append(r.half(0))
+    for name, at in sweep.plan["cells"].items():
+        here = (at.get("stage"), at.get("model"), at.get("size")) == ("search", entry.model, entry.size)
+        if here and name in sweep.left_out:
+            if "diverged" in sweep.left_out[name]:
+                found.setdefault(at["learning_rate"], []).append(math.inf)
+            else:
+                entry.notes.append(f"learning rate {at['learning_rate']:g}, seed {at.get('seed')}: no usable run")
+    best = compare.best_rate(found)
+    if best:
+        entry.tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()}
+        if best.beyond:
+            entry.notes.append(f"the best learning rate, {best.rate:g}, is still at the edge of those tried")
+    reported = [r for r in mine if r.at.get("stage") == "seed"]
+    rates = Counter(r.learning_rate for r in reported)
+    if not rates:
+        entry.notes.append("no usable run, see below")
+        return
+    entry.rate = max(rates, key=rates.get)
+    if len(rates) > 1:
+        entry.notes.append(f"seeds ran at several rates, {', '.join(f'{r:g}' for r in rates)}: those at {entry.rate:g} "
+                           "count")
+    for r in reported:
+        if r.learning_rate == entry.rate:
+            entry.runs.setdefault(r.tokens, {})[r.seed] = r
+    planned = {at["seed"] for at in sweep.plan["cells"].values()
+               if (at.get("stage"), at.get("model"), at.get("size")) == ("seed", entry.model, entry.size)}
+    missing = len(planned) - len({r.seed for r in reported})
+    if missing:
+        entry.notes.append(f"{missing} of {len(planned)} planned seeds have no usable run yet")
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
-def winners(entries):
-    """{(size, context): compare.Winner} over the families that have a run there."""
-    found = {}
-    for column in dict.fromkeys(e.column for e in entries):
-        here = [e for e in entries if e.column == column and e.runs]
-        found[column] = compare.winner({e.model: e.losses for e in here})
-        if len({e.tokens for e in here}) > 1:
-            found[column] = compare.Winner(None, "the families saw different numbers of tokens: nothing to compare", {})
+def pairs_of(entries):
+    """[dict] of the first family against every other one, at each size: difference and multipliers, with intervals."""
+    found = []
+    for size in dict.fromkeys(e.size for e in entries):
+        here = [e for e in entries if e.size == size and e.losses]
+        pooled = compare.pooled_sd([np.array(e.losses) for e in here])
+        for a, b in [(here[0], b) for b in here[1:]] if here and here[0].model == entries[0].model else ():
+            d = compare.difference(a.matrix(), b.matrix(), a.weights(), pooled)
+            pair = {"size": size, "a": a.model, "b": b.model, "tokens_each": a.main, "seeds": [len(a.losses),
+                                                                                            len(b.losses)],
+                    "pooled_sd": pooled and pooled[0], "difference": d and d._asdict()}
+            m = compare.multiplier(d, a.curve(), b.curve())
+            flops = math.log((a.first.flops / a.first.tokens) / (b.first.flops / b.first.tokens))
+            (at_a, se_a), (at_b, se_b) = a.log_seconds(), b.log_seconds()
+            kinds = {"tokens": m, "flops": compare.times(m, flops),
+                     "seconds": compare.times(m, at_a - at_b, math.hypot(se_a, se_b))}
+            found.append(pair | {kind: value and value._asdict() for kind, value in kinds.items()})
     return found
+
+
+def winners(entries):
+    """{size: Winner}."""
+    won = {}
+    for size in dict.fromkeys(e.size for e in entries):
+        here = {e.model: e for e in entries if e.size == size and e.losses}
+        pooled = compare.pooled_sd([np.array(e.losses) for e in here.values()])
+
+        def p_of(a, b, here=here, pooled=pooled):
+            d = compare.difference(here[a].matrix(), here[b].matrix(), here[a].weights(), pooled)
+            return d and d.p
+        won[size] = compare.winner({model: e.mean for model, e in here.items()}, p_of)
+    return won
 
 
 def laws(entries, bootstrap):
-    """A dict per family, context and count of N (with and without the embedding): the fit.Fit, or why there is none."""
+    """[dict] per family: the law of its decayed runs, on all sizes, budgets and seeds; "cannot" where there is none."""
     found = []
-    for (model, context), runs in runs_of_families(entries).items():
-        for embeddings in (True, False):
-            row = {"model": model, "context": context, "embeddings": embeddings, "cannot": None, "warnings": []}
-            found.append(row)
-            try:
-                row["fit"] = fit.fit_loss([r.parameters - (0 if embeddings else r.embedding) for r in runs],
-                                          [r.tokens for r in runs], [r.loss for r in runs], bootstrap=bootstrap,
-                                          untrained=math.log(max((r.config["vocab_size"] for r in runs), default=2)))
-                row["warnings"] = [with_names(w, runs) for w in row["fit"].warnings]
-            except fit.CannotFit as error:
-                row["cannot"] = with_names(str(error), runs)
+    for model in dict.fromkeys(e.model for e in entries if e.runs):
+        runs = [r for e in entries if e.model == model for seeds in e.runs.values() for r in seeds.values()]
+        row = {"model": model, "cannot": None, "warnings": [], "coverage": None, "isoflop": None}
+        N, D, L, C = (np.array([f(r) for r in runs], float) for f in (
+            lambda r: r.parameters, lambda r: r.tokens, lambda r: r.half(1), lambda r: r.flops))
+        try:
+            law = fit.fit_loss(N, D, L, bootstrap=bootstrap)
+        except fit.CannotFit as error:
+            found.append(row | {"cannot": with_names(str(error), runs)})
+            continue
+        row |= {key: getattr(law, key) for key in ("E", "A", "alpha", "B", "beta", "a", "floors", "noise", "points")}
+        row |= {"law": law, "intervals": law.intervals, "warnings": [with_names(w, runs) for w in law.warnings],
+                "outliers": {runs[i].name: off for i, off in law.outliers.items()}}
+        if bootstrap and law.spread is not None and all(row[k] for k in ("E", "A", "alpha", "B", "beta")) and not any(
+                f["coverage"] for f in found):  # one family's will do: the designs are the same
+            row["coverage"] = fit.coverage(N, D, fit.Law(*(row[k] for k in ("E", "A", "alpha", "B", "beta"))),
+                                           law.spread, COVERAGE_DRAWS, bootstrap=60)
+        isoflop = fit.isoflop(N, L, C, 0.2)
+        if sum(b["N_opt"] is not None for b in isoflop["budgets"]) > 2:
+            row["isoflop"] = isoflop
+        found.append(row)
     return found
-
-
-def isoflops(entries):
-    """A dict per family and context: the vertices of its isoFLOP parabolas, N with the embedding."""
-    found = []
-    for (model, context), runs in runs_of_families(entries).items():
-        columns = ([getattr(r, key) for r in runs] for key in ("parameters", "loss", "flops"))
-        found.append({"model": model, "context": context, **fit.isoflop(*columns, ISOFLOP_TOLERANCE)})
-    return found
-
-
-def runs_of_families(entries):
-    """{(model, context): [Run] of all sizes, seeds and budgets}."""
-    keys = dict.fromkeys((e.model, e.context) for e in sorted(entries, key=lambda e: family_order(e.model)))
-    return {key: [r for e in entries if (e.model, e.context) == key for r in e.runs + e.ladder] for key in keys}
 
 
 def with_names(sentence, runs):
@@ -204,50 +221,24 @@ def with_names(sentence, runs):
     return re.sub(r"\brun (\d+)\b", lambda m: f"run {runs[int(m[1])].name}", sentence)
 
 
-def efficiencies(entries):
-    """Sample efficiency of Longhorn, or else the first family, over every other one, at each size and context.
-
-    curve: along the runs of the table. budgets: between the ends of runs of several lengths, each with its own
-    schedule of the learning rate; None where a family has one length.
-    """
-    found, models = [], sorted({e.model for e in entries if e.runs}, key=family_order)
-    first = "longhorn" if "longhorn" in models else models[0] if models else None
-    for column in dict.fromkeys(e.column for e in entries):
-        here = {e.model: e for e in entries if e.column == column and e.runs}
-        for other in models if first in here else ():
-            if other == first or other not in here:
-                continue
-            along, ends = [], []
-            for e in (here[first], here[other]):
-                tokens, losses = e.curve()
-                along += [tokens, losses.mean(0) if len(tokens) else tokens]
-                ends.append(sorted({e.tokens: e.mean, **{r.tokens: r.loss for r in e.ladder}}.items()))
-            budgets = [values for end in ends for values in zip(*end, strict=True)]
-            found.append({"size": column[0], "context": column[1], "a": first, "b": other,
-                          "curve": compare.sample_efficiency(*along),
-                          "budgets": compare.sample_efficiency(*budgets) if min(map(len, ends)) > 1 else None})
+def cosines(sweep, entries):
+    """[{"model", "size", "cosine", "wsd"}]: the loss of a cosine run beside that of the same seed, rate and budget."""
+    by = {(e.model, e.size): e for e in entries}
+    found = []
+    for r in sweep.runs:
+        twin = by[r.model, r.size].runs.get(r.tokens, {}).get(r.seed) if r.at.get("stage") == "cosine" else None
+        if twin and twin.learning_rate == r.learning_rate:
+            found.append({"model": r.model, "size": r.size, "cosine": r.half(1), "wsd": twin.half(1)})
     return found
 
 
 def hours_of(runs):
-    """{'GPU hours' or 'CPU hours': processes x hours}."""
+    """{'GPU hours' or 'CPU hours': processes x hours}; a branch counts from where it left its trunk."""
     kinds = Counter()
     for r in runs:
-        kinds["GPU hours" if r.on_gpu else "CPU hours"] += r.seconds * r.processes / 3600
+        share = 1 - r.at.get("from", 0) / r.config["max_iters"]
+        kinds["GPU hours" if r.on_gpu else "CPU hours"] += share * r.seconds * r.processes / 3600
     return dict(kinds)
-
-
-def bits(entry):
-    """Mean bits per byte over the seeds, or None where the data do not say how long a token is."""
-    values = [r.bits_per_byte for r in entry.runs]
-    return statistics.fmean(values) if values and None not in values else None
-
-
-def paper_loss(entry, plan):
-    """The paper's loss for this cell, or None where the sweep is another experiment than the paper's."""
-    known = PAPER.get(entry.model, {}).get(entry.size)
-    return known[PAPER_CONTEXTS[entry.context]] if plan.get("paper") is True and known and (
-        entry.context in PAPER_CONTEXTS) else None
 
 
 def finite(value):
@@ -260,39 +251,71 @@ def finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def numbers_of(sweep, entries, accepted, won, laws, isoflops, pairs):
+def numbers_of(sweep, entries, accepted, fits):
     """The content of report.json."""
     plan, runs, reasons = sweep.plan, sweep.runs, {}
     for name, why in sweep.left_out.items():
         reasons.setdefault(why, []).append(name)
-    table = [{"model": e.model, "size": e.size, "context": e.context, "parameters": e.parameters, "tokens": e.tokens,
-              "embedding_parameters": e.runs[0].embedding if e.runs else None, "learning_rate": e.rate,
-              "learning_rates_tried": e.tried, "learning_rate_is": e.edge, "mean_loss": e.mean, "sd_loss": e.sd,
-              "losses": {r.seed: r.loss for r in e.runs}, "bits_per_byte": bits(e), "paper_loss": paper_loss(e, plan),
-              "flops": e.runs[0].flops if e.runs else None, "notes": e.notes,
-              "hours": {kind: hours / len(e.runs) for kind, hours in hours_of(e.runs).items()},
-              "seconds": statistics.fmean(r.seconds for r in e.runs) if e.runs else None} for e in entries]
-    drop = ("residuals", "warnings", "left_out", "_model", "_theta")
-    law = [{k: v for k, v in row.items() if k != "fit"} | {
-        k: v for k, v in (vars(row["fit"]) if "fit" in row else {}).items() if k not in drop} for row in laws]
+    table = [{"model": e.model, "size": e.size, "learning_rate": e.rate, "learning_rates_tried": e.tried,
+              "mean_loss": e.mean, "sd_loss": e.sd, "losses": {r.seed: r.half(1) for r in e.at_main}, "notes": e.notes,
+              "budgets": {t: {s: r.half(1) for s, r in sorted(seeds.items())} for t, seeds in sorted(e.runs.items())},
+              "paper_loss": PAPER.get(e.model, {}).get(e.size) if plan.get("paper") is True else None}
+             | ({"parameters": e.first.parameters, "tokens": e.main, "context": e.first.context,
+                 "bits_per_byte": e.mean / math.log(2) if e.first.bits_per_byte else None,
+                 "flops": e.first.flops, "tokens_per_second": math.exp(-e.log_seconds()[0])} if e.losses else {})
+             for e in entries]
+    pairs, files = pairs_of(entries), max((len(r.documents[0]) for r in runs), default=0)
+    drop = ("law",)
     return finite({
         "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"),
-        "paper": plan.get("paper"), "machine": plan.get("machine"), "commands": plan.get("commands", []),
-        "planned": len(plan["cells"]), "runs_used": len(runs), "left_out": reasons, "code": sweep.code,
-        "accepted_code": accepted, "table": table,
-        "winners": [{"size": s, "context": c, "winner": w.family, "reason": w.reason, "p": w.p}
-                    for (s, c), w in won.items()],
-        "fits": law, "isoflops": isoflops,
-        "sample_efficiency": [{**{k: p[k] for k in ("size", "context", "a", "b")}, "along_the_runs": vars(p["curve"]),
-                               "between_budgets": vars(p["budgets"]) if p["budgets"] else None} for p in pairs],
-        "cost": {"flops": sum(r.flops for r in runs), "seconds": sum(r.seconds for r in runs), "hours": hours_of(runs)},
+        "paper": plan.get("paper"), "machine": plan.get("machine"), "cores": plan.get("cores"),
+        "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
+        "left_out": reasons, "code": sweep.code, "accepted_code": accepted, "files": files, "table": table,
+        "pairs": pairs, "sentences": sentences(pairs, entries), "cosines": cosines(sweep, entries),
+        "winners": [{"size": s, "winner": w.family, "reason": w.reason, "p": w.p} for s, w in winners(entries).items()],
+        "fits": [{k: v for k, v in row.items() if k not in drop} for row in fits],
+        "cost": {"hours": hours_of(runs)},
         "begun": sorted(r.time[:10] for r in runs if r.time)[::max(1, len(runs) - 1)],
         "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in runs}),
         "versions": {key: sorted({str(r.environment[key]) for r in runs if r.environment.get(key)})
                      for key in ("torch", "python")}})
 
 
-# --------------------------------------------------------------------------------------------------------------- pages
+def sentences(pairs, entries):
+    """A sentence per pair of families: what the sweep was made for."""
+    found = []
+    for a, b in dict.fromkeys((p["a"], p["b"]) for p in pairs):
+        parts, equal = [], True
+        for p in (p for p in pairs[::-1] if (p["a"], p["b"]) == (a, b)):  # the largest size first
+            d, m = p["difference"], p["tokens"]
+            if d is None:
+                parts.append(f"has one seed at {p['size']}, which gives no interval")
+                equal = False
+                continue
+            if m is None:
+                parts.append(f"ends {d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f}) nats from {name_of(b)} at "
+                             f"{p['size']}, with one budget and so no multiplier")
+            else:
+                beyond = ", beyond the budgets it ran" * m["beyond"]
+                parts.append(f"needs {span(m)} times {name_of(b)}'s tokens at {p['size']} ({span(p['flops'])} times "
+                             f"its FLOPs, {span(p['seconds'])} times its seconds{beyond})")
+            equal = equal and m is not None and m["low"] <= 1 <= m["high"]
+        within = max((abs(v - 1) for p in pairs if (p["a"], p["b"]) == (a, b) and p["tokens"]
+                      for v in (p["tokens"]["low"], p["tokens"]["high"])), default=None)
+        tail = f"; they cannot be told apart, and are equal within {within:.0%}" if equal and within is not None else ""
+        found.append(f"{name_of(a)} {'; '.join(parts)}{tail}.")
+    models = list(dict.fromkeys(e.model for e in entries))
+    return found or [f"No two families of {', '.join(map(name_of, models)) or 'this sweep'} have usable runs at a "
+                     "common budget: there is nothing to compare."]
+
+
+def span(m):
+    """0.98 (0.95 .. 1.01)"""
+    digits = 2 if m["value"] < 10 else 0
+    return f"{m['value']:.{digits}f} ({m['low']:.{digits}f} .. {m['high']:.{digits}f})"
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
 
 def human(n, digits=3):
     """1485888 as 1.49M."""
@@ -301,16 +324,10 @@ def human(n, digits=3):
     return f"{n / scale:g}{unit}"
 
 
-def power(x):
-    """5.8e+14 as 5.8e14."""
-    return f"{x:.3g}".replace("e+", "e")
-
-
 def interval(row, name):
-    """'0.35 (0.31 .. 0.39)'; a dash for a constant that the runs do not determine. In report.json null stands for
-    inf."""
+    """'0.35 (0.31 .. 0.39)'; what the runs do not determine is said to be so."""
     if row[name] is None:
-        return DASH
+        return "undetermined" if name in ("E", "A", "alpha") and not row["floors"] else DASH
     bounds = ["inf" if b is None else f"{b:.3g}" for b in row["intervals"].get(name) or ()]
     return f"{row[name]:.3g}" + (f" ({bounds[0]} .. {bounds[1]})" if bounds else "")
 
@@ -321,68 +338,69 @@ def in_families(sentence, models):
     return re.sub(rf"(?<!\w)({pattern})(?!\w)", lambda m: name_of(m[1]), sentence) if models else sentence
 
 
-def grid(cells, index, values):
-    """Rows of a table, the head first: one per cell[index], a column per cell["column"] and each of `values`."""
-    columns = dict.fromkeys(c["column"] for c in cells)
-    rows = [[index, *(f"{column}: {v}" for column in columns for v in values)]]
-    for name in dict.fromkeys(c[index] for c in cells):
-        here = {c["column"]: c for c in cells if c[index] == name}
-        rows.append([name, *(here.get(column, {}).get(v) or DASH for column in columns for v in values)])
-    return rows
-
-
-def table1(numbers, title):
-    """Rows of Table 1; ** begins a loss that is significantly below every other family's."""
-    won, cells = {(w["size"], w["context"]): w["winner"] for w in numbers["winners"]}, []
+def loss_rows(numbers):
+    """Rows of the table of losses; ** begins one that is significantly below every other family's of its size."""
+    won = {w["size"]: w["winner"] for w in numbers["winners"]}
+    paper = any(e["paper_loss"] for e in numbers["table"])
+    rows = [["family", "size", "parameters", "tokens", "loss", "bits per byte", "learning rate", "tokens/s"]
+            + ["the paper's"] * paper]
     for e in numbers["table"]:
-        cells.append({"model": name_of(e["model"]), "column": title(e)})
         if not e["losses"]:
+            rows.append([name_of(e["model"]), e["size"], *[DASH] * (6 + paper)])
             continue
-        bold = "**" if won[e["size"], e["context"]] == e["model"] else ""
+        bold = "**" if won[e["size"]] == e["model"] else ""
         spread = f" \u00b1 {e['sd_loss']:.4f}" if e["sd_loss"] is not None else ""
-        loss = f"{bold}{e['mean_loss']:.4f}{spread} ({len(e['losses'])})"
-        parameters = human(e["parameters"], 4)
-        if e["paper_loss"] is not None:
-            loss += f"; paper {e['paper_loss']:.3f}"
-            parameters += f"; paper {PAPER[e['model']][e['size']][0]}M"
-        edge = f", {e['learning_rate_is']}" if e["learning_rate_is"] else ""
-        cells[-1] |= {"parameters": parameters, "loss": loss, "learning rate": f"{e['learning_rate']:g}{edge}",
-                      "bits per byte": e["bits_per_byte"] and f"{e['bits_per_byte']:.4f}"}
-    bits = any(c.get("bits per byte") for c in cells)
-    return grid(cells, "model", ["parameters", "loss", *["bits per byte"] * bits, "learning rate"])
-
-
-def efficiency_table(numbers, title):
-    """Rows of the table of sample efficiency."""
-    kinds = {"along_the_runs": "along the runs", "between_budgets": "between budgets"}
-    cells = [{"pair": f"{name_of(p['a'])} over {name_of(p['b'])}", "column": title(p)} | {
-        words: f"{p[key]['at_end']:.2f}\u00d7 at {p[key]['loss_at_end']:.3f}"
-        for key, words in kinds.items() if p[key] and p[key]["at_end"]} for p in numbers["sample_efficiency"]]
-    return grid(cells, "pair", kinds.values())
-
-
-def law_notes(numbers):
-    """{sentence about a fit: {families that it concerns}}; of hardly determined constants the table has the
-    interval."""
-    said = {}
-    for f in numbers["fits"]:
-        for sentence in [f"cannot be fitted: {f['cannot']}"] * bool(f["cannot"]) + f["warnings"]:
-            if " is hardly determined" in sentence:
-                sentence = f"{sentence.split(' ')[0]} is hardly determined: its interval is wider than its value"
-            said.setdefault(sentence, {})[name_of(f["model"])] = None
-    return said
-
-
-def run_rows(sweep, out):
-    """Rows of every cell in the plan; the first column has a link to the run's folder, relative to `out`."""
-    by_name, rows = {r.name: r for r in sweep.runs}, [["run", "stage", "loss", "seconds", "status"]]
-    for name, at in sweep.plan["cells"].items():
-        run, folder = by_name.get(name), sweep.folder / name
-        link = quote(Path(os.path.relpath(folder, out)).as_posix()) if folder.is_dir() else None
-        rows.append([(name, link), str(at.get("stage", "")), f"{run.loss:.4f}" if run else DASH,
-                     f"{run.seconds:,.0f}" if run else DASH, "used" if run else sweep.left_out.get(name, "left out")])
+        rows.append([name_of(e["model"]), e["size"], human(e["parameters"], 4), human(e["tokens"]),
+                     f"{bold}{e['mean_loss']:.4f}{spread} ({len(e['losses'])})",
+                     f"{e['bits_per_byte']:.4f}" if e["bits_per_byte"] else DASH, f"{e['learning_rate']:g}",
+                     f"{e['tokens_per_second']:,.0f}", *[f"{e['paper_loss'] or 0:.3f}"] * paper])
     return rows
 
+
+def pair_rows(numbers):
+    rows = [["at", "pair", "loss minus the other's", "tokens", "FLOPs", "seconds", "SD of seeds", "SE: seeds, files"]]
+    for p in numbers["pairs"]:
+        d = p["difference"]
+        if d is None:
+            rows.append([p["size"], f"{name_of(p['a'])} / {name_of(p['b'])}", "one seed: no interval", *[DASH] * 5])
+            continue
+        rows.append([p["size"], f"{name_of(p['a'])} / {name_of(p['b'])}",
+                     f"{d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f})",
+                     *(span(p[k]) if p[k] else DASH for k in ("tokens", "flops", "seconds")),
+                     f"{p['pooled_sd']:.4f}" if p["pooled_sd"] else "they differ",
+                     f"{d['seeds_se']:.4f}, {d['documents_se']:.4f}"])
+    return rows
+
+
+def tex(numbers):
+    """The tables of losses and of multipliers for a paper, in booktabs' rules."""
+    plain = lambda c: re.sub(r"([&%$#_{}])", r"\\\1", str(c).replace("**", "")).replace("\u00b1", r"$\pm$").replace(
+        DASH, "--").replace("..", r"\,..\,")
+    lines = [f"% {s}" for s in numbers["sentences"]]
+    for rows in (loss_rows(numbers), pair_rows(numbers)):
+        body = [" & ".join(map(plain, row)) + r" \\" for row in rows]
+        lines += [r"\begin{tabular}{ll" + "r" * (len(rows[0]) - 2) + "}", r"\toprule", body[0], r"\midrule", *body[1:],
+                  r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join(lines)
+
+
+def points(sweep, path):
+    """points.csv: every run of the plan, one per line, used or not."""
+    keys = ("model", "size", "stage", "seed", "learning_rate", "steps", "from")
+    columns = ("parameters", "embedding", "tokens", "flops", "seconds", "loss", "bits_per_byte", "context", "device",
+               "processes", "code", "time")
+    by = {r.name: r for r in sweep.runs}
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["run", *keys, *columns, "loss_of_reported_files", "loss_of_choosing_files", "commit", "status"])
+        for name, at in sweep.plan["cells"].items():
+            r = by.get(name)
+            own = [getattr(r, c) for c in columns] + [r.half(1), r.half(0), r.environment.get("commit")] if r else (
+                [""] * (len(columns) + 3))
+            out.writerow([name, *(at.get(k, "") for k in keys), *own, "used" if r else sweep.left_out.get(name, "")])
+
+
+# ---------------------------------------------------------------------------------------------------------------- pages
 
 def markdown_escape(value):
     """A value in report.j2 as Markdown shows it literally; what a macro has made stays as it is."""
@@ -394,72 +412,71 @@ def markdown_escape(value):
     return Markup(re.sub(r"([|*\[\]`\\])", r"\\\1", text))
 
 
-def svg(panel):
-    """A panel as SVG, in base64."""
-    drawn = io.BytesIO()
-    figures.picture([panel], drawn, "svg")
-    return base64.b64encode(drawn.getvalue()).decode()
-
-
-def page(kind, **values):
+def page(kind, style, **values):
     """report.j2 as "html" or "md". Raises for a name that it lacks, so that no sentence goes missing."""
     import jinja2
 
+    def svg(panel):
+        drawn = io.BytesIO()
+        figures.picture([panel], drawn, "svg", style)
+        return base64.b64encode(drawn.getvalue()).decode()
     made = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
                               lstrip_blocks=True, extensions=["jinja2.ext.do"], undefined=jinja2.StrictUndefined,
                               finalize=markdown_escape if kind == "md" else None)
-    made.globals |= {"human": human, "power": power, "interval": interval, "name_of": name_of, "svg": svg}
+    made.globals |= {"human": human, "interval": interval, "name_of": name_of, "svg": svg}
     return made.get_template("report.j2").render(html=kind == "html", DASH=DASH, **values)
 
 
-def write(source, out=None, bootstrap=200, accept_code=(), save_it=False):
-    """Write the report of a sweep's folder or saved file. Returns {name: path} of what it wrote.
+def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=None):
+    """Write the report of a sweep's folder or saved file, print its sentences. Returns {name: path} of what it wrote.
 
     Args:
         out: where to; default: the sweep's folder, or out/<name>_report of a saved file.
         bootstrap: simulated sweeps behind the intervals of the fits.
         accept_code: versions of the code to compare with that of most runs.
-        save_it: also write results/<name>.json, and table and figures to results/<name>/.
+        save_it: also write results/<name>.json, and page, tables and figure to results/<name>/.
+        style: a .mplstyle file for the figures, over ours.
     Raises ConfigError where there is no sweep, or where `out` cannot be written.
     """
     source = Path(source)
+    if style and not Path(style).is_file():
+        raise ConfigError(f"--style={style}: there is no such file")
     found = read_sweep(source, accept_code)
     entries = collect(found)
-    fits, pairs = laws(entries, bootstrap), efficiencies(entries)
-    numbers = numbers_of(found, entries, list(accept_code), winners(entries), fits, isoflops(entries), pairs)
+    fits = laws(entries, bootstrap)
+    numbers = numbers_of(found, entries, list(accept_code), fits)
     out = Path(out or (REPO / "out" / f"{numbers['name']}_report" if source.is_file() else source))
-    style = figures.looks({e.model for e in entries})
-    panels = {"figure5": figures.figure5(entries, fits, style), "efficiency": figures.efficiency(entries, pairs, style)}
-    several = len({e.context for e in entries}) > 1
-    title = lambda row: f"{row['size']} at T={row['context']}" if several else row["size"]
-    values = {"numbers": numbers, "title": title, "several": several, "panels": panels, "paper": PAPER,
-              "table1": table1(numbers, title), "efficiency": efficiency_table(numbers, title),
-              "law_notes": law_notes(numbers), "run_rows": run_rows(found, out), "isoflop_bias": fit.ISOFLOP_BIAS,
-              "colours": {name: colour for name, colour, _ in style.values()}, "tolerance": ISOFLOP_TOLERANCE,
-              "in_families": lambda sentence: in_families(sentence, style)}
+    looks = figures.looks({e.model for e in entries})
+    panels = figures.panels(entries, numbers["pairs"], looks)
+    values = {"numbers": numbers, "panels": panels, "losses": loss_rows(numbers), "pairs": pair_rows(numbers),
+              "colours": {name: colour for name, colour, _ in looks.values()},
+              "isoflop_bias": fit.ISOFLOP_BIAS, "in_families": lambda sentence: in_families(sentence, looks)}
+    names = ("report.json", "report.md", "report.html", "points.csv", "table.tex")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        paths = {name: out / name for name in ("report.json", "table1.md", "report.html")}
+        paths = {name: out / name for name in names}
         write_json(paths["report.json"], numbers)
-        for name, drawn in panels.items():
-            if drawn:
-                paths[f"{name}.png"] = out / f"{name}.png"
-                figures.picture(drawn, paths[f"{name}.png"])
-        paths["table1.md"].write_text(page("md", **values), encoding="utf-8")
-        paths["report.html"].write_text(page("html", **values), encoding="utf-8")
+        points(found, paths["points.csv"])
+        paths["table.tex"].write_text(tex(numbers), encoding="utf-8")
+        if panels:
+            paths["figure.png"] = out / "figure.png"
+            figures.picture(panels, paths["figure.png"], style=style)
+        paths["report.md"].write_text(page("md", style, **values), encoding="utf-8")
+        paths["report.html"].write_text(page("html", style, **values), encoding="utf-8")
         if save_it:
             paths |= save_to(REPO / "results", numbers["name"], source, paths)
     except OSError as error:
-        raise ConfigError(f"cannot write to {out} ({error.strerror}): choose another --out") from None
+        raise ConfigError(f"cannot write to {out} ({error.strerror or error}): choose another --out") from None
+    print(os.linesep.join(numbers["sentences"]))
     return paths
 
 
 def save_to(results, name, source, paths):
-    """Save the sweep to results/<name>.json, its table and figures to results/<name>/. Returns {name: path}."""
+    """Save the sweep to results/<name>.json, the files of its report to results/<name>/. Returns {name: path}."""
     (results / name).mkdir(parents=True, exist_ok=True)
     saved = {f"{name}.json": results / f"{name}.json"}
     save(source, saved[f"{name}.json"])
-    for file in sorted({"table1.md", "figure5.png", "efficiency.png"} & paths.keys()):
+    for file in sorted(paths.keys() - {"report.json", "report.html"}):
         saved[f"{name}/{file}"] = results / name / file
         if paths[file].resolve() != saved[f"{name}/{file}"].resolve():
             shutil.copyfile(paths[file], saved[f"{name}/{file}"])

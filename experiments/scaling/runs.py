@@ -1,6 +1,6 @@
 """The runs of a sweep, read back and checked: from its folder, or from the one file in results/ that it was saved to.
 
-    read_sweep("out/table1_laptop")              plan.json, and config.json, log.jsonl and result.json of each run
+    read_sweep("out/scaling_laptop")              plan.json, and config.json, log.jsonl and result.json of each run
     read_sweep("results/table1_laptop.json")     a file that save() wrote: the same records without repetition
 
 A run counts only if its records are whole, agree with one another and with the plan, and have the code, data and common
@@ -17,10 +17,12 @@ from collections import Counter, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from configurator import ConfigError, regular
-from experiments.scaling import sweep
-from experiments.scaling.sweep import code_of, short_code
-from records import BadRecord, fields, read_json, replacing
+from experiments.scaling import runner
+from experiments.scaling.runner import code_of, short_code
+from records import BadRecord, fields, finished_records, read_json, replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
@@ -39,7 +41,7 @@ class Run:
     """A finished run, read and checked."""
 
     name: str  # its folder in the sweep
-    model: str
+    model: str  # the family as the plan names it: a family, a pattern, or NAME@WORD
     size: str  # the sweep's label: 120M, 350M ...
     context: int  # tokens per training window
     tokens: int  # trained on
@@ -50,18 +52,24 @@ class Run:
     flops: float  # of the whole training
     seconds: float  # evaluation and checkpoints included
     loss: float  # validation, nats per token, at the end
+    documents: tuple  # (tokens, losses) of its documents, arrays; of older records one of all
     bits_per_byte: float  # None where the data do not say how long a token is
     curve: list  # [(tokens, validation loss or None)] along the run, its end included
     device: str
     on_gpu: bool
     processes: int
-    code: str  # sweep.code_of
+    code: str  # runner.code_of
     data: str  # sha256 of train.bin and val.bin
     val_tokens: int
     config: dict
     environment: dict
     time: str  # when it began
     at: dict  # the plan's coordinates
+
+    def half(self, which):
+        """Mean loss on the first (0) half of the documents, which chooses rates, or the second, which is reported."""
+        tokens, losses = halves(self.documents)[which]
+        return float(np.average(losses, weights=tokens))
 
 
 @dataclass
@@ -77,6 +85,17 @@ class Sweep:
     runs: list
     left_out: dict
     code: list
+
+
+def stem(model):
+    """The family or pattern behind a name of the plan."""
+    return model.partition("@")[0]
+
+
+def halves(documents):
+    """The documents (tokens, losses) that choose, and those that are reported; a single one is both."""
+    n = len(documents[0]) // 2
+    return (tuple(v[:n] for v in documents), tuple(v[n:] for v in documents)) if n else (documents, documents)
 
 
 def read_sweep(source, accept_code=()):
@@ -101,15 +120,16 @@ def read_sweep(source, accept_code=()):
         if r.code not in {first, *accept_code}:
             left_out[r.name] = f"other code, {r.code}, than most runs, {first}: --accept_code={r.code} joins it"
 
-    def common(run):
-        settings = {key: run.config.get(key, WITHOUT_RECORD.get(key)) for key in SAME_IN_A_SWEEP}
+    def common(run):  # a cosine of its own is there to differ
+        settings = {key: run.config.get(key, WITHOUT_RECORD.get(key)) for key in SAME_IN_A_SWEEP
+                    if key != "schedule" or run.at.get("stage") != "cosine"}
         return {"data": run.data, "validation tokens": run.val_tokens, **settings}
 
     comparable = [r for r in runs if r.name not in left_out]
     most = json.loads(Counter(json.dumps(common(r)) for r in comparable).most_common(1)[0][0]) if comparable else {}
     for run in comparable:
         other = [f"{key} {value} where most have {most[key]}"
-                 for key, value in common(run).items() if value != most[key]]
+                 for key, value in common(run).items() if value != most.get(key, value)]
         if other:
             left_out[run.name] = "not comparable: " + ", ".join(other)
     used = [r for r in comparable if r.name not in left_out]
@@ -118,7 +138,7 @@ def read_sweep(source, accept_code=()):
         here, there = ((where.get(code) or {}).get("code_files") for code in (first, each))
         code.append({"code": each, "commit": (where.get(each) or {}).get("commit"), "runs": versions[each],
                      "used": sum(r.code == each for r in used),
-                     "changed_files": sweep.changed_files(here, there) if here and there else None})
+                     "changed_files": runner.changed_files(here, there) if here and there else None})
     return Sweep(Path(source), plan, used, left_out, code)
 
 
@@ -131,7 +151,7 @@ def read_run(folder, at, accept_code=()):
 
 def read_records(folder):
     """The Records of a finished run. Raises BadRecord."""
-    result, config = sweep.finished_records(folder)
+    result, config = finished_records(folder)
     try:
         events = [dict(json.loads(line)) for line in regular(Path(folder) / "log.jsonl").read_bytes().splitlines()]
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -168,11 +188,13 @@ def check_run(name, records, at, accept_code=()):
                                  ("tokens", result["tokens"], config["max_iters"] * config["batch_tokens"])]:
             if got != wanted:
                 raise BadRecord(f"result.json and config.json disagree: {key} {got} and {wanted}")
-        for key, setting in [("model", "model"), ("context", "block_size"), ("learning_rate", "learning_rate"),
+        if "model" in at and stem(at["model"]) != result["model"]:
+            raise BadRecord(f"another run's records: model is {result['model']}, the plan says {at['model']}")
+        for key, setting in [("context", "block_size"), ("learning_rate", "learning_rate"),
                              ("seed", "seed"), ("steps", "max_iters")]:
             if key in at and at[key] != config[setting]:
                 raise BadRecord(f"another run's records: {setting} is {config[setting]}, the plan says {at[key]}")
-        for key, text in sweep.settings(at.get("argv", ()), WORKED_OUT).items():
+        for key, text in runner.settings(at.get("argv", ()), WORKED_OUT).items():
             if key in config and not stands_for(text, config[key]):
                 raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
         if Path(config["out_dir"]).name != Path(name).name:
@@ -186,8 +208,13 @@ def check_run(name, records, at, accept_code=()):
             raise BadRecord("log.jsonl is damaged (tokens that are no number)")
         if not curve or curve[-1] != (result["tokens"], result["val_loss"]):
             raise BadRecord("log.jsonl does not end with the loss in result.json")
+        tokens = np.array(result.get("val_document_tokens", [result["val_tokens"]]), float)
+        losses = np.array(result.get("val_document_losses", [result["val_loss"]]), float)
+        if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - result["val_loss"]) > 1e-4:
+            raise BadRecord("its documents' losses do not make up its loss")
         splits, on_gpu = record["data"]["splits"], result["device_name"] != "cpu"
-        return Run(name=name, model=config["model"], size=at.get("size", ""), context=config["block_size"],
+        return Run(name=name, model=at.get("model", result["model"]), documents=(tokens, losses),
+                   size=at.get("size", ""), context=config["block_size"],
                    tokens=result["tokens"], learning_rate=config["learning_rate"], seed=config["seed"],
                    parameters=result["parameters"], embedding=record["derived"]["parameters"]["embedding"],
                    flops=result["flops"], seconds=result["seconds"], loss=result["val_loss"],
@@ -221,7 +248,7 @@ def load(source):
     source = Path(source)
     if source.is_file():
         return load_file(source)
-    plan, records = sweep.read_plan(source), {}
+    plan, records = runner.read_plan(source), {}
     for name in plan["cells"]:
         try:
             records[name] = read_records(source / name)

@@ -1,405 +1,511 @@
-"""Many training runs as one job: start them, watch them, resume after any kill.
+"""Is my architecture better, by how much, and how sure? Plan the runs, run them, report.
 
-A sweep is a folder with a plan and a folder per cell, where a cell is one run:
+    python experiments/scaling/sweep.py duel longhorn mamba       two families, 45 minutes on two cores: one sentence
+    python experiments/scaling/sweep.py duel longhorn "longhorn*3,llama"         a pattern of layers is a family too
+    python experiments/scaling/sweep.py laptop                    the paper's six families, an hour on two cores
+    python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
+    python experiments/scaling/sweep.py gpu                       meant for 20 minutes of one large GPU
+    python experiments/scaling/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
+    python experiments/scaling/sweep.py report out/duel_longhorn_mamba           from the records alone
 
-    out/table1_laptop/plan.json      every cell: its name, what it stands for, its arguments
-    out/table1_laptop/<cell>/        the records that train.py writes (records.py)
-    out/table1_laptop/<cell>.txt     what it printed
+How a preset comes to its numbers:
 
-A sweep keeps no list of what is done: a cell is finished when its result.json exists, and its process renames that file
-into place as its last act. So whatever was killed, the same command resumes the cells from their checkpoints. A sweep
-also grows: later commands add cells to the plan, and finished ones are not run again, even if the code has changed.
+    schedule   warmup, constant, and a last fifth that falls to 0 as 1 - sqrt (train.py: wsd). One run per seed goes to
+               the longest budget; the shorter ones are branches of it, each bit for bit the run from scratch
+    rates      at the smallest size, rates a factor of 2 apart at half the budget; while the best is at the edge,
+               one beyond it, three times at most; then the vertex of a parabola in log rate. Larger sizes: ~ 1 / width
+    report     seeds that chose nothing, on held-out files that chose nothing: rates are judged on the first half of the
+               files, and everything else is the second half. Intervals: compare.py; laws: fit.py
 
-table1.py plans runs and runs.py reads them back; recall and extrapolation use this module too.
+Stop it at any moment: the same command resumes. A sweep grows in the same way, and what has finished is not run again:
+
+    python experiments/scaling/sweep.py duel longhorn mamba --seeds=16                            more seeds
+    python experiments/scaling/sweep.py laptop longhorn --sizes=250K:n_layer=2,n_embd=96          one more size
+    python experiments/scaling/sweep.py laptop longhorn --budgets=512,2048                        other budgets
+    python experiments/scaling/sweep.py duel longhorn mamba gla --out=out/duel_longhorn_mamba     one more family
+
+A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. NAME@WORD is the
+family NAME under another name, with other seeds: `duel longhorn longhorn@again` should find no difference. Any other
+--key=value goes to every run (`--wandb=offline`, `--dtype=float32`).
 """
 
 import argparse
-import contextlib
-import ctypes
-import functools
-import importlib.util
-import json
-import os
+import dataclasses
+import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from configurator import ConfigError, main_error, regular  # noqa: E402
-from records import BadRecord, finished_records, is_finished, read_json, write_json  # noqa: E402, F401
+import configurator  # noqa: E402
+from configurator import ConfigError  # noqa: E402
+from experiments.scaling import runner  # noqa: E402
+from experiments.scaling.compare import best_rate  # noqa: E402
+from experiments.scaling.runner import Cell, hours, names, numbers  # noqa: E402
+from experiments.scaling.runs import SAME_IN_A_SWEEP, read_run, stem  # noqa: E402
+from records import BadRecord, environment, is_finished  # noqa: E402
 
-# Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
-WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
-                  "checkpoint_interval", "wandb", "wandb_project", "wandb_group"}
-
-
-@dataclass
-class Cell:
-    """One run.
-
-    name: its folder; argv: its script's arguments; at: its coordinates (model, size, seed ...); seconds: an estimate.
-    """
-
-    name: str
-    argv: list
-    at: dict = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def command(self, folder, nproc=1, script="train.py"):
-        """Its command line, to be run at the top of the repository."""
-        python = [sys.executable]
-        if nproc > 1:
-            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *shutdown_timeout()]
-        return [*python, script, *self.argv, f"--out_dir={from_repo(folder) / self.name}", "--resume=auto"]
+FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
+SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",
+                    "schedule", "min_lr", "branch", "keep_steps")
+FIRST_SEED, LABELLED = 1001, 1000  # seeds of the search are 1, 2 ...; NAME@WORD has seeds LABELLED higher
+EXTENSIONS = 3  # rates that a search may add beyond its edge
 
 
-@functools.cache
-def shutdown_timeout():
-    """torchrun's option that gives a worker more than 30 s to save when it is asked to stop; older versions lack it."""
-    from torch.distributed.run import get_args_parser
+@dataclass(frozen=True)
+class Size:
+    """A size: what it changes in config/<family>_<config>.py, and its runs. Budgets are optimizer steps."""
 
-    return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
-
-
-def from_repo(folder):
-    """`folder` relative to the repository, where cells run; a path outside of it stays absolute."""
-    folder = Path(folder).resolve()
-    return folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
+    argv: tuple = ()
+    steps: int = None  # the budget of every reported seed; None: the config's own schedule
+    others: tuple = ()  # further budgets, of the first two seeds: the curve that multipliers are read off
+    seeds: int = 1  # reported
+    search: int = 0  # seeds of the search for a rate, at half the budget; 0: the rate of the size before
+    config: str = "laptop"
 
 
-def finished(folder, cell):
-    """Whether the cell has its final record."""
-    return is_finished(Path(folder) / cell.name)
+@dataclass(frozen=True)
+class Preset:
+    sizes: dict  # label: Size, the smallest first
+    models: tuple = FAMILIES
+    warmup: int = 0  # steps of every run, 5% of half the budget: runs that differ in it could not be branches
+    rate_times_width: float = 0.36  # in the middle of the rates that the first size tries
+    rates: int = 4  # how many
+    jobs_per_gpu: int = 1
+    args: tuple = field(default=())  # for every run
+
+
+S, M, L = (("--n_layer=2", "--n_head=1", "--n_embd=64"), ("--n_layer=2", "--n_head=2", "--n_embd=128"),
+           ("--n_layer=3", "--n_head=3", "--n_embd=192"))
+# Evaluated once, at its end, on windows as long as those of training; a checkpoint each half minute.
+LAPTOP = ("--eval_block_size=0", "--eval_interval=0", "--eval_tokens=131072", "--final_eval_tokens=131072",
+          "--log_interval=32", "--checkpoint_interval=256", "--keep_checkpoints=1")
+PRESETS = {
+    "duel": Preset(warmup=26, args=LAPTOP, sizes={
+        "460K": Size(M, 1024, (256, 512, 3200), seeds=12, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=6)}),
+    "laptop": Preset(warmup=26, args=LAPTOP, sizes={
+        "460K": Size(M, 1024, (256, 512), seeds=5, search=1), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
+    "night": Preset(models=(*FAMILIES, "rwkv4", "deltanet", "longhorn_exact"), warmup=51, args=LAPTOP, sizes={
+        "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=1),
+        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 2048, (1024, 4096), seeds=3)}),
+    # 31M tokens: each is read once where the standard library has 31 MB (data/pystdlib/prepare.py --roots for more)
+    "gpu": Preset(warmup=23, rate_times_width=0.5, rates=3, jobs_per_gpu=4, sizes={
+        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 940, (235, 470), seeds=4, search=1, config="120m"),
+        "11.5M": Size(("--n_layer=6", "--n_head=6", "--n_embd=384"), 940, (235, 470), seeds=2, config="120m")}, args=(
+            "--dataset=pystdlib", "--vocab_size=0", "--mlp_multiple=64", "--batch_tokens=32768",
+            "--micro_batch_size=32", "--compile=false", "--eval_interval=0", "--eval_tokens=0", "--log_interval=20",
+            "--keep_checkpoints=1")),
+    "paper": Preset(sizes={
+        "120M": Size(config="120m"), "350M": Size(config="350m"),
+        "120M at 4096": Size(("--block_size=4096", "--micro_batch_size=8"), config="120m"),
+        "350M at 4096": Size(("--block_size=4096", "--micro_batch_size=4"), config="350m")}),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 
-def make_folder(folder):
-    """Create the sweep's folder. Raises ConfigError where that fails: before hours of work go into it."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder} ({error.strerror}): choose another --out") from None
+def load(argv):
+    """The settings that `argv` gives train.py, with paths relative to the repository."""
+    from train import TrainConfig
+
+    paths = [str(REPO / a) if a.endswith(".py") and not a.startswith("--") else a for a in argv]
+    return configurator.load(TrainConfig, paths)
 
 
-def write_plan(folder, cells, **about):
-    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
+def base_arguments(preset, extra, model, size):
+    """What every run of a family at a size has: its config file, and what preset and command line change in it.
 
-    A cell that has begun keeps the arguments it began with (cell.argv is set to them). Raises ConfigError where the new
-    ones would give another result.
+    Raises ConfigError where there is no such file, or it is of another family.
     """
-    folder = Path(folder)
-    make_folder(folder)
-    old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
+    s, family = preset.sizes[size], stem(model)
+    name = f"config/{re.split('[*,]', family)[0]}_{s.config}.py"
+    if not (REPO / name).exists():
+        known = sorted(p.stem.removesuffix(f"_{s.config}") for p in REPO.glob(f"config/*_{s.config}.py"))
+        raise ConfigError(f"{name} does not exist: write it, as config/longhorn_laptop.py shows, or choose families of "
+                          f"{', '.join(known)}")
+    pattern = [f"--pattern={family}"] * bool(re.search("[*,]", family))
+    argv = [name, *s.argv, *preset.args, *pattern, *extra]
+    config = load(argv)
+    if not pattern and config.model != family:
+        raise ConfigError(f"{name} sets model to {config.model}: write model = {family!r} there")
+    return argv
+
+
+def make_cell(preset, extra, stage, model, size, steps, rate, seed):
+    """One Cell that is trained from scratch; steps None: by the config's own schedule and rate."""
+    argv = base_arguments(preset, extra, model, size)
+    if steps:
+        schedule = "cosine" if stage == "cosine" else "wsd"
+        argv += [f"--schedule={schedule}", f"--warmup_iters={preset.warmup}", "--min_lr=0", f"--max_iters={steps}",
+                 f"--learning_rate={rate:g}"]
+    argv.append(f"--seed={seed}")
+    config = load(argv)
+    at = {"stage": stage, "model": model, "size": size, "context": config.block_size, "steps": config.max_iters,
+          "learning_rate": config.learning_rate, "seed": seed, "from": 0}
+    name = f"{model} {size} {config.max_iters}steps lr{config.learning_rate:g} seed{seed}" + " cosine" * (
+        stage == "cosine")
+    return Cell(re.sub(r"[^\w.@-]+", "_", name), argv, at)
+
+
+def stable_steps(cell):
+    """How many steps of a run come before its decay: there it can be left for another budget."""
+    from train import decay_steps
+
+    config = load(cell.argv)
+    return config.max_iters - decay_steps(config)
+
+
+def seed_cells(preset, extra, model, size, rate, seed, budgets, folder=None):
+    """The runs of a seed at all budgets: the longest from scratch, or from what `folder` has already, the others from
+    it. {step: cell that kept its checkpoint} grows along the way."""
+    cells = [make_cell(preset, extra, "seed", model, size, steps, rate, seed) for steps in sorted(budgets)[::-1]]
+    ends = {c.name: stable_steps(c) for c in cells}
+    plan = runner.read_plan(folder)["cells"] if folder and (folder / "plan.json").exists() else {}
+    kept = {}
+    for name, at in plan.items():
+        same = all(at.get(key) == cells[0].at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
+        if same and is_finished(folder / name):
+            kept |= {int(step): name for step in runner.settings(at["argv"]).get("keep_steps", "").split(",") if step}
     for c in cells:
-        if not (folder / c.name / "config.json").exists():
+        if folder and runner.finished(folder, c):  # what it kept is known
             continue
-        began = old["cells"].get(c.name, {}).get("argv", c.argv)
-        before, now = settings(began, WITHOUT_EFFECT), settings(c.argv, WITHOUT_EFFECT)
-        if before != now:
-            changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
-            raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
-                              "choose another --out")
-        c.argv = began
-    new = {c.name: {**c.at, "argv": c.argv} for c in cells}
-    write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
+        base = max((step for step, name in kept.items() if step <= ends[c.name] and name != c.name), default=0)
+        keep = sorted({end for end in ends.values() if base < end <= ends[c.name]} - kept.keys())
+        if keep:
+            c.argv.append(f"--keep_steps={','.join(map(str, keep))}")
+            kept |= dict.fromkeys(keep, c.name)
+        if base:
+            c.after, c.at["from"] = kept[base], base
+            c.argv.append(f"--branch={runner.from_repo(folder or Path('out')) / c.after}@{base}")
+    return cells
 
 
-def settings(argv, without=()):
-    """{setting: text} of the --key=value in argv, the later one of two; config files under their own name."""
-    found = dict(a[2:].split("=", 1) if a.startswith("--") and "=" in a else (a, "") for a in argv)
-    return {key: text for key, text in found.items() if key not in without}
+def reported_cells(preset, extra, rates, folder=None):
+    """All runs that are reported, at rates {(model, size): rate}: the first seed of everything, then the second ...
 
-
-def read_plan(folder):
-    """plan.json of a sweep. Raises ConfigError where there is none, or none that can be read."""
-    path = Path(folder) / "plan.json"
-    try:
-        plan = json.loads(regular(path).read_bytes())
-        if not isinstance(plan["cells"], dict) or not all(isinstance(c, dict) for c in plan["cells"].values()):
-            raise ValueError("cells are not a table")
-        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in plan["cells"]):
-            raise ValueError("a cell lies outside of the sweep")
-        return plan
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
-                          "stay") from None
-
-
-# ----------------------------------------------------------------------------------------------------------------- code
-
-def code_of(environment):
-    """The identity of the code in a config.json's environment: a hash of the content of what training imported.
-
-    Records of older versions have a commit instead, and a + with a hash where sources were changed. None: unknown.
+    The first family also gets one cosine per size, from scratch: does the schedule change the loss?
     """
-    if environment.get("code"):
-        return environment["code"]
-    unnamed = "changed" if environment.get("uncommitted_changes") else None  # the oldest do not say what was changed
-    changed = environment.get("changed_code", unnamed)
-    return short_code(environment.get("commit") and environment["commit"] + (f"+{changed}" if changed else ""))
-
-
-def short_code(version):
-    """A version of the code in at most 12 digits; an older one with what follows its commit."""
-    return version and "+".join([version.split("+")[0][:12], *version.split("+")[1:]])
-
-
-def changed_files(before, now):
-    """Files {path: hash} that both versions of the code have and that differ."""
-    return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
-
-
-def say_changed_code(folder):
-    """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same."""
-    files = {}
-    for name in read_plan(folder)["cells"] if (Path(folder) / "plan.json").exists() else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            environment = read_json(Path(folder) / name / "config.json")["environment"]
-            files[code_of(environment)] = environment.get("code_files", {})  # older records have none
-    if not files:
-        return
-    import train  # noqa: F401  # so that what it imports is known
-    from records import code_identity
-
-    now = code_identity()["code_files"]
-    changed = {code: ", ".join(changed_files(old, now)) or not old and "files unknown" for code, old in files.items()}
-    if all(changed.values()):
-        said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
-        print(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the report "
-              "compares them with the others only with --accept_code")
-
-
-# ------------------------------------------------------------------------------------------------------------------ run
-
-def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
-    """Run every unfinished cell in its own process, `jobs` at a time; return {name: why} of those that failed.
-
-    A cell that was interrupted resumes from its checkpoint. A failure does not stop the others. SIGINT or SIGTERM ask
-    the running cells to save and stop, and raise KeyboardInterrupt when they have. A second of either kills them.
-
-    Args:
-        cells: [Cell]; folder: of the sweep; nproc: processes per cell, by torchrun.
-        jobs: cells at a time; 0: one per GPU (with nproc > 1: one in all), and without a GPU one per core.
-        gpus: ids, for CUDA_VISIBLE_DEVICES; None: those PyTorch sees. Several jobs may share one.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    waiting = [c for c in cells if not finished(folder, c)]
-    if not waiting:
-        return {}
-    gpus = visible_gpus() if gpus is None else gpus
-    jobs = jobs or (1 if nproc > 1 else len(gpus) or cores())
-    threads = max(1, cores() // min(jobs, len(waiting)))
-    lock = lock_sweep(folder)
-    running, failed, signals = {}, {}, []  # running: slot -> (process, cell, time it began)
-    done = len(cells) - len(waiting)
-
-    def stop(number, frame):
-        signals.append(number)
-        for process, _, _ in running.values():
-            stop_group(process.pid, signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
-
-    def start(cell, slot):
-        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if gpus:
-            devices = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        else:
-            env.setdefault("OMP_NUM_THREADS", str(max(1, threads // nproc)))
-        command = cell.command(folder, nproc, script)
-        with open(folder / f"{cell.name}.txt", "a") as out:
-            print("$", shlex.join(command), file=out, flush=True)
-            process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT,
-                                       stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=stop_with_parent,
-                                       pass_fds=lock)
-        running[slot] = process, cell, time.perf_counter()
-        if signals:  # one came while the process started
-            stop_group(process.pid, signal.SIGTERM)
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    work = {c.name: c.seconds or 1.0 for c in waiting}
-    total, began_all = sum(work.values()), time.perf_counter()
-    print(f"{len(waiting)} of {len(cells)} cells to run, {jobs} at a time; records in {folder}/", flush=True)
-    try:
-        while running or waiting and not signals:
-            while waiting and not signals and len(running) < jobs:
-                start(waiting.pop(0), next(s for s in range(jobs) if s not in running))
-            time.sleep(0.2)
-            for slot, (process, cell, began) in list(running.items()):
-                if process.poll() is None:
+    cells = []
+    for i in range(max(s.seeds for s in preset.sizes.values())):
+        for size, s in preset.sizes.items():
+            for model in (m for m in preset.models if i < s.seeds and (m, size) in rates):
+                seed, rate = FIRST_SEED + i + LABELLED * ("@" in model), rates[model, size]
+                if not s.steps:
+                    cells.append(make_cell(preset, extra, "seed", model, size, None, None, load(
+                        base_arguments(preset, extra, model, size)).seed))
                     continue
-                del running[slot], work[cell.name]
-                now = time.perf_counter()
-                if finished(folder, cell):
-                    done += 1
-                    left = (now - began_all) * sum(work.values()) / (total - sum(work.values()))
-                    print(f"{cell.name}: {outcome(folder, cell)}, {now - began:.0f} s ({done} of {len(cells)}, about "
-                          f"{hours(left)} left)", flush=True)
-                elif not signals:
-                    failed[cell.name] = last_words(folder / f"{cell.name}.txt", process.returncode)
-                    print(f"{cell.name}: FAILED: {failed[cell.name]}", flush=True)
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
-        for process, _, _ in running.values():  # only after an error in this function
-            stop_group(process.pid, signal.SIGTERM)
-        for fd in lock:
-            os.close(fd)
-    if signals:
-        raise KeyboardInterrupt(f"{len(cells) - done} of {len(cells)} cells are left; the same command resumes")
-    return failed
+                budgets = {s.steps, *(s.others if i < 2 else ())}
+                cells += seed_cells(preset, extra, model, size, rate, seed, budgets, folder)
+                if i == 0 and model == preset.models[0]:
+                    cells.append(make_cell(preset, extra, "cosine", model, size, s.steps, rate, seed))
+    return cells
 
 
-def visible_gpus():
-    """Ids of the GPUs that PyTorch sees, as CUDA_VISIBLE_DEVICES names them."""
+def first_rates(preset, centre):
+    """The rates that a search begins with, a factor of 2 apart."""
+    return [float(f"{centre * 2 ** (i - (preset.rates - 1) / 2):.3g}") for i in range(preset.rates)]
+
+
+def search_cells(preset, extra, model, size, rates):
+    s = preset.sizes[size]
+    seeds = [1 + i + LABELLED * ("@" in model) for i in range(s.search)]
+    return [make_cell(preset, extra, "search", model, size, max(2, s.steps // 2), rate, seed)
+            for seed in seeds for rate in rates]
+
+
+def searched(folder, model, size):
+    """(BestRate, or None without a usable run) of a search that the folder holds: by the first half of the files."""
+    found = {}
+    for name, at in runner.read_plan(folder)["cells"].items():
+        if (at.get("stage"), at.get("model"), at.get("size")) == ("search", model, size):
+            loss = float("inf")
+            try:
+                loss = read_run(folder / name, at).half(0)
+            except BadRecord as reason:
+                if "diverged" not in str(reason):
+                    continue
+            found.setdefault(at["learning_rate"], []).append(loss)
+    return best_rate(found)
+
+
+def find_rates(preset, extra, folder, go):
+    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays."""
+    rates, before = {}, None
+    plan = runner.read_plan(folder)["cells"].values() if (folder / "plan.json").exists() else ()
+    known = {(at["model"], at["size"]): at["learning_rate"] for at in plan if at.get("stage") == "seed"}
+    for size, s in preset.sizes.items():
+        tried = {}
+        for model in preset.models:
+            width = load(base_arguments(preset, extra, model, size)).n_embd
+            last = rates.get((model, before), (preset.rate_times_width, 1) if before is None else None)
+            if last is None:  # nothing could be chosen at the size before
+                continue
+            centre = last[0] * last[1] / width
+            if (model, size) in known or not s.search:
+                rates[model, size] = known.get((model, size), float(f"{centre:.3g}")), width
+            else:
+                tried[model] = first_rates(preset, centre), width
+        for extension in range(EXTENSIONS + 1):
+            go([c for model, (grid, _) in tried.items() for c in search_cells(preset, extra, model, size, grid)])
+            for model, (grid, width) in list(tried.items()):
+                best = searched(folder, model, size)
+                if best and best.beyond and extension < EXTENSIONS:
+                    grid.append(float(f"{best.beyond:.3g}"))
+                    continue
+                del tried[model]
+                if best:
+                    rates[model, size] = best.rate, width
+            if not tried:
+                break
+        before = size
+    return {key: rate for key, (rate, _) in rates.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- estimate
+
+# Fitted to the runs of results/table1_laptop.json: one core of an AMD EPYC (Zen 4) per run, shared with other work.
+CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
+START_SECONDS = 8.0  # imports, the check at the start, the evaluation
+
+
+def estimate(cells, on_gpu=False):
+    """Set parameters, tokens and flops of every cell, and `seconds`, by which the time left is shared among cells.
+
+    Raises ConfigError where a config does not make a model.
+    """
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named and torch.cuda.is_available() else list(range(torch.cuda.device_count()))
+    from model import LM, ModelConfig
+
+    made = {}
+    for c in cells:
+        config = load(c.argv)
+        if (c.at["model"], c.at["size"]) not in made:
+            settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or 256}
+            try:
+                with torch.device("meta"):
+                    model = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
+            except ValueError as error:
+                raise ConfigError(f"{c.argv[0]}: {error}") from None
+            made[c.at["model"], c.at["size"]] = model.flops_per_token()["total"], model.parameter_count()["total"]
+        flops, parameters = made[c.at["model"], c.at["size"]]
+        tokens = (config.max_iters - c.at["from"]) * config.batch_tokens
+        c.at |= {"parameters": parameters, "tokens": config.max_iters * config.batch_tokens, "flops": flops * tokens}
+        c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * flops * tokens + (
+            0 if on_gpu else CPU_SECONDS_PER_TOKEN * tokens)
 
 
-def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def stop_with_parent():
-    """In the child: receive SIGTERM when the sweep's process dies, however it dies (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def stop_group(pid, number):
-    """Send a signal to a cell's process group; SIGKILL also to its children's: torchrun gives them their own."""
-    found = [pid]
-    if number == signal.SIGKILL:
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
-            with contextlib.suppress(OSError):
-                found += map(int, path.read_text().split())
-    for each in found:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(each, number)
-
-
-def lock_sweep(folder):
-    """Lock the sweep's folder. The cells inherit the lock: after a kill, the next sweep waits until they have saved."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return ()
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-    for attempt in range(300):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return (handle,)
-        except BlockingIOError:
-            if attempt == 0:
-                print(f"waiting for runs in {folder} that another sweep started", file=sys.stderr, flush=True)
-            time.sleep(0.2)
-    os.close(handle)
-    raise ConfigError(f"another sweep is at work in {folder}: wait for it, or choose another --out")
-
-
-def last_words(path, code):
-    """Why a cell failed: the last line it printed, an error's line first, and how it ended."""
-    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
-    began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
-    lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
-    how = f"signal {-code}" if code < 0 else f"exit {code}" if code else "stopped before its end"
-    return f"{lines[-1][:240] if lines else 'it printed nothing'} ({how}; all of it in {path})"
-
-
-def outcome(folder, cell):
-    """A finished cell's result in a few words."""
-    result = read_json(folder / cell.name / "result.json")
-    known = [f"{words} {result[key]:.4f}" for key, words in (("accuracy", "accuracy"), ("val_loss", "validation loss"))
-             if isinstance(result.get(key), float)]
-    return known[0] if known else "done"
+def print_plan(cells, jobs, nproc, gpus):
+    """The plan as a table: a line per family, size and budget; then the whole."""
+    print(f"{'family':15}{'size':>13}{'context':>9}{'parameters':>12}{'tokens':>9}  runs")
+    lines = {}
+    for c in cells:
+        lines.setdefault((c.at["model"], c.at["size"], c.at["tokens"]), []).append(c)
+    for (model, size, tokens), group in lines.items():
+        a, stages = group[0].at, [c.at["stage"] for c in group]
+        rates = {c.at["learning_rate"] for c in group if c.at["stage"] == "search"}
+        what = [f"rates {', '.join(f'{r:g}' for r in sorted(rates))}, {stages.count('search') // len(rates)} seed(s)"
+                ] if rates else []
+        what += [f"{stages.count(s)} {w}" for s, w in (("seed", "seed(s)"), ("cosine", "cosine")) if s in stages]
+        print(f"{model:15}{size:>13}{a['context']:>9,}{a['parameters'] / 1e6:>11.3g}M{tokens / 1e6:>8,.3g}M"
+              f"  {'; '.join(what)}")
+    where = f"{len(gpus)} GPU(s)" if gpus else f"{runner.cores()} CPU core(s)"
+    print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs} at a time"
+          + f" by {nproc} processes each" * (nproc > 1))
+    if not gpus:
+        print(f"about {hours(sum(c.seconds for c in cells) / jobs)} on such cores as results/table1_laptop.json had, "
+              "and more where a search goes beyond its rates")
 
 
 # --------------------------------------------------------------------------------------------------------- command line
 
-def numbers(kind, least=None):
-    """A parser of numbers joined by commas, each above 0, or at least `least`."""
-    def parse(text):
+def sizes(text):
+    """{label: arguments} of LABEL:key=value,key=value; {label: None} for labels of the preset, joined by commas."""
+    if ":" not in text:
+        return dict.fromkeys(names(text))
+    label, changes = text.split(":", 1)
+    changes = changes.split(",")
+    if not re.fullmatch(r"[\w.-]+", label) or not all("=" in c for c in changes):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a size as LABEL:key=value,key=value, or labels of the preset")
+    for key in (c.split("=")[0] for c in changes):
+        if key in SET_BY_THE_SWEEP:
+            raise argparse.ArgumentTypeError(f"{text!r}: a size cannot set {key}")
+    return {label: tuple(f"--{c}" for c in changes)}
+
+
+def parser():
+    exact = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}  # --seed is train.py's
+    top = argparse.ArgumentParser(prog="sweep.py", description=__doc__, **exact)
+    commands = top.add_subparsers(dest="command", required=True, metavar="|".join([*PRESETS, "report"]))
+    for name, preset in PRESETS.items():
+        run = commands.add_parser(name, epilog="any other --key=value is train.py's and goes to every run", **exact)
+        run.add_argument("models", nargs="*", metavar="FAMILY", help="families or patterns (default: "
+                         f"{'two are needed' if name == 'duel' else ' '.join(preset.models)})")
+        run.add_argument("--sizes", type=sizes, action="append", help="labels of the preset, joined by commas, or a "
+                         "new size as LABEL:key=value,key=value, with the runs of the preset's first; give the option "
+                         f"once per new size ({', '.join(preset.sizes)})")
+        run.add_argument("--steps", type=int, help="the budget of every seed, in optimizer steps")
+        run.add_argument("--budgets", type=numbers(int), help="further budgets, of the first two seeds")
+        run.add_argument("--seeds", type=int, help="how many are reported, at every size")
+        run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core, or the preset's "
+                         "per GPU)")
+        run.add_argument("--nproc", type=int, default=0, help="processes per run (default 1; paper: one per GPU)")
+        run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
+                         "out/duel_<families>)")
+        run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
+    show = commands.add_parser("report", help="page, tables, figures and fits, from the records alone", **exact)
+    show.add_argument("folder", type=Path, help="a sweep's folder, or a file that --save wrote")
+    show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder, or out/<name>_report)")
+    show.add_argument("--save", action="store_true", help="write the sweep to results/<name>.json, page and figures "
+                      "to results/<name>/")
+    for command in commands.choices.values():
+        command.add_argument("--accept_code", "--accept-code", type=names, default=(), metavar="HASH,HASH",
+                             help="compare runs of this other code with the rest; the report says so")
+        command.add_argument("--style", type=Path, metavar="FILE.mplstyle", help="of the figures, over ours")
+    return top
+
+
+def chosen(args):
+    """The preset as the command line changes it. Raises ConfigError."""
+    preset, changes = PRESETS[args.command], {}
+    if args.command == "duel" and len(args.models) < 2:
+        raise ConfigError("duel: give two families, as in: duel longhorn mamba")
+    given = {label: argv for each in args.sizes or () for label, argv in each.items()}
+    for label, argv in given.items():
+        if argv is None and label not in preset.sizes:
+            raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; define another "
+                              f"size as --sizes={label}:n_layer=2,n_embd=96")
+        if argv is not None and label in preset.sizes:
+            raise ConfigError(f"--sizes={label}:...: preset {args.command} has a size {label}: choose another label")
+    first = next(iter(preset.sizes.values()))
+    found = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
+             for label, argv in given.items()} or preset.sizes
+    for key, value in {"seeds": args.seeds, "steps": args.steps, "others": args.budgets}.items():
+        if value is not None:
+            changes[key] = value
+            if key != "others" and value < 1:
+                raise ConfigError(f"--{key}={value}: 1 or more")
+    found = {label: dataclasses.replace(size, **changes) for label, size in found.items()}
+    if not next(iter(found.values())).search:  # of the sizes left out, the rates would be missing
+        label, size = next(iter(found.items()))
+        found[label] = dataclasses.replace(size, search=first.search)
+    models = tuple(dict.fromkeys(args.models)) or preset.models
+    return dataclasses.replace(preset, sizes=found, models=models)
+
+
+def run(args, extra):
+    """Plan, run and report; returns the exit code."""
+    preset, is_paper = chosen(args), args.command == "paper"
+    tag = re.sub(r"[^\w.@-]+", "_", "_".join(args.models))
+    folder = args.out or REPO / "out" / (f"duel_{tag}" if args.command == "duel" else f"scaling_{args.command}")
+    if args.nproc < 0:
+        raise ConfigError(f"--nproc={args.nproc}: 0 or more")
+    extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e
+             for e in extra]
+    if (folder / "plan.json").exists():  # one warmup per sweep, or its runs could not be compared
+        preset = dataclasses.replace(preset, warmup=runner.read_plan(folder).get("warmup", preset.warmup))
+    gpus = runner.visible_gpus()
+    nproc = args.nproc or (max(1, len(gpus)) if is_paper else 1)
+    jobs = args.jobs or (1 if nproc > 1 else len(gpus) * preset.jobs_per_gpu or runner.cores())
+    planned, failed = [], {}
+
+    def go(cells):
+        estimate(cells, bool(gpus))
+        runner.write_plan(folder, cells, **about)
+        planned.extend(cells)
+        failed.update(runner.run_cells(cells, folder, jobs, nproc))
+
+    guess, expected = {}, []  # the plan that is shown has the middle of each search in place of the best rate
+    for size in preset.sizes:
+        for model in preset.models:
+            width = load(base_arguments(preset, extra, model, size)).n_embd
+            guess[model, size] = float(f"{preset.rate_times_width / width:.3g}")
+            expected += search_cells(preset, extra, model, size, first_rates(preset, guess[model, size]))
+    expected += reported_cells(preset, extra, guess, folder)
+    check_data(expected, args.dry_run)
+    check_settings(expected)
+    about = about_sweep(args, preset, folder, extra)
+    runner.say_changed_code(folder)
+    estimate(expected, bool(gpus))
+    print_plan(expected, jobs, nproc, gpus)
+    if args.dry_run:
+        if is_paper:
+            print("on a machine with 8 GPUs, one after another (this command without --dry-run does the same):")
+            for c in expected:
+                print(" ", " ".join(["torchrun --standalone --nproc_per_node=8", *c.command(folder)[1:]]))
+        else:
+            print(f"nothing was run; the first command would be: python {' '.join(expected[0].command(folder)[1:])}")
+        return 0
+
+    rates = guess if is_paper else find_rates(preset, extra, folder, go)
+    go(reported_cells(preset, extra, rates, folder))
+    runner.say_written(write_report(folder, None, args))
+    return runner.say_failed(failed, planned)
+
+
+def about_sweep(args, preset, folder, extra):
+    """What plan.json says of the whole sweep. Raises ConfigError where an earlier command had another size of a
+    label."""
+    before = runner.read_plan(folder) if (folder / "plan.json").exists() else {}
+    known = before.get("sizes", {})
+    for label, size in preset.sizes.items():
+        if known.get(label, [*size.argv]) != [*size.argv]:
+            raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
+    where = environment()
+    command = shlex.join(["python", "experiments/scaling/sweep.py", *sys.argv[1:]])
+    is_paper = args.command == "paper" and not (args.steps or args.sizes or extra)
+    return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
+            "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])),
+            "sizes": known | {label: [*size.argv] for label, size in preset.sizes.items()},
+            "commands": list(dict.fromkeys([*before.get("commands", ()), command])),
+            "machine": where["gpu"] or where["cpu"], "cores": runner.cores()}
+
+
+def check_data(cells, dry_run):
+    """Open the data of every context: what is missing is said now, in one line, and not by every run."""
+    from data.loader import DataError, Tokens
+
+    for dataset, context in {(load(c.argv).dataset, c.at["context"]) for c in cells}:
         try:
-            values = tuple(kind(float(v)) if kind is int else kind(v) for v in text.split(","))
-        except (ValueError, OverflowError):
-            raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas") from None
-        if len(set(values)) != len(values) or any(v <= 0 if least is None else v < least for v in values):
-            limit = "above 0" if least is None else f"{least} or more"
-            raise argparse.ArgumentTypeError(f"{text!r}: each number once, and {limit}")
-        return values
-    return parse
+            Tokens(Path(dataset) if Path(dataset).is_dir() else REPO / "data" / dataset, block_size=context)
+        except DataError as error:
+            if not dry_run:
+                raise ConfigError(error) from None
+            print(f"before it can run: {error}")
 
 
-def names(text):
-    """A parser of names joined by commas."""
-    found = tuple(dict.fromkeys(n for n in text.split(",") if n))
-    if not found:  # an empty shell variable is not a wish for the preset
-        raise argparse.ArgumentTypeError("a name is expected, or names joined by commas")
-    return found
+def check_settings(cells):
+    """Raises ConfigError where train.py would, and where configs differ in what must not differ within a sweep."""
+    from train import check
+
+    found = {}
+    for c in cells:
+        config = load(c.argv)
+        check(config)
+        for key in SAME_IN_A_SWEEP if c.at["stage"] != "cosine" else ():
+            value = getattr(config, key, None)
+            other, known = found.setdefault(key, (c.at["model"], value))
+            if value != known:
+                raise ConfigError(f"{key} is {known} in {other}'s config and {value} in {c.at['model']}'s: such runs "
+                                  f"are not compared; give --{key}=... for all, or change a config")
 
 
-def hours(seconds):
-    """A duration in words."""
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+def write_report(folder, out, args):
+    from experiments.scaling import report
+
+    return report.write(folder, out, accept_code=args.accept_code, save_it=getattr(args, "save", False),
+                        style=args.style)
 
 
-def run_or_report(prog, args, extra, run, write, sets, see):
-    """The main function of a sweep's script; returns its exit code. `run(args, extra)` gets the settings for every run.
-
-    Args:
-        write: write(folder, out) draws the report and returns {name: path} of its files.
-        sets: settings that the sweep itself gives each run; see: the options for them.
-    """
-    with main_error(prog):
-        if args.command == "report":
-            if extra:
-                raise ConfigError(f"unknown option {extra[0]}: --help lists them")
-            need_pictures()
-            return say_written(write(args.folder, args.out))
-        for e in extra:
-            if not e.startswith("--") or "=" not in e:
-                raise ConfigError(f"unknown argument {e}: settings of a run are given as --key=value")
-            if e[2:].split("=")[0] in sets:
-                raise ConfigError(f"{e}: the sweep sets that; see {see}")
-        need_pictures()
-        if args.jobs < 0:
-            raise ConfigError(f"--jobs={args.jobs}: 0 or more")
-        try:
-            return run(args, extra)
-        except KeyboardInterrupt as stopped:
-            raise ConfigError(f"stopped: {stopped or 'the same command resumes'}") from None
+def main(argv, prog="sweep.py"):
+    args, extra = parser().parse_known_args(argv)
+    write = lambda folder, out: write_report(folder, out, args)
+    return runner.run_or_report(prog, args, extra, run, write, SET_BY_THE_SWEEP, "FAMILY, --seeds, --budgets, --out")
 
 
-def need_pictures():
-    """Raises ConfigError where a report could not be drawn: not after hours of runs."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("reports are drawn with matplotlib, which is not installed: pip install matplotlib")
-
-
-def say_written(paths):
-    for path in paths.values():
-        print(f"wrote {path}")
-    return 0
-
-
-def say_failed(failed, cells):
-    """Print the failures, last of all that a sweep prints; return its exit code."""
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why}")
-    if failed:
-        print(f"{len(failed)} of {len(cells)} runs failed: holes in the report; the same command tries them again")
-    return 1 if failed else 0
+if __name__ == "__main__":
+    with configurator.main_error("sweep.py"):
+        sys.exit(main(sys.argv[1:]))

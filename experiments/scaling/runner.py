@@ -1,0 +1,412 @@
+"""Many training runs as one job: start them, watch them, resume after any kill.
+
+A sweep is a folder with a plan and a folder per cell, where a cell is one run:
+
+    out/scaling_laptop/plan.json     every cell: its name, what it stands for, its arguments
+    out/scaling_laptop/<cell>/       the records that train.py writes (records.py)
+    out/scaling_laptop/<cell>.txt    what it printed
+
+A sweep keeps no list of what is done: a cell is finished when its result.json exists, and its process renames that file
+into place as its last act. So whatever was killed, the same command resumes the cells from their checkpoints. A sweep
+also grows: later commands add cells to the plan, and finished ones are not run again, even if the code has changed.
+
+sweep.py plans runs and runs.py reads them back; recall and extrapolation use this module too.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from configurator import ConfigError, main_error, regular  # noqa: E402
+from records import is_finished, read_json, write_json  # noqa: E402
+
+# Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
+WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
+                  "checkpoint_interval", "keep_steps", "branch", "wandb", "wandb_project", "wandb_group"}
+
+
+@dataclass
+class Cell:
+    """One run.
+
+    name: its folder; argv: its script's arguments; at: its coordinates (model, size, seed ...); seconds: an estimate;
+    after: name of the cell that has to end before.
+    """
+
+    name: str
+    argv: list
+    at: dict = field(default_factory=dict)
+    seconds: float = 0.0
+    after: str = ""
+
+    def command(self, folder, nproc=1, script="train.py"):
+        """Its command line, to be run at the top of the repository."""
+        python = [sys.executable]
+        if nproc > 1:
+            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *shutdown_timeout()]
+        return [*python, script, *self.argv, f"--out_dir={from_repo(folder) / self.name}", "--resume=auto"]
+
+
+@functools.cache
+def shutdown_timeout():
+    """torchrun's option that gives a worker more than 30 s to save when it is asked to stop; older versions lack it."""
+    from torch.distributed.run import get_args_parser
+
+    return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
+
+
+def from_repo(folder):
+    """`folder` relative to the repository, where cells run; a path outside of it stays absolute."""
+    folder = Path(folder).resolve()
+    return folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
+
+
+def finished(folder, cell):
+    """Whether the cell has its final record."""
+    return is_finished(Path(folder) / cell.name)
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+def make_folder(folder):
+    """Create the sweep's folder. Raises ConfigError where that fails: before hours of work go into it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder} ({error.strerror}): choose another --out") from None
+
+
+def write_plan(folder, cells, **about):
+    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
+
+    A cell that has begun keeps the arguments it began with (cell.argv is set to them). Raises ConfigError where the new
+    ones would give another result.
+    """
+    folder = Path(folder)
+    make_folder(folder)
+    old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
+    for c in cells:
+        if not (folder / c.name / "config.json").exists():
+            continue
+        began = old["cells"].get(c.name, {}).get("argv", c.argv)
+        before, now = settings(began, WITHOUT_EFFECT), settings(c.argv, WITHOUT_EFFECT)
+        if before != now:
+            changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
+            raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
+                              "choose another --out")
+        c.argv = began
+    new = {c.name: {**c.at, "argv": c.argv} for c in cells}
+    write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
+
+
+def settings(argv, without=()):
+    """{setting: text} of the --key=value in argv, the later one of two; config files under their own name."""
+    found = dict(a[2:].split("=", 1) if a.startswith("--") and "=" in a else (a, "") for a in argv)
+    return {key: text for key, text in found.items() if key not in without}
+
+
+def read_plan(folder):
+    """plan.json of a sweep. Raises ConfigError where there is none, or none that can be read."""
+    path = Path(folder) / "plan.json"
+    try:
+        plan = json.loads(regular(path).read_bytes())
+        if not isinstance(plan["cells"], dict) or not all(isinstance(c, dict) for c in plan["cells"].values()):
+            raise ValueError("cells are not a table")
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in plan["cells"]):
+            raise ValueError("a cell lies outside of the sweep")
+        return plan
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
+                          "stay") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------- code
+
+def code_of(environment):
+    """The identity of the code in a config.json's environment: a hash of the content of what training imported.
+
+    Records of older versions have a commit instead, and a + with a hash where sources were changed. None: unknown.
+    """
+    if environment.get("code"):
+        return environment["code"]
+    unnamed = "changed" if environment.get("uncommitted_changes") else None  # the oldest do not say what was changed
+    changed = environment.get("changed_code", unnamed)
+    return short_code(environment.get("commit") and environment["commit"] + (f"+{changed}" if changed else ""))
+
+
+def short_code(version):
+    """A version of the code in at most 12 digits; an older one with what follows its commit."""
+    return version and "+".join([version.split("+")[0][:12], *version.split("+")[1:]])
+
+
+def changed_files(before, now):
+    """Files {path: hash} that both versions of the code have and that differ."""
+    return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
+
+
+def say_changed_code(folder):
+    """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same."""
+    files = {}
+    for name in read_plan(folder)["cells"] if (Path(folder) / "plan.json").exists() else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            environment = read_json(Path(folder) / name / "config.json")["environment"]
+            files[code_of(environment)] = environment.get("code_files", {})  # older records have none
+    if not files:
+        return
+    import train  # noqa: F401  # so that what it imports is known
+    from records import code_identity
+
+    now = code_identity()["code_files"]
+    changed = {code: ", ".join(changed_files(old, now)) or not old and "files unknown" for code, old in files.items()}
+    if all(changed.values()):
+        said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
+        print(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the report "
+              "compares them with the others only with --accept_code")
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
+    """Run every unfinished cell in its own process, `jobs` at a time; return {name: why} of those that failed.
+
+    A cell that was interrupted resumes from its checkpoint. A failure does not stop the others. SIGINT or SIGTERM ask
+    the running cells to save and stop, and raise KeyboardInterrupt when they have. A second of either kills them.
+
+    Args:
+        cells: [Cell]; folder: of the sweep; nproc: processes per cell, by torchrun.
+        jobs: cells at a time; 0: one per GPU (with nproc > 1: one in all), and without a GPU one per core.
+        gpus: ids, for CUDA_VISIBLE_DEVICES; None: those PyTorch sees. Several jobs may share one.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = [c for c in cells if not finished(folder, c)]
+    if not waiting:
+        return {}
+    gpus = visible_gpus() if gpus is None else gpus
+    jobs = jobs or (1 if nproc > 1 else len(gpus) or cores())
+    threads = max(1, cores() // min(jobs, len(waiting)))
+    lock = lock_sweep(folder)
+    running, failed, signals = {}, {}, []  # running: slot -> (process, cell, time it began)
+    done = len(cells) - len(waiting)
+
+    def stop(number, frame):
+        signals.append(number)
+        for process, _, _ in running.values():
+            stop_group(process.pid, signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
+
+    def start(cell, slot):
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if gpus:
+            devices = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        else:
+            env.setdefault("OMP_NUM_THREADS", str(max(1, threads // nproc)))
+        command = cell.command(folder, nproc, script)
+        with open(folder / f"{cell.name}.txt", "a") as out:
+            print("$", shlex.join(command), file=out, flush=True)
+            process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT,
+                                       stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=stop_with_parent,
+                                       pass_fds=lock)
+        running[slot] = process, cell, time.perf_counter()
+        if signals:  # one came while the process started
+            stop_group(process.pid, signal.SIGTERM)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    work = {c.name: c.seconds or 1.0 for c in waiting}
+    total, began_all = sum(work.values()), time.perf_counter()
+    print(f"{len(waiting)} of {len(cells)} cells to run, {jobs} at a time; records in {folder}/", flush=True)
+    try:
+        while running or waiting and not signals:
+            while waiting and not signals and len(running) < jobs:
+                ahead = {c.name for c in waiting} | {c.name for _, c, _ in running.values()}
+                ready = next((c for c in waiting if c.after not in ahead), None)
+                if ready is None:
+                    break
+                waiting.remove(ready)
+                start(ready, next(s for s in range(jobs) if s not in running))
+            time.sleep(0.2)
+            for slot, (process, cell, began) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[slot], work[cell.name]
+                now = time.perf_counter()
+                if finished(folder, cell):
+                    done += 1
+                    left = (now - began_all) * sum(work.values()) / (total - sum(work.values()))
+                    print(f"{cell.name}: {outcome(folder, cell)}, {now - began:.0f} s ({done} of {len(cells)}, about "
+                          f"{hours(left)} left)", flush=True)
+                elif not signals:
+                    failed[cell.name] = last_words(folder / f"{cell.name}.txt", process.returncode)
+                    print(f"{cell.name}: FAILED: {failed[cell.name]}", flush=True)
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+        for process, _, _ in running.values():  # only after an error in this function
+            stop_group(process.pid, signal.SIGTERM)
+        for fd in lock:
+            os.close(fd)
+    if signals:
+        raise KeyboardInterrupt(f"{len(cells) - done} of {len(cells)} cells are left; the same command resumes")
+    return failed
+
+
+def visible_gpus():
+    """Ids of the GPUs that PyTorch sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named and torch.cuda.is_available() else list(range(torch.cuda.device_count()))
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def stop_with_parent():
+    """In the child: receive SIGTERM when the sweep's process dies, however it dies (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def stop_group(pid, number):
+    """Send a signal to a cell's process group; SIGKILL also to its children's: torchrun gives them their own."""
+    found = [pid]
+    if number == signal.SIGKILL:
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
+    for each in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(each, number)
+
+
+def lock_sweep(folder):
+    """Lock the sweep's folder. The cells inherit the lock: after a kill, the next sweep waits until they have saved."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return ()
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    for attempt in range(300):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return (handle,)
+        except BlockingIOError:
+            if attempt == 0:
+                print(f"waiting for runs in {folder} that another sweep started", file=sys.stderr, flush=True)
+            time.sleep(0.2)
+    os.close(handle)
+    raise ConfigError(f"another sweep is at work in {folder}: wait for it, or choose another --out")
+
+
+def last_words(path, code):
+    """Why a cell failed: the last line it printed, an error's line first, and how it ended."""
+    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
+    began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
+    lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
+    how = f"signal {-code}" if code < 0 else f"exit {code}" if code else "stopped before its end"
+    return f"{lines[-1][:240] if lines else 'it printed nothing'} ({how}; all of it in {path})"
+
+
+def outcome(folder, cell):
+    """A finished cell's result in a few words."""
+    result = read_json(folder / cell.name / "result.json")
+    known = [f"{words} {result[key]:.4f}" for key, words in (("accuracy", "accuracy"), ("val_loss", "validation loss"))
+             if isinstance(result.get(key), float)]
+    return known[0] if known else "done"
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+def numbers(kind, least=None):
+    """A parser of numbers joined by commas, each above 0, or at least `least`."""
+    def parse(text):
+        try:
+            values = tuple(kind(float(v)) if kind is int else kind(v) for v in text.split(","))
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas") from None
+        if len(set(values)) != len(values) or any(v <= 0 if least is None else v < least for v in values):
+            limit = "above 0" if least is None else f"{least} or more"
+            raise argparse.ArgumentTypeError(f"{text!r}: each number once, and {limit}")
+        return values
+    return parse
+
+
+def names(text):
+    """A parser of names joined by commas."""
+    found = tuple(dict.fromkeys(n for n in text.split(",") if n))
+    if not found:  # an empty shell variable is not a wish for the preset
+        raise argparse.ArgumentTypeError("a name is expected, or names joined by commas")
+    return found
+
+
+def hours(seconds):
+    """A duration in words."""
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+
+
+def run_or_report(prog, args, extra, run, write, sets, see):
+    """The main function of a sweep's script; returns its exit code. `run(args, extra)` gets the settings for every run.
+
+    Args:
+        write: write(folder, out) draws the report and returns {name: path} of its files.
+        sets: settings that the sweep itself gives each run; see: the options for them.
+    """
+    with main_error(prog):
+        if args.command == "report":
+            if extra:
+                raise ConfigError(f"unknown option {extra[0]}: --help lists them")
+            need_pictures()
+            return say_written(write(args.folder, args.out))
+        for e in extra:
+            if not e.startswith("--") or "=" not in e:
+                raise ConfigError(f"unknown argument {e}: settings of a run are given as --key=value")
+            if e[2:].split("=")[0] in sets:
+                raise ConfigError(f"{e}: the sweep sets that; see {see}")
+        need_pictures()
+        if args.jobs < 0:
+            raise ConfigError(f"--jobs={args.jobs}: 0 or more")
+        try:
+            return run(args, extra)
+        except KeyboardInterrupt as stopped:
+            raise ConfigError(f"stopped: {stopped or 'the same command resumes'}") from None
+
+
+def need_pictures():
+    """Raises ConfigError where a report could not be drawn: not after hours of runs."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("reports are drawn with matplotlib, which is not installed: pip install matplotlib")
+
+
+def say_written(paths):
+    for path in paths.values():
+        print(f"wrote {path}")
+    return 0
+
+
+def say_failed(failed, cells):
+    """Print the failures, last of all that a sweep prints; return its exit code."""
+    for name, why in failed.items():
+        print(f"FAILED {name}: {why}")
+    if failed:
+        print(f"{len(failed)} of {len(cells)} runs failed: holes in the report; the same command tries them again")
+    return 1 if failed else 0
