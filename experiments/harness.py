@@ -314,5 +314,5 @@ def right_answers(lm, task, samples):
             tokens += len(lm._encode_pair(context, answer)[1] if context else lm.tok_encode(answer))
     found = {"documents": len(samples)}
     if kind == "multiple_choice":
-        found["chance"] = math.fsum(1 / len(sample["resps"]) for sample in samples) / len(samples)
+        found["chance"] = math.fsum(1 / len(task.doc_to_choice(sample["doc"])) for sample in samples) / len(samples)
     return {**found, "perplexity": math.exp(math.fsum(nats) / tokens)} if tokens else found

@@ -128,7 +128,8 @@ def embedded(folder, n=QUESTIONS):
         tasks.append({"task": task, "custom_dataset": dataset(found), "test_split": "test", "num_fewshot": 0,
                       "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
                       "doc_to_target": "answer", "target_delimiter": "", "metadata": {"version": 1},
-                      "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]})
+                      "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
+                                      for metric in ("acc", "acc_mutual_info")]})
     return tasks
 
 

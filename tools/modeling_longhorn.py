@@ -83,7 +83,8 @@ class LonghornConfig(PretrainedConfig):
 
     def __init__(self, **settings):
         for name, default in vars(load_sources()[0].ModelConfig()).items():
-            setattr(self, name, settings.pop(name, default))
+            if name != "backend":  # a machine's choice
+                setattr(self, name, settings.pop(name, default))
         super().__init__(**settings)
 
 
