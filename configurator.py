@@ -218,6 +218,8 @@ def _parse(kind, value, from_text):
     if kind is bool and from_text and value.lower() in BOOLS:
         return BOOLS[value.lower()]
     if kind in (bool, str) and isinstance(value, kind):
+        if kind is str and "\0" in value:
+            raise ValueError
         if kind is str:
             value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 can be written, and not read again
         return value

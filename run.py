@@ -102,6 +102,8 @@ class Run:
             seconds=0.0, skipped=0, bad=0, best_val_loss=math.inf, ended=False, code_versions=[], wandb_id=None)
 
     def __enter__(self):
+        if self.config.resume == "must" and not checkpoint.candidates(self.out):
+            raise ConfigError(f"resume=must: there is no {self.out / checkpoint.NEWEST}; start with --resume=auto")
         if self.is_main:
             with writing_to(self.out):
                 self.lock = lock_run_dir(self.out)  # held while this object or the process lives
@@ -189,8 +191,6 @@ class Run:
         self.kept_steps = {int(each) for each in config.keep_steps.split(",") if each}
         self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, self.kept_steps)
         found = checkpoint.candidates(out)
-        if config.resume == "must" and not found:
-            raise ConfigError(f"resume=must: there is no {out / checkpoint.NEWEST}; start with --resume=auto")
         resumes = config.resume != "never" and bool(found)
         if resumes or config.branch:
             path, tensors, meta, damaged = checkpoint.load_first(found if resumes else [self.branch_point()])

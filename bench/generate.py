@@ -269,8 +269,8 @@ def parse(argv=None):
         args.contexts = sorted({int(c) for c in args.contexts.split(",")})
     except ValueError:
         parser.error(f"--contexts={args.contexts}: must be whole numbers separated by commas, such as 1024,4096")
-    if args.contexts[0] < 1:
-        parser.error(f"--contexts={args.contexts[0]}: must be 1 or more")
+    if args.contexts[0] < 1 or args.contexts[-1] > 10**9:
+        parser.error(f"--contexts={args.contexts[0]} .. {args.contexts[-1]}: must be in 1 .. {10**9:,}")
     return args
 
 

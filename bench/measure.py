@@ -33,6 +33,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # ---------------------------------------------------------------------------------------------------- inputs and errors
 
+def check_numbers(parser, args, *names):
+    """Refuse, as argparse does, numbers that are not None and not in 1 .. a million; of seconds (_s) any number."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= (math.inf if name.endswith("_s") else 10**6):
+            parser.error(f"--{name}={value:g}: must be at least 1, and at most a million")
+
+
 def make_inputs(B, T, D, N, dtype, extras=True, device="cpu", key=1.0, logit=None):
     """Random arguments of longhorn_scan by name: x, dt (B, T, D) and k, q (B, T, N) in `dtype`.
 

@@ -192,9 +192,7 @@ def parse(argv=None):
     gpu.add_argument("--without", default="", help="contenders to leave out, separated by commas")
     gpu.add_argument("--dry_run", action="store_true", help="the same code on the CPU at tiny sizes: no measurement")
     args = parser.parse_args(argv)
-    for name in ("B", "T", "D", "N", "repeats", "slow_repeats", "threads", "rounds", "budget_s"):
-        if getattr(args, name) is not None and not getattr(args, name) >= 1:
-            parser.error(f"--{name}={getattr(args, name)}: must be at least 1")
+    measure.check_numbers(parser, args, "B", "T", "D", "N", "repeats", "slow_repeats", "threads", "rounds", "budget_s")
     if args.memory and args.device == "cuda":
         parser.error("--memory is for --device=cpu: with --device=cuda the peak stands beside every time")
     return args

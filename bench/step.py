@@ -390,9 +390,7 @@ def settle(parser, args, least_one):
         parser.error(f"--families={unknown[0]}: no such family; they are {', '.join(FAMILIES)}, or all")
     args.dtype = args.dtype or {"cpu": "float32", "cuda": "bfloat16"}[args.device]
     args.threads = torch.get_num_threads() if args.threads is None else args.threads
-    for name in (*SHAPE, "threads", "budget_s", *least_one):
-        if not getattr(args, name) >= 1:
-            parser.error(f"--{name}={getattr(args, name):g}: must be at least 1")
+    measure.check_numbers(parser, args, *SHAPE, "threads", "budget_s", *least_one)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda: PyTorch sees no GPU; use --device=cpu")
     return args

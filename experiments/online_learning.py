@@ -695,6 +695,8 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if args.out and args.out.suffix != ".json":
         parser.error(f"--out={args.out}: the record is a .json file, such as {args.out.with_suffix('.json')}")
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed={args.seed}: it must be in 0 .. {2**32 - 1}")
     if args.save and args.add and not args.out:
         parser.error("--save with --add: results/ holds the families of this file only; choose a file with --out")
     return args

@@ -93,6 +93,15 @@ def test_results_take_no_record_of_an_uncommitted_tree(uncommitted, tmp_path, mo
         measure.check_out(ROOT / "results" / "x.json")
 
 
+def test_where_a_record_cannot_go_is_said_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "x.json", tmp_path, tmp_path / ("x" * 250), "/proc/self/x.json"):
+        with pytest.raises(ConfigError, match="cannot write .* give another --out"):
+            measure.check_out(out)
+    measure.check_out(tmp_path / "new" / "x.json")
+    assert os.listdir(tmp_path / "new") == []
+
+
 @pytest.mark.parametrize("main, arguments", [
     (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
     (scan.main, "--save --device=cuda"), (generate.main, "--save"), (step.main, "--save"),

@@ -191,6 +191,33 @@ def test_main_error_takes_the_errors_it_is_given_and_no_others_nor_another_broke
             raise error
 
 
+@pytest.mark.parametrize("error, words", [
+    (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied: check this path"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "memory does not hold this"),
+    (MemoryError(), "choose smaller sizes"), (OverflowError("int too large"), "a number is too large (int too large)"),
+    (RuntimeError("Storage size calculation overflowed"), "a number is too large")])
+def test_what_the_system_refuses_is_one_line(error, words, capsys):
+    with pytest.raises(SystemExit, match="2"), configurator.main_error("p"):
+        raise error
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+    with pytest.raises(RuntimeError), configurator.main_error("p"):
+        raise RuntimeError("shapes do not fit")  # a mistake in the code keeps its traceback
+
+
+def test_names_and_output_that_are_not_utf8(tmp_path):
+    with pytest.raises(ConfigError, match="--out_dir=.*: expected a string of UTF-8"):
+        load(Config, ["--out_dir=\udcff"])  # as Python reads the byte ff
+    code = "import configurator\nwith configurator.main_error('p'): print('\u00b1'); raise OSError('no \u00b1')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.stdout, done.stderr) == ("\\xb1\n", "p: error: no \\xb1\n")
+    os.mkfifo(tmp_path / "c.py")
+    for name, words in (("c.py", "not a regular file"), (f"{'x' * 300}.py", "File name too long")):
+        with pytest.raises(ConfigError, match=words):
+            load(Config, [str(tmp_path / name)])
+
+
 def with_nobody_reading(*command, **environment):
     """The finished process of a command whose output is a pipe that nobody reads."""
     reads, writes = os.pipe()
@@ -237,7 +264,8 @@ def test_any_argv_gives_a_config_or_one_line(argv):
 
 
 @settings(deadline=None)
-@given(st.integers(1, 10**30), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.text())
+@given(st.integers(1, 10**30), st.floats(allow_nan=False, allow_infinity=False), st.booleans(),
+       st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 def test_what_is_written_is_what_is_read(n, x, b, s):
     config = load(Config, [f"--n_layer={n}", f"--dropout={x!r}", f"--compile={b}", f"--out_dir={s}"])
     assert (config.n_layer, config.dropout, config.compile, config.out_dir) == (n, x, b, s)

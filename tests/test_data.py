@@ -713,6 +713,17 @@ def test_openwebtext_is_nanogpts_recipe(local, tmp_path, capsys):
     assert "WARNING" not in capsys.readouterr().err
 
 
+def test_openwebtext_takes_names_as_they_are_and_says_which_file_is_bad(local, tmp_path):
+    write_jsonl(tmp_path / "x0.jsonl", ["wrong"] * 30)
+    tokens, _ = local(write_jsonl(tmp_path / "x[0].jsonl", documents(30)))
+    assert tokens.train.tolist() == expected_tokens(documents(30), tiny_encoding())[0]
+    refused(lambda: local(write_jsonl(tmp_path / "n.jsonl", [1, 2])), "'text' holds", "int64", "--text_column")
+    (tmp_path / "torn.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
+    refused(lambda: openwebtext.prepare(tmp_path / "o", [tmp_path / "x0.jsonl", tmp_path / "torn.jsonl"], cache_dir=str(
+        tmp_path / "cache"), encoding=tiny_encoding()), "torn.jsonl", "JSON parse error", "leave it out")
+    refused(lambda: local(tmp_path / "x0.jsonl", seed=-1), "--seed -1")
+
+
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "txt"])
 def test_openwebtext_from_local_files(local, tmp_path, kind):
     texts, folder = documents(40), tmp_path / "files"

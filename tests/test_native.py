@@ -69,6 +69,21 @@ def test_the_second_build_is_none(source, tmp_path, monkeypatch):
     assert build.build([source]) == (path, 0.0) and path.stat().st_mtime_ns == before
 
 
+def test_a_cached_library_that_was_cut_short_or_zeroed_is_built_again(source, tmp_path):
+    """Loaded, it would end every process with SIGBUS, or compute something else."""
+    path, _ = build.build([source], tmp_path)
+    good = path.read_bytes()
+    for content in (good[:len(good) // 2], b"", good[:4096] + bytes(4096) + good[8192:]):
+        path.unlink()
+        path.write_bytes(content)
+        leftover = tmp_path / f"{path.stem.rpartition('_')[0]}.123.tmp"  # of a build that was killed
+        leftover.touch()
+        again, seconds = build.build([source], tmp_path)
+        assert seconds > 0 and ctypes.CDLL(str(again)).longhorn_answer() == 1 and not leftover.exists()
+        assert build.build([source], tmp_path) == (again, 0.0)
+        path = again
+
+
 def test_another_source_is_another_file(source, tmp_path):
     first, _ = build.build([source], tmp_path)
     source.write_text(TINY_SOURCE % 2)

@@ -525,7 +525,10 @@ def edit(path, section=None, **changes):
     (lambda f: edit(f / "config.json", config={}), "lack 'model'"),
     (lambda f: edit(f / "config.json", code_versions=["a", "b"]), "code changed while it was down: a, then b"),
     (lambda f: [p.unlink() for p in f.iterdir()], "not run"),
-], ids=range(11))
+    (lambda f: edit(f / "result.json", by_distance=3), "its records are damaged"),
+    (lambda f: edit(f / "result.json", seconds="x"), "its records are damaged"),
+    (lambda f: edit(f / "config.json", environment=[]), "its records are damaged"),
+], ids=range(14))
 def test_a_bad_record_is_named_and_left_out(swept, tmp_path, damage, word):
     shutil.copytree(swept, tmp_path / "copy")
     name = "longhorn_T16_d16_lr0.01_seed1"

@@ -237,6 +237,21 @@ def test_mistakes_get_one_line(out, tmp_path, run):
     refused(run(out_dir=tmp_path), "damaged")
 
 
+def test_a_forged_checkpoint_is_one_line(out, tmp_path, run):
+    tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
+    (tmp_path / "run").mkdir()
+    settings = ({"vocab_size": 10**12}, {"n_layer": 10**14}, {"n_embd": "x"}, {"n_embd": 10**6})
+    for change in ({"tokenizer": 3}, {"table": []}, {"tokenizer": None}, {"config": []}, {"skeleton": {"dict": []}},
+                   *({"config": {**meta["config"], **each}} for each in settings)):
+        checkpoint.save(tmp_path / "run" / "checkpoint.safetensors", tensors, {**meta, **change})
+        refused(run(out_dir=tmp_path / "run", prompt="b"), "error: ")
+    small = make_run(tmp_path / "small", vocab_size=64)
+    refused(run(out_dir=small, prompt="b"), "token 98, the model knows 64")
+    (small / "checkpoint.safetensors").unlink()
+    os.mkfifo(small / "checkpoint.safetensors")
+    refused(run(out_dir=small), "not a regular file")
+
+
 @pytest.mark.parametrize("how", [
     {"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"seed": -1}, {"max_new_tokens": 0}, {"num_samples": 0}])
 def test_settings_out_of_range_are_refused_before_anything_is_said(out, run, how):

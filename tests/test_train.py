@@ -322,6 +322,48 @@ def test_an_earlier_run_is_kept(data, tmp_path):
     assert [record(p)["seed"] for p in (out / "earlier-1", out / "earlier-2", out)] == [1, 2, 3]
 
 
+def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
+    """Out of any folder, the current one included; a kill in the middle is made good, also by another command."""
+    out, once = tmp_path / "folder", {"max_iters": 1, "final_eval_tokens": 64}
+    (out / "thesis").mkdir(parents=True)
+    (out / "best.py").write_text("mine")
+    (tmp_path / "link").symlink_to(out)
+    succeed(arguments(data, tmp_path / "link", seed=1, **once))
+    (out / "log.jsonl").unlink()  # checkpoints without a log are a run too
+    monkeypatch.setattr(records.os, "rename", mock.Mock(side_effect=[None, KeyboardInterrupt]))  # moves nothing
+    with pytest.raises(KeyboardInterrupt):
+        run(arguments(data, out, seed=2, **once))
+    monkeypatch.undo()
+    os.rename(out / "config.json", out / records.MOVING / "config.json")
+    assert checkpoint.candidates(out) == []  # the rest is no run
+    succeed(arguments(data, tmp_path / "link", seed=2, resume="auto", **once))
+    assert [record(p)["seed"] for p in (out / "earlier-1", out)] == [1, 2] and (out / "best.py").read_text() == "mine"
+    assert {p.name for p in (out / "earlier-1").iterdir()} >= {"config.json", "checkpoint.safetensors", "loss.png"}
+    assert {p.name for p in out.iterdir() if p.is_dir()} == {"thesis", "earlier-1"} and (tmp_path / "link").is_symlink()
+
+
+def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, tmp_path):
+    out = tmp_path / "run"
+    succeed(arguments(data, out, max_iters=2))
+    for path in (*out.glob("*.safetensors"), out / "result.json"):
+        path.unlink()
+    succeed(arguments(data, out, max_iters=2, resume="auto"))  # what is there is this run's own beginning
+    assert not list(out.glob("earlier*"))
+    for path in out.glob("*.safetensors"):
+        path.unlink()
+    succeed(arguments(data, out, max_iters=2, resume="auto"))  # a result is kept
+    assert len(list(out.glob("earlier*"))) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{", "null", "\0\0\0"])
+def test_a_damaged_result_is_made_again(data, tmp_path, damage):
+    succeed(arguments(data, tmp_path / "run", max_iters=2))
+    before = record(tmp_path / "run")
+    (tmp_path / "run" / "result.json").write_text(damage)
+    succeed(arguments(data, tmp_path / "run", max_iters=2, resume="auto"))
+    assert all(record(tmp_path / "run")[key] == before[key] for key in ("steps", "val_loss", "best_val_loss"))
+
+
 def test_the_screen_shows_what_the_log_has(data, tmp_path):
     """On a terminal of 80 columns as in a pipe."""
     argv = lambda name: arguments(data, tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64)
@@ -448,7 +490,7 @@ def test_a_stop_between_lines_of_the_log_leaves_no_trace_in_it(data, tmp_path):
 def test_what_a_resume_refuses_and_what_it_takes(whole, data, tmp_path):
     out = tmp_path / "run"
     refuse(arguments(data, out, resume="must"), "resume=must", str(out / "checkpoint.safetensors"), "--resume=auto")
-    assert os.listdir(out) == [".lock"]
+    assert not out.exists()
     succeed(arguments(data, out, resume="auto"), LM=stops_at(3))  # nothing there yet: auto starts
     kept = lambda: [(out / name).read_bytes() for name in ("log.jsonl", "config.json")]
     before = kept()
@@ -783,7 +825,22 @@ MISTAKES = [
     ({"min_lr": 1}, ["min_lr 1.0", "learning_rate 0.003"]), ({"warmup_iters": 12}, ["warmup_iters 12", "max_iters 12"]),
     ({"schedule": "wsd", "warmup_iters": 4, "decay_iters": 9}, ["4", "9", "max_iters 12"]),
     ({"beta2": 1}, ["beta2 1.0"]), ({"backend": "cpuu"}, ["'cpuu'", "torch", "cpu", "cuda", "fused"]),
+    ({"warmup_iters": -100}, ["warmup_iters -100", "-1 for its default"]), ({"min_lr": -2}, ["min_lr -2.0"]),
+    ({"n_layer": 10**14}, ["n_layer", "at most 1024"]), ({"vocab_size": 10**9, "n_embd": 10**4}, ["bytes", "smaller"]),
+    ({"init_from": "/dev/zero"}, ["/dev/zero: not a regular file"]), ({"out_dir": "x" * 300}, ["File name too long"]),
 ]
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("WORLD_SIZE", "two", "WORLD_SIZE='two'"), ("WORLD_SIZE", "-1", "must be a whole number in 1 .."),
+    ("RANK", "2", "in 0 .. 1"), ("RANK", "", "no RANK"), ("MASTER_PORT", "1e4", "MASTER_PORT='1e4'"),
+    ("LOCAL_WORLD_SIZE", "0.5", "LOCAL_WORLD_SIZE"), ("TORCHELASTIC_MAX_RESTARTS", "many", "TORCHELASTIC_MAX")])
+def test_an_environment_that_is_no_number(data, tmp_path, monkeypatch, name, value, words):
+    two = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
+    for key, text in {**two, name: value}.items():
+        monkeypatch.setenv(key, text)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    refuse(arguments(data, tmp_path / "run"), words)
 
 
 @pytest.mark.parametrize("changes, words", MISTAKES, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")

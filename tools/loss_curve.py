@@ -3,6 +3,7 @@
     python tools/loss_curve.py out/longhorn_laptop
 """
 
+import gc
 import math
 import sys
 from pathlib import Path
@@ -58,13 +59,12 @@ def draw_loss(folder):
 
 
 def save_figure(figure, path, **how):
-    """Write a figure of pyplot and free it: closed alone, it keeps megabytes until a full garbage collection."""
+    """Write a figure of pyplot and free it."""
     import matplotlib.pyplot as plt
 
     figure.savefig(path, **how)
-    figure.clear()
-    vars(figure.canvas).pop("renderer", None)  # holds the pixels
     plt.close(figure)
+    gc.collect()  # a closed figure is cycles of megabytes, which Python would look for too seldom beside PyTorch
 
 
 if __name__ == "__main__":

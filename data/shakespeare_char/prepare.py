@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+from configurator import regular
 from data.loader import DataError
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, write_split
@@ -52,7 +53,7 @@ def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", voca
         copy = folder / "input.txt"
         if file is not None:
             try:
-                content = Path(file).read_bytes()
+                content = regular(file).read_bytes()
             except OSError as error:
                 raise DataError(f"--file {file}: {error.strerror}") from None
         else:

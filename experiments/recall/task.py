@@ -37,6 +37,8 @@ class Task:
     power_a: float = 0.01  # a of the power law of the slots
 
     def __post_init__(self):
+        if max(self.T, self.pairs, self.vocab_size) > 2**31 - 1:
+            raise ConfigError(f"T={self.T}, pairs={self.pairs}, vocab_size={self.vocab_size}: each at most {2**31 - 1}")
         if not self.pairs:
             if self.T not in PAIRS:
                 raise ConfigError(f"the benchmark has no number of pairs for T={self.T}, only for "
@@ -45,7 +47,7 @@ class Task:
         if self.pairs < 1 or self.slots < self.pairs:
             raise ConfigError(f"T={self.T} leaves {max(0, self.slots)} slots for the queries of {self.pairs} pairs: "
                               "give a T of at least four times the pairs")
-        if self.vocab_size // 2 - 1 < self.pairs or self.vocab_size > 2**31 - 1:
+        if self.vocab_size // 2 - 1 < self.pairs:
             raise ConfigError(f"vocab_size={self.vocab_size} has {max(0, self.vocab_size // 2 - 1)} keys for "
                               f"{self.pairs} pairs: give at least {2 * self.pairs + 2}")
         # beyond 20, rounding would show in the rare slots; `not <` so that NaN is refused

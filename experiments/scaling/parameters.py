@@ -3,6 +3,7 @@
     python model.py
 """
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -46,6 +47,7 @@ def table(T=1024):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"{'family':14} {'size':5} {'parameters':>12} {'Table 1':>9} {'off':>6} {'FLOPs/token':>12} "
           f"{'state at 1024':>14}")
     for family, size, parameters, paper, flops, state in table():
