@@ -30,6 +30,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from configurator import ConfigError, env_int
+from kernels.ops import same_documents
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
@@ -164,7 +165,8 @@ def prepare_layers(model, config):
         if config.compile:
             layer.forward = torch.compile(layer.forward)
         if config.recompute == "block" or config.recompute == "every_other" and i % 2 == 0:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False,
+                                              context_fn=same_documents)
 
 
 def shard(model, config, device):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.linear_attention import delta_rule, gated_delta_rule, kda, mesa, retention, wkv4
-from kernels.ops import attention, causal_conv1d, conv_state, rms_norm
+from kernels.ops import attention, causal_conv1d, conv_state, documents_of, rms_norm
 
 # --------------------------------------------------------------------------------------------------- shared by families
 
@@ -108,9 +108,11 @@ def rotary_angles(first, last, n, device):
 
 
 def token_shift(x, last):
-    """The token before each: x (B, T, d) shifted by one step, with `last` (B, d), or zeros, in front."""
+    """The token before each: x (B, T, d) shifted by one step, with `last` (B, d), or zeros, in front, and
+    zeros where a document begins."""
     first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
-    return torch.cat([first, x[:, :-1]], 1)  # (B, T, d)
+    before, found = torch.cat([first, x[:, :-1]], 1), documents_of(x) if last is None else None  # (B, T, d)
+    return before if found is None else before.masked_fill(found.starts[..., None], 0)
 
 
 def ramp(n):

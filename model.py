@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from kernels import build
 from kernels.linear_attention import gated_linear_attention, retention
-from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
+from kernels.ops import attention, causal_conv1d, conv_state, documents, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
 from mixers import (
     KDA,
@@ -79,6 +79,8 @@ class ModelConfig:
     normalize_keys: bool = True  # divide the keys of the delta rule by their length
     window: int = 0  # tokens that swa sees; 0: half of block_size
     as_released: bool = False  # RWKV, RetNet and GLA as in the code of the paper, and weight decay on all matrices
+    documents: Literal["join", "pack"] = "join"  # a window's: read through, or each from an empty state (pack)
+    end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
     backend: str = ""  # of the operators: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
     @property
@@ -100,6 +102,7 @@ class ModelConfig:
         return sum(len(FAMILIES[family]) for family in self.families)
 
 
+MIX_TOKENS = (None, *build.BODIES)  # what a mixer's `operator` may be for --documents=pack
 BACKENDS = ("", "torch", "cpu", "cuda", "fused")
 
 # -------------------------------------------------------------------------------------------------------------- mixers
@@ -662,6 +665,13 @@ class LM(nn.Module):
         if config.as_released and families[0] == "rwkv":
             self.positions = nn.Embedding(config.block_size, config.n_embd)
         self.init_weights()
+        own = [branch.mixer for _, branch in self.branches() if getattr(branch.mixer, "operator", "") not in MIX_TOKENS]
+        if config.documents == "pack" and own:
+            raise ValueError(f"documents=pack: {where_is(type(own[0]))} names no operator of kernels/ that mixes its "
+                             "tokens, and only those begin anew with a document: use --documents=join")
+        if config.documents == "pack" and self.positions is not None:
+            raise ValueError("documents=pack: RWKV as released counts positions from the window's first token: use "
+                             "--documents=join")
 
     def build_layers(self, config):
         """The layers that the config's pattern names."""
@@ -693,9 +703,11 @@ class LM(nn.Module):
         h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
         if self.positions is not None:
             h = h + self.position_embedding(idx.shape[1], state)
-        for layer, s in zip(self.layers, state if keep else [None] * len(self.layers), strict=True):
-            h, s = layer(h, s)
-            after.append(s)
+        pack = self.config.documents == "pack" and not keep  # a state belongs to one document
+        with documents((idx == self.config.end_of_text).roll(1, 1) if pack else None):
+            for layer, s in zip(self.layers, state if keep else [None] * len(self.layers), strict=True):
+                h, s = layer(h, s)
+                after.append(s)
         h = self.norm(h[:, -1:] if last_only else h)
         logits = loss = None
         if loss_only and self.config.backend != "torch" and not torch.compiler.is_compiling():
@@ -720,7 +732,8 @@ class LM(nn.Module):
         """A small model of the same code, for self_check.py: every family of this one once, in one layer."""
         families = list(dict.fromkeys(self.config.families))
         return type(self)(replace(self.config, pattern=",".join(families), n_layer=len(families), n_embd=32, n_head=2,
-                                  vocab_size=64, mlp_multiple=16, block_size=128, window=24, backend=backend))
+                                  vocab_size=64, mlp_multiple=16, block_size=128, window=24, backend=backend,
+                                  documents="join", end_of_text=0))
 
     def toy_batch(self):
         """Tokens and targets (2, 66) for a toy."""

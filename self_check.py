@@ -43,6 +43,9 @@ def self_check(model):
             plain.load_state_dict(toy.state_dict())
             batch = [a.to(device) for a in toy.toy_batch()]
             agreed, worst, left_out = compare(toy, plain, batch)
+            if getattr(model.config, "documents", "join") == "pack":
+                toy.config.documents = plain.config.documents = "pack"
+                agreed, worst = ["documents", *agreed], max(worst, *compare(toy, plain, batch, states=False)[1:2])
         except (ValueError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -54,7 +57,7 @@ def self_check(model):
     return f"self-check: {what}{left_out} ({1000 * (time.perf_counter() - began):.0f} ms)"
 
 
-def compare(toy, plain, batch):
+def compare(toy, plain, batch, states=True):
     """([what agreed], largest difference, what was left out). Raises ConfigError for the first pair that differs."""
     agreed, errors, backend = [], [0.0], toy.config.backend
     dtype = torch.bfloat16 if backend == "fused" else torch.float32  # some of those kernels take 16 bits only
@@ -73,6 +76,8 @@ def compare(toy, plain, batch):
         agree("the loss alone and from logits", run(toy, from_logits), lambda: f"{place(type(toy).forward)} with "
               f"logits and {build.BODIES['linear_cross_entropy'][0]}, the loss alone,", TORCH)
         agree(f"{backend or 'native'} and plain operators", run(plain), lambda: which_operator(toy, run, dtype), TORCH)
+    if not states:  # a state belongs to one document
+        return agreed, max(errors), ""
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without:
         return agreed, max(errors), f"; state left out: {', '.join(dict.fromkeys(without))} keeps none"

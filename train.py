@@ -389,6 +389,11 @@ def main(argv):
     config.out_dir = config.out_dir or f"out/{name}"
     device = distributed.open_device(config)
     tokens = Tokens(find_dataset(config.dataset), vocab_size=config.vocab_size or None, block_size=config.block_size)
+    if config.documents == "pack" and config.end_of_text < 0:
+        config.end_of_text = tokens.meta.get("end_of_text", -1)
+        if config.end_of_text < 0:
+            raise ConfigError(f"documents=pack: {tokens.folder / 'meta.json'} does not say which token ends a "
+                              "document: give --end_of_text, or --documents=join")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)

@@ -42,6 +42,7 @@ from kernels import build, fused, ops
 CHUNK = 64  # steps: of 16, 32, 64, 128 the fastest for retention and the delta rule at widths 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 cost a tenth more
 CG_STEPS = 30  # of the conjugate gradients of Mesa, at most: the paper's
+CLOSED = -1e4  # log of a decay that is 0, in any floating point type
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
 
 
@@ -286,7 +287,14 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
 
 def _run(op, backend, loop, chunks, timed, constants, state, library=None, library_cannot=None):
     """loop and chunks take (*timed, *constants, state), of which `timed` are (B, T, ...)."""
-    v = timed[1]
+    v, found = timed[1], ops.documents_of(timed[1]) if state is None else None
+    if found is not None:
+        with ops.documents(None):
+            if op == "gated_linear_attention" and backend != "torch":  # a closed gate is a document's beginning
+                gates = timed[3].masked_fill(found.starts[..., None, None], CLOSED)
+                return _run(op, "", loop, chunks, (*timed[:3], gates), constants, None)
+            each = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None, None)[0]
+            return ops.by_document(each, timed, found), None
     chosen = build.choose(op, backend, v.device.type, build.compute_dtype(v), library_cannot=library_cannot)
     if v.shape[1] == 1:  # a step of generation
         return loop(*timed, *constants, state)

@@ -12,6 +12,7 @@ needs a sixth of the memory. What the operators share stands here too: checks, a
     python -m pytest tests/test_ops.py
 """
 
+import contextlib
 import functools
 
 import torch
@@ -63,6 +64,63 @@ def in_pieces(loop, timed, state):
         y, state = checkpoint(loop, *part, state, use_reentrant=False) if recompute else loop(*part, state)
         ys.append(y)
     return (torch.cat(ys, 1), state) if ys else loop(*timed, state)
+
+
+# ---------------------------------------------------------------------------------------------------------- documents
+
+class Documents:
+    """Where documents begin in rows of tokens. starts: (B, T), True at the first token of each."""
+
+    def __init__(self, starts):
+        self.starts = starts.index_fill(1, torch.zeros(1, dtype=torch.long, device=starts.device), True)  # rows too
+        first = self.starts.flatten().nonzero()[:, 0]  # (S,)
+        self.cu_seqlens = F.pad(first, (0, 1), value=starts.numel())  # (S + 1,) in the rows end to end
+
+    def head(self, n):
+        """(positions in the rows end to end, positions in their documents) of the first n tokens of each document."""
+        offset = torch.arange(n, device=self.starts.device)
+        position = self.cu_seqlens[:-1, None] + offset  # (S, n)
+        inside = position < self.cu_seqlens[1:, None]
+        return position[inside], offset.expand_as(position)[inside]
+
+
+_documents = None
+
+
+@contextlib.contextmanager
+def documents(starts):
+    """Inside, every operator that is given no state begins anew where starts (B, T) is True; None: rows are read
+    through. So a mixer needs no line for it, whatever it is made of. The backward needs no context, except where it
+    recomputes the forward (`same_documents`)."""
+    global _documents
+    before, _documents = _documents, None if starts is None else Documents(starts)
+    try:
+        yield
+    finally:
+        _documents = before
+
+
+def same_documents():
+    """The contexts of a forward and of its recomputation, for torch.utils.checkpoint's context_fn."""
+    return contextlib.nullcontext(), documents(None if _documents is None else _documents.starts)
+
+
+def documents_of(x):
+    """The Documents of x (B, T, ...), or None. Raises ValueError where x has other rows than the documents."""
+    if _documents is not None and x.shape[:2] != _documents.starts.shape:
+        raise ValueError(f"documents are those of rows {tuple(_documents.starts.shape)}, an operator was given rows "
+                         f"{tuple(x.shape[:2])}: use --documents=join")
+    return _documents
+
+
+@build.not_compiled
+def by_document(f, tensors, found):
+    """f of each document's tensors (1, its length, ...), joined again; None stays. The plain way, and slow where
+    documents are short."""
+    lengths = found.cu_seqlens.diff().tolist()
+    parts = [[None] * len(lengths) if a is None else a.flatten(0, 1).split(lengths) for a in tensors]
+    ys = [f(*(None if a is None else a[None] for a in part)) for part in zip(*parts, strict=True)]
+    return torch.cat(ys, 1).unflatten(1, found.starts.shape)[0]
 
 
 def differentiable(name, forward, backward, fake, tensors, results=1):
@@ -173,12 +231,30 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     if backend == "fused" and (state is not None or not 2 <= W <= 4):
         backend = None
     cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
-    chosen = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot)
+    chosen, found = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot), documents_of(x)
+    if found is not None and state is None and chosen == "torch":
+        return by_document(lambda x: _conv_torch(x, weight, bias, None, silu), [x], found)
     if chosen == "torch":
         return flip(_conv_torch(flip(x, reverse, 1), weight, bias, state, silu), reverse, 1)
     if chosen == "fused":
-        return flip(_conv_fused(flip(x, reverse, 1), weight, bias, silu), reverse, 1)
-    return _conv_op(x, *map(build.cast, (weight, bias, state)), silu, reverse)
+        y = flip(_conv_fused(flip(x, reverse, 1), weight, bias, silu), reverse, 1)
+    else:
+        y = _conv_op(x, *map(build.cast, (weight, bias, state)), silu, reverse)
+    return y if found is None or state is not None else _conv_anew(y, x, weight, bias, silu, found)
+
+
+@build.not_compiled  # how many documents there are differs from batch to batch
+def _conv_anew(y, x, weight, bias, silu, found):
+    """y, with the first W - 1 tokens of each document computed again from its own."""
+    W = weight.shape[1]
+    position, offset = found.head(W - 1)  # (n,), (n,)
+    back = torch.arange(W - 1, -1, -1, device=x.device)  # of the taps: W - 1 tokens before, ... 0
+    source = (position[:, None] - back).clamp(min=0)  # (n, W)
+    rows = x.flatten(0, 1).index_select(0, source.flatten()).unflatten(0, source.shape)  # (n, W, D)
+    head = torch.einsum("nwd,dw->nd", (rows * (back <= offset[:, None])[..., None]).to(weight.dtype), weight)
+    head = head if bias is None else head + bias
+    head = (F.silu(head) if silu else head).to(y.dtype)
+    return y.flatten(0, 1).index_copy(0, position, head).view_as(y)
 
 
 def _conv_torch(x, weight, bias, state, silu):
@@ -316,6 +392,12 @@ def attention(q, k, v, window=None, backend=None):
                          f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"attention: window must be at least 1, got {window}")
+    found = documents_of(q.transpose(1, 2)) if q.shape == k.shape else None
+    if found is not None:
+        swap = lambda *tensors: [a.transpose(1, 2) for a in tensors]
+        with documents(None):
+            each = lambda *rows: attention(*swap(*rows), window=window, backend=backend).transpose(1, 2)
+            return by_document(each, swap(q, k, v), found).transpose(1, 2)
     chosen = build.choose("attention", backend, q.device.type, q.dtype)
     if chosen == "torch":
         return _softmax_attention(q, k, v, window)

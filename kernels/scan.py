@@ -138,11 +138,12 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     The arguments of mamba-ssm's selective_scan_fn in another layout: u, delta, z (B, T, D), A (D, N) negative,
     B, C (B, T, N), D, delta_bias (D,). With delta_softplus, delta = softplus(delta + delta_bias). h0 (B, D, N),
     cu_seqlens, reverse, backend, dtypes, results, errors are those of `longhorn_scan`. backend='fused' calls mamba-ssm;
-    with h0, cu_seqlens or return_last_state, which mamba-ssm lacks or does not differentiate, the native kernels run.
+    with h0, cu_seqlens, documents or return_last_state, which mamba-ssm lacks or does not differentiate, the native
+    kernels run.
     """
     _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens=cu_seqlens, mamba=True)
     if backend == "fused":
-        if return_last_state or h0 is not None or cu_seqlens is not None:
+        if return_last_state or h0 is not None or cu_seqlens is not None or ops.documents_of(u) is not None:
             backend = None
         elif build.choose("selective_scan", backend, u.device.type, u.dtype) == "fused":
             u, delta, B, C, z = (ops.flip(a, reverse, 1) for a in (u, delta, B, C, z))
@@ -171,6 +172,11 @@ def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
 
 
 def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend):
+    found = ops.documents_of(x) if h0 is None and cu_seqlens is None else None
+    if found is not None:  # rows end to end; of the states only that of the last row's last document would be of use
+        flat = [None if a is None else a.flatten(0, 1)[None] for a in (x, dt, k, q, z)]
+        y, _ = _run(update, *flat[:4], A, D, flat[4], dt_bias, None, found.cu_seqlens, reverse, backend)
+        return y.view_as(x), None
     rows = [x, dt, k, q, z]
     common = functools.reduce(torch.promote_types, {a.dtype for a in rows if a is not None})
     device, out = x.device.type, build.compute_dtype(x)

@@ -911,3 +911,29 @@ def test_the_table_is_printed(capsys, monkeypatch):
     row = next(r for r in rows if r.startswith("longhorn ") and "350M" in r)
     assert ["longhorn", "350M", f"{PARAMETERS['longhorn'][1] / 1e6:.1f}M", "369.8M"] == row.split()[:4]
     assert row.split()[-1] == f"{48 * 2048 * (16 + 3) / 1e6:.2f}M"
+
+
+@pytest.mark.parametrize("backend", ["", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_those_read_alone(family, backend):
+    """Logits, and every gradient: with documents of one token, and of none behind a row's last token."""
+    lm = tiny(family, n_layer=1, backend=backend, documents="pack", end_of_text=63)
+    idx, y = tokens(3, 100, 63), tokens(3, 100)
+    for row, at in ((0, [0, 1, 2, 40, 43, 80]), (1, [70, 99])):
+        idx[row, at] = 63
+    logits, loss = lm(idx, y)
+    alone = lm(idx, y, loss_only=True)[1]
+    grads = torch.autograd.grad(loss, list(lm.parameters())), torch.autograd.grad(alone, list(lm.parameters()))
+    lm.config.documents = "join"
+    assert not torch.allclose(lm(idx)[0], logits, atol=1e-2)
+    rows, total = [], 0.0
+    for row in range(3):
+        ends = [0, *((idx[row, :-1] == 63).nonzero()[:, 0] + 1).tolist(), 100]
+        pieces = [lm(idx[row:row + 1, a:b], y[row:row + 1, a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        rows.append(torch.cat([piece for piece, _ in pieces], 1))
+        total += sum(part * (b - a) for (_, part), a, b in zip(pieces, ends, ends[1:], strict=False)) / idx.numel()
+    torch.testing.assert_close(logits, torch.cat(rows), rtol=1e-4, atol=2e-5)
+    wanted = torch.autograd.grad(total, list(lm.parameters()))
+    for (name, _), *got, right in zip(lm.named_parameters(), *grads, wanted, strict=True):
+        for g in got:
+            assert (g - right).norm() <= 1e-4 * right.norm() + 1e-7, name

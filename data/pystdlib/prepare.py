@@ -246,6 +246,7 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
         meta = {
             "dataset": "pystdlib",
             "vocab_size": text.n_vocab,
+            "end_of_text": text.eot_token,
             "tokenizer": text.name,
             "table": text.table or None,
             "bytes_per_token": 1 if tokenizer == "bytes" else None,
