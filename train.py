@@ -37,7 +37,7 @@ import checkpoint
 import configurator
 import distributed
 from configurator import ConfigError, env_int, is_out_of_memory
-from data.loader import TokenData, Tokens, document_starts, eval_windows
+from data.loader import MixtureData, TokenData, Tokens, document_starts, eval_windows, parse_mixture
 from data.tokenizer import Text
 from experiments import tasks
 from experiments.tasks import import_harness
@@ -59,7 +59,7 @@ class TrainConfig(ModelConfig):
     seed: int = 1337  # of the weights and of the data's order
     self_check: Literal["on", "off"] = "on"  # at the start: kernels against plain loops, states against sequences
     # --- data
-    dataset: str = "pystdlib"  # a folder of data/, or a path, prepared by its prepare.py
+    dataset: str = "pystdlib"  # a prepared folder of data/, or a path; or shares of several, as a:0.8,b:0.2
     vocab_size: int = 0  # 0: the dataset's, rounded up to a multiple of 64
     batch_tokens: int = 524288  # tokens of one optimiser step, over all processes and micro-batches
     micro_batch_size: int = 8  # sequences of one micro-batch on one process: as many as fit in memory
@@ -388,7 +388,14 @@ def main(argv):
     name = Path(config.config_files[-1]).stem if config.config_files else config.model
     config.out_dir = config.out_dir or f"out/{name}"
     device = distributed.open_device(config)
-    tokens = Tokens(find_dataset(config.dataset), vocab_size=config.vocab_size or None, block_size=config.block_size)
+    parts = [(Tokens(find_dataset(name), vocab_size=config.vocab_size or None, block_size=config.block_size), share)
+             for name, share in parse_mixture(config.dataset)]
+    tokens = parts[0][0]
+    for other, _ in parts[1:]:
+        if any(other.meta.get(key) != tokens.meta.get(key) for key in ("tokenizer", "table", "vocab_size")):
+            raise ConfigError(f"dataset={config.dataset}: {other.folder} has the tokenizer "
+                              f"{other.meta['tokenizer']!r}, {tokens.folder} {tokens.meta['tokenizer']!r}, or their "
+                              "vocabularies differ: prepare one of them again")
     if config.documents == "pack" and config.end_of_text < 0:
         config.end_of_text = tokens.meta.get("end_of_text", -1)
         if config.end_of_text < 0:
@@ -396,7 +403,10 @@ def main(argv):
                               "document: give --end_of_text, or --documents=join")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
-    data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
+    if parts[1:]:
+        data = MixtureData(parts, config.block_size, config.batch_tokens, config.seed, device)
+    else:
+        data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
     seed_all(config.seed)
     model = build_model(config, device)
     if config.init_from and not (config.resume != "never" and checkpoint.candidates(config.out_dir)):

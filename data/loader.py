@@ -1,7 +1,7 @@
 """A prepared dataset: its files checked, its windows in order, the batches that training and evaluation read.
 
-A prepared folder holds train.bin and val.bin (token ids end to end, uint16 or uint32, no header) and meta.json, which
-describes them. meta.json is written last, so a folder that has one is finished; data/writer.py writes all three.
+A prepared folder holds train.bin and val.bin (token ids end to end, uint16 or uint32, no header), or shards of them,
+and meta.json, which describes them. It is written last, so a folder that has one is finished (data/writer.py).
 
     window w of a split reads tokens [w B, w B + B] : x the first B of them, y the last B     (B = block_size)
     step s of training reads windows permutation(epoch)[s W : (s + 1) W]                       (W = windows per step)
@@ -19,6 +19,7 @@ import json
 import math
 import os
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -85,12 +86,13 @@ class Tokens:
         path, recorded = self.folder / f"{split}.bin", self.meta["splits"][split]
         dtype, n_tokens = np.dtype(DTYPES[self.meta["dtype"]]), recorded["tokens"]
         again = f"prepare it again ({_prepare_command(self.folder, force=True)})"
-        if not path.is_file():
-            raise DataError(f"{path} is missing: {again}")
-        size, expected = path.stat().st_size, n_tokens * dtype.itemsize
-        if size != expected:
-            what = "truncated" if size < expected else "longer than recorded"
-            raise DataError(f"{path} is {what}: {size:,} bytes where meta.json says {expected:,}: {again}")
+        for file, entry in self._files(split):
+            if not file.is_file():
+                raise DataError(f"{file} is missing: {again}")
+            size, expected = file.stat().st_size, entry["tokens"] * dtype.itemsize
+            if size != expected:
+                what = "truncated" if size < expected else "longer than recorded"
+                raise DataError(f"{file} is {what}: {size:,} bytes where meta.json says {expected:,}: {again}")
         if n_tokens == 0:
             raise DataError(f"{path} is empty: prepare more data ({_prepare_command(self.folder, force=True)})")
         if block_size is not None and n_tokens < block_size + 1:
@@ -98,7 +100,11 @@ class Tokens:
                 f"block_size {block_size} is longer than {split}.bin ({n_tokens:,} tokens; a window needs block_size + "
                 "1): choose a smaller block or prepare more data"
             )
-        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(n_tokens,))
+        if "shards" in recorded:
+            path = self.folder
+            tokens = Shards(*zip(*((file, entry["tokens"]) for file, entry in self._files(split)), strict=True), dtype)
+        else:
+            tokens = np.memmap(path, dtype=dtype, mode="r", shape=(n_tokens,))
         largest = max(_largest(tokens), recorded.get("max_token") or 0)
         if largest >= self.vocab_size:
             raise DataError(
@@ -108,6 +114,11 @@ class Tokens:
         if n_tokens <= FULL_CHECK_TOKENS:
             self._check_content(split)
         return tokens
+
+    def _files(self, split):
+        """[(Path, its entry in meta.json), ...] of a split: train.bin, or its shards."""
+        entries = self.meta["splits"][split].get("shards", [self.meta["splits"][split]])
+        return [(self.folder / entry.get("file", f"{split}.bin"), entry) for entry in entries]
 
     def _bytes_per_token(self):
         if self.meta.get("bytes_per_token") is not None:
@@ -123,12 +134,44 @@ class Tokens:
             self._check_content(split)
 
     def _check_content(self, split):
-        path, recorded = self.folder / f"{split}.bin", self.meta["splits"][split].get("sha256")
-        if recorded and file_sha256(path) != recorded:
-            raise DataError(
-                f"{path} is not the file meta.json describes (its sha256 differs): prepare it again "
-                f"({_prepare_command(self.folder, force=True)})"
-            )
+        for path, entry in self._files(split):
+            if entry.get("sha256") and file_sha256(path) != entry["sha256"]:
+                raise DataError(
+                    f"{path} is not the file meta.json describes (its sha256 differs): prepare it again "
+                    f"({_prepare_command(self.folder, force=True)})"
+                )
+
+
+class Shards:
+    """Files of tokens read as one array: len(), slices, and what a memmap has of its file.
+
+    paths, lengths: of the files, in order. The sum of their sizes and the latest of their times stand for the file's.
+    """
+
+    ndim = 1
+
+    def __init__(self, paths, lengths, dtype):
+        self.files = [np.memmap(path, dtype, "r", shape=(n,)) for path, n in zip(paths, lengths, strict=True)]
+        self.ends, self.dtype = np.cumsum([0, *lengths]), np.dtype(dtype)
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, part):
+        """tokens[start:stop], 0 <= start; a copy where it crosses from one file into the next."""
+        start, stop, _ = part.indices(len(self))
+        first = int(np.searchsorted(self.ends, start, side="right")) - 1
+        pieces = []
+        while start < stop:
+            end = min(stop, int(self.ends[first + 1]))
+            pieces.append(self.files[first][start - self.ends[first]:end - self.ends[first]])
+            start, first = end, first + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
+
+
+def shards_sha256(entries):
+    """The sha256 of a split in shards: of those of its files, in order."""
+    return hashlib.sha256("".join(entry["sha256"] for entry in entries).encode()).hexdigest()
 
 
 def file_sha256(path):
@@ -178,6 +221,9 @@ def _well_formed(meta):
     counts = [split.get(key) for split in splits for key in ("max_token", "bytes")]
     ratios = [meta.get(key) for key in ("bytes_per_token", "xz9_bits_per_byte")]
     texts = [*(meta.get(key) for key in ("tokenizer", "table")), *(split.get("sha256") for split in splits)]
+    for shards in (split["shards"] for split in splits if "shards" in split):
+        if not all(isinstance(shard["file"], str) and count(shard["tokens"], 1) for shard in shards):
+            return False
     return (count(meta["vocab_size"], 1) and isinstance(meta["dtype"], str) and all(count(s["tokens"]) for s in splits)
             and all(n is None or count(n) for n in counts) and all(x is None or ratio(x) for x in ratios)
             and all(text is None or isinstance(text, str) for text in texts))
@@ -187,7 +233,7 @@ def _largest(tokens):
     """The largest id of a split (read whole up to FULL_CHECK_TOKENS, else in evenly spaced slices)."""
     n = len(tokens)
     if n <= FULL_CHECK_TOKENS:
-        return int(tokens.max())
+        return int(tokens[:].max())
     starts = np.linspace(0, n - SPOT_TOKENS, SPOT_CHECKS).astype(np.int64)
     return max(int(tokens[start : start + SPOT_TOKENS].max()) for start in starts)
 
@@ -201,7 +247,7 @@ def n_windows(n_tokens, block_size):
     return (n_tokens - 1) // block_size
 
 
-@functools.lru_cache(maxsize=2)  # two: a step may straddle two epochs
+@functools.lru_cache(maxsize=16)  # a step may straddle two epochs, of each set of a mixture
 def _permutation(n, seed, epoch):
     permutation = np.random.default_rng([seed, epoch]).permutation(n)
     permutation = permutation.astype(np.int32 if n <= 2**31 else np.int64)  # 8.8M windows: 35 MB rather than 70
@@ -250,7 +296,10 @@ def get_batch(tokens, windows, block_size, device="cpu"):
     if windows.size and (windows.min() < 0 or windows.max() >= limit):
         bad = windows.min() if windows.min() < 0 else windows.max()
         raise DataError(f"window {bad} is outside the split ({limit:,} windows of {block_size}): check the data order")
-    rows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[windows * block_size]  # (W, B + 1)
+    if isinstance(tokens, Shards):
+        rows = np.stack([tokens[w * block_size:(w + 1) * block_size + 1] for w in windows.tolist()])
+    else:
+        rows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[windows * block_size]  # (W, B + 1)
     return _inputs_and_targets(rows, device)
 
 
@@ -297,7 +346,7 @@ def document_starts(tokens, most=64):
     nothing marks eight documents, eight equal stretches stand for them.
     """
     listed = (tokens.meta.get("documents") or {}).get("val")
-    ends = np.flatnonzero(tokens.val == SEPARATORS.get(tokens.meta["tokenizer"], -1)) + 1
+    ends = np.flatnonzero(tokens.val[:] == SEPARATORS.get(tokens.meta["tokenizer"], -1)) + 1
     starts = [d["start"] for d in listed] if listed else np.append(0, ends[ends < len(tokens.val)])
     if len(starts) < 8:
         starts = np.linspace(0, len(tokens.val), 8, endpoint=False)
@@ -419,14 +468,102 @@ class TokenData:
                 what = f"{before[1]:,} bytes then, {now[1]:,} now"
             else:
                 what = "replaced" if now[0] != before[0] else "written to"
+            name = getattr(split, "filename", self.tokens.folder)
             raise DataError(
-                f"{split.filename} changed during the run ({what}): put the old file back, or prepare it again, and "
+                f"{name} changed during the run ({what}): put the old file back, or prepare it again, and "
                 "continue from the last checkpoint with --resume=auto"
             )
 
 
+class MixtureData(TokenData):
+    """Several data sets in stated shares: window number n of the run belongs to a set by a rule of (seed, n) alone.
+
+    The shares' common denominator is a cycle, 5 for 0.8 and 0.2: in every cycle of that many windows each set has
+    exactly its share, at places that differ from cycle to cycle. Each set's windows come in its own order, once per
+    epoch of its own. The validation split, and what is said of the data, is the first set's.
+
+    parts: [(Tokens, share as a Fraction), ...], the shares adding up to 1; the rest as for TokenData.
+    """
+
+    def __init__(self, parts, block_size, batch_tokens, seed, device="cpu"):
+        super().__init__(parts[0][0], block_size, batch_tokens, seed, device)
+        self.parts = [tokens for tokens, _ in parts]
+        cycle = math.lcm(*(share.denominator for _, share in parts))
+        self.counts = [int(share * cycle) for _, share in parts]
+        self.n_windows = [n_windows(len(tokens.train), block_size) for tokens in self.parts]
+        self.identity = {"train": shards_sha256([{"sha256": f"{tokens.sha256['train']} {count}"} for tokens, count in
+                                                 zip(self.parts, self.counts, strict=True)]),
+                         "val": self.identity["val"]}
+        self._stamps = [_file_stamp(tokens.train) for tokens in self.parts] + self._stamps[1:]
+        self.n_train_windows = int(min(n / count for n, count in zip(self.n_windows, self.counts, strict=True)) * cycle)
+
+    def windows(self, step, rank=0, world_size=1):
+        """(windows_per_step / world_size, 2) int64: (set, its window) of this process in a step."""
+        own, per_step, cycle = self.rank_slice(rank, world_size), self.windows_per_step, sum(self.counts)
+        out = np.empty((per_step, 2), dtype=np.int64)
+        members = np.repeat(np.arange(len(self.counts)), self.counts)  # (cycle,)
+        for c in range(step * per_step // cycle, ((step + 1) * per_step - 1) // cycle + 1):
+            order = np.random.default_rng([self.seed, c, cycle]).permutation(members)
+            place = np.empty(cycle, dtype=np.int64)  # of each among those of its set
+            for k, count in enumerate(self.counts):
+                place[order == k] = c * count + np.arange(count)
+            first = max(c * cycle, step * per_step)
+            for n in range(first, min((c + 1) * cycle, (step + 1) * per_step)):
+                k, at = int(order[n - c * cycle]), int(place[n - c * cycle])
+                epoch, at = divmod(at, self.n_windows[k])
+                out[n - step * per_step] = k, _permutation(self.n_windows[k], self.seed, epoch)[at]
+        return out[own]
+
+    def micro_batches(self, step, rank, world_size, micro_batch_size):
+        """As TokenData's."""
+        windows, B = self.windows(step, rank, world_size), self.block_size
+        for start in range(0, len(windows), micro_batch_size):
+            part = windows[start:start + micro_batch_size].tolist()
+            rows = np.stack([self.parts[k].train[w * B:(w + 1) * B + 1].astype(np.int64) for k, w in part])
+            yield *_inputs_and_targets(rows, self.device), len(part) / len(windows)
+
+    def where(self, step, rank, world_size):
+        k, window = self.windows(step, rank, world_size)[0].tolist()
+        return f"the last batch began at token {window * self.block_size:,} of {self.parts[k].folder}"
+
+    def verify(self):
+        for tokens in self.parts:
+            tokens.verify()
+
+    def check_unchanged(self):
+        now = [_file_stamp(tokens.train) for tokens in self.parts] + [_file_stamp(self.tokens.val)]
+        for tokens, old, new in zip([*self.parts, self.tokens], self._stamps, now, strict=True):
+            if old != new:
+                raise DataError(f"{tokens.folder} changed during the run: put its old files back, or prepare it again, "
+                                "and continue from the last checkpoint with --resume=auto")
+
+
+def parse_mixture(text):
+    """[(name, Fraction), ...] of "fineweb_edu:0.8,code:0.2"; [(text, 1)] for a single name. Raises DataError."""
+    if "," not in text:
+        return [(text, Fraction(1))]
+    parts = [part.rpartition(":") for part in text.split(",")]
+    try:
+        found = [(name.strip(), Fraction(share)) for name, _, share in parts]
+    except (ValueError, ZeroDivisionError):
+        found = []
+    total = sum(share for _, share in found)
+    if not found or total != 1 or min(share for _, share in found) <= 0 or not all(name for name, _ in found):
+        raise DataError(f"dataset={text}: give each set its share, as fineweb_edu:0.8,code:0.2, adding up to 1 (these "
+                        f"add up to {float(total):g})")
+    if math.lcm(*(share.denominator for _, share in found)) > 10_000:
+        raise DataError(f"dataset={text}: shares of at most four digits")
+    return found
+
+
 def _file_stamp(tokens):
-    """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when it is replaced, cut or written to."""
+    """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when it is replaced, cut or written to.
+    Of shards: a number for all inodes, their bytes, and the latest time; or why the first of them cannot be read."""
+    if isinstance(tokens, Shards):
+        stamps = [_file_stamp(file) for file in tokens.files]
+        bad = next((stamp for stamp in stamps if isinstance(stamp, str)), None)
+        inodes, sizes, times = zip(*stamps, strict=True) if bad is None else ((), (), ())
+        return bad or (hash(inodes), sum(sizes), max(times))
     try:
         status = os.stat(tokens.filename)
     except OSError as error:

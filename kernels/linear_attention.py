@@ -33,6 +33,7 @@ On a GPU flash-linear-attention's kernels run where they are installed (`build.c
 
 import contextlib
 import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -288,14 +289,17 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
 def _run(op, backend, loop, chunks, timed, constants, state, library=None, library_cannot=None):
     """loop and chunks take (*timed, *constants, state), of which `timed` are (B, T, ...)."""
     v, found = timed[1], ops.documents_of(timed[1]) if state is None else None
-    if found is not None:
-        with ops.documents(None):
-            if op == "gated_linear_attention" and backend != "torch":  # a closed gate is a document's beginning
-                gates = timed[3].masked_fill(found.starts[..., None, None], CLOSED)
-                return _run(op, "", loop, chunks, (*timed[:3], gates), constants, None)
-            each = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None, None)[0]
-            return ops.by_document(each, timed, found), None
     chosen = build.choose(op, backend, v.device.type, build.compute_dtype(v), library_cannot=library_cannot)
+    if found is not None and (chosen == "torch" or op == "wkv4"):
+        with ops.documents(None):
+            each = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
+            return ops.by_document(each, timed, found), None
+    if found is not None:  # the library's kernels are left aside
+        chosen = v.device.type
+        if len(timed) > 3:  # a closed gate is a document's beginning
+            gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # beta (B, T, H) beside no gate
+            starts = found.starts[(..., *[None] * (gates.dim() - 2))]
+            timed = (*timed[:-1], gates.masked_fill(starts, CLOSED))
     if v.shape[1] == 1:  # a step of generation
         return loop(*timed, *constants, state)
     if chosen == "torch":
@@ -429,9 +433,27 @@ def _gated_retention(q, k, v, log_decay, state):
     return o.unflatten(3, (M, V)).flatten(2, 3), S
 
 
+def _of_documents(v, state):
+    """For each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors: 1 where two of its tokens are of one
+    document (B H, n, n), of that of the token before the chunk (B H, n, 1), of that of its last token (B H, n, 1), and
+    whether all is one (B H, 1, 1). None where there are no documents."""
+    found = ops.documents_of(v) if state is None else None
+    if found is None:
+        return itertools.repeat((None,) * 4)
+    heads = lambda mask: mask.to(v.dtype).repeat_interleave(v.shape[2], 0)
+    chunks = found.starts.cumsum(1).split(CHUNK, 1)  # number of its document, (B, n) each
+    before = [torch.zeros_like(chunks[0][:, :1]), *(c[:, -1:] for c in chunks)]
+    return [(heads(c[:, :, None] == c[:, None]), heads((c == b)[..., None]), heads((c == c[:, -1:])[..., None]),
+             heads((b == c[:, -1:])[..., None])) for c, b in zip(chunks, before, strict=False)]
+
+
+def _masked(a, mask):
+    return a if mask is None else a * mask
+
+
 @in_full_precision
 def _retention(q, k, v, log_decay, bonus, state):
-    B, C = q.shape[0], min(CHUNK, q.shape[1])
+    B, C, given = q.shape[0], min(CHUNK, q.shape[1]), state
     S, os = _start(q, v, state).flatten(0, 1), []
     g, i = log_decay.repeat(B)[:, None], torch.arange(C, device=q.device)  # (B H, 1), (C,)
     late = 0 if bonus is None else 1  # with a bonus a query sees the state before its own step
@@ -441,10 +463,11 @@ def _retention(q, k, v, log_decay, bonus, state):
         seen = seen + torch.diag_embed(bonus.repeat(B)[:, None].expand(-1, C))
     fade = ((i + 1) * g).exp()[..., None]  # (B H, C, 1), after 1, 2, ... C steps
     q_fade, k_fade = ((i + 1 - late) * g).exp()[..., None], ((C - 1 - i) * g).exp()[..., None]
-    for q_c, k_c, v_c in _chunks(q, k, v):
+    for (q_c, k_c, v_c), (same, old, new, kept) in zip(_chunks(q, k, v), _of_documents(v, given), strict=False):
         n = q_c.shape[1]
-        os.append(torch.baddbmm((q_c * q_fade[:, :n]) @ S, q_c @ k_c.mT * seen[:, :n, :n], v_c))  # (B H, n, V)
-        S = torch.baddbmm(fade[:, n - 1:n] * S, (k_c * k_fade[:, C - n:]).mT, v_c)  # (B H, K, V)
+        before = (q_c * _masked(q_fade[:, :n], old)) @ S
+        os.append(torch.baddbmm(before, q_c @ k_c.mT * _masked(seen[:, :n, :n], same), v_c))  # (B H, n, V)
+        S = torch.baddbmm(_masked(fade[:, n - 1:n], kept) * S, (k_c * _masked(k_fade[:, C - n:], new)).mT, v_c)
     return _join(os, S, B)
 
 

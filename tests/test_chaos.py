@@ -114,8 +114,8 @@ class Run:
         for rank, output in enumerate(self.output):
             output.write_text("")
             ranks = {"RANK": rank, "LOCAL_RANK": rank, **all_know} if world > 1 else {}
-            env = {**env, **{name: str(value) for name, value in ranks.items()}}
-            self.ranks.append(context.Process(target=child, args=(argv, env, output, patches)))
+            own = {**{name: str(value) for name, value in ranks.items()}, **env}
+            self.ranks.append(context.Process(target=child, args=(argv, own, output, patches)))
             self.ranks[-1].start()
 
     def send(self, number, *ranks):

@@ -1,6 +1,7 @@
 """data/: the order of windows, the checks of a prepared folder, and each prepare.py, from small inputs, offline.
 """
 
+import contextlib
 import gzip
 import hashlib
 import importlib.util
@@ -27,6 +28,8 @@ from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n
 from data.openwebtext import prepare as openwebtext
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
+from data.tokenizer import Text
+from data.tokens import prepare as any_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 quick = settings(deadline=None, max_examples=60, database=None)
@@ -873,3 +876,148 @@ def test_shakespeare_refusals(tmp_path, monkeypatch):
     assert prepare()[1]
     monkeypatch.setattr(shakespeare, "download", lambda: 1 / 0)  # the download is kept
     assert not prepare()[1] and prepare(force=True)[1]
+
+
+# ---- data/tokens, shards, mixtures
+
+def reference(texts, text, names):
+    """{split: tokens} of units of documents, straight from the description; `names`: the number of each one's unit."""
+    found = {"train": [], "val": []}
+    for unit, of in itertools.groupby(zip(names, texts, strict=True), key=lambda pair: pair[0]):
+        for i, (_, document) in enumerate(of):
+            digest = hashlib.blake2b(f"{unit}/{i}".encode(), digest_size=8).digest()
+            split = "val" if int.from_bytes(digest, "big") / 2**64 < 0.2 else "train"
+            found[split] += [*text.encode_ordinary(document), text.eot_token]
+    return found
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """Shards of 300 tokens, batches of 300 characters, every file a unit."""
+    for name, value in (("SHARD_TOKENS", 300), ("BATCH_CHARS", 300), ("UNIT_BYTES", 1)):
+        monkeypatch.setattr(any_tokens, name, value)
+
+
+def wordpiece(folder):
+    """The folder of a tokenizer.json, trained here."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(documents(50), tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False))
+    folder.mkdir()
+    bpe.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def files_of_every_kind(folder, texts):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", texts[:40])
+    write_jsonl(folder / "b.jsonl.gz", texts[40:80])
+    with pa.output_stream(folder / "c.jsonl.zst", compression="zstd") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts[80:120]).encode())
+    pa.parquet.write_table(pa.table({"text": texts[120:150]}), folder / "d.parquet")
+    (folder / "e.txt").write_text(texts[150], encoding="utf-8")
+    return [0] * 40 + [1] * 40 + [2] * 40 + [3] * 30 + [4]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "hf"])
+def test_any_files_become_shards(small_units, tmp_path, kind):
+    """Killed at every shard, in three parts at once, and in one go: the same files, of the tokens of each document."""
+    texts = [*documents(150), "one text\n" * 100 + "the end"]
+    names = files_of_every_kind(tmp_path / "files", texts)
+    tokenizer = "bytes" if kind == "bytes" else f"hf:{wordpiece(tmp_path / 'bpe')}"
+    how = {"files": [tmp_path / "files"], "tokenizer": tokenizer, "val_fraction": 0.2}
+    whole, left = any_tokens.prepare(tmp_path / "whole", workers=2, **how)
+    expected, shards = reference(texts, Text(tokenizer), names), whole.meta["splits"]["train"]["shards"]
+    assert left == 0 and len(shards) > 5 and whole.train[:].tolist() == expected["train"]
+    assert whole.val[:].tolist() == expected["val"] and whole.meta["end_of_text"] == Text(tokenizer).eot_token
+    assert sum(split["documents"] for split in whole.meta["splits"].values()) == len(texts)
+    assert [any_tokens.prepare(tmp_path / "parts", part=f"{i}/3", **how)[1] for i in (3, 1, 2)] == [4, 2, 0]
+    record, calls = any_tokens.write_shard, []
+
+    def killed(folder, unit, shard, *rest):
+        calls.append((unit, shard))
+        if len(calls) % 2:
+            raise KeyboardInterrupt
+        return record(folder, unit, shard, *rest)
+
+    with mock.patch.object(any_tokens, "write_shard", killed):
+        for _ in range(100):
+            with contextlib.suppress(KeyboardInterrupt):
+                any_tokens.prepare(tmp_path / "killed", **how)
+                break
+    assert len(calls) == 2 * len(set(calls)), "a finished shard was made again"
+    for folder in (tmp_path / "parts", tmp_path / "killed"):
+        assert loader.Tokens(folder).meta["splits"] == whole.meta["splits"]
+        loader.Tokens(folder).verify()
+
+
+def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
+    texts = documents(200)
+    tokens, _ = any_tokens.prepare(tmp_path / "out", files=[write_jsonl(tmp_path / "a.jsonl", texts)],
+                                   tokenizer="bytes", val_fraction=0.2)
+    joined = write_folder(tmp_path / "joined", train=tokens.train[:], val=tokens.val[:])
+    a, b = (token_data(folder, batch_tokens=16 * 40) for folder in (tmp_path / "out", joined))
+    for step in range(3):
+        for (x, y, w), (u, v, t) in zip(a.micro_batches(step, 0, 2, 7), b.micro_batches(step, 0, 2, 7), strict=True):
+            assert torch.equal(x, u) and torch.equal(y, v) and w == t
+    one, two = (list(d.eval_batches(loader.eval_windows(len(d.tokens.val), 16), 0, 1, 9)) for d in (a, b))
+    assert all(torch.equal(x, u) for (x, _), (u, _) in zip(one, two, strict=True))
+    a.check_unchanged()
+    shard = tmp_path / "out" / tokens.meta["splits"]["train"]["shards"][1]["file"]
+    content = shard.read_bytes()
+    shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    refused(a.check_unchanged, "out changed during the run (written to)")
+    refused(lambda: loader.Tokens(tmp_path / "out"), shard.name, "sha256 differs")
+    shard.write_bytes(content[:-1])
+    refused(lambda: loader.Tokens(tmp_path / "out"), shard.name, "truncated")
+    shard.unlink()
+    refused(lambda: loader.Tokens(tmp_path / "out"), shard.name, "is missing")
+
+
+def test_what_any_tokens_refuses(small_units, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", documents(20))
+    how = {"files": [source], "tokenizer": "bytes", "val_fraction": 0.2}
+    prepare = lambda **changes: any_tokens.prepare(tmp_path / "out", **{**how, "force": True, **changes})
+    for changes, *words in [({"part": "4/3"}, "--part=4/3"), ({"part": "x"}, "--part=x"), ({"files": None}, "--files"),
+                            ({"text_column": "content"}, "no column 'content'"), ({"workers": 0}, "--workers 0"),
+                            ({"files": [tmp_path / "none"]}, "no such file"), ({"val_fraction": 1e-9}, "in val")]:
+        refused(lambda c=changes: prepare(**c), *words)
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
+    refused(lambda: prepare(files=[tmp_path / "bad.jsonl"]), "bad.jsonl cannot be read")
+    prepare()
+    refused(lambda: prepare(val_fraction=0.3, force=False), "from other inputs", "--force")
+
+
+@settings(deadline=None, max_examples=6, database=None)
+@given(step=st.integers(0, 200), shares=st.sampled_from(["a:0.8,b:0.2", "a:1/3,b:2/3", "a:0.5,b:0.25,c:0.25"]))
+def test_a_mixture_is_exact_and_stateless(folder_1000, step, shares):
+    """Every cycle has its shares, every epoch of a set each of its windows once, whatever the ranks."""
+    parts = [(loader.Tokens(folder_1000), share) for _, share in loader.parse_mixture(shares)]
+    data = loader.MixtureData(parts, 16, 16 * 24, 7)
+    windows = np.concatenate([data.windows(s) for s in range(step, step + 40)])
+    assert np.array_equal(data.windows(step), np.concatenate([data.windows(step, r, 3) for r in range(3)]))
+    cycle = sum(data.counts)
+    first = -step * 24 % cycle
+    for start in range(first, len(windows) - cycle + 1, cycle):
+        assert np.bincount(windows[start:start + cycle, 0]).tolist() == data.counts
+    everything = np.concatenate([data.windows(s) for s in range(30)])
+    for k, n in enumerate(data.n_windows):
+        own = everything[everything[:, 0] == k, 1]
+        assert all(sorted(own[i:i + n]) == list(range(n)) for i in range(0, len(own) - n + 1, n)) and len(own) > n
+    x, y, _ = next(data.micro_batches(step, 0, 1, 24))
+    k, w = data.windows(step)[0]
+    assert torch.equal(x[0], torch.from_numpy(parts[k][0].train[w * 16:w * 16 + 16].astype(np.int64)))
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+@pytest.mark.parametrize("text", ["a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:1.2,b:-0.2", ":0.5,b:0.5",
+                                  "a:0.12345,b:0.87655"])
+def test_a_mixture_that_does_not_add_up(text):
+    refused(lambda: loader.parse_mixture(text), f"dataset={text}: ")
