@@ -937,3 +937,13 @@ def test_packed_documents_are_those_read_alone(family, backend):
     for (name, _), *got, right in zip(lm.named_parameters(), *grads, wanted, strict=True):
         for g in got:
             assert (g - right).norm() <= 1e-4 * right.norm() + 1e-7, name
+
+
+def test_a_mixer_of_no_operator_cannot_begin_anew(monkeypatch):
+    class Mean(torch.nn.Module):
+        def __init__(self, config, layer):
+            super().__init__()
+
+    monkeypatch.setitem(FAMILIES, "mean", [Mean])
+    with pytest.raises(ValueError, match=r"documents=pack: Mean \(test_model.py\) .*--documents=join"):
+        LM(config("mean", documents="pack"))

@@ -427,6 +427,16 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
     assert lm.training
 
 
+def test_documents_are_packed(whole, data, tmp_path):
+    """Words are documents here. The start compares the operators on documents too, and a checkpoint stays readable."""
+    changes = {"documents": "pack", "end_of_text": 32, "max_iters": 4, "self_check": "on", "recompute": "block"}
+    said = succeed(arguments(data, tmp_path / "run", **changes)).out
+    assert "self-check: documents, the loss alone" in said and losses(tmp_path / "run")[0] != losses(whole)[0]
+    succeed(arguments(data, tmp_path / "plain", **{**changes, "recompute": "none", "backend": "torch"}))
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "plain"), rtol=1e-4)
+    refuse(arguments(data, tmp_path / "run", **{**changes, "documents": "join", "resume": "auto"}), "documents 'pack'")
+
+
 def test_further_sets_are_evaluated_too(whole, data, tmp_path):
     other = write_data(tmp_path / "other", seed=1, val=400)
     out = tmp_path / "run"
@@ -812,6 +822,7 @@ def test_a_loss_that_stays_not_finite_ends_the_run(data, tmp_path):
 # -------------------------------------------------------------------------------------------------- the user's mistakes
 
 MISTAKES = [
+    ({"documents": "pack"}, ["which token ends a document", "--end_of_text"]),
     ({"learning_rat": 1e-3}, ["--learning_rat'", "--learning_rate"]),
     ({"batch_size": 8}, ["batch_size", "micro_batch_size"]), ({"scan_backend": "cpu"}, ["scan_backend", "backend"]),
     ({"model": "lama"}, ["'lama'", "longhorn", "llama"]),
