@@ -170,7 +170,7 @@ def draw(rows, path):
         left.plot(r["accuracies"], [-i] * len(r["accuracies"]), "o", color=colour, alpha=0.5)
         left.plot(r["mean"], -i, "|", color=colour, ms=18)
     left.set_yticks([-i for i in range(len(full))], [r["name"].rsplit(", ", 1)[0] for r in full])
-    left.set(xlabel="held-out accuracy (%), dots: seeds", title="equal parameters, full depth")
+    left.set(xlabel="held-out accuracy (%), dots: seeds", title="full depth")
     for way, colour in COLOURS.items():
         own = [r for r in rows if (r["model"], r["directions"]) == ("vil", way)]
         line = sorted((r["n_layer"], r["mean"], r["spread"]) for r in own)
