@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from experiments.scaling.parameters import SIZES
+from kernels import fused, ops
 from kernels import linear_attention as la
-from kernels import ops
 from mixers import STEPS
 from model import LM, ModelConfig
 from tests.test_model import numel, shake, tiny, tokens
@@ -163,6 +163,28 @@ def test_against_transformers_functions():
         wanted, after = theirs(*args, initial_state=a["state"].clone(), output_final_state=True)
         torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(S, after, rtol=1e-4, atol=1e-5)
+
+
+def test_the_library_is_called_right(monkeypatch):
+    """With the arguments of flash-linear-attention's functions, here stand-ins that run the loops."""
+    def recurrent(loop):
+        def function(q, k, v, *, g, scale, initial_state, output_final_state, **beta):
+            assert scale == 1.0 and output_final_state and {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
+            return loop(q, k, v, **beta, log_decay=g, state=initial_state)
+        return function
+
+    def chunk_mesa_net(q, k, v, g, beta, lamb, *, h_kk_init, h_kv_init, output_final_state, max_CG_iteration):
+        o, (H, U) = la.mesa_ref(q, k, v, beta, g, lamb, state=(h_kk_init, h_kv_init))
+        return o, H, U
+
+    library = {"retention": recurrent(la.retention_ref), "gated_delta_rule": recurrent(la.delta_rule_ref),
+               "kda": recurrent(la.delta_rule_ref), "mesa": chunk_mesa_net}
+    monkeypatch.setattr(fused, "GPU", "cpu")
+    monkeypatch.setattr(fused, "load", lambda op: (library[op], None))
+    for case in ("retention", "shared", "gated_delta_rule", "kda", "mesa"):
+        a = {n: x.to(torch.bfloat16 if n in "qkv" else torch.float32) for n, x in inputs(case, 20).items()}
+        got, want = (operator(case)(**a, backend=backend)[0] for backend in ("fused", "torch"))
+        assert (got - want).norm() < 2**-6 * want.norm()  # beta goes to them in 16 bits
 
 
 # ------------------------------------------------------------------------------------------------ the step, and blocks
