@@ -201,6 +201,8 @@ def from_hf(config, tensors):
     this skeleton cannot express, and for tensors that are missing, left over or of another shape.
     """
     ours = model_config(config)
+    if config["model_type"] == "longhorn":  # transformers saves them with a prefix
+        tensors = {name.removeprefix("model."): t for name, t in tensors.items()}
     if ours.n_layer > len(tensors):  # before a skeleton of so many layers is made
         raise ConfigError(f"the config has {ours.n_layer} layers, more than there are tensors ({len(tensors)})")
     try:

