@@ -242,6 +242,35 @@ def packed(update, lengths, D, N, dtype=F32):
     return a, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
+def flipped(f):
+    """f from the last step to the first, by flips alone; packed sequences each for itself."""
+    def run(reverse, cu_seqlens=None, **a):
+        ends = [0, a["x"].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        flip = lambda v: torch.cat([v[:, i:j].flip(1) for i, j in zip(ends, ends[1:], strict=False)], 1)
+        a = {n: flip(v) if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items()}
+        y, hT = f(**a, cu_seqlens=cu_seqlens)
+        return flip(y), hT
+    return run
+
+
+@EVERY
+@pytest.mark.parametrize("backend", ("cpu", "torch"))
+def test_reverse_is_the_scan_of_what_is_flipped(update, backend):
+    (fast, slow), kw = SCANS[update], {"reverse": True}
+    if backend == "torch":  # the loops themselves, beside the kernels
+        fast = functools.partial(by_backend, fast)
+    for shape, dtype in (((3, 33, 19, 16), F32), ((2, 70, 5, 3), F32), ((1, 9, 5, 4), BF16)):
+        a = inputs_of(update, *shape, dtype=dtype)
+        assert not failures(a, fast=fast, slow=flipped(slow), **kw)
+        assert not failures({n: a[n] for n in a if n not in ("h0", "D", "z")}, "y", fast=fast, slow=flipped(slow), **kw)
+    a, cu = packed(update, [3, 0, 40, 1], 17, 16)
+    assert not failures(a, fast=fast, slow=flipped(slow), cu_seqlens=cu, **kw)
+
+
+def by_backend(f, backend, **a):
+    return f(**a, backend="torch")
+
+
 @EVERY
 @pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [32, 32], [31, 33, 1, 64], [3, 0, 40, 0]], ids=str)
 def test_packed_sequences_are_separate_sequences(update, lengths):
