@@ -181,7 +181,7 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
                                       ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),
     "eps of the plain RMSNorm": ("llama", OPS("weight.to(x.dtype), eps)", "weight.to(x.dtype), 1e-6)"),
                                  ("kernels/conv_norm.cu: norm_forward_rows", "kernels/ops.py: rms_norm")),
-    "decay of GLA's chunks": ("gla", LINEAR("all_ = g.exp()", "all_ = (2 * g).exp()"),
+    "decay of GLA's chunks": ("gla", LINEAR("decay = g.exp()", "decay = (2 * g).exp()"),
                               ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
     "beta of DeltaNet's chunks": (
         "deltanet", LINEAR("coupling = (b_c *", "coupling = (0.9 * b_c *"), LOOP("delta_rule")),
