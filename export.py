@@ -24,6 +24,7 @@ opened; nothing is unpickled.
 import ast
 import dataclasses
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -41,10 +42,11 @@ import torch
 import checkpoint
 import configurator
 import sample
-from configurator import ConfigError
+from configurator import ConfigError, regular
 from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
 from records import NATIVE_SOURCES, sync_folder, write_json
+from run import lock_run_dir
 
 
 @dataclass
@@ -358,7 +360,7 @@ def read(folder):
             raise ConfigError(f"{path}: there are no weights to read (a pickle as pytorch_model.bin could run code "
                               "and is not opened: save it as safetensors first)")
         try:
-            with safetensors.safe_open(path, "pt") as f:
+            with safetensors.safe_open(regular(path), "pt") as f:
                 tensors.update({name: f.get_tensor(name) for name in f.keys()})
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: not readable as safetensors: {error}") from None
@@ -367,7 +369,7 @@ def read(folder):
 
 def read_json(path):
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(regular(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give a folder with config.json and model.safetensors") from None
     except (ValueError, RecursionError) as error:
@@ -437,7 +439,7 @@ def write(folder, config, tensors, overwrite=False, files=()):
     """
     check_target(folder, FILES, overwrite)
     target = Path(folder).resolve()  # a link to a folder cannot be renamed over
-    tmp, old = (target.with_name(f"{target.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
+    tmp, old = (target.with_name(f".{target.name}.export.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
         tmp.mkdir(parents=True)
         write_json(tmp / "config.json", config)
@@ -458,11 +460,21 @@ def write(folder, config, tensors, overwrite=False, files=()):
 
 
 def check_target(folder, files, overwrite):
-    """Raises ConfigError unless `folder` is absent, empty, or to be overwritten and of nothing but `files`."""
+    """Raises ConfigError unless `folder` is absent, empty, or to be overwritten and of nothing but `files`.
+
+    Before, what a killed `write` left beside it is put back or deleted.
+    """
+    target = Path(folder).resolve()
+    for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.export.*-[0-9]*")):  # old-, then tmp-
+        if ".export.old-" in left.name and not os.path.lexists(target):
+            os.rename(left, target)
+        else:
+            shutil.rmtree(left)
     try:
         there = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}: choose another folder") from None
+    there = [name for name in there if name != ".lock"]  # of a run's folder
     other = [name for name in there if name.partition(".tmp-")[0] not in files]
     if other:
         raise ConfigError(f"{folder} holds other files ({other[0]}), never overwritten: choose another folder")
@@ -513,8 +525,8 @@ def import_folder(config):
             "table": table, "imported_from": config.from_hf}
     path = Path(config.out_dir) / "checkpoint.safetensors"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(path, tensors, meta)
+        with lock_run_dir(path.parent):
+            checkpoint.save(path, tensors, meta)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     unknown = "" if tokenizer else " (first import it again with its --tokenizer, bytes or gpt2, say)"

@@ -34,19 +34,9 @@ import torch.distributed as dist
 
 import checkpoint
 import distributed
+import records
 from configurator import ConfigError, is_out_of_memory, main_error
-from records import (
-    BadRecord,
-    Log,
-    environment,
-    fields,
-    is_finished,
-    lock_folder,
-    move_aside,
-    read_json,
-    run_files,
-    write_json,
-)
+from records import Log, environment, write_json
 
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
@@ -107,7 +97,7 @@ class Run:
         if self.is_main:
             with writing_to(self.out):
                 self.lock = lock_run_dir(self.out)  # held while this object or the process lives
-                self.aside = move_aside(self.out, begin=False)
+                self.aside = records.move_aside(self.out, begin=False)
             self.wandb = open_wandb(self.config)
         distributed.barrier()
         self.stop = StopRequest()
@@ -211,13 +201,13 @@ class Run:
             raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
                               "the same on every node")
         self.done = self.saved_step = step
-        self.complete = step > 0 and self.at_end() and is_finished(out)
+        self.complete = step > 0 and self.at_end() and records.is_finished(out)
         if self.complete:
             return
         if self.is_main:
             with writing_to(out):
                 if not resumes and not self.began_before():
-                    self.aside = move_aside(out) if run_files(out) else self.aside
+                    self.aside = records.move_aside(out) if records.run_files(out) else self.aside
                 if self.aside:
                     self.say(f"the earlier run is kept as {self.aside}")
                 if path is not None and not resumes:  # a branch's log begins with its trunk's
@@ -229,8 +219,8 @@ class Run:
 
     def began_before(self):
         """Whether the records in out_dir are of this very run, killed before its first checkpoint: it begins again."""
-        with contextlib.suppress(BadRecord), fields():
-            config = read_json(self.out / "config.json")["config"]
+        with contextlib.suppress(records.BadRecord), records.fields():
+            config = records.read_json(self.out / "config.json")["config"]
             if self.config.resume == "auto" and not (self.out / "result.json").exists():
                 return {**config, "resume": ""} == {**self.settings, "resume": ""}
         return False
@@ -581,7 +571,7 @@ class StopRequest:
 def lock_run_dir(out):
     """Lock an out_dir, see lock_folder. Raises ConfigError where another run has it."""
     try:
-        return lock_folder(out)
+        return records.lock_folder(out)
     except BlockingIOError:
         raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
 

@@ -55,6 +55,9 @@ def load_model(folder, device="cpu"):
         for key, kind in {"tokenizer": str, "table": str, "step": int, "tokens": int, "data": dict}.items():
             if not isinstance(meta.setdefault(key), (kind, type(None))):
                 raise TypeError(f"its {key} is {str(meta[key])[:80]!r}")
+        for key, value in config.items():
+            if type(value) is not type(getattr(ModelConfig, key)):  # True would do for 1 here, and fail later
+                raise TypeError(f"its {key} is {str(value)[:80]!r}")
         sizes, weights = ModelConfig(**{**config, "backend": backend}), checkpoint.unflatten(tensors, meta["skeleton"])
         with torch.device("meta"):  # takes no memory, whatever the sizes
             if wrong := checkpoint.misfit(weights["model"], LM(sizes)):

@@ -25,6 +25,7 @@ from configurator import ConfigError, main_error
 from data.tokenizer import Text
 from export import from_hf, to_hf
 from model import FAMILIES, LM, ModelConfig
+from run import lock_run_dir
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 24, "vocab_size": 64}
 PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}
@@ -391,7 +392,10 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path, run):
         checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
     refused(run(**into), "imported is not empty", "--overwrite")
     (tmp_path / "imported" / "checkpoint.safetensors.tmp-999999999").touch()  # of a writer that was killed
-    assert run(**into, overwrite="true")[0] == 0 and os.listdir(tmp_path / "imported") == ["checkpoint.safetensors"]
+    assert run(**into, overwrite="true")[0] == 0
+    assert sorted(os.listdir(tmp_path / "imported")) == [".lock", "checkpoint.safetensors"]
+    with lock_run_dir(tmp_path / "imported"):
+        refused(run(**into, overwrite="true"), "another run writes to")
     (tmp_path / "imported" / "log.jsonl").touch()
     refused(run(**into, overwrite="true"), "log.jsonl", "never overwritten")
 
@@ -415,6 +419,11 @@ def test_a_failure_leaves_what_was_there(name, there, tmp_path, run, monkeypatch
         refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
     assert sorted(os.listdir(tmp_path)) == entries
     assert not there or export.load(to).config.model == "gla"
+    if there:  # killed between its two renames: the next command puts the old model back, and says that it is there
+        os.rename(to, tmp_path / ".folder.export.old-17")
+        (tmp_path / ".folder.export.tmp-17").mkdir()
+        refused(run(out_dir=tmp_path / "run", to=to), "folder is not empty", "--overwrite")
+        assert sorted(os.listdir(tmp_path)) == entries and export.load(to).config.model == "gla"
 
 
 class Bomb:
