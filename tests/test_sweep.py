@@ -39,7 +39,7 @@ STAND_IN = textwrap.dedent("""
         if asked:
             time.sleep(0.5)  # a large checkpoint on a slow disk
             (out / "at").write_text(str(i)); note("saved"); sys.exit(0)
-    (out / "result.json").write_text(json.dumps({"val_loss": 1.0})); note("ended")
+    (out / "result.json").write_text(json.dumps({"val_loss": 1.0, "steps": 1})); note("ended")
 """)
 
 
@@ -58,7 +58,7 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
     folder = tmp_path / "sweep"
     cells = [Cell("a", []), Cell("bad", ["--fail=b"]), Cell("c", []), Cell("done", [])]
     (folder / "done").mkdir(parents=True)
-    (folder / "done" / "result.json").write_text("{}")
+    (folder / "done" / "result.json").write_text('{"steps": 1}')
     failed = runner.run_cells(cells, folder, jobs=2, script=str(stand_in), gpus=[])
     assert list(failed) == ["bad"] and "out of luck with b (exit 3" in failed["bad"]
     assert [runner.finished(folder, c) for c in cells] == [True, False, True, True]
@@ -279,7 +279,7 @@ def test_further_budgets_branch_from_what_is_there(tmp_path):
     more = lambda: sweep.seed_cells(preset, (), "longhorn", "460K", 2e-3, 1001, {256, 1024, 2048}, tmp_path)
     assert [c.after for c in more()] == ["", more()[0].name, more()[0].name]
     (tmp_path / first[0].name).mkdir()
-    (tmp_path / first[0].name / "result.json").write_text("{}")
+    (tmp_path / first[0].name / "result.json").write_text('{"steps": 1}')
     (tmp_path / first[0].name / "config.json").write_text("{}")
     longer, same, shorter = more()
     assert longer.after == first[0].name and longer.at["from"] == 819 and "--keep_steps=1638" in longer.argv
@@ -320,7 +320,7 @@ def pretend(monkeypatch):
             for c in cells:
                 (folder / c.name).mkdir(exist_ok=True)
                 for file in ("result.json", "config.json"):
-                    (folder / c.name / file).write_text("{}")
+                    (folder / c.name / file).write_text('{"steps": 1}')
             return {}
 
         def read_run(folder, at):
