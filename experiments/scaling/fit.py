@@ -273,8 +273,8 @@ def _spread(M, y, theta, N, D):
 
 
 def _rank(S, confidence):
-    """Index of the sorted draw that bounds an interval; S: S is too few. Not the quantile `confidence`, but halfway from
-    there to 1: the noise is that of few runs, and the plain quantile covers too little on the presets' designs."""
+    """Index of the sorted draw that bounds an interval; S: S is too few. Not the quantile `confidence`, but halfway
+    from there to 1: the noise is that of few runs, and the plain quantile covers too little on the presets' designs."""
     return math.ceil((1 + confidence) / 2 * (S + 1)) - 1
 
 
