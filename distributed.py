@@ -72,8 +72,10 @@ def open_device(config):
     device, world = named_device(config.device), env_int("WORLD_SIZE", 1, least=1)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    else:
+    elif getattr(config, "parallel", "ddp") == "ddp":
         keep_freed_memory()
+    elif platform.libc_ver()[0] == "glibc":  # shards: return gathered layers to the OS, of which each step makes many
+        ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD
     if world > 1:
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             per_process = (os.cpu_count() or 1) // env_int("LOCAL_WORLD_SIZE", world, least=1)
