@@ -107,12 +107,12 @@ def main_error(prog, *errors):
         if isinstance(error, BrokenPipeError) and _reader_has_gone("\n"):
             raise SystemExit(130) from None
         elif isinstance(error, OSError) and error.filename is not None:
-            line = f"{os.fsdecode(error.filename)}: {error.strerror}: check this path, and who may read and write it"
+            line = f"{error.filename}: {error.strerror}: check this path, and who may read and write it"
         elif is_out_of_memory(error):
             line = f"memory does not hold this ({words[:200]}): choose smaller sizes"
         elif isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():
             line = f"a number is too large ({words[:200]}): choose a smaller one"
-        elif isinstance(error, (ConfigError, *errors)) or (
+        elif isinstance(error, (ConfigError, *errors)) or words.startswith("Symlink loop from") or (
                 isinstance(error, OSError) and not isinstance(error, ConnectionError)):
             line = words or type(error).__name__
         else:

@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT))
 
 import model  # noqa: E402
 from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
-from configurator import ConfigError, main_error  # noqa: E402
+from configurator import ConfigError, main_error, regular  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
@@ -514,7 +514,7 @@ def mixer_off(family, update, backend=""):
 def read_update(path):
     """The row that a file describes: objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and if it likes name,
     note, L, S and tune. Raises ConfigError, one line."""
-    path = Path(path)
+    path = regular(path)
     found = runpy.run_path(str(path))
     for name, wanted in (("objective", "S, S_prev, k, x, p"), ("update", "S_prev, k, x, p")):
         if not callable(found.get(name)):

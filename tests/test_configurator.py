@@ -195,7 +195,8 @@ def test_main_error_takes_the_errors_it_is_given_and_no_others_nor_another_broke
     (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied: check this path"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "memory does not hold this"),
     (MemoryError(), "choose smaller sizes"), (OverflowError("int too large"), "a number is too large (int too large)"),
-    (RuntimeError("Storage size calculation overflowed"), "a number is too large")])
+    (RuntimeError("Storage size calculation overflowed"), "a number is too large"),
+    (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'")])
 def test_what_the_system_refuses_is_one_line(error, words, capsys):
     with pytest.raises(SystemExit, match="2"), configurator.main_error("p"):
         raise error
