@@ -86,7 +86,7 @@ def open_device(config):
 
 def memory_bytes(device):
     """Memory of a GPU, or of this machine."""
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -228,9 +228,12 @@ def cut_like(t, like):
     return distribute_tensor(t.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def in_step(batches, device):
-    """(x, y, True) of this process's batches; then a token that does not count, (x, y, False), until all processes have
-    read theirs: the forward of a sharded model needs every one of them."""
+def in_step(batches, device, sharded):
+    """(x, y, True) of this process's batches; with a sharded model, whose forward needs every process, then a token
+    that does not count, (x, y, False), until all processes have read theirs."""
+    if not sharded:
+        yield from ((*batch, True) for batch in batches)
+        return
     batches, token = iter(batches), torch.zeros(1, 1, dtype=torch.int64, device=device)
     while True:
         batch = next(batches, None)

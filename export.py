@@ -318,11 +318,15 @@ def own_config(config):
         raise ConfigError(f"the setting {min(unknown)} is unknown here: a newer version may have written this")
     if config.get("model") not in list(FAMILIES):  # a list: what JSON holds may have no hash
         raise ConfigError(f"model {config.get('model')!r} is not supported: only {', '.join(FAMILIES)}")
-    if not isinstance(config.get("pattern", ""), str):
-        raise ConfigError(f"pattern {config['pattern']!r} is not supported: only a string")
-    sizes = {name: config["dt_rank"] if name == "dt_rank" and config["dt_rank"] == 0 else whole(config, name)
-             for name in SETTINGS if name in config and name not in ("model", "pattern")}
-    return ModelConfig(model=config["model"], pattern=config.get("pattern", ""), **sizes)
+    settings = {name: config[name] for name in SETTINGS if name in config}
+    for name, value in settings.items():
+        default = getattr(ModelConfig, name)
+        if type(default) is int and default > 0:
+            whole(config, name)
+        elif type(value) is not type(default) or type(value) is int and not default <= value < 2**31:
+            only = {str: "a string", bool: "true or false"}.get(type(default), "a whole number")
+            raise ConfigError(f"{name} {value!r} is not supported: only {only}")
+    return ModelConfig(**settings)
 
 
 def whole(config, field, absent=None):

@@ -46,7 +46,9 @@ def load_model(folder, device="cpu"):
     """(LM in evaluation mode, the checkpoint's meta) of a run's folder. Raises CheckpointError, one line."""
     path = Path(folder) / "checkpoint.safetensors"
     tensors, meta = checkpoint.load(path)
-    if meta["config"].get("task") == "images":
+    with checkpoint.fitting(path):
+        task = dict(meta["config"]).get("task")
+    if task == "images":
         raise checkpoint.CheckpointError(f"{path} is an image classifier of vision.py, which writes no text: wrong.png "
                                          "beside it shows what it can do")
     with checkpoint.fitting(path):

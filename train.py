@@ -257,7 +257,8 @@ class Evaluate:
         parts = [windows[document == d] for d in np.unique(document)]
         total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
         for i, part in enumerate(parts):
-            for x, y, counts in distributed.in_step(data.eval_batches(part, rank, world, batch), device):
+            batches = data.eval_batches(part, rank, world, batch)
+            for x, y, counts in distributed.in_step(batches, device, sharded=self.config.parallel != "ddp"):
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     loss = model(x, y, loss_only=True)[1]
                 if counts:

@@ -209,7 +209,7 @@ class Vision(LM):
         norm = NORMS.get(config.model, RMSNorm)
         self.embed = nn.Linear(config.channels * config.patch_size**2, d)
         self.token = nn.Parameter(torch.empty(d))
-        self.positions = nn.Parameter(torch.empty(tokens_of(config), d))
+        self.patch_positions, self.positions = nn.Parameter(torch.empty(tokens_of(config), d)), None  # LM's: none
         self.layers = nn.ModuleList(Branch(norm(config), mixer(config, i)) for i in range(config.n_layer)
                                     for mixer in FAMILIES[config.model])
         self.embed_norm, self.norm = nn.Identity(), norm(config)
@@ -231,7 +231,7 @@ class Vision(LM):
         h = self.embed(patches)  # (B, T - 1, n_embd)
         middle = h.shape[1] // 2
         h = torch.cat([h[:, :middle], self.token.to(h.dtype).expand(len(h), 1, -1), h[:, middle:]], 1)
-        h = h + self.positions  # (B, T, n_embd), float32: also when the branches are not
+        h = h + self.patch_positions  # (B, T, n_embd), float32: also when the branches are not
         for i, branch in enumerate(self.layers):
             h = h + self.drop_path(branch(h)[0], i)
         logits, loss = self.head(self.norm(h[:, middle])), None  # (B, classes)
@@ -260,7 +260,7 @@ class Vision(LM):
 
     def init_table(self):
         return {**super().init_table(), "embed.weight": dense(self.embed.in_features), "embed.bias": ("constant", 0.0),
-                "token": ("normal", 0.02), "positions": ("normal", 0.02), "head.weight": ("normal", 0.02),
+                "token": ("normal", 0.02), "patch_positions": ("normal", 0.02), "head.weight": ("normal", 0.02),
                 "head.bias": ("constant", 0.0)}
 
     def parameter_count(self):

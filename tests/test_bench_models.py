@@ -90,7 +90,7 @@ def test_options():
     (step.parse, "--device=cuda", "PyTorch sees no GPU; use --device=cpu"),
     (step.parse, "--threads=0", "--threads=0: must be at least 1"), (step.parse, "--size=1B", "invalid choice"),
     (generate.parse, "--contexts=1K", "--contexts=1K: must be whole numbers"),
-    (generate.parse, "--contexts=0", "--contexts=0: must be 1 or more"),
+    (generate.parse, "--contexts=0", "--contexts=0 .. 0: must be in 1 .. 1,000,000,000"),
     (generate.parse, "--new_tokens=0", "--new_tokens=0: must be at least 1")])
 def test_a_bad_option_gets_one_line(parse, argument, words, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

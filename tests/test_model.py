@@ -903,9 +903,9 @@ def test_what_no_sequence_can_be_is_refused_in_a_line(family):
 
 def test_the_table_is_printed(capsys, monkeypatch):
     monkeypatch.setattr(parameters, "FAMILIES", ("longhorn", "rwkv4"))
-    parameters.main()
+    parameters.main([])
     head, *rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 4 and "Table 1" in head
+    assert len(rows) == 8 and "Table 1" in head
     millions = {family: tuple(round(n / 1e6, 1) for n in sizes.values()) for family, sizes in parameters.TABLE1.items()}
     assert millions == TABLE1
     row = next(r for r in rows if r.startswith("longhorn ") and "350M" in r)

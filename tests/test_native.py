@@ -309,6 +309,10 @@ def heads(n=3):
     return [torch.randn(1, 2, 70, 4, generator=torch.Generator().manual_seed(i)) for i in range(n)]
 
 
+def gates():
+    return heads()[0][..., 0].sigmoid(), -heads(4)[3][..., 0].exp()
+
+
 CALLS = {  # operator: a call of it that takes `backend`
     "longhorn_scan": longhorn, "selective_scan": mamba,
     "causal_conv1d": lambda **kw: ops.causal_conv1d(scan_inputs()[0], torch.ones(3, 4) / 7, **kw),
@@ -319,6 +323,9 @@ CALLS = {  # operator: a call of it that takes `backend`
     "gated_linear_attention": lambda **kw: la.gated_linear_attention(*heads(), -heads(4)[3].exp(), **kw)[0],
     "retention": lambda **kw: la.retention(*heads(), -torch.ones(70), **kw)[0],
     "delta_rule": lambda **kw: la.delta_rule(*heads(), heads()[0][..., 0].sigmoid(), **kw)[0],
+    "gated_delta_rule": lambda **kw: la.gated_delta_rule(*heads(), *gates(), **kw)[0],
+    "kda": lambda **kw: la.kda(*heads(), gates()[0], -heads(4)[3].exp(), **kw)[0],
+    "mesa": lambda **kw: la.mesa(*heads(), *gates(), torch.ones(70, 4), **kw)[0],
     "wkv4": lambda **kw: la.wkv4(heads()[0][:, 0], heads()[1][:, 0], torch.ones(4), torch.zeros(4), **kw)[0],
 }
 PLAIN = {  # operator: (module, attribute) of what its plain body alone calls
@@ -326,6 +333,7 @@ PLAIN = {  # operator: (module, attribute) of what its plain body alone calls
     "causal_conv1d": (ops, "_conv_torch"),
     "rms_norm": (torch.nn.functional, "rms_norm"), "linear_cross_entropy": (torch.nn.functional, "cross_entropy"),
     "attention": (ops, "_softmax_attention"), **{op: (la, f"{op}_ref") for op in list(CALLS)[6:]},
+    "gated_delta_rule": (la, "delta_rule_ref"), "kda": (la, "delta_rule_ref"),
 }
 
 

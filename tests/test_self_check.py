@@ -160,7 +160,7 @@ TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling fo
     "A times 2": ("mamba", MODEL("A = -self.A_log.exp()", "A = -2 * self.A_log.exp()")),
     "label smoothing in both": ("llama", [SMOOTH, ONE_LOSS]),
     "a cap in both": ("llama", [CAP, ONE_LOSS]),
-    "another eps of the norms": ("llama", MODEL("self.weight, 1e-5, backend", "self.weight, 1e-6, backend")),
+    "another eps of the norms": ("llama", MODEL("self.weight, self.eps, backend", "self.weight, 1e-6, backend")),
     "parallel branches": ("llama", MODEL(BRANCH, BRANCH.replace("(h, s)", "(start, s)")) + MODEL(
         LAYER, LAYER.replace("after = []", "after, start = [], h"))),
     "decay of GLA": ("gla", MODEL("self.forget2(self.forget1(x))) / 16", "self.forget2(self.forget1(x))) / 8")),

@@ -17,6 +17,7 @@ import records
 from configurator import ConfigError
 from experiments.scaling import runner, runs, sweep, table1
 from experiments.scaling.runner import Cell
+from records import BadRecord
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -325,7 +326,7 @@ def pretend(monkeypatch):
 
         def read_run(folder, at):
             if loss(at) is None:
-                raise runner.BadRecord("its loss is None: it diverged")
+                raise BadRecord("its loss is None: it diverged")
             return type("Run", (), {"half": lambda self, which: loss(at) + 9 * which})()
         monkeypatch.setattr(runner, "run_cells", run_cells)
         monkeypatch.setattr(sweep, "read_run", read_run)

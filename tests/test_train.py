@@ -237,8 +237,10 @@ def test_config_files(file):
         table5 = {**table5[file.stem[-4:]], "block_size": 1024, "batch_tokens": 524288, "vocab_size": 50304,
                   "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "grad_clip": 1.0, "dataset": "openwebtext",
                   "schedule": "cosine", "optimizer": "adamw"}
+        if config.model == "gated_deltanet":  # its own number of heads, for a state as large as Longhorn's
+            del table5["n_head"]
         assert {key: getattr(config, key) for key in table5} == table5
-        assert config.model == file.stem.split("_")[0] or file.stem.startswith("paper")
+        assert config.model == file.stem.rpartition("_")[0] or file.stem.startswith("paper")
         assert train.warmup_steps(config) == config.max_iters // 20
         rates = [train.learning_rate_factor(step, config) for step in (0, config.max_iters // 20, config.max_iters - 1)]
         assert rates == pytest.approx([20 / config.max_iters, 1, 0.1], rel=1e-4) and rates[-1] == 0.1
@@ -429,7 +431,7 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
 
 def test_documents_are_packed(whole, data, tmp_path):
     """Words are documents here. The start compares the operators on documents too, and a checkpoint stays readable."""
-    changes = {"documents": "pack", "end_of_text": 32, "max_iters": 4, "self_check": "on", "recompute": "block"}
+    changes = {"documents": "pack", "end_of_text": 32, "max_iters": 2, "self_check": "on", "recompute": "block"}
     said = succeed(arguments(data, tmp_path / "run", **changes)).out
     assert "self-check: documents, the loss alone" in said and losses(tmp_path / "run")[0] != losses(whole)[0]
     succeed(arguments(data, tmp_path / "plain", **{**changes, "recompute": "none", "backend": "torch"}))
@@ -789,9 +791,9 @@ def poisoned(calls, how="loss"):
 def test_a_step_that_is_not_finite_is_skipped_and_counted(data, tmp_path, how):
     versions, save, out = {}, checkpoint.save, tmp_path / "run"
 
-    def keep(path, tensors, meta):
+    def keep(path, tensors, meta, **rest):
         versions[meta["step"]] = {name: t.clone() for name, t in tensors.items()}
-        save(path, tensors, meta)
+        save(path, tensors, meta, **rest)
 
     with mock.patch.object(checkpoint, "save", keep):
         result = succeed(arguments(data, out, checkpoint_interval=1, max_bad_steps=3), LM=poisoned({3, 4, 7, 8}, how))

@@ -116,7 +116,7 @@ def test_vit_is_pytorchs_encoder():
         reference.norm.load_state_dict(vit.norm.state_dict())
         pixels = torch.stack([x[:, 0, i:i + 2, j:j + 2].flatten(1) for i in (0, 2, 4, 6) for j in (0, 2, 4, 6)], 1)
         h = pixels @ vit.embed.weight.T + vit.embed.bias
-        h = torch.cat([h[:, :8], vit.token.expand(3, 1, -1), h[:, 8:]], 1) + vit.positions
+        h = torch.cat([h[:, :8], vit.token.expand(3, 1, -1), h[:, 8:]], 1) + vit.patch_positions
         want = reference(h)[:, 8] @ vit.head.weight.T + vit.head.bias
         assert torch.allclose(vit(x)[0], want, atol=1e-5)
 
