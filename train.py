@@ -39,8 +39,6 @@ import distributed
 from configurator import ConfigError, env_int, is_out_of_memory
 from data.loader import MixtureData, TokenData, Tokens, document_starts, eval_windows, parse_mixture
 from data.tokenizer import Text
-from experiments import tasks
-from experiments.tasks import import_harness
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
 from run import Run, launch
@@ -207,7 +205,12 @@ class Evaluate:
                                   "as code:data/a,prose:data/b")
             windows = eval_windows(len(other.val), block, config.eval_tokens)
             self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
-        self.harness = None
+        if config.eval_tasks_interval:  # now, or a mistake in them would end the run when they are due
+            from experiments import tasks  # a change in how tasks are made is no other code of a run without them
+
+            self.harness, self.scores = tasks.import_harness(), tasks.scores
+            self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
+            self.text = Text(data.meta["tokenizer"], data.meta.get("table"))
 
     def __call__(self, model, final=False):
         """{"val_loss": nats per token, "val_tokens"}; at the end bits per byte too, both of them for each document (by
@@ -232,17 +235,13 @@ class Evaluate:
 
     def tasks(self, model):
         """Scores of eval_tasks on process 0, else None: {"perplexity": mean over tasks of that of right answers,
-        "<task>_<metric>": ...}, see experiments/harness.py. Raises ConfigError, one line."""
-        if self.harness is None:
-            self.harness = import_harness()
-            self.loaded = self.harness.load_tasks(tasks.named(self.config.eval_tasks, find_dataset("pystdlib")))
-            self.text = Text(self.data.meta["tokenizer"], self.data.meta.get("table"))
+        "<task>_<metric>": ...}, see experiments/harness.py."""
         dtype = getattr(torch, self.config.dtype)
         tokens = max(self.config.micro_batch_size * self.config.block_size, EVAL_TOKENS)
         model.eval()
         found = self.harness.evaluate(self.harness.HarnessLM(model, self.text, tokens, dtype=dtype), self.loaded)
         model.train()
-        return found and tasks.scores(found["results"])
+        return found and self.scores(found["results"])
 
     @torch.no_grad()
     def loss(self, model, data, windows):

@@ -95,10 +95,9 @@ def again(argv):
     distributed.leave()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, data, tmp_path, optimizer):
-    """Two shards begin, one process goes on, four shards read what it wrote and finish."""
-    out, how = tmp_path / "run", {"optimizer": optimizer}
+def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, data, tmp_path):
+    """Two shards begin, one process goes on, four shards read it and finish. With Muon; AdamW has the rest."""
+    out, how = tmp_path / "run", {"optimizer": "muon"}
     argv = lambda world, **more: arguments(data, out, MIXED, resume="auto", micro_batch_size=12 // world, **how, **more)
     r = launch(argv(2, parallel="fsdp"), 2, LM=last_rank_stops)
     assert r.end() == [0, 0] and saved(out)[1]["step"] == 2, r.said()
@@ -111,7 +110,7 @@ def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, 
     assert before.keys() == after.keys() and all(torch.equal(t, after[name]) for name, t in before.items())
     r = launch(argv(4, parallel="fsdp"), 4)
     assert r.end() == [0] * 4 and "continuing from" in r.said(), r.said()
-    assert_same_losses(out, one(**({} if optimizer == "adamw" else how)), 2e-6 if optimizer == "adamw" else 1e-4)
+    assert_same_losses(out, one(**how), 1e-4)
 
 
 SHORT = {**LONG, "max_iters": 30, "checkpoint_interval": 4, "eval_interval": 15, "micro_batch_size": 2,

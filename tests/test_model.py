@@ -913,8 +913,8 @@ def test_the_table_is_printed(capsys, monkeypatch):
     assert row.split()[-1] == f"{48 * 2048 * (16 + 3) / 1e6:.2f}M"
 
 
-@pytest.mark.parametrize("backend", ["", "torch"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, backend", [
+    *((family, "") for family in FAMILIES), ("longhorn", "torch"), ("llama", "torch"), ("deltanet", "torch")])
 def test_packed_documents_are_those_read_alone(family, backend):
     """Logits, and every gradient: with documents of one token, and of none behind a row's last token."""
     lm = tiny(family, n_layer=1, backend=backend, documents="pack", end_of_text=63)
