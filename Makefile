@@ -34,7 +34,7 @@ eval: $(VENV)/main $(VENV)/eval
 
 # The long forms of the fault tests, one process at a time.
 chaos: $(VENV)/main $(VENV)/test
-	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py $(ARGS)
+	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py tests/test_vision.py $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(checkpoint.__file__).resolve().parent
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 LONG_FORM = pytest.mark.skipif(not CHAOS, reason="make chaos only")
-KILLS = 50 if CHAOS else 3
+KILLS = 50 if CHAOS else 2
 STEPS = 400 if CHAOS else 80  # of a run: one process takes 7 ms for each, two on two cores 20, four 40
 TIMING = ("seconds", "tokens_per_second", "memory_bytes")
 RUN = {**LONG, "max_iters": STEPS, "eval_interval": STEPS // 4, "checkpoint_interval": STEPS // 20, "dtype": "float32"}

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
-from test_chaos import log_lines
+from test_chaos import LONG_FORM, log_lines
 from test_train import events, no_picture, record, refuse, succeed
 
 import checkpoint
@@ -281,6 +281,7 @@ def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
     assert a["model._extra_state"].numel() > 1000  # the average
 
 
+@LONG_FORM
 def test_two_processes_train_as_one_does(tmp_path, launch):
     argv = lambda out, size: arguments(tmp_path / out, batch_images=63, micro_batch_size=size)  # 32 and 31
     process = launch(argv("two", 63), 2)
