@@ -46,8 +46,9 @@ def load(config_class, argv, prog=None, tasks=None):
     """Read `argv` (config files ending in .py and --key=value, left to right) into an instance of the dataclass.
 
     The instance gets two more attributes: `config_files`, the paths read, and `overrides`, {key: value} of every key
-    that a file or the command line set. `--help` prints all keys and exits with 0. Raises ConfigError for an unknown
-    key, a wrong type or choice, an unreadable or failing file, and a ValueError of the dataclass's __post_init__.
+    that a file or the command line set. `--help` prints all keys with the values of the config files and exits with 0.
+    Raises ConfigError for an unknown key, a wrong type or choice, an unreadable or failing file, and a ValueError of
+    the dataclass's __post_init__.
 
     tasks: {value of `task` in a config file: function that returns the dataclass to use instead}.
     """
@@ -55,11 +56,11 @@ def load(config_class, argv, prog=None, tasks=None):
     kinds = typing.get_type_hints(config_class)
     values = {name: f.default if f.default is not dataclasses.MISSING else f.default_factory()
               for name, f in fields.items()}
-    if "--help" in argv or "-h" in argv:
-        print(_help(config_class, values, kinds, prog or os.path.basename(sys.argv[0])))
-        raise SystemExit(0)
+    help_asked = "--help" in argv or "-h" in argv
     config_files, overrides = [], {}
     for argument in argv:
+        if help_asked and not argument.endswith(".py"):
+            continue
         if argument.startswith("--"):
             key, equals, text = argument[2:].partition("=")
             _check_known(config_class, key, values, "--")
@@ -81,6 +82,9 @@ def load(config_class, argv, prog=None, tasks=None):
                               "--help lists all keys")
         values.update(new)
         overrides.update(new)
+    if help_asked:
+        print(_help(config_class, values, kinds, prog or os.path.basename(sys.argv[0])))
+        raise SystemExit(0)
     try:
         config = config_class(**values)
     except ValueError as error:

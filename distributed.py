@@ -199,7 +199,7 @@ def open_mesh(config, device):
     """The processes as fully_shard takes them: (all), or for hsdp (machines, processes of a machine)."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    world, here = world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    world, here = world_size(), env_int("LOCAL_WORLD_SIZE", world_size(), least=1)
     if world == 1:
         raise ConfigError(f"parallel={config.parallel} needs several processes: start train.py with torchrun "
                           "--nproc_per_node=8, or leave --parallel=ddp, with which one process trains as it is")

@@ -1,4 +1,4 @@
-"""What the families of model.py share, and the mixers beside the six of the paper's Table 1.
+"""What the families of model.py share, and the mixers that are not beside the skeleton in model.py.
 
     RWKV-4           wkv = (num' + e^{u + k} v) / (den' + e^{u + k}),  num = e^{-w} num' + e^k v,  den alike
     DeltaNet         S = (I - eps k^T k) S' + eps k^T v                    o = q S
@@ -6,7 +6,6 @@
     KDA              the same of diag(a) S', one per channel of the keys   o = q S
     Mesa             H = a H' + beta k^T k,  U = a U' + beta k^T v         o = q (H + diag(L))^-1 U
     Mamba-2          S = a S' + D B^T x                                    y = C S
-    swa              softmax over the last `window` tokens
 
 The error of a memory that answers k with v is dS/dt = -k^T (k S - v). A delta rule takes one step of it per token, and
 STEPS says which: eps = beta is forward Euler's, DeltaNet's own, and only keys of length 1 keep its beta |k|^2 below 2;
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.linear_attention import delta_rule, gated_delta_rule, kda, mesa, retention, wkv4
-from kernels.ops import attention, causal_conv1d, conv_state, documents_of, rms_norm
+from kernels.ops import causal_conv1d, conv_state, documents_of, rms_norm
 
 # --------------------------------------------------------------------------------------------------- shared by families
 
@@ -93,18 +92,6 @@ def append_to_cache(cache, k, v):
     keys, values = room_k[:, :, :T], room_v[:, :, :T]
     ROOMS[keys] = room_k, room_v, values
     return keys, values
-
-
-def apply_rotary(x, cos, sin):
-    """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) are rotated by position times frequency i."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # float32 until here, whatever x is
-
-
-def rotary_angles(first, last, n, device):
-    """Angles (last - first, n / 2) of the positions from `first` on, base 10000, float32."""
-    frequency = 10000.0 ** -(torch.arange(0, n, 2, device=device) / n)
-    return torch.arange(first, last, device=device)[:, None] * frequency
 
 
 def token_shift(x, last):
@@ -424,51 +411,3 @@ class Mamba2(nn.Module):
 
     def projections(self):
         return {"in_proj.weight": [self.d_inner, self.d_inner, self.N, self.N, self.H]}
-
-
-# ----------------------------------------------------------------------------------------------------- a sliding window
-
-class SlidingWindow(nn.Module):
-    """LLaMA's attention to the last `window` tokens, itself among them; 0: half of block_size. Its cache holds as many.
-
-    Only differences of rotary angles matter, so the cache holds keys before their rotation, and the oldest in it is at
-    position 0: the angles stay small however long the text is.
-    """
-
-    operator = "attention"
-
-    def __init__(self, config, layer):
-        super().__init__()
-        d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
-        self.window, self.backend = config.window or max(1, config.block_size // 2), config.backend
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.out_proj = nn.Linear(d, d, bias=False)
-
-    def forward(self, x, state=None):
-        B, T, d = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
-        if state is not None:
-            k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
-            state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep all of them
-        S = k.shape[2]
-        angle = rotary_angles(0, S, self.n, x.device)  # (S, n/2)
-        q, k = apply_rotary(q, angle[S - T:].cos(), angle[S - T:].sin()), apply_rotary(k, angle.cos(), angle.sin())
-        y = attention(q, k, v, self.window, backend=self.backend)  # (B, H, T, n)
-        return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state
-
-    def initial_state(self, batch_size, device):
-        empty = torch.zeros(batch_size, self.H, 0, self.n, device=device)
-        return empty, empty
-
-    def init_table(self, config):
-        return {"qkv.weight": ("normal", 0.02), "out_proj.weight": to_residual(config)}
-
-    def projections(self):
-        return {"qkv.weight": [self.qkv.in_features] * 3}
-
-    def mixing_flops(self, T):
-        w = min(T, self.window)  # token t of the first w sees t, all others w
-        return 4 * self.out_proj.in_features * (w * (w + 1) / 2 + (T - w) * w) / T
-
-    def state_size(self, T):
-        return 2 * min(T, self.window) * self.out_proj.in_features

@@ -2,8 +2,8 @@
 
 A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's
 is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches where LLaMA has those two. To add a family:
-one class with a `forward`, one row in FAMILIES, one file in config/. The six families of Table 1 are here; RWKV-4,
-DeltaNet and what several families share are in mixers.py.
+one class with a `forward`, one row in FAMILIES, one file in config/. The families of Table 1 and sliding windows are
+here; RWKV-4, the newer ones and what several families share are in mixers.py.
 
 A branch also takes and returns its state. So the model that trains on whole sequences generates token by token, and
 reads a long text in chunks, with the same code.
@@ -44,13 +44,10 @@ from mixers import (
     Mamba2,
     Mesa,
     RWKV4TimeMix,
-    SlidingWindow,
     append_to_cache,
-    apply_rotary,
     dense,
     head_norm,
     ramp,
-    rotary_angles,
     rwkv_mu,
     split_heads,
     to_residual,
@@ -253,6 +250,49 @@ class Attention(nn.Module):
 
     def state_size(self, T):
         return 2 * T * self.out_proj.in_features  # the cache
+
+
+def apply_rotary(x, cos, sin):
+    """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) are rotated by position times frequency i."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # float32 until here, whatever x is
+
+
+def rotary_angles(first, last, n, device):
+    """Angles (last - first, n / 2) of the positions from `first` on, base 10000, float32."""
+    frequency = 10000.0 ** -(torch.arange(0, n, 2, device=device) / n)
+    return torch.arange(first, last, device=device)[:, None] * frequency
+
+
+class SlidingWindow(Attention):
+    """LLaMA's attention to the last `window` tokens, itself among them; 0: half of block_size. Its cache holds as many.
+
+    Only differences of rotary angles matter, so the cache holds keys before their rotation, and the oldest in it is at
+    position 0: the angles stay small however long the text is.
+    """
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.window = config.window or max(1, config.block_size // 2)
+
+    def forward(self, x, state=None):
+        B, T, d = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
+        if state is not None:
+            k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
+            state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep all of them
+        S = k.shape[2]
+        angle = rotary_angles(0, S, self.n, x.device)  # (S, n/2)
+        q, k = apply_rotary(q, angle[S - T:].cos(), angle[S - T:].sin()), apply_rotary(k, angle.cos(), angle.sin())
+        y = attention(q, k, v, self.window, backend=self.backend)  # (B, H, T, n)
+        return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state
+
+    def mixing_flops(self, T):
+        w = min(T, self.window)  # token t of the first w sees t, all others w
+        return 4 * self.out_proj.in_features * (w * (w + 1) / 2 + (T - w) * w) / T
+
+    def state_size(self, T):
+        return super().state_size(min(T, self.window))
 
 
 class SwiGLU(nn.Module):

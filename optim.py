@@ -77,7 +77,10 @@ class Muon(torch.optim.Muon):
         for p, rows in zip(group["params"], self.rows, strict=True):
             if p.grad is None:  # of a linear map that forward left out
                 continue
-            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p.grad)
+            momentum = state["momentum_buffer"]
             p_whole, grad, momentum_whole = map(distributed.whole, (p, p.grad, momentum))  # themselves, if not sharded
             muon(*(list(a.split(rows)) for a in (p_whole, grad, momentum_whole)), **how, has_complex=False)
             if p_whole is not p:

@@ -217,7 +217,7 @@ class Evaluate:
         where a window begins), and "compare_loss" where the final windows are others than those by which evaluations
         are compared."""
         windows = self.final_windows if final else self.windows
-        loss, losses, tokens = self.loss(model, self.data, windows)
+        loss, losses, tokens = self.loss(model, self.data, windows, by_document=final)
         metrics = {"val_loss": loss, "val_tokens": sum(tokens)}
         if final and not np.array_equal(windows, self.windows):
             metrics["compare_loss"] = self.loss(model, self.data, self.windows)[0]
@@ -244,16 +244,18 @@ class Evaluate:
         return found and self.scores(found["results"])
 
     @torch.no_grad()
-    def loss(self, model, data, windows):
+    def loss(self, model, data, windows, by_document=False):
         """(mean loss in nats per token, that of each document, its tokens) over (start, length) windows; all processes
-        share the work."""
+        share the work. Unless by_document the windows count as one document."""
         model.eval()
         tokens = max(self.config.micro_batch_size * self.config.block_size, EVAL_TOKENS)
         batch = max(1, tokens // int(windows[0, 1]))
         rank, world = distributed.rank(), distributed.world_size()
         device, dtype = next(model.parameters()).device, getattr(torch, self.config.dtype)
-        document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
-        parts = [windows[document == d] for d in np.unique(document)]
+        parts = [windows]
+        if by_document:  # batches of one document each: more, and smaller
+            document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
+            parts = [windows[document == d] for d in np.unique(document)]
         total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
         for i, part in enumerate(parts):
             batches = data.eval_batches(part, rank, world, batch)
@@ -279,9 +281,8 @@ def bits_per_byte(loss, data):
 
 POSITIVE = ("block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_interval", "max_bad_steps",
             "keep_checkpoints")
-NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "checkpoint_interval",
-                "eval_tasks_interval",
-                "grad_clip", "weight_decay", "vocab_size", "seed")
+NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_tasks_interval",
+                "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size", "seed")
 
 
 def check(config):

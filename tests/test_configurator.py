@@ -1,6 +1,7 @@
 """Every key, type and mistake of configurator.py. `pytest tests/test_configurator.py`"""
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -151,6 +152,17 @@ def test_a_file_includes_another_of_its_folder(file):
 def test_a_key_set_to_its_default_is_an_override_and_a_branch_not_taken_is_none(file):
     assert load(Config, [file("n_layer = 12\nif False: dropout = 0.5")]).overrides == {"n_layer": 12}
     assert load(Config, [file("def f():\n    global n_layer\n    n_layer = 3\nf()")]).overrides == {"n_layer": 3}
+
+
+def test_help_has_the_values_and_the_settings_that_a_config_file_chooses(file, capsys):
+    @dataclasses.dataclass
+    class Images:
+        task: str = "images"  # what is trained
+        patch: int = 3  # pixels
+
+    with pytest.raises(SystemExit):
+        load(Config, [file("task = 'images'\npatch = 7"), "--help"], "train.py", {"images": lambda: Images})
+    assert re.search(r"--patch +int +7 +pixels", out := capsys.readouterr().out) and "--n_layer" not in out
 
 
 def test_help_names_every_key_with_type_default_and_meaning(capsys, monkeypatch):

@@ -74,7 +74,7 @@ def test_chunks_with_their_state_equal_the_whole(family, splits):
         assert loss is None and torch.equal(lm(part, state=state)[0], logits), "the state was not left as it was"
         state = after
         parts.append(logits)
-    close(torch.cat(parts, 1), whole)
+    close(torch.cat(parts, 1), whole, 1e-4)  # float32, matrices several times as large as at the start of training
     other = lm(torch.cat([(idx[:, :1] + 1) % 64, idx[:, 1:]], 1))[0]
     assert (other - whole).abs().amax((0, 2)).min() > 1e-6, "a later position does not see the first token"
 
@@ -293,7 +293,7 @@ def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(fami
     for t in range(80):
         _, _, state = lm(idx[:, t:t + 1], state=state, last_only=True)
         assert numel(state) == lm.state_size(t + 1)
-    caches = any(issubclass(b, (model.Attention, mixers.SlidingWindow)) for b in FAMILIES[family])
+    caches = any(issubclass(b, model.Attention) for b in FAMILIES[family])
     assert (lm.state_size(80) > lm.state_size(10)) == caches
     assert (lm.state_size(80) > lm.state_size(40)) == (caches and family != "swa")  # whose window is 12
     held = lambda s: s.untyped_storage().nbytes() // 4 if isinstance(s, torch.Tensor) else sum(map(held, s))

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 
 from kernels.linear_attention import retention
 from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy
-from mixers import KDA, DeltaNet, GatedDeltaNet, Mamba2, Mesa, RWKV4TimeMix, SlidingWindow, dense, to_residual
-from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm
+from mixers import KDA, DeltaNet, GatedDeltaNet, Mamba2, Mesa, RWKV4TimeMix, dense, to_residual
+from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm, SlidingWindow
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
