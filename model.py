@@ -75,7 +75,7 @@ class ModelConfig:
     step: Literal["explicit", "implicit", "exact"] = "explicit"  # of the delta rule; see STEPS in mixers.py
     normalize_keys: bool = True  # divide the keys of the delta rule by their length
     window: int = 0  # tokens that swa sees; 0: half of block_size
-    as_released: bool = False  # RWKV, RetNet and GLA as in the code of the paper, and weight decay on all matrices
+    as_released: bool = False  # RWKV, RetNet, GLA, weight decay and windows as in the code of the paper
     documents: Literal["join", "pack"] = "join"  # a window's: read through, or each from an empty state (pack)
     end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
     backend: str = ""  # of the operators: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest

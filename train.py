@@ -402,12 +402,14 @@ def main(argv):
         if config.end_of_text < 0:
             raise ConfigError(f"documents=pack: {tokens.folder / 'meta.json'} does not say which token ends a "
                               "document: give --end_of_text, or --documents=join")
+    if parts[1:] and config.as_released:
+        raise ConfigError(f"dataset={config.dataset}: as_released draws its windows from one dataset: name one")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     if parts[1:]:
         data = MixtureData(parts, config.block_size, config.batch_tokens, config.seed, device)
     else:
-        data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
+        data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device, config.as_released)
     seed_all(config.seed)
     model = build_model(config, device)
     if config.init_from and not (config.resume != "never" and checkpoint.candidates(config.out_dir)):

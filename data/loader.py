@@ -282,24 +282,33 @@ def step_windows(n_windows, windows_per_step, seed, step):
     return out
 
 
-def get_batch(tokens, windows, block_size, device="cpu"):
+def random_starts(n_tokens, block_size, windows_per_step, seed, step):
+    """Where the windows of a step begin when they are drawn at random with replacement, as in nanoGPT; the arguments
+    and errors are those of `step_windows`, n_tokens the split's. (windows_per_step,) int64."""
+    if n_tokens <= block_size:
+        raise DataError(f"{n_tokens} tokens hold no window of {block_size}: choose a smaller block, or more data")
+    return np.random.default_rng([seed, step]).integers(0, n_tokens - block_size, windows_per_step)
+
+
+def get_batch(tokens, starts, block_size, device="cpu"):
     """Inputs and targets of some windows.
 
     Args:
-        tokens: (n_tokens,) memmap or array; windows: (W,) indices below n_windows(n_tokens, block_size);
+        tokens: (n_tokens,) memmap or array; starts: (W,) their first tokens, each with block_size tokens behind it;
         device: a torch device or its name; to CUDA the copy is pinned and asynchronous.
     Returns: x, y: (W, block_size) int64 torch tensors; y is x shifted by one token.
     Raises: DataError for a window outside the split (a negative one would silently read from the end).
     """
-    windows = np.asarray(windows, dtype=np.int64)
-    limit = n_windows(len(tokens), block_size)
-    if windows.size and (windows.min() < 0 or windows.max() >= limit):
-        bad = windows.min() if windows.min() < 0 else windows.max()
-        raise DataError(f"window {bad} is outside the split ({limit:,} windows of {block_size}): check the data order")
+    starts = np.asarray(starts, dtype=np.int64)
+    last = len(tokens) - block_size - 1
+    if starts.size and (starts.min() < 0 or starts.max() > last):
+        bad = starts.min() if starts.min() < 0 else starts.max()
+        raise DataError(f"the window from token {bad:,} on is outside the split ({len(tokens):,} tokens, windows of "
+                        f"{block_size} begin at 0 .. {last:,}): check the data order")
     if isinstance(tokens, Shards):
-        rows = np.stack([tokens[w * block_size:(w + 1) * block_size + 1] for w in windows.tolist()])
+        rows = np.stack([tokens[start:start + block_size + 1] for start in starts.tolist()])
     else:
-        rows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[windows * block_size]  # (W, B + 1)
+        rows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[starts]  # (W, B + 1)
     return _inputs_and_targets(rows, device)
 
 
@@ -359,7 +368,8 @@ class TokenData:
     Args:
         tokens: Tokens, opened with this block_size; block_size: tokens that a training window predicts;
         batch_tokens: tokens of one optimiser step over all processes, a multiple of block_size;
-        seed: of the order of the windows; device: where batches go, a torch device or its name.
+        seed: of the order of the windows; device: where batches go, a torch device or its name;
+        with_replacement: windows begin at random tokens, instead of each of them coming once per epoch.
 
     Attributes:
         windows_per_step: int, batch_tokens / block_size; n_train_windows: int, windows of the training split;
@@ -370,14 +380,14 @@ class TokenData:
     Raises DataError, one line, for a batch that is no whole number of windows, or of more than 2^24 of them.
     """
 
-    def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu"):
+    def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu", with_replacement=False):
         if batch_tokens < block_size or batch_tokens % block_size:
             nearest = max(1, round(batch_tokens / block_size)) * block_size
             raise DataError(
                 f"batch_tokens {batch_tokens} is not a multiple of block_size {block_size}: the nearest is {nearest}"
             )
         self.tokens, self.block_size, self.batch_tokens = tokens, block_size, batch_tokens
-        self.seed, self.device = seed, device
+        self.seed, self.device, self.with_replacement = seed, device, with_replacement
         self.windows_per_step = batch_tokens // block_size
         if self.windows_per_step > MAX_WINDOWS:
             raise DataError(
@@ -400,10 +410,13 @@ class TokenData:
         per_rank = self.windows_per_step // world_size
         return slice(rank * per_rank, (rank + 1) * per_rank)
 
-    def windows(self, step, rank=0, world_size=1):
-        """(windows_per_step / world_size,) int64: the windows of this process in a step counted from 0."""
-        windows = step_windows(self.n_train_windows, self.windows_per_step, self.seed, step)
-        return windows[self.rank_slice(rank, world_size)]
+    def starts(self, step, rank=0, world_size=1):
+        """(windows_per_step / world_size,) int64: first tokens of this process's windows in a step counted from 0."""
+        if self.with_replacement:
+            starts = random_starts(len(self.tokens.train), self.block_size, self.windows_per_step, self.seed, step)
+        else:
+            starts = step_windows(self.n_train_windows, self.windows_per_step, self.seed, step) * self.block_size
+        return starts[self.rank_slice(rank, world_size)]
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
         """The micro-batches of a step on one process, in order, as (x, y, weight).
@@ -412,11 +425,11 @@ class TokenData:
         process's windows. The weights of a step add up to 1, so the sum of weight x mean loss is the mean over the step
         however it is cut, a smaller last micro-batch included.
         """
-        windows = self.windows(step, rank, world_size)
-        for start in range(0, len(windows), micro_batch_size):
-            part = windows[start : start + micro_batch_size]
+        starts = self.starts(step, rank, world_size)
+        for i in range(0, len(starts), micro_batch_size):
+            part = starts[i : i + micro_batch_size]
             x, y = get_batch(self.tokens.train, part, self.block_size, self.device)
-            yield x, y, len(part) / len(windows)
+            yield x, y, len(part) / len(starts)
 
     def eval_batches(self, windows, rank, world_size, batch_size):
         """Batches of validation windows on one process: (x, y), each (at most batch_size, length) int64 on the device.
@@ -446,7 +459,7 @@ class TokenData:
 
     def where(self, step, rank, world_size):
         """Where a step's batch begins, for an error message."""
-        first = int(self.windows(step, rank, world_size)[0]) * self.block_size
+        first = int(self.starts(step, rank, world_size)[0])
         return f"the last batch began at token {first:,} of {self.tokens.folder / 'train.bin'}"
 
     def verify(self):

@@ -141,7 +141,7 @@ def test_batch_holds_the_windows_and_their_successors(n_tokens, block, seed):
     if n == 0:
         return
     windows = step_windows(n, 3, seed, seed)
-    x, y = get_batch(tokens, windows, block)
+    x, y = get_batch(tokens, windows * block, block)
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (3, block)
     for row, window in enumerate(windows):
         start = window * block
@@ -151,8 +151,9 @@ def test_batch_holds_the_windows_and_their_successors(n_tokens, block, seed):
 
 def test_windows_outside_the_split_are_refused():
     tokens = np.arange(100, dtype=np.uint16)
-    refused(lambda: get_batch(tokens, [0, 9], 11), "window 9", "9 windows")
-    refused(lambda: get_batch(tokens, [-1], 11), "window -1")  # NumPy would read from the end
+    assert get_batch(tokens, [88], 11)[1][0, -1] == 99
+    refused(lambda: get_batch(tokens, [0, 89], 11), "from token 89 on", "begin at 0 .. 88")
+    refused(lambda: get_batch(tokens, [-1], 11), "from token -1 on")  # NumPy would read from the end
     refused(lambda: step_windows(0, 4, 0, 0), "0 windows", "prepare more data")
     refused(lambda: step_windows(5, 4, -1, 0), "seed -1")
     refused(lambda: step_windows(5, 0, 0, 0), "0 windows per step")
@@ -169,7 +170,7 @@ def token_data(folder, block_size=16, batch_tokens=192, seed=7, device="cpu"):
 @pytest.mark.parametrize("processes, micro, step", [(1, 5, 0), (2, 4, 3), (3, 9, 17), (4, 1, 500), (6, 2, 61)])
 def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes, micro, step):
     data = token_data(folder_1000)
-    order = step_windows(n_windows(1000, 16), 12, 7, step)
+    order = step_windows(n_windows(1000, 16), 12, 7, step) * 16
     x_of_step, y_of_step = get_batch(data.tokens.train, order, 16)
     parts = [list(data.micro_batches(step, rank, processes, micro)) for rank in range(processes)]
     assert torch.equal(torch.cat([x for part in parts for x, _, _ in part]), x_of_step)
@@ -177,7 +178,20 @@ def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes,
     for rank, part in enumerate(parts):
         assert [len(x) for x, _, _ in part[:-1]] == [micro] * (len(part) - 1)
         assert [weight for _, _, weight in part] == [len(x) / (12 / processes) for x, _, _ in part]
-        assert data.windows(step, rank, processes).tolist() == order[data.rank_slice(rank, processes)].tolist()
+        assert data.starts(step, rank, processes).tolist() == order[data.rank_slice(rank, processes)].tolist()
+
+
+def test_windows_with_replacement(folder_1000):
+    """As nanoGPT's: any token but the last block begins one; the same however the step is shared; another each step."""
+    data = TokenData(Tokens(folder_1000, block_size=16), 16, 192, 7, with_replacement=True)
+    starts = np.concatenate([data.starts(step) for step in range(2000)])
+    assert set(starts.tolist()) == set(range(1000 - 16)) and np.bincount(starts).max() < 3 * 24
+    assert data.starts(3).tolist() == [s for rank in range(3) for s in data.starts(3, rank, 3).tolist()]
+    assert data.starts(3).tolist() != data.starts(4).tolist()
+    (x, y, weight), = data.micro_batches(3, 1, 2, 100)
+    whole = np.asarray(data.tokens.train[:])
+    assert x.tolist() == [whole[s:s + 16].tolist() for s in data.starts(3, 1, 2)] and weight == 1
+    assert y.tolist() == [whole[s + 1:s + 17].tolist() for s in data.starts(3, 1, 2)]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5])

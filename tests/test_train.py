@@ -248,11 +248,12 @@ def test_config_files(file):
     if file.stem in (large := {  # Section 5.3, as 100B tokens in steps of 2M; and 15B in steps of 0.5M
             "longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3": 1_298_761_728,
             "gla_1b3": 1_300_015_104, "longhorn_340m": 351_224_832, "mamba_340m": 352_797_696,
-            "llama_340m": 341_099_520, "gla_340m": 341_726_208}):
+            "llama_340m": 341_099_520, "gla_340m": 341_726_208, "gated_deltanet_1b3": 1_299_947_904,
+            "gated_deltanet_340m": 341_692_800}):
         with torch.device("meta"):
             lm = train.build_model(config, "meta")
         assert lm.parameter_count()["total"] == large[file.stem]
-        tokens, warm = {"1b3": (100e9, 1e9), "340m": (15e9, 0.5e9)}[file.stem.split("_")[1]]
+        tokens, warm = {"1b3": (100e9, 1e9), "340m": (15e9, 0.5e9)}[file.stem.split("_")[-1]]
         assert config.max_iters * config.batch_tokens == pytest.approx(tokens, rel=2e-4)
         assert config.warmup_iters * config.batch_tokens == pytest.approx(warm, rel=2e-3)
 
@@ -427,6 +428,16 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
         nats, count = torch.stack(sums).sum((0, 1)).tolist()
         assert count == 100 and nats / count == pytest.approx(losses[0], rel=1e-6)
     assert lm.training
+
+
+def test_as_released_draws_its_windows(whole, data, tmp_path):
+    """The settings of the released code in a file of their own, behind a model's."""
+    released = configurator.load(TrainConfig, [str(ROOT / "config/gla_350m.py"), str(ROOT / "config/as_released.py")])
+    assert released.model == "gla" and released.max_iters == 5001 and released.batch_tokens == 480 * 1024
+    assert train.learning_rate_factor(5000, released) * released.learning_rate == pytest.approx(6e-5)
+    succeed(arguments(data, tmp_path / "run", as_released=True, max_iters=2))
+    assert losses(tmp_path / "run")[0] != losses(whole)[0]
+    refuse(arguments(data, tmp_path / "two", as_released=True, dataset=f"{data}:0.5,{data}:0.5"), "one dataset")
 
 
 def test_documents_are_packed(whole, data, tmp_path):
