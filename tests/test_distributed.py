@@ -57,8 +57,9 @@ MACHINES_OF_TWO = {"LOCAL_WORLD_SIZE": "2"}  # four processes are then two machi
     (2, {"parallel": "fsdp", "micro_batch_size": 4}, {}),  # one and a half micro-batches
     (4, {"parallel": "hsdp", "micro_batch_size": 2, "recompute": "every_other"}, {}),
     (2, {"micro_batch_size": 6, "recompute": "block"}, {}),
+    pytest.param(2, {"parallel": "fsdp", "micro_batch_size": 6, "compile": True}, {}, marks=LONG_FORM),
     pytest.param(2, {"parallel": "fsdp", "micro_batch_size": 6, "dtype": "bfloat16"}, {"dtype": "bfloat16"},
-                 marks=LONG_FORM)], ids=["fsdp", "hsdp", "ddp", "bfloat16"])
+                 marks=LONG_FORM)], ids=["fsdp", "hsdp", "ddp", "compiled", "bfloat16"])
 def test_processes_train_as_one(launch, one, data, tmp_path, world, changes, same):
     """Six kinds of mixers in three layers, an odd vocabulary, and 22 validation windows of which the last is shorter.
     In bfloat16 gradients are rounded once for each process."""
