@@ -161,7 +161,7 @@ class HarnessLM(TemplateLM):
         width = max(map(len, rows))
         idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            out = self.lm.forward(idx, state=state, **how)  # torch.compile never sees all these shapes
+            out = self.lm(idx, state=state, **how)
         return out[0], out[2] if state is not None else None
 
     def states_after(self, contexts):
