@@ -50,8 +50,9 @@ def wide(a):
 def split_heads(config, multiple=1):
     """Channels per head. Raises ValueError where heads do not divide n_embd into multiples of `multiple`."""
     if config.n_embd % (config.n_head * multiple):
-        raise ValueError(f"n_embd {config.n_embd} over n_head {config.n_head} is no number of channels per head that "
-                         f"{multiple} divides: choose an n_head that divides {config.n_embd // multiple}")
+        times = f" times {multiple}" * (multiple > 1)
+        raise ValueError(f"n_embd {config.n_embd} is no multiple of n_head {config.n_head}{times}: choose an n_head "
+                         f"that divides {config.n_embd // multiple}")
     return config.n_embd // config.n_head
 
 
