@@ -46,7 +46,7 @@ BODIES = {  # operator: (where its fast body is written, where its plain PyTorch
     "linear_cross_entropy": ("kernels/ops.py: _LinearCrossEntropy", "kernels/ops.py: linear_cross_entropy"),
     "attention": ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention"),
     "gated_linear_attention": (LA + "_gla", LA + "gated_linear_attention_ref"),
-    "retention": (LA + "_retention", LA + "retention_ref"),
+    "retention": (LA + "_retention, _gated_retention", LA + "retention_ref"),
     "delta_rule": (LA + "_delta_rule", LA + "delta_rule_ref"),
     "gated_delta_rule": (LA + "_delta_rule", LA + "delta_rule_ref"),
     "kda": (LA + "_delta_rule", LA + "delta_rule_ref"),

@@ -290,7 +290,7 @@ def _run(op, backend, loop, chunks, timed, constants, state, library=None, libra
     """loop and chunks take (*timed, *constants, state), of which `timed` are (B, T, ...)."""
     v, found = timed[1], ops.documents_of(timed[1]) if state is None else None
     chosen = build.choose(op, backend, v.device.type, build.compute_dtype(v), library_cannot=library_cannot)
-    if found is not None and (chosen == "torch" or op == "wkv4"):
+    if found is not None and chosen == "torch":
         with ops.documents(None):
             each = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
             return ops.by_document(each, timed, found), None
@@ -566,25 +566,31 @@ class _Solution(torch.autograd.Function):
 @in_full_precision
 def _wkv4(k, v, decay, bonus, state):
     """About sqrt(T) chunks of sqrt(T) steps: each step is taken in all chunks at once, then the chunks are joined.
-    The running maximum comes first and without gradients; given it, num and den are linear."""
+    The running maximum comes first and without gradients; given it, num and den are linear. Where a document begins the
+    maximum before is NOTHING, so that what it divides weighs nothing."""
     T, C = k.shape[1], 1 << k.shape[1].bit_length() // 2
+    found = ops.documents_of(v) if state is None else None
+    starts = k.new_zeros(*k.shape[:2], dtype=torch.bool) if found is None else found.starts  # (B, T)
     num, den, top = _start4(k, state)
     k, v = (F.pad(a, (0, 0, 0, -T % C), value=fill) for a, fill in ((k, NOTHING), (v, 0.0)))
+    starts = F.pad(starts, (0, -T % C))[..., None]  # (B, T, 1)
     chunks = lambda a: a.unflatten(1, (-1, C))  # (B, n, C, D)
+    begun = chunks(starts).cumsum(2) > 0  # (B, n, C, 1): a document begins at or before the step, in its chunk
+    cut = lambda a, where: a if found is None else a.masked_fill(where, NOTHING)
 
     with torch.no_grad():
         m, ms, tops, first = torch.full_like(chunks(k)[:, :, 0], NOTHING), [], [], top
-        for k_c in chunks(k).unbind(2):
-            m = torch.maximum(m - decay, k_c)
+        for k_c, starts_c in zip(chunks(k).unbind(2), chunks(starts).unbind(2), strict=True):
+            m = torch.maximum(cut(m - decay, starts_c), k_c)
             ms.append(m)  # (B, n, D)
-        for m_n in m.unbind(1):
+        for m_n, begun_n in zip(m.unbind(1), begun[:, :, -1].unbind(1), strict=True):
             tops.append(first)
-            first = torch.maximum(first - C * decay, m_n)  # (B, D)
+            first = torch.maximum(cut(first - C * decay, begun_n), m_n)  # (B, D)
         steps = torch.arange(1, C + 1, device=k.device)[:, None]
-        m = torch.maximum(torch.stack(ms, 2), torch.stack(tops, 1)[:, :, None] - steps * decay)
+        m = torch.maximum(torch.stack(ms, 2), cut(torch.stack(tops, 1)[:, :, None] - steps * decay, begun))
         m = m.flatten(1, 2)  # (B, T, D)
 
-    before = torch.cat([top[:, None], m[:, :-1]], 1)  # (B, T, D)
+    before = cut(torch.cat([top[:, None], m[:, :-1]], 1), starts)  # (B, T, D)
     fade, new = (before - decay - m).exp(), (k - m).exp()  # both <= 1
     x, p, xs, ps = 0.0, 1.0, [], []
     for f_c, new_c in zip(chunks(fade).unbind(2), torch.stack([chunks(new * v), chunks(new)]).unbind(3), strict=True):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import build, fused
+from kernels import build, fused, ops
 from kernels import linear_attention as la
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -168,6 +168,23 @@ def test_wkv4_loop_is_a_softmax_over_the_past():
         mean = sum(x * y for x, y in zip(weights, values, strict=True)) / sum(weights)
         assert np.abs((y["o"][:, t] if t < 9 else y["mean"]).numpy() - mean).max() < 1e-13
     assert np.abs(y["weight"].numpy() - np.log(sum(weights))).max() < 1e-13
+
+
+@pytest.mark.parametrize("begins", [(7,), (8,), (24,), (1, 2, 30)], ids=str)
+def test_wkv4_of_documents_whose_keys_are_far_apart(begins):
+    """The keys of each document are a hundred below those before it: what is left of its own would underflow."""
+    k, v, decay, bonus = torch.randn(1, 33, 3), torch.randn(1, 33, 3), torch.rand(3) + 1e-3, torch.randn(3)
+    starts = torch.zeros(1, 33, dtype=torch.bool)
+    starts[:, list(begins)] = True
+    k = (k - 100 * starts.cumsum(1)[..., None]).requires_grad_()
+    with ops.documents(starts):
+        o = la.wkv4(k, v, decay, bonus)[0]
+    ends = [0, *begins, 33]
+    parts = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    alone = torch.cat([la.wkv4_ref(k[:, part], v[:, part], decay, bonus)[0] for part in parts], 1)
+    torch.testing.assert_close(o, alone, rtol=1e-4, atol=1e-4)
+    got, wanted = (torch.autograd.grad(x.square().sum(), k)[0] for x in (o, alone))
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_an_empty_wkv4_state_is_none():
@@ -328,7 +345,7 @@ MISTAKES = [
     ("wkv4", "S = x_n + p_n * S", "S = x_n + S"),
     ("wkv4", "(before - decay - m).exp()", "(before - decay - m).detach().exp()"),
     ("wkv4", "tuple(a[:, T - 1].clone()", "tuple(a[:, -1].clone()"),
-    ("wkv4", "m = torch.maximum(torch.stack(ms, 2), torch.stack(tops, 1)[:, :, None] - steps * decay)",
+    ("wkv4", "m = torch.maximum(torch.stack(ms, 2), cut(torch.stack(tops, 1)[:, :, None] - steps * decay, begun))",
      "m = torch.stack(ms, 2)"),
 ]
 
