@@ -658,7 +658,8 @@ def test_scripts_speak_to_the_user(name, tmp_path):
     helped = run_python(f"data/{name}/prepare.py", "--help")
     assert helped.returncode == 0 and "--force" in helped.stdout and "data/" + name in helped.stdout
     (tmp_path / "file").write_text("")
-    failed = run_python(f"data/{name}/prepare.py", "--out", tmp_path / "file")
+    offline = ["--tokenizer=bytes"] * (name == "openwebtext")
+    failed = run_python(f"data/{name}/prepare.py", "--out", tmp_path / "file", *offline)
     assert failed.returncode == 2 and failed.stdout == ""
     assert failed.stderr.startswith("prepare.py: error: cannot write to") and len(failed.stderr.splitlines()) == 1
 
@@ -699,46 +700,33 @@ def expected_tokens(texts, encoding, val_fraction=0.0005, seed=2357):
 
 @pytest.fixture
 def local(tmp_path, monkeypatch):
-    """prepare() with a tiny encoding, its own datasets cache, and no network."""
+    """prepare() of openwebtext's recipe from local files, with a tiny encoding, in units of 50 documents."""
     pytest.importorskip("datasets")
     pytest.importorskip("tiktoken")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def prepare(files, out="out", **options):
-        options = {"encoding": tiny_encoding(), "cache_dir": str(tmp_path / "cache"), "shard_documents": 50, **options}
-        return openwebtext.prepare(tmp_path / out, [files], **options)
-
-    return prepare
+    monkeypatch.setattr(tokenizer, "tiktoken_encoding", lambda name, vocab=None: tiny_encoding())
+    monkeypatch.setattr(any_tokens, "UNIT_DOCUMENTS", 50)
+    recipe = {**any_tokens.RECIPES["openwebtext"], "source": None}
+    return lambda files, out="out", **changes: any_tokens.prepare(tmp_path / out, files=[files], **recipe | changes)[0]
 
 
 def test_openwebtext_is_nanogpts_recipe(local, tmp_path, capsys):
     texts = documents(230)
-    tokens, new = local(write_jsonl(tmp_path / "docs.jsonl", texts))
+    tokens = local(write_jsonl(tmp_path / "docs.jsonl", texts))
     train, val = expected_tokens(texts, tiny_encoding())
-    assert new and tokens.train.tolist() == train and tokens.val.tolist() == val
+    assert tokens.train[:].tolist() == train and tokens.val[:].tolist() == val
     assert tokens.vocab_size == 264 and tokens.meta["end_of_text"] == 263
     assert train.count(263) == 229  # one a document; "<|endoftext|>" in a text is text
-    n_bytes = sum(len(text.encode()) for text in texts)
     splits = tokens.meta["splits"]
-    assert splits["train"]["bytes"] + splits["val"]["bytes"] == n_bytes
-    assert tokens.bytes_per_token["train"] == splits["train"]["bytes"] / len(train)
-    assert not (tmp_path / "out/shards").exists()
-    assert f"val.bin is a single document of {len(val)} tokens: raise --val_fraction" in capsys.readouterr().err
-    assert not local(tmp_path / "docs.jsonl")[1]  # stands already
-    more, new = local(tmp_path / "docs.jsonl", val_fraction=0.1, seed=1)
-    assert new and more.val.tolist() == expected_tokens(texts, tiny_encoding(), 0.1, 1)[1]
+    assert splits["train"]["bytes"] + splits["val"]["bytes"] == sum(len(text.encode()) for text in texts)
+    assert f"val.bin is a single document of {len(val)} tokens" in capsys.readouterr().err
+    assert not (tmp_path / "out/documents").exists()
+    more = local(tmp_path / "docs.jsonl", "more", val_fraction=0.1, seed=1)
+    assert more.val[:].tolist() == expected_tokens(texts, tiny_encoding(), 0.1, 1)[1]
     assert "WARNING" not in capsys.readouterr().err
-
-
-def test_openwebtext_takes_names_as_they_are_and_says_which_file_is_bad(local, tmp_path):
-    write_jsonl(tmp_path / "x0.jsonl", ["wrong"] * 30)
-    tokens, _ = local(write_jsonl(tmp_path / "x[0].jsonl", documents(30)))
-    assert tokens.train.tolist() == expected_tokens(documents(30), tiny_encoding())[0]
-    refused(lambda: local(write_jsonl(tmp_path / "n.jsonl", [1, 2])), "'text' holds", "int64", "--text_column")
-    (tmp_path / "torn.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    refused(lambda: openwebtext.prepare(tmp_path / "o", [tmp_path / "x0.jsonl", tmp_path / "torn.jsonl"], cache_dir=str(
-        tmp_path / "cache"), encoding=tiny_encoding()), "torn.jsonl", "JSON parse error", "leave it out")
-    refused(lambda: local(tmp_path / "x0.jsonl", seed=-1), "--seed -1")
+    refused(lambda: local(tmp_path / "docs.jsonl", val_fraction=0.1), "from other inputs", "--force")
+    other = local(write_jsonl(tmp_path / "docs.jsonl", texts[:100]), force=True)  # the same name, another content
+    assert other.train[:].tolist() == expected_tokens(texts[:100], tiny_encoding())[0]
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "txt"])
@@ -753,71 +741,47 @@ def test_openwebtext_from_local_files(local, tmp_path, kind):
             parquet.write_table(pa.table({"text": texts[25 * part:][:25]}), folder / f"part{part}.parquet")
     else:
         for i, text in enumerate(texts):
-            (folder / f"{i:03d}.txt").write_text(text, encoding="utf-8")
-    tokens, _ = local(folder, workers=2 if kind == "jsonl.gz" else 1, shard_documents=10)
-    assert (tokens.train.tolist(), tokens.val.tolist()) == expected_tokens(texts, tiny_encoding())
+            (folder / f"{i:03d}.txt").write_text(text * 100, encoding="utf-8")
+        texts = [text * 100 for text in texts]
+    tokens = local(folder, workers=2 if kind == "jsonl.gz" else 1)
+    assert (tokens.train[:].tolist(), tokens.val[:].tolist()) == expected_tokens(texts, tiny_encoding())
 
 
-def interrupt_at(patch, name, call):
-    """Ctrl-C in that call of a function of openwebtext."""
-    calls = [getattr(openwebtext, name)] * (call - 1) + [mock.Mock(side_effect=KeyboardInterrupt)]
-    patch.setattr(openwebtext, name, lambda *a: calls.pop(0)(*a))
-
-
-@pytest.mark.parametrize("name, call", [("encode_documents", 4), ("finish", 1)])  # in the fourth shard; at the end
-def test_openwebtext_goes_on_after_a_kill(local, tmp_path, monkeypatch, name, call):
-    source = write_jsonl(tmp_path / "docs.jsonl", documents(230))  # train: 5 shards, val: 1
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_at(patch, name, call)
+@pytest.mark.parametrize("name, call", [("write_shard", 4), ("finish", 1)])  # in the fourth unit; at the end
+def test_openwebtext_goes_on_after_a_kill(local, tmp_path, name, call):
+    source = write_jsonl(tmp_path / "docs.jsonl", documents(230))  # train: 5 units, val: 1
+    calls = [getattr(any_tokens, name)] * (call - 1) + [mock.Mock(side_effect=KeyboardInterrupt)]
+    with mock.patch.object(any_tokens, name, lambda *a: calls.pop(0)(*a)), pytest.raises(KeyboardInterrupt):
         local(source)
     assert not looks_finished(tmp_path / "out")
-    lost = tmp_path / "out/shards/train-00001.bin"
+    lost = tmp_path / "out/00001-0000.train.bin"
     lost.write_bytes(lost.read_bytes()[:-2])  # and the disk lost a shard
-
-    encoded, encode_shard = [], openwebtext.encode_shard
-    monkeypatch.setattr(openwebtext, "encode_shard", lambda *a: encoded.append(a[3].name) or encode_shard(*a))
-    tokens, _ = local(source)
-    assert tokens.train.tolist() == expected_tokens(documents(230), tiny_encoding())[0]
-    unfinished = ["train-00003", "train-00004", "val-00000"] if name == "encode_documents" else []
-    assert sorted(encoded) == ["train-00001", *unfinished]
+    with mock.patch.object(any_tokens, "write_shard", wraps=any_tokens.write_shard) as written:
+        tokens = local(source)
+    assert tokens.train[:].tolist() == expected_tokens(documents(230), tiny_encoding())[0]
+    assert [call.args[1] for call in written.mock_calls] == ([1, 3, 4, 5] if name == "write_shard" else [1])
 
 
-def test_openwebtext_does_not_mix_shards_of_other_inputs(local, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_at(patch, "write_split", 1)
-        local(write_jsonl(tmp_path / "docs.jsonl", documents(230)))
-    assert len(list((tmp_path / "out/shards").glob("*.bin"))) == 6
-    other = [text + " more" for text in documents(230)]
-    tokens, _ = local(write_jsonl(tmp_path / "other.jsonl", other))
-    assert tokens.train.tolist() == expected_tokens(other, tiny_encoding())[0]
-    assert "starting again" in capsys.readouterr().out
-
-
-def test_openwebtext_refusals(local, tmp_path):
+def test_openwebtext_refusals(local, tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "docs.jsonl", documents(5), column="content")
-    refused(lambda: local(source), "no column 'text'", "content", "--text_column")
-    assert local(source, text_column="content")[1]
-    refused(lambda: local(write_jsonl(tmp_path / "one.jsonl", ["a"])), "1 documents cannot be split")
+    refused(lambda: local(source), "no column 'text'", "--text_column")
+    assert local(source, text_column="content")
+    refused(lambda: local(write_jsonl(tmp_path / "n.jsonl", [1, 2]), "n"), "n.jsonl", "is int, not text")
+    refused(lambda: local(write_jsonl(tmp_path / "one.jsonl", ["a"]), "one"), "one.jsonl", "--val_fraction")
     refused(lambda: local(tmp_path / "none.parquet"), "none.parquet", "no such file")
-    (tmp_path / "mixed").mkdir()
-    write_jsonl(tmp_path / "mixed/a.jsonl", ["a"])
-    for name in ("a.csv", "bad.parquet", "mixed/b.txt"):
-        (tmp_path / name).write_text("not parquet")
-    refused(lambda: local(tmp_path / "a.csv"), "a.csv", ".parquet", ".jsonl")
-    refused(lambda: local(tmp_path / "bad.parquet"), "bad.parquet", "cannot be read as parquet")
-    refused(lambda: local(tmp_path / "mixed"), "b.txt", "of one kind")
-    refused(lambda: local(source, workers=0), "--workers 0")
-    refused(lambda: local(source, val_fraction=0), "--val_fraction 0")
-
-
-def test_openwebtext_without_network(local, tmp_path, monkeypatch):
+    (tmp_path / "bad.parquet").write_text("not parquet")
+    refused(lambda: local(tmp_path / "bad.parquet", "bad"), "bad.parquet cannot be read")
+    refused(lambda: local(source, seed=-1), "--seed -1")
     unreachable = mock.Mock(side_effect=ConnectionError("no route to host\nand a long story"))
-    monkeypatch.setattr("tiktoken.get_encoding", unreachable)
-    source = write_jsonl(tmp_path / "docs.jsonl", documents(5))
-    refused(lambda: local(source, encoding=None), "vocabulary", "no route to host", "TIKTOKEN_CACHE_DIR", "--vocab")
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    refused(lambda: openwebtext.prepare(tmp_path / "hub", encoding=tiny_encoding()),
+    refused(lambda: any_tokens.prepare(tmp_path / "hub", **any_tokens.RECIPES["openwebtext"]),
             "Skylion007/openwebtext", "no route to host", "--files")
+
+
+def test_gpt2s_vocabulary_without_network(tmp_path, monkeypatch):
+    pytest.importorskip("tiktoken")
+    monkeypatch.setattr("tiktoken.get_encoding", mock.Mock(side_effect=ConnectionError("no route to host")))
+    refused(lambda: tokenizer.gpt2_encoding(), "vocabulary", "no route to host", "TIKTOKEN_CACHE_DIR", "--vocab")
     refused(lambda: tokenizer.gpt2_encoding(tmp_path), "holds no vocab.bpe")
     (tmp_path / "vocab.bpe").write_text("not it")
     refused(lambda: tokenizer.gpt2_encoding(tmp_path), "vocab.bpe is not GPT-2's")
@@ -825,11 +789,15 @@ def test_openwebtext_without_network(local, tmp_path, monkeypatch):
 
 
 def test_openwebtext_counts_are_compared_with_the_published_ones():
-    right, wrong = ({"train": {"tokens": 9_035_582_198}, "val": {"tokens": n}} for n in (4_434_897, 4_434_000))
-    line = openwebtext.count_warning(8_013_769, wrong, True)
+    def warning(n, documents=8_013_769, **changes):
+        recipe = {"source": None, "subset": None, "val_fraction": 0.0005, "seed": 2357, **changes}
+        splits = {"train": {"tokens": 9_035_582_198, "documents": documents - 10},
+                  "val": {"tokens": n, "documents": 10}}
+        return openwebtext.count_warning({"splits": splits, "recipe": recipe, "tokenizer": "gpt2"})
+
+    line = warning(4_434_000)
     assert "4,434,000" in line and "4,434,897" in line and "9,035,582,198" not in line
-    for case in ((8_013_769, right, True), (8_013_769, wrong, False), (1000, wrong, True)):
-        assert openwebtext.count_warning(*case) is None
+    assert warning(4_434_897) is warning(4_434_000, seed=1) is warning(4_434_000, 1000) is None
 
 
 def gpt2_vocabulary():
@@ -846,13 +814,12 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     source = write_jsonl(tmp_path / "docs.jsonl", ["Hello world", *documents(120)])
     done = run_python("data/openwebtext/prepare.py", "--files", source, "--vocab", gpt2_vocabulary(), "--workers", 1,
-                      "--shard_documents", 30, "--out", tmp_path / "out", "--cache_dir", tmp_path / "cache")
+                      "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     tokens = Tokens(tmp_path / "out", vocab_size=50304)
     assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
-    assert (tokens.train == 50256).sum() == 120
-    assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train)) + ","
-    assert tokens.meta["vocabulary"] == tokenizer.VOCAB_SHA256
+    assert (tokens.train[:] == 50256).sum() == 120
+    assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
     assert tokenizer.gpt2_encoding(gpt2_vocabulary()).encode("Hello world") == [15496, 995]
     assert "TIKTOKEN_CACHE_DIR" not in os.environ

@@ -1,6 +1,7 @@
 """Any text as shards of tokens: a data set of Hugging Face, streamed, or local files, with any tokenizer.
 
     python data/tokens/prepare.py fineweb_edu                            # a recipe: into data/fineweb_edu
+    python data/tokens/prepare.py openwebtext                            # as python data/openwebtext/prepare.py
     python data/tokens/prepare.py fineweb_edu --part=3/16                # on each of 16 machines, one shared folder
     python data/tokens/prepare.py allenai/c4 --subset=en --tokenizer=tiktoken:gpt2 --out data/c4
     python data/tokens/prepare.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine  # parquet, jsonl(.gz, .zst) ...
@@ -8,6 +9,7 @@
 
 Documents stay in the order of their source, each followed by the tokenizer's end of text: training reads windows in
 random order anyway. A document is held out where the source has a validation split, and else by the hash of its place.
+With --seed all documents are shuffled and split as in nanoGPT, by datasets' train_test_split: the recipe openwebtext.
 A .txt file is one document, and is encoded in pieces that end with a line.
 
 It may be killed at any time: the same command goes on. The unit of work is a source file (small ones are joined), and
@@ -21,6 +23,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,12 +33,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from data.loader import DTYPES, SPLITS, DataError, shards_sha256
 from data.tokenizer import Text, add_tokenizer
-from data.writer import finish, finished, preparing, replacing, run, token_dtype, write_split
+from data.writer import finish, finished, preparing, replacing, run, token_dtype, warn_single_document, write_split
 
 # datasets, pyarrow and tqdm are imported where they are used: they take seconds, and --help should not.
 
 MISTRAL = "hf:mistralai/Mistral-7B-v0.1"
 RECIPES = {  # name: the arguments it stands for
+    "openwebtext": {"source": "Skylion007/openwebtext", "tokenizer": "tiktoken:gpt2", "seed": 2357},  # nanoGPT's
     "slimpajama": {"source": "cerebras/SlimPajama-627B", "tokenizer": MISTRAL},
     "slimpajama_reupload": {"source": "gmongaras/SlimPajama-627B_Reupload", "tokenizer": MISTRAL},
     "slimpajama_6b": {"source": "DKYoon/SlimPajama-6B", "tokenizer": MISTRAL},
@@ -45,6 +49,7 @@ RECIPES = {  # name: the arguments it stands for
 ENDINGS = tuple(kind + packed for kind in (".parquet", ".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst"))
 SHARD_TOKENS = 100_000_000
 UNIT_BYTES = 1 << 28  # small files are joined up to this
+UNIT_DOCUMENTS = 100_000  # of a unit where all documents are shuffled
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
 OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
 
@@ -75,7 +80,7 @@ def read_file(path, column):
     try:
         if path.suffix == ".parquet":
             for batch in pa.parquet.ParquetFile(path).iter_batches(1000, columns=[column]):
-                yield from ((text or "", True) for text in batch.column(0).to_pylist())
+                yield from ((as_text(value), True) for value in batch.column(0).to_pylist())
             return
         with pa.input_stream(path, compression="detect", buffer_size=1 << 22) as stream:
             if ".txt" in path.suffixes:
@@ -88,13 +93,54 @@ def read_file(path, column):
             rest = b""
             while piece := stream.read(1 << 24):
                 *lines, rest = (rest + piece).split(b"\n")
-                yield from ((json.loads(line)[column] or "", True) for line in lines if line.strip())
+                yield from ((as_text(json.loads(line)[column]), True) for line in lines if line.strip())
             if rest.strip():
-                yield json.loads(rest)[column] or "", True
+                yield as_text(json.loads(rest)[column]), True
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         why = f"no column {column!r}" if isinstance(error, LookupError) else str(error).splitlines()[0][:100]
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {why}): repair or leave out the file, or name "
                         "another --text_column") from None
+
+
+def as_text(value):
+    """A document, "" for a missing one. Raises TypeError for what is no text."""
+    if not isinstance(value, (str, type(None))):
+        raise TypeError(f"a document is {type(value).__name__}, not text")
+    return value or ""
+
+
+def shuffled_units(source, subset, files, column, fraction, seed, folder):
+    """[(split, documents), ...] of all documents, shuffled and split as nanoGPT does it. `folder`: where those of local
+    files are kept until the end. Raises DataError."""
+    import datasets
+
+    try:
+        if files:
+            paths = list(itertools.chain.from_iterable(local_units(files)))
+            stamps = [(path, path.stat().st_mtime_ns) for path in paths]  # other files are other documents
+            whole = datasets.Dataset.from_generator(whole_documents, gen_kwargs={"stamps": stamps, "column": column},
+                                                    cache_dir=str(folder))
+        else:
+            whole = datasets.load_dataset(source, subset, split="train")
+        parts = whole.train_test_split(fraction, seed=seed, shuffle=True)
+    except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
+        known = next((e for e in (error, error.__cause__) if isinstance(e, DataError)), None)
+        raise known or DataError(f"{source or files[0]} cannot be loaded and split ({type(error).__name__}: "
+                                 f"{str(error).splitlines()[0][:100]}): check the name and the network, bring its "
+                                 "files here and pass --files, or give another --val_fraction") from None
+    return [(split, part.select(range(first, min(first + UNIT_DOCUMENTS, len(part)))))
+            for split, part in (("train", parts["train"]), ("val", parts["test"]))
+            for first in range(0, len(part), UNIT_DOCUMENTS)]
+
+
+def whole_documents(stamps, column):
+    for path, _ in stamps:
+        pieces = []
+        for piece, end in read_file(path, column):
+            pieces.append(piece)
+            if end:
+                yield {column: "".join(pieces)}
+                pieces = []
 
 
 def hub_units(source, subset):
@@ -122,7 +168,7 @@ def documents(unit, column):
         for row in stream:
             if column not in row:
                 raise DataError(f"the documents have no column {column!r} (only {', '.join(row)}): give --text_column")
-            yield split, row[column] or "", True
+            yield split, as_text(row[column]), True
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
@@ -248,6 +294,8 @@ def finish_all(folder, n_units, meta, text):
     for split, entries in shards.items():
         if not entries:
             raise DataError(f"no document of {folder} is in {split}: choose another --val_fraction, or add documents")
+        counted = (sum(entry[key] for entry in entries) for key in ("documents", "tokens"))
+        warn_single_document(split, *counted, "choose another --val_fraction, or add documents")
         splits[split] = {key: sum(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")} | {
             "max_token": max(entry["max_token"] for entry in entries), "sha256": shards_sha256(entries),
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries]}
@@ -255,7 +303,7 @@ def finish_all(folder, n_units, meta, text):
 
 
 def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, text_column="text",
-            val_fraction=0.0005, part="1/1", workers=1, force=False):
+            val_fraction=0.0005, seed=None, part="1/1", workers=1, force=False):
     """Write this part's shards into `out`, and meta.json if it was the last. Returns (Tokens or None, what is left).
 
     Raises DataError, one line.
@@ -268,18 +316,20 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
         raise DataError(f"--part={part}: give it as 3/16, the third of sixteen")
     if not 0 < val_fraction < 1 or workers < 1:
         raise DataError(f"--val_fraction {val_fraction:g} must lie between 0 and 1, --workers {workers} be at least 1")
+    if seed is not None and not 0 <= seed < 2**32:
+        raise DataError(f"--seed {seed} must be in 0 .. {2**32 - 1}")
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
     text = Text(tokenizer, vocab=vocab)
     if text.kind == "hf":
         text.encoding.encode_special_tokens = True  # <|endoftext|> in a document is text
-    units = local_units(files) if files else hub_units(source, subset)
-    stamps = [[(p.name, p.stat().st_size) for p in unit] for unit in units] if files else [source, subset, len(units)]
+    folder, plan, shuffled = Path(out), Path(out) / "plan.json", Path(out) / "documents"
+    stamps = [[(p.name, p.stat().st_size) for p in unit] for unit in local_units(files)] if files else [source, subset]
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
-              "text_column": text_column, "val_fraction": val_fraction}
-    inputs = hashlib.sha256(json.dumps([stamps, text.name, text.table, text_column, val_fraction]).encode()).hexdigest()
-    with preparing(Path(out) / f"part-{own}-of-{parts}"):
-        folder, plan = Path(out), Path(out) / "plan.json"
+              "text_column": text_column, "val_fraction": val_fraction, "seed": seed}
+    inputs = hashlib.sha256(json.dumps([stamps, text.name, text.table, text_column, val_fraction, seed]).encode())
+    inputs = inputs.hexdigest()
+    with preparing(folder / f"part-{own}-of-{parts}"):
         if force or plan.exists() and json.loads(plan.read_text())["inputs"] != inputs:
             if not force:
                 raise DataError(f"{folder} is being prepared from other inputs: choose another --out, or --force")
@@ -287,6 +337,10 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
                 path.unlink()
         if tokens := finished(folder, inputs):
             return tokens, 0
+        if seed is not None:
+            units = shuffled_units(source, subset, files, text_column, val_fraction, seed, shuffled)
+        else:
+            units = local_units(files) if files else hub_units(source, subset)
         with replacing(plan) as tmp, open(tmp, "w") as file:
             json.dump({"inputs": inputs, "recipe": recipe, "units": len(units)}, file)
         from tqdm import tqdm
@@ -299,10 +353,13 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
         meta = {"dataset": folder.resolve().name, "vocab_size": text.n_vocab, "tokenizer": text.name,
                 "table": text.table, "end_of_text": text.eot_token, "how": shlex.join(["python", *sys.argv]),
                 "recipe": recipe, "inputs": inputs}
-        return finish_all(folder, len(units), meta, text)
+        tokens, missing = finish_all(folder, len(units), meta, text)
+        if tokens:
+            shutil.rmtree(shuffled, ignore_errors=True)
+        return tokens, missing
 
 
-def main():
+def main(argv):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help=f"{', '.join(RECIPES)}, or a name of the hub")
@@ -311,25 +368,29 @@ def main():
     add_tokenizer(parser, "tiktoken:gpt2")
     parser.add_argument("--text_column", default="text", help="of parquet, jsonl and the hub (default text)")
     parser.add_argument("--val_fraction", type=float, default=0.0005, help="of documents, where no split is official")
+    parser.add_argument("--seed", type=int, help="shuffle all documents before they are split, as nanoGPT does")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="this process's part of the files: 3/16")
     parser.add_argument("--workers", type=int, default=cores, help=f"threads (default: one per core, {cores} here)")
     parser.add_argument("--out", help="folder to write (default: data/ and the recipe's name)")
     parser.add_argument("--force", action="store_true", help="prepare again from the beginning")
-    recipe = RECIPES.get(next((a for a in sys.argv[1:] if a in RECIPES), None), {})
+    recipe = RECIPES.get(next((a for a in argv if a in RECIPES), None), {})
     parser.set_defaults(**{key: value for key, value in recipe.items() if key != "source"})
-    args = vars(parser.parse_args())
+    args = vars(parser.parse_args(argv))
     if args["out"] is None:
         if args["source"] not in RECIPES:
             raise DataError("give --out, the folder to write")
         args["out"] = Path(__file__).parents[1] / args["source"]
     args["source"] = recipe.get("source", args["source"])
+    if recipe and args["files"]:  # the recipe's own, brought from elsewhere
+        args["source"] = None
     tokens, missing = prepare(**args)
     if tokens is None:
         print(f"{args['out']}: part {args['part']} is done; {missing} files are left to other parts")
-        return
+        return None
     counts = (f"{s['tokens']:,} tokens of {s['documents']:,} documents" for s in tokens.meta["splits"].values())
     print(f"{tokens.folder}: {next(counts)} to train on, {next(counts)} for validation")
+    return tokens
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: main(sys.argv[1:]))
