@@ -15,7 +15,7 @@ import pytest
 
 import records
 from configurator import ConfigError
-from experiments.scaling import runner, runs, sweep, table1
+from experiments.scaling import claims, runner, runs, sweep, table1
 from experiments.scaling.runner import Cell
 from records import BadRecord
 
@@ -30,6 +30,7 @@ STAND_IN = textwrap.dedent("""
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     note = lambda what: open(out / "notes", "a").write(f"{what} {time.time()}\\n")
     note("began")
+    (out / "pid").write_text(str(os.getpid()))
     at = int((out / "at").read_text()) if (out / "at").exists() else 0
     note(f"from{at}")
     (out / "env").write_text(json.dumps({k: os.environ.get(k) for k in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}))
@@ -106,8 +107,9 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 
 RUNNER = """
 import sys; sys.path.insert(0, {repo!r})
-from experiments.scaling import runner
-cells = [runner.Cell(f"c{{i}}", ["--steps=20"] if i < 2 else []) for i in range(4)]  # two to be disturbed
+from experiments.scaling import claims, runner
+claims.HEARTBEAT, claims.MACHINE = 0.1, {machine!r} or claims.MACHINE
+cells = [runner.Cell(f"c{{i}}", [f"--steps={{n}}"]) for i, n in enumerate({steps!r})]
 try:
     print("failed", runner.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
 except KeyboardInterrupt as stopped:
@@ -115,8 +117,8 @@ except KeyboardInterrupt as stopped:
 """
 
 
-def start(folder, script):
-    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=str(script))
+def start(folder, script, steps=(20, 20, 1, 1), machine=""):  # the first two to be disturbed
+    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=str(script), steps=steps, machine=machine)
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -146,6 +148,97 @@ def test_killed_at_any_moment_it_resumes(tmp_path, stand_in, how):
         assert what == ["began", "from0", "saved", "began", what[4], "ended"]  # it resumed, and never two at once
         assert what[4].startswith("from") and what[4] != "from0"
     assert (tmp_path / "c2" / "result.json").exists() and (tmp_path / "c3" / "result.json").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_two_machines_share_a_sweep_and_one_is_lost(tmp_path, stand_in, how):
+    """Every cell ends once. The cells of the lost machine wait until it is known to be lost, and no others do; a
+    machine that comes back gives them up."""
+    disk, mounts = tmp_path / "disk", [tmp_path / "here", tmp_path / "there"]
+    disk.mkdir()
+    for mount in mounts:
+        mount.symlink_to(disk)
+    steps = (80, 80, *[4] * 6)
+    lost = start(mounts[0], stand_in, steps, "one")
+    until(lambda: (disk / "c1" / "env").exists() and (disk / "c0" / "env").exists())
+    other = start(mounts[1], stand_in, steps, "two")
+    until(lambda: (disk / "c3" / "result.json").exists())
+    gone = time.time()
+    pids = [lost.pid, *(int((disk / name / "pid").read_text()) for name in ("c0", "c1"))]
+    for pid in pids:
+        os.kill(pid, how)
+    if how == signal.SIGSTOP:
+        until(lambda: "began" in [n[0] for n in notes(disk, "c0")][1:])
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        said = lost.communicate(timeout=60)[0]
+        assert "failed {}" in said and "8 of 8 cells are finished" in said
+    said = other.communicate(timeout=60)[0]
+    assert "failed {}" in said and "8 of 8 cells are finished" in said and "waiting for 2 cells that others run" in said
+    for i in range(8):
+        began = [float(when) for what, when in notes(disk, f"c{i}") if what == "began"]
+        assert [n[0] for n in notes(disk, f"c{i}")].count("ended") == 1
+        assert len(began) == (2 if i < 2 else 1) and (i > 1 or began[1] > gone + 24 * 0.1)
+    assert not list(disk.glob("*.claim-*"))
+
+
+RACER = """
+import sys; sys.path.insert(0, {repo!r})
+from experiments.scaling import claims, runner
+claims.LOST_AFTER, claims.MACHINE = 0, "racer"
+taken = claims.Claims({folder!r})
+taken.look()
+print("ready", flush=True)
+input()
+print(*[name for name in {names!r} if taken.take(name)])
+runner.write_plan({folder!r}, [runner.Cell({plan!r} + str(i), []) for i in range(8)])
+"""
+
+
+def test_racing_processes_take_each_cell_once_and_lose_nothing_of_the_plan(tmp_path):
+    free, lost = [f"free{i}" for i in range(20)], [f"lost{i}" for i in range(20)]
+    before = claims.Claims(tmp_path)
+    for name in lost:
+        before.take(name).leave(machine="one that is gone")
+    racers = [subprocess.Popen([sys.executable, "-c", RACER.format(
+        repo=str(REPO), folder=str(tmp_path), names=free + lost, plan=f"p{i}_")], text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE) for i in range(4)]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    taken = [name for racer in racers for name in racer.communicate(timeout=60)[0].split()]
+    assert sorted(taken) == sorted(free + lost)
+    assert set(runner.read_plan(tmp_path)["cells"]) == {f"p{i}_{j}" for i in range(4) for j in range(8)}
+
+
+def test_an_old_look_takes_nothing(tmp_path, monkeypatch):
+    """Between look and take a cell was taken over, given back and taken again."""
+    monkeypatch.setattr(claims, "LOST_AFTER", 0)
+    late, others = claims.Claims(tmp_path), claims.Claims(tmp_path)
+    others.take("a").leave(machine="one that is gone")
+    assert not late.look()["a"].is_held
+    for end in ("leave", None):
+        others.look()
+        claim = others.take("a")
+        if end:
+            claim.leave(free=True)
+    assert late.take("a") is None
+    assert claim.touch() and late.look()["a"].is_held and late.take("a") is None
+    claim.delete()
+    assert late.look() == {} and late.take("a")
+
+
+def test_a_cell_that_failed_elsewhere_is_tried_by_the_next_command_only(tmp_path, stand_in):
+    elsewhere = claims.Claims(tmp_path).take("c0")
+    sweep = start(tmp_path, stand_in, (1, 1))
+    until(lambda: (tmp_path / "c1" / "result.json").exists())
+    elsewhere.leave(failed="out of luck there")
+    said = sweep.communicate(timeout=20)[0]
+    assert "failed {'c0': 'out of luck there'}" in said and not (tmp_path / "c0").exists()
+    assert "failed {}" in start(tmp_path, stand_in, (1, 1)).communicate(timeout=20)[0]
+    assert not list(tmp_path.glob("*.claim-*"))
 
 
 def test_a_plan_grows_and_a_broken_one_is_named(tmp_path):
@@ -345,6 +438,40 @@ def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, be
     assert small == pytest.approx([chose], rel=0.02) and large == pytest.approx([chose * 128 / 192], rel=0.02)
 
 
+def test_a_process_that_comes_later_chooses_the_same_rate(tmp_path, pretend):
+    """It finds rates of a search that has gone on without it, and goes no further."""
+    ran = pretend(lambda at: 1 + math.log(at["learning_rate"]) ** 2)
+    argv = ["laptop", "gla", "--sizes=460K", "--seeds=1", f"--out={tmp_path}"]
+    assert sweep.main(argv) == 0
+    plan = runner.read_plan(tmp_path)
+    seeds = {name for name, at in plan["cells"].items() if at["stage"] == "seed"}
+    search = {name: at for name, at in plan["cells"].items() if at["stage"] == "search"}
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "cells": search}))
+    ran.clear()
+    assert sweep.main(argv) == 0
+    cells = runner.read_plan(tmp_path)["cells"]
+    assert ran == [] and seeds == {name for name, at in cells.items() if at["stage"] == "seed"}
+
+
+@pytest.mark.parametrize("slurm, tasks", [(["--slurm"], 8), (["--slurm=3"], 3), (["--slurm", "3"], 3)])
+def test_slurm_gets_the_same_command(tmp_path, pretend, monkeypatch, capsys, slurm, tasks):
+    ran = pretend(lambda at: 1.0)
+    python = tmp_path / "its python"
+    python.write_text("#!/bin/bash\npwd\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.chdir(tmp_path)
+    argv = ["duel", "longhorn", "longhorn*3,llama", "--seeds=1", "--out=a sweep"]
+    assert sweep.main([*argv[:3], *slurm, *argv[3:]]) == 0
+    script = tmp_path / "a sweep" / "sweep.sbatch"
+    assert capsys.readouterr().out.splitlines()[-1] == "sbatch 'a sweep/sweep.sbatch'" and ran == []
+    assert [path.name for path in script.parent.iterdir()] == ["sweep.sbatch"]
+    assert f"#SBATCH --array=1-{tasks} " in script.read_text()
+    subprocess.run(["bash", "-n", script], check=True)
+    said = subprocess.run(["bash", script], cwd="/", capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == [str(tmp_path), str(REPO / "experiments/scaling/sweep.py"), *argv]
+
+
 def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
     pretend(lambda at: None if at["model"] == "gla" else 1.0 + abs(at["learning_rate"] - 2e-3))
     assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
@@ -378,7 +505,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"),
     (["report", "nowhere"], "no sweep"), (["laptop", "--budgets=1,x"], "numbers are expected"),
     (["laptop", "--budgets=0"], "above 0"), (["laptop", "--seeds=0"], "1 or more"),
-    (["laptop", "--jobs=-1"], "0 or more"),
+    (["laptop", "--jobs=-1"], "0 or more"), (["laptop", "--slurm=0"], "1 or more"),
     (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 leaves nothing of max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
     (["laptop", "--batch_tokens=0", "--dry-run"], "batch_tokens 0 must be at least 1"),

@@ -6,9 +6,10 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
     out/scaling_laptop/<cell>/       the records that train.py writes (records.py)
     out/scaling_laptop/<cell>.txt    what it printed
 
-A sweep keeps no list of what is done: a cell is finished when its result.json exists, and its process renames that file
-into place as its last act. So whatever was killed, the same command resumes the cells from their checkpoints. A sweep
-also grows: later commands add cells to the plan, and finished ones are not run again, even if the code has changed.
+Processes on any machines that see this folder share the sweep by claims on its cells (claims.py). No list is kept of
+what is done: a cell is finished when its result.json exists, and its process renames that file into place as its last
+act. So whatever was killed, the same command resumes the cells from their checkpoints. A sweep also grows: later
+commands add cells to the plan, and finished ones are not run again, even if the code has changed.
 
 sweep.py plans runs and runs.py reads them back; recall and extrapolation use this module too.
 """
@@ -32,6 +33,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from configurator import ConfigError, main_error, regular  # noqa: E402
+from experiments.scaling import claims  # noqa: E402
 from records import is_finished, read_json, write_json  # noqa: E402
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
@@ -91,26 +93,27 @@ def make_folder(folder):
 
 
 def write_plan(folder, cells, **about):
-    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
+    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`); one process at a time.
 
     A cell that has begun keeps the arguments it began with (cell.argv is set to them). Raises ConfigError where the new
     ones would give another result.
     """
     folder = Path(folder)
     make_folder(folder)
-    old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
-    for c in cells:
-        if not (folder / c.name / "config.json").exists():
-            continue
-        began = old["cells"].get(c.name, {}).get("argv", c.argv)
-        before, now = settings(began, WITHOUT_EFFECT), settings(c.argv, WITHOUT_EFFECT)
-        if before != now:
-            changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
-            raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
-                              "choose another --out")
-        c.argv = began
-    new = {c.name: {**c.at, "argv": c.argv} for c in cells}
-    write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
+    with claims.Claims(folder).hold("plan.json"):
+        old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
+        for c in cells:
+            if not (folder / c.name / "config.json").exists():
+                continue
+            began = old["cells"].get(c.name, {}).get("argv", c.argv)
+            before, now = settings(began, WITHOUT_EFFECT), settings(c.argv, WITHOUT_EFFECT)
+            if before != now:
+                changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
+                raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
+                                  "choose another --out")
+            c.argv = began
+        new = {c.name: {**c.at, "argv": c.argv} for c in cells}
+        write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
 
 
 def settings(argv, without=()):
@@ -182,11 +185,24 @@ def say_changed_code(folder):
 
 # ------------------------------------------------------------------------------------------------------------------ run
 
+@dataclass
+class Running:
+    """A cell's process, the claim on the cell, and when it began."""
+
+    cell: Cell
+    claim: claims.Claim
+    process: subprocess.Popen
+    began: float
+    is_lost: bool = False  # another machine has taken the cell over
+
+
 def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     """Run every unfinished cell in its own process, `jobs` at a time; return {name: why} of those that failed.
 
-    A cell that was interrupted resumes from its checkpoint. A failure does not stop the others. SIGINT or SIGTERM ask
-    the running cells to save and stop, and raise KeyboardInterrupt when they have. A second of either kills them.
+    A cell that was interrupted resumes from its checkpoint. Other processes may run this function on the same folder,
+    also on other machines: each cell is run by one of them (claims.py), and all of them return when none is left. A
+    failure does not stop the others. It is not tried again by those at work, only by a later call. SIGINT or SIGTERM
+    ask the running cells to save and stop, and raise KeyboardInterrupt when they have. A second of either kills them.
 
     Args:
         cells: [Cell]; folder: of the sweep; nproc: processes per cell, by torchrun.
@@ -201,16 +217,17 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     gpus = visible_gpus() if gpus is None else gpus
     jobs = jobs or (1 if nproc > 1 else len(gpus) or cores())
     threads = max(1, cores() // min(jobs, len(waiting)))
-    lock = lock_sweep(folder)
-    running, failed, signals = {}, {}, []  # running: slot -> (process, cell, time it began)
-    done = len(cells) - len(waiting)
+    taken = claims.Claims(folder)
+    earlier = {name: seen.number for name, seen in taken.look().items() if "failed" in seen.note}
+    running, failed, signals = {}, {}, []  # running: {slot: Running}
 
     def stop(number, frame):
         signals.append(number)
-        for process, _, _ in running.values():
-            stop_group(process.pid, signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
+        for job in running.values():
+            stop_group(job.process.pid, signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
 
-    def start(cell, slot):
+    def start(cell, claim):
+        slot = next(s for s in range(jobs) if s not in running)
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if gpus:
             devices = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
@@ -221,48 +238,84 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
         with open(folder / f"{cell.name}.txt", "a") as out:
             print("$", shlex.join(command), file=out, flush=True)
             process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT,
-                                       stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=stop_with_parent,
-                                       pass_fds=lock)
-        running[slot] = process, cell, time.perf_counter()
+                                       stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(claim.handle,),
+                                       preexec_fn=functools.partial(stop_with_parent, os.getpid()))
+        running[slot] = Running(cell, claim, process, time.perf_counter())
         if signals:  # one came while the process started
             stop_group(process.pid, signal.SIGTERM)
 
+    def take_cells():
+        """Start free cells while there are slots; drop those that other processes have ended."""
+        seen = taken.look()
+        for cell in list(waiting):
+            if signals or len(running) == jobs:
+                return
+            other = seen.get(cell.name)
+            if other and other.is_held:
+                continue
+            if other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
+                failed[cell.name] = other.note["failed"]
+            elif not finished(folder, cell):
+                ahead = {c.name for c in waiting} | {job.cell.name for job in running.values()}
+                claim = None if cell.after in ahead else taken.take(cell.name)
+                if claim is None:
+                    continue
+                if finished(folder, cell):  # another ended it after we looked
+                    claim.delete()
+                else:
+                    start(cell, claim)
+            waiting.remove(cell)
+
+    def end(job):
+        """Say how a cell's process ended, and let go of the claim."""
+        cell = job.cell
+        if finished(folder, cell):
+            job.claim.delete()
+            left = work(waiting) + work(j.cell for j in running.values())
+            left *= (time.perf_counter() - began) / (total - left)
+            done = len(cells) - len(waiting) - len(running) - len(failed)
+            print(f"{cell.name}: {outcome(folder, cell)}, {time.perf_counter() - job.began:.0f} s ({done} of "
+                  f"{len(cells)}, about {hours(left)} left)", flush=True)
+        elif signals or job.is_lost:
+            job.claim.leave(free=True)
+            waiting.append(cell)
+        else:
+            failed[cell.name] = last_words(folder / f"{cell.name}.txt", job.process.returncode)
+            job.claim.leave(failed=failed[cell.name])
+            print(f"{cell.name}: FAILED: {failed[cell.name]}", flush=True)
+
     before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    work = {c.name: c.seconds or 1.0 for c in waiting}
-    total, began_all = sum(work.values()), time.perf_counter()
+    work = lambda some: sum(c.seconds or 1.0 for c in some)
+    total, began, look_at, has_waited = work(waiting), time.perf_counter(), 0.0, False
     print(f"{len(waiting)} of {len(cells)} cells to run, {jobs} at a time; records in {folder}/", flush=True)
     try:
         while running or waiting and not signals:
-            while waiting and not signals and len(running) < jobs:
-                ahead = {c.name for c in waiting} | {c.name for _, c, _ in running.values()}
-                ready = next((c for c in waiting if c.after not in ahead), None)
-                if ready is None:
-                    break
-                waiting.remove(ready)
-                start(ready, next(s for s in range(jobs) if s not in running))
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + claims.HEARTBEAT
+                for job in running.values():
+                    if not job.claim.touch() and not job.is_lost:
+                        job.is_lost = True
+                        stop_group(job.process.pid, signal.SIGKILL)
+                take_cells()
+                if waiting and not running and not signals and not has_waited:
+                    has_waited = True
+                    hosts = {seen.note.get("host", "?") for seen in taken.seen.values() if seen.is_held}
+                    print(f"waiting for {len(waiting)} cells that others run ({', '.join(sorted(hosts))})", flush=True)
             time.sleep(0.2)
-            for slot, (process, cell, began) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[slot], work[cell.name]
-                now = time.perf_counter()
-                if finished(folder, cell):
-                    done += 1
-                    left = (now - began_all) * sum(work.values()) / (total - sum(work.values()))
-                    print(f"{cell.name}: {outcome(folder, cell)}, {now - began:.0f} s ({done} of {len(cells)}, about "
-                          f"{hours(left)} left)", flush=True)
-                elif not signals:
-                    failed[cell.name] = last_words(folder / f"{cell.name}.txt", process.returncode)
-                    print(f"{cell.name}: FAILED: {failed[cell.name]}", flush=True)
+            for slot, job in list(running.items()):
+                if job.process.poll() is not None:
+                    del running[slot]
+                    end(job)
+                    look_at = 0.0
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-        for process, _, _ in running.values():  # only after an error in this function
-            stop_group(process.pid, signal.SIGTERM)
-        for fd in lock:
-            os.close(fd)
+        for job in running.values():  # only after an error in this function
+            stop_group(job.process.pid, signal.SIGTERM)
+            os.close(job.claim.handle)  # the cell has the lock until it has saved
     if signals:
-        raise KeyboardInterrupt(f"{len(cells) - done} of {len(cells)} cells are left; the same command resumes")
+        raise KeyboardInterrupt(f"{len(waiting)} of {len(cells)} cells are left; the same command resumes")
+    print(f"{len(cells) - len(failed)} of {len(cells)} cells are finished", flush=True)
     return failed
 
 
@@ -278,11 +331,13 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def stop_with_parent():
-    """In the child: receive SIGTERM when the sweep's process dies, however it dies (Linux)."""
+def stop_with_parent(parent):
+    """In the child: receive SIGTERM when the sweep's process `parent` dies, however it dies (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before that
+            os._exit(1)
 
 
 def stop_group(pid, number):
@@ -295,25 +350,6 @@ def stop_group(pid, number):
     for each in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(each, number)
-
-
-def lock_sweep(folder):
-    """Lock the sweep's folder. The cells inherit the lock: after a kill, the next sweep waits until they have saved."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return ()
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-    for attempt in range(300):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return (handle,)
-        except BlockingIOError:
-            if attempt == 0:
-                print(f"waiting for runs in {folder} that another sweep started", file=sys.stderr, flush=True)
-            time.sleep(0.2)
-    os.close(handle)
-    raise ConfigError(f"another sweep is at work in {folder}: wait for it, or choose another --out")
 
 
 def last_words(path, code):

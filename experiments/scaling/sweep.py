@@ -24,6 +24,9 @@ Stop it at any moment: the same command resumes. A sweep grows in the same way, 
     python experiments/scaling/sweep.py laptop longhorn --budgets=512,2048                        other budgets
     python experiments/scaling/sweep.py duel longhorn mamba gla --out=out/duel_longhorn_mamba     one more family
 
+Machines that see the same folder share a sweep: start the same command on each. On a cluster, --slurm=16 writes the job
+file for 16 nodes.
+
 A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. NAME@WORD is the
 family NAME under another name, with other seeds: `duel longhorn longhorn@again` should find no difference. Any other
 --key=value goes to every run (`--wandb=offline`, `--dtype=float32`).
@@ -31,6 +34,7 @@ family NAME under another name, with other seeds: `duel longhorn longhorn@again`
 
 import argparse
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -43,6 +47,7 @@ sys.path.insert(0, str(REPO))
 import configurator  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 from experiments.scaling import runner  # noqa: E402
+from experiments.scaling.claims import Claims  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
 from experiments.scaling.runner import Cell, hours, names, numbers  # noqa: E402
 from experiments.scaling.runs import SAME_IN_A_SWEEP, read_run, stem  # noqa: E402
@@ -216,11 +221,15 @@ def search_cells(preset, extra, model, size, rates):
             for seed in seeds for rate in rates]
 
 
-def searched(folder, model, size):
-    """(BestRate, or None without a usable run) of a search that the folder holds: by the first half of the files."""
+def searched(folder, model, size, rates):
+    """BestRate of these rates, or None without a usable run: by the first half of the files.
+
+    Rates that another process has tried beyond them do not count, so all processes of a sweep choose the same.
+    """
     found = {}
     for name, at in runner.read_plan(folder)["cells"].items():
-        if (at.get("stage"), at.get("model"), at.get("size")) == ("search", model, size):
+        if (at.get("stage"), at.get("model"), at.get("size")) == ("search", model, size) and (
+                at["learning_rate"] in rates):
             loss = float("inf")
             try:
                 loss = read_run(folder / name, at).half(0)
@@ -251,7 +260,7 @@ def find_rates(preset, extra, folder, go):
         for extension in range(EXTENSIONS + 1):
             go([c for model, (grid, _) in tried.items() for c in search_cells(preset, extra, model, size, grid)])
             for model, (grid, width) in list(tried.items()):
-                best = searched(folder, model, size)
+                best = searched(folder, model, size, grid)
                 if best and best.beyond and extension < EXTENSIONS:
                     grid.append(float(f"{best.beyond:.3g}"))
                     continue
@@ -356,6 +365,8 @@ def parser():
         run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
                          "out/duel_<families>)")
         run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
+        run.add_argument("--slurm", type=int, nargs="?", const=8, metavar="N", help="print the plan and write "
+                         "<out>/sweep.sbatch, in which N nodes (default 8) share the sweep")
     show = commands.add_parser("report", help="page, tables, figures and fits, from the records alone", **exact)
     show.add_argument("folder", type=Path, help="a sweep's folder, or a file that --save wrote")
     show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder, or out/<name>_report)")
@@ -401,6 +412,8 @@ def run(args, extra):
     preset, is_paper = chosen(args), args.command == "paper"
     tag = re.sub(r"[^\w.@-]+", "_", "_".join(args.models))
     folder = args.out or REPO / "out" / (f"duel_{tag}" if args.command == "duel" else f"scaling_{args.command}")
+    if args.slurm is not None and args.slurm < 1:
+        raise ConfigError(f"--slurm={args.slurm}: 1 or more")
     if args.nproc < 0:
         raise ConfigError(f"--nproc={args.nproc}: 0 or more")
     extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e
@@ -440,10 +453,38 @@ def run(args, extra):
             print(f"nothing was run; the first command would be: python {' '.join(expected[0].command(folder)[1:])}")
         return 0
 
+    if args.slurm:
+        print(f"sbatch {shlex.quote(str(write_slurm(folder, args)))}")
+        return 0
+
     rates = guess if is_paper else find_rates(preset, extra, folder, go)
     go(reported_cells(preset, extra, rates, folder))
-    runner.say_written(write_report(folder, None, args))
+    with Claims(folder).hold("report"):  # of several processes, each writes it
+        runner.say_written(write_report(folder, None, args))
     return runner.say_failed(failed, planned)
+
+
+SBATCH = """\
+#!/bin/bash
+# Every task of this array is the whole command: it takes cells until none is left. Fewer tasks may run, and more may be
+# added: submit the file again, also for what is left when the time is up. Slurm sends SIGTERM five minutes before; the
+# cells then save. Options of sbatch go before those written here, such as --time, --partition or --array.
+#SBATCH --job-name=sweep
+#SBATCH --array=1-{tasks} --nodes=1 --ntasks=1 --exclusive --mem=0
+#SBATCH --time=24:00:00 --signal=B:TERM@300
+#SBATCH --requeue --open-mode=append --output={output}
+cd {cwd} && exec {command}
+"""
+
+
+def write_slurm(folder, args):
+    """Write folder/sweep.sbatch, an array job in which args.slurm nodes run this command; return its path."""
+    runner.make_folder(folder)
+    command = [sys.executable, str(Path(__file__).resolve()), *args.argv]
+    path = folder / "sweep.sbatch"
+    path.write_text(SBATCH.format(tasks=args.slurm, output=shlex.quote(f"{folder.resolve()}/slurm-%A_%a.txt"),
+                                  cwd=shlex.quote(os.getcwd()), command=shlex.join(command)))
+    return path
 
 
 def about_sweep(args, preset, folder, extra):
@@ -502,6 +543,8 @@ def write_report(folder, out, args):
 
 def main(argv, prog="sweep.py"):
     args, extra = parser().parse_known_args(argv)
+    args.argv = [a for a, before in zip(argv, ["", *argv], strict=False)
+                 if a.split("=")[0] != "--slurm" and (before != "--slurm" or not a.isdecimal())]
     write = lambda folder, out: write_report(folder, out, args)
     return runner.run_or_report(prog, args, extra, run, write, SET_BY_THE_SWEEP, "FAMILY, --seeds, --budgets, --out")
 
