@@ -108,7 +108,7 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 RUNNER = """
 import sys; sys.path.insert(0, {repo!r})
 from experiments.scaling import claims, runner
-claims.HEARTBEAT, claims.MACHINE = 0.1, {machine!r} or claims.MACHINE
+claims.HEARTBEAT, claims.MACHINE = {heartbeat}, {machine!r} or claims.MACHINE
 cells = [runner.Cell(f"c{{i}}", [f"--steps={{n}}"]) for i, n in enumerate({steps!r})]
 try:
     print("failed", runner.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
@@ -117,8 +117,9 @@ except KeyboardInterrupt as stopped:
 """
 
 
-def start(folder, script, steps=(20, 20, 1, 1), machine=""):  # the first two to be disturbed
-    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=str(script), steps=steps, machine=machine)
+def start(folder, script, steps=(20, 20, 1, 1), machine="", heartbeat=0.1):  # the first two to be disturbed
+    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=str(script), steps=steps, machine=machine,
+                         heartbeat=heartbeat)
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -133,16 +134,17 @@ def until(true, seconds=20):
 def test_killed_at_any_moment_it_resumes(tmp_path, stand_in, how):
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
-    runner = start(tmp_path, stand_in)
+    begin = lambda: start(tmp_path, stand_in, heartbeat=1)  # another machine would wait for 24 s
+    runner = begin()
     until(lambda: (tmp_path / "c1" / "env").exists() and (tmp_path / "c0" / "env").exists())
     time.sleep(0.2)
     runner.send_signal(how)
-    again = start(tmp_path, stand_in) if how == signal.SIGKILL else None  # at once, while the cells still save
+    again = begin() if how == signal.SIGKILL else None  # at once, while the cells still save
     said = runner.communicate(timeout=20)[0]
     if how != signal.SIGKILL:
         assert "stopped: 4 of 4 cells are left" in said
-        again = start(tmp_path, stand_in)
-    assert "failed {}" in again.communicate(timeout=60)[0]
+        again = begin()
+    assert "failed {}" in again.communicate(timeout=20)[0]
     for name in ("c0", "c1"):
         what = [n[0] for n in notes(tmp_path, name)]
         assert what == ["began", "from0", "saved", "began", what[4], "ended"]  # it resumed, and never two at once

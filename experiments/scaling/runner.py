@@ -260,6 +260,8 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
                 claim = None if cell.after in ahead else taken.take(cell.name)
                 if claim is None:
                     continue
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
                 if finished(folder, cell):  # another ended it after we looked
                     claim.delete()
                 else:
