@@ -244,6 +244,9 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
         if signals:  # one came while the process started
             stop_group(process.pid, signal.SIGTERM)
 
+    def ahead():
+        return {c.name for c in waiting} | {job.cell.name for job in running.values()}
+
     def take_cells():
         """Start free cells while there are slots; drop those that other processes have ended."""
         seen = taken.look()
@@ -251,22 +254,21 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
             if signals or len(running) == jobs:
                 return
             other = seen.get(cell.name)
-            if other and other.is_held:
-                continue
-            if other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
+            if finished(folder, cell):
+                waiting.remove(cell)
+            elif other and other.is_held:
+                pass
+            elif other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
                 failed[cell.name] = other.note["failed"]
-            elif not finished(folder, cell):
-                ahead = {c.name for c in waiting} | {job.cell.name for job in running.values()}
-                claim = None if cell.after in ahead else taken.take(cell.name)
-                if claim is None:
-                    continue
+                waiting.remove(cell)
+            elif cell.after not in ahead() and (claim := taken.take(cell.name)):
+                waiting.remove(cell)
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
                 if finished(folder, cell):  # another ended it after we looked
                     claim.delete()
                 else:
                     start(cell, claim)
-            waiting.remove(cell)
 
     def end(job):
         """Say how a cell's process ended, and let go of the claim."""
