@@ -102,7 +102,7 @@ class Claims:
             claim = Claim(self.path(name, number))
         except FileExistsError:
             return None
-        numbers = self.numbers()[name]
+        numbers = self.numbers().get(name, [number])
         if max(numbers) > number:
             claim.delete()
             return None
