@@ -105,7 +105,8 @@ def difference(a, b, tokens, pooled=None):
     mean = float(x.mean() - y.mean())
     if total <= 1e-24:  # the same runs twice
         return Difference(mean, mean, mean, 0.0, math.inf, 1.0 if abs(mean) < 1e-12 else 0.0, 0.0, 0.0)
-    df = total**2 / sum(v * v / df for v, df in parts if v)
+    # Welch and Satterthwaite's; a negative part, below 0 by chance, knows nothing of its own
+    df = sum(max(v, 0.0) for v, _ in parts) ** 2 / sum(v * v / df for v, df in parts if v > 0)
     half, se = stats.t.ppf((1 + CONFIDENCE) / 2, df) * math.sqrt(total), math.sqrt(total)
     return Difference(mean, mean - half, mean + half, se, float(df), float(2 * stats.t.sf(abs(mean) / se, df)),
                       math.sqrt(seeds), math.sqrt(max(0.0, variance)))
