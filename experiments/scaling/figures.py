@@ -66,15 +66,13 @@ class Panel:
             axes.plot(line.x, line.y, color=line.colour, **line.look)
             if line.band is not None:
                 axes.fill_between(line.x, line.y - line.band, line.y + line.band, color=line.colour, alpha=0.2, lw=0)
-        for axis, form in ((axes.xaxis, EngFormatter(sep="")), (axes.yaxis, EngFormatter(sep=""))):
+        for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":
                 low, high = axis.get_view_interval()
-                if high / low > 4:  # or there would be one tick, or none
-                    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
-                    axis.set_major_formatter(form)
-                else:
-                    axis.set_major_locator(MaxNLocator(5))
-                    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.3g}"))
+                # of a narrow axis LogLocator would tick one number, or none
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9) if high / low > 4 else MaxNLocator(5))
+                plain = FuncFormatter(lambda v, _: f"{v:.3g}")
+                axis.set_major_formatter(EngFormatter(sep="") if low > 10 else plain)
                 axis.set_minor_locator(NullLocator())
         label_ends(axes, [line for line in self.lines if line.end])
 

@@ -1,7 +1,7 @@
 """The runs of a sweep, read back and checked: from its folder, or from the one file in results/ that it was saved to.
 
     read_sweep("out/scaling_laptop")              plan.json, and config.json, log.jsonl and result.json of each run
-    read_sweep("results/table1_laptop.json")     a file that save() wrote: the same records without repetition
+    read_sweep("results/scaling_laptop.json")     a file that save() wrote: the same records without repetition
 
 A run counts only if its records are whole, agree with one another and with the plan, and have the code, data and common
 settings that most runs of the sweep have. Every other run is left out, with the reason.

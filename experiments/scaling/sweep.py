@@ -275,7 +275,7 @@ def find_rates(preset, extra, folder, go):
 
 # ------------------------------------------------------------------------------------------------------------- estimate
 
-# Fitted to the runs of results/table1_laptop.json: one core of an AMD EPYC (Zen 4) per run, shared with other work.
+# Fitted to a sweep on one core of an AMD EPYC (Zen 4) per run, shared with other work; a quiet Zen 5 takes half.
 CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
 START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
@@ -325,8 +325,8 @@ def print_plan(cells, jobs, nproc, gpus):
     print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs} at a time"
           + f" by {nproc} processes each" * (nproc > 1))
     if not gpus:
-        print(f"about {hours(sum(c.seconds for c in cells) / jobs)} on such cores as results/table1_laptop.json had, "
-              "and more where a search goes beyond its rates")
+        print(f"about {hours(sum(c.seconds for c in cells) / jobs)} on cores of an AMD EPYC (Zen 4), and more where a "
+              "search goes beyond its rates")
 
 
 # --------------------------------------------------------------------------------------------------------- command line
