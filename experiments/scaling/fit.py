@@ -6,9 +6,11 @@
 fit_loss minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. All runs stay in: an outlier is
 named, and weighs little by the loss itself. An interval of a constant holds the values that, held fixed, raise the best
 Huber loss by less than a critical share; that share is what `confidence` of refits to data simulated from the fit
-itself need, with the noise of each size as its seeds show it. Percentiles over refits to resampled residuals would be
-too narrow: with delta = 1e-3 below a noise of about 1% the curve passes exactly through as many runs as it has
-constants. Intervals are each constant's own: that all hold at once is rarer.
+itself need. The simulated noise has one SD, the geometric mean over runs of what the seeds of their sizes show: an SD
+of its own for each size, from a handful of seeds, is often half or twice the true one, and intervals from it cover
+less. Percentiles over refits to resampled residuals would be too narrow: with delta = 1e-3 below a noise of about 1%
+the curve passes exactly through as many runs as it has constants. Intervals are each constant's own: that all hold at
+once is rarer.
 
     python experiments/scaling/fit.py      the fitter on runs simulated from published constants; coverage of presets
 
@@ -273,15 +275,15 @@ def _spread(M, y, theta, N, D):
 
 
 def _rank(S, confidence):
-    """Index of the sorted draw that bounds an interval; S: S is too few. Not the quantile `confidence`, but halfway
-    from there to 1: the noise is that of few runs, and the plain quantile covers too little on the presets' designs."""
-    return math.ceil((1 + confidence) / 2 * (S + 1)) - 1
+    """Index of the sorted draw that bounds an interval; S: S is too few."""
+    return math.ceil(confidence * (S + 1)) - 1
 
 
 def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confidence, rng):
     """{name: (low, high)} for constants `names`: values where the profiled Huber loss exceeds its minimum by less than
     a share that `confidence` of fits to y simulated at theta keep below. See the module's docstring for why."""
     p, rows = model.size, model.quantities()
+    noise = np.exp(np.log(spread).mean())
     zero, at = np.zeros(p), np.where
     C0 = np.array([rows[n] if n != "a" else np.eye(p)[model.slots["D"] + 1] for n in names])
     C1 = np.array([zero if n != "a" else -np.eye(p)[model.slots["D"] + 1] - np.eye(p)[model.slots["N"] + 1]
@@ -296,7 +298,7 @@ def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confi
         return _solve(M, target, start, delta, np.linalg.svd(c[:, None])[2][:, 1:].transpose(0, 2, 1))
 
     Q, S = len(names), bootstrap
-    made = _curve(M, theta[None])[0] + spread * rng.standard_normal((S, len(y)))
+    made = _curve(M, theta[None])[0] + noise * rng.standard_normal((S, len(y)))
     _, free = _solve(M, made, np.repeat(theta[None], S, 0), delta)
     q = np.repeat(np.arange(Q), S)
     _, fixed = held(q, hat[q], np.repeat(theta[None], Q * S, 0), np.tile(made, (Q, 1)))
@@ -304,13 +306,12 @@ def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confi
     free = np.minimum(free, fixed.min(0))
     share = np.sort(fixed / free - 1, axis=1)[:, _rank(S, confidence)].clip(1e-9)
     r = _curve(M, theta[None])[0][0] - y  # an outlier must not widen the intervals: beyond three SDs it counts as three
-    tame = _huber(np.clip(r, -3 * spread, 3 * spread), delta).sum()
+    tame = _huber(np.clip(r, -3 * noise, 3 * noise), delta).sum()
 
     # walk outwards from the estimate on both sides until the loss is too high, then close in
     q, side = np.tile(np.arange(Q), 2), np.repeat([-1.0, 1.0], Q)
     J = _jacobian(M, theta)
     slope = (C0 + hat[:, None] * C1) / at(K, 1, -(C1 @ theta))[:, None]
-    noise = float(np.sqrt((spread**2).mean()))
     step = noise * np.sqrt(np.einsum("qp,pr,qr->q", slope, np.linalg.pinv(J.T @ J, hermitian=True), slope))[q] + 1e-12
     limits = {"E": (math.log(1e-6) + y.min(), y.min() + 1), "a": (0, 1)}
     limits |= {n: (-10 / model.scale[d], 30 / model.scale[d]) for n, d in (("alpha", "N"), ("beta", "D"))}
@@ -405,7 +406,7 @@ def fit_loss(N, D, L, delta=1e-3, starts=6, bootstrap=200, seed=0, confidence=0.
     elif not bootstrap or _rank(bootstrap, confidence) >= bootstrap:
         if bootstrap:
             warn(f"bootstrap = {bootstrap} is too few for intervals of {confidence:.0%}: take at least "
-                 f"{round((1 + confidence) / (1 - confidence))}")
+                 f"{math.ceil(confidence / (1 - confidence) - 1e-9)}")
     elif told:
         rng = np.random.default_rng(seed)
         intervals |= _intervals(model, M, y, theta, huber, spread, delta, told, bootstrap, confidence, rng)
