@@ -510,7 +510,8 @@ def coverage(N, D, law, spread, draws=100, bootstrap=100, outlier=0.0, seed=0, c
     """{constant: share of simulated sweeps whose interval holds the truth} for the runs of a design.
 
     N, D (runs,); law(N, D): the true loss; spread: SD of log L, a number or (runs,); outlier: how many SDs one run of
-    each sweep, drawn at random, lies above. Constants that a design does not determine are absent.
+    each sweep, drawn at random, lies above. Constants that a design does not determine are absent. Sweeps whose fit
+    leaves a constant undetermined do not count for it: for E these are the ones that would miss it most often.
     """
     rng, held, found_in = np.random.default_rng(seed), {}, {}
     N, D, truth = np.asarray(N, float), np.asarray(D, float), law.constants
