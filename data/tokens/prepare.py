@@ -97,9 +97,13 @@ def read_file(path, column):
             if rest.strip():
                 yield as_text(json.loads(rest)[column]), True
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-        why = f"no column {column!r}" if isinstance(error, LookupError) else str(error).splitlines()[0][:100]
-        raise DataError(f"{path} cannot be read ({type(error).__name__}: {why}): repair or leave out the file, or name "
-                        "another --text_column") from None
+        why = f"no column {column!r}" if isinstance(error, LookupError) else in_short(error)
+        raise DataError(f"{path} cannot be read ({why}): repair or leave out the file, or name another "
+                        "--text_column") from None
+
+
+def in_short(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
 def as_text(value):
@@ -125,9 +129,9 @@ def shuffled_units(source, subset, files, column, fraction, seed, folder):
         parts = whole.train_test_split(fraction, seed=seed, shuffle=True)
     except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
         known = next((e for e in (error, error.__cause__) if isinstance(e, DataError)), None)
-        raise known or DataError(f"{source or files[0]} cannot be loaded and split ({type(error).__name__}: "
-                                 f"{str(error).splitlines()[0][:100]}): check the name and the network, bring its "
-                                 "files here and pass --files, or give another --val_fraction") from None
+        raise known or DataError(f"{source or files[0]} cannot be loaded and split ({in_short(error)}): check the name "
+                                 "and the network, bring its files here and pass --files, or give another "
+                                 "--val_fraction") from None
     return [(split, part.select(range(first, min(first + UNIT_DOCUMENTS, len(part)))))
             for split, part in (("train", parts["train"]), ("val", parts["test"]))
             for first in range(0, len(part), UNIT_DOCUMENTS)]
@@ -154,8 +158,8 @@ def hub_units(source, subset):
         return [(split if official else None, streams[name].shard(streams[name].num_shards, i))
                 for split, name in names.items() for i in range(streams[name].num_shards)]
     except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
-        raise DataError(f"{source} cannot be streamed ({type(error).__name__}: {str(error).splitlines()[0][:100]}): "
-                        "check name, --subset and network, or bring its files here and pass --files") from None
+        raise DataError(f"{source} cannot be streamed ({in_short(error)}): check name, --subset and network, or bring "
+                        "its files here and pass --files") from None
 
 
 def documents(unit, column):
@@ -163,12 +167,17 @@ def documents(unit, column):
     if isinstance(unit, list):
         for path in unit:
             yield from ((None, *item) for item in read_file(path, column))
-    else:
-        split, stream = unit
-        for row in stream:
-            if column not in row:
-                raise DataError(f"the documents have no column {column!r} (only {', '.join(row)}): give --text_column")
-            yield split, as_text(row[column]), True
+        return
+    split, stream = unit
+    try:
+        for page in stream.iter(100):
+            if column not in page:
+                raise DataError(f"the documents have no column {column!r} (only {', '.join(page)}): give --text_column")
+            yield from ((split, as_text(value), True) for value in page[column])
+    except DataError:
+        raise
+    except Exception as error:  # a network that fails on the way has a dozen exceptions too
+        raise DataError(f"the documents cannot be read on ({in_short(error)}): run the same command again") from None
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
