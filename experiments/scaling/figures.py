@@ -77,8 +77,9 @@ class Panel:
         label_ends(axes, [line for line in self.lines if line.end])
 
 
-def label_ends(axes, lines, gap=0.072):
-    """Write the lines' names at the right of the axes, at least `gap` of its height apart."""
+def label_ends(axes, lines, inches=0.18):
+    """Write the lines' names at the right of the axes, at least so far apart."""
+    gap = inches * axes.figure.dpi / axes.get_window_extent().height  # of the axes' height
     lines = sorted(lines, key=lambda line: line.y[-1])
     axes.autoscale_view()  # or the limits are still those of an empty plot
     points = axes.transData.transform([(line.x[-1], line.y[-1]) for line in lines])
@@ -104,7 +105,8 @@ def picture(panels, path, kind="png", style=None):
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = -(-len(panels) // columns)
     with plt.style.context([STYLE, *([str(style)] if style else [])]):
-        figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.4 * rows), squeeze=False)
+        height = max(3.4, *(0.26 * sum(bool(line.end) for line in panel.lines) for panel in panels))  # room for labels
+        figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, height * rows), squeeze=False)
         room = {"left": 0.13, "right": 0.72, "top": 0.9, "bottom": 0.15}  # of each panel
         for i, axes in enumerate(grid.flat):
             x, y = i % columns / columns, 1 - (i // columns + 1) / rows
