@@ -822,7 +822,7 @@ def doomed(folder, source, at, output):
 
 def test_a_preparation_killed_again_and_again(nursery, tmp_path, monkeypatch):
     """At any of its steps, or at four, in turn of two sources that give files of the same sizes: what is left is whole,
-    or unfinished. test_data.py kills that of shards."""
+    or unfinished. test_data.py kills that of data/tokens."""
     source, steps = [tmp_path / "one", tmp_path / "two"], []
     for folder, word in zip(source, ("of", "if"), strict=True):
         for i in range(40):

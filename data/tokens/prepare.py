@@ -1,29 +1,34 @@
 """Any text as shards of tokens: a data set of Hugging Face, streamed, or local files, with any tokenizer.
 
     python data/tokens/prepare.py fineweb_edu                            # a recipe: into data/fineweb_edu
-    python data/tokens/prepare.py openwebtext                            # as python data/openwebtext/prepare.py
     python data/tokens/prepare.py fineweb_edu --part=3/16                # on each of 16 machines, one shared folder
     python data/tokens/prepare.py allenai/c4 --subset=en --tokenizer=tiktoken:gpt2 --out data/c4
     python data/tokens/prepare.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine  # parquet, jsonl(.gz, .zst) ...
+    python data/openwebtext/prepare.py                                   # the recipe openwebtext
+    python data/tokens/prepare.py openwebtext --files owt/ --vocab gpt2_vocab            # a machine without network
     python train.py config/longhorn_1b3.py --dataset=fineweb_edu         # or --dataset=fineweb_edu:0.8,mine:0.2
 
 Documents stay in the order of their source, each followed by the tokenizer's end of text: training reads windows in
 random order anyway. A document is held out where the source has a validation split, and else by the hash of its place.
-With --seed all documents are shuffled and split as in nanoGPT, by datasets' train_test_split: the recipe openwebtext.
 A .txt file is one document, and is encoded in pieces that end with a line.
 
-It may be killed at any time: the same command goes on. The unit of work is a source file (small ones are joined), and
-what is kept is a shard of some 100M tokens: UNIT-SHARD.json, written after the tokens, says how far the file was read.
-Tokens do not depend on --workers, --part or kills. meta.json comes last, from whichever part is the last to end.
+With --shuffle, as in openwebtext, the tokens are those of nanoGPT, in its order: datasets' train_test_split shuffles
+the documents and holds some out, which needs all of them on disk, in the cache of datasets (HF_HOME; OpenWebText: 54
+GB). OpenWebText gives 9,035,582,198 tokens to train on and 4,434,897 for validation; the script warns of other counts.
+
+It may be killed at any time: the same command goes on. The unit of work is a source file (small ones are joined) or
+200,000 shuffled documents, and what is kept is a shard of some 100M tokens: UNIT-SHARD.json, written after the tokens,
+says how far the unit was read. Tokens do not depend on --workers, --part or kills. meta.json comes last, from
+whichever part is the last to end.
 """
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
 import os
 import shlex
-import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,24 +37,26 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from data.loader import DTYPES, SPLITS, DataError, shards_sha256
-from data.tokenizer import Text, add_tokenizer
+from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, token_dtype, warn_single_document, write_split
+from records import BadRecord, read_json
 
 # datasets, pyarrow and tqdm are imported where they are used: they take seconds, and --help should not.
 
 MISTRAL = "hf:mistralai/Mistral-7B-v0.1"
+OWT, NANOGPT_SPLIT = "Skylion007/openwebtext", {"val_fraction": 0.0005, "shuffle": 2357}
 RECIPES = {  # name: the arguments it stands for
-    "openwebtext": {"source": "Skylion007/openwebtext", "tokenizer": "tiktoken:gpt2", "seed": 2357},  # nanoGPT's
+    "openwebtext": {"source": OWT, "tokenizer": "tiktoken:gpt2", **NANOGPT_SPLIT},
     "slimpajama": {"source": "cerebras/SlimPajama-627B", "tokenizer": MISTRAL},
     "slimpajama_reupload": {"source": "gmongaras/SlimPajama-627B_Reupload", "tokenizer": MISTRAL},
     "slimpajama_6b": {"source": "DKYoon/SlimPajama-6B", "tokenizer": MISTRAL},
     "fineweb_edu": {"source": "HuggingFaceFW/fineweb-edu", "subset": "sample-100BT", "tokenizer": "tiktoken:gpt2"},
     "climbmix": {"source": "karpathy/climbmix-400b-shuffle", "tokenizer": "tiktoken:gpt2"},
 }
-ENDINGS = tuple(kind + packed for kind in (".parquet", ".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst"))
+OWT_DOCUMENTS, OWT_TOKENS = 8_013_769, {"train": 9_035_582_198, "val": 4_434_897}  # as nanoGPT published them
+ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
 SHARD_TOKENS = 100_000_000
-UNIT_BYTES = 1 << 28  # small files are joined up to this
-UNIT_DOCUMENTS = 100_000  # of a unit where all documents are shuffled
+UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
 OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
 
@@ -72,6 +79,17 @@ def local_units(paths):
     return units
 
 
+def as_text(value):
+    """A document as it stands in a column: None is an empty one. Raises TypeError for what is no text."""
+    if not isinstance(value, str | None):
+        raise TypeError(f"{str(value)[:20]} is not text")
+    return value or ""
+
+
+def in_short(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
 def read_file(path, column):
     """The (text, whether a document ends with it) of a file. Raises DataError for what cannot be read."""
     import pyarrow as pa
@@ -80,10 +98,10 @@ def read_file(path, column):
     try:
         if path.suffix == ".parquet":
             for batch in pa.parquet.ParquetFile(path).iter_batches(1000, columns=[column]):
-                yield from ((as_text(value), True) for value in batch.column(0).to_pylist())
+                yield from ((as_text(text), True) for text in batch.column(0).to_pylist())
             return
         with pa.input_stream(path, compression="detect", buffer_size=1 << 22) as stream:
-            if ".txt" in path.suffixes:
+            if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
                 rest = b""
                 while piece := stream.read(BATCH_CHARS):
                     lines, newline, rest = (rest + piece).rpartition(b"\n")
@@ -98,53 +116,8 @@ def read_file(path, column):
                 yield as_text(json.loads(rest)[column]), True
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         why = f"no column {column!r}" if isinstance(error, LookupError) else in_short(error)
-        raise DataError(f"{path} cannot be read ({why}): repair or leave out the file, or name another "
-                        "--text_column") from None
-
-
-def in_short(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-
-
-def as_text(value):
-    """A document, "" for a missing one. Raises TypeError for what is no text."""
-    if not isinstance(value, (str, type(None))):
-        raise TypeError(f"a document is {type(value).__name__}, not text")
-    return value or ""
-
-
-def shuffled_units(source, subset, files, column, fraction, seed, folder):
-    """[(split, documents), ...] of all documents, shuffled and split as nanoGPT does it. `folder`: where those of local
-    files are kept until the end. Raises DataError."""
-    import datasets
-
-    try:
-        if files:
-            paths = list(itertools.chain.from_iterable(local_units(files)))
-            stamps = [(path, path.stat().st_mtime_ns) for path in paths]  # other files are other documents
-            whole = datasets.Dataset.from_generator(whole_documents, gen_kwargs={"stamps": stamps, "column": column},
-                                                    cache_dir=str(folder))
-        else:
-            whole = datasets.load_dataset(source, subset, split="train")
-        parts = whole.train_test_split(fraction, seed=seed, shuffle=True)
-    except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
-        known = next((e for e in (error, error.__cause__) if isinstance(e, DataError)), None)
-        raise known or DataError(f"{source or files[0]} cannot be loaded and split ({in_short(error)}): check the name "
-                                 "and the network, bring its files here and pass --files, or give another "
-                                 "--val_fraction") from None
-    return [(split, part.select(range(first, min(first + UNIT_DOCUMENTS, len(part)))))
-            for split, part in (("train", parts["train"]), ("val", parts["test"]))
-            for first in range(0, len(part), UNIT_DOCUMENTS)]
-
-
-def whole_documents(stamps, column):
-    for path, _ in stamps:
-        pieces = []
-        for piece, end in read_file(path, column):
-            pieces.append(piece)
-            if end:
-                yield {column: "".join(pieces)}
-                pieces = []
+        raise DataError(f"{path} cannot be read ({why}): repair or leave out the file, or name another --text_column"
+                        ) from None
 
 
 def hub_units(source, subset):
@@ -162,8 +135,46 @@ def hub_units(source, subset):
                         "its files here and pass --files") from None
 
 
+def shuffled_units(source, subset, units, column, val_fraction, seed):
+    """[(split, Dataset), ...] of datasets' train_test_split. units: of local files, or None. Raises DataError."""
+    try:
+        import datasets
+
+        if units is None:
+            whole = datasets.load_dataset(source, subset, split="train")
+        else:
+            stamps = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for unit in units for p in unit]
+            key = hashlib.sha256(json.dumps([stamps, column]).encode()).hexdigest()[:16]
+            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column), fingerprint=key)
+    except Exception as error:
+        error = error.__cause__ or error  # that of a generator, a DataError from read_file say
+        if isinstance(error, DataError):
+            raise error from None
+        raise DataError(f"{source or 'the files'} cannot be loaded ({in_short(error)}): check name, network and disk, "
+                        "or bring its files here and pass --files") from None
+    try:
+        parts = whole.train_test_split(test_size=val_fraction, seed=seed)
+    except ValueError as error:
+        raise DataError(f"{len(whole):,} documents cannot be split at --val_fraction {val_fraction:g} "
+                        f"({in_short(error)})") from None
+    return [(split, part.select(range(i, min(i + UNIT_DOCUMENTS, len(part)))))
+            for split, part in (("train", parts["train"]), ("val", parts["test"]))
+            for i in range(0, len(part), UNIT_DOCUMENTS)]
+
+
+def rows(units, column):
+    """The documents of local files as rows of a Dataset."""
+    pieces = []
+    for unit in units:
+        for _, text, end in documents(unit, column):
+            pieces.append(text)
+            if end:
+                yield {column: "".join(pieces)}
+                pieces.clear()
+
+
 def documents(unit, column):
-    """The (split or None, text, whether a document ends with it) of a unit, in order."""
+    """The (split or None, text, whether a document ends with it) of a unit, in order. Raises DataError."""
     if isinstance(unit, list):
         for path in unit:
             yield from ((None, *item) for item in read_file(path, column))
@@ -173,11 +184,12 @@ def documents(unit, column):
         for page in stream.iter(100):
             if column not in page:
                 raise DataError(f"the documents have no column {column!r} (only {', '.join(page)}): give --text_column")
-            yield from ((split, as_text(value), True) for value in page[column])
+            yield from ((split, as_text(text), True) for text in page[column])
     except DataError:
         raise
-    except Exception as error:  # a network that fails on the way has a dozen exceptions too
-        raise DataError(f"the documents cannot be read on ({in_short(error)}): run the same command again") from None
+    except Exception as error:
+        raise DataError(f"the documents cannot be read on ({in_short(error)}): run the same command again, or name "
+                        "another --text_column") from None
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
@@ -205,6 +217,8 @@ def token_arrays(text, pieces):
     """The token ids of each piece of text, in which <|endoftext|> is text like any other."""
     if text.kind == "bytes":
         return [np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8) for piece in pieces]
+    if text.kind == "char":
+        return [text.encode_ordinary(piece) for piece in pieces]
     if text.kind == "hf":
         return [found.ids for found in text.encoding.encode_batch_fast(pieces, add_special_tokens=False)]
     try:
@@ -233,15 +247,14 @@ def encode_unit(folder, number, unit, text, column, fraction, workers, progress)
         records.append(record)
         if record["last"]:
             return records
-    done = records[-1]["items"] if records else 0
-    # of the unit's batches those after the last record; batches end where shards do, so they are cut the same again
-    batches = in_batches(documents(unit, column), fraction, number)
-    for batch in batches:
-        if done == 0:
-            batches = itertools.chain([batch], batches)
-            break
-        done -= len(batch)
     items, parts = (records[-1]["items"] if records else 0), {split: [] for split in SPLITS}
+    # of the unit's batches those after the last record; batches end where shards do, so they are cut the same again
+    batches, skipped = in_batches(documents(unit, column), fraction, number), 0
+    while skipped < items and (batch := next(batches, None)):
+        skipped += len(batch)
+    if skipped != items:
+        raise DataError(f"{folder}: file {number + 1} of the source has changed since its first shards were written: "
+                        "prepare again with --force")
     with ThreadPoolExecutor(workers) as pool:  # threads: tokenizers are written in Rust, and release the GIL
         waiting = [pool.submit(encode, text, batch, dtype) for batch in itertools.islice(batches, 2 * workers)]
         while waiting:
@@ -303,18 +316,39 @@ def finish_all(folder, n_units, meta, text):
     for split, entries in shards.items():
         if not entries:
             raise DataError(f"no document of {folder} is in {split}: choose another --val_fraction, or add documents")
-        counted = (sum(entry[key] for entry in entries) for key in ("documents", "tokens"))
-        warn_single_document(split, *counted, "choose another --val_fraction, or add documents")
         splits[split] = {key: sum(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")} | {
             "max_token": max(entry["max_token"] for entry in entries), "sha256": shards_sha256(entries),
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries]}
+        warn_single_document(split, splits[split]["documents"], splits[split]["tokens"],
+                             "choose another --val_fraction, or add documents")
     return finish(folder, {**meta, "splits": splits}), 0
 
 
+def count_warning(meta):
+    """The line to print where OpenWebText, split as nanoGPT does, gave other counts than published; else None."""
+    counts, recipe = {split: meta["splits"][split]["tokens"] for split in SPLITS}, meta["recipe"]
+    n = sum(meta["splits"][split]["documents"] for split in SPLITS)
+    usual = meta["tokenizer"] == "gpt2" and {key: recipe[key] for key in NANOGPT_SPLIT} == NANOGPT_SPLIT
+    if not usual or recipe["source"] != OWT and n != OWT_DOCUMENTS or counts == OWT_TOKENS:
+        return None
+    return (f"WARNING: THESE ARE NOT THE PUBLISHED TOKEN COUNTS: train {counts['train']:,}, val {counts['val']:,} of "
+            f"{n:,} documents here, train {OWT_TOKENS['train']:,}, val {OWT_TOKENS['val']:,} of {OWT_DOCUMENTS:,} "
+            "published: losses cannot be compared with nanoGPT's")
+
+
+def inputs_of(path):
+    """What a plan.json or meta.json was made from; None where there is no such file."""
+    try:
+        return read_json(path).get("inputs") or "unknown" if path.exists() else None
+    except BadRecord:
+        return "unknown"
+
+
 def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, text_column="text",
-            val_fraction=0.0005, seed=None, part="1/1", workers=1, force=False):
+            val_fraction=0.0005, shuffle=None, part="1/1", workers=1, force=False):
     """Write this part's shards into `out`, and meta.json if it was the last. Returns (Tokens or None, what is left).
 
+    Args: as on the command line; shuffle: the seed of datasets' train_test_split, or None to keep the order.
     Raises DataError, one line.
     """
     try:
@@ -323,35 +357,47 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
         own = parts = 0
     if not 1 <= own <= parts:
         raise DataError(f"--part={part}: give it as 3/16, the third of sixteen")
+    if force and parts > 1:
+        raise DataError(f"--force with --part={part} would remove the shards of other parts: remove {out} by hand")
     if not 0 < val_fraction < 1 or workers < 1:
         raise DataError(f"--val_fraction {val_fraction:g} must lie between 0 and 1, --workers {workers} be at least 1")
-    if seed is not None and not 0 <= seed < 2**32:
-        raise DataError(f"--seed {seed} must be in 0 .. {2**32 - 1}")
+    if shuffle is not None and not 0 <= shuffle < 2**32:
+        raise DataError(f"--shuffle {shuffle}: it must be in 0 .. {2**32 - 1}")
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
-    text = Text(tokenizer, vocab=vocab)
+    units, table = local_units(files) if files else None, None
+    if canonical(tokenizer) == "char":
+        if not files:
+            raise DataError("--tokenizer=chars reads all documents for their characters first: it needs --files")
+        table = "".join(sorted({"\0"}.union(*(text for unit in units for _, text, _ in documents(unit, text_column)))))
+    text = Text(tokenizer, table, vocab)
     if text.kind == "hf":
         text.encoding.encode_special_tokens = True  # <|endoftext|> in a document is text
-    folder, plan, shuffled = Path(out), Path(out) / "plan.json", Path(out) / "documents"
-    stamps = [[(p.name, p.stat().st_size) for p in unit] for unit in local_units(files)] if files else [source, subset]
+    if files:
+        stamps = [[(p.name, p.stat().st_size) for p in unit] for unit in units]
+    elif shuffle is None:
+        units = hub_units(source, subset)
+        stamps = [source, subset, len(units)]
+    else:
+        stamps = [source, subset]
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
-              "text_column": text_column, "val_fraction": val_fraction, "seed": seed}
-    inputs = hashlib.sha256(json.dumps([stamps, text.name, text.table, text_column, val_fraction, seed]).encode())
-    inputs = inputs.hexdigest()
-    with preparing(folder / f"part-{own}-of-{parts}"):
-        if force or plan.exists() and json.loads(plan.read_text())["inputs"] != inputs:
-            if not force:
-                raise DataError(f"{folder} is being prepared from other inputs: choose another --out, or --force")
-            for path in [*folder.glob("*.bin"), *folder.glob("*.json")]:
-                path.unlink()
+              "text_column": text_column, "val_fraction": val_fraction, "shuffle": shuffle}
+    inputs = [stamps, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
+    inputs = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    with preparing(Path(out) / f"part-{own}-of-{parts}"):
+        folder = Path(out)
+        plan, meta = folder / "plan.json", folder / "meta.json"
+        if force:
+            for path in [plan, meta, *folder.glob(f"{'[0-9]' * 5}-{'[0-9]' * 4}.*")]:
+                path.unlink(missing_ok=True)
+        elif not {inputs_of(plan), inputs_of(meta)} <= {None, inputs}:
+            raise DataError(f"{folder} holds tokens from other inputs: choose another --out, or --force")
         if tokens := finished(folder, inputs):
             return tokens, 0
-        if seed is not None:
-            units = shuffled_units(source, subset, files, text_column, val_fraction, seed, shuffled)
-        else:
-            units = local_units(files) if files else hub_units(source, subset)
         with replacing(plan) as tmp, open(tmp, "w") as file:
-            json.dump({"inputs": inputs, "recipe": recipe, "units": len(units)}, file)
+            json.dump({"inputs": inputs, "recipe": recipe}, file)
+        if shuffle is not None:
+            units = shuffled_units(source, subset, units, text_column, val_fraction, shuffle)
         from tqdm import tqdm
 
         todo = list(enumerate(units))[own - 1::parts]
@@ -362,44 +408,42 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
         meta = {"dataset": folder.resolve().name, "vocab_size": text.n_vocab, "tokenizer": text.name,
                 "table": text.table, "end_of_text": text.eot_token, "how": shlex.join(["python", *sys.argv]),
                 "recipe": recipe, "inputs": inputs}
-        tokens, missing = finish_all(folder, len(units), meta, text)
-        if tokens:
-            shutil.rmtree(shuffled, ignore_errors=True)
-        return tokens, missing
+        return finish_all(folder, len(units), meta, text)
 
 
-def main(argv):
+def main():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help=f"{', '.join(RECIPES)}, or a name of the hub")
     parser.add_argument("--subset", help="of a data set of the hub, sample-10BT say")
-    parser.add_argument("--files", nargs="+", help="local files, or folders of them")
+    parser.add_argument("--files", nargs="+", help="local files, or folders of them; with a recipe, in its place")
     add_tokenizer(parser, "tiktoken:gpt2")
     parser.add_argument("--text_column", default="text", help="of parquet, jsonl and the hub (default text)")
     parser.add_argument("--val_fraction", type=float, default=0.0005, help="of documents, where no split is official")
-    parser.add_argument("--seed", type=int, help="shuffle all documents before they are split, as nanoGPT does")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle and split as nanoGPT does (seed 2357)")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="this process's part of the files: 3/16")
     parser.add_argument("--workers", type=int, default=cores, help=f"threads (default: one per core, {cores} here)")
     parser.add_argument("--out", help="folder to write (default: data/ and the recipe's name)")
     parser.add_argument("--force", action="store_true", help="prepare again from the beginning")
-    recipe = RECIPES.get(next((a for a in argv if a in RECIPES), None), {})
-    parser.set_defaults(**{key: value for key, value in recipe.items() if key != "source"})
-    args = vars(parser.parse_args(argv))
+    name = parser.parse_args().source
+    recipe = RECIPES.get(name, {})
+    parser.set_defaults(**recipe)
+    args = vars(parser.parse_args())
     if args["out"] is None:
-        if args["source"] not in RECIPES:
+        if not recipe:
             raise DataError("give --out, the folder to write")
-        args["out"] = Path(__file__).parents[1] / args["source"]
-    args["source"] = recipe.get("source", args["source"])
-    if recipe and args["files"]:  # the recipe's own, brought from elsewhere
-        args["source"] = None
+        args["out"] = Path(__file__).parents[1] / name
+    if recipe:
+        args["source"] = None if args["files"] else recipe["source"]
     tokens, missing = prepare(**args)
     if tokens is None:
         print(f"{args['out']}: part {args['part']} is done; {missing} files are left to other parts")
-        return None
+        return
     counts = (f"{s['tokens']:,} tokens of {s['documents']:,} documents" for s in tokens.meta["splits"].values())
     print(f"{tokens.folder}: {next(counts)} to train on, {next(counts)} for validation")
-    return tokens
+    if warning := count_warning(tokens.meta):
+        print(warning, file=sys.stderr)
 
 
 if __name__ == "__main__":
-    run(lambda: main(sys.argv[1:]))
+    run(main)
