@@ -126,11 +126,11 @@ def test_real_processes_and_a_family_that_raises(tmp_path, capsys):
     out = tmp_path / "step.json"
     assert step.main([*TINY, "--n_head=3", "--families=llama,longhorn", "--rounds=2", f"--out={out}"]) == 1
     llama, longhorn = json.loads(out.read_text())["rows"]
-    assert llama["reason"].startswith("ValueError: n_embd 32 over n_head 3") and "seconds" not in llama
+    assert llama["reason"].startswith("ValueError: n_embd 32 is no multiple of n_head 3") and "seconds" not in llama
     assert longhorn["seconds"]["runs"] == 2 and longhorn["times_llama"] is None
     if os.path.exists("/proc/self/clear_refs"):
         assert longhorn["peak_bytes"] is None or 0 <= longhorn["peak_bytes"] < 2**28
-    assert "n_embd 32 over n_head 3" in capsys.readouterr().out
+    assert "n_embd 32 is no multiple of n_head 3" in capsys.readouterr().out
 
 
 class Sleeper:
