@@ -397,6 +397,12 @@ def test_command_line_choices():
     assert not seeds["longhorn"] & seeds["longhorn@again"] and len(seeds["longhorn@again"]) == len(seeds["longhorn"])
     patterns = {sweep.load(c.argv).pattern for c in cells if c.at["model"] == "longhorn*3,llama"}
     assert patterns == {"longhorn*3,llama"} and all("*" not in c.name and "," not in c.name for c in cells)
+    steps = ("deltanet", "deltanet@step=implicit", "deltanet@step=implicit,normalize_keys=false")
+    cells = every_cell(chosen("laptop", *steps))
+    configs = {m: [sweep.load(c.argv) for c in cells if c.at["model"] == m] for m in steps}
+    assert [{(c.model, c.step, c.normalize_keys) for c in configs[m]} for m in steps] == [
+        {("deltanet", "explicit", True)}, {("deltanet", "implicit", True)}, {("deltanet", "implicit", False)}]
+    assert len({c.name for c in cells}) == len(cells)
     assert table1.translated(["run", "--preset=duel", "--models=a,b", "--out=x", "--dry-run"]) == [
         "duel", "a", "b", "--out=x", "--dry-run"]
     assert table1.translated(["report", "x"]) == ["report", "x"] and table1.translated(["run"]) == ["laptop"]
@@ -515,6 +521,9 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--sizes=460K:n_layer=2"], "choose another label"), (["laptop", "--sizes=a,b:n_layer=2"], "LABEL:key"),
     (["laptop", "--sizes=9K:n_layer"], "LABEL:key=value"), (["laptop", "--sizes=9K:seed=2"], "a size cannot set seed"),
     (["laptop", "--sizes=9K:n_lair=2", "--dry-run"], "did you mean '--n_layer'"),
+    (["laptop", "gla@step=sideways", "--dry-run"], "sideways"), (["laptop", "gla@stepp=exact", "--dry-run"], "'--step'"),
+    (["laptop", "gla@seed=3", "--dry-run"], "gla@seed=3: a family cannot set seed"),
+    (["laptop", "gla@step=exact,b", "--dry-run"], "give settings as NAME@key=value,key=value"),
     (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
 def test_mistakes_get_one_line(argv, word, capsys):
     with pytest.raises(SystemExit) as stop:

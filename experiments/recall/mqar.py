@@ -2,6 +2,7 @@
 
     python experiments/recall/mqar.py run --preset=laptop           T = 64 and 128, width 64: an hour on two CPU cores
     python experiments/recall/mqar.py run --preset=sooner           T = 128, two mixers, six seeds: 90 minutes
+    python experiments/recall/mqar.py run --preset=steps            the delta rule's three steps: half an hour
     python experiments/recall/mqar.py run --preset=gpu              the claim: T = 512 at width 64, three mixers
     python experiments/recall/mqar.py run --preset=paper --dry-run  the whole figure: 448 runs
     python experiments/recall/mqar.py report out/recall_laptop      table and figure, from the records alone
@@ -31,6 +32,8 @@ sys.path.insert(0, str(REPO))
 from experiments.scaling import runner  # noqa: E402
 from experiments.scaling.runner import Cell, hours, names, numbers  # noqa: E402
 
+STEPS = ("deltanet", "deltanet_implicit", "deltanet_exact", "deltanet_free", "deltanet_implicit_free",
+         "deltanet_exact_free")
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
 SCRIPT = "experiments/recall/mqar.py"
@@ -57,6 +60,10 @@ PRESETS = {
     # Which one learns it sooner: steps to half of the queries, six seeds each.
     "sooner": Preset({128: ("mamba", "longhorn")}, widths=(64,), lrs=(4.6e-3, 1e-2, 2.2e-2), seeds=tuple(range(11, 17)),
                      args=("--batch_examples=128", "--epochs=3", "--eval_interval=65")),
+    # States of 256 and 1,024 numbers per layer: what a step is worth shows where the state is small.
+    "steps": Preset(dict.fromkeys((64, 128), STEPS), widths=(16, 32), lrs=(1e-2,), seeds=(1, 2, 3), args=(
+        "--batch_examples=128", "--train_examples=48000", "--epochs=2", "--schedule=cosine", "--warmup_iters=50",
+        "--eval_interval=125")),
     "gpu": Preset({512: ("attention", "mamba", "longhorn")}, widths=(64,), args=("--epochs=20",)),
     "paper": Preset(dict.fromkeys((64, 128, 256, 512), FIGURE4), widths=(64, 128, 256, 512), args=("--dtype=float32",)),
 }

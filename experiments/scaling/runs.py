@@ -41,7 +41,7 @@ class Run:
     """A finished run, read and checked."""
 
     name: str  # its folder in the sweep
-    model: str  # the family as the plan names it: a family, a pattern, or NAME@WORD
+    model: str  # the family as the plan names it: a family, a pattern, NAME@WORD or NAME@key=value
     size: str  # the sweep's label: 120M, 350M ...
     context: int  # tokens per training window
     tokens: int  # trained on
@@ -92,6 +92,18 @@ def stem(model):
     return model.partition("@")[0]
 
 
+def own_settings(model):
+    """{setting: text} after the @ of NAME@key=value,key=value, which only this family's runs have; of NAME@WORD {}.
+
+    Raises ConfigError where only some of them have a value.
+    """
+    changes = model.partition("@")[2]
+    pairs = [c.split("=", 1) for c in changes.split(",")] if "=" in changes else []
+    if any(len(pair) < 2 for pair in pairs):
+        raise ConfigError(f"{model}: give settings as NAME@key=value,key=value")
+    return dict(pairs)
+
+
 def halves(documents):
     """The documents (tokens, losses) that choose, and those that are reported; a single one is both."""
     n = len(documents[0]) // 2
@@ -120,9 +132,9 @@ def read_sweep(source, accept_code=()):
         if r.code not in {first, *accept_code}:
             left_out[r.name] = f"other code, {r.code}, than most runs, {first}: --accept_code={r.code} joins it"
 
-    def common(run):  # a cosine of its own is there to differ
+    def common(run):  # a cosine of its own is there to differ, and so is what one family's name sets
         settings = {key: run.config.get(key, WITHOUT_RECORD.get(key)) for key in SAME_IN_A_SWEEP
-                    if key != "schedule" or run.at.get("stage") != "cosine"}
+                    if key not in own_settings(run.model) and (key != "schedule" or run.at.get("stage") != "cosine")}
         return {"data": run.data, "validation tokens": run.val_tokens, **settings}
 
     comparable = [r for r in runs if r.name not in left_out]

@@ -27,9 +27,10 @@ Stop it at any moment: the same command resumes. A sweep grows in the same way, 
 Machines that see the same folder share a sweep: start the same command on each. On a cluster, --slurm=16 writes the job
 file for 16 nodes.
 
-A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. NAME@WORD is the
-family NAME under another name, with other seeds: `duel longhorn longhorn@again` should find no difference. Any other
---key=value goes to every run (`--wandb=offline`, `--dtype=float32`).
+A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. Settings of one
+family's runs come after an @: `duel deltanet deltanet@step=implicit,normalize_keys=false`. NAME@WORD is the family NAME
+under another name, with other seeds: `duel longhorn longhorn@again` should find no difference. Any other --key=value
+goes to every run (`--wandb=offline`, `--dtype=float32`).
 """
 
 import argparse
@@ -50,7 +51,7 @@ from experiments.scaling import runner  # noqa: E402
 from experiments.scaling.claims import Claims  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
 from experiments.scaling.runner import Cell, hours, names, numbers  # noqa: E402
-from experiments.scaling.runs import SAME_IN_A_SWEEP, read_run, stem  # noqa: E402
+from experiments.scaling.runs import SAME_IN_A_SWEEP, own_settings, read_run, stem  # noqa: E402
 from records import BadRecord, environment, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
@@ -132,7 +133,10 @@ def base_arguments(preset, extra, model, size):
         raise ConfigError(f"{name} does not exist: write it, as config/longhorn_laptop.py shows, or choose families of "
                           f"{', '.join(known)}")
     pattern = [f"--pattern={family}"] * bool(re.search("[*,]", family))
-    argv = [name, *s.argv, *preset.args, *pattern, *extra]
+    own = own_settings(model)
+    if key := next((key for key in own if key in SET_BY_THE_SWEEP), None):
+        raise ConfigError(f"{model}: a family cannot set {key}, which the sweep sets")
+    argv = [name, *s.argv, *preset.args, *pattern, *extra, *(f"--{key}={text}" for key, text in own.items())]
     config = load(argv)
     if not pattern and config.model != family:
         raise ConfigError(f"{name} sets model to {config.model}: write model = {family!r} there")
@@ -527,6 +531,8 @@ def check_settings(cells):
         config = load(c.argv)
         check(config)
         for key in SAME_IN_A_SWEEP if c.at["stage"] != "cosine" else ():
+            if key in own_settings(c.at["model"]):
+                continue
             value = getattr(config, key, None)
             other, known = found.setdefault(key, (c.at["model"], value))
             if value != known:
