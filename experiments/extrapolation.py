@@ -2,6 +2,7 @@
 
     python experiments/extrapolation.py --checkpoint out/longhorn_laptop out/llama_laptop --lengths=256,1024,4096
     python experiments/extrapolation.py run --preset=laptop     # trains seven families at 256, reads to 16384: an hour
+    python experiments/extrapolation.py run --preset=steps      # the delta rule's three steps, three seeds each
     python experiments/extrapolation.py run --preset=gpu        # at 2048, to 65536; not yet run on a GPU
     python experiments/extrapolation.py report results/extrapolation_laptop.json     # table and picture again
 
@@ -57,12 +58,17 @@ from tools.loss_curve import save_figure  # noqa: E402
 
 FIRST_NORM, NORM_SEQUENCES = 16, 8  # the first position at which states are measured, and in how many sequences at most
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
+STEPS = {"deltanet": [], "deltanet_implicit": ["--step=implicit"], "deltanet_exact": ["--step=exact"]}
+STEPS |= {f"{name}_free": [*argv, "--normalize_keys=false"] for name, argv in STEPS.items()}  # keys of any length
 CORPUS = "pystdlib_packages"
+LAPTOP = dict(block_size=256, max_iters=2000, eval_interval=1000, eval_tokens=65536, final_eval_tokens=262144,
+              eval_block_size=256)
 PRESETS = {
     # 1.5M parameters, 2.0M tokens each
-    "laptop": {"jobs": 2, "lengths": [256 << i for i in range(7)], "eval_tokens": 262144, "train": dict(
-        block_size=256, max_iters=2000, eval_interval=1000, eval_tokens=65536, final_eval_tokens=262144,
-        eval_block_size=256)},
+    "laptop": {"jobs": 2, "lengths": [256 << i for i in range(7)], "eval_tokens": 262144, "train": LAPTOP},
+    # 460K parameters, 2.0M tokens each
+    "steps": {"jobs": 2, "lengths": [256, 1024, 4096, 16384], "eval_tokens": 262144, "runs": STEPS, "seeds": (1, 2, 3),
+              "train": LAPTOP | dict(n_layer=2, n_head=2, n_embd=128, learning_rate=2e-3)},
     # 20M parameters, 39M tokens each
     "gpu": {"jobs": 1, "lengths": [2048 << i for i in range(6)], "eval_tokens": 0, "train": dict(
         n_layer=6, n_embd=512, n_head=8, d_state=16, mlp_multiple=512, block_size=2048, batch_tokens=65536,
@@ -72,9 +78,13 @@ PRESETS = {
 
 
 def plan(preset):
-    """[Cell] of a preset's families."""
-    given = [f"--{key}={value}" for key, value in {"dataset": CORPUS, **PRESETS[preset]["train"]}.items()]
-    return [Cell(family, [f"config/{family}_laptop.py", *given]) for family in FAMILIES]
+    """[Cell] of a preset's runs: its families, or variants of one family, each with several seeds."""
+    preset = PRESETS[preset]
+    given = [f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items()]
+    if "runs" not in preset:
+        return [Cell(family, [f"config/{family}_laptop.py", *given]) for family in FAMILIES]
+    return [Cell(f"{name}_seed{seed}", [f"config/{name.split('_')[0]}_laptop.py", *given, *argv, f"--seed={seed}"])
+            for seed in preset["seeds"] for name, argv in preset["runs"].items()]
 
 
 # ------------------------------------------------------------------------------------------------------------- the text
@@ -376,42 +386,60 @@ def mib(row, key="state_bytes_per_sequence", spec=".3f"):
     return "-" if row[key] is None else format(row[key] / 2**20, spec)
 
 
+def by_name(found):
+    """{name: its records, one per seed}: a run's name without _seed1, _seed2 ..."""
+    groups = {}
+    for r in found:
+        groups.setdefault(re.sub(r"_seed\d+", "", r["run"]), []).append(r)
+    return groups
+
+
+def mean_and_error(values):
+    """The mean over seeds and its standard error, None for one seed; both None where a value is not finite."""
+    if None in values:
+        return None, None
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
 def table(found):
     """The records as Markdown: perplexity at each length with the paired difference of the loss, and the cost of
     reading."""
     lengths = sorted({x["length"] for r in found for x in r["lengths"]})
     lines = [row_of("run", "trained at", *(f"T = {T}" for T in lengths)), "|---" * (2 + len(lengths)) + "|"]
-    costs, notes = [], []
-    for r in found:
-        cells, by, trained = [], {x["length"]: x for x in r["lengths"]}, r["checkpoint"]["block_size"]
+    costs, notes, groups = [], [], by_name(found)
+    for name, seeds in groups.items():
+        cells, first = [], seeds[0]
+        trained = first["checkpoint"]["block_size"]
         for T in lengths:
-            x = by.get(T, {"left_out": ""})
-            if "left_out" in x:
-                cells.append("left out" if x["left_out"] else "-")
-                notes += [f"Left out: {r['run']} at {T}: {x['left_out']}."] if x["left_out"] else []
+            rows = [next((x for x in r["lengths"] if x["length"] == T), {"left_out": ""}) for r in seeds]
+            if out := [(r, x["left_out"]) for r, x in zip(seeds, rows, strict=True) if "left_out" in x]:
+                cells.append("left out" if out[0][1] else "-")
+                notes += [f"Left out: {r['run']} at {T}: {why}." for r, why in out if why]
                 continue
-            cells.append(number(x["perplexity"], ".3f"))
-            if "against" in x:
-                d, error = number(x["difference"], "+.3f"), number(x["difference_standard_error"], ".3f")
-                cells[-1] += f" ({d} ± {error})"
-        lines.append(row_of(r["run"], trained, *cells))
-        read = [x for x in r["lengths"] if "left_out" not in x]
+            loss, _ = mean_and_error([x["loss"] for x in rows])
+            cells.append(number(None if loss is None else perplexity(loss), ".3f"))
+            if all("against" in x for x in rows):
+                change, error = mean_and_error([x["difference"] for x in rows])
+                error = rows[0]["difference_standard_error"] if len(rows) == 1 else error
+                cells[-1] += f" ({number(change, '+.3f')} ± {number(error, '.3f')})"
+        lines.append(row_of(name, trained, *cells))
+        read = [x for x in first["lengths"] if "left_out" not in x]
         if read:
-            last, loud = read[-1], loudest(r)
+            last, loud = read[-1], loudest(first)
             rms = [number(loud[p], ".3g") if p in loud else "-" for p in (trained, last["length"])]
-            costs.append(row_of(r["run"], last["length"], mib(read[0]), mib(last), mib(last, "peak_bytes", ".0f"),
+            costs.append(row_of(name, last["length"], mib(read[0]), mib(last), mib(last, "peak_bytes", ".0f"),
                                 f"{last['tokens_per_second']:,.0f}", *rms))
-    r, texts = found[0], {x["text"]["sha256"] for x in found}
+    r, texts, most = found[0], {x["text"]["sha256"] for x in found}, max(map(len, groups.values()))
     codes = sorted({x["checkpoint"]["code"] for x in found})
     return "\n".join([
         *lines, "", "Perplexity; in brackets the loss minus that at the training length, in nats, paired, with its "
-        "standard error.", *notes, "",
+        f"standard error over {'sequences' if most == 1 else 'seeds; the rest is of the first seed'}.", *notes, "",
         row_of("run", "T", "state at the shortest T, MiB per sequence", "at this T", "peak, MiB", "tokens/s",
                "RMS of the state at the training length", "at this T"), "|---" * 8 + "|", *costs, "",
         in_words(r["text"]) + ("" if len(texts) == 1 else "; NOT all curves are of the same text: do not compare them")
         + f". {r['device']}, {r['threads']} threads, {r['dtype']}, torch {r['environment']['torch']}, "
-        f"{r['date'][:10]}, commit {(r['environment']['commit'] or 'none')[:10]}; one training run each, code "
-        f"{', '.join(codes)}.", ""])
+        f"{r['date'][:10]}, commit {(r['environment']['commit'] or 'none')[:10]}; "
+        f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, code {', '.join(codes)}.", ""])
 
 
 def loudest(record):
@@ -435,7 +463,8 @@ def draw(found, path):
     figure, ((length, position), (gain, norm)) = plt.subplots(2, 2, figsize=(13, 9), dpi=110)
     nan = lambda values: np.array([math.nan if v is None else v for v in values], float)
     middles = lambda by: [math.sqrt(max(1, a) * b) for a, b in zip(by["edges"][:-1], by["edges"][1:], strict=True)]
-    for i, r in enumerate(found):
+    groups = by_name(found)
+    for i, (name, r) in [(i, (name, r)) for i, (name, seeds) in enumerate(groups.items()) for r in seeds]:
         style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
 
         def curve(axis, x, y, error, shown=lambda v: v, i=i, style=style):
@@ -447,7 +476,8 @@ def draw(found, path):
         if read:
             columns = [[x[k] for x in read] for k in ("length", "loss", "loss_standard_error")]
             curve(length, *columns, shown=np.exp)
-            length.lines[-1].set_label(r["run"] + (" (memory ended)" if len(read) < len(r["lengths"]) else ""))
+            if r is groups[name][0]:
+                length.lines[-1].set_label(name + (" (memory ended)" if len(read) < len(r["lengths"]) else ""))
             by = read[-1]["by_position"]
             curve(position, middles(by), by["loss"], by["loss_standard_error"])
             if by := read[-1].get("difference_by_place"):

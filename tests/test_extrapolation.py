@@ -7,6 +7,7 @@ position is known beforehand, so that a sequence that began with another's state
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 from pathlib import Path
@@ -322,7 +323,29 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- presets
 
-@pytest.mark.parametrize("preset", ex.PRESETS)
+def test_the_plan_of_the_steps():
+    configs = {c.name: configurator.load(TrainConfig, [str(ROOT / c.argv[0]), *c.argv[1:]]) for c in ex.plan("steps")}
+    assert {(c.step, c.normalize_keys, c.seed) for c in configs.values()} == set(itertools.product(
+        ("explicit", "implicit", "exact"), (True, False), (1, 2, 3))) and len(configs) == 18
+    assert configs["deltanet_exact_free_seed2"].step == "exact" and configs["deltanet_seed1"].normalize_keys
+
+
+def test_seeds_of_a_run_share_a_line():
+    def record(name, *losses):
+        lengths = [{"length": T, "loss": loss, "perplexity": math.exp(loss), "state_bytes_per_sequence": 0,
+                    "peak_bytes": 0, "tokens_per_second": 1.0} for T, loss in zip((16, 32), losses, strict=True)]
+        lengths[1] |= {"against": 16, "difference": losses[1] - losses[0], "difference_standard_error": 0.7}
+        return {"run": name, "lengths": lengths, "state_norms": {}, "device": "cpu", "threads": 1, "dtype": "float32",
+                "environment": {"torch": "2", "commit": "c"}, "date": "2026-11-23T", "checkpoint": {
+                    "block_size": 16, "code": "c"}, "text": {"sha256": "", "sequences": 1, "longest": 32, "dataset": "",
+                                                           "documents": None}}
+    found = [record("a_seed1", 1.0, 1.1), record("b", 1.0, 2.0), record("a_seed2", 1.2, 1.5)]
+    lines = ex.table(found).splitlines()
+    assert lines[2] == "| a | 16 | 3.004 | 3.669 (+0.200 ± 0.100) |"  # exp 1.1, exp 1.3; of 0.1 and 0.3
+    assert lines[3] == "| b | 16 | 2.718 | 7.389 (+1.000 ± 0.700) |" and "up to 2 training seeds" in lines[-1]
+
+
+@pytest.mark.parametrize("preset", ["laptop", "gpu"])
 def test_the_plan_of_a_preset(preset, monkeypatch):
     monkeypatch.chdir(ROOT)
     configs, sizes = {}, {}

@@ -521,7 +521,8 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--sizes=460K:n_layer=2"], "choose another label"), (["laptop", "--sizes=a,b:n_layer=2"], "LABEL:key"),
     (["laptop", "--sizes=9K:n_layer"], "LABEL:key=value"), (["laptop", "--sizes=9K:seed=2"], "a size cannot set seed"),
     (["laptop", "--sizes=9K:n_lair=2", "--dry-run"], "did you mean '--n_layer'"),
-    (["laptop", "gla@step=sideways", "--dry-run"], "sideways"), (["laptop", "gla@stepp=exact", "--dry-run"], "'--step'"),
+    (["laptop", "gla@step=sideways", "--dry-run"], "sideways"),
+    (["laptop", "gla@stepp=exact", "--dry-run"], "did you mean '--step'"),
     (["laptop", "gla@seed=3", "--dry-run"], "gla@seed=3: a family cannot set seed"),
     (["laptop", "gla@step=exact,b", "--dry-run"], "give settings as NAME@key=value,key=value"),
     (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
