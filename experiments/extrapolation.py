@@ -3,6 +3,7 @@
     python experiments/extrapolation.py --checkpoint out/longhorn_laptop out/llama_laptop --lengths=256,1024,4096
     python experiments/extrapolation.py run --preset=laptop     # trains seven families at 256, reads to 16384: an hour
     python experiments/extrapolation.py run --preset=steps      # the delta rule's three steps, three seeds each
+    python experiments/extrapolation.py run --preset=laptop mamba2 "longhorn,swa"   # other families, in the same record
     python experiments/extrapolation.py run --preset=gpu        # at 2048, to 65536; not yet run on a GPU
     python experiments/extrapolation.py report results/extrapolation_laptop.json     # table and picture again
 
@@ -31,6 +32,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import math
 import re
 import statistics
@@ -48,6 +50,7 @@ sys.path.insert(0, str(ROOT))
 from bench.measure import DTYPES, Peak, check_out, in_one_line, new_record, state_bytes, write_record  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import Tokens  # noqa: E402
+from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.runner import Cell, need_pictures, numbers, run_cells, write_plan  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM  # noqa: E402
@@ -58,8 +61,8 @@ from tools.loss_curve import save_figure  # noqa: E402
 
 FIRST_NORM, NORM_SEQUENCES = 16, 8  # the first position at which states are measured, and in how many sequences at most
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
-STEPS = {"deltanet": [], "deltanet_implicit": ["--step=implicit"], "deltanet_exact": ["--step=exact"]}
-STEPS |= {f"{name}_free": [*argv, "--normalize_keys=false"] for name, argv in STEPS.items()}  # keys of any length
+STEPS = tuple("deltanet" + ("@" + ",".join(own) if own else "") for own in (
+    [*step, *keys] for keys in ([], ["normalize_keys=false"]) for step in ([], ["step=implicit"], ["step=exact"])))
 CORPUS = "pystdlib_packages"
 LAPTOP = dict(block_size=256, max_iters=2000, eval_interval=1000, eval_tokens=65536, final_eval_tokens=262144,
               eval_block_size=256)
@@ -67,8 +70,8 @@ PRESETS = {
     # 1.5M parameters, 2.0M tokens each
     "laptop": {"jobs": 2, "lengths": [256 << i for i in range(7)], "eval_tokens": 262144, "train": LAPTOP},
     # 460K parameters, 2.0M tokens each
-    "steps": {"jobs": 2, "lengths": [256, 1024, 4096, 16384], "eval_tokens": 262144, "runs": STEPS, "seeds": (1, 2, 3),
-              "train": LAPTOP | dict(n_layer=2, n_head=2, n_embd=128, learning_rate=2e-3)},
+    "steps": {"jobs": 2, "lengths": [256, 1024, 4096, 16384], "eval_tokens": 262144, "families": STEPS,
+              "seeds": (1, 2, 3), "train": LAPTOP | dict(n_layer=2, n_head=2, n_embd=128, learning_rate=2e-3)},
     # 20M parameters, 39M tokens each
     "gpu": {"jobs": 1, "lengths": [2048 << i for i in range(6)], "eval_tokens": 0, "train": dict(
         n_layer=6, n_embd=512, n_head=8, d_state=16, mlp_multiple=512, block_size=2048, batch_tokens=65536,
@@ -77,14 +80,20 @@ PRESETS = {
 }
 
 
-def plan(preset):
-    """[Cell] of a preset's runs: its families, or variants of one family, each with several seeds."""
+def plan(preset, families=(), seeds=()):
+    """[Cell] of a preset, with other families or seeds where they are given. Raises ConfigError for an unknown
+    family."""
     preset = PRESETS[preset]
-    given = [f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items()]
-    if "runs" not in preset:
-        return [Cell(family, [f"config/{family}_laptop.py", *given]) for family in FAMILIES]
-    return [Cell(f"{name}_seed{seed}", [f"config/{name.split('_')[0]}_laptop.py", *given, *argv, f"--seed={seed}"])
-            for seed in preset["seeds"] for name, argv in preset["runs"].items()]
+    given = {"dataset": CORPUS, **preset["train"]}
+    size = sweep.Preset({"": sweep.Size(tuple(f"--{key}={value}" for key, value in given.items()))})
+    cells = []
+    for seed, family in itertools.product(seeds or preset.get("seeds", [None]), families or preset.get(
+            "families", FAMILIES)):
+        run, argv = family, sweep.base_arguments(size, (), family, "")
+        if seed is not None:
+            run, argv = f"{family}, seed {seed}", [*argv, f"--seed={seed}"]
+        cells.append(Cell(re.sub(r"[^\w.@-]+", "_", run), argv, {"run": run}))
+    return cells
 
 
 # ------------------------------------------------------------------------------------------------------------- the text
@@ -302,9 +311,9 @@ def limited(lm, window):
     return other.to(lm.embed.weight.device).eval()
 
 
-def evaluate(folder, args):
-    """The records of one run's checkpoint: as trained, and with limited attention where it has any. Raises ConfigError,
-    one line."""
+def evaluate(folder, args, run=None):
+    """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name,
+    that of the folder by default. Raises ConfigError, one line."""
     began, ran, trained_by = time.perf_counter(), Path(folder) / "config.json", {}
     if ran.exists():
         with fields(ran):
@@ -340,7 +349,7 @@ def evaluate(folder, args):
     for words, model in (("", lm), (f", last {trained} tokens", limited(lm, trained))):
         if model is None:
             continue
-        name = Path(folder).resolve().name + words
+        name = (run or Path(folder).resolve().name) + words
         print(f"{name}:", flush=True)
         results, states = measure(model, rows, lengths, trained, args.chunk, batch_size, dtype)
         record = new_record("extrapolation", family=family, run=name)
@@ -387,10 +396,10 @@ def mib(row, key="state_bytes_per_sequence", spec=".3f"):
 
 
 def by_name(found):
-    """{name: its records, one per seed}: a run's name without _seed1, _seed2 ..."""
+    """{name: its records, one per seed}: a run's name without its seed."""
     groups = {}
     for r in found:
-        groups.setdefault(re.sub(r"_seed\d+", "", r["run"]), []).append(r)
+        groups.setdefault(re.sub(r", seed \d+", "", r["run"]), []).append(r)
     return groups
 
 
@@ -518,14 +527,17 @@ def parse(argv):
         argv = ["eval", *argv]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="eval | run | report")
-    one, sweep, again = (commands.add_parser(n) for n in ("eval", "run", "report"))
+    one, several, again = (commands.add_parser(n) for n in ("eval", "run", "report"))
     one.add_argument("--checkpoint", nargs="+", required=True, help="folders of runs, each with checkpoint.safetensors")
     one.add_argument("--lengths", type=numbers(int), default=(), help="tokens, by commas (1 to 16 times trained)")
     one.add_argument("--eval_tokens", type=int, default=0, help="tokens to predict at each length (0: all there are)")
     one.add_argument("--dataset", default="", help="a prepared folder, or its name in data/ (that of training)")
-    sweep.add_argument("--preset", choices=list(PRESETS), required=True)
-    sweep.add_argument("--jobs", type=int, default=0, help="training runs at a time (the preset's)")
-    for p, name in ((one, "extrapolation"), (sweep, "extrapolation_PRESET")):
+    several.add_argument("families", nargs="*", metavar="FAMILY", help="instead of the preset's: a family or pattern, "
+                         "also with settings of its own, as in deltanet@step=implicit")
+    several.add_argument("--preset", choices=list(PRESETS), required=True)
+    several.add_argument("--seeds", type=numbers(int, least=0), default=(), help="one run for each (the preset's)")
+    several.add_argument("--jobs", type=int, default=0, help="training runs at a time (the preset's)")
+    for p, name in ((one, "extrapolation"), (several, "extrapolation_PRESET")):
         p.add_argument("--out", help=f"the record file (out/{name}.json)")
         p.add_argument("--save", action="store_true", help=f"write it to results/{name}.json")
         p.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
@@ -550,9 +562,9 @@ def record_file(args, name):
     return out
 
 
-def add(folder, args, out):
+def add(folder, args, out, run=None):
     """Evaluate a run's checkpoint and add its records to the file `out`, in the place of those of the same names."""
-    records = evaluate(folder, args)
+    records = evaluate(folder, args, run)
     names = {r["run"] for r in records}
     others = [r for r in read_records(out) if r["run"] not in names] if out.exists() else []
     write_record(out, {"extrapolation": [*others, *records]})
@@ -562,7 +574,8 @@ def run(args):
     """Train a preset's families, read on with each, report. What has been trained is not trained again."""
     from data.pystdlib.prepare import prepare
 
-    preset, name, cells = PRESETS[args.preset], f"extrapolation_{args.preset}", plan(args.preset)
+    preset, name = PRESETS[args.preset], f"extrapolation_{args.preset}"
+    cells = plan(args.preset, args.families, args.seeds)
     out, runs = record_file(args, name), ROOT / "out" / name
     prepare(ROOT / "data" / CORPUS, documents="package")
     write_plan(runs, cells, preset=args.preset)  # refuses other arguments than a run began with
@@ -572,7 +585,7 @@ def run(args):
     args.lengths, args.eval_tokens, args.dataset = preset["lengths"], preset["eval_tokens"], ""
     for cell in cells:
         if cell.name not in failed:
-            add(runs / cell.name, args, out)
+            add(runs / cell.name, args, out, cell.at["run"])
     report(out)
     return int(bool(failed))
 

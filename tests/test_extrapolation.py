@@ -327,7 +327,16 @@ def test_the_plan_of_the_steps():
     configs = {c.name: configurator.load(TrainConfig, [str(ROOT / c.argv[0]), *c.argv[1:]]) for c in ex.plan("steps")}
     assert {(c.step, c.normalize_keys, c.seed) for c in configs.values()} == set(itertools.product(
         ("explicit", "implicit", "exact"), (True, False), (1, 2, 3))) and len(configs) == 18
-    assert configs["deltanet_exact_free_seed2"].step == "exact" and configs["deltanet_seed1"].normalize_keys
+    assert {c.model for c in configs.values()} == {"deltanet"}
+
+
+def test_other_families_and_patterns_take_part():
+    hybrid, own = ex.plan("laptop", ["longhorn,swa", "longhorn@n_layer=4"], [7])
+    configs = [configurator.load(TrainConfig, [str(ROOT / c.argv[0]), *c.argv[1:]]) for c in (hybrid, own)]
+    assert [(c.pattern, c.n_layer, c.seed) for c in configs] == [("longhorn,swa", 3, 7), ("", 4, 7)]
+    assert hybrid.name == "longhorn_swa_seed_7" and hybrid.at == {"run": "longhorn,swa, seed 7"}
+    with pytest.raises(ConfigError, match="config/nothing_laptop.py does not exist"):
+        ex.plan("laptop", ["nothing"])
 
 
 def test_seeds_of_a_run_share_a_line():
@@ -339,7 +348,7 @@ def test_seeds_of_a_run_share_a_line():
                 "environment": {"torch": "2", "commit": "c"}, "date": "2026-11-23T", "checkpoint": {
                     "block_size": 16, "code": "c"}, "text": {"sha256": "", "sequences": 1, "longest": 32, "dataset": "",
                                                            "documents": None}}
-    found = [record("a_seed1", 1.0, 1.1), record("b", 1.0, 2.0), record("a_seed2", 1.2, 1.5)]
+    found = [record("a, seed 1", 1.0, 1.1), record("b", 1.0, 2.0), record("a, seed 2", 1.2, 1.5)]
     lines = ex.table(found).splitlines()
     assert lines[2] == "| a | 16 | 3.004 | 3.669 (+0.200 ± 0.100) |"  # exp 1.1, exp 1.3; of 0.1 and 0.3
     assert lines[3] == "| b | 16 | 2.718 | 7.389 (+1.000 ± 0.700) |" and "up to 2 training seeds" in lines[-1]
@@ -399,7 +408,7 @@ def test_records_go_to_results_only_where_that_is_asked_for(argv, file, monkeypa
     places = []
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ex, "add", lambda run, args, out: places.append(out))
+    monkeypatch.setattr(ex, "add", lambda folder, args, out, run=None: places.append(out))
     monkeypatch.setattr(ex, "report", places.append)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: None)
     monkeypatch.setattr(ex, "run_cells", lambda *_: {})
