@@ -585,7 +585,9 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
     points = report.summarise([row(m, seed=s, accuracy=a + s / 100) for m, a in (("longhorn", 0.9), ("mamba", 0.2))
                                for s in range(6)])
     text = "\n".join(report.markdown({"runs": [], "machines": {}, "code": {}, "settings": {}, "left_out": {}}, points))
-    assert "Mamba and Longhorn, each at its best rate: p = 0.0022 that" in text and "never, never" in text
+    margin = stats.t.ppf(0.975, 10) * math.sqrt(2 * np.var([s / 100 for s in range(6)], ddof=1) / 6)
+    interval = f"70.0 ({70 - 100 * margin:.1f} .. {70 + 100 * margin:.1f})"  # Student's, which Welch's is here
+    assert f"| Longhorn minus Mamba | {interval} | 0.0022 |" in text and "never, never" in text
 
 
 @pytest.mark.parametrize("line, word", [
