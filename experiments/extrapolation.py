@@ -425,8 +425,10 @@ def table(found):
                 cells.append("left out" if out[0][1] else "-")
                 notes += [f"Left out: {r['run']} at {T}: {why}." for r, why in out if why]
                 continue
-            loss, _ = mean_and_error([x["loss"] for x in rows])
+            loss, error = mean_and_error([x["loss"] for x in rows])
             cells.append(number(None if loss is None else perplexity(loss), ".3f"))
+            if len(rows) > 1:
+                cells[-1] += f", loss {number(loss, '.3f')} ± {number(error, '.3f')}"
             if all("against" in x for x in rows):
                 change, error = mean_and_error([x["difference"] for x in rows])
                 error = rows[0]["difference_standard_error"] if len(rows) == 1 else error
@@ -442,7 +444,7 @@ def table(found):
     codes = sorted({x["checkpoint"]["code"] for x in found})
     return "\n".join([
         *lines, "", "Perplexity; in brackets the loss minus that at the training length, in nats, paired, with its "
-        f"standard error over {'sequences' if most == 1 else 'seeds; the rest is of the first seed'}.", *notes, "",
+        f"standard error over {'sequences' if most == 1 else 'seeds, as the loss has it'}.", *notes, "",
         row_of("run", "T", "state at the shortest T, MiB per sequence", "at this T", "peak, MiB", "tokens/s",
                "RMS of the state at the training length", "at this T"), "|---" * 8 + "|", *costs, "",
         in_words(r["text"]) + ("" if len(texts) == 1 else "; NOT all curves are of the same text: do not compare them")

@@ -350,7 +350,8 @@ def test_seeds_of_a_run_share_a_line():
                                                            "documents": None}}
     found = [record("a, seed 1", 1.0, 1.1), record("b", 1.0, 2.0), record("a, seed 2", 1.2, 1.5)]
     lines = ex.table(found).splitlines()
-    assert lines[2] == "| a | 16 | 3.004 | 3.669 (+0.200 ± 0.100) |"  # exp 1.1, exp 1.3; of 0.1 and 0.3
+    means = "| a | 16 | 3.004, loss 1.100 ± 0.100 | 3.669, loss 1.300 ± 0.200 (+0.200 ± 0.100) |"  # exp 1.1, exp 1.3
+    assert lines[2] == means  # the last of 0.1 and 0.3
     assert lines[3] == "| b | 16 | 2.718 | 7.389 (+1.000 ± 0.700) |" and "up to 2 training seeds" in lines[-1]
 
 
