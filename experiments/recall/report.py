@@ -268,10 +268,13 @@ def draw(points, path):
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.colors import to_hex
 
     lengths = list(dict.fromkeys(p["T"] for p in points))
-    spare = iter(plt.cm.tab20.colors)
-    colours = {mixer: COLOURS.get(mixer) or next(spare) for mixer in dict.fromkeys(p["mixer"] for p in points)}
+    mixers = dict.fromkeys(p["mixer"] for p in points)
+    taken = {to_hex(COLOURS[mixer]) for mixer in mixers if mixer in COLOURS}
+    spare = (colour for colour in plt.cm.tab20.colors if to_hex(colour) not in taken)
+    colours = {mixer: COLOURS.get(mixer) or next(spare) for mixer in mixers}
     size = (max(6.0, 4.1 * len(lengths)), 4.4)
     figure, axes = plt.subplots(1, len(lengths), figsize=size, dpi=120, squeeze=False)
     for T, a in zip(lengths, axes[0], strict=True):
