@@ -43,6 +43,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import ttest_ind
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -410,6 +411,24 @@ def mean_and_error(values):
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
+def differences(groups, lengths):
+    """Lines of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
+    rows = []
+    for (a, first), (b, second) in itertools.combinations(groups.items(), 2):
+        cells = []
+        for T in lengths:
+            x, y = ([row["loss"] for r in seeds for row in r["lengths"] if row["length"] == T and "loss" in row]
+                    for seeds in (second, first))
+            if min(len(x), len(y)) < 2 or None in x + y:
+                break
+            low, high = ttest_ind(x, y, equal_var=False).confidence_interval()
+            cells.append(f"{statistics.fmean(x) - statistics.fmean(y):+.3f} ({low:+.3f} .. {high:+.3f})")
+        else:
+            rows.append(row_of(f"{b} minus {a}", *cells))
+    head = row_of("loss, 95% interval over the seeds", *(f"T = {T}" for T in lengths))
+    return ["", head, "|---" * (1 + len(lengths)) + "|", *rows] if rows else []
+
+
 def table(found):
     """The records as Markdown: perplexity at each length with the paired difference of the loss, and the cost of
     reading."""
@@ -444,7 +463,8 @@ def table(found):
     codes = sorted({x["checkpoint"]["code"] for x in found})
     return "\n".join([
         *lines, "", "Perplexity; in brackets the loss minus that at the training length, in nats, paired, with its "
-        f"standard error over {'sequences' if most == 1 else 'seeds, as the loss has it'}.", *notes, "",
+        f"standard error over {'sequences' if most == 1 else 'seeds, as the loss has it'}.", *notes,
+        *differences(groups, lengths), "",
         row_of("run", "T", "state at the shortest T, MiB per sequence", "at this T", "peak, MiB", "tokens/s",
                "RMS of the state at the training length", "at this T"), "|---" * 8 + "|", *costs, "",
         in_words(r["text"]) + ("" if len(texts) == 1 else "; NOT all curves are of the same text: do not compare them")

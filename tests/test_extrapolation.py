@@ -352,6 +352,10 @@ def test_seeds_of_a_run_share_a_line():
     lines = ex.table(found).splitlines()
     means = "| a | 16 | 3.004, loss 1.100 ± 0.100 | 3.669, loss 1.300 ± 0.200 (+0.200 ± 0.100) |"  # exp 1.1, exp 1.3
     assert lines[2] == means  # the last of 0.1 and 0.3
+    assert not any("minus a" in line for line in lines)  # one seed has no interval
+    found += [record("c, seed 1", 1.0, 1.1), record("c, seed 2", 1.2, 1.5)]
+    margin = 4.30265 * math.sqrt(2 * 0.02 / 2)  # Student's at 2 degrees of freedom, which Welch's is here
+    assert f"| c minus a | +0.000 ({-margin:+.3f} .. {margin:+.3f}) |" in ex.table(found)
     assert lines[3] == "| b | 16 | 2.718 | 7.389 (+1.000 ± 0.700) |" and "up to 2 training seeds" in lines[-1]
 
 
