@@ -403,6 +403,7 @@ def test_command_line_choices():
     assert [{(c.model, c.step, c.normalize_keys) for c in configs[m]} for m in steps] == [
         {("deltanet", "explicit", True)}, {("deltanet", "implicit", True)}, {("deltanet", "implicit", False)}]
     assert len({c.name for c in cells}) == len(cells)
+    assert len({frozenset(c.seed for c in configs[m]) for m in steps}) == 1  # the same tokens in the same order
     assert table1.translated(["run", "--preset=duel", "--models=a,b", "--out=x", "--dry-run"]) == [
         "duel", "a", "b", "--out=x", "--dry-run"]
     assert table1.translated(["report", "x"]) == ["report", "x"] and table1.translated(["run"]) == ["laptop"]

@@ -57,7 +57,8 @@ from records import BadRecord, environment, is_finished  # noqa: E402
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
 SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",
                     "schedule", "min_lr", "branch", "keep_steps")
-FIRST_SEED, LABELLED = 1001, 1000  # seeds of the search are 1, 2 ...; NAME@WORD has seeds LABELLED higher
+FIRST_SEED, LABELLED = 1001, 1000  # seeds of the search are 1, 2 ...; NAME@WORD has seeds LABELLED higher, or its
+# runs would be NAME's; NAME@key=value has NAME's seeds, and thereby the same tokens in the same order
 EXTENSIONS = 3  # rates that a search may add beyond its edge
 
 
@@ -192,6 +193,10 @@ def seed_cells(preset, extra, model, size, rate, seed, budgets, folder=None):
     return cells
 
 
+def seed_offset(model):
+    return LABELLED if "@" in model and not own_settings(model) else 0
+
+
 def reported_cells(preset, extra, rates, folder=None):
     """All runs that are reported, at rates {(model, size): rate}: the first seed of everything, then the second ...
 
@@ -201,7 +206,7 @@ def reported_cells(preset, extra, rates, folder=None):
     for i in range(max(s.seeds for s in preset.sizes.values())):
         for size, s in preset.sizes.items():
             for model in (m for m in preset.models if i < s.seeds and (m, size) in rates):
-                seed, rate = FIRST_SEED + i + LABELLED * ("@" in model), rates[model, size]
+                seed, rate = FIRST_SEED + i + seed_offset(model), rates[model, size]
                 if not s.steps:
                     cells.append(make_cell(preset, extra, "seed", model, size, None, None, load(
                         base_arguments(preset, extra, model, size)).seed))
@@ -220,7 +225,7 @@ def first_rates(preset, centre):
 
 def search_cells(preset, extra, model, size, rates):
     s = preset.sizes[size]
-    seeds = [1 + i + LABELLED * ("@" in model) for i in range(s.search)]
+    seeds = [1 + i + seed_offset(model) for i in range(s.search)]
     return [make_cell(preset, extra, "search", model, size, max(2, s.steps // 2), rate, seed)
             for seed in seeds for rate in rates]
 
