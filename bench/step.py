@@ -19,7 +19,6 @@ figures count each as a layer. The peers get 8 here: the same number of paramete
 
 import argparse
 import contextlib
-import functools
 import io
 import math
 import multiprocessing
@@ -180,7 +179,8 @@ class Trial:
         with self.device:
             if self.spec["peer"]:
                 self.model, forward = peer_model(self.spec["peer"], config)
-                self.model.decayed = functools.partial(LM.decayed, self.model)
+                self.model.decayed = lambda: [f"{name}.weight" for name, module in self.model.named_modules()
+                                              if isinstance(module, (nn.Linear, nn.Embedding))]  # as LM.decayed
                 self.loss = lambda x, y: F.cross_entropy(forward(x).float().flatten(0, 1), y.flatten())
             else:
                 self.model = LM(config)

@@ -208,14 +208,30 @@ def test_peers_have_our_parameters(family):
     assert abs(got / want - 1) < 0.01 and logits(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 64)
 
 
-def test_a_step_is_train_pys():
-    """The optimizer has AdamW's groups, also for a peer, with weight decay on the matrices only."""
-    spec = {"name": "x", "config": config(), "peer": None, "batch_size": 2, "device": "cpu", "dtype": "float32",
-            "compile": False, "threads": 1}
-    trial = step.Trial(spec)
+def trial_of(family="longhorn", peer=None):
+    return step.Trial({"name": "x", "config": config(family), "peer": peer, "batch_size": 2, "device": "cpu",
+                       "dtype": "float32", "compile": False, "threads": 1})
+
+
+def decays_matrices_only(trial):
     decayed, rest = trial.optimizer.param_groups
     assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0 and decayed["betas"] == (0.9, 0.95)
-    assert all(p.dim() == 2 for p in decayed["params"]) and trial.model.embed.weight in set(decayed["params"])
+    assert all(p.dim() == 2 for p in decayed["params"]) and len(decayed["params"]) > 2
+    return decayed["params"]
+
+
+def test_a_peer_takes_the_same_step():
+    pytest.importorskip("transformers")
+    trial = trial_of("llama", "transformers")
+    decays_matrices_only(trial)
+    first = trial.step()
+    assert trial.step() < first
+
+
+def test_a_step_is_train_pys():
+    """The optimizer has AdamW's groups, with weight decay on the matrices only."""
+    trial = trial_of()
+    assert trial.model.embed.weight in set(decays_matrices_only(trial))
     before = [p.detach().clone() for p in trial.model.parameters()]
     first, again = trial.step(), trial.step()
     assert again < first and all(p.grad is None for p in trial.model.parameters())
