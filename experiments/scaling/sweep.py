@@ -92,7 +92,7 @@ LAPTOP = ("--eval_block_size=0", "--eval_interval=0", "--eval_tokens=131072", "-
           "--log_interval=32", "--checkpoint_interval=256", "--keep_checkpoints=1")
 PRESETS = {
     "duel": Preset(warmup=26, args=(*LAPTOP, "--eval_tokens=262144", "--final_eval_tokens=262144"), sizes={
-        "460K": Size(M, 1024, (256, 512), seeds=12, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=11)}),
+        "460K": Size(M, 1024, (256, 512), seeds=14, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=12)}),
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
         "460K": Size(M, 1024, (256, 512), seeds=5, search=1), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
     "night": Preset(models=(*FAMILIES, "rwkv4", "deltanet", "longhorn_exact"), warmup=51, args=LAPTOP, sizes={
