@@ -235,11 +235,12 @@ def draw(record, path):
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), dpi=130)
     for i, (family, points) in enumerate(timed.items()):
         contexts = [c["context"] for c in points]
-        style = dict(color=f"C{i}", marker="o", ms=4, label=family, lw=2.4 if family == "llama" else 1.2)
+        colour = plt.cm.tab20(i % 20)
+        style = dict(color=colour, marker="o", ms=4, label=family, lw=2.4 if family == "llama" else 1.2)
         seconds = [c["decode"]["seconds"] for c in points]
         left.plot(contexts, [1e3 * s["median_seconds"] for s in seconds], **style)
         low, high = ([1e3 * s["quartile_seconds"][j] for s in seconds] for j in (0, 1))
-        left.fill_between(contexts, low, high, color=f"C{i}", alpha=0.15, lw=0)
+        left.fill_between(contexts, low, high, color=colour, alpha=0.15, lw=0)
         right.plot(contexts, [c["state_bytes"] for c in points], **style)
     ticks = sorted({c["context"] for points in timed.values() for c in points})
     for axes, label in ((left, "ms per new token, median and quartiles"), (right, "bytes of the state")):

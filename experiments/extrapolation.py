@@ -496,12 +496,13 @@ def draw(found, path):
     middles = lambda by: [math.sqrt(max(1, a) * b) for a, b in zip(by["edges"][:-1], by["edges"][1:], strict=True)]
     groups = by_name(found)
     for i, (name, r) in [(i, (name, r)) for i, (name, seeds) in enumerate(groups.items()) for r in seeds]:
-        style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
+        colour = f"C{i}" if len(groups) <= 10 else plt.cm.tab20(i % 20)
+        style = dict(color=colour, marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
 
-        def curve(axis, x, y, error, shown=lambda v: v, i=i, style=style):
+        def curve(axis, x, y, error, shown=lambda v: v, style=style):
             y, error = nan(y), nan(error)
             axis.plot(x, shown(y), **style)
-            axis.fill_between(x, shown(y - error), shown(y + error), color=f"C{i}", alpha=0.12, lw=0)
+            axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
 
         read = [x for x in r["lengths"] if "left_out" not in x]
         if read:
