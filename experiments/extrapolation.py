@@ -43,7 +43,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.stats import ttest_ind
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -52,6 +51,7 @@ from bench.measure import DTYPES, Peak, check_out, in_one_line, new_record, stat
 from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import Tokens  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
+from experiments.scaling.compare import welch  # noqa: E402
 from experiments.scaling.runner import Cell, need_pictures, numbers, run_cells, write_plan  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM  # noqa: E402
@@ -62,8 +62,8 @@ from tools.loss_curve import save_figure  # noqa: E402
 
 FIRST_NORM, NORM_SEQUENCES = 16, 8  # the first position at which states are measured, and in how many sequences at most
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
-STEPS = tuple("deltanet" + ("@" + ",".join(own) if own else "") for own in (
-    [*step, *keys] for keys in ([], ["normalize_keys=false"]) for step in ([], ["step=implicit"], ["step=exact"])))
+STEPS = ("deltanet", "deltanet@step=implicit", "deltanet@step=exact", "deltanet@normalize_keys=false",
+         "deltanet@step=implicit,normalize_keys=false", "deltanet@step=exact,normalize_keys=false")
 CORPUS = "pystdlib_packages"
 LAPTOP = dict(block_size=256, max_iters=2000, eval_interval=1000, eval_tokens=65536, final_eval_tokens=262144,
               eval_block_size=256)
@@ -421,8 +421,7 @@ def differences(groups, lengths):
                     for seeds in (second, first))
             if min(len(x), len(y)) < 2 or None in x + y:
                 break
-            low, high = ttest_ind(x, y, equal_var=False).confidence_interval()
-            cells.append(f"{statistics.fmean(x) - statistics.fmean(y):+.3f} ({low:+.3f} .. {high:+.3f})")
+            cells.append("{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(x, y)[:3]))
         else:
             rows.append(row_of(f"{b} minus {a}", *cells))
     head = row_of("loss, 95% interval over the seeds", *(f"T = {T}" for T in lengths))

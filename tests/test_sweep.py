@@ -525,6 +525,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "gla@step=sideways", "--dry-run"], "sideways"),
     (["laptop", "gla@stepp=exact", "--dry-run"], "did you mean '--step'"),
     (["laptop", "gla@seed=3", "--dry-run"], "gla@seed=3: a family cannot set seed"),
+    (["laptop", "gla", "gla@batch_tokens=512", "--dry-run"], "such runs are not compared"),
     (["laptop", "gla@step=exact,b", "--dry-run"], "give settings as NAME@key=value,key=value"),
     (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
 def test_mistakes_get_one_line(argv, word, capsys):

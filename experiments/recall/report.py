@@ -19,10 +19,11 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean
 
-from scipy.stats import rankdata, ttest_ind
+from scipy.stats import rankdata
 
 from configurator import ConfigError
 from experiments.scaling import runner
+from experiments.scaling.compare import welch
 from records import BadRecord, fields, finished_records, read_json, read_log, replacing
 from tools.loss_curve import save_figure
 
@@ -183,10 +184,7 @@ def mann_whitney(a, b):
 
 def difference(a, b):
     """Mean of a minus mean of b in percent with Welch's 95% interval, as text."""
-    if len(set(a)) == len(set(b)) == 1:  # then there is no interval
-        return percent(mean(a) - mean(b))
-    low, high = ttest_ind(a, b, equal_var=False).confidence_interval()
-    return f"{percent(mean(a) - mean(b))} ({percent(low)} .. {percent(high)})"
+    return "{} ({} .. {})".format(*map(percent, welch(a, b)[:3]))
 
 
 def pooled(runs, key, label):

@@ -148,6 +148,11 @@ class Curve:
         return float(np.interp(rise, loss, grid[::-1]) - over)
 
 
+def welch(a, b):
+    """`difference` of two lists with one number per seed: the interval is then Welch's."""
+    return difference(np.array(a)[:, None], np.array(b)[:, None], np.ones(1))
+
+
 def multiplier(d, a, b):
     """How many times b's tokens a needs for the loss that b has at the main budget: a Multiplier, or None.
 

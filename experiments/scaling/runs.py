@@ -132,9 +132,9 @@ def read_sweep(source, accept_code=()):
         if r.code not in {first, *accept_code}:
             left_out[r.name] = f"other code, {r.code}, than most runs, {first}: --accept_code={r.code} joins it"
 
-    def common(run):  # a cosine of its own is there to differ, and so is what one family's name sets
+    def common(run):  # a cosine of its own is there to differ
         settings = {key: run.config.get(key, WITHOUT_RECORD.get(key)) for key in SAME_IN_A_SWEEP
-                    if key not in own_settings(run.model) and (key != "schedule" or run.at.get("stage") != "cosine")}
+                    if key != "schedule" or run.at.get("stage") != "cosine"}
         return {"data": run.data, "validation tokens": run.val_tokens, **settings}
 
     comparable = [r for r in runs if r.name not in left_out]

@@ -536,8 +536,6 @@ def check_settings(cells):
         config = load(c.argv)
         check(config)
         for key in SAME_IN_A_SWEEP if c.at["stage"] != "cosine" else ():
-            if key in own_settings(c.at["model"]):
-                continue
             value = getattr(config, key, None)
             other, known = found.setdefault(key, (c.at["model"], value))
             if value != known:
