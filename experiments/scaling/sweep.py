@@ -1,6 +1,6 @@
 """Is my architecture better, by how much, and how sure? Plan the runs, run them, report.
 
-    python experiments/scaling/sweep.py duel longhorn mamba       two families, 35 minutes on two cores: one sentence
+    python experiments/scaling/sweep.py duel longhorn mamba       two families, 40 minutes on two cores: one sentence
     python experiments/scaling/sweep.py duel longhorn "longhorn*3,llama"         a pattern of layers is a family too
     python experiments/scaling/sweep.py laptop                    the paper's six families, an hour on two cores
     python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
@@ -92,7 +92,7 @@ LAPTOP = ("--eval_block_size=0", "--eval_interval=0", "--eval_tokens=131072", "-
           "--log_interval=32", "--checkpoint_interval=256", "--keep_checkpoints=1")
 PRESETS = {
     "duel": Preset(warmup=26, args=(*LAPTOP, "--eval_tokens=262144", "--final_eval_tokens=262144"), sizes={
-        "460K": Size(M, 1024, (256, 512), seeds=14, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=12)}),
+        "460K": Size(M, 1024, (256, 512), seeds=14, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=16)}),
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
         "460K": Size(M, 1024, (256, 512), seeds=5, search=1), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
     "night": Preset(models=(*FAMILIES, "rwkv4", "deltanet", "longhorn_exact"), warmup=51, args=LAPTOP, sizes={
