@@ -8,9 +8,10 @@ named, and weighs little by the loss itself. An interval of a constant holds the
 Huber loss by less than a critical share; that share is what `confidence` of refits to data simulated from the fit
 itself need. The simulated noise has one SD, the geometric mean over runs of what the seeds of their sizes show: an SD
 of its own for each size, from a handful of seeds, is often half or twice the true one, and intervals from it cover
-less. Percentiles over refits to resampled residuals would be too narrow: with delta = 1e-3 below a noise of about 1%
-the curve passes exactly through as many runs as it has constants. Intervals are each constant's own: that all hold at
-once is rarer.
+less. Percentiles over refits to resampled runs would be too narrow: with delta = 1e-3 below a noise of about 1% the
+curve passes exactly through as many runs as it has constants. With 20 runs per constant and more that no longer
+matters, and those percentiles are the intervals: they need no law of the noise. Intervals are each constant's own: that
+all hold at once is rarer.
 
     python experiments/scaling/fit.py      the fitter on runs simulated from published constants; coverage of presets
 
@@ -26,6 +27,7 @@ from scipy import optimize, stats
 
 ISOFLOP_BIAS = ("isoFLOP parabolas are biased even without noise: the loss is a parabola of log N only near its "
                 "minimum, so sizes that do not lie symmetrically around it move the vertex")
+MANY = 20  # runs per constant from which on intervals come from resampled runs
 
 
 class CannotFit(ValueError):
@@ -279,6 +281,19 @@ def _rank(S, confidence):
     return math.ceil(confidence * (S + 1)) - 1
 
 
+def _resampled(model, M, y, theta, delta, names, bootstrap, confidence, rng):
+    """{name: (low, high)}: percentiles of fits to runs drawn with replacement (Besiroglu et al. 2024)."""
+    runs, draws = len(y), 20 * bootstrap  # the ends of percentiles scatter more than the critical share does
+    counts = rng.multinomial(runs, np.full(runs, 1 / runs), draws).astype(float)
+    fits, _ = _solve(M, y, np.repeat(theta[None], draws, 0), delta, keep=counts, iterations=300, tolerance=1e-8)
+    found = {name: fits @ c for name, c in model.quantities().items()}
+    found = {name: x if name in ("alpha", "beta") else np.exp(x) for name, x in found.items()}
+    if "a" in names:
+        found["a"] = found["beta"] / (found["alpha"] + found["beta"])
+    ends = [(1 - confidence) / 2, (1 + confidence) / 2]
+    return {name: tuple(map(float, np.quantile(found[name], ends))) for name in names}
+
+
 def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confidence, rng):
     """{name: (low, high)} for constants `names`: values where the profiled Huber loss exceeds its minimum by less than
     a share that `confidence` of fits to y simulated at theta keep below. See the module's docstring for why."""
@@ -304,7 +319,8 @@ def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confi
     _, fixed = held(q, hat[q], np.repeat(theta[None], Q * S, 0), np.tile(made, (Q, 1)))
     fixed = fixed.reshape(Q, S)
     free = np.minimum(free, fixed.min(0))
-    share = np.sort(fixed / free - 1, axis=1)[:, _rank(S, confidence)].clip(1e-9)
+    rank = _rank(S, confidence) + math.ceil(math.sqrt(S * confidence * (1 - confidence)))  # chance must not narrow them
+    share = np.sort(fixed / free - 1, axis=1)[:, min(rank, S - 1)].clip(1e-9)
     r = _curve(M, theta[None])[0][0] - y  # an outlier must not widen the intervals: beyond three SDs it counts as three
     tame = _huber(np.clip(r, -3 * noise, 3 * noise), delta).sum()
 
@@ -336,10 +352,9 @@ def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confi
         step[walking] *= 1.6
         walking = walking[~over & (value != limit[walking])]
     ends = np.flatnonzero(np.isfinite(outside))
-    for _ in range(7):  # the root of the excess is nearly straight, so that a chord beats halving
-        part = (1 - root[0, ends]) / (root[1, ends] - root[0, ends])
-        value = inside[ends] + np.clip(part, 0.05, 0.95) * (outside[ends] - inside[ends])
-        step_to(ends, value)
+    for k in range(12):  # near the end the root of the excess is nearly straight, so that a chord beats halving
+        chord = np.clip((1 - root[0, ends]) / (root[1, ends] - root[0, ends]), 0.05, 0.95)
+        step_to(ends, inside[ends] + (0.5 if k < 5 else chord) * (outside[ends] - inside[ends]))
     bound = at(np.isfinite(outside), outside, at(np.array(names)[q] == "a", limit, side * np.inf))
     low, high = np.minimum(bound[:Q], hat), np.maximum(bound[Q:], hat)
     logs = [n not in ("alpha", "beta", "a") for n in names]
@@ -409,7 +424,10 @@ def fit_loss(N, D, L, delta=1e-3, starts=6, bootstrap=200, seed=0, confidence=0.
                  f"{math.ceil(confidence / (1 - confidence) - 1e-9)}")
     elif told:
         rng = np.random.default_rng(seed)
-        intervals |= _intervals(model, M, y, theta, huber, spread, delta, told, bootstrap, confidence, rng)
+        if n >= MANY * p:
+            intervals |= _resampled(model, M, y, theta, delta, told, bootstrap, confidence, rng)
+        else:
+            intervals |= _intervals(model, M, y, theta, huber, spread, delta, told, bootstrap, confidence, rng)
         if intervals["a"]:
             intervals["b"] = tuple(1 - v for v in reversed(intervals["a"]))
         for name in ("E", "alpha", "beta", "a", "A", "B"):
