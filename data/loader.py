@@ -551,6 +551,11 @@ class MixtureData(TokenData):
                                 "and continue from the last checkpoint with --resume=auto")
 
 
+def find_dataset(name):
+    """A folder, or one of data/."""
+    return Path(name) if Path(name).is_dir() else Path(__file__).parent / name
+
+
 def parse_mixture(text):
     """[(name, Fraction), ...] of "fineweb_edu:0.8,code:0.2"; [(text, 1)] for a single name. Raises DataError."""
     if "," not in text:

@@ -412,7 +412,7 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
     monkeypatch.setattr(train, "document_starts", lambda tokens: np.array([0, 500]))
     losses, sums, add = [], [], lambda total, device: sums.append(total) or total
     for size in (1, 2, 3, 4):
-        with mock.patch("train.EVAL_TOKENS", 0):
+        with mock.patch("validation.BATCH_TOKENS", 0):
             config.micro_batch_size = size
             mean, each, of = evaluate.loss(lm, tokens, evaluate.windows, by_document=True)
             losses += [mean, evaluate.loss(lm, tokens, evaluate.windows)[0]]

@@ -1,0 +1,111 @@
+"""The validation loss over fixed windows: the same tokens for every model, micro-batch and number of processes.
+
+`Evaluate(config, data)` is what train.py calls at each evaluation; further sets (--eval_sets) and scores of tasks
+(--eval_tasks_interval) come from it too. Scores of a finished run: evaluate.py.
+"""
+
+import math
+import re
+
+import numpy as np
+import torch
+
+import distributed
+from configurator import ConfigError
+from data.loader import TokenData, Tokens, document_starts, eval_windows, find_dataset
+from data.tokenizer import Text
+
+BATCH_TOKENS = 8192  # of a batch, at least: without gradients they fit
+
+
+class Evaluate:
+    """The metrics of a language model on the validation split of its data."""
+
+    def __init__(self, config, data):
+        self.config, self.data = config, data
+        block, tokens = config.eval_block_size or config.block_size, len(data.tokens.val)
+        self.windows = eval_windows(tokens, block, config.eval_tokens)
+        self.final_windows = eval_windows(tokens, block, config.final_eval_tokens)
+        self.sets = {}  # name: (data, windows)
+        for part in filter(None, map(str.strip, config.eval_sets.split(","))):
+            name, colon, folder = part.partition(":")
+            other = Tokens(find_dataset(folder if colon else name), vocab_size=config.vocab_size, block_size=block)
+            name = name if colon else other.folder.name
+            if other.meta["tokenizer"] != data.meta["tokenizer"] or other.meta.get("table") != data.meta.get("table"):
+                raise ConfigError(f"eval_sets: {part} has the tokenizer {other.meta['tokenizer']!r}, "
+                                  f"{config.dataset} has {data.meta['tokenizer']!r}, or their vocabularies differ")
+            if not re.fullmatch(r"[\w.-]+", name) or name in self.sets:
+                raise ConfigError(f"eval_sets: {part}: every set needs a name of its own, of letters, digits, - and _, "
+                                  "as code:data/a,prose:data/b")
+            windows = eval_windows(len(other.val), block, config.eval_tokens)
+            self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
+        if config.eval_tasks_interval:  # now, or a mistake in them would end the run when they are due
+            from experiments import tasks  # a change in how tasks are made is no other code of a run without them
+
+            self.harness, self.scores = tasks.import_harness(), tasks.scores
+            self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
+            self.text = Text(data.meta["tokenizer"], data.meta.get("table"))
+
+    def __call__(self, model, final=False):
+        """{"val_loss": nats per token, "val_tokens"}; at the end bits per byte too, both of them for each document (by
+        where a window begins), and "compare_loss" where the final windows are others than those by which evaluations
+        are compared."""
+        windows = self.final_windows if final else self.windows
+        loss, losses, tokens = self.loss(model, self.data, windows, by_document=final)
+        metrics = {"val_loss": loss, "val_tokens": sum(tokens)}
+        if final and not np.array_equal(windows, self.windows):
+            metrics["compare_loss"] = self.loss(model, self.data, self.windows)[0]
+        if final:
+            metrics |= {"val_document_tokens": tokens, "val_document_losses":
+                        [round(each, 6) if math.isfinite(each) else None for each in losses]}
+            metrics |= bits_per_byte(metrics["val_loss"], self.data)
+            if "val_bits_per_byte" in metrics and self.data.meta.get("xz9_bits_per_byte"):
+                metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
+        for name, (data, windows) in self.sets.items():
+            loss = self.loss(model, data, windows)[0]
+            metrics.setdefault("sets", {})[name] = {"val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
+                                                    **bits_per_byte(loss, data)}
+        return metrics
+
+    def tasks(self, model):
+        """Scores of eval_tasks on process 0, else None: {"perplexity": mean over tasks of that of right answers,
+        "<task>_<metric>": ...}, see experiments/harness.py."""
+        dtype = getattr(torch, self.config.dtype)
+        tokens = max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)
+        model.eval()
+        found = self.harness.evaluate(self.harness.HarnessLM(model, self.text, tokens, dtype=dtype), self.loaded)
+        model.train()
+        return found and self.scores(found["results"])
+
+    @torch.no_grad()
+    def loss(self, model, data, windows, by_document=False):
+        """(mean loss in nats per token, that of each document, its tokens) over (start, length) windows; all processes
+        share the work. Unless by_document the windows count as one document."""
+        model.eval()
+        tokens = max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)
+        batch = max(1, tokens // int(windows[0, 1]))
+        rank, world = distributed.rank(), distributed.world_size()
+        device, dtype = next(model.parameters()).device, getattr(torch, self.config.dtype)
+        parts = [windows]
+        if by_document:  # batches of one document each: more, and smaller
+            document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
+            parts = [windows[document == d] for d in np.unique(document)]
+        total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
+        for i, part in enumerate(parts):
+            batches = data.eval_batches(part, rank, world, batch)
+            for x, y, counts in distributed.in_step(batches, device, sharded=self.config.parallel != "ddp"):
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    loss = model(x, y, loss_only=True)[1]
+                if counts:
+                    total[i] += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)
+        model.train()
+        total = distributed.sum_over_ranks(total, device)
+        nats, tokens = total.sum(0).tolist()
+        return nats / tokens, (total[:, 0] / total[:, 1]).tolist(), total[:, 1].int().tolist()
+
+
+def bits_per_byte(loss, data):
+    """{"val_bits_per_byte"} of a validation loss, where the data knows how many bytes its tokens have."""
+    sizes = data.tokens.bytes_per_token
+    size = sizes["val"] if isinstance(sizes, dict) else sizes
+    return {"val_bits_per_byte": loss / math.log(2) / size} if size else {}
