@@ -1,42 +1,37 @@
 """evaluate.py and experiments/: scores of tasks against direct computations, from local files alone."""
 
+import functools
 import json
 import math
 import multiprocessing
 import re
 import sysconfig
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from test_sample import make_run
+from test_sample import make_run, refused, run_program, tiny
 from torch import nn
 
 import checkpoint
 import evaluate
+import sample
 import train
-from configurator import ConfigError, main_error
+from configurator import ConfigError
 from data.loader import DataError
 from data.pystdlib import prepare as pystdlib
 from data.tokenizer import Text
 from experiments import tasks
-from model import FAMILIES, LM, ModelConfig
+from model import FAMILIES, LM
 from records import Log, read_log
 
 harness = tasks.import_harness()
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def tiny(family, **changes):
-    """A model whose likelihoods are far from uniform."""
-    torch.manual_seed(0)
-    lm = LM(ModelConfig(**{"model": family, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 24,
-                           "vocab_size": 256, **changes}))
-    with torch.no_grad():
-        for p in lm.parameters():
-            p.add_(torch.empty_like(p).uniform_(-0.1, 0.1))
-    return lm.eval()
+run = functools.partial(run_program, lambda: evaluate.launch("evaluate.py", evaluate.main))
+TASKS = ["my_choice", "my_text", "my_writing"]
 
 
 @torch.no_grad()
@@ -105,7 +100,7 @@ def test_a_long_text_is_read_whole_in_pieces(family, monkeypatch):
 
 def test_contexts_as_the_harness_cuts_them():
     """Trailing space goes to the answer; nothing, or only space, is read after the token that ends texts."""
-    lm = tiny("longhorn")
+    lm = tiny()
     adapter = harness.HarnessLM(lm, Text("bytes"))
     given = [("a b", " c"), ("a b  ", "c"), ("", "é"), ("  \n", "x"), ("long " * 30, "answer"), ("a b", " cd")]
     read = [("a b", " c"), ("a b", "  c"), ("\0", "é"), ("\0", "  \nx"), (("long " * 30).strip(), " answer"),
@@ -133,81 +128,43 @@ def test_generation_ends_at_a_stop(family):
 
 # ---------------------------------------------------------------------------------------- the harness, on local files
 
-TASK = """task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: {kind}
-doc_to_text: "{text}"
-metadata: {{version: 3}}
-"""
-METRIC = "metric_list:\n" + "  - {{metric: {}, aggregation: {}, higher_is_better: true}}\n"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Task files with local data: multiple choice, a text, generation."""
-    folder = tmp_path_factory.mktemp("my_tasks")
+    folder, lm = tmp_path_factory.mktemp("my_tasks"), tiny()
 
-    def write(name, kind, rows, text="{{question}}", more=""):
+    def write(name, kind, rows, metrics, aggregation="mean", text="{{question}}", **more):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        task = TASK.format(name=name, kind=kind, file=folder / f"{name}.jsonl", text=text)
-        (folder / f"{name}.yaml").write_text(task + more)
+        task = {"task": name, "dataset_path": "json", "test_split": "test", "output_type": kind, "doc_to_text": text,
+                "dataset_kwargs": {"data_files": {"test": f"{folder}/{name}.jsonl"}}, "metadata": {"version": 3},
+                "metric_list": [{"metric": m, "aggregation": aggregation, "higher_is_better": True} for m in metrics]}
+        (folder / f"{name}.yaml").write_text(json.dumps({**task, **more}))  # JSON is YAML
 
     rows = [{"question": f"q {i}" * (i + 1), "choices": ["yes", "no" * (i % 4 + 1), "may be"], "answer": i % 3}
             for i in range(13)]
-    acc = METRIC.format("acc", "mean") + "  - {metric: acc_norm, aggregation: mean, higher_is_better: true}\n"
-    write("my_choice", "multiple_choice", rows, more="doc_to_choice: choices\ndoc_to_target: answer\n" + acc)
+    write("my_choice", "multiple_choice", rows, ["acc", "acc_norm"], doc_to_choice="choices", doc_to_target="answer")
     texts = [{"text": "wörter " * 9}, {"text": "x"}]
-    bits = METRIC.format("bits_per_byte", "bits_per_byte")
-    write("my_text", "loglikelihood_rolling", texts, "", 'doc_to_target: "{{text}}"\n' + bits)
-    lm = tiny("longhorn")
+    write("my_text", "loglikelihood_rolling", texts, ["bits_per_byte"], "bits_per_byte", "", doc_to_target="{{text}}")
     rows = []
     for question in ("ab", "c"):
         written = lm.generate(torch.tensor([list(question.encode())]), 8, temperature=0)[0, len(question):].tolist()
-        rows.append({"question": question, "answer": bytes(written).split(b"\0")[0].decode("utf-8", "ignore")})
-    write("my_writing", "generate_until", rows, more="doc_to_target: answer\ngeneration_kwargs: {until: [never], "
-          "max_gen_toks: 8}\n" + METRIC.format("exact_match", "mean"))
+        rows.append({"question": question, "answer": "".join(map(Text("bytes").decode, written)).split("\0")[0]})
+    write("my_writing", "generate_until", rows, ["exact_match"], doc_to_target="answer",
+          generation_kwargs={"until": ["never"], "max_gen_toks": 8})
     return folder
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """`python evaluate.py ...` in this process: (exit code, out, err)."""
-    monkeypatch.setattr(harness, "TaskManager", lambda include_path, include_defaults=True:  # 10 s to read all others
-                        harness_manager(include_path=include_path, include_defaults=False))
-
-    def run(*argv, **settings):
-        code = 0
-        capsys.readouterr()
-        try:
-            with main_error("evaluate.py", checkpoint.CheckpointError, DataError):
-                evaluate.main([*map(str, argv), *(f"--{key}={value}" for key, value in settings.items())])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-    return run
+def recorded(out):
+    return json.loads((out / "eval_tasks.json").read_text())
 
 
-harness_manager = harness.TaskManager
-
-
-def save(folder, lm):
-    make_run(folder)
-    tensors, skeleton = checkpoint.flatten({"model": lm.state_dict()})
-    meta = {"skeleton": skeleton, "config": vars(lm.config), "tokenizer": "bytes", "table": None, "step": 5,
-            "tokens": 9}
-    checkpoint.save(folder / "checkpoint.safetensors", tensors, meta)
-    return folder
-
-
-def test_tasks_of_ones_own_score_as_computed_by_hand(folder, run, tmp_path):
-    lm = tiny("longhorn")
-    out = save(tmp_path / "run", lm)
-    code, said, _ = run(out, tasks="my_choice,my_text,my_writing", include=folder)
-    record = json.loads((out / "eval_tasks.json").read_text())
-    assert code == 0 and (record["step"], record["tokens"], record["tokenizer"]) == (5, 9, "bytes")
-    assert record["versions"] == {"my_choice": 3, "my_text": 3, "my_writing": 3} and record["harness"]
+def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
+    lm = tiny()
+    out = make_run(tmp_path / "run", lm)
+    said = run(out, tasks=",".join(TASKS), include=folder).out
+    record = recorded(out)
+    assert (record["step"], record["tokens"], record["tokenizer"]) == (7, 700, "bytes")
+    assert record["versions"] == dict.fromkeys(TASKS, 3) and record["harness"]
     right = right_norm = nats = tokens = 0
     rows = [json.loads(line) for line in (folder / "my_choice.jsonl").read_text().splitlines()]
     for row in rows:
@@ -227,60 +184,49 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, run, tmp_path):
     assert record["results"]["my_writing"]["exact_match"] == 1
     assert "longer than the 24 tokens of training" in said and "my_choice" in said and f"{100 * right / 13:.2f}" in said
     run(out, tasks=folder / "my_text.yaml")  # results of the same checkpoint stay
-    assert json.loads((out / "eval_tasks.json").read_text())["results"].keys() == record["results"].keys()
+    assert recorded(out)["results"].keys() == record["results"].keys()
 
 
-def test_a_uniform_model_of_bytes_needs_eight_bits(folder, run, tmp_path):
+def test_a_uniform_model_of_bytes_needs_eight_bits(folder, tmp_path):
     lm = tiny("llama")
     nn.init.zeros_(lm.embed.weight)
-    code, _, err = run(save(tmp_path / "run", lm), tasks="my_text", include=folder)
-    assert code == 0, err
-    results = json.loads((tmp_path / "run" / "eval_tasks.json").read_text())["results"]
-    assert results["my_text"]["bits_per_byte"] == pytest.approx(8, rel=1e-7)
+    result = run(out := make_run(tmp_path / "run", lm), tasks="my_text", include=folder)
+    assert result.code == 0, result.err
+    assert recorded(out)["results"]["my_text"]["bits_per_byte"] == pytest.approx(8, rel=1e-7)
 
 
-def score(rank, world, store, folder, results):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    loaded = harness.load_tasks(["my_choice", "my_text", "my_writing"], str(folder))
-    results.put((rank, harness.evaluate(harness.HarnessLM(tiny("longhorn"), Text("bytes")), loaded)))
+def score(folder):
+    return harness.evaluate(harness.HarnessLM(tiny(), Text("bytes")), harness.load_tasks(TASKS, str(folder)))
+
+
+def score_in_group(store, folder, rank):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    return score(folder)
 
 
 def test_two_processes_score_as_one(folder, tmp_path):
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=score, args=(r, 2, tmp_path / "store", folder, results)) for r in range(2)]
-    for process in processes:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join()
-    loaded = harness.load_tasks(["my_choice", "my_text", "my_writing"], str(folder))
-    one = harness.evaluate(harness.HarnessLM(tiny("longhorn"), Text("bytes")), loaded)
-    assert found[1] is None and found[0]["versions"] == one["versions"]
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        found = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=120)
+        (first, second), one = found, score(folder)
+    assert second is None and first["versions"] == one["versions"]
     for name, values in one["results"].items():
-        assert found[0]["results"][name] == pytest.approx(values, rel=1e-6)
+        assert first["results"][name] == pytest.approx(values, rel=1e-6)
 
 
-def test_mistakes_get_one_line(folder, run, tmp_path, monkeypatch):
-    def refused(result, *words):
-        code, _, err = result
-        lines = [line for line in err.splitlines() if not line.startswith("native kernels:")]
-        assert code == 2 and len(lines) == 1 and all(word in lines[0] for word in words), err
-
-    out = save(tmp_path / "run", tiny("longhorn"))
+def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
+    manager = functools.partial(harness.TaskManager, include_defaults=False)  # 10 s to read the harness's own
+    monkeypatch.setattr(harness, "TaskManager", manager)
+    out = make_run(tmp_path / "run")
     refused(run(out, tasks="my_chioce", include=folder), "no task 'my_chioce'", "my_choice", "--include")
     refused(run(out, tasks=","), "no tasks", "--tasks=embedded")
     refused(run(out, tasks="my_text", include=tmp_path / "nowhere"), "nowhere", "no such folder")
     refused(run(tmp_path, tasks="my_text"), "checkpoint.safetensors", "no checkpoint")
     refused(run(), "give the folder")
     refused(run(out, tokenizer="tiktoken:gpt2"), "its tokenizer is 'bytes', not 'gpt2'")
-    refused(run(make_run(tmp_path / "unknown", None), tasks="my_text"), "does not know its tokenizer", "--tokenizer")
-    refused(run(make_run(tmp_path / "less", vocab_size=100)), "256 tokens, the model 100")
-    import datasets
-
-    def offline(*args, **kwargs):
-        raise ConnectionError("Couldn't reach the Hub\nat all")
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    refused(run(make_run(tmp_path / "unknown", tokenizer=None)), "does not know its tokenizer", "--tokenizer")
+    refused(run(make_run(tmp_path / "less", tiny(vocab_size=100))), "256 tokens, the model 100")
+    offline = mock.Mock(side_effect=ConnectionError("Couldn't reach the Hub\nat all"))
+    monkeypatch.setattr("datasets.load_dataset", offline)
     refused(run(out, tasks="my_text", include=folder), "my_text", "Couldn't reach the Hub at all")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(run(out), "lm_eval is missing", "make eval")
@@ -299,9 +245,8 @@ def library(tmp_path_factory):
 
 
 def test_the_questions_have_one_right_answer(library):
-    files = tasks.held_out_files(library / "data" / "pystdlib")
-    make = lambda: {task["task"]: list(task["custom_dataset"]()["test"])
-                    for task in tasks.embedded(library / "data" / "pystdlib", 60)}
+    files = tasks.held_out_files(data := library / "data" / "pystdlib")
+    make = lambda: {task["task"]: list(task["custom_dataset"]()["test"]) for task in tasks.embedded(data, 60)}
     made = make()
     assert made == make() and list(made) == list(tasks.EMBEDDED)
     for name, questions in made.items():
@@ -317,12 +262,12 @@ def test_the_questions_have_one_right_answer(library):
         tasks.embedded(library)
 
 
-def test_the_embedded_tasks_through_the_harness(library, run, tmp_path, monkeypatch):
+def test_the_embedded_tasks_through_the_harness(library, tmp_path, monkeypatch):
     """Likelihoods of a question are those of its text, with no space between; the answer that is likeliest wins."""
     monkeypatch.setattr(evaluate, "ROOT", library)
-    lm = tiny("longhorn")
-    assert run(save(tmp_path / "run", lm), limit=6)[0] == 0
-    results = json.loads((tmp_path / "run" / "eval_tasks.json").read_text())["results"]
+    lm = tiny()
+    assert run(out := make_run(tmp_path / "run", lm), limit=6).code == 0
+    results = recorded(out)["results"]
     for task in tasks.embedded(library / "data" / "pystdlib", 6):
         right = 0
         for q in task["custom_dataset"]()["test"]:
@@ -348,7 +293,7 @@ def test_table_2_stands_beside_the_papers():
 # ------------------------------------------------------------------------------------------------------- in training
 
 def test_training_scores_tasks_and_the_report_reads_them(folder, tmp_path, library):
-    out, weights = tmp_path / "run", {}
+    weights = {}
     base = [f"--dataset={library / 'data' / 'pystdlib'}", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16",
             "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=5", "--eval_interval=2", "--eval_tokens=64",
             "--final_eval_tokens=64", "--device=cpu", "--dtype=float32", "--self_check=off"]
@@ -359,15 +304,13 @@ def test_training_scores_tasks_and_the_report_reads_them(folder, tmp_path, libra
     assert all(torch.equal(a, weights["plain"][key]) for key, a in weights["scored"].items())
     lines = read_log(tmp_path / "scored", "tasks")
     assert [(e["step"], e["tokens"]) for e in lines] == [(2, 128), (4, 256), (5, 320)]
-    lm = LM(ModelConfig(model="longhorn", n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=256))
-    lm.load_state_dict({key.removeprefix("model."): a for key, a in weights["scored"].items()})
-    loaded = harness.load_tasks([str(folder / "my_choice.yaml")])
-    expected = tasks.scores(harness.evaluate(harness.HarnessLM(lm.eval(), Text("bytes")), loaded)["results"])
+    adapter = harness.HarnessLM(sample.load_model(tmp_path / "scored")[0], Text("bytes"))
+    found = harness.evaluate(adapter, harness.load_tasks([str(folder / "my_choice.yaml")]))
+    expected = tasks.scores(found["results"])
     assert {key: lines[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert "my_choice_acc" in tasks.report([tmp_path / "scored"])[0]
     with pytest.raises(ConfigError, match="no scores of tasks: train with --eval_tasks_interval"):
         tasks.report([tmp_path / "plain"])
-    assert not out.exists()
 
 
 def test_tokens_at_equal_perplexity(tmp_path):
