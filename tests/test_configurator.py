@@ -44,10 +44,6 @@ class Config(Base):
             raise ValueError(f"n_layer {self.n_layer} is below 1:\nchoose a positive number")  # no help of a field's
 
 
-def value(key, *argv):
-    return getattr(load(Config, list(argv)), key)
-
-
 def message(*argv):
     with pytest.raises(ConfigError) as info:
         load(Config, list(argv))
@@ -75,7 +71,7 @@ def file(tmp_path, monkeypatch):
     ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
     ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
 def test_command_line_value(argument, key, expected):
-    found = value(key, argument)
+    found = getattr(load(Config, [argument]), key)
     assert found == expected and type(found) is type(expected)
 
 
@@ -183,24 +179,12 @@ def test_help_names_every_key_with_type_default_and_meaning(capsys, monkeypatch)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_main_error_is_one_line_and_exit_code_2():
+def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said():
     code = "import configurator\nwith configurator.main_error('train.py'): raise configurator.ConfigError('no')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "train.py: error: no\n")
-    with open("/dev/full", "w") as full:  # where nothing can be said
+    with open("/dev/full", "w") as full:
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=full).returncode == 2
-
-
-def test_main_error_takes_the_errors_it_is_given_and_no_others_nor_another_broken_pipe(capsys):
-    pipe = BrokenPipeError(32, "of a worker")
-    for error, taken, words in ((KeyError("a\nb"), KeyError, "p: error: "), (pipe, OSError, "of a worker")):
-        with pytest.raises(SystemExit), configurator.main_error("p", taken):
-            raise error
-        err = capsys.readouterr().err
-        assert words in err and err.count("\n") == 1
-    for error in (pipe, ValueError("not ours")):
-        with pytest.raises(type(error)), configurator.main_error("p", KeyError):
-            raise error
 
 
 @pytest.mark.parametrize("error, words", [
@@ -208,14 +192,19 @@ def test_main_error_takes_the_errors_it_is_given_and_no_others_nor_another_broke
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "memory does not hold this"),
     (MemoryError(), "choose smaller sizes"), (OverflowError("int too large"), "a number is too large (int too large)"),
     (RuntimeError("Storage size calculation overflowed"), "a number is too large"),
-    (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'")])
-def test_what_the_system_refuses_is_one_line(error, words, capsys):
-    with pytest.raises(SystemExit, match="2"), configurator.main_error("p"):
+    (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'"), (KeyError("a\nb"), "p: error: 'a")])
+def test_what_a_user_can_mend_is_one_line(error, words, capsys):
+    with pytest.raises(SystemExit, match="2"), configurator.main_error("p", KeyError):
         raise error
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
-    with pytest.raises(RuntimeError), configurator.main_error("p"):
-        raise RuntimeError("shapes do not fit")  # a mistake in the code keeps its traceback
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("not ours"),
+                                   BrokenPipeError(32, "of a worker, not of our reader")], ids=repr)
+def test_a_mistake_in_the_code_keeps_its_traceback(error):
+    with pytest.raises(type(error)), configurator.main_error("p", KeyError):
+        raise error
 
 
 def test_names_and_output_that_are_not_utf8(tmp_path):
@@ -235,11 +224,9 @@ def with_nobody_reading(*command, **environment):
     """The finished process of a command whose output is a pipe that nobody reads."""
     reads, writes = os.pipe()
     os.close(reads)
-    try:
-        return subprocess.run(command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True,
+    with open(writes, "wb") as nobody:
+        return subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True,
                               env=os.environ | environment)
-    finally:
-        os.close(writes)
 
 
 @pytest.mark.parametrize("errors, unbuffered", [("", ""), (", OSError", ""), ("", "1")])
