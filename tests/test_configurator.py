@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -57,8 +58,7 @@ def file(tmp_path, monkeypatch):
     os.mkdir("config")
 
     def write(text, name="x"):
-        with open(f"config/{name}.py", "w") as f:
-            f.write(text)
+        Path(f"config/{name}.py").write_text(text)
         return f"config/{name}.py"
     return write
 

@@ -144,8 +144,8 @@ def test_windows_outside_the_split_are_refused():
 
 # ---- as training reads it
 
-def token_data(folder, block_size=16, batch_tokens=192, seed=7, device="cpu"):
-    return TokenData(Tokens(folder, block_size=block_size), block_size, batch_tokens, seed, device)
+def token_data(folder, batch_tokens=192, **how):
+    return TokenData(Tokens(folder, block_size=16), 16, batch_tokens, seed=7, **how)
 
 
 @pytest.mark.parametrize("processes, micro, step", [(1, 5, 0), (2, 4, 3), (3, 9, 17), (4, 1, 500), (6, 2, 61)])
@@ -164,7 +164,7 @@ def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes,
 
 def test_windows_with_replacement(folder_1000):
     """As nanoGPT's: any token but the last block begins one; the same however the step is shared; another each step."""
-    data = TokenData(Tokens(folder_1000, block_size=16), 16, 192, 7, with_replacement=True)
+    data = token_data(folder_1000, with_replacement=True)
     starts = np.concatenate([data.starts(step) for step in range(2000)])
     assert set(starts.tolist()) == set(range(1000 - 16)) and np.bincount(starts).max() < 3 * 24
     assert data.starts(3).tolist() == [s for rank in range(3) for s in data.starts(3, rank, 3).tolist()]
@@ -233,20 +233,16 @@ def test_what_a_user_can_get_wrong(tmp_path):
 
 
 def test_damaged_folders(tmp_path, monkeypatch):
-    def damaged(name, change, *words):
-        write_folder(tmp_path)
-        change((tmp_path / name).read_bytes(), (tmp_path / name).write_bytes)
+    deep = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for name, change, *words in (
+            ("train.bin", lambda old: old[:-1], "truncated", "1,999 bytes", "2,000"),
+            ("train.bin", lambda old: old + b"xx", "longer than recorded", "2,002"),
+            *(("meta.json", lambda _, new=new: new, "meta.json is damaged") for new in (b"{", b"[]", deep)),
+            ("meta.json", lambda old: old.replace(b"uint16", b"int8"), "'int8'", "uint16 or uint32"),
+            ("val.bin", lambda old: old[2:] + old[:2], "val.bin is not the file", "sha256 differs")):
+        path = write_folder(tmp_path) / name
+        path.write_bytes(change(path.read_bytes()))
         refused(lambda: Tokens(tmp_path), *words)
-
-    damaged("train.bin", lambda old, write: write(old[:-1]), "truncated", "1,999 bytes", "2,000")
-    damaged("train.bin", lambda old, write: write(old + b"xx"), "longer than recorded", "2,002")
-    for text in (b"{", b"[]", b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"):
-        damaged("meta.json", lambda _, write, text=text: write(text), "meta.json is damaged")
-    write_folder(tmp_path)
-    edit_meta(tmp_path, dtype="int8")
-    refused(lambda: Tokens(tmp_path), "'int8'", "uint16 or uint32")
-    other = lambda old, write: write(old[2:] + old[:2])  # the right size, other content
-    damaged("val.bin", other, "val.bin is not the file", "sha256 differs")
     monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)  # of a large one only verify() reads all
     refused(Tokens(tmp_path).verify, "val.bin is not the file", "sha256 differs")
     (tmp_path / "val.bin").unlink()
@@ -527,7 +523,6 @@ def test_adopt_nanogpts_files(tmp_path):
     assert tokens.train.tolist() == [5, 50_256, 7] and tokens.val.tolist() == [1, 2] and tokens.bytes_per_token == 4.5
     assert (tokens.meta["tokenizer"], tokens.meta["dataset"]) == ("gpt2", "owt")
     assert tokens.meta["splits"]["train"]["max_token"] == 50_256
-    tokens.verify()
     assert before == {split: (folder / f"{split}.bin").read_bytes() for split in loader.SPLITS}
     again = adopt(folder, "--vocab_size=50257")
     assert again.returncode == 2 and "meta.json exists already" in again.stderr and again.stderr.count("\n") == 1

@@ -187,14 +187,6 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
     assert recorded(out)["results"].keys() == record["results"].keys()
 
 
-def test_a_uniform_model_of_bytes_needs_eight_bits(folder, tmp_path):
-    lm = tiny("llama")
-    nn.init.zeros_(lm.embed.weight)
-    result = run(out := make_run(tmp_path / "run", lm), tasks="my_text", include=folder)
-    assert result.code == 0, result.err
-    assert recorded(out)["results"]["my_text"]["bits_per_byte"] == pytest.approx(8, rel=1e-7)
-
-
 def score(folder):
     return harness.evaluate(harness.HarnessLM(tiny(), Text("bytes")), harness.load_tasks(TASKS, str(folder)))
 

@@ -191,10 +191,6 @@ def test_float16_that_overflows_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["run"]
 
 
-def rope(**how):
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **how}}
-
-
 ONLY = {  # field, another value, what is supported
     "llama": [("num_key_value_heads", 2, 4), ("head_dim", 16, 8), ("attention_bias", True, False),
               ("tie_word_embeddings", False, True), ("hidden_act", "gelu", "'silu'"), ("rms_norm_eps", 1e-6, 1e-5),
@@ -207,11 +203,11 @@ REFUSED = [
     *((family, {field: value}, f"{field} {value!r}", f"only {only}")
       for family, rows in ONLY.items() for field, value, only in rows),
     ("llama", {"rms_norm_eps": ...}, "rms_norm_eps 1e-06 (it is absent)"),
-    ("llama", rope(rope_theta=5e5), "rope_theta 500000.0", "only 10000"),
+    ("llama", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta 500000.0", "only 10000"),
     ("llama", {"rope_parameters": ..., "rope_theta": 5e5}, "rope_theta 500000.0"),
-    ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn'", "only 'default'"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'", "only 'default'"),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-    ("llama", rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5", "only 1"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5", "only 1"),
     ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),

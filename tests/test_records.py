@@ -61,13 +61,18 @@ def test_what_is_not_finite_becomes_null(tmp_path):
     assert list(record.values())[2:] == [None, None, None, 0.0, None]
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
+def test_records_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
+    write_log(tmp_path, train_event(1, 3.0))
     write_json(path, {"val_loss": 1.5, "list": [1, 2]})
-    assert json.loads(path.read_text()) == {"val_loss": 1.5, "list": [1, 2]} and path.read_text().endswith("\n")
     with pytest.raises(TypeError):
         write_json(path, {"val_loss": object()})
-    assert json.loads(path.read_text())["val_loss"] == 1.5 and os.listdir(tmp_path) == ["result.json"]
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
+    for write in (lambda: write_json(path, {}), lambda: Log(tmp_path, step=1)):
+        with pytest.raises(OSError, match="disk full"):
+            write()
+    assert json.loads(path.read_text()) == {"val_loss": 1.5, "list": [1, 2]} and path.read_text().endswith("\n")
+    assert read_log(tmp_path) == [train_event(1, 3.0)] and sorted(os.listdir(tmp_path)) == ["log.jsonl", "result.json"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[1]", b"null", b'{"steps": 1', b"[" * 99999, b"\xff{}", None])
@@ -99,14 +104,6 @@ def test_a_folder_has_one_lock_whatever_it_is_called_and_no_link_is_followed(tmp
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         lock_folder(tmp_path / "run")
     assert (tmp_path / "precious").read_text() == "kept"
-
-
-def test_a_refused_write_leaves_the_old_log(tmp_path, monkeypatch):
-    write_log(tmp_path, train_event(1, 3.0))
-    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        Log(tmp_path, step=1)
-    assert os.listdir(tmp_path) == ["log.jsonl"] and read_log(tmp_path) == [train_event(1, 3.0)]
 
 
 def test_environment_says_where_it_ran(monkeypatch):
