@@ -83,20 +83,20 @@ def refused(call, *words):
 # ---- the order of windows
 
 @quick
-@given(n=st.integers(1, 200), per_step=st.integers(1, 60), seed=st.integers(0, 2**31),
-       steps=st.lists(st.integers(0, 20), min_size=1))
+@given(n=st.integers(1, 200), per_step=st.integers(1, 40), seed=st.integers(0, 2**31),
+       steps=st.lists(st.integers(0, 12), min_size=1))
 def test_the_order_is_the_one_that_past_runs_saw(n, per_step, seed, steps):
     """Permutations end to end, whatever is asked first: another order would resume every checkpoint in the wrong
     place."""
+    assert step_windows(10, 10, 1337, 0).tolist() == [7, 6, 3, 5, 2, 8, 4, 9, 0, 1]
+    late = np.random.default_rng([1337, 4 * 10**8]).permutation(10)
+    assert step_windows(10, 4, 1337, 10**9 + 1).tolist() == late[4:8].tolist()
     epochs = range((max(steps) + 1) * per_step // n + 1)
     stream = np.concatenate([np.random.default_rng([seed, epoch]).permutation(n) for epoch in epochs])
     for step in steps:
         windows = step_windows(n, per_step, seed, step)
         assert windows.dtype == np.int64
         assert windows.tolist() == stream[step * per_step:(step + 1) * per_step].tolist()
-    assert step_windows(10, 10, 1337, 0).tolist() == [7, 6, 3, 5, 2, 8, 4, 9, 0, 1]
-    late = np.random.default_rng([1337, 4 * 10**8]).permutation(10)
-    assert step_windows(10, 4, 1337, 10**9 + 1).tolist() == late[4:8].tolist()
 
 
 @quick

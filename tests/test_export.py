@@ -312,29 +312,29 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fsync", "rename"])
-@pytest.mark.parametrize("there", [False, True])
-def test_a_failure_leaves_what_was_there(name, there, tmp_path, monkeypatch):
+def test_a_failure_leaves_what_was_there(name, tmp_path, monkeypatch):
+    to, real = tmp_path / "folder", getattr(os, name)
     make_run(tmp_path / "run", tiny())
-    to = tmp_path / "folder"
-    if there:
-        run(out_dir=make_run(tmp_path / "first", tiny("gla")), to=to)
-    entries, real = sorted(os.listdir(tmp_path)), getattr(os, name)
+    make_run(tmp_path / "first", tiny("gla"))
 
     def fail(source, *target):
         if name == "fsync" or ".tmp-" in str(source):
             raise OSError(28, "No space left on device")
         real(source, *target)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, name, fail)
-        refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
-    assert sorted(os.listdir(tmp_path)) == entries
-    assert not there or export.load(to).config.model == "gla"
-    if there:  # killed between its two renames: the next command puts the old model back, and says that it is there
-        os.rename(to, tmp_path / ".folder.export.old-17")
-        (tmp_path / ".folder.export.tmp-17").mkdir()
-        refused(run(out_dir=tmp_path / "run", to=to), "folder is not empty", "--overwrite")
-        assert sorted(os.listdir(tmp_path)) == entries and export.load(to).config.model == "gla"
+    for there in (False, True):
+        if there:
+            run(out_dir=tmp_path / "first", to=to)
+        entries = sorted(os.listdir(tmp_path))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
+        assert sorted(os.listdir(tmp_path)) == entries
+    assert export.load(to).config.model == "gla"
+    os.rename(to, tmp_path / ".folder.export.old-17")  # killed between its two renames: the next command puts the old
+    (tmp_path / ".folder.export.tmp-17").mkdir()  # model back, and says that it is there
+    refused(run(out_dir=tmp_path / "run", to=to), "folder is not empty", "--overwrite")
+    assert sorted(os.listdir(tmp_path)) == entries and export.load(to).config.model == "gla"
 
 
 class Bomb:
