@@ -839,14 +839,18 @@ def test_impossible_models_are_refused_in_a_line(changes, words):
     assert "\n" not in line and all(word in line for word in words), line
 
 
-def test_a_parameter_that_init_table_forgets_is_named(monkeypatch):
-    class Forgets(Mean):
-        def init_table(self, config):
-            return {"linear.weight": ("normal", 0.02)}
+class Forgets(Mean):
+    def init_table(self, config):
+        return {"linear.weight": ("normal", 0.02)}
 
-    monkeypatch.setitem(FAMILIES, "own", [Forgets])
-    with pytest.raises(ValueError, match=r"^Forgets \([^\n]*not say how 'linear.bias' starts: add [^\n]*$"):
-        LM(config("own"))
+
+@pytest.mark.parametrize("mixer, documents, words", [
+    (Forgets, "join", r"Forgets \([^\n]*not say how 'linear.bias' starts: add [^\n]*"),
+    (Mean, "pack", r"documents=pack: Mean \(test_model.py\) [^\n]*--documents=join[^\n]*")])
+def test_a_mixer_of_ones_own_is_refused_in_a_line(mixer, documents, words, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "own", [mixer])
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        LM(config("own", documents=documents))
 
 
 @EACH_FAMILY
@@ -900,9 +904,3 @@ def test_packed_documents_are_those_read_alone(family, backend):
     for (name, _), *got, right in zip(lm.named_parameters(), *grads, wanted, strict=True):
         for g in got:
             assert (g - right).norm() <= 1e-4 * right.norm() + 1e-7, name
-
-
-def test_a_mixer_of_no_operator_cannot_begin_anew(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "mean", [Mean])
-    with pytest.raises(ValueError, match=r"documents=pack: Mean \(test_model.py\) .*--documents=join"):
-        LM(config("mean", documents="pack"))

@@ -17,6 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_scan import SCANS, distance, inputs_of, tolerance
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build, fused, ops
@@ -36,13 +37,7 @@ def agree(got, true, terms=0.0):
         return got is None and (true is None or true.numel() == 0 or true.norm() == 0)
     if not true.numel():
         return got.shape == true.shape
-    scale = max(true.norm().item(), terms)
-    bound = 16 * EPS * scale
-    if got.dtype != F32:
-        bound += (0.29 if got.numel() >= 1000 else 0.5) * torch.finfo(got.dtype).eps * scale
-    if got.dtype == F16:
-        bound += 3e-8 * math.sqrt(true.numel())  # subnormal below 6e-5
-    return got.shape == true.shape and (got.double() - true).norm().item() <= bound
+    return got.shape == true.shape and distance(got, true, terms) <= tolerance(got, true)
 
 
 def graded(f, args, dy=None, **kw):
@@ -98,30 +93,24 @@ def test_conv_every_width_and_short_inputs(W, T):
     for silu in (True, False):
         assert conv_agrees(conv_inputs(2, T, 19, W), silu=silu) is True
         assert conv_agrees(conv_inputs(2, T, 19, W), silu=silu, reverse=True) is True
+        assert conv_agrees(conv_inputs(2, T, 5, W), silu=silu, backend="torch") is True
         assert conv_agrees(conv_inputs(1, T, 5, W, state=False), silu=silu) is True
         assert conv_agrees(conv_inputs(1, T, 16, W, bias=False, state=False), silu=silu) is True
 
 
-@pytest.mark.parametrize("D", (1, 5, 16, 17, 33))
-@pytest.mark.parametrize("dtype", (F32, BF16, F16))
-def test_conv_every_channel_count_and_dtype(D, dtype):
-    assert conv_agrees(conv_inputs(3, 40, D, 4, dtype)) is True
-    assert conv_agrees(conv_inputs(3, 40, D, 3, dtype, bias=False), silu=False) is True
-    if dtype == F32:
-        assert conv_agrees(conv_inputs(2, 12, D, 4), backend="torch") is True
-
-
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 
 
-@on_gpu
+@DEVICES
 @pytest.mark.parametrize("dtype,B,T,D,W", [
+    *((dtype, 3, 40, D, W) for dtype in (F32, BF16, F16) for D in (1, 5, 16, 17, 33) for W in (3, 4)),
     *((dtype, 2, 65, 70, 4) for dtype in (F32, BF16, F16)), *((dtype, 3, 300, 256, 4) for dtype in (F32, BF16, F16)),
     (BF16, 1, 1, 5, 4), (F32, 2, 130, 33, 8), (BF16, 1, 7, 9, 1), (F32, 1, 9, 5, 9)])
-def test_gpu_conv(dtype, B, T, D, W):
-    for kw in (dict(), dict(bias=False, state=False)):
+def test_conv_every_channel_count_and_dtype(dtype, B, T, D, W, device):
+    for kw in (dict(), dict(bias=False), dict(bias=False, state=False)):
         for silu in (True, False):
-            assert conv_agrees(conv_inputs(B, T, D, W, dtype, **kw), "cuda", silu=silu) is True
+            assert conv_agrees(conv_inputs(B, T, D, W, dtype, **kw), device, silu=silu) is True
 
 
 @on_gpu
@@ -415,19 +404,13 @@ def loss_agrees(x, weight, targets, factor=1.0):
         assert error(got, want) <= max(1.5 * error(plain, want), 4 * torch.finfo(got.dtype).eps)
 
 
+@DEVICES
 @pytest.mark.parametrize("at_once", (1, 640, 2**20), ids=lambda n: f"{n}logits")
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("n,D,V", ((1, 1, 2), (50, 16, 64), (129, 24, 301)))
-def test_loss_is_no_further_from_float64_than_in_two_steps(n, D, V, dtype, at_once, monkeypatch):
-    monkeypatch.setitem(ops.LOGITS_AT_ONCE, "cpu", at_once)  # a row at a time, several with a rest, all
-    loss_agrees(*loss_inputs(n, D, V, dtype, ignored=0.2 if n > 1 else 0), factor=3 / 7)
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", (F32, BF16, F16))
-def test_gpu_loss(dtype, monkeypatch):
-    monkeypatch.setitem(ops.LOGITS_AT_ONCE, "cuda", 5000)
-    loss_agrees(*loss_inputs(129, 24, 301, dtype, "cuda"), factor=3 / 7)
+def test_loss_is_no_further_from_float64_than_in_two_steps(n, D, V, dtype, at_once, device, monkeypatch):
+    monkeypatch.setitem(ops.LOGITS_AT_ONCE, device, at_once)  # a row at a time, several with a rest, all
+    loss_agrees(*loss_inputs(n, D, V, dtype, device, ignored=0.2 if n > 1 else 0), factor=3 / 7)
 
 
 @on_gpu
@@ -614,23 +597,36 @@ def test_two_runs_agree_to_the_bit(threads):
     assert all(torch.equal(u, v) for run in runs[1:] for u, v in zip(runs[0], run, strict=True))  # whatever the threads
 
 
-def test_torch_func_and_forward_mode_are_right():
+def scan_case(update):
+    """The kernels and the loop of a scan, y and hT as one vector, and their arguments."""
+    a = inputs_of(update, 2, 5, 3, 2)
+    flat = lambda y, hT: torch.cat([y.flatten(), hT.flatten()])
+    run = lambda f: lambda *v, **kw: flat(*f(**dict(zip(a, v, strict=True)), return_state=True, **kw))
+    return *map(run, SCANS[update]), a
+
+
+@pytest.mark.parametrize("f,true,args", [
+    (causal_conv1d, conv_true, conv_inputs(2, 6, 5, 4)), (rms_norm, norm_true, norm_inputs((4, 17))),
+    *map(scan_case, SCANS)], ids=["causal_conv1d", "rms_norm", *SCANS])
+def test_torch_func_and_forward_mode_are_right(f, true, args):
     """Kernels have a forward and a backward alone: without care they drop tangents unsaid."""
-    for f, true, args in ((causal_conv1d, conv_true, conv_inputs(2, 6, 5, 4)),
-                          (rms_norm, norm_true, norm_inputs((4, 17)))):
-        args, wide = tuple(args.values()), tuple(double(args).values())
-        tangents, wide_tangents = (tuple(v.flip(0) for v in values) for values in (args, wide))
-        want = torch.func.jvp(true, wide, wide_tangents)[1]
-        assert agree(torch.func.jvp(f, args, tangents)[1], want)
-        with forward_ad.dual_level():
-            assert agree(forward_ad.unpack_dual(f(*map(forward_ad.make_dual, args, tangents))).tangent, want)
-        with pytest.raises(RuntimeError, match=rf"^{f.__name__}: backend 'cpu' cannot run [^\n]*forward-mode [^\n]*'$"):
-            torch.func.jvp(functools.partial(f, backend="cpu"), args, tangents)
-        squared = lambda *args, f: f(*args).square().sum()
-        want = torch.func.grad(functools.partial(squared, f=true))(*wide)
-        grad = torch.func.grad(functools.partial(squared, f=f))
-        assert agree(grad(*args), want)
-        assert agree(torch.func.vmap(grad)(*(torch.stack([v, v]) for v in args))[1], want)
+    args, wide = tuple(args.values()), tuple(double(args).values())
+    g = torch.Generator().manual_seed(7)
+    tangents = tuple(torch.randn(v.shape, generator=g) for v in args)
+    want = torch.func.jvp(true, wide, tuple(v.double() for v in tangents))[1]
+    assert agree(torch.func.jvp(f, args, tangents)[1], want)
+    with forward_ad.dual_level():
+        assert agree(forward_ad.unpack_dual(f(*map(forward_ad.make_dual, args, tangents))).tangent, want)
+    with pytest.raises(RuntimeError, match=r"^(causal_conv1d|rms_norm|longhorn_scan|selective_scan): backend "
+                       r"'cpu' cannot run [^\n]*forward-mode [^\n]*'$"):
+        torch.func.jvp(functools.partial(f, backend="cpu"), args, tangents)
+    squared = lambda *args, f: f(*args).square().sum()
+    of_kernels, of_truth = (functools.partial(squared, f=g) for g in (f, true))
+    want, grad = torch.func.grad(of_truth)(*wide), torch.func.grad(of_kernels)
+    assert agree(grad(*args), want)
+    got = torch.func.vmap(grad)(*(torch.stack([v, v + 1 if v is args[0] else v]) for v in args))
+    assert agree(got[0], want) and distance(got[0], got[1]) > 0.1
+    assert agree(torch.func.hessian(of_kernels)(*args), torch.func.hessian(of_truth)(*wide))
 
 
 def test_second_derivative_is_refused():

@@ -502,17 +502,22 @@ BAD = {
     "complex": (dict(q=torch.zeros(2, 4, 2, dtype=torch.complex64)), "q must be floating point", "torch.complex64"),
     "another device": (dict(k=torch.zeros(2, 4, 2, device="meta")), "k is on meta", "x on cpu"),
     "no dt": (dict(dt=None), "dt must be (2, 4, 3)", "None"),
+    "Mamba's A transposed": (dict(A=torch.zeros(2, 3)), "A must be (3, 2)", "(2, 3)"),
+    "Mamba's A missing": (dict(A=None), "A must be"),
+    "Mamba's B of another size": (dict(k=torch.zeros(2, 4, 4)), "C must be (2, 4, 4)", "(2, 4, 2)"),
 }
 
 
-@pytest.mark.parametrize("f", (longhorn_scan, longhorn_scan_ref))
 @pytest.mark.parametrize("case", BAD)
-def test_misfits_are_one_line(f, case):
+def test_misfits_are_one_line(case):
     change, *words = BAD[case]
-    f(**inputs(2, 4, 3, 2))  # what has passed is not checked again
-    with pytest.raises(ValueError) as error:
-        f(**{**inputs(2, 4, 3, 2), **change})
-    assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
+    update = "mamba" if "Mamba" in case else "longhorn"
+    a = inputs_of(update, 2, 4, 3, 2)
+    for f in SCANS[update]:
+        f(**a)  # what has passed is not checked again
+        with pytest.raises(ValueError) as error:
+            f(**{**a, **change})
+        assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
 
 
 NO_TENSORS = {
