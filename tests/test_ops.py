@@ -17,7 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scan import SCANS, distance, inputs_of, tolerance
+from test_scan import SCANS, distance, inputs_of, tolerance, views
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build, fused, ops
@@ -151,22 +151,13 @@ def test_conv_in_pieces_equals_the_whole(T, W, cuts, start):
     assert torch.equal(s, torch.cat([past, x], 1)[:, T:])
 
 
-def laid_out_otherwise(x):
-    """The same numbers (A, B, D) as half of something wider, transposed, and in another order."""
-    wide = torch.full((*x.shape[:2], 2 * x.shape[2] + 6), math.nan, dtype=x.dtype)
-    wide[..., x.shape[2] + 3:-3] = x
-    yield wide[..., x.shape[2] + 3:-3]
-    yield x.transpose(1, 2).contiguous().transpose(1, 2)
-    yield x.transpose(0, 1).contiguous().transpose(0, 1)
-
-
 @pytest.mark.parametrize("dtype", (F32, BF16))
 @pytest.mark.parametrize("f", (causal_conv1d, rms_norm))
 def test_views_equal_contiguous_to_the_bit(f, dtype):
     a = conv_inputs(2, 20, 17, 4, dtype) if f is causal_conv1d else norm_inputs((6, 8, 17), dtype)
     want = graded(f, a)
     for name in ("x", "state") if "state" in a else ("x",):
-        for view in laid_out_otherwise(a[name]):
+        for view in views(a[name]):
             got = graded(f, {**a, name: view})
             assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
     x = a["x"]
@@ -372,10 +363,10 @@ def test_fused_attention_is_flash_attns_in_its_own_layout(library):
 
 # ------------------------------------------------------------------------------------------------------- head and loss
 
-def loss_inputs(n, D, V, dtype=F32, device="cpu", ignored=0.2, scale=1.0):
+def loss_inputs(n, D, V, dtype=F32, device="cpu", ignored=0.2):
     """x (n, D), weight (V, D), both as `dtype` has them, and targets (n,), some of them to be ignored."""
     g = torch.Generator().manual_seed(n + 7 * D + 11 * V)
-    x, weight = torch.randn(n, D, generator=g) * scale, torch.randn(V, D, generator=g) / math.sqrt(D)
+    x, weight = torch.randn(n, D, generator=g), torch.randn(V, D, generator=g) / math.sqrt(D)
     targets = torch.where(torch.rand(n, generator=g) < ignored, -1, torch.randint(V, (n,), generator=g))
     return x.to(device, dtype), weight.to(device, dtype), targets.to(device)
 
@@ -427,8 +418,6 @@ def test_loss_of_float64_is_exact():
     x, weight, targets = loss_inputs(30, 8, 20, torch.float64)
     x.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, targets), (x, weight))
-    with torch.autocast("cpu", BF16):  # which leaves float64 alone
-        assert linear_cross_entropy(x, weight, targets).dtype == torch.float64
 
 
 def test_loss_under_autocast_rounds_as_a_linear_map_does():
