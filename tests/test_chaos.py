@@ -681,7 +681,7 @@ def small_disk(tmp_path):
 
 
 def fill(disk):
-    with open(disk / "filler", "wb", buffering=0) as f, contextlib.suppress(OSError):
+    with open(disk / "filler", "ab", buffering=0) as f, contextlib.suppress(OSError):
         while True:
             f.write(bytes(4096))
 
@@ -698,7 +698,11 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
         return disk / name, r
 
     out, r = fill_under("run")
-    complaint = lambda: "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said()
+
+    def complaint():
+        fill(disk)  # again: a checkpoint that was not written leaves room
+        return "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said()
+
     assert r.until(complaint, "complaint"), r.said()
     checkpoint.load(out / "checkpoint.safetensors")
     (disk / "filler").unlink()
