@@ -38,6 +38,7 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -82,14 +83,12 @@ PRESETS = {
 
 
 def plan(preset, families=(), seeds=()):
-    """[Cell] of a preset, with other families or seeds where they are given. Raises ConfigError for an unknown
-    family."""
+    """[Cell] of a preset, of other families or seeds where they are given. Raises ConfigError for an unknown family."""
     preset = PRESETS[preset]
-    given = {"dataset": CORPUS, **preset["train"]}
-    size = sweep.Preset({"": sweep.Size(tuple(f"--{key}={value}" for key, value in given.items()))})
+    given = tuple(f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items())
+    size, families = sweep.Preset({"": sweep.Size(given)}), families or preset.get("families", FAMILIES)
     cells = []
-    for seed, family in itertools.product(seeds or preset.get("seeds", [None]), families or preset.get(
-            "families", FAMILIES)):
+    for seed, family in itertools.product(seeds or preset.get("seeds", [None]), families):
         run, argv = family, sweep.base_arguments(size, (), family, "")
         if seed is not None:
             run, argv = f"{family}, seed {seed}", [*argv, f"--seed={seed}"]
@@ -113,11 +112,9 @@ def check_lengths(lengths, limit, where):
 
 
 def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
-    """Where the longest sequences begin: (starts in order, the names of their documents, or None where they cross
-    them).
+    """(where the longest sequences begin, in order; the names of their documents, or None where they cross them).
 
-    A sequence reads `longest` tokens and predicts the one after each, so it takes longest + 1, and neighbours share
-    one.
+    A sequence reads `longest` tokens and predicts the one after each: it takes longest + 1, and neighbours share one.
 
     Args:
         n_tokens: of the split; documents: [{'name', 'start', 'tokens'}] or None; longest: tokens per sequence.
@@ -139,8 +136,7 @@ def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
 
 
 def bins(T):
-    """(edges, the bin of each position (T,)): 0, 1, 2, 4, 8 ... T; bin b holds positions edges[b] <= p < edges[b +
-    1]."""
+    """(edges 0, 1, 2, 4, 8 ... T; the bin of each position (T,)): bin b holds edges[b] <= p < edges[b + 1]."""
     edges = [0] + [1 << i for i in range((T - 1).bit_length())] + [T]
     return edges, torch.from_numpy(np.searchsorted(edges, np.arange(T), side="right") - 1)
 
@@ -186,8 +182,7 @@ def read_length(lm, rows, T, chunk, batch_size, autocast=contextlib.nullcontext)
     A T below the chunk is read more at once than `batch_size`, so that a call has as many tokens whatever T is.
 
     Returns: {'loss' (K,): each row's mean in nats, float64; 'by_position' (K, bins): by position in its sequences of T;
-    'by_place' (K, bins): by place in the row, whatever T is; 'state_bytes': of one sequence at its end}. Bins: see
-    `bins`.
+    'by_place' (K, bins): by place in the row, whatever T is; 'state_bytes': of one sequence at its end}; see `bins`.
     """
     K, M, device = len(rows), rows.shape[1] - 1, lm.embed.weight.device
     x, y = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)  # (K M / T, T)
@@ -231,8 +226,7 @@ def state_norms(lm, rows, positions, chunk, autocast=contextlib.nullcontext):
 # --------------------------------------------------------------------------------------------------------- a checkpoint
 
 def with_error(name, values):
-    """{name: mean, name_standard_error} over the first axis of values (K,) or (K, bins); NaN where that is not
-    known."""
+    """{name: mean, name_standard_error} over the first axis of values (K,) or (K, bins); NaN where it is not known."""
     error = [statistics.stdev(column) / math.sqrt(len(column))
              if len(column) > 1 and all(map(math.isfinite, column)) else math.nan
              for column in np.atleast_2d(values.T).tolist()]
@@ -244,8 +238,7 @@ def perplexity(loss):
 
 
 def summary(found, T, longest, reference=None):
-    """The record of one length, from what `read_length` found; reference: (length, what was found there) to compare
-    with."""
+    """The record of one length, from what `read_length` found; reference: (length, found there) to compare with."""
     each = found["loss"]
     out = {"length": T, "sequences": len(each) * (longest // T), "tokens": len(each) * longest,
            **with_error("loss", each), "perplexity": perplexity(float(each.mean())),
@@ -259,8 +252,7 @@ def summary(found, T, longest, reference=None):
 
 
 def measure(lm, rows, lengths, trained, chunk, batch_size, dtype, say=print):
-    """([one record per length], state norms at the longest), of rows (K, M + 1) of tokens; trained: the training
-    length.
+    """([a record per length], state norms at the longest) of rows (K, M + 1) of tokens; trained: the training length.
 
     A length for which memory runs out, and what is longer, has only 'left_out', the reason.
     """
@@ -304,10 +296,8 @@ def limited(lm, window):
     """The same weights with attention to the last `window` tokens only; None without attention to the whole past."""
     if "llama" not in lm.config.families:
         return None
-    change = lambda text: re.sub(r"\bllama\b", "swa", text)
-    config = dataclasses.replace(lm.config, model=change(lm.config.model), pattern=change(lm.config.pattern),
-                                 window=window)
-    other = LM(config)
+    changed = {key: re.sub(r"\bllama\b", "swa", getattr(lm.config, key)) for key in ("model", "pattern")}
+    other = LM(dataclasses.replace(lm.config, window=window, **changed))
     other.load_state_dict(lm.state_dict())
     return other.to(lm.embed.weight.device).eval()
 
@@ -315,15 +305,13 @@ def limited(lm, window):
 def evaluate(folder, args, run=None):
     """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name,
     that of the folder by default. Raises ConfigError, one line."""
-    began, ran, trained_by = time.perf_counter(), Path(folder) / "config.json", {}
+    began, ran, trained_by, is_cuda = time.perf_counter(), Path(folder) / "config.json", {}, args.device == "cuda"
     if ran.exists():
         with fields(ran):
             trained_by = dict(read_json(ran)["environment"])
-    kind = args.device
-    if kind == "cuda" and not torch.cuda.is_available():
+    if is_cuda and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: PyTorch sees no GPU; use --device=cpu")
-    device = torch.device(kind)
-    lm, meta = load_model(folder, device)
+    lm, meta = load_model(folder, torch.device(args.device))
     with fields(f"{folder}: the settings in its checkpoint"):
         config = {key: meta["config"][key] for key in ("model", "block_size", "vocab_size", "seed")}
         config["pattern"] = meta["config"].get("pattern")
@@ -340,7 +328,7 @@ def evaluate(folder, args, run=None):
     lengths = check_lengths(args.lengths or default, limit, data_folder / "val.bin")
     starts, names = longest_sequences(len(data.val), documents, lengths[-1], args.eval_tokens)
     rows = torch.from_numpy(np.stack([data.val[s:s + lengths[-1] + 1] for s in starts]).astype(np.int64))  # (K, M + 1)
-    batch_size = args.batch_size or (8 if kind == "cuda" else 1)
+    batch_size = args.batch_size or (8 if is_cuda else 1)
     text = {"dataset": data_folder.name, "val_sha256": data.sha256["val"], "trained_on_this_data": same,
             "starts": starts, "sequences": len(starts), "longest": lengths[-1], "documents": names,
             "sha256": hashlib.sha256(rows.numpy().astype("<u4").tobytes()).hexdigest()}
@@ -355,7 +343,7 @@ def evaluate(folder, args, run=None):
         results, states = measure(model, rows, lengths, trained, args.chunk, batch_size, dtype)
         record = new_record("extrapolation", family=family, run=name)
         records.append(record | {
-            "device": torch.cuda.get_device_name() if kind == "cuda" else record["environment"]["cpu"],
+            "device": torch.cuda.get_device_name() if is_cuda else record["environment"]["cpu"],
             "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."), "chunk": args.chunk,
             "batch_size": batch_size, "text": text, "lengths": results, "state_norms": states,
             "checkpoint": {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": trained,
@@ -429,8 +417,7 @@ def differences(groups, lengths):
 
 
 def table(found):
-    """The records as Markdown: perplexity at each length with the paired difference of the loss, and the cost of
-    reading."""
+    """The records as Markdown: perplexity at each length, the paired difference of the loss, the cost of reading."""
     lengths = sorted({x["length"] for r in found for x in r["lengths"]})
     lines = [row_of("run", "trained at", *(f"T = {T}" for T in lengths)), "|---" * (2 + len(lengths)) + "|"]
     costs, notes, groups = [], [], by_name(found)
@@ -483,19 +470,17 @@ def loudest(record):
 
 
 def draw(found, path):
-    """Perplexity against T (Figure 1, right); loss by position in the longest T; what the longer past gains at each
-    place; the RMS of the state."""
-    import matplotlib
+    """Perplexity against T (Figure 1, right); loss by position; what the longer past gains; the RMS of the state."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ((length, position), (gain, norm)) = plt.subplots(2, 2, figsize=(13, 9), dpi=110)
+    figure = Figure(figsize=(13, 9), dpi=110)
+    (length, position), (gain, norm) = figure.subplots(2, 2)
     nan = lambda values: np.array([math.nan if v is None else v for v in values], float)
     middles = lambda by: [math.sqrt(max(1, a) * b) for a, b in zip(by["edges"][:-1], by["edges"][1:], strict=True)]
     groups = by_name(found)
-    for i, (name, r) in [(i, (name, r)) for i, (name, seeds) in enumerate(groups.items()) for r in seeds]:
-        colour = f"C{i}" if len(groups) <= 10 else plt.cm.tab20(i % 20)
+    for i, name, r in [(i, name, r) for i, (name, seeds) in enumerate(groups.items()) for r in seeds]:
+        colour = f"C{i}" if len(groups) <= 10 else colormaps["tab20"](i % 20)
         style = dict(color=colour, marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
 
         def curve(axis, x, y, error, shown=lambda v: v, style=style):
@@ -535,11 +520,11 @@ def draw(found, path):
 
 
 def report(path):
-    found, path = read_records(path), Path(path)
-    path.with_suffix(".md").write_text(table(found), encoding="utf-8")
+    found, text, picture = read_records(path), Path(path).with_suffix(".md"), Path(path).with_suffix(".png")
+    text.write_text(table(found), encoding="utf-8")
     with fields(path):
-        draw(found, path.with_suffix(".png"))
-    print(table(found) + f"\npicture: {path.with_suffix('.png')}, table: {path.with_suffix('.md')}")
+        draw(found, picture)
+    print(f"{table(found)}\npicture: {picture}, table: {text}")
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -574,8 +559,8 @@ def parse(argv):
 
 
 def record_file(args, name):
-    """Where the records go: --out, with --save results/<name>.json, else out/<name>.json. Raises ConfigError where they
-    may not."""
+    """--out, with --save results/<name>.json, else out/<name>.json. Raises ConfigError where records may not go there.
+    """
     out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
     if out.suffix != ".json":
         raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
@@ -618,10 +603,9 @@ def main(argv):
         return report(args.file)
     if args.command == "run":
         return run(args)
-    names = [Path(folder).resolve().name for folder in args.checkpoint]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise ConfigError(f"--checkpoint: two folders are named {twice}, and so would their records be: use two --out")
+    (name, times), = Counter(Path(folder).resolve().name for folder in args.checkpoint).most_common(1)
+    if times > 1:
+        raise ConfigError(f"--checkpoint: two folders are named {name}, and so would their records be: use two --out")
     out = record_file(args, "extrapolation")
     for folder in args.checkpoint:
         add(folder, args, out)

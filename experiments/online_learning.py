@@ -48,6 +48,7 @@ sys.path.insert(0, str(ROOT))
 import model  # noqa: E402
 from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
 from configurator import ConfigError, main_error, regular  # noqa: E402
+from experiments.tasks import table  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
@@ -212,8 +213,7 @@ ROW = {row.name: row for row in UPDATES}
 def settings(d, N, **given):
     """The `p` of objectives and updates: what mixers start with, for keys of length 1, unless `given` says otherwise.
 
-    beta and rate 0.5; gamma of RetNet's first head, alpha GLA's, delta and A Mamba's. A number is repeated over its
-    shape.
+    gamma is of RetNet's first head, alpha GLA's, delta and A Mamba's. A number is repeated over its shape.
     """
     shape = {"beta": (d,), "rate": (), "gamma": (), "alpha": (N,), "a": (d,), "i": (d,), "delta": (d,), "A": (d, N),
              "z": (d,)}
@@ -384,8 +384,7 @@ def recall_rows(rows, correlation, streams, seed):
 
 
 def least_squares_floor(n):
-    """What no S (d, N) chosen with hindsight could beat on n random pairs: it reaches N of a value row's n
-    dimensions."""
+    """What no S (d, N) chosen with hindsight could beat on n pairs: it reaches N of a value row's n dimensions."""
     return max(0.0, 1 - N_STATE / n)
 
 
@@ -533,14 +532,6 @@ def read_update(path):
 
 # --------------------------------------------------------------------------------------------------------------- output
 
-def table(head, rows):
-    """Lines of a Markdown table whose columns are aligned, for the terminal."""
-    cells = [head, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    line = lambda row: "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
-    return [line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)]
-
-
 def wrapped(text, indent=""):
     return textwrap.wrap(" ".join(text.split()), 120, subsequent_indent=indent)
 
@@ -562,13 +553,13 @@ def report(record, rows):
     lines += ["", *wrapped(f"""Does the update minimise its objective? {record['draws']} random draws each, in float64.
         off: the largest relative difference from a numerical minimiser, for draws of ordinary size and for all; yes: at
         most {HOLDS:g}. Mixers: how far the states of the mixers that train are off the update, in float32."""), ""]
-    cells = []
+    cells = [["family", "claimed by", "minimises it?", "off", "with extremes", "mixers of model.py"]]
     for row, found in zip(rows, record["checks"], strict=True):
         trained = ", ".join(f"{family} {off:.0e}" for family, off in found["mixers"].items()) or "-"
         off = (f"{found[name]:.0e}" for name in ("off_ordinary", "off"))
         cells.append([row.name, row.source, verdict(found), *off, trained])
-    lines += table(["family", "claimed by", "minimises it?", "off", "with extremes", "mixers of model.py"], cells)
-    lines += ["", *(line for row in rows if row.note for line in wrapped(f"- {row.name}: {row.note}.", "  ")), ""]
+    lines += [table(cells), ""]
+    lines += [*(line for row in rows if row.note for line in wrapped(f"- {row.name}: {row.note}.", "  ")), ""]
     wide = max(high - low for rows in record["recall"].values() for r in rows for name in ("start", "best", "newest")
                for low, high in r[name + "_quartiles"] if math.isfinite(high - low))
     lines += [*wrapped(f"""Recall without training. Random pairs are written to {D_STATE} x {N_STATE} numbers one after
@@ -577,22 +568,24 @@ def report(record, rows):
         apart."""), ""]
     shown = [PAIRS.index(n) for n in (4, 8, 16, 32, 64, 128)]
     for title, key, which in PANELS:
-        cells = [[r["name"], *(f"{r[which][i]:.3f}" for i in shown)] for r in record["recall"][key]]
+        cells = [["update", *(f"n = {PAIRS[i]}" for i in shown)]]
+        cells += [[r["name"], *(f"{r[which][i]:.3f}" for i in shown)] for r in record["recall"][key]]
         if which != "newest":
             cells.append(["least squares with hindsight", *(f"{least_squares_floor(PAIRS[i]):.3f}" for i in shown)])
-        head = ["update", *(f"n = {PAIRS[i]}" for i in shown)]
-        lines += [f"{title[0].upper()}{title[1:]}:", "", *table(head, cells), ""]
+        lines += [f"{title[0].upper()}{title[1:]}:", "", table(cells), ""]
     lines += [f"One pair written again and again, as a multiple of its value (as the mixers start, N = {N_STATE}):", ""]
-    cells = [[name, *(f"{r:.3g}" for r in reads[::2])] for name, reads in record["written_again"].items()]
-    lines += [*table(["update", "once", *(f"{t} times" for t in TIMES[2::2])], cells), ""]
+    cells = [["update", "once", *(f"{t} times" for t in TIMES[2::2])]]
+    cells += [[name, *(f"{r:.3g}" for r in reads[::2])] for name, reads in record["written_again"].items()]
+    lines += [table(cells), ""]
     lines += [*wrapped("""What the diagonal costs, over streams of 8 N pairs, by N, by what a step writes and by the
         cosine of two keys: the share of the possible decrease of Eq. 5 that a step of Eq. 7 misses, from its own state
         (0: the minimiser, 1: as good as no step)."""), ""]
     by_cosine = {}
     for c in record["diagonal"]:
         by_cosine.setdefault((c["N"], c["writes"]), {})[c["correlation"]] = f"{abs(c['missed']):.2f}"
-    cells = [[str(N), f"{writes:.2f}", *at.values()] for (N, writes), at in by_cosine.items()]
-    return lines + table(["N", "eps k^2", *(f"cosine {c:g}" for c in next(iter(by_cosine.values())))], cells)
+    cells = [["N", "eps k^2", *(f"cosine {c:g}" for c in next(iter(by_cosine.values())))]]
+    cells += [[str(N), f"{writes:.2f}", *at.values()] for (N, writes), at in by_cosine.items()]
+    return [*lines, table(cells)]
 
 
 # title, which keys, which column of recall_rows
@@ -606,17 +599,15 @@ COLORS = {"linear attention": "tab:gray", "RetNet": "tab:brown", "GLA": "tab:ora
 
 def draw(record, path):
     """The picture of the record: recall by the number of pairs, a pair written again, what the diagonal costs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     names = [r["name"] for r in record["recall"]["independent"]]
     style = {n: dict(label=n, color=COLORS.get(n, "black"), lw=2.4 if n in ("Longhorn, Eq. 6", "RetNet") else 1.5)
              for n in names}
     for n in {"DeltaNet", "GLA"} & set(names):  # where settings are chosen they lie on Eq. 6 and RetNet
         style[n] |= dict(ls=(0, (3, 2)), zorder=3)
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), dpi=110)
+    figure = Figure(figsize=(15, 8.4), dpi=110)
+    axes = figure.subplots(2, 3)
     *_, again, diagonal = axes.flat
     for panel, (title, key, which) in zip(axes.flat, PANELS, strict=False):
         for r in record["recall"][key]:
@@ -631,8 +622,8 @@ def draw(record, path):
         panel.minorticks_off()
     for name, reads in record["written_again"].items():
         again.plot(TIMES, reads, **style[name])
-    again.axhline(1, color="black", lw=0.5)
-    again.axhline(N_STATE, color="black", lw=0.5)
+    for line in (1, N_STATE):
+        again.axhline(line, color="black", lw=0.5)
     again.set(xscale="log", yscale="log", xlabel="times written", ylabel="read back, as a multiple of its value",
               title=f"one pair again and again (lines: 1 and N = {N_STATE})")
     for N, writes in sorted({(c["N"], c["writes"]) for c in record["diagonal"] if c["N"] > 1}):  # 0 for N = 1
@@ -713,13 +704,13 @@ def main(argv=None):
     print(f"{head}\n")
     record |= measure(rows, *((12, 2) if args.quick else (48, 12)), args.seed)
     record |= {"finished": True, "run_seconds": time.perf_counter() - began}
-    lines, wrong = report(record, rows), unexpected(record, rows)
-    print("\n".join(lines) + f"\n\n{record['run_seconds']:.0f} seconds")
+    text, wrong = "\n".join(report(record, rows)), unexpected(record, rows)
+    print(f"{text}\n\n{record['run_seconds']:.0f} seconds")
     for line in wrong:
         print(f"experiments/online_learning.py: {line}", file=sys.stderr)
     if out:
         write_record(out, record)
-        out.with_suffix(".md").write_text("\n".join([head, "", *lines]) + "\n")
+        out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
         draw(record, out.with_suffix(".png"))
         print(f"record: {out}, table: {out.with_suffix('.md')}, picture: {out.with_suffix('.png')}")
     return int(bool(wrong))

@@ -17,6 +17,7 @@ averaged over tasks: the paper does not say which text its Figure 1 scores, so t
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -64,14 +65,11 @@ def held_out_files(folder):
     if tokens.meta["tokenizer"] != "bytes":
         raise DataError(f"{folder} holds {tokens.meta['tokenizer']}, the embedded tasks are made of bytes: prepare it "
                         "again with --tokenizer=bytes, or name other --tasks")
-    return [content.decode() for content in np.asarray(tokens.val, np.uint8).tobytes().split(b"\0") if is_text(content)]
-
-
-def is_text(content):
-    try:
-        return len(content.decode()) > 2 * (CONTEXT + PIECE)
-    except UnicodeDecodeError:
-        return False
+    texts = []
+    for content in np.asarray(tokens.val, np.uint8).tobytes().split(b"\0"):
+        with contextlib.suppress(UnicodeDecodeError):
+            texts.append(content.decode())
+    return [text for text in texts if len(text) > 2 * (CONTEXT + PIECE)]
 
 
 def question(rng, context, right, wrong):
@@ -116,6 +114,8 @@ def identifier(rng, text):
 
 def embedded(folder, n=QUESTIONS):
     """The embedded tasks as the harness takes them, n questions each. Raises DataError, one line."""
+    import datasets
+
     texts, tasks = held_out_files(folder), []
     for task, make in zip(EMBEDDED, (continuation, identifier), strict=True):
         rng, found = random.Random(task), []
@@ -126,18 +126,14 @@ def embedded(folder, n=QUESTIONS):
                 break
         if not found:
             raise DataError(f"{folder}: its held-out files are too few or too short for questions: prepare more data")
-        tasks.append({"task": task, "custom_dataset": dataset(found), "test_split": "test", "num_fewshot": 0,
-                      "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
-                      "doc_to_target": "answer", "target_delimiter": "", "metadata": {"version": 1},
+        split = {"test": datasets.Dataset.from_list(found)}
+        tasks.append({"task": task, "custom_dataset": lambda split=split, **_: split, "test_split": "test",
+                      "num_fewshot": 0, "output_type": "multiple_choice", "doc_to_text": "context",
+                      "doc_to_choice": "choices", "doc_to_target": "answer", "target_delimiter": "",
+                      "metadata": {"version": 1},
                       "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
                                       for metric in ("acc", "acc_mutual_info")]})
     return tasks
-
-
-def dataset(rows):
-    import datasets
-
-    return lambda **_: {"test": datasets.Dataset.from_list(rows)}
 
 
 def import_harness():
@@ -180,29 +176,24 @@ def results_table(results):
     """Every metric of every task with its standard error."""
     rows = [["task", "metric", "value", "+-", "chance", "documents"]]
     for task, values in results.items():
-        percent = lambda x: "" if x is None else f"{100 * x:.2f}"
         for metric, value in values.items():
             if f"{metric}_stderr" in values or metric not in NO_METRICS and not metric.endswith("_stderr"):
-                error, is_share = values.get(f"{metric}_stderr"), metric.startswith(("acc", "exact_match", "em", "f1"))
-                show = percent if is_share else lambda x: "" if x is None else f"{x:.4f}"
-                rows.append([task, metric, show(value), show(error),
-                             percent(values.get("chance")) if metric.startswith("acc") else "",
+                is_share = metric.startswith(("acc", "exact_match", "em", "f1"))
+                show = lambda x, s=is_share: "" if x is None else f"{100 * x:.2f}" if s else f"{x:.4f}"
+                rows.append([task, metric, show(value), show(values.get(f"{metric}_stderr")),
+                             show(values.get("chance")) if metric.startswith("acc") else "",
                              str(values.get("documents", ""))])
     return table(rows)
 
 
 def table2(name, results):
     """The paper's Table 2 with a row for this model: percent, and standard errors."""
-    cells, errors, found = [], [], []
-    for task, (_, metric) in PAPER.items():
-        value, error = results[task][metric], results[task].get(f"{metric}_stderr", math.nan)
-        found.append(100 * value)
-        cells.append(f"{100 * value:.2f}")
-        errors.append(f"{100 * error:.2f}")
+    found = [100 * results[task][metric] for task, (_, metric) in PAPER.items()]
+    errors = [100 * results[task].get(f"{metric}_stderr", math.nan) for task, (_, metric) in PAPER.items()]
     rows = [["", *(f"{column} {metric}" for column, metric in PAPER.values()), "mean"]]
-    rows += [[f"{model} (paper)", *(f"{x:.2f}" for x in row), f"{sum(row) / 8:.2f}"] for model, row in TABLE2.items()]
-    rows += [[name, *cells, f"{sum(found) / 8:.2f}"], ["standard error", *errors, ""]]
-    return table(rows) + "\n" + FAULTS
+    for model, row in [*((f"{model} (paper)", row) for model, row in TABLE2.items()), (name, found)]:
+        rows.append([model, *(f"{x:.2f}" for x in row), f"{sum(row) / 8:.2f}"])
+    return table([*rows, ["standard error", *(f"{x:.2f}" for x in errors), ""]]) + "\n" + FAULTS
 
 
 # -------------------------------------------------------------------------------------------------- Figure 1 (left)
@@ -246,8 +237,8 @@ def report(runs, figure=None):
     curves = {str(run): curve(run) for run in runs}
     last = {run: read_log(run, "tasks")[-1] for run in curves}
     sets = {run: {e["set"]: e["val_loss"] for e in read_log(run, "eval_set")} for run in curves}
-    scores = list(dict.fromkeys(key for e in last.values() for key in e if key.endswith(("_acc", "_acc_norm"))))
-    losses = list(dict.fromkeys(name for found in sets.values() for name in found))
+    scores = dict.fromkeys(key for e in last.values() for key in e if key.endswith(("_acc", "_acc_norm")))
+    losses = dict.fromkeys(name for found in sets.values() for name in found)
     rows = [["run", "tokens", "perplexity", *scores, *(f"val_loss {name}" for name in losses)]]
     for run, e in last.items():
         shown = [f"{100 * e[key]:.1f} +- {100 * e.get(key + '_stderr', math.nan):.1f}" if key in e else ""
@@ -267,18 +258,15 @@ def report(runs, figure=None):
 
 
 def draw(curves, path):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.subplots()
     for run, points in curves.items():
         axes.loglog(*zip(*points, strict=True), "o-", markersize=3, label=Path(run).name)
     axes.set(xlabel="training tokens", ylabel="mean perplexity of right answers")
     axes.legend()
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
+    figure.savefig(path, dpi=150)
 
 
 def main():

@@ -20,9 +20,10 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from experiments.recall.report import in_json  # noqa: E402
 from experiments.scaling import runner  # noqa: E402
 from experiments.scaling.runner import Cell, numbers  # noqa: E402
-from records import BadRecord, finished_records  # noqa: E402
+from records import BadRecord, fields, finished_records  # noqa: E402
 
 TABLE3 = {"ViM-Tiny": (7, 76.1), "ViL-Tiny": (7, 76.4), "ViM-Small": (26, 80.5), "ViL-Small": (26, 80.7)}
 NAMES = {"vil": "ViL", "vim": "ViM", "vit": "ViT"}
@@ -58,17 +59,15 @@ def cells_of(config, seeds, extra=()):
 def read_run(folder, at):
     """One finished run as a flat record. Raises BadRecord where its files are missing, torn or at odds."""
     result, record = finished_records(folder)
-    try:
+    with fields():
         config, ran_in = record["config"], record["environment"]
-        if {key: config[key] for key in AT} != {key: at[key] for key in AT}:
+        if any(config[key] != at[key] for key in AT):
             raise BadRecord(f"another run's records: {config}")
         return {**{key: config[key] for key in AT}, **{key: result[key] for key in (
                     "val_accuracy", "val_loss", "val_images", "parameters", "steps", "seconds")},
                 "settings": {key: config[key] for key in SAME}, "data": record["data"]["sha256"],
                 "time": record["time"], "machine": ran_in["gpu"] or ran_in["cpu"], "code": result["code"],
                 "commit": result["commit"]}
-    except (KeyError, TypeError) as error:
-        raise BadRecord(f"its records lack {error}") from None
 
 
 def read_sweep(folder):
@@ -77,8 +76,7 @@ def read_sweep(folder):
     for name, at in plan["cells"].items():
         try:
             run = read_run(Path(folder) / name, at)
-            shared = ("settings", "data", "code")
-            if runs and any(run[key] != runs[0][key] for key in shared):
+            if runs and any(run[key] != runs[0][key] for key in ("settings", "data", "code")):
                 raise BadRecord("other settings, data or code than the first run's")
             runs.append(run)
         except BadRecord as reason:
@@ -127,11 +125,9 @@ def variant_of(at):
 
 def summarise(record):
     """A row per variant: its name, parameters, accuracies in percent by seed, their mean and spread."""
-    groups = {}
-    for run in record["runs"]:
-        groups.setdefault(variant_of(run), []).append(run)
     rows = []
-    for name, runs in groups.items():
+    for name in dict.fromkeys(map(variant_of, record["runs"])):
+        runs = [run for run in record["runs"] if variant_of(run) == name]
         accuracy = [100 * run["val_accuracy"] for run in sorted(runs, key=lambda run: run["seed"])]
         rows.append({"name": name, **{key: runs[0][key] for key in ("model", "directions", "n_layer", "parameters")},
                      "accuracies": accuracy, "mean": statistics.mean(accuracy),
@@ -157,13 +153,10 @@ def markdown(record, rows):
 
 def draw(rows, path):
     """Accuracy by family at full depth, one dot per seed; and ViL's against depth, by direction."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    deep = max(r["n_layer"] for r in rows)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), dpi=100, width_ratios=(5, 4))
+    deep, figure = max(r["n_layer"] for r in rows), Figure(figsize=(8, 3.2), dpi=100)
+    left, right = figure.subplots(1, 2, width_ratios=(5, 4))
     full = [r for r in rows if r["model"] != "vil" or r["n_layer"] == deep]
     for i, r in enumerate(full):
         colour = COLOURS[r["directions"]] if r["model"] == "vil" else "tab:blue"
@@ -183,7 +176,6 @@ def draw(rows, path):
         axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
-    plt.close(figure)
 
 
 def write(place, out=None):
@@ -193,9 +185,7 @@ def write(place, out=None):
     record = json.loads(place.read_text()) if from_record else read_sweep(place)
     out = Path(out or (place.with_suffix("") if from_record else place / "report"))
     paths, rows = {kind: Path(f"{out}.{kind}") for kind in ("json", "md", "png")}, summarise(record)
-    head = json.dumps({key: value for key, value in record.items() if key != "runs"}, indent=1).removesuffix("\n}")
-    runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])  # a line per run
-    paths["json"].write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n')
+    paths["json"].write_text(in_json(record))
     if not rows:
         return {"json": paths["json"]}
     paths["md"].write_text("\n".join(markdown(record, rows)) + "\n")

@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import functools
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -49,7 +50,6 @@ class Preset:
     lrs: tuple = RATES
     seeds: tuple = (1,)
     args: tuple = ()  # for every run
-    jobs_per_gpu: int = 4  # small models leave most of a GPU idle
 
 
 PRESETS = {
@@ -95,24 +95,21 @@ def cells_of(preset, extra=()):
 def print_plan(cells, jobs, gpus):
     """The plan as a table, a line per T, width and mixer; then the total."""
     print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}")
-    lines = {}
-    for c in cells:
-        lines.setdefault((c.at["T"], c.at["pairs"], c.at["n_embd"], c.at["mixer"]), []).append(c)
-    for (T, pairs, width, mixer), group in lines.items():
-        at = group[0].at
-        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{len(group):>5}{at['steps']:>8,}{at['flops']:>12.2g}")
+    lines = Counter(tuple(c.at[key] for key in ("T", "pairs", "n_embd", "mixer", "steps", "flops")) for c in cells)
+    for (T, pairs, width, mixer, steps, flops), runs in lines.items():
+        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{runs:>5}{steps:>8,}{flops:>12.2g}")
+    flops = sum(c.at["flops"] for c in cells)
     where = f"{len(gpus)} GPU(s)" if gpus else f"{runner.cores()} CPU core(s)"
-    flops, time = (sum(values) for values in zip(*((c.at["flops"], c.seconds) for c in cells), strict=True))
+    time = f"; about {hours(SECONDS_PER_FLOP * flops / jobs)} at most, as results/recall_laptop.json had it"
     print(f"{len(cells)} runs, at most {flops:.2g} FLOPs, on {where}, {jobs} at a time; a run stops where it answers "
-          "enough of the test right" + f"; about {hours(time / jobs)} at most, as results/recall_laptop.json had it"
-          * (not gpus))
+          f"enough of the test right{'' if gpus else time}")
 
 
 # -------------------------------------------------------------------------------------------------------- command line
 
 def parser():
-    formatter = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    top = argparse.ArgumentParser(prog="mqar.py", **formatter)
+    top = argparse.ArgumentParser(prog="mqar.py", description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     exact = {"allow_abbrev": False}  # --seed is a run's, not short for --seeds
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="plan the runs and run what has no final record yet",
@@ -147,10 +144,9 @@ def chosen(args):
 def run(args, extra):
     from experiments.recall import report
 
-    preset, gpus = chosen(args), runner.visible_gpus()
-    folder = args.out or REPO / "out" / f"recall_{args.preset}"
-    jobs = args.jobs or (len(gpus) * preset.jobs_per_gpu if gpus else runner.cores())
-    cells = cells_of(preset, extra)
+    gpus, folder = runner.visible_gpus(), args.out or REPO / "out" / f"recall_{args.preset}"
+    jobs = args.jobs or 4 * len(gpus) or runner.cores()  # small models leave most of a GPU idle
+    cells = cells_of(chosen(args), extra)
     if not args.dry_run:
         runner.make_folder(folder)
     print_plan(cells, jobs, gpus)

@@ -24,6 +24,7 @@ from scipy.stats import rankdata
 from configurator import ConfigError
 from experiments.scaling import runner
 from experiments.scaling.compare import welch
+from experiments.tasks import table
 from records import BadRecord, fields, finished_records, read_json, read_log, replacing
 from tools.loss_curve import save_figure
 
@@ -37,16 +38,15 @@ OUTCOME = ("accuracy", "reached", "val_loss", "by_distance", "by_pairs", "steps"
            "memory_bytes", "processes", "device_name")
 NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": "RWKV-4", "baseconv": "BaseConv",
          "mamba": "Mamba", "longhorn": "Longhorn", "deltanet": "DeltaNet", "gla": "GLA",
-         "longhorn_exact": "Longhorn, exact"}
-LATER = {"gated_deltanet": "Gated DeltaNet", "kda": "KDA", "mesa": "Mesa", "mamba2": "Mamba-2", "swa": "Window",
-         "deltanet_implicit": "implicit", "deltanet_exact": "exact", "deltanet_free": "free keys",
-         "deltanet_implicit_free": "implicit, free keys", "deltanet_exact_free": "exact, free keys"}
+         "longhorn_exact": "Longhorn, exact", "deltanet_exact": "exact", "deltanet_exact_free": "exact, free keys",
+         "deltanet_free": "free keys", "deltanet_implicit": "implicit", "deltanet_implicit_free": "implicit, free keys",
+         "gated_deltanet": "Gated DeltaNet", "kda": "KDA", "mamba2": "Mamba-2", "mesa": "Mesa", "swa": "Window"}
 COLOURS = dict(zip(NAMES, ("#222222", "tab:brown", "tab:pink", "tab:olive", "tab:gray", "tab:purple", "tab:red",
-                           "tab:green", "tab:orange", "tab:blue"), strict=True))
+                           "tab:green", "tab:orange", "tab:blue"), strict=False))  # the others take what is left
 
 
 def name_of(mixer):
-    return (NAMES | LATER).get(mixer, mixer)
+    return NAMES.get(mixer, mixer)
 
 
 # ---------------------------------------------------------------------------------------------------------------- read
@@ -103,13 +103,10 @@ def read_sweep(folder, accept_code=()):
             if other := [f"{key} {own[key]} where most have {most[key]}" for key in own if own[key] != most[key]]:
                 left_out[name] = "not comparable: " + ", ".join(other)
                 del runs[name]
-    settings, machines, codes = [], Counter(), Counter()
-    for r in runs.values():
-        settings.append(r.pop("settings"))
-        machines[r.pop("machine")] += 1
-        codes[r.pop("code")] += 1
-    return {"preset": plan.get("preset"), "code": codes, "machines": machines, "planned": len(plan["cells"]),
-            "settings": settings[0] if settings else {}, "left_out": left_out, "runs": list(runs.values())}
+    settings, machines, codes = ([r.pop(key) for r in runs.values()] for key in ("settings", "machine", "code"))
+    return {"preset": plan.get("preset"), "code": Counter(codes), "machines": Counter(machines),
+            "planned": len(plan["cells"]), "settings": settings[0] if settings else {}, "left_out": left_out,
+            "runs": list(runs.values())}
 
 
 def read_record(path):
@@ -182,11 +179,6 @@ def mann_whitney(a, b):
     return sum(way >= own - 1e-9 for way in ways) / len(ways)
 
 
-def difference(a, b):
-    """Mean of a minus mean of b in percent with Welch's 95% interval, as text."""
-    return "{} ({} .. {})".format(*map(percent, welch(a, b)[:3]))
-
-
 def pooled(runs, key, label):
     """{label: accuracy} over several seeds, weighted by their queries."""
     queries, right = Counter(), Counter()
@@ -194,13 +186,6 @@ def pooled(runs, key, label):
         queries[label(row)] += row["queries"]
         right[label(row)] += row["accuracy"] * row["queries"]
     return {at: right[at] / queries[at] for at in queries}
-
-
-def table(head, rows):
-    """Lines of a Markdown table with aligned columns."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    line = lambda row: "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-    return ["", line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)]
 
 
 def steps(time):
@@ -225,25 +210,25 @@ def markdown(record, points):
                      percent(p["accuracy"]) + (seeds if len(p["seeds"]) > 1 else ""), f"{p['learning_rate']:g}",
                      ", ".join(f"{rate:g}: {percent(a)}" for rate, a in p["rates"].items()), f"{p['epochs']:.2f}",
                      f"{p['seconds']:.0f}", f"{p['state_size']:,}", f"{p['parameters']:,}"])
-    lines += table(["T", "pairs", "width", "mixer", "recall", "best rate", "all rates", "epochs", "seconds",
-                    "state, numbers", "parameters"], rows)
+    lines += ["", table([["T", "pairs", "width", "mixer", "recall", "best rate", "all rates", "epochs", "seconds",
+                          "state, numbers", "parameters"], *rows])]
     several = [p for p in points if len(p["seeds"]) > 1]
     if several:
-        lines += ["", "Steps to half of the test's queries, each seed's, at every learning rate:", *table(
-            ["T", "width", "mixer", "rate: steps"],
-            [[str(p["T"]), str(p["n_embd"]), name_of(p["mixer"]), "; ".join(
-                f"{rate:g}: {', '.join(steps(t) for t in times)}" for rate, times in p["half"].items())]
-             for p in several]), ""]
+        rows = [["T", "width", "mixer", "rate: steps"]]
+        rows += [[str(p["T"]), str(p["n_embd"]), name_of(p["mixer"]), "; ".join(
+            f"{rate:g}: {', '.join(steps(t) for t in times)}" for rate, times in p["half"].items())] for p in several]
+        lines += ["", "Steps to half of the test's queries, each seed's, at every learning rate:", "", table(rows), ""]
     pairs = []
     for p, q in combinations(several, 2):
         chance = mann_whitney(p["half"][p["learning_rate"]], q["half"][q["learning_rate"]])
         if (p["T"], p["n_embd"]) == (q["T"], q["n_embd"]) and chance is not None:
             pairs.append([str(p["T"]), str(p["n_embd"]), f"{name_of(q['mixer'])} minus {name_of(p['mixer'])}",
-                          difference(q["recalls"], p["recalls"]), f"{chance:.2g}"])
+                          "{} ({} .. {})".format(*map(percent, welch(q["recalls"], p["recalls"])[:3])),
+                          f"{chance:.2g}"])
     if pairs:
         lines += ["Two mixers, each at its best rate: the difference of their recalls in points with Welch's 95% "
-                  "interval, and p that they need equally long to half of the queries (Mann and Whitney, exact):",
-                  *table(["T", "width", "mixers", "points of recall", "p"], pairs)]
+                  "interval, and p that they need equally long to half of the queries (Mann and Whitney, exact):", "",
+                  table([["T", "width", "mixers", "points of recall", "p"], *pairs])]
     for T in dict.fromkeys(p["T"] for p in points):
         width = min(p["n_embd"] for p in points if p["T"] == T)
         here = [p for p in points if (p["T"], p["n_embd"]) == (T, width)]
@@ -251,7 +236,7 @@ def markdown(record, points):
                            ("by_pairs", f"by the number of pairs (trained with {here[0]['pairs']})")):
             columns = list(dict.fromkeys(c for p in sorted(here, key=lambda p: -len(p[key])) for c in p[key]))
             rows = [[name_of(p["mixer"]), *(percent(p[key][c]) if c in p[key] else "-" for c in columns)] for p in here]
-            lines += ["", f"T = {T}, width {width}, {title}:", *table(["mixer", *columns], rows)]
+            lines += ["", f"T = {T}, width {width}, {title}:", "", table([["mixer", *columns], *rows])]
     if record["left_out"]:
         lines += ["", f"Left out, {len(record['left_out'])} of {record['planned']} planned runs:", "",
                   *(f"- {name}: {why}" for name, why in record["left_out"].items())]
@@ -262,20 +247,17 @@ def markdown(record, points):
 
 def draw(points, path):
     """Figure 4: recall for each T, against width; as bars, with the size of the state, where there is one width."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
     from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
 
     lengths = list(dict.fromkeys(p["T"] for p in points))
     mixers = dict.fromkeys(p["mixer"] for p in points)
     taken = {to_hex(COLOURS[mixer]) for mixer in mixers if mixer in COLOURS}
-    spare = (colour for colour in plt.cm.tab20.colors if to_hex(colour) not in taken)
+    spare = (colour for colour in colormaps["tab20"].colors if to_hex(colour) not in taken)
     colours = {mixer: COLOURS.get(mixer) or next(spare) for mixer in mixers}
-    size = (max(6.0, 4.1 * len(lengths)), 4.4)
-    figure, axes = plt.subplots(1, len(lengths), figsize=size, dpi=120, squeeze=False)
-    for T, a in zip(lengths, axes[0], strict=True):
+    figure = Figure(figsize=(max(6.0, 4.1 * len(lengths)), 4.4), dpi=120)
+    for T, a in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
         here = [p for p in points if p["T"] == T]
         widths = sorted({p["n_embd"] for p in here})
         states = {w: {p["state_size"] for p in here if p["n_embd"] == w} for w in widths}
@@ -304,6 +286,13 @@ def draw(points, path):
     save_figure(figure, path)
 
 
+def in_json(record):
+    """A sweep's record as text with a line per run."""
+    head = json.dumps({key: value for key, value in record.items() if key != "runs"}, indent=1).removesuffix("\n}")
+    runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])
+    return f'{head},\n "runs": [\n{runs}\n ]\n}}\n'
+
+
 def write(place, out=None, accept_code=()):
     """The report of a sweep's folder, or of a record that this function wrote; {kind: path}.
 
@@ -317,10 +306,8 @@ def write(place, out=None, accept_code=()):
         record, out = read_sweep(place, accept_code), Path(out or place / "report")
     out.parent.mkdir(parents=True, exist_ok=True)
     paths, points = {kind: Path(f"{out}.{kind}") for kind in ("json", "md", "png")}, summarise(record["runs"])
-    head = json.dumps({key: value for key, value in record.items() if key != "runs"}, indent=1).removesuffix("\n}")
-    runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])  # a line per run
     with replacing(paths["json"]) as tmp:
-        Path(tmp).write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n')
+        Path(tmp).write_text(in_json(record))
     paths["md"].write_text("\n".join(markdown(record, points)) + "\n", encoding="utf-8")
     if not points:
         return {kind: paths[kind] for kind in ("json", "md")}
