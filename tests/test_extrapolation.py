@@ -80,9 +80,6 @@ def test_longest_sequences_stay_within_documents():
     assert starts == [0, 31, 62, 131, 162, 195] and names == ["a", "a", "a", "c", "c", "d"]
     each_first = ([0, 31, 131, 195], ["a", "a", "c", "d"])
     assert ex.longest_sequences(227, documents, 31, 4 * 31 + 30) == each_first
-    for s, name in zip(starts, names, strict=True):
-        d = next(d for d in documents if d["name"] == name)
-        assert d["start"] <= s and s + 31 + 1 <= d["start"] + d["tokens"]
     assert ex.longest_sequences(227, documents, 110) == ([0, 110], None)  # no document is so long: they lie end to end
     assert ex.longest_sequences(1001, None, 100) == ([100 * i for i in range(10)], None)
     assert ex.longest_sequences(1001, None, 100, 300) == ([0, 300, 600], None)
@@ -93,18 +90,13 @@ def test_longest_sequences_stay_within_documents():
 def test_every_length_predicts_the_same_tokens():
     """A model without context: each token costs the same at every length, so sums by row and by place must agree."""
     cost = torch.randn(64, generator=torch.Generator().manual_seed(0)).log_softmax(0)
-
-    class Unigram(Planted):
-        def forward(self, x, state):
-            return cost.expand(*x.shape, 64), None, state
-
-    rows = some_rows(5)
-    want = -cost[rows[:, 1:]].double()  # (K, M)
-    for T in (1, 8, 64):
-        for chunk in (8, 24, 999):
-            found = ex.read_length(Unigram(), rows, T, chunk, 2)
-            assert np.allclose(found["loss"], want.mean(1), atol=1e-6)
-            assert np.allclose(found["by_place"], by_bins(want.numpy(), 64), atol=1e-6)
+    model, rows = Planted(), some_rows(5)
+    model.forward = lambda x, state: (cost.expand(*x.shape, 64), None, state)
+    want = -cost[rows[:, 1:]].double().numpy()  # (K, M)
+    for T, chunk in itertools.product((1, 8, 64), (8, 24, 999)):
+        found = ex.read_length(model, rows, T, chunk, 2)
+        assert np.allclose(found["loss"], want.mean(1), atol=1e-6)
+        assert np.allclose(found["by_place"], by_bins(want, 64), atol=1e-6)
 
 
 def by_bins(losses, T):
@@ -165,11 +157,9 @@ def test_differences_are_paired():
     """Sequences that differ widely, and a change that is the same in all: the difference has no error, the loss has."""
     easy = {"loss": np.array([1.0, 3.0, 5.0]), "by_position": np.ones((3, 6)), "by_place": np.ones((3, 7)),
             "state_bytes": 1}
-    hard = {**easy, "loss": easy["loss"] + 0.25}
-    row = ex.summary(hard, 16, 64, (4, easy))
+    row = ex.summary(easy | {"loss": easy["loss"] + 0.25}, 16, 64, (4, easy))
     assert row["loss"] == 3.25 and row["loss_standard_error"] == pytest.approx(2 / math.sqrt(3))
     assert row["difference"] == 0.25 and row["difference_standard_error"] == 0 and row["against"] == 4
-    assert len(row["difference_by_place"]["difference"]) == len(row["difference_by_place"]["edges"]) - 1 == 7
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError(
@@ -203,7 +193,6 @@ def test_norms_are_those_of_the_state(family, pick):
             assert entry["rms"][j] == pytest.approx(rms, rel=1e-3)
 
 
-@pytest.mark.skipif("swa" not in FAMILIES, reason="the family swa is not in this checkout")
 def test_limited_attention_sees_what_a_fresh_window_sees():
     """One layer: token t of a long text, limited to 16, is predicted as the last of a text of those 16 tokens alone."""
     torch.manual_seed(0)
@@ -256,7 +245,7 @@ def test_from_checkpoints_to_the_picture_and_again_from_the_record(corpus, tmp_p
         ex.main(["--checkpoint", runs[0], "--chunk=32", f"--out={out}"])
     ex.main(["--checkpoint", *runs, "--chunk=32", f"--out={out}"])  # one in the place of the one before, one more
     longhorn, llama, *limited = ex.read_records(out)
-    assert [r["run"] for r in limited] == ["llama, last 16 tokens"] * ("swa" in FAMILIES)
+    assert [r["run"] for r in limited] == ["llama, last 16 tokens"]
     assert [x["length"] for x in llama["lengths"]] == [16, 32, 64, 128, 256]  # the default
     assert longhorn["text"] == llama["text"] and llama["text"]["starts"] == [0, 340]
     assert llama["text"]["documents"] == ["a", "c"] and llama["text"]["trained_on_this_data"]
@@ -286,23 +275,20 @@ def test_from_checkpoints_to_the_picture_and_again_from_the_record(corpus, tmp_p
 
 
 def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
-    run = str(save_run(tmp_path / "run", "longhorn", corpus))
-    twin = str(save_run(tmp_path / "more" / "run", "longhorn", corpus))
-    (tmp_path / "empty").mkdir()
+    run, twin = (str(save_run(tmp_path / name, "longhorn", corpus)) for name in ("run", "more/run"))
     for argv, words in [
         (["--lengths=16,1024"], "1024 is longer than"), (["--lengths=16,24,64"], "24 does not divide"),
         (["--lengths=4,x"], "numbers are expected"), (["--lengths=0,16"], "above 0"),
         (["--chunk=0"], "--chunk=0 must be 1"), (["--eval_tokens=3"], "--eval_tokens=3 is less"),
-        (["--speed=1"], "--speed"),
-        (["--dataset=no"], "no dataset folder"), (["--checkpoint", run, twin], "two folders are named run"),
+        (["--speed=1"], "--speed"), (["--dataset=no"], "no dataset folder"),
+        (["--checkpoint", run, twin], "two folders are named run"),
         (["--checkpoint", str(tmp_path / "no")], "no checkpoint"), (["run", "--preset=phone"], "phone"),
-        (["report", str(tmp_path / "empty")], "is no record of this experiment"), ([], "required")]:
+        (["report", str(tmp_path)], "is no record of this experiment"), ([], "required")]:
         said = io.StringIO()
         with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(said):
             with configurator.main_error("extrapolation", checkpoint.CheckpointError, loader.DataError, OSError):
-                ours = argv and argv[0].startswith("--")
-                first = ["--checkpoint", run] if ours and argv[0] != "--checkpoint" else []
-                ex.main([*first, *argv, f"--out={tmp_path / 'records.json'}"] if ours else argv)
+                reads = argv and argv[0].startswith("--")
+                ex.main(["--checkpoint", run, *argv, f"--out={tmp_path / 'records.json'}"] if reads else argv)
         last = said.getvalue().splitlines()[-1]
         assert end.value.code == 2 and words in last and len(last) < 400, (argv, last)
     assert not (tmp_path / "records.json").exists()
@@ -323,16 +309,17 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- presets
 
-def test_the_plan_of_the_steps():
-    configs = {c.name: configurator.load(TrainConfig, [str(ROOT / c.argv[0]), *c.argv[1:]]) for c in ex.plan("steps")}
+def configs_of(cells):
+    return {c.name: configurator.load(TrainConfig, [str(ROOT / c.argv[0]), *c.argv[1:]]) for c in cells}
+
+
+def test_other_steps_families_and_patterns_take_part():
+    configs = configs_of(ex.plan("steps"))
     assert {(c.step, c.normalize_keys, c.seed) for c in configs.values()} == set(itertools.product(
         ("explicit", "implicit", "exact"), (True, False), (1, 2, 3))) and len(configs) == 18
     assert {c.model for c in configs.values()} == {"deltanet"}
-
-
-def test_other_families_and_patterns_take_part():
     hybrid, own = ex.plan("laptop", ["longhorn,swa", "longhorn@n_layer=4"], [7])
-    configs = [configurator.load(TrainConfig, [str(ROOT / c.argv[0]), *c.argv[1:]]) for c in (hybrid, own)]
+    configs = configs_of([hybrid, own]).values()
     assert [(c.pattern, c.n_layer, c.seed) for c in configs] == [("longhorn,swa", 3, 7), ("", 4, 7)]
     assert hybrid.name == "longhorn_swa_seed_7" and hybrid.at == {"run": "longhorn,swa, seed 7"}
     with pytest.raises(ConfigError, match="config/nothing_laptop.py does not exist"):
@@ -360,13 +347,11 @@ def test_seeds_of_a_run_share_a_line():
 
 
 @pytest.mark.parametrize("preset", ["laptop", "gpu"])
-def test_the_plan_of_a_preset(preset, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    configs, sizes = {}, {}
-    for cell in ex.plan(preset):
-        configs[cell.name] = config = configurator.load(TrainConfig, cell.argv)
+def test_the_plan_of_a_preset(preset):
+    configs, sizes = configs_of(ex.plan(preset)), {}
+    for name, config in configs.items():
         assert config.batch_tokens % (config.block_size * config.micro_batch_size) == 0
-        assert config.model == cell.name and config.dataset == "pystdlib_packages"
+        assert config.model == name and config.dataset == "pystdlib_packages"
         assert config.eval_block_size == config.block_size
         settings = dataclasses.asdict(config) | {"vocab_size": 256}
         with torch.device("meta"):
@@ -379,8 +364,6 @@ def test_the_plan_of_a_preset(preset, monkeypatch):
     assert lengths[0] == configs["longhorn"].block_size and lengths[-1] >= 16 * lengths[0]
     assert ex.check_lengths(lengths, 65_536, "") == lengths
     assert all(abs(n / sizes["longhorn"] - 1) < 0.07 for n in sizes.values()), sizes
-    if preset == "gpu":
-        assert lengths[0] == 2048 and lengths[-2:] == [32768, 65536]
 
 
 def test_a_preset_from_training_to_the_report(corpus, tmp_path, monkeypatch, capsys):
@@ -407,15 +390,9 @@ def test_a_preset_from_training_to_the_report(corpus, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("argv, file", [
-    (["--checkpoint", "a"], "out/extrapolation.json"), (["--checkpoint", "a", "--save", "--out=o.json"], "o.json"),
-    (["run", "--preset=gpu", "--save"], "results/extrapolation_gpu.json")])
+    (["--checkpoint", "a"], "out/x.json"), (["--checkpoint", "a", "--save", "--out=o.json"], "o.json"),
+    (["run", "--preset=gpu", "--save"], "results/x.json")])
 def test_records_go_to_results_only_where_that_is_asked_for(argv, file, monkeypatch, tmp_path):
-    places = []
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ex, "add", lambda folder, args, out, run=None: places.append(out))
-    monkeypatch.setattr(ex, "report", places.append)
-    monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: None)
-    monkeypatch.setattr(ex, "run_cells", lambda *_: {})
-    ex.main(argv)
-    assert len(places) == (8 if argv[0] == "run" else 2) and set(places) == {tmp_path / file}
+    assert ex.record_file(ex.parse(argv), "x") == tmp_path / file
