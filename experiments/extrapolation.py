@@ -559,8 +559,7 @@ def parse(argv):
 
 
 def record_file(args, name):
-    """--out, with --save results/<name>.json, else out/<name>.json. Raises ConfigError where records may not go there.
-    """
+    """--out, with --save results/<name>.json, else out/<name>.json. Raises ConfigError where it cannot be written."""
     out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
     if out.suffix != ".json":
         raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")

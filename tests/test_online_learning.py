@@ -62,8 +62,6 @@ def test_deltanet_is_a_gradient_step_and_longhorn_of_one_beta():
     as_longhorn, as_deltanet = ol.settings(3, 4, beta=beta), ol.settings(3, 4, rate=beta / (1 + beta * (k @ k)))
     got, want = ol.longhorn_exact(S, k, x, as_longhorn), ol.deltanet(S, k, x, as_deltanet)
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-    eigenvalues = torch.linalg.eigvalsh(torch.eye(4) - 0.3 * torch.outer(k, k).float() * 100)
-    assert eigenvalues.max() <= 1 + 1e-5 and eigenvalues.min() < -1  # never above 1, but far below -1
 
 
 def test_where_eq7_is_the_minimiser():
@@ -163,7 +161,7 @@ def test_recall_rows_choose_the_best_and_survive_a_state_that_explodes():
     assert tuned["best"][-1] < tuned["start"][-1]
     assert tuned["setting"][-1] == {"rate": 0.2} and plain["best"] == plain["start"] == tuned["start"]
     assert tuned["newest"][-1] < 0.6 < 0.8 < tuned["best"][-1]  # the last 8 of 128 are not yet written over
-    (low, high), = tuned["best_quartiles"][-1:]
+    low, high = tuned["best_quartiles"][-1]
     assert low <= tuned["best"][-1] <= high
     explodes = replace(delta, update=lambda S, k, x, p: 1e9 * S + torch.outer(x, k))
     exploded, = ol.recall_rows([explodes], 0.0, 1, 0)
