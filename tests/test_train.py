@@ -409,7 +409,7 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
     torch.manual_seed(0)
     lm, evaluate = train.build_model(config, torch.device("cpu")), train.Evaluate(config, tokens)
     assert len(evaluate.windows) == 4 and evaluate.windows[:, 1].sum() == 100  # three whole ones and a short one
-    monkeypatch.setattr(train, "document_starts", lambda tokens: np.array([0, 500]))
+    monkeypatch.setattr("validation.document_starts", lambda tokens: np.array([0, 500]))
     losses, sums, add = [], [], lambda total, device: sums.append(total) or total
     for size in (1, 2, 3, 4):
         with mock.patch("validation.BATCH_TOKENS", 0):
