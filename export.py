@@ -21,13 +21,13 @@ an untied head, another rotary base) is refused by field and value, never approx
 opened; nothing is unpickled.
 """
 
-import ast
 import dataclasses
 import functools
 import glob
 import hashlib
 import json
 import math
+import modulefinder
 import os
 import re
 import shutil
@@ -71,28 +71,38 @@ OWN = {"architectures": ["LonghornForCausalLM"], "model_type": "longhorn", "tie_
 SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # that is a machine's choice
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+KINDS = {"llama": "llama", "mamba": "mamba", "rwkv": "rwkv4"}  # model_type of transformers: family here
 # field -> (what its absence means in transformers, what this skeleton has); other values would change the function
-LLAMA_ONLY = {"hidden_act": ("silu", "silu"), "rms_norm_eps": (1e-6, 1e-5), "tie_word_embeddings": (False, True),
-              "attention_bias": (False, False), "mlp_bias": (False, False), "quantization_config": (None, None)}
-MAMBA_ONLY = {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (True, True),
-              "use_bias": (False, False), "use_conv_bias": (True, True), "quantization_config": (None, None)}
-RWKV_ONLY = {"layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (False, True),
-             "quantization_config": (None, None)}
+ONLY = {"llama": {"hidden_act": ("silu", "silu"), "rms_norm_eps": (1e-6, 1e-5), "tie_word_embeddings": (False, True),
+                  "attention_bias": (False, False), "mlp_bias": (False, False)},
+        "mamba": {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5),
+                  "tie_word_embeddings": (True, True), "use_bias": (False, False), "use_conv_bias": (True, True)},
+        "rwkv4": {"layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (False, True)}}
 
+# names there -> names here: of what stands before and behind the layers (the embedding first), and within a layer
+ENDS = {"llama": {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"},
+        "mamba": {"backbone.embeddings.weight": "embed.weight", "backbone.norm_f.weight": "norm.weight"},
+        "rwkv4": {"rwkv.embeddings.weight": "embed.weight",
+                  "rwkv.blocks.0.pre_ln.weight": "embed_norm.weight", "rwkv.blocks.0.pre_ln.bias": "embed_norm.bias",
+                  "rwkv.ln_out.weight": "norm.weight", "rwkv.ln_out.bias": "norm.bias"}}
 LLAMA_NAMES = {"input_layernorm": "0.norm", "self_attn.o_proj": "0.mixer.out_proj", "mlp.gate_proj": "1.mixer.w1",
                "post_attention_layernorm": "1.norm", "mlp.up_proj": "1.mixer.w3", "mlp.down_proj": "1.mixer.w2"}
 MAMBA_NAMES = {"mixer.conv1d.weight": "mixer.conv_weight", "mixer.conv1d.bias": "mixer.conv_bias",
                "mixer.dt_proj.bias": "mixer.dt_bias",
                **{name: name for name in ("norm.weight", "mixer.A_log", "mixer.D", "mixer.in_proj.weight",
                                           "mixer.x_proj.weight", "mixer.dt_proj.weight", "mixer.out_proj.weight")}}
-
-
 RWKV_NAMES = {"ln1.weight": "0.norm.weight", "ln1.bias": "0.norm.bias", "attention.time_decay": "0.mixer.decay",
               "attention.time_first": "0.mixer.bonus", "ln2.weight": "1.norm.weight", "ln2.bias": "1.norm.bias",
               **{f"attention.{name}.weight": f"0.mixer.{name}.weight"
                  for name in ("key", "value", "receptance", "output")},
               **{f"feed_forward.{name}.weight": f"1.mixer.{name}.weight" for name in ("key", "value", "receptance")}}
-RWKV_SHIFTS = (("attention", 0, ("receptance", "key", "value")), ("feed_forward", 1, ("receptance", "key")))
+# family: (name of layer i, {name in it: name here}, [(name of a part there, name here of the whole, the parts)])
+LAYERS = {"llama": ("model.layers.{}.", {f"{there}.weight": f"{here}.weight" for there, here in LLAMA_NAMES.items()},
+                    [("self_attn.{}_proj.weight", "0.mixer.qkv.weight", "qkv")]),  # rotated as halves on both sides
+          "mamba": ("backbone.layers.{}.", MAMBA_NAMES, []),
+          "rwkv4": ("rwkv.blocks.{}.", RWKV_NAMES,
+                    [("attention.time_mix_{}", "0.mixer.mu", ("receptance", "key", "value")),
+                     ("feed_forward.time_mix_{}", "1.mixer.mu", ("receptance", "key"))])}
 
 
 def family(config):
@@ -106,35 +116,18 @@ def names(config):
 
     A qkv matrix (3 d, d) has three names in the file, as have RWKV-4's shifts; everything else is one to one.
     """
-    if family(config) == "llama":
-        found = {"model.embed_tokens.weight": ("embed.weight", None), "model.norm.weight": ("norm.weight", None)}
-        for i in range(config.n_layer):
-            for part, letter in enumerate("qkv"):  # rotated as halves on both sides: rows keep their order
-                name = f"model.layers.{i}.self_attn.{letter}_proj.weight"
-                found[name] = f"layers.{i}.branches.0.mixer.qkv.weight", (part, 3)
-            for name, here in LLAMA_NAMES.items():
-                found[f"model.layers.{i}.{name}.weight"] = f"layers.{i}.branches.{here}.weight", None
-        return found
-    if family(config) == "mamba":
-        found = {"backbone.embeddings.weight": ("embed.weight", None), "backbone.norm_f.weight": ("norm.weight", None)}
-        for i in range(2 * config.n_layer):
-            for name, here in MAMBA_NAMES.items():
-                found[f"backbone.layers.{i}.{name}"] = f"layers.{i // 2}.branches.{i % 2}.{here}", None
-        return found
-    if family(config) == "rwkv4":
-        found = {"rwkv.embeddings.weight": ("embed.weight", None)}
-        for kind in ("weight", "bias"):
-            found[f"rwkv.blocks.0.pre_ln.{kind}"] = f"embed_norm.{kind}", None
-            found[f"rwkv.ln_out.{kind}"] = f"norm.{kind}", None
-        for i in range(config.n_layer):
-            found |= {f"rwkv.blocks.{i}.{name}": (f"layers.{i}.branches.{here}", None)
-                      for name, here in RWKV_NAMES.items()}
-            for place, branch, letters in RWKV_SHIFTS:
-                for part, name in enumerate(letters):
-                    here = f"layers.{i}.branches.{branch}.mixer.mu"
-                    found[f"rwkv.blocks.{i}.{place}.time_mix_{name}"] = here, (part, len(letters))
-        return found
-    return {name: (name, None) for name in skeleton(config).state_dict()}
+    kind = family(config)
+    if kind not in ENDS:
+        return {name: (name, None) for name in skeleton(config).state_dict()}
+    found = {name: (here, None) for name, here in ENDS[kind].items()}
+    layer, whole_names, fused = LAYERS[kind]
+    for i in range(2 * config.n_layer if kind == "mamba" else config.n_layer):
+        there = layer.format(i)
+        here = f"layers.{i // 2}.branches.{i % 2}." if kind == "mamba" else f"layers.{i}.branches."
+        for name, whole_name, parts in fused:
+            found |= {there + name.format(part): (here + whole_name, (k, len(parts))) for k, part in enumerate(parts)}
+        found |= {there + name: (here + own, None) for name, own in whole_names.items()}
+    return found
 
 
 def skeleton(config):
@@ -172,27 +165,23 @@ def to_hf(lm, dtype=None, end_of_text=None):
         settings = {name: getattr(c, name) for name in SETTINGS}
         return {**OWN, "dtype": dtype, "eos_token_id": end_of_text, "bos_token_id": end_of_text, **settings}, tensors
     config = {"architectures": [ARCHITECTURES[kind]], "model_type": {"rwkv4": "rwkv"}.get(kind, kind), "dtype": dtype,
-              "vocab_size": c.vocab_size, "hidden_size": c.n_embd, "tie_word_embeddings": True, "use_cache": True,
-              "initializer_range": 0.02,
+              "vocab_size": c.vocab_size, "hidden_size": c.n_embd, "use_cache": True, "initializer_range": 0.02,
               # all three: transformers' own defaults would end every text at token 2, or 0
-              "bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
+              "bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None,
+              **{field: only for field, (_, only) in ONLY[kind].items()}}
     mixer = lm.layers[0].branches[1].mixer
     if kind == "rwkv4":
         config |= {"num_hidden_layers": c.n_layer, "context_length": c.block_size, "attention_hidden_size": c.n_embd,
-                   "intermediate_size": mixer.key.out_features, "layer_norm_epsilon": 1e-5, "rescale_every": 0}
+                   "intermediate_size": mixer.key.out_features, "rescale_every": 0}
     elif kind == "llama":
-        config |= {"hidden_act": "silu", "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
-                   "num_key_value_heads": c.n_head,
+        config |= {"num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head, "num_key_value_heads": c.n_head,
                    "head_dim": c.n_embd // c.n_head, "intermediate_size": mixer.w1.out_features,
-                   "max_position_embeddings": c.block_size, "rms_norm_eps": 1e-5, "attention_bias": False,
-                   "mlp_bias": False, "attention_dropout": 0.0,
+                   "max_position_embeddings": c.block_size, "attention_dropout": 0.0,
                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     else:
-        config |= {"hidden_act": "silu", "num_hidden_layers": 2 * c.n_layer, "state_size": c.d_state,
-                   "conv_kernel": c.d_conv,
+        config |= {"num_hidden_layers": 2 * c.n_layer, "state_size": c.d_state, "conv_kernel": c.d_conv,
                    "expand": c.expand, "intermediate_size": mixer.d_inner, "time_step_rank": mixer.R,
-                   "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True,
-                   "block_size": c.block_size}
+                   "residual_in_fp32": True, "block_size": c.block_size}
     return config, tensors
 
 
@@ -250,13 +239,39 @@ def model_config(config):
     kind = config.get("model_type")
     if kind == "longhorn":
         return own_config(config)
-    if kind not in ("llama", "mamba", "rwkv"):
+    if kind not in list(KINDS):  # a list: what JSON holds may have no hash
         raise ConfigError(f"model_type {kind!r} is not supported: only llama, mamba, rwkv and longhorn, this project's "
                           "own")
-    named = [ARCHITECTURES["rwkv4" if kind == "rwkv" else kind]]
-    only = {"llama": LLAMA_ONLY, "mamba": MAMBA_ONLY, "rwkv": RWKV_ONLY}[kind]
-    require(config, {"architectures": (named, named), **only})
-    return {"llama": llama_config, "mamba": mamba_config, "rwkv": rwkv_config}[kind](config)
+    kind = KINDS[kind]
+    named = [ARCHITECTURES[kind]]
+    require(config, {"architectures": (named, named), "quantization_config": (None, None), **ONLY[kind]})
+    d, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+    sizes = {"n_embd": d, "n_layer": layers, "vocab_size": whole(config, "vocab_size")}
+    if kind == "rwkv4":
+        require(config, {"attention_hidden_size": (d, d)})
+        sizes |= {"n_head": 1, "block_size": whole(config, "context_length", 1024),
+                  "mlp_multiple": mlp_multiple(whole(config, "intermediate_size", 4 * d), d, 4 * d, "4")}
+    elif kind == "llama":
+        heads = whole(config, "num_attention_heads")
+        require(config, {"num_key_value_heads": (heads, heads), "head_dim": (d // heads, d // heads)})
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # the latter in older files
+        if not isinstance(rope, dict):
+            raise ConfigError(f"rope_parameters {rope!r} is not supported: only the default kind")
+        rope = {"rope_type": rope.get("type"), **config, **rope}  # older files have the base beside it
+        require(rope, {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)})
+        sizes |= {"n_head": heads, "block_size": whole(config, "max_position_embeddings", 2048),
+                  "mlp_multiple": mlp_multiple(whole(config, "intermediate_size"), d, 8 * d / 3, "8/3")}
+    else:
+        if layers % 2:
+            raise ConfigError(f"num_hidden_layers {layers} is not supported: only an even number, two per layer of "
+                              "ours")
+        expand, rank = whole(config, "expand", 2), config.get("time_step_rank", "auto")
+        require(config, {"intermediate_size": (expand * d, expand * d)})
+        sizes |= {"n_layer": layers // 2, "d_state": whole(config, "state_size", 16), "expand": expand,
+                  "d_conv": whole(config, "conv_kernel", 4),
+                  "dt_rank": 0 if rank in ("auto", math.ceil(d / 16)) else whole(config, "time_step_rank"),
+                  "block_size": whole(config, "block_size", ModelConfig.block_size)}
+    return ModelConfig(model=kind, **sizes)
 
 
 def require(config, fields):
@@ -268,20 +283,6 @@ def require(config, fields):
             raise ConfigError(f"{field} {value!r}{note} is not supported: only {only!r}")
 
 
-def llama_config(config):
-    d, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
-    require(config, {"num_key_value_heads": (heads, heads), "head_dim": (d // heads, d // heads)})
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # the latter in older files
-    if not isinstance(rope, dict):
-        raise ConfigError(f"rope_parameters {rope!r} is not supported: only the default kind")
-    rope = {"rope_type": rope.get("type"), **config, **rope}  # older files have the base beside it
-    require(rope, {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)})
-    return ModelConfig(model="llama", n_layer=whole(config, "num_hidden_layers"), n_head=heads, n_embd=d,
-                       vocab_size=whole(config, "vocab_size"),
-                       mlp_multiple=mlp_multiple(whole(config, "intermediate_size"), d, 8 * d / 3, "8/3"),
-                       block_size=whole(config, "max_position_embeddings", 2048))
-
-
 def mlp_multiple(hidden, d, least, times):
     """The largest usual mlp_multiple that makes an MLP this wide; the last fits any width from `least` on."""
     for multiple in (*(2**i for i in range(8, -1, -1)), hidden):
@@ -289,26 +290,6 @@ def mlp_multiple(hidden, d, least, times):
             return multiple
     raise ConfigError(f"intermediate_size {hidden} is not supported: only {math.ceil(least)} or more, {times} of "
                       f"hidden_size {d}")
-
-
-def rwkv_config(config):
-    d = whole(config, "hidden_size")
-    require(config, {"attention_hidden_size": (d, d)})
-    return ModelConfig(model="rwkv4", n_layer=whole(config, "num_hidden_layers"), n_head=1, n_embd=d,
-                       vocab_size=whole(config, "vocab_size"),
-                       mlp_multiple=mlp_multiple(whole(config, "intermediate_size", 4 * d), d, 4 * d, "4"),
-                       block_size=whole(config, "context_length", 1024))
-
-
-def mamba_config(config):
-    d, layers, expand = whole(config, "hidden_size"), whole(config, "num_hidden_layers"), whole(config, "expand", 2)
-    if layers % 2:
-        raise ConfigError(f"num_hidden_layers {layers} is not supported: only an even number, two per layer of ours")
-    require(config, {"intermediate_size": (expand * d, expand * d)})
-    rank = 0 if config.get("time_step_rank", "auto") in ("auto", math.ceil(d / 16)) else whole(config, "time_step_rank")
-    return ModelConfig(model="mamba", n_layer=layers // 2, n_embd=d, vocab_size=whole(config, "vocab_size"),
-                       d_state=whole(config, "state_size", 16), d_conv=whole(config, "conv_kernel", 4), expand=expand,
-                       dt_rank=rank, block_size=whole(config, "block_size", ModelConfig.block_size))
 
 
 def own_config(config):
@@ -321,18 +302,18 @@ def own_config(config):
     settings = {name: config[name] for name in SETTINGS if name in config}
     for name, value in settings.items():
         default = getattr(ModelConfig, name)
-        if type(default) is int and default > 0:
-            whole(config, name)
-        elif type(value) is not type(default) or type(value) is int and not default <= value < 2**31:
-            only = {str: "a string", bool: "true or false"}.get(type(default), "a whole number")
+        if type(default) is int:
+            whole(config, name, least=min(default, 1))
+        elif type(value) is not type(default):
+            only = "true or false" if type(default) is bool else "a string"
             raise ConfigError(f"{name} {value!r} is not supported: only {only}")
     return ModelConfig(**settings)
 
 
-def whole(config, field, absent=None):
+def whole(config, field, absent=None, least=1):
     value = config.get(field, absent)
-    if type(value) is not int or not 0 < value < 2**31:
-        raise ConfigError(f"{field} {value!r} is not supported: only a whole number from 1 to {2**31 - 1}")
+    if type(value) is not int or not least <= value < 2**31:
+        raise ConfigError(f"{field} {value!r} is not supported: only a whole number from {least} to {2**31 - 1}")
     return value
 
 
@@ -385,20 +366,10 @@ def read_json(path):
 
 def modelling_code():
     """tools/modeling_longhorn.py with the sources that model.py reaches by imports, wherever they stand in a file."""
-    sources, found = {}, ["model.py"]
-    for path in found:  # grows
-        sources[path] = (ROOT / path).read_text()
-        body = [node for node in ast.parse(sources[path]).body if not isinstance(node, ast.If)]  # __main__
-        names = []
-        for node in (node for top in body for node in ast.walk(top)):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            places = ["/".join([*parts[:i], "__init__.py"]) for i in range(1, len(parts) + 1)]
-            found += [p for p in (*places, "/".join(parts) + ".py") if (ROOT / p).is_file() and p not in found]
+    finder = modulefinder.ModuleFinder([str(ROOT)], excludes=["experiments"])  # of `python model.py` alone
+    finder.import_hook("model")
+    files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]  # others are built in
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     quoted = {path: text.replace("\\", "\\\\").replace("'''", r"\'\'\'") for path, text in sources.items()}
     table = "SOURCES = {\n" + "".join(f"{path!r}: '''\\\n{text}''',\n" for path, text in quoted.items()) + "}"
     native = {path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest() for path in NATIVE_SOURCES}
@@ -407,19 +378,24 @@ def modelling_code():
 
 
 def tokenizer_files(meta, vocab=None):
-    """{name: text} of what AutoTokenizer reads; {} where the tokenizer is not known, or cannot be had (said)."""
+    """({name: text} of what AutoTokenizer reads, the token that ends a text or None).
+
+    Without files where the tokenizer is not known, or cannot be had (said).
+    """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
         own = text.tokenizer_json()
     except (ValueError, KeyError) as error:
         if meta.get("tokenizer"):
             print(f"without tokenizer files: {error}", file=sys.stderr)
-        return {}
+        return {}, 50256 if meta.get("tokenizer") == "gpt2" else None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "model_max_length": int(1e30)}
-    if text.end_of_text:
-        settings |= {"bos_token": text.end_of_text, "eos_token": text.end_of_text}
-    return dict(zip(TOKENIZER, (json.dumps(own, ensure_ascii=False), json.dumps(settings, indent=1)), strict=True))
+    end = text.end_of_text
+    if end:
+        settings |= {"bos_token": end, "eos_token": end}
+    texts = json.dumps(own, ensure_ascii=False), json.dumps(settings, indent=1)
+    return dict(zip(TOKENIZER, texts, strict=True)), text.eot_token if end else None
 
 
 def push(folder, name):
@@ -435,12 +411,8 @@ def push(folder, name):
 
 
 def write(folder, config, tensors, overwrite=False, files=()):
-    """Write config.json, model.safetensors and `files`, {name: text}.
-
-    `folder` is at any moment absent, the old one or the new, and whole.
-
-    Raises ConfigError, one line, where `check_target` or the disk refuses.
-    """
+    """Write config.json, model.safetensors and `files`, {name: text}; at any moment `folder` is absent, the old one or
+    the new, and whole. Raises ConfigError, one line, where `check_target` or the disk refuses."""
     check_target(folder, FILES, overwrite)
     target = Path(folder).resolve()  # a link to a folder cannot be renamed over
     tmp, old = (target.with_name(f".{target.name}.export.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
@@ -489,8 +461,7 @@ def check_target(folder, files, overwrite):
 def export_run(config):
     check_target(config.to, FILES, config.overwrite)  # before minutes of reading
     lm, meta = sample.load_model(config.out_dir)
-    files = tokenizer_files(meta, config.vocab)
-    end_of_text = 50256 if meta.get("tokenizer") == "gpt2" else end_token(files)
+    files, end_of_text = tokenizer_files(meta, config.vocab)
     there, tensors = to_hf(lm, getattr(torch, config.dtype), end_of_text)
     there["run"] = {key: meta.get(key) for key in ("tokenizer", "table", "step", "tokens", "data")}
     own = there["model_type"] == "longhorn"
@@ -501,13 +472,6 @@ def export_run(config):
     if config.push:
         push(config.to, config.push)
         print(f"uploaded to {config.push}")
-
-
-def end_token(files):
-    """The id of the token that ends a text, in tokenizer_files' answer; None for bytes and characters."""
-    name = json.loads(files.get("tokenizer_config.json", "{}")).get("eos_token")
-    added = json.loads(files.get("tokenizer.json", '{"added_tokens": []}'))["added_tokens"]
-    return next((token["id"] for token in added if token["content"] == name), None)
 
 
 def import_folder(config):
