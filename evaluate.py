@@ -70,11 +70,9 @@ def main(argv):
     argv = [f"--out_dir={a}" if i == 0 and not a.startswith("-") and not a.endswith(".py") else a
             for i, a in enumerate(argv)]
     config = configurator.load(EvaluateConfig, argv)
-    for name in ("limit", "max_length"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{name} {getattr(config, name)} must be 0 or more")
-    if config.batch_tokens < 1:
-        raise ConfigError(f"batch_tokens {config.batch_tokens} must be at least 1")
+    for name, least in (("limit", 0), ("max_length", 0), ("batch_tokens", 1)):
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name} {getattr(config, name)} must be at least {least}")
     if not config.out_dir:
         raise ConfigError("give the folder of a run: python evaluate.py out/longhorn_laptop")
     if config.include and not Path(config.include).is_dir():

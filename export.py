@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import safetensors
+import safetensors.torch
 import torch
 
 import checkpoint
@@ -345,8 +345,7 @@ def read(folder):
             raise ConfigError(f"{path}: there are no weights to read (a pickle as pytorch_model.bin could run code "
                               "and is not opened: save it as safetensors first)")
         try:
-            with safetensors.safe_open(regular(path), "pt") as f:
-                tensors.update({name: f.get_tensor(name) for name in f.keys()})
+            tensors |= safetensors.torch.load_file(regular(path))
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: not readable as safetensors: {error}") from None
     return config, tensors
@@ -354,14 +353,11 @@ def read(folder):
 
 def read_json(path):
     try:
-        value = json.loads(regular(path).read_bytes())
+        return {**json.loads(regular(path).read_bytes())}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give a folder with config.json and model.safetensors") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: not a table of settings")
-    return value
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON with a table of settings: {error}") from None
 
 
 def modelling_code():
@@ -447,10 +443,9 @@ def check_target(folder, files, overwrite):
         else:
             shutil.rmtree(left)
     try:
-        there = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
+        there = sorted({*os.listdir(folder)} - {".lock"}) if os.path.lexists(folder) else []  # the lock is a run's
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}: choose another folder") from None
-    there = [name for name in there if name != ".lock"]  # of a run's folder
     other = [name for name in there if name.partition(".tmp-")[0] not in files]
     if other:
         raise ConfigError(f"{folder} holds other files ({other[0]}), never overwritten: choose another folder")

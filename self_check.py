@@ -14,6 +14,7 @@ Unedited they agree to about 1e-6; half a step size or a dropped gate shows as 1
 """
 
 import itertools
+import math
 import time
 
 import torch
@@ -62,7 +63,8 @@ def compare(toy, plain, batch, states=True):
     agreed, errors, backend = [], [0.0], toy.config.backend
     dtype = torch.bfloat16 if backend == "fused" else torch.float32  # some of those kernels take 16 bits only
     autocast = torch.autocast(batch[1].device.type, dtype, enabled=dtype != torch.float32)
-    run = lambda m, loss=whole: gradients(m, loss, batch, autocast)
+    alone, from_logits = lambda m, x, y: m(x, y, loss_only=True)[1], lambda m, x, y: m(x, y)[1]
+    run = lambda m, loss=alone: gradients(m, loss, batch, autocast)
     trains = run(toy)
 
     def agree(words, got, places, way_out):
@@ -101,14 +103,6 @@ def scatter(model):
     return model
 
 
-def whole(model, x, y):
-    return model(x, y, loss_only=True)[1]
-
-
-def from_logits(model, x, y):
-    return model(x, y)[1]
-
-
 def through_state(model, x, y):
     """The loss of the same tokens, read in the pieces of CUTS."""
     state, loss = model.initial_state(len(x)), 0.0
@@ -133,11 +127,9 @@ def difference(got, wanted):
     floor = 1e-6 * max(float(a.norm()) for a in wanted.values())  # a gradient of nothing but rounding
     errors = {}
     for name in {**wanted, **got}:
-        if name not in wanted or name not in got:
-            errors[name] = float("inf")
-            continue
-        error = float((got[name] - wanted[name]).norm() / (wanted[name].norm() + floor))
-        errors[name] = error if error == error else float("inf")
+        both = name in wanted and name in got
+        error = float((got[name] - wanted[name]).norm() / (wanted[name].norm() + floor)) if both else math.nan
+        errors[name] = math.inf if math.isnan(error) else error
     name = max(errors, key=errors.get)
     return name, errors[name]
 

@@ -431,8 +431,7 @@ class Kernels:
         """Point the struct at tensors and call a function of the library; absent tensors (None) stay null.
 
         rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous or
-        the rows of segments are not aligned.
-        floats: read as contiguous float32. buffers: passed as they are.
+        the rows of segments are not aligned. floats: read as contiguous float32. buffers: passed as they are.
         """
         args, size, sign = self.args, self.dtype.itemsize, -1 if self.reversed else 1
         tensors, args.out_t = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}, sign * args.D
