@@ -11,7 +11,7 @@
 #   make PYTHON=python3.12 ...                                          the interpreter that makes .venv
 
 PYTHON ?= python3
-CONFIG ?= config/longhorn_laptop.py
+CONFIG ?= config/longhorn_bpe.py
 VENV   := .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/$(basename $(notdir $(CONFIG)))
@@ -20,6 +20,7 @@ OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
+	$(PY) data/pystdlib_bpe/prepare.py
 	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
 	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
 
@@ -64,4 +65,4 @@ $(VENV)/eval: requirements-eval.txt $(VENV)/main
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build out data/pystdlib/*.bin data/pystdlib/meta.json data/pystdlib_packages
+	rm -rf $(VENV) build out data/pystdlib*/*.bin data/pystdlib*/meta.json data/pystdlib_packages

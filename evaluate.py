@@ -1,6 +1,6 @@
 """Score a checkpoint on tasks of the lm-evaluation-harness: `make eval` installs it.
 
-    python evaluate.py out/longhorn_laptop                                     # embedded tasks, which need no download
+    python evaluate.py out/longhorn_bpe                                        # embedded tasks, which need no download
     python evaluate.py out/longhorn_1b3 --tasks=paper                          # the paper's Table 2, zero shots
     python evaluate.py out/longhorn_1b3 --tasks=lambada_openai,wikitext --include=my_tasks/
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
@@ -74,7 +74,7 @@ def main(argv):
         if getattr(config, name) < least:
             raise ConfigError(f"{name} {getattr(config, name)} must be at least {least}")
     if not config.out_dir:
-        raise ConfigError("give the folder of a run: python evaluate.py out/longhorn_laptop")
+        raise ConfigError("give the folder of a run: python evaluate.py out/longhorn_bpe")
     if config.include and not Path(config.include).is_dir():
         raise ConfigError(f"include {config.include}: there is no such folder")
     device = distributed.open_device(config)

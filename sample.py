@@ -1,8 +1,8 @@
 """Text from a checkpoint, streamed token by token from the recurrent state.
 
-    python sample.py --out_dir=out/longhorn_laptop
-    python sample.py --out_dir=out/longhorn_laptop --prompt="def main():" --temperature=0.7 --top_k=50
-    cat notes.txt | python sample.py --out_dir=out/longhorn_laptop --prompt=-
+    python sample.py --out_dir=out/longhorn_bpe
+    python sample.py --out_dir=out/longhorn_bpe --prompt="def main():" --temperature=0.7 --top_k=50
+    cat notes.txt | python sample.py --out_dir=out/longhorn_bpe --prompt=-
 
 The prompt may be far longer than the training context: it is read in chunks through the state.
 """
@@ -30,7 +30,7 @@ from model import LM, ModelConfig
 
 @dataclass
 class SampleConfig:
-    out_dir: str = "out/longhorn_laptop"  # the run's folder, with checkpoint.safetensors
+    out_dir: str = "out/longhorn_bpe"  # the run's folder, with checkpoint.safetensors
     prompt: str = "\n"  # text to continue; - reads standard input, @FILE a file: UTF-8, or bytes for a model of bytes
     max_new_tokens: int = 500  # tokens to write
     num_samples: int = 1  # how many texts, one after another

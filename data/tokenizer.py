@@ -119,9 +119,28 @@ def hf_tokenizer(name, table=None):
                         "the hub, or a folder with its tokenizer.json") from None
 
 
-def add_tokenizer(parser, default):
+def learn_bpe(texts, n_vocab):
+    """The text of a tokenizer.json: byte pairs learned from `texts` (an iterable of str), split into words as GPT-2
+    splits them.
+
+    Args: n_vocab: tokens, with the 256 bytes and <|endoftext|> among them; so few texts may give fewer. Raises
+    DataError, one line.
+    """
+    if not n_vocab.isdecimal() or not 257 < int(n_vocab) <= 65_536:
+        raise DataError(f"--tokenizer bpe:{n_vocab}: the number of tokens must be in 258 .. 65536")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    encoding, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoding.pre_tokenizer, encoding.decoder = level, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=int(n_vocab), special_tokens=["<|endoftext|>"], show_progress=False,
+                                  initial_alphabet=sorted(level.alphabet()))
+    encoding.train_from_iterator(texts, trainer)
+    return encoding.to_str()
+
+
+def add_tokenizer(parser, default, more=""):
     """The arguments --tokenizer and --vocab of a prepare.py."""
-    what = "bytes, chars, tiktoken:NAME, hf:NAME of the hub, or hf:FOLDER"
+    what = f"bytes, chars, {more}tiktoken:NAME, hf:NAME of the hub, or hf:FOLDER"
     parser.add_argument("--tokenizer", default=default, metavar="KIND", help=f"{what} (default {default})")
     parser.add_argument("--vocab", metavar="FOLDER", help="with a tiktoken encoding's files: no network is needed")
 
@@ -138,9 +157,10 @@ class Text:
     """A tokenizer: encodes text and decodes one token at a time. Raises ConfigError, or DataError.
 
     Args:
-        tokenizer: bytes, char, gpt2, tiktoken:NAME, or hf:NAME with a name of the hub or a folder.
-        table: what else identifies it: the characters of the tokens (char), the text of tokenizer.json (hf), which is
-            read from the name where it is None; checkpoints keep it, so that they need no file and no network.
+        tokenizer: bytes, char, gpt2, tiktoken:NAME, bpe:N (of `learn_bpe`), or hf:NAME with a name of the hub or a
+            folder.
+        table: what else identifies it: the characters of the tokens (char), the text of tokenizer.json (bpe, and hf,
+            which reads it from the name where it is None); checkpoints keep it, so that they need no file, no network.
         vocab: a folder with the files of a tiktoken encoding; None: tiktoken's cache, or the network.
 
     Attributes: name; table; n_vocab: int; eot_token: int, what ends a document: for bytes 0, for characters the zero
@@ -150,7 +170,9 @@ class Text:
     def __init__(self, tokenizer, table=None, vocab=None):
         self.name, self.table = canonical(tokenizer), table
         kind, _, name = str(tokenizer).partition(":")
-        self.kind = {"chars": "char", "gpt2": "tiktoken"}.get(kind, kind)
+        self.kind = {"chars": "char", "gpt2": "tiktoken", "bpe": "hf"}.get(kind, kind)
+        if kind == "bpe" and not table:
+            raise DataError(f"--tokenizer {tokenizer} learns from its text: only data/pystdlib/prepare.py can")
         if self.kind == "tiktoken":
             self.encoding = tiktoken_encoding(name or "gpt2", vocab)
         elif self.kind == "hf":

@@ -1,6 +1,6 @@
 """Tasks that need no download, the paper's Table 2, and Figure 1 (left) from the records of runs.
 
-    python evaluate.py out/longhorn_laptop                                        # the embedded tasks
+    python evaluate.py out/longhorn_bpe                                           # the embedded tasks
     python train.py config/longhorn_laptop.py --eval_tasks_interval=500           # the same during training
     python experiments/tasks.py report out/longhorn_laptop out/mamba_laptop       # and what comes out of that
 

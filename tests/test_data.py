@@ -428,6 +428,28 @@ def test_pystdlib_roots_and_refusals(library, tmp_path, monkeypatch):
     refused(lambda: Tokens(tmp_path / "x"), "not prepared")
 
 
+def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
+    prepare = lambda out, n=300: pystdlib.prepare(tmp_path / out, stdlib=library, val_fraction=0.2,
+                                                  tokenizer=f"bpe:{n}")
+    tokens, new = prepare("a")
+    text = Text(tokens.meta["tokenizer"], tokens.meta["table"])  # as a checkpoint knows it: no file is read
+    assert new and not prepare("a")[1] and tokens.vocab_size == text.n_vocab == 300
+    whole, _ = pystdlib.prepare(tmp_path / "bytes", stdlib=library, val_fraction=0.2)
+    for found, true in ((tokens.train, whole.train), (tokens.val, whole.val)):
+        text.begin()
+        written = "".join(text.decode(int(token)) for token in found[:])
+        assert written.encode() == text_of(true).replace(b"\0", b"<|endoftext|>") and len(found) < 0.8 * len(true)
+    held_out = text_of(whole.val).decode().split("\0")[:-1]
+    for path in library.rglob("*.py"):
+        if path.read_text() in held_out:  # as long as before: the split stays
+            path.write_text(path.read_text().replace(" = ", " @ "))
+    other, _ = prepare("b")
+    assert other.meta["table"] == tokens.meta["table"] and other.sha256["val"] != tokens.sha256["val"]
+    for n in (257, "many", 10**6):
+        refused(lambda n=n: prepare("c", n), f"bpe:{n}", "258 .. 65536")
+    refused(lambda: Text("bpe:300"), "bpe:300 learns from its text", "only data/pystdlib/prepare.py")
+
+
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
     """The folder of a library of modules, packages and a folder too large to be one; and its {document: [file, ...]}"""
@@ -545,7 +567,7 @@ def test_adopt_refusals(tmp_path):
     assert not (folder / "meta.json").exists() and not (tmp_path / "nothing").exists()
 
 
-@pytest.mark.parametrize("name", ["pystdlib", "openwebtext", "shakespeare_char", "tokens"])
+@pytest.mark.parametrize("name", ["pystdlib", "pystdlib_bpe", "openwebtext", "shakespeare_char", "tokens"])
 def test_scripts_speak_to_the_user(name, tmp_path):
     helped = run_python(f"data/{name}/prepare.py", "--help")
     assert helped.returncode == 0 and "--force" in helped.stdout and "data/" + name in helped.stdout

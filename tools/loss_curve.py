@@ -1,6 +1,6 @@
 """Draw a run's loss.png from its log.jsonl. train.py does so now and then, and at the end.
 
-    python tools/loss_curve.py out/longhorn_laptop
+    python tools/loss_curve.py out/longhorn_bpe
 """
 
 import gc

@@ -4,7 +4,8 @@ Every .py file below the standard library's folder (site-packages and dist-packa
 of the files (vocabulary 256), and one zero byte ends each file. Nothing is downloaded: about 31 MB with a Python from
 python.org, pyenv, uv, conda or Homebrew; 11 MB with Debian's, which leaves the library's tests out.
 
---tokenizer takes others (data/tokenizer.py): files that are not UTF-8 are then left out, and what ends a text in that
+--tokenizer takes others (data/tokenizer.py), and bpe:2048 learns 2,048 tokens from the training files (three bytes each
+on average; data/pystdlib_bpe/prepare.py): files that are not UTF-8 are then left out, and what ends a text in that
 vocabulary (for characters the zero) ends each file.
 
 The split is by file. Files are ordered by sha256(relative path), which is the shuffle, and the first ones are the
@@ -23,6 +24,7 @@ its next token. meta.json lists the lengths of the documents and where those of 
     python data/pystdlib/prepare.py                                        # seconds
     python data/pystdlib/prepare.py --roots .venv/lib/python3.11/site-packages ~/linux --out data/big
     python data/pystdlib/prepare.py --documents=package --out data/pystdlib_packages
+    python data/pystdlib/prepare.py --tokenizer=bpe:4096 --out data/pystdlib_4096          # half a minute
 """
 
 import argparse
@@ -38,7 +40,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from data.loader import DataError, file_sha256
-from data.tokenizer import Text, add_tokenizer, canonical
+from data.tokenizer import Text, add_tokenizer, canonical, learn_bpe
 from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 
 RECIPE = 1  # goes up when the same files would give other tokens
@@ -190,10 +192,15 @@ def xz9_bits_per_byte(pieces):
     return 8 * (n_out + len(squeezer.flush())) / n_in
 
 
-def tokenized(pieces, text):
-    """The tokens of each file, and one that ends it, as (tokens,) arrays, of what `contents` yields."""
-    for piece in pieces:
-        yield np.array([*text.encode_ordinary(piece[:-1].tobytes().decode()), text.eot_token], dtype=np.uint32)
+def texts(files):
+    """The text of each file, without the byte that ends it."""
+    return (piece[:-1].tobytes().decode() for piece in contents(files))
+
+
+def tokenized(files, text):
+    """The tokens of each file, and one that ends it, as (tokens,) arrays."""
+    for content in texts(files):
+        yield np.array([*text.encode_ordinary(content), text.eot_token], dtype=np.uint32)
 
 
 def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file",
@@ -232,11 +239,14 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
             train, val = ([file for document in part for file in document[1]] for part in parts)
         else:
             train, val = parts = split_by_name(files, val_fraction)
-        characters = {"\0"}.union(*(piece.tobytes().decode() for piece in contents(files))) \
-            if canonical(tokenizer) == "char" else ()
-        text, splits = Text(tokenizer, "".join(sorted(characters)), vocab), {}
+        kind, _, number = canonical(tokenizer).partition(":")
+        if kind == "char":
+            table = "".join(sorted({"\0"}.union(*texts(files))))
+        else:
+            table = learn_bpe(texts(train), number) if kind == "bpe" else None
+        text, splits = Text(tokenizer, table, vocab), {}
         for split, members in (("train", train), ("val", val)):
-            pieces = contents(members) if tokenizer == "bytes" else tokenized(contents(members), text)
+            pieces = contents(members) if tokenizer == "bytes" else tokenized(members, text)
             splits[split] = write_split(folder / f"{split}.bin", pieces, text.n_vocab)
             splits[split] |= {"bytes": sum(file[2] + len(SEPARATOR) for file in members), "files": len(members)}
         for split, part in zip(("train", "val"), parts, strict=True):
@@ -287,7 +297,7 @@ def main():
     parser.add_argument(
         "--documents", choices=list(VAL_FRACTION), default="file", help="what is a document: file (default) or package"
     )
-    add_tokenizer(parser, "bytes")
+    add_tokenizer(parser, "bytes", "bpe:N (learned from the training files), ")
     parser.add_argument("--val_fraction", type=float, help="of the bytes, to hold out (default 0.02; packages: 0.05)")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
     parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")

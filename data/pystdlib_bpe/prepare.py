@@ -1,0 +1,15 @@
+"""The default dataset as 2,048 tokens learned from its training files: data/pystdlib/prepare.py --tokenizer=bpe:2048.
+
+    python data/pystdlib_bpe/prepare.py                                    # half a minute; takes all of its options
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+from data.pystdlib.prepare import main
+from data.writer import run
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["--tokenizer=bpe:2048", "--out", str(Path(__file__).parent)]
+    run(main)
