@@ -292,10 +292,11 @@ class Run:
         if versions and versions[-1] != code:
             lines.append(f"the code was {versions[-1]}, is {code}: config.json names both")
         progress.code_versions = versions + [code] * (versions[-1:] != [code])
+        data = {key: value for key, value in self.data.meta.items() if key != "table"}  # which checkpoints keep
         with writing_to(self.out):
             write_json(self.out / "config.json", {
                 "config": self.settings, "derived": self.derived, "environment": self.environment,
-                "code_versions": progress.code_versions, "data": self.data.meta,
+                "code_versions": progress.code_versions, "data": data,
                 "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
             self.log_file = Log(self.out, self.done)
         if self.wandb:

@@ -11,5 +11,5 @@ from data.pystdlib.prepare import main
 from data.writer import run
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["--tokenizer=bpe:2048", "--out", str(Path(__file__).parent)]
+    sys.argv[1:1] = ["--tokenizer=bpe:2048", "--out", str(Path(sys.argv[0]).parent)]
     run(main)
