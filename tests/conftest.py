@@ -64,7 +64,7 @@ def start(tmp_path):
         with open(output, "w") as f:
             process = subprocess.Popen(command, cwd=Path(__file__).resolve().parents[1], stdout=f, stderr=f,
                                        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
-        process.said = output.read_text
+        process.said, process.alive = output.read_text, lambda: process.poll() is None
         started.append(process)
         return process
     yield start
@@ -72,6 +72,20 @@ def start(tmp_path):
         with contextlib.suppress(ProcessLookupError):  # what it started may still be there
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A prepared folder of words."""
+    from test_train import write_data
+
+    return write_data(tmp_path_factory.mktemp("data") / "words")
+
+
+@pytest.fixture
+def out(tmp_path):
+    """The folder of a run, not made yet."""
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ of a second and not three. The fork runs train.py as `__main__`; torchrun's work
 """
 
 import contextlib
-import errno
+import functools
 import gc
 import json
 import os
@@ -25,28 +25,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
+import test_train
 import torch
-from test_train import (
-    LONG,
-    TINY,
-    arguments,
-    assert_close_run,
-    assert_same_run,
-    events,
-    losses,
-    no_picture,
-    poisoned,
-    record,
-    refuse,
-    saved,
-    stops_at,
-    succeed,
-    write_data,
-)
+from test_train import LONG, arguments, assert_same_run, events, log_lines, losses, record, saved
 
 import checkpoint
 import configurator
@@ -57,7 +41,6 @@ from data import loader
 from data.pystdlib import prepare as pystdlib
 from model import LM
 from records import write_json
-from run import lock_run_dir
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +49,6 @@ CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 LONG_FORM = pytest.mark.skipif(not CHAOS, reason="make chaos only")
 KILLS = 50 if CHAOS else 2
 STEPS = 400 if CHAOS else 80  # of a run: one process takes 7 ms for each, two on two cores 20, four 40
-TIMING = ("seconds", "tokens_per_second", "memory_bytes")
 RUN = {**LONG, "max_iters": STEPS, "eval_interval": STEPS // 4, "checkpoint_interval": STEPS // 20, "dtype": "float32"}
 root = os.name == "posix" and os.geteuid() == 0
 
@@ -85,7 +67,7 @@ def child(argv, env, output, patches):
     if "memory" in patches:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + patches["memory"],) * 2)
-    run_module.draw_loss = no_picture
+    run_module.draw_loss = test_train.no_picture
     if "LM" in patches:
         model.LM = patches["LM"](int(env.get("RANK", 0)))
     distributed.ROLL_CALL_SECONDS = 1.0  # test_torchrun_brings... waits five as users do
@@ -103,18 +85,34 @@ def free_port():
         return free.getsockname()[1]
 
 
+def torchrun_env(rank, world, port):
+    """What torchrun tells a process."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+
+
+def until(process, condition, what, timeout=240):
+    """Wait for the condition; False if a process ended before."""
+    deadline = time.time() + timeout
+    while not condition():
+        if not process.alive():
+            return bool(condition())
+        assert time.time() < deadline, f"no {what} after {timeout} s: {process.said()[-3000:]}"
+        time.sleep(0.002)
+    return True
+
+
 class Run:
     """Ranks of one run: started, watched, killed."""
 
+    until = until
+
     def __init__(self, context, folder, argv, world, env, patches):
         self.output = [folder / f"rank{rank}.txt" for rank in range(world)]
-        self.ranks = []
-        all_know = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": free_port()}
+        self.ranks, port = [], free_port()
         for rank, output in enumerate(self.output):
             output.write_text("")
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, **all_know} if world > 1 else {}
-            own = {**{name: str(value) for name, value in ranks.items()}, **env}
+            own = {**(torchrun_env(rank, world, port) if world > 1 else {}), **env}
             self.ranks.append(context.Process(target=child, args=(argv, own, output, patches)))
             self.ranks[-1].start()
 
@@ -135,48 +133,27 @@ class Run:
         assert None not in codes, f"still running after {timeout} s: {codes} {self.said()}"
         return codes
 
+    def succeed(self):
+        assert self.end() == [0] * len(self.ranks), self.said()
+        return self
+
     def said(self, rank=0):
         return self.output[rank].read_text()
-
-    def until(self, condition, what, timeout=200):
-        """Wait for the condition; False if a rank ended before."""
-        deadline = time.time() + timeout
-        while not condition():
-            if not self.alive():
-                return bool(condition())
-            assert time.time() < deadline, f"no {what} after {timeout} s: {self.said()}"
-            time.sleep(0.002)
-        return True
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data") / "words")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(nursery, data, tmp_path_factory):
     """undisturbed(world): the folder of a run of RUN by so many processes that nobody disturbed."""
-    folders = {}
-
+    @functools.cache
     def undisturbed(world):
-        if world not in folders:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            folders[world] = folder / "run"
-            r = Run(nursery, folder, arguments(data, folders[world], RUN, micro_batch_size=4 // world), world, {}, {})
-            assert r.end() == [0] * world, r.said()
-        return folders[world]
+        folder = tmp_path_factory.mktemp("undisturbed")
+        argv = arguments(data, folder / "run", RUN, micro_batch_size=4 // world)
+        Run(nursery, folder, argv, world, {}, {}).succeed()
+        return folder / "run"
     return undisturbed
 
 
-def log_lines(out):
-    """log.jsonl without what depends on the clock; every line must be whole."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in e.items() if k not in TIMING} for e in lines]
-
-
 def assert_bit_for_bit(out, other):
-    assert log_lines(out) == log_lines(other)
     assert_same_run(out, other)
     names = [sorted(p.name for p in folder.glob("*.safetensors*")) for folder in (out, other)]
     assert names[0] == names[1], names
@@ -192,8 +169,7 @@ def logged(out):
 
 def writing(out):
     """Whether a checkpoint is on its way to the disk."""
-    return any(".tmp-" in name and name.split(".tmp-")[0].endswith(".safetensors")
-               for name in (os.listdir(out) if out.exists() else ()))
+    return any(out.glob("*.safetensors.tmp-*"))
 
 
 # ------------------------------------------------------------------------------------------------------- kill -9, often
@@ -231,33 +207,34 @@ def test_killed_again_and_again(undisturbed, launch, data, tmp_path, world):
             done = codes[rank] == 0  # its part of the last step was behind it
             assert "no answer from rank" in line and "--resume=auto" in line or not met or done, (line, codes)
     if not (out / "result.json").exists():
-        r = launch(argv(), world)
-        assert r.end() == [0] * world, r.said()
+        launch(argv(), world).succeed()
     assert_bit_for_bit(out, undisturbed(world))
     assert torn >= max(1, KILLS // 10), "no kill struck in the middle of a write"
 
 
-THREE = {"batch_tokens": 96, "micro_batch_size": 1, "max_iters": 30, "checkpoint_interval": 5, "eval_interval": 15}
+SOME = {"micro_batch_size": 2, "max_iters": 30, "checkpoint_interval": 4, "eval_interval": 15, "resume": "auto"}
 
 
 @LONG_FORM
-@pytest.mark.parametrize("world, old, changes", [
-    (3, False, THREE), (2, True, {"micro_batch_size": 2, "max_iters": STEPS * 3 // 8})], ids=["three", "fine-tuning"])
-def test_several_processes_killed_once(undisturbed, launch, data, tmp_path, world, old, changes):
+@pytest.mark.parametrize("kind, world, changes", [
+    ("three", 3, {"batch_tokens": 96, "micro_batch_size": 1, "checkpoint_interval": 5}),
+    ("fine-tuning", 2, {"max_iters": 60}), ("sharded", 2, {"parallel": "fsdp", "timeout_minutes": 1})])
+def test_several_processes_killed_once(undisturbed, launch, data, out, tmp_path, kind, world, changes):
     """Of three gradients the order in which they are added shows. Fine-tuning: on both ranks the old weights, and
-    after the kill its own."""
-    changes = {**changes, "resume": "auto", **({"init_from": undisturbed(2)} if old else {})}
-    argv = lambda name: arguments(data, tmp_path / name, RUN, **changes)
-    r = launch(argv("whole"), world)
-    assert r.end() == [0] * world and [r.said(i).count("weights from") for i in (0, 1)] == [old, 0], r.said()
+    after the kill its own. Of two shards one is killed, and the other says so."""
+    old, changes = kind == "fine-tuning", {**SOME, **changes}
+    argv = lambda name: arguments(data, tmp_path / name, RUN, init_from=undisturbed(2) if old else "", **changes)
+    r = launch(argv("whole"), world).succeed()
+    assert [r.said(i).count("weights from") for i in (0, 1)] == [old, 0], r.said()
     assert not old or losses(tmp_path / "whole")[0] < losses(undisturbed(2))[0] - 0.5
     r = launch(argv("run"), world)
-    assert r.until(lambda: logged(tmp_path / "run") >= changes["max_iters"] * 2 // 5, "progress")
-    r.send(signal.SIGKILL)
-    r.end()
-    r = launch(argv("run"), world)
-    assert r.end() == [0] * world and "continuing from" in r.said() and "weights from" not in r.said(), r.said()
-    assert_bit_for_bit(tmp_path / "run", tmp_path / "whole")
+    assert r.until(lambda: logged(out) >= changes["max_iters"] * 2 // 5, "progress")
+    r.send(signal.SIGKILL, *([1] if kind == "sharded" else []))
+    codes = r.end()
+    assert kind != "sharded" or codes == [distributed.EXIT_RETRYABLE, -9] and "no answer from rank 1" in r.said()
+    r = launch(argv("run"), world).succeed()
+    assert "continuing from" in r.said() and "weights from" not in r.said(), r.said()
+    assert_bit_for_bit(out, tmp_path / "whole")
 
 
 def holding(here):
@@ -281,50 +258,33 @@ def holding(here):
     return LM
 
 
-def test_the_group_is_left_when_nothing_else_holds_it(launch, data, tmp_path):
-    r = launch(arguments(data, tmp_path / "run", RUN, micro_batch_size=2, max_iters=4), 2, LM=holding)
-    assert r.end() == [0, 0], r.said()
+def test_the_group_is_left_when_nothing_else_holds_it(launch, data, out):
+    r = launch(arguments(data, out, RUN, micro_batch_size=2, max_iters=4), 2, LM=holding).succeed()
     assert [r.said(rank).count("holding: 0\n") for rank in (0, 1)] == [1, 1], r.said()
 
 
-def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, data, tmp_path):
+def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, data, out):
     """Only the last rank is told to stop: all stop after the same step, and the first says so."""
-    out = tmp_path / "run"
     for world, until in ((2, STEPS // 3), (1, 3 * STEPS // 4), (4, STEPS)) if CHAOS else ((2, STEPS // 3), (1, STEPS)):
         r = launch([*arguments(data, out, RUN, micro_batch_size=4 // world), "--resume=auto"], world)
         if until < STEPS:
             assert r.until(lambda u=until: logged(out) >= u, "progress")
             r.send(signal.SIGTERM, world - 1)
-        assert r.end() == [0] * world, r.said()
-        if until < STEPS:
+            r.succeed()
             stopped = f"stopped after step {saved(out)[1]['step']} "
             assert [stopped in r.said(rank) for rank in range(world)] == [True, False][:world], r.said()
+        r.succeed()
     assert list(events(out)) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(losses(out)[:20], losses(undisturbed(1))[:20], rtol=2e-5)
     worst = max(abs(a / b - 1) for a, b in zip(losses(out), losses(undisturbed(1)), strict=True))
     assert worst < 1e-3, worst  # other batches differ by 0.1 and more
 
 
-def test_two_processes_train_as_one(launch, data, tmp_path):
-    """Six windows a rank, in micro-batches of 5 and 1."""
-    out, one = tmp_path / "two", tmp_path / "one"
-    succeed(arguments(data, one))
-    r = launch(arguments(data, out, micro_batch_size=5), 2)
-    assert r.end() == [0, 0], r.said()
-    assert_close_run(out, one)
-    derived = record(out, "config")["derived"]
-    assert derived["processes"] == 2 and derived["accumulation"] == 2
-    assert r.said().count("val_loss") == 3 and r.said().count(" parameters; ") == 1
-    assert not any(words in r.said(1) for words in ("val_loss", " parameters; ", "step "))  # rank 0 alone speaks
-    assert record(out)["val_tokens"] == 699
-    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in one.iterdir())
-
-
 @pytest.mark.parametrize("stopped", [1, 0] if CHAOS else [1])
-def test_a_process_that_hangs_is_named(launch, data, tmp_path, stopped):
-    argv = arguments(data, tmp_path / "run", RUN, micro_batch_size=2, eval_interval=0, timeout_minutes=0.06)
+def test_a_process_that_hangs_is_named(launch, data, out, stopped):
+    argv = arguments(data, out, RUN, micro_batch_size=2, eval_interval=0, timeout_minutes=0.06)
     r = launch(argv, 2)
-    assert r.until(lambda: logged(tmp_path / "run") >= 10, "progress")
+    assert r.until(lambda: logged(out) >= 10, "progress")
     began = time.time()
     r.send(signal.SIGSTOP, stopped)
     r.ranks[1 - stopped].join(120)
@@ -334,15 +294,25 @@ def test_a_process_that_hangs_is_named(launch, data, tmp_path, stopped):
 
 
 def test_a_process_that_nobody_joins_says_so(launch, data, tmp_path):
-    alone = []
-    for rank in (0, 1):  # both at a time, each at a door of its own
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(free_port())}
-        alone.append(launch([*arguments(data, tmp_path / f"run{rank}", RUN), "--timeout_minutes=0.02"], env=env))
+    argv = lambda rank: arguments(data, tmp_path / f"run{rank}", RUN, timeout_minutes=0.02)
+    alone = [launch(argv(rank), env=torchrun_env(rank, 2, free_port())) for rank in (0, 1)]
     for rank, r in enumerate(alone):
         assert r.end() == [distributed.EXIT_RETRYABLE], r.said()
         lines = [line for line in r.said().splitlines() if line.startswith("train.py: error: ")]
         assert f"rank {rank}: not all 2 processes met within" in lines[-1] and "Traceback" not in r.said(), r.said()
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=LONG_FORM)])
+def test_a_result_that_was_lost_or_damaged_is_made_again_without_a_line_in_the_log(launch, data, out, world):
+    argv = arguments(data, out, RUN, micro_batch_size=4 // world, max_iters=8, eval_interval=4)
+    launch(argv, world).succeed()
+    before, result = log_lines(out), record(out)
+    for damage in ((out / "result.json").unlink, *(partial((out / "result.json").write_text, text)
+                                                   for text in ("", "{", "null", "\0\0\0"))):
+        damage()
+        launch([*argv, "--resume=auto"], world).succeed()
+        assert log_lines(out) == before
+        assert all(record(out)[key] == result[key] for key in ("steps", "val_loss", "best_val_loss"))
 
 
 # ------------------------------------------------------------------------------------------------------------- torchrun
@@ -362,51 +332,35 @@ def workers_of(pid):
     return found
 
 
-def wait_until(condition, what, process, timeout=240):
-    deadline = time.time() + timeout
-    while not condition():
-        assert process.poll() is None, f"ended with {process.returncode} before {what}: {process.said()[-3000:]}"
-        assert time.time() < deadline, f"no {what} after {timeout} s: {process.said()[-3000:]}"
-        time.sleep(0.01)
-
-
 @LONG_FORM
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, tmp_path):
+def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, out):
     """Its second attempt goes on from the last checkpoint; SIGTERM to torchrun itself then saves, and one more ends
     it."""
-    out = tmp_path / "run"
     argv = [*arguments(data, out, RUN, micro_batch_size=2), "--resume=auto"]
     agent = start([*torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2"), *argv])
-    wait_until(lambda: logged(out) >= 50, "progress", agent)
+    assert until(agent, lambda: logged(out) >= 50, "progress"), agent.said()
     every = RUN["checkpoint_interval"]
     os.kill(workers_of(agent.pid)[1], signal.SIGKILL)
-    wait_until(lambda: "continuing from" in agent.said(), "restart", agent)
+    assert until(agent, lambda: "continuing from" in agent.said(), "restart"), agent.said()
     step = int(agent.said().split("continuing from")[1].split(" at step ")[1].split()[0])
     assert step >= 50 - 2 * every and step % every == 0 and "rank 0 on " in agent.said()
-    wait_until(lambda: logged(out) > step + 20, "progress", agent)
+    assert until(agent, lambda: logged(out) > step + 20, "progress"), agent.said()
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(120) != 0 and "stopped after step" in agent.said()  # torchrun does not pass the workers' 0 on
     stopped = saved(out)[1]["step"]
     assert stopped == max(events(out)) and f"stopped after step {stopped} " in agent.said()
-    r = launch(argv, 2)
-    assert r.end() == [0, 0], r.said()
-    assert log_lines(out) == log_lines(undisturbed(2))
+    launch(argv, 2).succeed()
     assert_same_run(out, undisturbed(2))
-
-
-def test_torchrun_that_would_begin_anew_is_refused(data, tmp_path):
-    with mock.patch.dict(os.environ, TORCHELASTIC_MAX_RESTARTS="2"):
-        refuse(arguments(data, tmp_path / "run"), "resume=never", "--max-restarts", "--resume=auto")
 
 
 @LONG_FORM
 @pytest.mark.skipif(not (root and shutil.which("ip")), reason="as root, with iproute2's network namespaces")
-def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, tmp_path):
+def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out):
     """Two network namespaces joined by a cable; torchrun on each, in a loop as a service manager would have it. Both
     end the run once the cable is back."""
     ip = lambda words: subprocess.run(["ip", *words.split()], check=True, capture_output=True)
-    out, nodes, hosts = tmp_path / "run", [], [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
+    nodes, hosts = [], [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
     said = lambda: "".join(node.said() for node in nodes)
     argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=400, resume="auto", timeout_minutes=0.1)
     loop = 'for i in 1 2 3 4 5 6 7 8; do "$@" && exit 0; sleep 1; done; exit 1'
@@ -423,15 +377,14 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, tmp_path):
                                f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")
             nodes.append(start(["ip", "netns", "exec", host, "bash", "-c", loop, "_", *command, *argv],
                                GLOO_SOCKET_IFNAME=f"lh{i}", TP_SOCKET_IFNAME=f"lh{i}"))
-        wait_until(lambda: logged(out) >= 100, "progress", nodes[0])
+        assert until(nodes[0], lambda: logged(out) >= 100, "progress"), said()
         ip(f"-n {hosts[1]} link set lh1 down")
-        wait_until(lambda: "no answer from rank" in said(), "complaint", nodes[0])
+        assert until(nodes[0], lambda: "no answer from rank" in said(), "complaint"), said()
         ip(f"-n {hosts[1]} link set lh1 up")
         assert [node.wait(240) for node in nodes] == [0, 0] and "continuing from" in said(), said()[-3000:]
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host], capture_output=True)
-    assert log_lines(out) == log_lines(undisturbed(2))
     assert_same_run(out, undisturbed(2))
 
 
@@ -441,7 +394,7 @@ def not_finite(of, how, here):
     """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
     (None)."""
     # the first batch is before the steps, see DDP in run.py
-    return poisoned({6, 7, 13}, how) if of in (None, here) else LM
+    return test_train.poisoned({6, 7, 13}, how) if of in (None, here) else LM
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"] if CHAOS else ["loss"])
@@ -450,8 +403,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_pat
     for of in (None, 1, 0) if CHAOS else (None, 1):
         out = tmp_path / str(of)
         argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=16)
-        r = launch(argv, 2, LM=partial(not_finite, of, how))
-        assert r.end() == [0, 0], r.said()
+        r = launch(argv, 2, LM=partial(not_finite, of, how)).succeed()
         assert list(events(out, "skipped")) == [5, 6, 12] and r.said().count("step skipped") == 3
         assert record(out)["skipped_steps"] == 3
         assert_same_run(out, tmp_path / "None")
@@ -459,66 +411,25 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_pat
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
-def small_memory(limit):
-    """An LM that runs out of memory in training with more than so many sequences, or that computes logits."""
-    class Small(LM):
-        seen = []
-
-        def forward(self, idx, targets=None, **how):
-            if self.training and (len(idx) > limit or not how.get("loss_only")):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            Small.seen.extend([len(idx)] * self.training)
-            return super().forward(idx, targets, **how)
-    return Small
+def smaller_on_the_second(rank):
+    return test_train.small_memory(7 - 4 * rank)
 
 
-def test_out_of_memory_says_how_to_go_on(data, tmp_path):
-    argv, asks = partial(arguments, data, tmp_path / "run"), ("micro-batch of 12 x 32", "--micro_batch_size=6")
-    line = refuse(argv(), *asks, "--resume=auto", "--auto_micro_batch", LM=small_memory(5))
-    assert "--micro_batch_size=12" not in line
-    refuse(argv(micro_batch_size=1), "1 x 32", "block_size", LM=small_memory(0))
-    refuse(argv(auto_micro_batch=True), "1 x 32", "block_size", LM=small_memory(0))
-
-    class Fails(LM):
-        def forward(self, idx, targets=None, **how):
-            if not self.training:
-                raise MemoryError("unable to allocate")
-            return super().forward(idx, targets, **how)
-
-    refuse(argv(), *asks, LM=Fails)
-    with mock.patch.object(torch.optim.AdamW, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory.")):
-        refuse(argv(), *asks)
-
-
-def test_auto_micro_batch(data, tmp_path):
-    LM, out = small_memory(7), tmp_path / "run"
-    succeed(arguments(data, out, auto_micro_batch=True, micro_batch_size=64, eval_interval=0), LM=LM)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=LONG_FORM)])
+def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, out, tmp_path, world):
+    argv = lambda name, size, **how: arguments(data, tmp_path / name, eval_interval=0, micro_batch_size=size, **how)
+    launch(argv("run", 64, auto_micro_batch=True), world, LM=smaller_on_the_second).succeed()
     config = record(out, "config")
-    assert max(LM.seen) <= 7 and config["config"]["micro_batch_size"] == 6 and config["derived"]["accumulation"] == 2
-    succeed(arguments(data, tmp_path / "by_hand", micro_batch_size=6, eval_interval=0))
+    assert config["config"]["micro_batch_size"] == 6 // world and config["derived"]["accumulation"] == 2
+    launch(argv("by_hand", 6 // world), world).succeed()
     assert losses(out) == losses(tmp_path / "by_hand")  # the search leaves no trace
 
 
-def one_is_smaller(here):
-    return small_memory(3 - 2 * here)
-
-
-@LONG_FORM
-def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, tmp_path):
-    argv = lambda name, **how: arguments(data, tmp_path / name, RUN, max_iters=8, eval_interval=0, **how)
-    r = launch(argv("run", micro_batch_size=2, auto_micro_batch=True), 2, LM=one_is_smaller)
-    assert r.end() == [0, 0], r.said()
-    config = record(tmp_path / "run", "config")
-    assert config["config"]["micro_batch_size"] == 1 and config["derived"]["accumulation"] == 2
-    r = launch(argv("by_hand", micro_batch_size=1), 2)
-    assert r.end() == [0, 0] and losses(tmp_path / "run") == losses(tmp_path / "by_hand")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_memory_that_really_runs_out(launch, data, tmp_path):
+def test_memory_that_really_runs_out(launch, data, out):
     """2^21 tokens of 32 numbers, 268 MB, are more than it may take; a real error of the allocator, in its own words."""
-    large = {**TINY, "block_size": 512, "batch_tokens": 2**21, "micro_batch_size": 4096, "eval_interval": 0}
-    r = launch(arguments(data, tmp_path / "run", large), memory=200 << 20)
+    large = {**RUN, "n_embd": 32, "block_size": 512, "batch_tokens": 2**21, "micro_batch_size": 4096}
+    r = launch(arguments(data, out, large), memory=200 << 20)
     assert r.end() == [2] and "Traceback" not in r.said(), r.said()
     line = r.said().splitlines()[-1]
     assert "a micro-batch of 4096 x 512 tokens" in line and "--micro_batch_size=2048 " in line
@@ -526,29 +437,18 @@ def test_memory_that_really_runs_out(launch, data, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- signals
 
-def test_a_second_interrupt_ends_at_once(launch, data, tmp_path):
-    out = tmp_path / "run"
-    argv = arguments(data, out, RUN, checkpoint_interval=1000, eval_interval=0, max_iters=400)
-    r = launch(argv, slow_disk=60, once=tmp_path / "slow")
+@pytest.mark.parametrize("silent", ["disk", "process"])
+def test_a_second_interrupt_does_not_wait(launch, data, out, tmp_path, silent):
+    world = 1 if silent == "disk" else 2
+    argv = arguments(data, out, RUN, micro_batch_size=2, checkpoint_interval=1000, eval_interval=0, max_iters=400)
+    r = launch(argv, world, slow_disk=60, once=tmp_path / "slow")
     assert r.until(lambda: logged(out) >= 10, "progress")
     (tmp_path / "slow").touch()
-    r.send(signal.SIGINT)
-    assert r.until(lambda: writing(out) or (out / "log.jsonl").stat().st_size == 0 or not time.sleep(1), "stop")
-    began = time.time()
-    r.send(signal.SIGINT)
-    assert r.end(40) == [130] and time.time() - began < 40 and "interrupted at once" in r.said()
-
-
-def test_a_second_interrupt_does_not_wait_for_the_others(launch, data, tmp_path):
-    out = tmp_path / "run"
-    r = launch(arguments(data, out, RUN, micro_batch_size=2, eval_interval=0, max_iters=400, timeout_minutes=5), 2)
-    assert r.until(lambda: logged(out) >= 10, "progress")
-    r.send(signal.SIGSTOP, 1)
-    time.sleep(0.5)
-    r.send(signal.SIGINT, 0)
-    time.sleep(0.5)
-    assert r.ranks[0].is_alive()
-    r.send(signal.SIGINT, 0)
+    r.send(signal.SIGSTOP, 1) if silent == "process" else None
+    for _ in range(2):
+        time.sleep(0.5)
+        assert r.ranks[0].is_alive()
+        r.send(signal.SIGINT, 0)
     r.ranks[0].join(20)
     assert r.ranks[0].exitcode == 130 and "interrupted at once" in r.said()
 
@@ -594,90 +494,20 @@ def test_the_kubernetes_job():
     assert config.out_dir.startswith(container["volumeMounts"][0]["mountPath"])
 
 
-# ------------------------------------------------------------------------------------------------- the run's own folder
-
-def test_nothing_is_read_before_the_folder_is_locked(data, tmp_path):
-    """Or a run that is about to save would be taken for one without a checkpoint, and moved aside."""
-    out, candidates, asked = tmp_path / "run", checkpoint.candidates, []
-
-    def look(folder):
-        asked.append(folder)
-        with pytest.raises(configurator.ConfigError, match="another run writes to"):
-            lock_run_dir(out)
-        return candidates(folder)
-
-    with mock.patch.object(checkpoint, "candidates", look):
-        succeed(arguments(data, out, resume="auto"))
-    assert asked
-    lock = lock_run_dir(out)
-    refuse(arguments(data, out), "another run writes to", str(out))
-    lock.close()
-
-
-def test_an_out_dir_that_cannot_be_moved_locked_or_written_to(data, tmp_path):
-    """A mount point gets one line; a network file system may have no locks."""
-    out = tmp_path / "run"
-    with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "No locks")):
-        assert "cannot be locked (No locks)" in succeed(arguments(data, out, max_iters=2)).out
-    with mock.patch.object(run_module.os, "rename", side_effect=OSError(errno.EBUSY, "Device or resource busy")):
-        refuse(arguments(data, out, max_iters=2), f"cannot write to {out} (Device or resource busy)", "another out_dir")
-    (tmp_path / "file").write_text("")
-    refuse(arguments(data, tmp_path / "file" / "run"), str(tmp_path / "file"), "out_dir")
-
-
-@pytest.mark.parametrize("world", [1, 2] if CHAOS else [1])
-def test_a_result_that_was_lost_is_made_again_without_a_second_evaluation(launch, data, tmp_path, world):
-    out = tmp_path / "run"
-    argv = arguments(data, out, RUN, micro_batch_size=4 // world, max_iters=8, eval_interval=4)
-    assert launch(argv, world).end() == [0] * world
-    before, result = log_lines(out), record(out)
-    (out / "result.json").unlink()
-    assert launch([*argv, "--resume=auto"], world).end() == [0] * world
-    assert log_lines(out) == before and all(record(out)[key] == result[key] for key in ("val_loss", "steps"))
-
-
-@pytest.mark.parametrize("line", ["max_iters = 10**400", "n_embd = 10**24", "vocab_size = 10**19", "grad_clip = 1e999",
-                                  "learning_rate = 1e999 - 1e999", "eval_block_size = 10**25",
-                                  "batch_tokens = 384 * 10**9"])
-def test_numbers_beyond_reason(data, tmp_path, line):
-    name = line.split()[0]
-    (tmp_path / "c.py").write_text(line + "\n")
-    argv = [a for a in arguments(data, tmp_path / "run") if not a.startswith(f"--{name}=")]
-    refuse([str(tmp_path / "c.py"), *argv], name)
-
-
-def test_a_checkpoint_of_another_shape_gets_one_line(data, tmp_path):
-    path, once = tmp_path / "run" / "checkpoint.safetensors", {"keep_checkpoints": 1, "eval_interval": 0}
-    succeed(arguments(data, path.parent, **once), LM=stops_at(5))
-    tensors, meta = checkpoint.load(path)
-    for broken in ({**meta, "step": "five"}, {k: v for k, v in meta.items() if k != "bad"}, {**meta, "config": 7}):
-        checkpoint.save(path, tensors, broken)
-        refuse(arguments(data, path.parent, **once, resume="auto"), str(path))
-    name = next(n for n in tensors if n.endswith("embed.weight"))
-    checkpoint.save(path, {**tensors, name: tensors[name][:5]}, meta)
-    refuse(arguments(data, path.parent, **once, resume="auto"), "does not fit this run")
-
-
 # ------------------------------------------------------------------------------------------------------------ full disk
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(tmp_path, request):
     """small_disk(megabytes): a file system of that size."""
-    mounted = []
-
     def small_disk(megabytes):
-        folder = tmp_path / f"disk{len(mounted)}"
+        folder = tmp_path / "disk"
         folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder],
-                          capture_output=True).returncode:
-            pytest.skip("cannot mount a small file system here")
-        mounted.append(folder)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
+        if not root or sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("only root can mount a small file system, and not everywhere")
+        request.addfinalizer(lambda: subprocess.run(["umount", "-l", folder]))
         return folder
-    if not root or sys.platform != "linux":
-        pytest.skip("only root can mount a small file system")
-    yield small_disk
-    for folder in mounted:
-        subprocess.run(["umount", "-l", folder])
+    return small_disk
 
 
 def fill(disk):
@@ -706,9 +536,8 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
     assert r.until(complaint, "complaint"), r.said()
     checkpoint.load(out / "checkpoint.safetensors")
     (disk / "filler").unlink()
-    assert r.end() == [0], r.said()
+    r.succeed()
     assert "log.jsonl is complete again" in r.said() and r.said().count("cannot write log.jsonl") == 1
-    assert log_lines(out) == log_lines(undisturbed(1))
     assert_same_run(out, undisturbed(1))
 
     out, r = fill_under("again")
@@ -717,9 +546,7 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, tmp_p
     assert not (out / "result.json").exists()
     step = saved(out)[1]["step"]
     (disk / "filler").unlink()
-    r = launch([*arguments(data, out, RUN), "--resume=auto"])
-    assert r.end() == [0] and f"at step {step}" in r.said(), r.said()
-    assert log_lines(out) == log_lines(undisturbed(1))
+    assert f"at step {step}" in launch([*arguments(data, out, RUN), "--resume=auto"]).succeed().said()
     assert_same_run(out, undisturbed(1))
 
 
@@ -737,15 +564,8 @@ def test_a_disk_too_full_for_the_last_checkpoint_only(launch, small_disk, data):
     line = r.said().splitlines()[-1]
     assert "the last one is of step" in line and "--resume=auto" in line and not (out / "result.json").exists()
     (disk / "filler").unlink()
-    r = launch([*arguments(data, out, large), "--resume=auto"])
-    assert r.end() == [0] and saved(out)[1]["step"] == 120 and (out / "result.json").exists(), r.said()
-
-
-def test_no_picture_is_worth_a_run(data, tmp_path):
-    draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))
-    said = succeed(arguments(data, tmp_path / "run"), draw_loss=draw_loss).out
-    assert draw_loss.called and said.count("no loss.png: failed to map segment") == 1
-    assert not (tmp_path / "run" / "loss.png").exists()
+    launch([*arguments(data, out, large), "--resume=auto"]).succeed()
+    assert saved(out)[1]["step"] == 120 and (out / "result.json").exists()
 
 
 def test_a_full_disk_while_preparing(small_disk):
@@ -754,55 +574,6 @@ def test_a_full_disk_while_preparing(small_disk):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "No space left" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     assert not any(p.name != ".lock" for p in (disk / "d").iterdir())
-
-
-# --------------------------------------------------------------------------------------------- data under a running job
-
-def edit(path):
-    with open(path, "r+b") as f:
-        f.write(b"a")
-
-
-@pytest.mark.parametrize("change, words", [
-    (lambda path: os.truncate(path, 7000), ["train.bin", "8,000 bytes then, 7,000 now"]),
-    (lambda path: path.unlink(), ["train.bin", "No such file"]),
-    (lambda path: os.replace(shutil.copy2(path, f"{path}.new"), path), ["train.bin", "replaced"]),
-    (lambda path: edit(path.with_name("val.bin")), ["val.bin", "written to"])],
-    ids=["cut", "gone", "replaced", "edited"])
-def test_data_that_change_under_the_run(data, tmp_path, change, words):
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-
-    class Changes(LM):
-        calls = 0
-
-        def forward(self, idx, targets=None, **keys):
-            Changes.calls += self.training
-            if self.training and Changes.calls == 7:
-                change(folder / "train.bin")
-            return super().forward(idx, targets, **keys)
-
-    refuse(arguments(folder, tmp_path / "run"), "changed during the run", "--resume=auto", *words, LM=Changes)
-    assert saved(tmp_path / "run")[1]["step"] == 5  # the last good one
-
-
-def test_large_data_that_changed_while_the_run_was_down(data, tmp_path, monkeypatch):
-    """Content of a large file is not looked at whenever it is opened, but where its size or time is not the
-    checkpoint's."""
-    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)
-    folder, out = tmp_path / "data", tmp_path / "run"
-    shutil.copytree(data, folder)
-    succeed(arguments(folder, out), LM=stops_at(5))
-    times = (folder / "train.bin").stat()
-    edit(folder / "train.bin")
-    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file meta.json describes")
-    shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
-    verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
-    monkeypatch.setattr(loader.Tokens, "verify", verified)
-    succeed(arguments(folder, out, resume="auto"), LM=stops_at(7))
-    assert verified.call_count == 1
-    succeed(arguments(folder, out, resume="auto"), LM=stops_at(9))
-    assert verified.call_count == 1 and times.st_mtime_ns != (folder / "train.bin").stat().st_mtime_ns
 
 
 # -------------------------------------------------------------------------------------------------- killed preparations

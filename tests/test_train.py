@@ -8,6 +8,7 @@ than training a tiny model. Signals are sent to real processes; kills and severa
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import io
 import json
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -36,7 +38,7 @@ import records
 import train
 from data import loader, writer
 from model import LM
-from run import peak_flops
+from run import lock_run_dir, peak_flops
 from tools.loss_curve import draw_loss
 from train import TrainConfig
 
@@ -64,11 +66,6 @@ def write_data(folder, seed=0, train=4000, val=700, vocab_size=256, **meta):
     return folder
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data") / "words")
-
-
 def arguments(data, out, base=TINY, **changes):
     return [f"--{key}={value}" for key, value in {"dataset": data, "out_dir": out, **base, **changes}.items()]
 
@@ -76,13 +73,6 @@ def arguments(data, out, base=TINY, **changes):
 def no_picture(folder):
     """For draw_loss, which takes longer than most runs here."""
     (Path(folder) / "loss.png").touch()
-
-
-class Screen(io.StringIO):
-    """Standard error as a terminal."""
-
-    def isatty(self):
-        return True
 
 
 def run(argv, LM=LM, draw_loss=no_picture, err=None):
@@ -129,6 +119,12 @@ def events(out, kind="train"):
     return {e["step"]: e for e in chosen}
 
 
+def log_lines(out):
+    """log.jsonl without what depends on the clock and the machine; every line must be whole."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in e.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")} for e in lines]
+
+
 def losses(out, key="train_loss"):
     return [e[key] for e in events(out).values()]
 
@@ -154,8 +150,7 @@ def assert_same_training(out, other):
 
 def assert_same_run(out, other):
     assert_same_training(out, other)
-    evals = [[e["val_loss"] for e in events(folder, "eval").values()] for folder in (out, other)]
-    assert evals[0] == evals[1]
+    assert log_lines(out) == log_lines(other)
     keys = "val_loss", "best_val_loss", "val_bits_per_byte", "tokens", "steps", "skipped_steps", "parameters"
     assert [record(out)[key] for key in keys] == [record(other)[key] for key in keys]
 
@@ -170,17 +165,42 @@ def assert_close_run(out, other):
         assert events(out, "eval")[step]["val_loss"] == pytest.approx(e["val_loss"], rel=2e-5)
 
 
-def stops_at(call, number=signal.SIGTERM):
-    """An LM that asks its own process to stop during its n-th training forward."""
-    class Stopping(LM):
+def acting(act):
+    """An LM that calls act(n, itself, loss) after its n-th training forward, n from 1; the run gets what that returns,
+    or the loss."""
+    class Acting(LM):
         calls = 0
 
         def forward(self, idx, targets=None, **how):
-            Stopping.calls += self.training
-            if self.training and Stopping.calls == call:
-                os.kill(os.getpid(), number)
+            logits, loss = super().forward(idx, targets, **how)
+            if self.training:
+                Acting.calls += 1
+                changed = act(Acting.calls, self, loss)
+                loss = loss if changed is None else changed
+            return logits, loss
+    return Acting
+
+
+def stops_at(call, number=signal.SIGTERM):
+    """An LM that asks its own process to stop in its n-th training forward."""
+    return acting(lambda n, lm, loss: os.kill(os.getpid(), number) if n == call else None)
+
+
+def poisoned(calls, how="loss"):
+    """An LM whose loss, or only whose gradient, is not a number in these training forwards (from 1)."""
+    wrong = {"loss": lambda lm, loss: loss * math.nan,
+             "gradient": lambda lm, loss: loss + 0 * (lm.norm.weight * 0).sqrt().sum()}[how]
+    return acting(lambda n, lm, loss: wrong(lm, loss) if n in calls else None)
+
+
+def small_memory(limit):
+    """An LM that runs out of memory in training with more than so many sequences, or that computes logits."""
+    class Small(LM):
+        def forward(self, idx, targets=None, **how):
+            if self.training and (len(idx) > limit or not how.get("loss_only")):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return super().forward(idx, targets, **how)
-    return Stopping
+    return Small
 
 
 @pytest.fixture(scope="module")
@@ -304,8 +324,8 @@ def test_the_evaluation_is_the_mean_over_every_validation_token(whole, data):
 
 
 @pytest.mark.parametrize("bytes_of_val", [2100, None])
-def test_bits_per_byte_of_tokens_that_are_not_bytes(data, tmp_path, bytes_of_val):
-    folder, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "run"
+def test_bits_per_byte_of_tokens_that_are_not_bytes(data, out, tmp_path, bytes_of_val):
+    folder = shutil.copytree(data, tmp_path / "data")
     meta = record(folder, "meta")
     del meta["bytes_per_token"]
     if bytes_of_val:
@@ -314,15 +334,6 @@ def test_bits_per_byte_of_tokens_that_are_not_bytes(data, tmp_path, bytes_of_val
     succeed(arguments(folder, out, max_iters=1))
     expected = record(out)["val_loss"] / math.log(2) / (bytes_of_val / 700) if bytes_of_val else None
     assert record(out).get("val_bits_per_byte") == (expected and pytest.approx(expected))
-
-
-def test_an_earlier_run_is_kept(data, tmp_path):
-    out = tmp_path / "run"
-    for seed in (1, 2, 3):
-        (out / "log.jsonl").unlink(missing_ok=True)  # checkpoints without a log are a run too
-        result = succeed(arguments(data, out, max_iters=1, seed=seed, final_eval_tokens=64))
-    assert str(out / "earlier-2") in result.out
-    assert [record(p)["seed"] for p in (out / "earlier-1", out / "earlier-2", out)] == [1, 2, 3]
 
 
 def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
@@ -340,13 +351,14 @@ def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
     os.rename(out / "config.json", out / records.MOVING / "config.json")
     assert checkpoint.candidates(out) == []  # the rest is no run
     succeed(arguments(data, tmp_path / "link", seed=2, resume="auto", **once))
-    assert [record(p)["seed"] for p in (out / "earlier-1", out)] == [1, 2] and (out / "best.py").read_text() == "mine"
     assert {p.name for p in (out / "earlier-1").iterdir()} >= {"config.json", "checkpoint.safetensors", "loss.png"}
-    assert {p.name for p in out.iterdir() if p.is_dir()} == {"thesis", "earlier-1"} and (tmp_path / "link").is_symlink()
+    assert f"the earlier run is kept as {out / 'earlier-2'}\n" in succeed(arguments(data, out, seed=3, **once)).out
+    assert [record(p)["seed"] for p in (out / "earlier-1", out / "earlier-2", out)] == [1, 2, 3]
+    assert {p.name for p in out.iterdir() if p.is_dir()} == {"thesis", "earlier-1", "earlier-2"}
+    assert (out / "best.py").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
 
-def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, tmp_path):
-    out = tmp_path / "run"
+def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, out):
     succeed(arguments(data, out, max_iters=2))
     for path in (*out.glob("*.safetensors"), out / "result.json"):
         path.unlink()
@@ -358,20 +370,13 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, tm
     assert len(list(out.glob("earlier*"))) == 1
 
 
-@pytest.mark.parametrize("damage", ["", "{", "null", "\0\0\0"])
-def test_a_damaged_result_is_made_again(data, tmp_path, damage):
-    succeed(arguments(data, tmp_path / "run", max_iters=2))
-    before = record(tmp_path / "run")
-    (tmp_path / "run" / "result.json").write_text(damage)
-    succeed(arguments(data, tmp_path / "run", max_iters=2, resume="auto"))
-    assert all(record(tmp_path / "run")[key] == before[key] for key in ("steps", "val_loss", "best_val_loss"))
-
-
 def test_the_screen_shows_what_the_log_has(data, tmp_path):
     """On a terminal of 80 columns as in a pipe."""
     argv = lambda name: arguments(data, tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64)
+    screen = io.StringIO()
+    screen.isatty = lambda: True
     with mock.patch("run.peak_flops", lambda name: 1e9), mock.patch.dict(os.environ, COLUMNS="80", LINES="24"):
-        piped, terminal = succeed(argv("pipe")).out, succeed(argv("terminal"), err=Screen()).err
+        piped, terminal = succeed(argv("pipe")).out, succeed(argv("terminal"), err=screen).err
     e = events(tmp_path / "pipe")[3]
     words = f"loss {e['train_loss']:.4f}  lr 3.00e-04  norm {e['grad_norm']:.2f}  {e['tokens_per_second']:,} tokens/s"
     assert f"step      3  {words}  mfu {e['mfu']:.1%}\n" in piped and e["mfu"] > 0
@@ -379,38 +384,63 @@ def test_the_screen_shows_what_the_log_has(data, tmp_path):
     assert len(last) < 80 and all(f" {word} " in f"{last} " for word in ("lr", "norm", "tokens/s", "mfu")), last
 
 
-def test_the_picture_is_drawn_by_another_process_while_training_goes_on(data, tmp_path):
-    out, drawn = tmp_path / "run", []
+def test_the_picture_is_drawn_by_another_process_and_never_worth_a_run(data, out):
+    draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))  # at the end, in this one
     with mock.patch("run.PICTURE_SECONDS", 0), mock.patch("run.subprocess") as process:
-        succeed(arguments(data, out), draw_loss=drawn.append)
-    assert drawn == [out] and process.Popen.call_args[0][0] == [sys.executable, ROOT / "tools" / "loss_curve.py", out]
+        said = succeed(arguments(data, out), draw_loss=draw_loss).out
+    draw_loss.assert_called_once_with(out)
+    assert process.Popen.call_args[0][0] == [sys.executable, ROOT / "tools" / "loss_curve.py", out]
+    assert said.count("no loss.png: failed to map segment") == 1 and not (out / "loss.png").exists()
+
+
+def test_nothing_is_read_before_the_folder_is_locked(data, out):
+    """Or a run that is about to save would be taken for one without a checkpoint, and moved aside."""
+    candidates, asked = checkpoint.candidates, []
+
+    def look(folder):
+        asked.append(folder)
+        with pytest.raises(configurator.ConfigError, match="another run writes to"):
+            lock_run_dir(out)
+        return candidates(folder)
+
+    with mock.patch.object(checkpoint, "candidates", look):
+        succeed(arguments(data, out, resume="auto"))
+    assert asked
+    lock = lock_run_dir(out)
+    refuse(arguments(data, out), "another run writes to", str(out))
+    lock.close()
+
+
+def test_an_out_dir_that_cannot_be_moved_locked_or_written_to(data, out, tmp_path):
+    """A mount point gets one line; a network file system may have no locks."""
+    with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "No locks")):
+        assert "cannot be locked (No locks)" in succeed(arguments(data, out, max_iters=2)).out
+    with mock.patch.object(records.os, "rename", side_effect=OSError(errno.EBUSY, "Device or resource busy")):
+        refuse(arguments(data, out, max_iters=2), f"cannot write to {out} (Device or resource busy)", "another out_dir")
+    (tmp_path / "file").write_text("")
+    refuse(arguments(data, tmp_path / "file" / "run"), str(tmp_path / "file"), "out_dir")
 
 
 # ------------------------------------------------------------------------- what may not matter for the result, does not
 
-@pytest.mark.parametrize("changes", [{"eval_interval": 0, "final_eval_tokens": 640},
-                                     {"eval_interval": 1, "eval_tokens": 100, "checkpoint_interval": 3}], ids=str)
-def test_evaluation_does_not_change_training(whole, data, tmp_path, changes):
-    succeed(arguments(data, tmp_path / "run", **changes))
-    assert_same_training(tmp_path / "run", whole)
+@pytest.mark.parametrize("same, changes", [
+    (assert_same_training, {"eval_interval": 0, "final_eval_tokens": 640}),
+    (assert_same_training, {"eval_interval": 1, "eval_tokens": 100, "checkpoint_interval": 3}),
+    (assert_close_run, {"micro_batch_size": 5}), (assert_close_run, {"micro_batch_size": 100})])
+def test_evaluations_and_micro_batches_do_not_change_training(whole, data, out, same, changes):
+    succeed(arguments(data, out, **changes))
+    same(out, whole)
 
 
-@pytest.mark.parametrize("size", [5, 100])
-def test_micro_batches_do_not_change_the_losses(whole, data, tmp_path, size):
-    succeed(arguments(data, tmp_path / "run", micro_batch_size=size))
-    assert_close_run(tmp_path / "run", whole)
-
-
-def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
-    """The same weights, cut in every way: one window at a time, uneven batches, several ranks (the last without
-    work)."""
+def test_batches_do_not_change_the_validation_loss(data, monkeypatch):
+    """One window at a time, uneven batches, batches of one document; test_distributed.py has several ranks."""
     tokens = loader.TokenData(loader.Tokens(data), 32, 384, 0)
     config = TrainConfig(**{**TINY, "model": "llama", "vocab_size": 256, "eval_tokens": 100})
     torch.manual_seed(0)
     lm, evaluate = train.build_model(config, torch.device("cpu")), train.Evaluate(config, tokens)
     assert len(evaluate.windows) == 4 and evaluate.windows[:, 1].sum() == 100  # three whole ones and a short one
     monkeypatch.setattr("validation.document_starts", lambda tokens: np.array([0, 500]))
-    losses, sums, add = [], [], lambda total, device: sums.append(total) or total
+    losses = []
     for size in (1, 2, 3, 4):
         with mock.patch("validation.BATCH_TOKENS", 0):
             config.micro_batch_size = size
@@ -418,41 +448,31 @@ def test_batches_and_ranks_do_not_change_the_validation_loss(data, monkeypatch):
             losses += [mean, evaluate.loss(lm, tokens, evaluate.windows)[0]]
             assert len(of) == 2 and of[1] in (4, 36) and mean == pytest.approx(np.average(each, weights=of))
     assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
-    for world in (2, 5):
-        sums.clear()
-        for rank in range(world):
-            with mock.patch("distributed.rank", lambda rank=rank: rank), \
-                    mock.patch("distributed.world_size", lambda world=world: world), \
-                    mock.patch("distributed.sum_over_ranks", add), contextlib.suppress(ZeroDivisionError):
-                evaluate.loss(lm, tokens, evaluate.windows)
-        nats, count = torch.stack(sums).sum((0, 1)).tolist()
-        assert count == 100 and nats / count == pytest.approx(losses[0], rel=1e-6)
     assert lm.training
 
 
-def test_as_released_draws_its_windows(whole, data, tmp_path):
+def test_as_released_draws_its_windows(whole, data, out, tmp_path):
     """The settings of the released code in a file of their own, behind a model's."""
     released = configurator.load(TrainConfig, [str(ROOT / "config/gla_350m.py"), str(ROOT / "config/as_released.py")])
     assert released.model == "gla" and released.max_iters == 5001 and released.batch_tokens == 480 * 1024
     assert train.learning_rate_factor(5000, released) * released.learning_rate == pytest.approx(6e-5)
-    succeed(arguments(data, tmp_path / "run", as_released=True, max_iters=2))
-    assert losses(tmp_path / "run")[0] != losses(whole)[0]
+    succeed(arguments(data, out, as_released=True, max_iters=2))
+    assert losses(out)[0] != losses(whole)[0]
     refuse(arguments(data, tmp_path / "two", as_released=True, dataset=f"{data}:0.5,{data}:0.5"), "one dataset")
 
 
-def test_documents_are_packed(whole, data, tmp_path):
+def test_documents_are_packed(whole, data, out, tmp_path):
     """Words are documents here. The start compares the operators on documents too, and a checkpoint stays readable."""
     changes = {"documents": "pack", "end_of_text": 32, "max_iters": 2, "self_check": "on", "recompute": "block"}
-    said = succeed(arguments(data, tmp_path / "run", **changes)).out
-    assert "self-check: documents, the loss alone" in said and losses(tmp_path / "run")[0] != losses(whole)[0]
+    said = succeed(arguments(data, out, **changes)).out
+    assert "self-check: documents, the loss alone" in said and losses(out)[0] != losses(whole)[0]
     succeed(arguments(data, tmp_path / "plain", **{**changes, "recompute": "none", "backend": "torch"}))
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "plain"), rtol=1e-4)
-    refuse(arguments(data, tmp_path / "run", **{**changes, "documents": "join", "resume": "auto"}), "documents 'pack'")
+    np.testing.assert_allclose(losses(out), losses(tmp_path / "plain"), rtol=1e-4)
+    refuse(arguments(data, out, **{**changes, "documents": "join", "resume": "auto"}), "documents 'pack'")
 
 
-def test_further_sets_are_evaluated_too(whole, data, tmp_path):
+def test_further_sets_are_evaluated_too(whole, data, out, tmp_path):
     other = write_data(tmp_path / "other", seed=1, val=400)
-    out = tmp_path / "run"
     said = succeed(arguments(data, out, eval_sets=f"code:{data}, {other}", final_eval_tokens=64)).out
     assert_same_training(out, whole)
     for step, e in events(out, "eval").items():
@@ -473,18 +493,16 @@ def test_further_sets_are_evaluated_too(whole, data, tmp_path):
 
 # --------------------------------------------------------------------------------------------------------------- resume
 
-@pytest.mark.parametrize("changes", [{}, {"pattern": "longhorn,llama", "n_layer": 2},
-                                     {"optimizer": "muon"}], ids=str)
-def test_stopping_and_continuing_changes_nothing(whole, data, tmp_path, changes):
-    out, undisturbed = tmp_path / "stopped", tmp_path / "undisturbed" if changes else whole
-    if changes:
-        succeed(arguments(data, undisturbed, **changes))
-    result = succeed(arguments(data, out, **changes), LM=stops_at(7))
-    assert "stopped after step 7 of 12" in result.out and "--resume=auto" in result.out
+@pytest.mark.parametrize("changes", [{}, {"pattern": "longhorn,llama", "n_layer": 2}, {"optimizer": "muon"},
+                                     {"log_interval": 3}], ids=str)  # the stop leaves no line of its own
+def test_stopping_and_continuing_changes_nothing(whole, data, out, tmp_path, changes):
+    succeed(arguments(data, tmp_path / "undisturbed", **changes))
+    last = succeed(arguments(data, out, **changes), LM=stops_at(7)).out.splitlines()[-1]
+    assert last.startswith("stopped after step 7 of 12") and last.endswith(" --resume=auto")
+    assert f" --out_dir={out} " in last
     assert saved(out)[1]["step"] == 7 and not (out / "result.json").exists()
-    result = succeed(arguments(data, out, **changes, resume="auto"))
-    assert "at step 7" in result.out
-    assert_same_run(out, undisturbed)
+    assert "at step 7" in succeed(arguments(data, out, **changes, resume="auto")).out
+    assert_same_run(out, tmp_path / "undisturbed")
     assert losses(out) != losses(whole) or not changes
 
 
@@ -501,22 +519,11 @@ def test_stopped_twice_and_from_another_folder(whole, data, tmp_path):
     assert_same_run(out, whole)
 
 
-def test_a_stop_between_lines_of_the_log_leaves_no_trace_in_it(data, tmp_path):
-    argv = lambda name, **how: arguments(data, tmp_path / name, log_interval=3, max_iters=6, eval_tokens=64, **how)
-    succeed(argv("whole"))
-    succeed(argv("stopped"), LM=stops_at(4))
-    succeed(argv("stopped", resume="auto"))
-    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
-    assert list(events(tmp_path / "stopped")) == [3, 6]
-
-
-def test_what_a_resume_refuses_and_what_it_takes(whole, data, tmp_path):
-    out = tmp_path / "run"
+def test_what_a_resume_refuses_and_what_it_takes(whole, data, out, tmp_path):
     refuse(arguments(data, out, resume="must"), "resume=must", str(out / "checkpoint.safetensors"), "--resume=auto")
     assert not out.exists()
     succeed(arguments(data, out, resume="auto"), LM=stops_at(3))  # nothing there yet: auto starts
-    kept = lambda: [(out / name).read_bytes() for name in ("log.jsonl", "config.json")]
-    before = kept()
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
     changes = {"learning_rate": (0.003, 0.001), "batch_tokens": (384, 768), "model": ("longhorn", "llama"),
                "seed": (1337, 7), "n_embd": (32, 64), "dtype": ("float32", "bfloat16"), "optimizer": ("adamw", "muon")}
     for key, (old, new) in changes.items():
@@ -524,40 +531,35 @@ def test_what_a_resume_refuses_and_what_it_takes(whole, data, tmp_path):
         refuse(argv, "another run", f": {key} {old!r} -> {new!r};", "out_dir")
     other = write_data(tmp_path / "other", seed=1)
     refuse(arguments(other, out, resume="auto"), "the data", "sha256 differs", "another out_dir")
-    assert before == kept(), "a refusal touched the records"
+    assert before == {p.name: p.read_bytes() for p in out.iterdir()}, "a refusal touched the records"
     tensors, meta = saved(out)
     meta |= {"best_val_loss": 0.5, "skipped": 2, "seconds": 1000.0}
     checkpoint.save(out / "checkpoint.safetensors", tensors, meta)
     moved = shutil.copytree(data, tmp_path / "moved")
-    result = succeed(arguments(moved, out, resume="auto", eval_interval=4))
-    assert "eval_interval was 5, is 4" in result.out
-    assert losses(out) == losses(whole)
+    argv = arguments(moved, out, resume="auto", eval_interval=4)
+    assert "eval_interval was 5, is 4" in succeed(argv).out and losses(out) == losses(whole)
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
     assert 1000 < record(out)["seconds"] < 1100
-
     left = {p.name: p.read_bytes() for p in out.iterdir()}
-    result = succeed(arguments(moved, out, resume="auto", eval_interval=4))
-    assert "finished already" in result.out
+    assert "finished already" in succeed(argv).out
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
-def test_checkpoints_of_earlier_versions(whole, data, tmp_path):
+def test_checkpoints_of_earlier_versions(whole, data, out, tmp_path):
     """One line for whoever would resume them, or begin with their weights."""
     tensors, meta = saved(whole)
     old_name = lambda name: name.replace("model.layers.0.branches.", "model.branches.").replace(".mixer.", ".branch.")
-    out = tmp_path / "old"
     out.mkdir()
     checkpoint.save(out / "checkpoint.safetensors", {old_name(name): t for name, t in tensors.items()}, meta)
-    for how in ({"out": out, "resume": "auto"}, {"out": tmp_path / "run", "init_from": out}):
+    for how in ({"out": out, "resume": "auto"}, {"out": tmp_path / "new", "init_from": out}):
         refuse(arguments(data, **how), str(out / "checkpoint.safetensors"), "before November 2026", "config.json")
 
 
-def test_the_best_is_looked_for_anew_over_other_tokens(data, tmp_path):
-    out, same = tmp_path / "run", {"final_eval_tokens": 320}
-    succeed(arguments(data, out, **same, eval_tokens=64), LM=stops_at(7))
+def test_the_best_is_looked_for_anew_over_other_tokens(data, out):
+    succeed(arguments(data, out, final_eval_tokens=320, eval_tokens=64), LM=stops_at(7))
     tensors, meta = saved(out)
     checkpoint.save(out / "checkpoint.safetensors", tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 5]})
-    succeed(arguments(data, out, **same, eval_tokens=320, resume="auto"))
+    succeed(arguments(data, out, final_eval_tokens=320, eval_tokens=320, resume="auto"))
     later = {step: e["val_loss"] for step, e in events(out, "eval").items() if e["val_tokens"] == 320}
     assert sorted(later) == [10, 12] and record(out)["best_val_loss"] == min(later.values())
     assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
@@ -580,10 +582,10 @@ def damage(path):
 
 
 @pytest.mark.parametrize("how", ["damaged", "cut short", "missing"])
-def test_a_damaged_checkpoint_is_passed_over(whole, data, tmp_path, how):
+def test_a_damaged_checkpoint_is_passed_over(whole, data, out, how):
     """The run continues from the one before it, and the rest of the log goes; where no other is left, it does not
     start."""
-    out = shutil.copytree(whole, tmp_path / "run")
+    shutil.copytree(whole, out)
     newest = out / "checkpoint.safetensors"
     {"damaged": lambda: damage(newest), "cut short": lambda: os.truncate(newest, 3000), "missing": newest.unlink}[how]()
     result = succeed(arguments(data, out, resume="auto"))
@@ -596,20 +598,31 @@ def test_a_damaged_checkpoint_is_passed_over(whole, data, tmp_path, how):
     refuse(arguments(data, out, resume="auto"), f"{newest}: cut short", "2 others here cannot be read either")
 
 
+def test_a_checkpoint_of_another_shape_gets_one_line(data, out):
+    path, once = out / "checkpoint.safetensors", {"keep_checkpoints": 1, "eval_interval": 0}
+    succeed(arguments(data, path.parent, **once), LM=stops_at(5))
+    tensors, meta = checkpoint.load(path)
+    for broken in ({**meta, "step": "five"}, {k: v for k, v in meta.items() if k != "bad"}, {**meta, "config": 7}):
+        checkpoint.save(path, tensors, broken)
+        refuse(arguments(data, path.parent, **once, resume="auto"), str(path))
+    name = next(n for n in tensors if n.endswith("embed.weight"))
+    checkpoint.save(path, {**tensors, name: tensors[name][:5]}, meta)
+    refuse(arguments(data, path.parent, **once, resume="auto"), "does not fit this run")
+
+
 # -------------------------------------------------------------------------------------------- a run that goes on longer
 
 @pytest.mark.parametrize("changes, stop", [({"schedule": "constant"}, 12), ({"schedule": "wsd", "decay_iters": 4}, 7),
                                            ({"schedule": "constant", "warmup_iters": -1, "max_iters": 80}, 1)], ids=str)
-def test_a_run_goes_on_longer(data, tmp_path, changes, stop):
+def test_a_run_goes_on_longer(data, out, tmp_path, changes, stop):
     """Or ends earlier: bit for bit the run that was planned so from the start, with the same warmup."""
     plan = {"warmup_iters": 2, "eval_tokens": 64, **changes}
     longer = {**plan, "max_iters": stop + 4, "resume": "auto"}
     succeed(arguments(data, tmp_path / "whole", **{**longer, "warmup_iters": 4 if stop == 1 else 2}))
-    out = tmp_path / "run"
     succeed(arguments(data, out, **plan), LM=stops_at(stop))
     assert (out / "result.json").exists() == (stop == plan.get("max_iters", 12))
-    result = succeed(arguments(data, out, **longer), LM=stops_at(2))
-    assert f"max_iters was {plan.get('max_iters', 12)}, is {stop + 4}" in result.out
+    said = succeed(arguments(data, out, **longer), LM=stops_at(2)).out
+    assert f"max_iters was {plan.get('max_iters', 12)}, is {stop + 4}" in said
     assert not (out / "result.json").exists(), "of the shorter run"
     succeed(arguments(data, out, **longer))  # the same line again
     assert_same_training(out, tmp_path / "whole")
@@ -639,20 +652,20 @@ def test_a_branch_is_the_run_from_scratch(data, tmp_path):
 
 
 @pytest.mark.parametrize("changes, stop", [({}, 12), ({"schedule": "wsd", "decay_iters": 4}, 10)], ids=str)
-def test_a_schedule_that_was_planned_to_the_end_does_not_go_on_longer(data, tmp_path, changes, stop):
-    succeed(arguments(data, tmp_path / "run", **changes), LM=stops_at(stop))
-    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    refuse(arguments(data, tmp_path / "run", **changes, max_iters=24, resume="auto"), "max_iters 12 -> 24",
+def test_a_schedule_that_was_planned_to_the_end_does_not_go_on_longer(data, out, changes, stop):
+    succeed(arguments(data, out, **changes), LM=stops_at(stop))
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    refuse(arguments(data, out, **changes, max_iters=24, resume="auto"), "max_iters 12 -> 24",
            "--schedule=constant", "--schedule=wsd before its decay")
-    refuse(arguments(data, tmp_path / "run", **changes, max_iters=6, resume="auto"), "max_iters 12 -> 6")
-    assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    refuse(arguments(data, out, **changes, max_iters=6, resume="auto"), "max_iters 12 -> 6")
+    assert before == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
 # -------------------------------------------------------------------------------------------------- the code's identity
 
-def test_code_that_changed_while_the_run_was_down(whole, data, tmp_path, monkeypatch):
+def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch):
     """Said when the run continues, and kept in config.json; but for that, nothing changes."""
-    out, versions = tmp_path / "run", lambda: record(out, "config")["code_versions"]
+    versions = lambda: record(out, "config")["code_versions"]
 
     def go_on(code, LM=LM):
         monkeypatch.setattr(records, "code_identity", lambda: {"code": code, "code_files": {}})
@@ -698,36 +711,34 @@ def test_the_identity_of_the_code(tmp_path):
 STILL = {**TINY, "max_iters": 1, "learning_rate": 1e-30}  # a step that changes nothing: the result of the old weights
 
 
-def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, tmp_path):
-    out, source = tmp_path / "run", shutil.copytree(whole, tmp_path / "source")
-    result = succeed(arguments(data, out, STILL, init_from=whole))
-    began = f"weights from {whole / 'checkpoint.safetensors'} (step 12)\n"
-    assert began in result.out and "continuing" not in result.out
+def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, out, tmp_path):
+    said = succeed(arguments(data, out, STILL, init_from=whole)).out
+    assert f"weights from {whole / 'checkpoint.safetensors'} (step 12)\n" in said and "continuing" not in said
     assert record(out)["val_loss"] == record(whole)["val_loss"]
     optimizer, = state(out)["optimizers"]
     assert {s["step"].item() for s in optimizer["state"].values()} == {1.0} and saved(out)[1]["step"] == 1
     assert list(events(out)) == [1] and saved(out)[1]["config"]["init_from"] == str(whole)
+    source = shutil.copytree(whole, tmp_path / "source")
     damage(source / "checkpoint.safetensors")
-    result = succeed(arguments(data, tmp_path / "earlier", STILL, init_from=source, block_size=16))
-    assert f"skipped: {source / 'checkpoint.safetensors'}: " in result.out
-    assert f"weights from {source / 'checkpoint-10.safetensors'} (step 10); block_size was 32, is 16\n" in result.out
+    said = succeed(arguments(data, tmp_path / "earlier", STILL, init_from=source, block_size=16)).out
+    assert f"skipped: {source / 'checkpoint.safetensors'}: " in said
+    assert f"weights from {source / 'checkpoint-10.safetensors'} (step 10); block_size was 32, is 16\n" in said
     succeed(arguments(data, tmp_path / "file", STILL, init_from=source / "checkpoint-10.safetensors"))
     assert record(tmp_path / "file")["val_loss"] == pytest.approx(events(whole, "eval")[10]["val_loss"])
 
 
-def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, data, tmp_path):
-    source, out = shutil.copytree(whole, tmp_path / "source"), tmp_path / "run"
+def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, data, out, tmp_path):
+    source = shutil.copytree(whole, tmp_path / "source")
     succeed(arguments(data, tmp_path / "undisturbed", init_from=source))
     assert losses(tmp_path / "undisturbed")[0] < losses(whole)[0] - 0.5
     succeed(arguments(data, out, init_from=source, resume="auto"), LM=stops_at(7))
     shutil.rmtree(source)
-    result = succeed(arguments(data, out, init_from=source, resume="auto"))
-    assert "at step 7" in result.out and "weights from" not in result.out
+    said = succeed(arguments(data, out, init_from=source, resume="auto")).out
+    assert "at step 7" in said and "weights from" not in said
     assert_same_run(out, tmp_path / "undisturbed")
 
 
-def test_weights_that_do_not_fit_get_one_line(whole, data, tmp_path):
-    out, source = tmp_path / "run", tmp_path / "source"
+def test_weights_that_do_not_fit_get_one_line(whole, data, out, tmp_path):
     refused = lambda *words, **changes: refuse(arguments(data, out, **{"init_from": whole, **changes}), *words)
     newest = str(whole / "checkpoint.safetensors")
     refused(newest, "embed.weight is (256, 32) there, (256, 64) here", "n_embd was 32, is 64", n_embd=64)
@@ -737,8 +748,8 @@ def test_weights_that_do_not_fit_get_one_line(whole, data, tmp_path):
     refused("empty", "there is no checkpoint in this folder", init_from=tmp_path / "empty")
     refused("nowhere", "no checkpoint was saved here", init_from=tmp_path / "nowhere")
     refused("train.bin", "not a checkpoint of this project", init_from=data / "train.bin")
+    source, (tensors, meta) = tmp_path / "source", saved(whole)
     source.mkdir()
-    tensors, meta = saved(whole)
     write = lambda **changes: checkpoint.save(source / "checkpoint.safetensors", tensors, {**meta, **changes})
     write(tokenizer="gpt2")
     refused("checkpoint.safetensors: its tokenizer is not that of", str(data), "('gpt2', 'bytes')", init_from=source)
@@ -755,72 +766,33 @@ def test_weights_that_do_not_fit_get_one_line(whole, data, tmp_path):
     assert not list(tmp_path.glob("run/earlier*")), "a refusal moved the earlier run"
 
 
-# ------------------------------------------------------------------------------------------- signals, on real processes
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_while_pytorch_is_imported(data, tmp_path, start):
-    process = start([sys.executable, "train.py", *arguments(data, tmp_path / "run")])
+def test_ctrl_c_while_pytorch_is_imported(data, out, start):
+    process = start([sys.executable, "train.py", *arguments(data, out)])
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT and process.said() == ""
 
 
-def test_a_signal_to_a_real_process(data, tmp_path, start):
-    """test_chaos.py kills and stops forked ones."""
-    out, short = tmp_path / "run", {**LONG, "max_iters": 100, "eval_interval": 0}
-    process = start([sys.executable, "train.py", *arguments(data, out, short)])
-    while not (out / "log.jsonl").exists() or '"step": 5,' not in (out / "log.jsonl").read_text():
-        assert process.poll() is None, process.said()
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(300) == 0 and "Traceback" not in process.said() and not (out / "result.json").exists()
-    step, last = saved(out)[1]["step"], process.said().splitlines()[-1]
-    assert last.startswith(f"stopped after step {step} of 100") and last.endswith("--resume=auto")
-    assert f"--out_dir={out}" in last and max(events(out)) == step
-    succeed(arguments(data, out, short, resume="auto"))
-    succeed(arguments(data, tmp_path / "whole", short))
-    assert_same_run(out, tmp_path / "whole")
-
-
 # ----------------------------------------------------------------------------------------------------------- not finite
 
-def poisoned(calls, how="loss"):
-    """An LM whose loss, or only whose gradient, is not a number in these training steps (from 1)."""
-    class Poisoned(LM):
-        step = 0
-
-        def forward(self, idx, targets=None, **kwargs):
-            logits, loss = super().forward(idx, targets, **kwargs)
-            Poisoned.step += self.training
-            if self.training and Poisoned.step in calls:
-                loss = loss * math.nan if how == "loss" else loss + 0 * (self.norm.weight * 0).sqrt().sum()
-            return logits, loss
-    return Poisoned
-
-
 @pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(data, tmp_path, how):
-    versions, save, out = {}, checkpoint.save, tmp_path / "run"
-
-    def keep(path, tensors, meta, **rest):
-        versions[meta["step"]] = {name: t.clone() for name, t in tensors.items()}
-        save(path, tensors, meta, **rest)
-
-    with mock.patch.object(checkpoint, "save", keep):
-        result = succeed(arguments(data, out, checkpoint_interval=1, max_bad_steps=3), LM=poisoned({3, 4, 7, 8}, how))
+def test_a_step_that_is_not_finite_is_skipped_and_counted(data, out, how):
+    argv = arguments(data, out, checkpoint_interval=1, keep_checkpoints=12, max_bad_steps=3)
+    result = succeed(argv, LM=poisoned({3, 4, 7, 8}, how))
     assert result.out.count("step skipped") == 4 and "step 4: " in result.out and "(2 in a row)" in result.out
     assert record(out)["skipped_steps"] == 4 and math.isfinite(record(out)["val_loss"])
     skipped = events(out, "skipped")
     assert list(skipped) == [3, 4, 7, 8] and (skipped[3]["train_loss"] is None) == (how == "loss")
+    versions = {step: checkpoint.load(path)[0] for step, path in checkpoint.steps(out).items()}
     for step in range(2, 13):
         weights = [name for name in versions[step] if name.startswith(("model", "optimizers"))]
         same = all(torch.equal(versions[step][name], versions[step - 1][name]) for name in weights)
         assert same == (step in (3, 4, 7, 8)), f"step {step}"
 
 
-def test_a_loss_that_stays_not_finite_ends_the_run(data, tmp_path):
-    out = tmp_path / "run"
+def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
     argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3)
     line = refuse(argv, "step 7", "3 times in a row", f"{out / 'checkpoint.safetensors'}, step",
                   str(data / "train.bin"), "learning_rate", LM=poisoned(range(5, 99)))
@@ -833,9 +805,68 @@ def test_a_loss_that_stays_not_finite_ends_the_run(data, tmp_path):
     refuse(arguments(data, out, max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
 
 
+# --------------------------------------------------------------------------------------------- data under a running job
+
+def edit(path):
+    with open(path, "r+b") as f:
+        f.write(b"a")
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda path: os.truncate(path, 7000), ["train.bin", "8,000 bytes then, 7,000 now"]),
+    (lambda path: path.unlink(), ["train.bin", "No such file"]),
+    (lambda path: os.replace(shutil.copy2(path, f"{path}.new"), path), ["train.bin", "replaced"]),
+    (lambda path: edit(path.with_name("val.bin")), ["val.bin", "written to"])],
+    ids=["cut", "gone", "replaced", "edited"])
+def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+
+    def act(n, lm, loss):
+        if n == 7:
+            change(folder / "train.bin")
+
+    refuse(arguments(folder, out), "changed during the run", "--resume=auto", *words, LM=acting(act))
+    assert saved(out)[1]["step"] == 5  # the last good one
+
+
+def test_large_data_that_changed_while_the_run_was_down(data, tmp_path, monkeypatch):
+    """Content of a large file is not looked at whenever it is opened, but where its size or time is not the
+    checkpoint's."""
+    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)
+    folder, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(data, folder)
+    succeed(arguments(folder, out), LM=stops_at(5))
+    times = (folder / "train.bin").stat()
+    edit(folder / "train.bin")
+    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file meta.json describes")
+    shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
+    verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
+    monkeypatch.setattr(loader.Tokens, "verify", verified)
+    succeed(arguments(folder, out, resume="auto"), LM=stops_at(7))
+    assert verified.call_count == 1
+    succeed(arguments(folder, out, resume="auto"), LM=stops_at(9))
+    assert verified.call_count == 1 and times.st_mtime_ns != (folder / "train.bin").stat().st_mtime_ns
+
+
+def test_out_of_memory_says_how_to_go_on(data, out):
+    argv, asks = partial(arguments, data, out), ("micro-batch of 12 x 32", "--micro_batch_size=6")
+    line = refuse(argv(), *asks, "--resume=auto", "--auto_micro_batch", LM=small_memory(5))
+    assert "--micro_batch_size=12" not in line
+    refuse(argv(micro_batch_size=1), "1 x 32", "block_size", LM=small_memory(0))
+    refuse(argv(auto_micro_batch=True), "1 x 32", "block_size", LM=small_memory(0))
+    for place, error in (("validation.Evaluate.loss", MemoryError),
+                         ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."))):
+        with mock.patch(place, side_effect=error):
+            refuse(argv(), *asks)
+
+
 # -------------------------------------------------------------------------------------------------- the user's mistakes
 
-MISTAKES = [
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize("changes, words", [
     ({"documents": "pack"}, ["which token ends a document", "--end_of_text"]),
     ({"learning_rat": 1e-3}, ["--learning_rat'", "--learning_rate"]),
     ({"batch_size": 8}, ["batch_size", "micro_batch_size"]), ({"scan_backend": "cpu"}, ["scan_backend", "backend"]),
@@ -853,32 +884,29 @@ MISTAKES = [
     ({"warmup_iters": -100}, ["warmup_iters -100", "-1 for its default"]), ({"min_lr": -2}, ["min_lr -2.0"]),
     ({"n_layer": 10**14}, ["n_layer", "at most 1024"]), ({"vocab_size": 10**9, "n_embd": 10**4}, ["bytes", "smaller"]),
     ({"init_from": "/dev/zero"}, ["/dev/zero: not a regular file"]), ({"out_dir": "x" * 300}, ["File name too long"]),
-]
+    *(({name: value}, [name]) for name, value in {
+        "max_iters": 10**400, "n_embd": 10**24, "vocab_size": 10**19, "grad_clip": "1e999", "learning_rate": math.nan,
+        "eval_block_size": 10**25, "batch_tokens": 384 * 10**9}.items()),
+    pytest.param({"device": "cuda"}, ["device cuda", "no GPU", "--device=cpu"], marks=NO_GPU),
+    pytest.param({"backend": "cuda"}, ["cuda", "GPU"], marks=NO_GPU),
+    pytest.param({"model": "gla", "backend": "fused"}, ["fused", "GPU"], marks=NO_GPU),
+], ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
+def test_mistakes_get_one_line(data, out, changes, words):
+    refuse(arguments(data, out, **changes), *words)
+    assert not (out / "checkpoint.safetensors").exists()
 
 
 @pytest.mark.parametrize("name, value, words", [
     ("WORLD_SIZE", "two", "WORLD_SIZE='two'"), ("WORLD_SIZE", "-1", "must be a whole number in 1 .."),
     ("RANK", "2", "in 0 .. 1"), ("RANK", "", "no RANK"), ("MASTER_PORT", "1e4", "MASTER_PORT='1e4'"),
-    ("LOCAL_WORLD_SIZE", "0.5", "LOCAL_WORLD_SIZE"), ("TORCHELASTIC_MAX_RESTARTS", "many", "TORCHELASTIC_MAX")])
-def test_an_environment_that_is_no_number(data, tmp_path, monkeypatch, name, value, words):
+    ("LOCAL_WORLD_SIZE", "0.5", "LOCAL_WORLD_SIZE"), ("TORCHELASTIC_MAX_RESTARTS", "many", "TORCHELASTIC_MAX"),
+    ("TORCHELASTIC_MAX_RESTARTS", "2", "resume=never: each restart by torchrun --max-restarts would begin anew")])
+def test_mistakes_in_the_environment_get_one_line(data, out, monkeypatch, name, value, words):
     two = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
     for key, text in {**two, name: value}.items():
         monkeypatch.setenv(key, text)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    refuse(arguments(data, tmp_path / "run"), words)
-
-
-@pytest.mark.parametrize("changes, words", MISTAKES, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
-def test_mistakes_get_one_line(data, tmp_path, changes, words):
-    refuse(arguments(data, tmp_path / "run", {**TINY, **changes}), *words)
-    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(data, tmp_path):
-    refuse(arguments(data, tmp_path / "run", device="cuda"), "device cuda", "no GPU", "--device=cpu")
-    refuse(arguments(data, tmp_path / "run", backend="cuda"), "cuda", "GPU")
-    refuse(arguments(data, tmp_path / "run", model="gla", backend="fused"), "fused", "GPU")
+    refuse(arguments(data, out), words)
 
 
 def test_help_lists_every_key():
@@ -911,8 +939,7 @@ def test_what_wandb_is_given(data, tmp_path, monkeypatch):
     assert given["init"]["id"] == first != how["id"] and given["init"]["resume"] == "allow"
 
 
-def test_wandb_that_is_not_there_is_said_before_anything_is_moved(data, tmp_path, monkeypatch):
-    out = tmp_path / "run"
+def test_wandb_that_is_not_there_is_said_before_anything_is_moved(data, out, tmp_path, monkeypatch):
     succeed(arguments(data, out, max_iters=2))
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -949,9 +976,9 @@ class Points:
             yield part, 3 * part, len(part) / 4
 
 
-def test_anything_can_be_trained(tmp_path, capsys):
+def test_anything_can_be_trained(out, tmp_path, capsys):
     """The same loop, resume and records; an evaluation's metrics are logged, and it ends the run."""
-    whole, out, asked = tmp_path / "whole", tmp_path / "run", []
+    whole, asked = tmp_path / "whole", []
     config = TrainConfig(out_dir=str(whole), max_iters=40, eval_interval=5, learning_rate=0.2, min_lr=0.2,
                          warmup_iters=0, micro_batch_size=3, dtype="float32", self_check="off", log_interval=1,
                          weight_decay=0)
@@ -965,10 +992,8 @@ def test_anything_can_be_trained(tmp_path, capsys):
         train.seed_all(seed)
         return train.train(config, Line(), data, evaluate)
 
-    class Stops(Points):
-        def check_unchanged(self):
-            os.kill(os.getpid(), signal.SIGTERM)
-
+    stops = Points()
+    stops.check_unchanged = lambda: os.kill(os.getpid(), signal.SIGTERM)
     with mock.patch("run.draw_loss", no_picture):
         metrics = go_on(0, config, Points())
         assert abs(metrics["slope"] - 3) < 0.5 and "stop" not in metrics and metrics["val_loss"] < 0.5
@@ -976,7 +1001,7 @@ def test_anything_can_be_trained(tmp_path, capsys):
         assert 5 < steps < 40 and steps % 5 == 0 and asked == [False] * (steps // 5)
         assert events(whole, "eval")[steps]["slope"] == record(whole)["slope"] == metrics["slope"]
         config = dataclasses.replace(config, out_dir=str(out), resume="auto")
-        assert go_on(0, config, Stops()) is None and saved(out)[1]["step"] in (5, 6)
+        assert go_on(0, config, stops) is None and saved(out)[1]["step"] in (5, 6)
         go_on(1, config, Points())  # a checkpoint has the random state
         assert_same_training(out, whole)
         before = (out / "result.json").read_bytes()
