@@ -319,15 +319,10 @@ def torchrun(*how):
     return [sys.executable, "-m", "torch.distributed.run", *how, str(ROOT / "train.py")]
 
 
-def workers_of(pid):
-    """Ids of a process's children, by their rank."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            env = dict(e.split("=", 1) for e in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in e)
-            if "RANK" in env:
-                found[int(env["RANK"])] = int(child)
-    return found
+def worker(pid, rank):
+    """The id of torchrun's child of that rank."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return next(int(child) for child in children if f"\0RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text())
 
 
 @LONG_FORM
@@ -339,7 +334,7 @@ def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, 
     agent = start([*torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2"), *argv])
     assert until(agent, lambda: logged(out) >= 50, "progress"), agent.said()
     every = RUN["checkpoint_interval"]
-    os.kill(workers_of(agent.pid)[1], signal.SIGKILL)
+    os.kill(worker(agent.pid, 1), signal.SIGKILL)
     assert until(agent, lambda: "continuing from" in agent.said(), "restart"), agent.said()
     step = int(agent.said().split("continuing from")[1].split(" at step ")[1].split()[0])
     assert step >= 50 - 2 * every and step % every == 0 and "rank 0 on " in agent.said()
@@ -510,10 +505,8 @@ def fill(disk):
             f.write(bytes(4096))
 
 
-@pytest.mark.parametrize("emptied", [True, False])
-def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, emptied):
-    """Full for a while: the run goes on, and its records are whole. Full to the end: it says so, and ends after a
-    resume."""
+def test_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
+    """The run goes on, and its records are whole."""
     disk = small_disk(4)
     out = disk / "run"
     r = launch(arguments(data, out, RUN))
@@ -524,37 +517,31 @@ def test_a_full_disk_while_training(undisturbed, launch, small_disk, data, empti
         fill(disk)  # again: a checkpoint that was not written leaves room
         return "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said()
 
-    if emptied:
-        assert r.until(complaint, "complaint"), r.said()
-        checkpoint.load(out / "checkpoint.safetensors")
-        (disk / "filler").unlink()
-        r.succeed()
-        assert "log.jsonl is complete again" in r.said() and r.said().count("cannot write log.jsonl") == 1
-    else:
-        assert r.end() == [2] and not (out / "result.json").exists(), r.said()
-        assert "make room" in r.said().splitlines()[-1] and "--resume=auto" in r.said().splitlines()[-1], r.said()
-        (disk / "filler").unlink()
-        step = saved(out)[1]["step"]
-        assert f"at step {step}" in launch([*arguments(data, out, RUN), "--resume=auto"]).succeed().said()
+    assert r.until(complaint, "complaint"), r.said()
+    checkpoint.load(out / "checkpoint.safetensors")
+    (disk / "filler").unlink()
+    r.succeed()
+    assert "log.jsonl is complete again" in r.said() and r.said().count("cannot write log.jsonl") == 1
     assert_same_run(out, undisturbed(1))
 
 
-@LONG_FORM
-def test_a_disk_too_full_for_the_last_checkpoint_only(launch, small_disk, data):
-    """Where the small records still fit, result.json must not say that the run is finished."""
-    disk = small_disk(12)
+@pytest.mark.parametrize("room", [0, 300_000])
+def test_a_disk_that_stays_full(launch, small_disk, data, tmp_path, room):
+    """The run says so, and ends after a resume. Where the small records still fit, and no checkpoint, result.json must
+    not say that it is finished."""
+    disk, large = small_disk(12), {**RUN, "n_embd": 64, "max_iters": 120}
     out = disk / "run"
-    large = {**RUN, "n_embd": 64, "max_iters": 120}
     r = launch(arguments(data, out, large))
     assert r.until(lambda: logged(out) >= 40, "progress")
     fill(disk)
-    os.truncate(disk / "filler", (disk / "filler").stat().st_size - 300_000)
-    assert r.end() == [2], r.said()
-    line = r.said().splitlines()[-1]
-    assert "the last one is of step" in line and "--resume=auto" in line and not (out / "result.json").exists()
+    os.truncate(disk / "filler", (disk / "filler").stat().st_size - room)
+    assert r.end() == [2] and not (out / "result.json").exists(), r.said()
+    line, step = r.said().splitlines()[-1], saved(out)[1]["step"]
+    assert f"the last one is of step {step}: make room" in line and "--resume=auto" in line
     (disk / "filler").unlink()
-    launch([*arguments(data, out, large), "--resume=auto"]).succeed()
-    assert saved(out)[1]["step"] == 120 and (out / "result.json").exists()
+    assert f"at step {step}" in launch([*arguments(data, out, large), "--resume=auto"]).succeed().said()
+    launch(arguments(data, tmp_path / "whole", large)).succeed()
+    assert_same_run(out, tmp_path / "whole")
 
 
 def test_a_full_disk_while_preparing(small_disk):

@@ -14,29 +14,21 @@ from optim import Muon, build_optimizers, muon_matrices, set_learning_rate
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "mlp_multiple": 16}
 
 
-def settings(**changes):
-    return SimpleNamespace(**{"optimizer": "adamw", "dtype": "float32", "learning_rate": 1e-2, "weight_decay": 0.1,
-                              "beta1": 0.9, "beta2": 0.95, **changes})
-
-
-def build(family="longhorn", **changes):
+def build(family, optimizer):
     torch.manual_seed(0)
     lm = LM(ModelConfig(model=family, **SMALL))
-    return lm, build_optimizers(lm, settings(**changes))
-
-
-def storages(group):
-    return {p.untyped_storage().data_ptr() for p in group["params"]}
+    return lm, build_optimizers(lm, SimpleNamespace(optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1,
+                                                    beta1=0.9, beta2=0.95))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_is_in_one_group(family, optimizer):
-    lm, optimizers = build(family, optimizer=optimizer)
+    lm, optimizers = build(family, optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in lm.parameters())
     of = lambda names: {lm.get_parameter(name).untyped_storage().data_ptr() for name in names}
-    found = [storages(group) for group in groups]
+    found = [{p.untyped_storage().data_ptr() for p in group["params"]} for group in groups]
     assert set().union(*found) == of(name for name, _ in lm.named_parameters()) and sum(map(len, found)) == len(
         list(lm.parameters()))
     matrices, decayed = set(muon_matrices(lm)) if optimizer == "muon" else set(), set(lm.decayed())
@@ -48,7 +40,7 @@ def test_every_parameter_is_in_one_group(family, optimizer):
 
 
 def test_the_schedule_scales_each_groups_own_rate():
-    _, optimizers = build(optimizer="muon")
+    _, optimizers = build("longhorn", "muon")
     optimizers[1].param_groups[1]["initial_lr"] = 5.0
     for factor in (0.5, 0.1, 1.0):  # of the initial rate, not of the last one
         set_learning_rate(optimizers, factor)
@@ -59,7 +51,7 @@ def test_the_schedule_scales_each_groups_own_rate():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_a_fused_projection_are_matrices_of_their_own(family):
     """Three steps equal torch.optim.Muon's on copies of the separate maps."""
-    lm, optimizers = build(family, optimizer="muon")
+    lm, optimizers = build(family, "muon")
     rows = muon_matrices(lm)
     assert all(sum(parts) == len(lm.get_parameter(name)) for name, parts in rows.items())
     separate = {name: [torch.nn.Parameter(part.clone()) for part in lm.get_parameter(name).detach().split(parts)]
