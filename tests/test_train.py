@@ -1,7 +1,7 @@
 """train.py from the outside: its command line, its records, and that nothing but the settings decides the result.
 
 Most runs happen in this process, through runpy, as `python train.py ...` would run them: importing torch takes longer
-than training a tiny model. Signals are sent to real processes; kills and several processes are in test_chaos.py.
+than training a tiny model. What needs processes of its own, kills above all, is in test_chaos.py.
 
     python -m pytest tests/test_train.py
 """
@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import importlib
 import io
+import itertools
 import json
 import math
 import os
@@ -168,16 +169,13 @@ def assert_close_run(out, other):
 def acting(act):
     """An LM that calls act(n, itself, loss) after its n-th training forward, n from 1; the run gets what that returns,
     or the loss."""
-    class Acting(LM):
-        calls = 0
+    calls = itertools.count(1)
 
+    class Acting(LM):
         def forward(self, idx, targets=None, **how):
             logits, loss = super().forward(idx, targets, **how)
-            if self.training:
-                Acting.calls += 1
-                changed = act(Acting.calls, self, loss)
-                loss = loss if changed is None else changed
-            return logits, loss
+            changed = act(next(calls), self, loss) if self.training else None
+            return logits, loss if changed is None else changed
     return Acting
 
 
