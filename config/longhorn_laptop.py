@@ -1,3 +1,3 @@
-# 3 layers of two Longhorn blocks, 1.49M parameters; of tokens in place of bytes: longhorn_bpe.py.
+# 3 layers of two Longhorn blocks on bytes, 1.49M parameters; on learned tokens: longhorn_bpe.py.
 include("laptop.py")
 model = "longhorn"

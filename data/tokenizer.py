@@ -123,7 +123,7 @@ def learn_bpe(texts, n_vocab):
     """The text of a tokenizer.json: byte pairs learned from `texts` (an iterable of str), split into words as GPT-2
     splits them.
 
-    Args: n_vocab: tokens, with the 256 bytes and <|endoftext|> among them; so few texts may give fewer. Raises
+    Args: n_vocab: tokens, with the 256 bytes and <|endoftext|> among them; short texts may give fewer. Raises
     DataError, one line.
     """
     if not n_vocab.isdecimal() or not 257 < int(n_vocab) <= 65_536:
