@@ -48,12 +48,16 @@ class Skip(Exception):
     """Why a stage does not run here."""
 
 
+def by_exit_status(status, text):
+    return ("ok", None) if status == 0 else ("failed", last_line(text) or f"exit status {status}")
+
+
 class Stage(NamedTuple):
     name: str
     limit_s: float
     command: object                           # (context) -> [argument, ...]; may raise Skip
     summary: object = lambda found, text: ""  # (records, output) -> the numbers that matter, in one line
-    verdict: object = None                    # (exit status, output) -> (status, reason); None: by the exit status
+    verdict: object = by_exit_status          # (exit status, output) -> (status, reason)
 
 
 class Context(NamedTuple):
@@ -127,12 +131,10 @@ def run_stage(stage, context, limit_s, log):
         found = read_records(context.record)
     if status is None:
         verdict = "over time", f"killed at its limit of {limit_s:.0f} s; what it had found by then is kept"
-    elif stage.verdict and status >= 0:
-        verdict = stage.verdict(status, text)
     elif status < 0:
         verdict = "failed", f"ended by signal {-status} ({signal.Signals(-status).name})"
     else:
-        verdict = ("ok", None) if status == 0 else ("failed", last_line(text) or f"exit status {status}")
+        verdict = stage.verdict(status, text)
     try:
         summary = stage.summary(found, text)
     except Exception as error:  # the records are there all the same
@@ -344,11 +346,15 @@ def variants(emit, dry_run, budget_s):
         sys.exit(failed[0])
 
 
-def variants_summary(found, text):
-    rows = [r for r in found if "forward" in r and r["N"] == found[0]["N"]]
-    return "ms forward / backward: " + ", ".join(
-        f"{r['defines'] or 'as it is'} " + " / ".join(f"{r[p]['median_seconds'] * 1e3:.2f}"
-                                                      for p in ("forward", "backward")) for r in rows)
+def times_summary(found, text):
+    """The times of each variant or contender at the first shape."""
+    rows = [r for r in found if "forward" in r]
+    words = []
+    for r in rows:
+        if all(r.get(n) == rows[0].get(n) for n in "BTDN"):
+            times = " / ".join(f"{1e3 * r[what]['median_seconds']:.2f}" for what in ("forward", "backward"))
+            words.append(f"{r.get('defines', r['contender']) or 'as it is'} {times}")
+    return f"ms forward / backward: {', '.join(words)}"
 
 
 # --------------------------------------------------------------------------------------------------- stage: convolution
@@ -395,13 +401,6 @@ def conv_results(a, dy, backend):
     y = causal_conv1d(**args, backend=backend)
     grads = torch.autograd.grad(y, list(args.values()), dy.to(y.dtype))
     return {"y": y.detach(), **{f"d{n}": g for n, g in zip(args, grads, strict=True)}}
-
-
-def convolution_summary(found, text):
-    rows = [r for r in found if "forward" in r]
-    words = [f"{r['contender']} " + " / ".join(f"{r[p]['median_seconds'] * 1e3:.2f}" for p in ("forward", "backward"))
-             for r in rows if all(r[n] == rows[0][n] for n in "BTD")]
-    return f"ms forward / backward: {', '.join(words)}"
 
 
 # --------------------------------------------------------------------------------------- stages that are other programs
@@ -468,7 +467,7 @@ def sanitizer(name):
         errors = max(map(int, counted))
         if errors:
             return "failed", f"{errors} errors or hazards, see gpu.log"
-        return ("ok", None) if status == 0 else ("failed", last_line(text))
+        return by_exit_status(status, text)
 
     return Stage(name, 40, command, verdict=verdict)
 
@@ -493,7 +492,7 @@ def preset(script, name):
     def verdict(status, text):
         if status == 124:  # of timeout
             return "ok", "its time is over: the same command goes on with it"
-        return ("ok", None) if status == 0 else ("failed", last_line(text))
+        return by_exit_status(status, text)
 
     return Stage(name, 150, command, lambda found, text: last_line(text), verdict)
 
@@ -506,8 +505,8 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("mamba_ssm", 60, mamba_ssm, in_short),
           Stage("benchmark", 190, benchmark, in_short),
           Stage("profile", 60, profile),
-          Stage("convolution", 30, lambda c: c.inner("convolution"), convolution_summary),
-          Stage("variants", 150, lambda c: c.inner("variants"), variants_summary),
+          Stage("convolution", 30, lambda c: c.inner("convolution"), times_summary),
+          Stage("variants", 150, lambda c: c.inner("variants"), times_summary),
           training("training", 60, 1024), training("training_compiled", 90, 1024, "--compile"),
           training("training_4096", 60, 4096, "--rounds=5"), training("training_8192", 60, 8192, "--rounds=5"),
           preset("experiments/recall/mqar.py", "recall_gpu"), preset("experiments/scaling/table1.py", "table1_gpu")]

@@ -460,7 +460,7 @@ def test_inner_stages_on_the_cpu(monkeypatch):
     assert sum("scan" in r for r in found) == len(gpu.SMALL)
     rows = [r for r in found if "contender" in r]
     assert [r["contender"] for r in rows] == ["cpu", "torch", "fused"] and rows[0]["forward"]["runs"] == 3
-    assert gpu.convolution_summary(rows, "").startswith("ms forward / backward: cpu ")
+    assert gpu.times_summary(rows, "").startswith("ms forward / backward: cpu ")
     honest = gpu.conv_results
     monkeypatch.setattr(gpu, "conv_results", lambda a, dy, backend: {n: v * (1 + (backend == "cpu"))
                                                                      for n, v in honest(a, dy, backend).items()})
