@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench import generate, step
-from bench.measure import LeftOut, imported, in_one_line, spread
+from bench.measure import LeftOut, imported, in_one_line
 from model import FAMILIES, LM, Longhorn, ModelConfig, SwiGLU
 
 TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16", "--vocab_size=64", "--threads=1"]
@@ -60,15 +60,6 @@ def here(monkeypatch):
 
 def config(model="longhorn", **values):
     return ModelConfig(model=model, **dict(n_layer=1, n_embd=32, n_head=2, block_size=16, vocab_size=64) | values)
-
-
-def row(name, milliseconds=None, **values):
-    family, _, peer = name.partition(", ")
-    times = {}
-    if milliseconds is not None:
-        times = {"seconds": spread([milliseconds / 1e3]), "flops_per_token": 1e6,
-                 "tokens_per_second": 1e6 / milliseconds}
-    return {"name": name, "family": family, "peer": peer or None, **times, **values}
 
 
 def test_options():
@@ -241,10 +232,12 @@ def test_a_step_is_train_pys():
 
 
 def test_mfu_and_ratios():
-    rows = step.derive([row("llama", 10.0), row("mamba", 15.0), row("gla", reason="no")], peak=1e12)
+    llama, mamba = ({"name": name, "seconds": {"median_seconds": seconds}, "flops_per_token": 1e6,
+                     "tokens_per_second": 1e3 / seconds} for name, seconds in (("llama", 0.01), ("mamba", 0.015)))
+    rows = step.derive([llama, mamba, {"name": "gla", "reason": "no"}], peak=1e12)
     assert rows[0]["mfu"] == pytest.approx(0.1) and rows[1]["times_llama"] == pytest.approx(1.5)
     assert "mfu" not in rows[2]
-    assert step.derive([row("mamba", 15.0)], None)[0]["times_llama"] is None
+    assert step.derive([mamba], None)[0]["times_llama"] is None
 
 
 def test_rows_of_generation(here, tmp_path, capsys):

@@ -123,13 +123,18 @@ def test_other_updates(shim, monkeypatch, update, dtype, shape, T, D, N):
     assert not test_updates.failures_of(update, test_updates.inputs_of(update, 1, T, D, N, dtype=dtype))
 
 
+def four_bytes_on(v):
+    """The same numbers in float32, four bytes behind an address that can be fetched from."""
+    return torch.nn.functional.pad(v, (1, 3))[..., 1:-3]
+
+
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 @pytest.mark.parametrize("segments,B,T,D,shape,N", [
     (2, 1, 128, 64, PAIRS, 16), (3, 2, 160, 64, PAIRS, 16), (3, 1, 96, 32, (4, 4), 16)])
 def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape, N):
     use(monkeypatch, shim(update.split()[0], F32, *shape), segments)
     a = test_updates.inputs_of(update, B, T, D, N)
-    a["x"] = torch.nn.functional.pad(a["x"], (1, 3))[..., 1:-3]  # four bytes behind an address that can be fetched from
+    a["x"] = four_bytes_on(a["x"])
     assert not test_updates.failures_of(update, a)
     assert not test_updates.failures_of(update, {n: a[n] for n in a if n not in ("h0", "D", "dt_bias")}, through="y")
 
@@ -165,9 +170,7 @@ def test_optional_arguments(shim, monkeypatch, without):
 def test_extreme_values(shim, monkeypatch, kw):
     use(monkeypatch, shim("longhorn", F32, *PAIRS))
     a = inputs(1, 40, 17, 16, **kw)
-    got = results(native_scan, a)
-    assert not [n for n, v in got.items() if not v.isfinite().all()]
-    assert not failures(a, slack=dict.fromkeys(got, 2e-5))
+    assert not failures(a, slack=dict.fromkeys(["y", "hT", *(f"d{n}" for n in a)], 2e-5))  # what is not finite fails
 
 
 def test_nan_in_the_logits_reaches_the_output(shim, monkeypatch):
@@ -195,11 +198,14 @@ def launched(shim, monkeypatch):
     return watch
 
 
-@pytest.mark.parametrize("T,D,N,without,whole", [
-    (64, 128, 16, (), True), (63, 64, 16, (), False), (64, 63, 16, (), False), (64, 64, 15, (), False),
-    (64, 64, 16, ("z",), False)])
-def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, T, D, N, without, whole):
+@pytest.mark.parametrize("T,D,N,without,odd,whole", [
+    (64, 128, 16, (), None, True), (63, 64, 16, (), None, False), (64, 63, 16, (), None, False),
+    (64, 64, 15, (), None, False), (64, 64, 16, ("z",), None, False),
+    *((32, 64, 16, (), name, False) for name in ("x", "z", "k"))])  # rows that cannot be fetched in pieces
+def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, T, D, N, without, odd, whole):
     names, a = launched(), inputs(1, T, D, N, without=without)
+    if odd:
+        a[odd] = four_bytes_on(a[odd])
     assert not failures(a)
     middle = "_whole" if whole else ""
     assert names == [f"forward{middle}_kernel", f"backward{middle}_kernel"]
@@ -236,15 +242,6 @@ def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, 
     names = launched()
     results(native_scan, inputs(1, 32, 64, 16))
     assert names == [f"{direction}{'_whole' * whole}_kernel" for direction in ("forward", "backward")]
-
-
-@pytest.mark.parametrize("name", ["x", "z", "k"])
-def test_rows_that_cannot_be_fetched_in_pieces_are_read_one_by_one(launched, name):
-    names, a = launched(), inputs(1, 32, 64, 16)
-    # the same, four bytes behind an address that would do
-    a[name] = torch.nn.functional.pad(a[name], (1, 3))[..., 1:-3]
-    assert not failures(a)
-    assert names == ["forward_kernel", "backward_kernel"]
 
 
 def test_two_runs_agree_to_the_bit_and_views_with_contiguous(shim, monkeypatch):

@@ -90,9 +90,7 @@ def test_packed_sequences(emitted, monkeypatch):
 def test_extreme_values(emitted, monkeypatch, kw):
     run(monkeypatch, emitted("longhorn", BF16, *PAIRS))
     a = inputs(1, 40, 17, 16, BF16, **kw)
-    got = results(native_scan, a)
-    assert not [n for n, v in got.items() if not v.isfinite().all()]
-    assert not failures(a, slack=dict.fromkeys(got, 2e-5))
+    assert not failures(a, slack=dict.fromkeys(["y", "hT", *(f"d{n}" for n in a)], 2e-5))  # what is not finite fails
 
 
 def test_convolution(emitted, monkeypatch):
