@@ -195,9 +195,9 @@ def environment(emit, dry_run, budget_s):
     from bench.measure import LeftOut, imported
 
     emit(device=device(dry_run).describe())
-    for name, *arguments in (("nvcc", "--version"), ("compute-sanitizer", "--version"), ("g++", "--version")):
+    for name in ("nvcc", "compute-sanitizer", "g++"):
         path = tool(name)
-        run = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30) if path else None
+        run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30) if path else None
         emit(tool=name, path=path, version=run and last_line(run.stdout))
     for name, module in PACKAGES.items():
         try:

@@ -42,11 +42,8 @@ class Here:
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    threads = torch.get_num_threads()
+def as_before(monkeypatch, threads):
     monkeypatch.setattr(gc, "collect", lambda *_: 0)  # of all that the tests hold: 0.3 s before each time taken
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
