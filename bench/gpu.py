@@ -482,11 +482,11 @@ def profile(context):
             "--launch-count", "12", "--kernel-name", "regex:forward|backward", *context.inner("profiled")]
 
 
-def preset(script, name):
+def preset(name, *command_line):
     """A stage that runs a sweep of an experiment for as long as there is time; the same command goes on with it."""
     def command(context):
         out = (ROOT / "out" if context.out == ROOT / "results" else context.out) / name  # checkpoints are no records
-        return ["timeout", f"{context.seconds:.0f}", sys.executable, script, "run", "--preset=gpu", f"--out={out}",
+        return ["timeout", f"{context.seconds:.0f}", sys.executable, *command_line, f"--out={out}",
                 *["--dry-run"] * context.dry_run]
 
     def verdict(status, text):
@@ -509,7 +509,8 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("variants", 150, lambda c: c.inner("variants"), times_summary),
           training("training", 60, 1024), training("training_compiled", 90, 1024, "--compile"),
           training("training_4096", 60, 4096, "--rounds=5"), training("training_8192", 60, 8192, "--rounds=5"),
-          preset("experiments/recall/mqar.py", "recall_gpu"), preset("experiments/scaling/table1.py", "table1_gpu")]
+          preset("recall_gpu", "experiments/recall/mqar.py", "run", "--preset=gpu"),
+          preset("table1_gpu", "experiments/scaling/sweep.py", "gpu")]
 GATES = ("build", "tests")
 CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm"),
          "speed": ("environment", "build", "benchmark", "profile", "convolution", "variants"),

@@ -243,7 +243,7 @@ def test_a_reader_that_has_gone_is_no_stack(errors, unbuffered):
 
 
 @pytest.mark.parametrize("script, unbuffered", [
-    ("experiments/scaling/table1.py", ""), ("bench/gpu.py", "1"), ("data/loader.py", ""), ("bench/scan.py", "1")])
+    ("experiments/scaling/sweep.py", ""), ("bench/gpu.py", "1"), ("data/loader.py", ""), ("bench/scan.py", "1")])
 def test_scripts_start_and_take_it_that_their_reader_has_gone(script, unbuffered):
     assert with_nobody_reading(sys.executable, script, "--help", PYTHONUNBUFFERED=unbuffered).stderr == ""
 

@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from scipy import optimize, special, stats
 
 from experiments.scaling import compare, fit
-from experiments.scaling.fit import CannotFit, fit_loss, isoflop
+from experiments.scaling.fit import CannotFit, fit_loss
 
-TRUE = {"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28, "a": 0.28 / 0.62, "b": 0.34 / 0.62}
-
-
-def law(N, D):
-    return 1.69 + 406.4 / N**0.34 + 410.7 / D**0.28
+law = fit.Law(1.69, 406.4, 0.34, 410.7, 0.28)
+TRUE = {**vars(law), "a": 0.28 / 0.62}
 
 
 def runs(sizes=5, counts=5, noise=0.0, seed=0):
@@ -39,15 +36,13 @@ def test_without_noise_the_constants_come_back(sizes, counts):
     found = quick(*runs(sizes, counts))
     for name, value in TRUE.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
-    assert found.huber < 1e-20 and found.points == sizes * counts and found.left_out == {}
-    assert found.predict(3e10, 1e12) == pytest.approx(law(3e10, 1e12), rel=1e-6)  # far outside
-    assert found.predict([[1e7], [1e8]], [1e9, 1e10]).shape == (2, 2)
+    assert found.huber < 1e-20 and found.points == sizes * counts and "no noise" in found.warnings[0]
 
 
 def test_the_gradient_is_that_of_finite_differences():
     N, D, L = runs(noise=0.02)
     model = fit._Model(N, D)
-    M, theta = model.terms(N, D), np.array([0.4, 0.1, 0.3, -0.2, 0.25])
+    M, theta = model.terms, np.array([0.4, 0.1, 0.3, -0.2, 0.25])
     for delta in (1e-3, 0.01, 1.0):  # mostly beyond the threshold, some, none
         _, gradient = fit.objective(theta, M, np.log(L), delta)
         value = lambda t, delta=delta: fit.objective(t, M, np.log(L), delta)[0]
@@ -75,17 +70,17 @@ def test_no_other_minimiser_finds_a_lower_loss(noise, seed):
         assert found.huber <= best.fun * (1 + 1e-6)
 
 
-def test_residuals_and_order_of_the_runs():
+def test_the_order_of_the_runs_and_the_unit_of_n_change_nothing():
     N, D, L = runs(noise=0.01)
     found, order = quick(N, D, L), np.random.default_rng(0).permutation(25)
-    assert found.residuals == pytest.approx(L / found.predict(N, D) - 1)
     again = quick(N[order], D[order], L[order])
     assert again.beta == pytest.approx(found.beta, rel=1e-4) and again.huber == pytest.approx(found.huber, rel=1e-6)
     scaled = quick(N * 1e-6, D, L)  # the unit of N only rescales A
     assert scaled.alpha == pytest.approx(found.alpha, rel=1e-3)
     assert scaled.A == pytest.approx(found.A * 1e-6**found.alpha, rel=1e-2)
-    wide = quick(N, D, L, delta=10.0)  # least squares
-    assert wide.noise == pytest.approx(math.sqrt(2 * wide.huber / 20), rel=1e-6)
+    squares = lambda c: ((np.log(fit.Law(*c)(N * 1e-6, D * 1e-8)) - np.log(L)) ** 2).sum()
+    best = optimize.minimize(squares, [1.7, 3.7, 0.34, 2.4, 0.28], method="Nelder-Mead", options=dict(maxiter=4000))
+    assert found.noise == pytest.approx(math.sqrt(best.fun / 20), rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------ intervals
@@ -112,10 +107,12 @@ def test_intervals_of_many_runs_are_percentiles_over_resampled_runs():
     L = law(N, D) * np.exp(np.where(D < 1e9, 0.04, 0.004) * rng.standard_normal(len(N)))
     found = fit_loss(N, D, L)
     model = fit._Model(N, D)
-    M, betas = model.terms(N, D), []
+    M, betas = model.terms, []
+    start = [math.log(found.E), math.log(found.A) - found.alpha * model.centre["N"], found.alpha,
+             math.log(found.B) - found.beta * model.centre["D"], found.beta]
     for _ in range(60):
         drawn = rng.integers(len(N), size=len(N))
-        best = optimize.minimize(fit.objective, found._theta, args=(M[:, drawn], np.log(L[drawn]), 1e-3), jac=True)
+        best = optimize.minimize(fit.objective, start, args=(M[:, drawn], np.log(L[drawn])), jac=True)
         betas.append(best.x[4])
     low, high = found.intervals["beta"]
     assert high - low == pytest.approx(np.ptp(np.quantile(betas, [0.05, 0.95])), rel=0.25)
@@ -128,12 +125,9 @@ def test_intervals_repeat_and_grow_with_noise_and_confidence():
     assert fit_loss(*runs(4, 4, 0.01), bootstrap=59, seed=3).intervals == one.intervals
     assert width(fit_loss(*runs(4, 4, 0.001), bootstrap=59, seed=3)) < width(one) / 3
     assert width(fit_loss(*runs(4, 4, 0.01), bootstrap=59, seed=3, confidence=0.5)) < width(one) / 1.5
-    assert one.intervals["b"] == pytest.approx(tuple(1 - v for v in reversed(one.intervals["a"])))
 
 
-def test_too_few_simulations_or_runs_for_an_interval():
-    assert "take at least 9" in " ".join(fit_loss(*runs(noise=0.01), bootstrap=8).warnings)
-    assert all(fit_loss(*runs(4, 4, noise=0.01), bootstrap=9).intervals.values())
+def test_too_few_runs_for_an_interval():
     N, D, L = (v[[0, 2, 4, 6, 8]] for v in runs(3, 3, 0.01))
     found = fit_loss(N, D, L)
     assert "as many as the constants" in " ".join(found.warnings) and not any(found.intervals.values())
@@ -142,9 +136,10 @@ def test_too_few_simulations_or_runs_for_an_interval():
 # ------------------------------------------------------------------------------------------------ what cannot be fitted
 
 @pytest.mark.parametrize("N,D,L,words", [
-    ([], [], [], "no run has a usable loss"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D and L have 2, 2 and 1 values"),
+    ([], [], [], "0 runs with 0 value of N"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D and L have 2, 2, 1 values"),
     ([1e6, -1], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = -1 is not a positive number"),
     ([1e6, 1e7], [1e8, math.inf], [3.0, 2.0], r"D\[1\] = inf is not a positive number"),
+    ([1e6, 1e7], [1e8, 1e9], [None, 2.0], r"L\[0\] = nan is not a positive number"),
     ([1e6, 1e7], [1e8, 1e9], ["x", 2.0], "L holds something that is not a number"),
     ([1e6] * 6, [1e9] * 6, [3.0] * 6, "1 value of N and 1 value of D"),
     ([1e6, 1e7] * 2, [1e8, 1e8, 1e9, 1e9], [4, 3, 3.5, 2.5], "2 values of N and 2 values of D"),
@@ -154,9 +149,6 @@ def test_hopeless_input_is_one_line(N, D, L, words):
     with pytest.raises(CannotFit, match=words) as error:
         fit_loss(N, D, L)
     assert "\n" not in str(error.value)
-    for options in (dict(delta=0.0), dict(delta=math.nan), dict(confidence=1.0), dict(starts=0), dict(bootstrap=-1)):
-        with pytest.raises(CannotFit, match="delta"):
-            fit_loss(*runs(3, 3), **options)
 
 
 def test_each_size_at_one_budget_cannot_be_fitted():
@@ -185,21 +177,7 @@ def test_one_or_two_sizes_leave_a_floor_for_each(few, levels):
     assert exact.floors == pytest.approx({v: floor(v) for v in np.unique(N if few == "N" else D)}, rel=1e-3)
     known = {name for name in TRUE if getattr(found, name) is not None}
     assert known == {factor, power} and {n for n in TRUE if found.intervals[n]} == known
-    assert "cannot be told apart" in found.warnings[0] and found.varies == ("D" if few == "N" else "N")
-    assert exact.predict(N[0], D[0]) == pytest.approx(law(N[0], D[0]), rel=1e-5)
-    with pytest.raises(CannotFit, match=f"knows the loss at {few}"):
-        found.predict(7e7, 7e9)
-
-
-def test_losses_that_are_no_losses_are_named():
-    N, D, L = runs()
-    L = [*L]
-    L[3], L[7], L[11], L[20] = None, math.nan, math.inf, -1.0
-    found = quick(N, D, L)
-    assert sorted(found.left_out) == [3, 7, 11, 20] and found.points == 21
-    assert found.alpha == pytest.approx(0.34, rel=1e-3)
-    assert np.flatnonzero(np.isnan(found.residuals)).tolist() == [3, 7, 11, 20]
-    assert found.warnings[0].startswith("run 3 (N =")
+    assert "cannot be told apart" in found.warnings[0]
 
 
 @pytest.mark.parametrize("bad", [{6: 9.5}, {24: 3.0}, {0: 2.0, 13: 7.0}, {12: 4.0, 17: 4.0}])
@@ -209,18 +187,13 @@ def test_outliers_are_named_and_stay(bad):
     for i, factor in bad.items():
         L[i] *= factor
     found = fit_loss(N, D, L, bootstrap=59)
-    assert sorted(found.outliers) == sorted(bad) and found.left_out == {} and found.points == 25
+    assert sorted(found.outliers) == sorted(bad) and found.points == 25
     assert sum("stays in the fit" in w and "above what the others predict" in w for w in found.warnings) == len(bad)
     low, high = found.intervals["alpha"]
     assert found.alpha == pytest.approx(0.34, abs=0.06) and high - low < 0.2
 
 
-def test_untrained_losses_are_left_out_and_normal_noise_is_rarely_called_an_outlier():
-    N, D, L = runs(3, 3)
-    L[4] = 10.9
-    found = quick(N, D, L, untrained=math.log(50257))
-    assert list(found.left_out) == [4] and "untrained" in found.warnings[0]
-    assert found.beta == pytest.approx(0.28, rel=1e-3)
+def test_normal_noise_is_rarely_called_an_outlier():
     assert sum(bool(quick(*runs(4, 4, 0.01, seed)).outliers) for seed in range(10)) == 0
 
 
@@ -240,70 +213,23 @@ def test_constants_at_a_boundary_are_said(L, words, name):
 
 
 FUZZ = dict(deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])  # shrinking a fit takes minutes
-NUMBER = st.floats(allow_nan=True, allow_infinity=True)
 POSITIVE = st.one_of(st.floats(1e-3, 1e3), st.floats(1e-300, 1e300), st.sampled_from([1.0, 2.0, 4.0, 8.0]))
 
 
 @settings(max_examples=30, **FUZZ)
-@given(st.lists(st.tuples(POSITIVE, POSITIVE, st.one_of(POSITIVE, NUMBER, st.none())), max_size=12), st.booleans())
-def test_any_numbers_give_a_fit_or_cannot_fit(points, intervals):
+@given(st.lists(st.tuples(POSITIVE, POSITIVE, POSITIVE), max_size=12), st.booleans())
+def test_any_positive_numbers_give_a_fit_or_cannot_fit(points, intervals):
     N, D, L = ([p[i] for p in points] for i in range(3))
     try:
         found = fit_loss(N, D, L, bootstrap=29 * intervals, starts=2)
     except CannotFit as error:
         assert "\n" not in str(error)
         return
-    told = [found.E, found.A, found.alpha, found.B, found.beta, found.a, found.b, *(found.floors or {}).values()]
+    told = [found.E, found.A, found.alpha, found.B, found.beta, found.a, *(found.floors or {}).values()]
     assert all(v is None or math.isfinite(v) for v in told) and math.isfinite(found.huber)
     assert found.warnings or None not in told
     for low, high in filter(None, found.intervals.values()):
         assert low <= high
-
-
-@settings(max_examples=60, **FUZZ)
-@given(st.lists(st.tuples(NUMBER, NUMBER, st.one_of(NUMBER, st.none())), max_size=8))
-def test_any_numbers_anywhere(points):
-    a, b, c = ([p[i] for p in points] for i in range(3))
-    for f in (lambda: quick(a, b, c), lambda: isoflop(a, c, b)):
-        try:
-            f()
-        except CannotFit as error:
-            assert "\n" not in str(error)
-
-
-# -------------------------------------------------------------------------------------------------------------- isoFLOP
-
-def test_isoflop_finds_the_vertices_of_parabolas():
-    C = np.repeat([1e18, 1e19, 1e20], 5)
-    best = 0.1 * C**0.48
-    N = best * np.tile(np.geomspace(0.2, 4, 5), 3)
-    found = isoflop(N, 2.5 + 0.03 * np.log(N / best) ** 2, C * np.tile([1, 1.02, 0.98, 1.01, 1], 3))
-    assert [b["N_opt"] for b in found["budgets"]] == pytest.approx(best[::5], rel=1e-6)
-    assert [b["loss"] for b in found["budgets"]] == pytest.approx([2.5] * 3)
-    assert [b["sizes"] for b in found["budgets"]] == [5] * 3
-    assert found["exponent"] == pytest.approx(0.48, abs=1e-3) and found["low"] <= found["exponent"] <= found["high"]
-    assert "biased even without noise" in found["warnings"][0] and len(found["warnings"]) == 1
-
-
-@pytest.mark.parametrize("N,L,words", [
-    ([1, 2], [3, 2], "2 sizes: a parabola needs three"), ([1, 2, 2, 1], [3, 2, 2, 3], "2 sizes"),
-    ([1, 2, 4], [2, 3, 2], "opens downwards or is flat"), ([1, 2, 4], [2, 2, 2], "opens downwards or is flat"),
-    ([1, 2, 4], [3, 2, 1.5], "above the largest size measured, 4: run larger"),
-    ([1, 2, 4], [1.5, 2, 3], "below the smallest size measured, 1: run smaller"),
-    ([1, 2, 4], [3, None, 4], "run 1 is left out")])
-def test_isoflop_without_a_vertex_says_why(N, L, words):
-    found = isoflop(N, L, [1e18] * len(N))
-    assert found["budgets"][0]["N_opt"] is None and found["exponent"] is None
-    said = [found["budgets"][0]["reason"], *found["warnings"]]
-    assert words in " ".join(said) and "needs two" in said[-1]
-
-
-# ------------------------------------------------------------------------------------------------- against known truths
-
-def test_published_constants_come_back_from_runs_simulated_with_them():
-    found = quick(*fit.published_design(noise=1e-4), starts=3)
-    for name, value in vars(fit.PUBLISHED).items():
-        assert getattr(found, name) == pytest.approx(value, rel=0.01 if name not in "AB" else 0.05), name
 
 
 def test_intervals_cover_with_noise_by_size_and_an_outlier():
@@ -311,8 +237,7 @@ def test_intervals_cover_with_noise_by_size_and_an_outlier():
     (N, D), noise = fit.preset_design((467e3, 1.49e6), 1024, (256, 512), (3, 3)), {467e3: 0.008, 1.49e6: 0.004}
     shares = fit.coverage(N, D, fit.BYTES, np.array([noise[n] for n in N]), draws=16, bootstrap=20, outlier=8.0)
     assert set(shares) == {"B", "beta"} and min(shares.values()) >= 0.75
-    wrong = fit.Law(**{**vars(fit.BYTES), "beta": 0.2})
-    wrong = type("Wrong", (), {"__call__": lambda _, N, D: fit.BYTES(N, D), "constants": wrong.constants})()
+    wrong = type("Wrong", (fit.Law,), {"__call__": lambda _, N, D: fit.BYTES(N, D)})(0.6, 30.0, 0.35, 60.0, beta=0.2)
     assert fit.coverage(N, D, wrong, 0.001, draws=4, bootstrap=20)["beta"] < 0.4  # it can fail
 
 

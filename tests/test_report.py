@@ -1,5 +1,6 @@
 """The report of sweeps that are made up from known laws: what it says, what it leaves out, what a saved sweep keeps."""
 
+import base64
 import csv
 import html
 import itertools
@@ -10,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
+from collections import Counter
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -134,24 +135,18 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """told(damage, **arguments of make_sweep): (report.json, report.md, what the figures show) of Longhorn and Mamba.
+    """told(damage, **arguments of make_sweep): (report.json, report.md) of Longhorn and Mamba.
 
     `damage(folder, names)` comes before the report. Nothing is drawn, which would take a second per figure.
     """
-    shown = []
-
-    def picture(panels, path, kind="png", style=None):
-        shown.extend(p.alt for p in panels)
-        if kind == "png":
-            path.touch()
-    monkeypatch.setattr(figures, "picture", picture)
+    monkeypatch.setattr(figures, "draw", lambda entries, pairs, path, style: path.touch())
 
     def tell(damage=None, accept_code=(), **sweep_arguments):
         names = make_sweep(tmp_path, **{"models": ("longhorn", "mamba"), **sweep_arguments})
         if damage:
             damage(tmp_path, names)
         paths = report.write(tmp_path, bootstrap=0, accept_code=accept_code)
-        return json.loads(paths["report.json"].read_text()), paths["report.md"].read_text(), shown
+        return json.loads(paths["report.json"].read_text()), paths["report.md"].read_text()
     return tell
 
 
@@ -213,7 +208,7 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "other weights": (lambda f: change(f / "config.json", config__init_from="out/a"), "not comparable: init_from"),
     "Muon": (lambda f: change(f / "config.json", config__optimizer="muon"), "optimizer muon where most have adamw"),
     "other data": (lambda f: change(f / "config.json", data__splits__val__sha256="ffff"), "not comparable: data"),
-    "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: validation tokens"),
+    "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: data"),
     "other schedule": (lambda f: change(f / "config.json", config__schedule="cosine"), "comparable: schedule"),
     "other documents": (lambda f: change(f / "result.json", val_document_losses=[9.0] * 8), "do not make up its loss"),
     "other weight decay": (lambda f: change(f / "config.json", config__weight_decay=0.0), "comparable: weight_decay"),
@@ -237,25 +232,16 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, how):
         assert "\n" not in found.left_out[VICTIM] and [r.name for r in found.runs] == [n for n in names if n != VICTIM]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"cells": []}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}'])
+@pytest.mark.parametrize("text", [
+    "{", "[]", '{"cells": []}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}'])
 def test_a_damaged_plan_or_saved_sweep_is_one_sentence(tmp_path, text):
     with pytest.raises(ConfigError, match="holds no sweep"):
         report.write(tmp_path)
     for name, source in (("plan.json", tmp_path), ("saved.json", tmp_path / "saved.json")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(ConfigError, match="plan.json cannot be read|saved.json is no saved sweep") as error:
+        with pytest.raises(ConfigError, match="cannot be read|the plan does not say|no saved sweep") as error:
             report.write(source)
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("first, second, left_out", [("131072", "64", True), ("64", "131072", False)])
-def test_of_two_arguments_the_later_one_is_the_plans(tmp_path, first, second, left_out):
-    """As where the command line overrides what the preset gives every run."""
-    name, other, _ = make_sweep(tmp_path, models=("longhorn",), sizes={"130K": 130_000}, seeds=(1,), rates=(2e-3,),
-                                others=())
-    change(tmp_path / "plan.json", **{f"cells__{name}__argv": [f"--eval_tokens={first}", f"--eval_tokens={second}"],
-                                      f"cells__{other}__argv": ["--min_lr=0", "--dtype=auto", "--vocab_size=0"]})
-    assert list(runs.read_sweep(tmp_path).left_out) == [name] * left_out
 
 
 # --------------------------------------------------------------------------------------------------- code, saved sweeps
@@ -266,7 +252,7 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
         for seed in (1001, 1002):
             other_code(folder / VICTIM.replace("1003", str(seed)), "cafe", FILES | {"train.py": "8" * 12})
         change(folder / VICTIM.replace("460K", "130K") / "config.json", code_versions=[CODE, "beef"])
-    numbers, text, _ = told(damage)
+    numbers, text = told(damage)
     n = 2 * 3 * 10 + 3
     versions = {c["code"]: (c["runs"], c["used"], c["changed_files"]) for c in numbers["code"]}
     assert versions == {CODE: (n - 4, n - 4, []), "cafe": (2, 0, ["train.py"]), "beef": (1, 0, ["model.py"])}
@@ -284,7 +270,7 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
 
 
 def test_a_saved_sweep_gives_the_same_report(told, tmp_path, monkeypatch):
-    before, text, _ = told(lambda folder, names: cut(folder / VICTIM / "result.json"))
+    before, text = told(lambda folder, names: cut(folder / VICTIM / "result.json"))
     monkeypatch.setattr(report, "REPO", tmp_path)
     paths = report.write(tmp_path, bootstrap=0, save_it=True)
     saved = paths[f"{tmp_path.name}.json"]
@@ -297,21 +283,14 @@ def test_a_saved_sweep_gives_the_same_report(told, tmp_path, monkeypatch):
 
 
 def test_a_saved_sweep_keeps_its_numbers_exactly(tmp_path):
-    (name, *_) = make_sweep(tmp_path, models=("longhorn",), others=())
-    steps = [{"event": "train", "step": i, "train_loss": 1 / i} for i in range(1, 101)]
-    with open(tmp_path / name / "log.jsonl", "r+") as log:
-        lines = [json.dumps(e) + "\n" for e in steps] + log.readlines()
-        log.seek(0)
-        log.writelines(lines)
+    make_sweep(tmp_path, models=("longhorn",), others=())
     runs.save(tmp_path, tmp_path / "saved.json")
     whole, saved = (runs.read_sweep(source).runs for source in (tmp_path, tmp_path / "saved.json"))
     for a, b in zip(whole, saved, strict=True):
-        assert a.config | {"out_dir": ""} == b.config | {"out_dir": ""} and a.curve == b.curve
+        assert a.config | {"out_dir": ""} == b.config | {"out_dir": ""}
         b.config, b.environment = a.config, a.environment
         (w, x), (v, y) = a.documents, b.documents
         assert (w == v).all() and (x == y).all() and vars(a) | {"documents": 0} == vars(b) | {"documents": 0}
-    train = [e for e in runs.load(tmp_path / "saved.json")[1][name].events if e["event"] == "train"]
-    assert len(train) == 24 and train[0] == steps[0] and all(e["train_loss"] == 1 / e["step"] for e in train[:-1])
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
@@ -364,14 +343,14 @@ def test_a_winner_is_bold_only_where_it_is_significant(whole, told):
     assert won["130K"]["winner"] == "longhorn" and max(won["130K"]["p"].values()) < 0.05
     marked = f"{cell_of(numbers, 'longhorn', '130K')['mean_loss']:.4f} \u00b1"
     assert f"<strong>{marked}" in page and f"**{marked}" in paths["report.md"].read_text()
-    numbers, text, _ = told(seeds=(1001,))
+    numbers, text = told(seeds=(1001,))
     assert [w["winner"] for w in numbers["winners"]] == [None] * 3
     assert "Longhorn is lowest, but cannot be tested against Mamba: two seeds are needed" in text
     assert "Longhorn has one seed at 1.5M, which gives no interval" in text and numbers["pairs"][0]["tokens"] is None
 
 
 def test_noise_is_no_difference(told):
-    numbers, text, _ = told(noise=0.1)
+    numbers, text = told(noise=0.1)
     assert all(w["winner"] is None for w in numbers["winners"]) and "they cannot be told apart, and are equal" in text
     assert all(p["tokens"]["low"] < 1 < p["tokens"]["high"] for p in numbers["pairs"])
 
@@ -394,7 +373,7 @@ def test_families_are_compared_at_the_tokens_that_all_of_them_saw(told):
         for name in names:
             if name.startswith("mamba") and "seed1" in name and any(f"_{steps}steps" in name for steps in lost):
                 shutil.rmtree(folder / name)
-    numbers, text, _ = told(damage, sizes={"460K": 460_000})
+    numbers, text = told(damage, sizes={"460K": 460_000})
     assert [c["tokens"] for c in numbers["table"]] == [512 * BATCH] * 2 and pair_of(numbers, "mamba", "460K")
 
 
@@ -405,7 +384,7 @@ def test_budgets_without_one_in_common(told):
                 shutil.rmtree(folder / name)
             elif name.startswith("mamba") and "_512steps" in name and "seed100" in name:
                 shutil.rmtree(folder / name)
-    numbers, text, _ = told(damage, sizes={"460K": 460_000})
+    numbers, text = told(damage, sizes={"460K": 460_000})
     assert "have no budget in common" in text and numbers["pairs"] == []
     assert "there is nothing to compare" in text
 
@@ -414,7 +393,7 @@ def test_rates_at_the_edge_and_rates_that_diverged_are_said(told):
     def damage(folder, names):
         change(folder / "longhorn_460K_512steps_lr0.016_seed1/result.json", val_loss=None)
         change(folder / "mamba_460K_512steps_lr0.016_seed1/result.json", val_loss=None)
-    numbers, text, _ = told(damage, rates=(4e-3, 8e-3, 1.6e-2), noise=0)
+    numbers, text = told(damage, rates=(4e-3, 8e-3, 1.6e-2), noise=0)
     assert cell_of(numbers, "longhorn", "460K")["learning_rates_tried"]["0.016"] is None and "0.016 diverged" in text
     assert "460K, Longhorn: the best learning rate, 0.004, is still at the edge of those tried." in text
 
@@ -424,7 +403,7 @@ def test_a_hole_is_a_dash_with_its_reason(told):
         for name in names:
             if name.startswith("mamba_460K"):
                 change(folder / name / "result.json", val_loss=None)
-    numbers, text, _ = told(damage)
+    numbers, text = told(damage)
     assert cell_of(numbers, "mamba", "460K")["mean_loss"] is None and "| Mamba | 460K | \u2013 |" in text
     assert "460K, Mamba: no usable run, see below" in text and "its loss is None: it diverged (10)" in text
     assert "460K: 1 families with a loss: nothing to compare" in text
@@ -432,26 +411,13 @@ def test_a_hole_is_a_dash_with_its_reason(told):
     assert "2 values of N" in " ".join(found["warnings"]) and found["alpha"] is None
 
 
-def test_the_same_run_twice_and_a_cell_without_a_place_do_not_count(told):
-    def damage(folder, names):
-        name = VICTIM.replace("1003", "1002")
-        shutil.copytree(folder / name, folder / "copy")
-        change(folder / "copy/config.json", config__out_dir="copy")
-        plan = json.loads((folder / "plan.json").read_text())
-        plan["cells"] |= {"copy": plan["cells"][name], VICTIM.replace("460K", "130K"): {"argv": []}}
-        (folder / "plan.json").write_text(json.dumps(plan))
-    numbers, _, _ = told(damage)
-    assert {names[0] for names in numbers["left_out"].values()} == {"copy", VICTIM.replace("460K", "130K")}
-    assert len(cell_of(numbers, "longhorn", "460K")["losses"]) == 3
-
-
 @pytest.mark.parametrize("sizes, others, said", [
     ({"130K": 130_000}, (), "cannot show how the loss falls"),
     ({"130K": 130_000}, OTHERS, "cannot be told apart with 1 value of N"),
     (SIZES, (), "E, B and beta cannot be told apart with 1 value of D")])
 def test_what_cannot_be_fitted_is_said(told, sizes, others, said):
-    numbers, text, shown = told(sizes=sizes, others=others)
-    assert said in text and any("ended at so many tokens" in alt for alt in shown)
+    numbers, text = told(sizes=sizes, others=others)
+    assert said in text and "![Loss of runs that ended at so many tokens" in text
     assert all((f["cannot"] is not None) == ("how the loss falls" in said) for f in numbers["fits"])
     assert (pair_of(numbers, "mamba", "130K")["tokens"] is None) == (others == ())
     assert others or "nats from Mamba at 130K, with one budget" in text
@@ -464,19 +430,19 @@ def test_nothing_usable_is_a_report_too(told, empty_plan):
             shutil.rmtree(folder / name)
         if empty_plan:
             (folder / "plan.json").write_text('{"cells": {}}')
-    numbers, text, shown = told(damage)
+    numbers, text = told(damage)
     assert f"0 of {0 if empty_plan else 63} runs are used" in text and "There is no usable run." in text
-    assert not shown and ("not run (63)" in text) != empty_plan and "there is nothing to compare" in text
+    assert "figure.png" not in text and ("not run (63)" in text) != empty_plan and "there is nothing to compare" in text
 
 
 def test_the_papers_figures_stand_beside_the_papers_cells_only(told, tmp_path):
     paper = dict(sizes={"120M": 128_600_000, "350M at 4096": 369_800_000}, seeds=(1001,), rates=(4e-3,), others=())
-    numbers, text, _ = told(**paper, paper=True, gpu="NVIDIA H100 80GB HBM3")
+    numbers, text = told(**paper, paper=True, gpu="NVIDIA H100 80GB HBM3")
     assert cell_of(numbers, "longhorn", "350M at 4096")["paper_loss"] == 2.859 and "| 2.859 |" in text
     assert "GPU hours" in text and "CPU hours" not in text
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    numbers, text, _ = told(**paper, paper="yes")
+    numbers, text = told(**paper, paper="yes")
     assert all(c["paper_loss"] is None for c in numbers["table"]) and "the paper's" not in text
 
 
@@ -487,35 +453,16 @@ def test_the_report_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 
-class Page(HTMLParser):
-    """Tags that stand open, every (tag, attributes), and the text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.text = [], [], ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
 def test_the_page_is_whole_asks_for_nothing_and_escapes_names(whole):
     folder, paths, numbers, text = whole
-    page = Page(text)
-    assert page.open == [] and not [t for t, _ in page.tags if t in ("script", "iframe", "object", "base", "form")]
-    assert EVIL in page.text and "<script" not in text and "url(" not in text and "@import" not in text
-    images = [a for t, a in page.tags if t == "img"]
-    assert len(images) == 4 and any(EVIL in a["alt"] for a in images)
-    assert all(a["src"].startswith("data:image/svg+xml;base64,") and len(a["src"]) > 5000 for a in images)
-    assert all(not a.startswith("on") for _, attributes in page.tags for a in attributes)
+    tags = Counter(re.findall(r"</?\w+", text)) - Counter(["<meta", "<meta", "<link", "<img"])
+    assert all(count == tags[tag.replace("<", "</")] for tag, count in tags.items() if tag[1] != "/")
+    assert not tags.keys() & {"<script", "<iframe", "<object", "<base", "<form", "<meta", "<link", "<img"}
+    assert not re.search(r" on\w+=|url\(|@import", text)
+    (image,) = re.findall(r'(?:src|href)="(?!data:,")([^"]*)"', text)
+    assert base64.b64decode(image.removeprefix("data:image/png;base64,")) == paths["figure.png"].read_bytes()
+    (alt,) = re.findall(r'alt="([^"]*)"', text)
+    assert EVIL in html.unescape(alt) and alt.count("ended at so many tokens") == 3
     json.loads(paths["report.json"].read_text(), parse_constant=pytest.fail)  # NaN is no JSON
 
 

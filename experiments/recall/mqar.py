@@ -148,7 +148,7 @@ def run(args, extra):
     jobs = args.jobs or 4 * len(gpus) or runner.cores()  # small models leave most of a GPU idle
     cells = cells_of(chosen(args), extra)
     if not args.dry_run:
-        runner.make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
     print_plan(cells, jobs, gpus)
     if args.dry_run:
         command = cells[0].command(folder, script=SCRIPT)

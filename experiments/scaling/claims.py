@@ -17,6 +17,7 @@ claim deleted, and kills its cell.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -24,24 +25,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not a Unix: only time tells who is lost
-    fcntl = None
-
 HEARTBEAT = 5.0  # seconds
 LOST_AFTER = 24  # looks: two minutes
-
-
-def this_machine():
-    """What tells machines apart, also two that have the same name: Linux draws a number at each boot."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
-
-
-MACHINE = this_machine()
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines of the same name apart: Linux draws it at each boot
+MACHINE = BOOT.read_text().strip() if BOOT.exists() else platform.node()
 
 
 @dataclass(frozen=True)
@@ -135,9 +122,8 @@ class Claim:
     def __init__(self, path):
         self.path = path
         self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        if fcntl:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.write(machine=MACHINE, host=platform.node(), pid=os.getpid())  # after the lock: see `read`
 
     def write(self, **note):
@@ -174,7 +160,7 @@ def read(path):
         touched, note = os.fstat(handle).st_mtime_ns, {}
         with contextlib.suppress(ValueError):
             note = {**json.loads(os.read(handle, 1 << 16))}
-        if fcntl is None or note.get("machine") != MACHINE:
+        if note.get("machine") != MACHINE:
             return note, touched, None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

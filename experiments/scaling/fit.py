@@ -1,7 +1,7 @@
 """Scaling-law fits: numbers in, numbers, intervals and plain sentences out.
 
     L(N, D) = E + A / N^alpha + B / D^beta    Hoffmann et al. 2022, approach 3; N parameters, D tokens, L nats per token
-    N_opt ~ C^a, D_opt ~ C^b                  a = beta / (alpha + beta), b = alpha / (alpha + beta), for C ~ N D
+    N_opt ~ C^a, D_opt ~ C^(1-a)              a = beta / (alpha + beta), for C ~ N D
 
 fit_loss minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. All runs stay in: an outlier is
 named, and weighs little by the loss itself. An interval of a constant holds the values that, held fixed, raise the best
@@ -13,7 +13,7 @@ curve passes exactly through as many runs as it has constants. With 20 runs per 
 matters, and those percentiles are the intervals: they need no law of the noise. Intervals are each constant's own: that
 all hold at once is rarer.
 
-    python experiments/scaling/fit.py      the fitter on runs simulated from published constants; coverage of presets
+    python experiments/scaling/fit.py      how often the intervals hold the truth, in simulated sweeps of presets
 
     found = fit_loss(N, D, L)                   # arrays, an entry per run
     found.alpha, found.intervals["alpha"], found.warnings
@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, stats
 
-ISOFLOP_BIAS = ("isoFLOP parabolas are biased even without noise: the loss is a parabola of log N only near its "
-                "minimum, so sizes that do not lie symmetrically around it move the vertex")
+DELTA = 1e-3  # Huber's threshold in log L
 MANY = 20  # runs per constant from which on intervals come from resampled runs
 
 
@@ -39,14 +38,14 @@ class Fit:
     """What fit_loss found. A constant that the points do not determine is None, and so is its interval.
 
     E, A, alpha, B, beta   the constants: E, A, B in nats (times N^alpha, D^beta), the exponents without units
-    a, b                   compute-optimal exponents, N_opt ~ C^a and D_opt ~ C^b
+    a                      compute-optimal exponent, N_opt ~ C^a
     floors                 {value of a coordinate with one or two values: loss that the other's term falls to}, or None
     intervals              {name of a constant: (low, high)}, 0 and inf among the bounds possible, or None
     huber, noise           minimum of the summed Huber loss; standard deviation of log L around the least-squares curve
-    residuals              measured / predicted - 1, (points given,); NaN where a run was left out
-    points, left_out       number of runs fitted; {index of a run left out: why}
+    points                 number of runs
     outliers               {index of a run that normal noise does not explain: measured / predicted by the others - 1}
     warnings               sentences that belong beside the numbers
+    spread                 (points,) standard deviation of log L among seeds of each run's size
     """
 
     E: float | None
@@ -55,29 +54,14 @@ class Fit:
     B: float | None
     beta: float | None
     a: float | None
-    b: float | None
     floors: dict | None
-    varies: str
     intervals: dict
-    confidence: float
     huber: float
     noise: float | None
-    residuals: np.ndarray
     points: int
-    left_out: dict
     outliers: dict
     warnings: list
-    _model: object
-    _theta: np.ndarray
     spread: np.ndarray
-
-    def predict(self, N, D):
-        """The loss at N parameters and D tokens, arrays that broadcast. Raises CannotFit off the levels of `floors`."""
-        N, D = np.broadcast_arrays(np.asarray(N, float), np.asarray(D, float))
-        if not ((N > 0) & (D > 0)).all():
-            raise CannotFit("N and D must be greater than 0 to predict a loss")
-        loss = np.exp(_curve(self._model.terms(N.ravel(), D.ravel()), self._theta[None])[0][0])
-        return loss.reshape(N.shape)[()]
 
 
 # ------------------------------------------------------------------------------------------------ the curve and its fit
@@ -87,38 +71,37 @@ class _Model:
 
     full law            theta = (log E, log A', alpha, log B', beta), A' and B' at the centre of log N and log D
     N or D at 1 or 2    theta = (log floor of each level, log B', beta): E and A / N^alpha are one number a level
+
+    terms (terms, points, constants): the exponents of the terms are terms @ theta. Raises CannotFit where the runs can
+    feed no law.
     """
 
     def __init__(self, N, D):
-        levels = {"N": np.unique(N), "D": np.unique(D)}
+        logs, levels = {"N": np.log(N), "D": np.log(D)}, {"N": np.unique(N), "D": np.unique(D)}
         few = [name for name in "ND" if len(levels[name]) < 3]
         if len(few) == 2:
             sizes = " and ".join(f"{len(levels[n])} value{'s' * (len(levels[n]) > 1)} of {n}" for n in few)
-            raise CannotFit(f"{len(N)} usable runs with {sizes} cannot show how the loss falls: run at least three "
-                            "sizes N or three token counts D")
+            raise CannotFit(f"{len(N)} runs with {sizes} cannot show how the loss falls: run at least three sizes N or "
+                            "three token counts D")
         self.levels, self.few = levels[few[0]] if few else None, few[0] if few else None
-        self.varies = "N and D" if not few else "D" if few[0] == "N" else "N"
-        self.centre = {"N": np.log(N).mean(), "D": np.log(D).mean()}
-        self.scale = {"N": np.log(N).std() or 1.0, "D": np.log(D).std() or 1.0}
+        self.centre = {name: x.mean() for name, x in logs.items()}
+        self.scale = {name: x.std() or 1.0 for name, x in logs.items()}
         k = len(self.levels) if few else 1
-        self.slots = {name: k + 2 * i for i, name in enumerate(self.varies.split(" and "))}  # of log A', then alpha
+        self.slots = {name: k + 2 * i for i, name in enumerate(n for n in "ND" if n not in few)}  # log A', then alpha
         self.size = k + 2 * len(self.slots)
-
-    def terms(self, N, D):
-        """(terms, points, constants): the exponents of the terms at (N, D) are terms @ theta."""
-        out = np.zeros((1 + len(self.slots), len(N), self.size))
-        if self.few:
-            which = (N if self.few == "N" else D)[:, None] == self.levels
-            if not which.any(1).all():
-                raise CannotFit(f"this fit knows the loss at {self.few} = {', '.join(f'{v:g}' for v in self.levels)} "
-                                f"only: three or more values of {self.few} would determine the rest")
-            out[0, :, :len(self.levels)] = which
-        else:
-            out[0, :, 0] = 1
+        distinct = len(set(zip(N, D, strict=True)))
+        if distinct < self.size:
+            raise CannotFit(f"{distinct} distinct (N, D) are fewer than the {self.size} constants to fit: add "
+                            f"{self.size - distinct} or more")
+        together = 0 if few else abs(np.corrcoef(logs["N"], logs["D"])[0, 1])
+        if not together < 0.999:
+            raise CannotFit(f"log N and log D are {together:.4f} correlated, so A / N^alpha and B / D^beta cannot be "
+                            "told apart (limit 0.999): train each size at more than one budget")
+        self.terms = np.zeros((1 + len(self.slots), len(N), self.size))
+        self.terms[0, :, :k] = (N if self.few == "N" else D)[:, None] == self.levels if few else 1
         for t, (name, slot) in enumerate(self.slots.items(), 1):
-            out[t, :, slot] = 1
-            out[t, :, slot + 1] = self.centre[name] - np.log(N if name == "N" else D)
-        return out
+            self.terms[t, :, slot] = 1
+            self.terms[t, :, slot + 1] = self.centre[name] - logs[name]
 
     def starts(self, loss, count):
         """(S, constants): exponents on a grid, floors of 5, 50 and 90% of the lowest loss, the rest in equal shares."""
@@ -155,19 +138,19 @@ def _curve(M, theta):
     return (top + np.log(total))[:, 0], share / total
 
 
-def _huber(r, delta):
+def _huber(r, delta=DELTA):
     size = np.abs(r)
     return np.where(size <= delta, r * r / 2, delta * (size - delta / 2))
 
 
-def objective(theta, M, y, delta):
+def objective(theta, M, y, delta=DELTA):
     """Summed Huber loss of log L - y and its gradient in theta (p,), for terms M (T, n, p) and y (n,)."""
     mean, share = _curve(M, theta[None])
     r = mean[0] - y
     return _huber(r, delta).sum(), np.clip(r, -delta, delta) @ np.einsum("tn,tnp->np", share[0], M)
 
 
-def _solve(M, y, theta, delta, along=None, keep=None, iterations=80, tolerance=1e-5):
+def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, delta=DELTA):
     """Minimise S Huber losses at once: iteratively reweighted least squares with Levenberg's damping.
 
     M (T, n, p), y (S, n) or (n,), theta (S, p); `along` (S, p, k) restricts each search to theta + along @ z, `keep`
@@ -215,13 +198,14 @@ def _solve(M, y, theta, delta, along=None, keep=None, iterations=80, tolerance=1
     return theta, value
 
 
-def _best(model, M, y, delta, starts):
+def _best(model, y, starts):
     """The constants (p,) of the lowest Huber loss found from every start, and that loss."""
-    theta, value = _solve(M, y, model.starts(np.exp(y), starts), delta, iterations=25)
+    M = model.terms
+    theta, value = _solve(M, y, model.starts(np.exp(y), starts), iterations=25)
     first = np.argsort(value)[:8]
-    theta, value = _solve(M, y, theta[first], delta, iterations=400, tolerance=1e-10)
+    theta, value = _solve(M, y, theta[first], iterations=400, tolerance=1e-10)
     theta, value = theta[value.argmin()], value.min()
-    polished = optimize.minimize(objective, theta, args=(M, y, delta), jac=True, method="L-BFGS-B")  # rarely better
+    polished = optimize.minimize(objective, theta, args=(M, y), jac=True, method="L-BFGS-B")  # rarely better
     return (polished.x, polished.fun) if polished.fun < value else (theta, value)
 
 
@@ -229,14 +213,14 @@ def _jacobian(M, theta):
     return np.einsum("tn,tnp->np", _curve(M, theta[None])[1][0], M)
 
 
-def _outliers(M, y, theta, delta):
+def _outliers(M, y, theta):
     """Indices of runs that normal noise does not explain: each run against the fit of the others, the worst one taken
     out, and again, so that one bad run cannot hide another (Rosner's generalised ESD, one false alarm in 10,000
     fits)."""
     (n, p), kept, found, bad = M.shape[1:], np.arange(len(y)), [], 0
     for k in range(1, min(n // 6, n - p - 2) + 1):
         m, without = len(kept), 1 - np.eye(len(kept))
-        fits, _ = _solve(M[:, kept], y[kept], np.repeat(theta[None], m, 0), delta, keep=without)
+        fits, _ = _solve(M[:, kept], y[kept], np.repeat(theta[None], m, 0), keep=without)
         mean, share = _curve(M[:, kept], fits)
         J = np.einsum("stn,tnp->snp", share, M[:, kept])
         error = y[kept] - mean
@@ -277,15 +261,16 @@ def _spread(M, y, theta, N, D):
 
 
 def _rank(S, confidence):
-    """Index of the sorted draw that bounds an interval; S: S is too few."""
+    """Index of the sorted draw that bounds an interval."""
     return math.ceil(confidence * (S + 1)) - 1
 
 
-def _resampled(model, M, y, theta, delta, names, bootstrap, confidence, rng):
+def _resampled(model, y, theta, names, bootstrap, confidence, rng):
     """{name: (low, high)}: percentiles of fits to runs drawn with replacement (Besiroglu et al. 2024)."""
     runs, draws = len(y), 20 * bootstrap  # the ends of percentiles scatter more than the critical share does
     counts = rng.multinomial(runs, np.full(runs, 1 / runs), draws).astype(float)
-    fits, _ = _solve(M, y, np.repeat(theta[None], draws, 0), delta, keep=counts, iterations=300, tolerance=1e-8)
+    start = np.repeat(theta[None], draws, 0)
+    fits, _ = _solve(model.terms, y, start, keep=counts, iterations=300, tolerance=1e-8)
     found = {name: fits @ c for name, c in model.quantities().items()}
     found = {name: x if name in ("alpha", "beta") else np.exp(x) for name, x in found.items()}
     if "a" in names:
@@ -294,10 +279,10 @@ def _resampled(model, M, y, theta, delta, names, bootstrap, confidence, rng):
     return {name: tuple(map(float, np.quantile(found[name], ends))) for name in names}
 
 
-def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confidence, rng):
+def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng):
     """{name: (low, high)} for constants `names`: values where the profiled Huber loss exceeds its minimum by less than
     a share that `confidence` of fits to y simulated at theta keep below. See the module's docstring for why."""
-    p, rows = model.size, model.quantities()
+    M, p, rows = model.terms, model.size, model.quantities()
     noise = np.exp(np.log(spread).mean())
     zero, at = np.zeros(p), np.where
     C0 = np.array([rows[n] if n != "a" else np.eye(p)[model.slots["D"] + 1] for n in names])
@@ -310,11 +295,11 @@ def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confi
         """Fits (R, p) and their losses with quantity q[r] held at value[r], for target y (R, n)."""
         c = C0[q] + value[:, None] * C1[q]
         start = start + c * ((K[q] * value - (c * start).sum(1)) / (c * c).sum(1))[:, None]
-        return _solve(M, target, start, delta, np.linalg.svd(c[:, None])[2][:, 1:].transpose(0, 2, 1))
+        return _solve(M, target, start, np.linalg.svd(c[:, None])[2][:, 1:].transpose(0, 2, 1))
 
     Q, S = len(names), bootstrap
     made = _curve(M, theta[None])[0] + noise * rng.standard_normal((S, len(y)))
-    _, free = _solve(M, made, np.repeat(theta[None], S, 0), delta)
+    _, free = _solve(M, made, np.repeat(theta[None], S, 0))
     q = np.repeat(np.arange(Q), S)
     _, fixed = held(q, hat[q], np.repeat(theta[None], Q * S, 0), np.tile(made, (Q, 1)))
     fixed = fixed.reshape(Q, S)
@@ -322,7 +307,7 @@ def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confi
     rank = _rank(S, confidence) + math.ceil(math.sqrt(S * confidence * (1 - confidence)))  # chance must not narrow them
     share = np.sort(fixed / free - 1, axis=1)[:, min(rank, S - 1)].clip(1e-9)
     r = _curve(M, theta[None])[0][0] - y  # an outlier must not widen the intervals: beyond three SDs it counts as three
-    tame = _huber(np.clip(r, -3 * noise, 3 * noise), delta).sum()
+    tame = _huber(np.clip(r, -3 * noise, 3 * noise)).sum()
 
     # walk outwards from the estimate on both sides until the loss is too high, then close in
     q, side = np.tile(np.arange(Q), 2), np.repeat([-1.0, 1.0], Q)
@@ -363,133 +348,88 @@ def _intervals(model, M, y, theta, huber, spread, delta, names, bootstrap, confi
     return {n: (float(lo), float(hi)) for n, lo, hi in zip(names, low, high, strict=True)}
 
 
-def fit_loss(N, D, L, delta=1e-3, starts=6, bootstrap=200, seed=0, confidence=0.9, untrained=None):
+def fit_loss(N, D, L, starts=6, bootstrap=200, seed=0, confidence=0.9):
     """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs. Returns a Fit; raises CannotFit where none is possible.
 
-    N, D, L     (runs,) parameters, tokens, loss in nats; a loss that is None, not finite or <= 0 is left out and named
-    delta       Huber's threshold in log L
+    N, D, L     (runs,) parameters, tokens, loss in nats, all above 0
     starts      steps of the grid of starts in each exponent (times three of E)
     bootstrap   simulated data sets behind the intervals, 0 for none; `seed` draws their noise
-    untrained   loss of a model that knows nothing, log(vocabulary): runs at or above it are left out as diverged
 
     With one or two values of N the constants E, A and alpha cannot be told apart: they are None, and L = floor + B /
     D^beta is fitted with a floor for each N; likewise for D.
     """
-    warnings = []
+    N, D, L = _positive(N=N, D=D, L=L)
+    n, y, warnings = len(L), np.log(L), []
     warn = warnings.append
-    N, D, L = column("N", N), column("D", D), column("L", L)
-    if not len(N) == len(D) == len(L):
-        raise CannotFit(f"N, D and L have {len(N)}, {len(D)} and {len(L)} values: give each run's three")
-    _must_be_positive(N=N, D=D)
-    if not (delta > 0 and math.isfinite(delta)) or not 0 < confidence < 1 or starts < 1 or bootstrap < 0:
-        raise CannotFit(f"delta {delta:g} must be above 0, confidence {confidence:g} between 0 and 1, starts {starts} "
-                        f"at least 1 and bootstrap {bootstrap} at least 0")
-    no_loss = np.flatnonzero(~((L > 0) & np.isfinite(L)))
-    left_out = {int(i): f"its loss {L[i]:g} is not a positive number" for i in no_loss}
-    if untrained is not None:
-        left_out |= {int(i): f"its loss {L[i]:g} is not below an untrained model's {untrained:g}: it diverged"
-                     for i in np.flatnonzero(np.isfinite(L) & (L >= untrained))}
-
-    for i, why in sorted(left_out.items()):
-        warn(f"run {i} (N = {N[i]:g}, D = {D[i]:g}) is left out: {why}")
-    used = np.setdiff1d(np.arange(len(L)), list(left_out)).astype(int)
-    n, y = len(used), np.log(L[used])
-    model = _checked_model(N[used], D[used])
-    M = model.terms(N[used], D[used])
-    theta, huber = _best(model, M, y, delta, starts)
-    outliers = {int(used[i]): float(off) for i, off in sorted(_outliers(M, y, theta, delta))}
+    model = _Model(N, D)
+    M, p = model.terms, model.size
+    theta, huber = _best(model, y, starts)
+    outliers = {int(i): float(off) for i, off in sorted(_outliers(M, y, theta))}
     for i, off in outliers.items():
         warn(f"run {i} (N = {N[i]:g}, D = {D[i]:g}) is an outlier, and stays in the fit: its loss {L[i]:g} lies "
              f"{abs(off):.3g} of its value {'above' if off > 0 else 'below'} what the others predict")
 
-    p = model.size
-    spread = _spread(M, y, theta, N[used], D[used])
-    values, shaky = _constants(model, M, y, theta, warn)
+    spread = _spread(M, y, theta, N, D)
+    values, shaky = _constants(model, y, theta, warn)
     if model.few:
-        names = {"N": "E, A and alpha", "D": "E, B and beta"}[model.few]
+        names, varies = {"N": ("E, A and alpha", "D"), "D": ("E, B and beta", "N")}[model.few]
         several = "s" * (len(model.levels) > 1)
         warn(f"{names} cannot be told apart with {len(model.levels)} value{several} of {model.few}: fitted is how the "
-             f"loss falls with {model.varies}, to a floor for each {model.few}")
-    least = _solve(M, y, theta[None], 1e3)[0]  # least squares: of all residuals its own say best how large the noise is
+             f"loss falls with {varies}, to a floor for each {model.few}")
+    least = _solve(M, y, theta[None], delta=1e3)[0]  # least squares: its residuals say best how large the noise is
     noise = math.sqrt(((_curve(M, least)[0] - y) ** 2).sum() / (n - p)) if n > p else None
-    intervals = dict.fromkeys(["E", "A", "alpha", "B", "beta", "a", "b"])
+    intervals = dict.fromkeys(["E", "A", "alpha", "B", "beta", "a"])
     told = [name for name in (*model.quantities(), "a") if values.get(name) is not None and name not in shaky]
     if noise is None:
         warn(f"{n} runs are as many as the constants: the curve passes through all of them, so there is no interval")
     elif noise < 1e-9:
         warn("the runs lie on the curve to rounding: there is no noise to take intervals from")
-    elif not bootstrap or _rank(bootstrap, confidence) >= bootstrap:
-        if bootstrap:
-            warn(f"bootstrap = {bootstrap} is too few for intervals of {confidence:.0%}: take at least "
-                 f"{math.ceil(confidence / (1 - confidence) - 1e-9)}")
-    elif told:
+    elif bootstrap and told:
         rng = np.random.default_rng(seed)
         if n >= MANY * p:
-            intervals |= _resampled(model, M, y, theta, delta, told, bootstrap, confidence, rng)
+            intervals |= _resampled(model, y, theta, told, bootstrap, confidence, rng)
         else:
-            intervals |= _intervals(model, M, y, theta, huber, spread, delta, told, bootstrap, confidence, rng)
-        if intervals["a"]:
-            intervals["b"] = tuple(1 - v for v in reversed(intervals["a"]))
+            intervals |= _intervals(model, y, theta, huber, spread, told, bootstrap, confidence, rng)
         for name in ("E", "alpha", "beta", "a", "A", "B"):
             low, high = intervals[name] or (0, 0)
             if high - low > abs(values.get(name) or 0) * (1e3 if name in "AB" else 1):
                 warn(f"{name} = {values[name]:.4g} is hardly determined: the {confidence:.0%} interval is {low:.3g} .. "
                      f"{high:.3g}")
-    residuals = np.full(len(L), np.nan)
-    residuals[used] = np.expm1(y - _curve(M, theta[None])[0][0])
-    if np.abs(residuals[used]).max() > 0.1:
-        i = used[np.abs(residuals[used]).argmax()]
-        warn(f"the law describes these runs badly: run {i} lies {residuals[i]:+.0%} off the curve")
+    off = np.expm1(y - _curve(M, theta[None])[0][0])
+    if np.abs(off).max() > 0.1:
+        i = np.abs(off).argmax()
+        warn(f"the law describes these runs badly: run {i} lies {off[i]:+.0%} off the curve")
     floors = {float(v): values[f"floor at {model.few} = {v:g}"] for v in model.levels} if model.few else None
-    known = {name: values.get(name) for name in ("E", "A", "alpha", "B", "beta", "a", "b")}
-    return Fit(**known, floors=floors, varies=model.varies, intervals=intervals, confidence=confidence,
-               huber=float(huber), noise=noise, residuals=residuals, points=n, left_out=left_out, outliers=outliers,
-               warnings=warnings,
-               _model=model, _theta=theta, spread=spread)
+    return Fit(*map(values.get, ("E", "A", "alpha", "B", "beta", "a")), floors=floors, intervals=intervals,
+               huber=float(huber), noise=noise, points=n, outliers=outliers, warnings=warnings, spread=spread)
 
 
-def column(name, values):
-    """A flat float array; None becomes NaN. Raises CannotFit for what is no number."""
-    try:
-        return np.array([math.nan if v is None else float(v) for v in np.asarray(values, object).ravel()], float)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CannotFit(f"{name} holds something that is not a number: {error}") from None
-
-
-def _must_be_positive(**columns):
+def _positive(**columns):
+    """The columns as flat float arrays. Raises CannotFit for what is no positive number."""
+    arrays = []
     for name, values in columns.items():
-        for i in np.flatnonzero(~((values > 0) & np.isfinite(values))):
-            raise CannotFit(f"{name}[{i}] = {values[i]:g} is not a positive number")
+        try:
+            arrays.append(np.asarray(values, float).ravel())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CannotFit(f"{name} holds something that is not a number: {error}") from None
+        for i in np.flatnonzero(~((arrays[-1] > 0) & np.isfinite(arrays[-1]))):
+            raise CannotFit(f"{name}[{i}] = {arrays[-1][i]:g} is not a positive number")
+    if len({len(a) for a in arrays}) > 1:
+        raise CannotFit(f"N, D and L have {', '.join(str(len(a)) for a in arrays)} values: give each run's three")
+    return arrays
 
 
-def _checked_model(N, D):
-    """The _Model that these runs can feed. Raises CannotFit where there is none."""
-    if not len(N):
-        raise CannotFit("no run has a usable loss")
-    model = _Model(N, D)
-    distinct = len(set(zip(N, D, strict=True)))
-    if distinct < model.size:
-        raise CannotFit(f"{distinct} distinct (N, D) are fewer than the {model.size} constants to fit: add "
-                        f"{model.size - distinct} or more")
-    if not model.few:
-        together = abs(np.corrcoef(np.log(N), np.log(D))[0, 1])
-        if not together < 0.999:
-            raise CannotFit(f"log N and log D are {together:.4f} correlated, so A / N^alpha and B / D^beta cannot be "
-                            "told apart (limit 0.999): train each size at more than one budget")
-    return model
-
-
-def _constants(model, M, y, theta, warn):
+def _constants(model, y, theta, warn):
     """({name: value or None}, names whose interval means nothing); warns of what ran to a boundary or is undetermined.
 
     Moves log E up from minus infinity in place, where E has vanished, so that its profile can be walked.
     """
-    share = _curve(M, theta[None])[1][0].max(1)  # the largest part of a loss that each term makes up
+    share = _curve(model.terms, theta[None])[1][0].max(1)  # the largest part of a loss that each term makes up
     values, shaky = {}, set()
     for name, c in model.quantities().items():
         value = float(c @ theta)
         values[name] = value if name in ("alpha", "beta") else math.exp(value) if abs(value) < 700 else None
-    J = _jacobian(M, theta)
+    J = _jacobian(model.terms, theta)
     size = np.linalg.norm(J, axis=0)
     _, s, V = np.linalg.svd(J / np.where(size > 1e-9, size, 1))
     free = np.abs(V[s < 1e-7 * s[0]]).max(0, initial=0) > 1e-3  # constants that some direction moves at no cost
@@ -518,30 +458,28 @@ def _constants(model, M, y, theta, warn):
             warn(f"{power} ran to {values[power]:.3g}: the term matters at the smallest {d} only")
     if values.get("alpha") is not None and values.get("beta") is not None and min(values["alpha"], values["beta"]) > 0:
         values["a"] = values["beta"] / (values["alpha"] + values["beta"])
-        values["b"] = 1 - values["a"]
     return values, shaky
 
 
 # ------------------------------------------------------------------------------------------------------------- coverage
 
-def coverage(N, D, law, spread, draws=100, bootstrap=100, outlier=0.0, seed=0, confidence=0.9):
+def coverage(N, D, law, spread, draws=100, bootstrap=100, outlier=0.0):
     """{constant: share of simulated sweeps whose interval holds the truth} for the runs of a design.
 
-    N, D (runs,); law(N, D): the true loss; spread: SD of log L, a number or (runs,); outlier: how many SDs one run of
-    each sweep, drawn at random, lies above. Constants that a design does not determine are absent. Sweeps whose fit
-    leaves a constant undetermined do not count for it: for E these are the ones that would miss it most often.
+    N, D (runs,); law: the true Law; spread: SD of log L, a number or (runs,); outlier: how many SDs one run of each
+    sweep, drawn at random, lies above. Constants that a design does not determine are absent. Sweeps whose fit leaves a
+    constant undetermined do not count for it: for E these are the ones that would miss it most often.
     """
-    rng, held, found_in = np.random.default_rng(seed), {}, {}
-    N, D, truth = np.asarray(N, float), np.asarray(D, float), law.constants
+    rng, held = np.random.default_rng(0), {}
+    truth = {**vars(law), "a": law.beta / (law.alpha + law.beta)}
     for i in range(draws):
         off = spread * rng.standard_normal(len(N))
         off[rng.integers(len(N))] += outlier * np.mean(spread)
-        found = fit_loss(N, D, law(N, D) * np.exp(off), bootstrap=bootstrap, starts=3, seed=i, confidence=confidence)
-        for name, value in truth.items():
-            if bounds := found.intervals.get(name):
-                found_in[name] = found_in.get(name, 0) + 1
-                held[name] = held.get(name, 0) + (bounds[0] <= value <= bounds[1])
-    return {name: held[name] / count for name, count in found_in.items() if count >= draws / 2}
+        found = fit_loss(N, D, law(N, D) * np.exp(off), bootstrap=bootstrap, starts=3, seed=i)
+        for name, bounds in found.intervals.items():
+            if bounds and name in truth:
+                held.setdefault(name, []).append(bounds[0] <= truth[name] <= bounds[1])
+    return {name: sum(each) / len(each) for name, each in held.items() if len(each) >= draws / 2}
 
 
 @dataclass(frozen=True)
@@ -557,79 +495,8 @@ class Law:
     def __call__(self, N, D):
         return self.E + self.A / N**self.alpha + self.B / D**self.beta
 
-    @property
-    def constants(self):
-        a = self.beta / (self.alpha + self.beta)
-        return {**vars(self), "a": a, "b": 1 - a}
 
-
-# ---------------------------------------------------------------------------------------------------- isoFLOP parabolas
-
-def isoflop(N, L, C, tolerance=0.1, confidence=0.9):
-    """Where a parabola of the loss in log N has its vertex, for each budget of C FLOPs, and N_opt ~ C^exponent.
-
-    N, L, C (runs,): parameters, loss, FLOPs. Runs whose sorted C follow one another within a share of `tolerance` are
-    one budget. Returns {budgets, exponent, low, high, warnings}: a dict per budget with C, sizes, N_opt, loss and the
-    reason why there is no vertex, in rising C; the exponent (None with fewer than two vertices) with its interval
-    (None with fewer than three); sentences, the first always that such vertices are biased. Raises CannotFit for N or
-    C not above 0.
-    """
-    N, L, C = column("N", N), column("L", L), column("C", C)
-    if not len(N) == len(L) == len(C):
-        raise CannotFit(f"N, L and C have {len(N)}, {len(L)} and {len(C)} values: give each run's three")
-    _must_be_positive(N=N, C=C)
-    good = np.isfinite(L) & (L > 0)
-    warnings = [ISOFLOP_BIAS]
-    warnings += [f"run {i} is left out: its loss {L[i]:g} is not a positive number" for i in np.flatnonzero(~good)]
-    N, L, C = N[good], L[good], C[good]
-    order = np.argsort(C, kind="stable")
-    ends = np.flatnonzero(np.diff(np.log(C[order])) > math.log1p(tolerance)) + 1
-    budgets = [_vertex(N[g], L[g], C[g]) for g in np.split(order, ends) if len(g)]
-    found = [(math.log(b["C"]), math.log(b["N_opt"])) for b in budgets if b["N_opt"]]
-    exponent = low = high = None
-    if len(found) < 2:
-        warnings.append(f"{len(found)} of {len(budgets)} budgets have a vertex: N_opt ~ C^a needs two")
-    else:
-        line = stats.linregress(*zip(*found, strict=True))
-        exponent = float(line.slope)
-    if len(found) > 2:
-        half = float(stats.t.ppf((1 + confidence) / 2, len(found) - 2) * line.stderr)
-        low, high = exponent - half, exponent + half
-    return {"budgets": budgets, "exponent": exponent, "low": low, "high": high, "warnings": warnings}
-
-
-def _vertex(N, L, C):
-    """One budget's dict: its vertex, or the reason why there is none."""
-    x, sizes = np.log(N), len(np.unique(N))
-    out = {"C": float(np.exp(np.log(C).mean())), "sizes": sizes, "N_opt": None, "loss": None, "reason": None}
-    if sizes < 3:
-        return out | {"reason": f"{sizes} size{'s' * (sizes > 1)}: a parabola needs three"}
-    centre, scale, level = x.mean(), np.ptp(x) / 2, L.mean()
-    u = (x - centre) / scale
-    c2, c1, c0 = np.polyfit(u, L / level, 2)  # in units of the spread and the level: well conditioned
-    if c2 <= 1e-9:
-        return out | {"reason": "the parabola opens downwards or is flat: there is no minimum"}
-    best = -c1 / (2 * c2)
-    if best < u.min():
-        return out | {"reason": f"the vertex lies below the smallest size measured, {N.min():.3g}: run smaller ones"}
-    if best > u.max():
-        return out | {"reason": f"the vertex lies above the largest size measured, {N.max():.3g}: run larger ones"}
-    return out | {"N_opt": float(np.exp(centre + scale * best)), "loss": float(level * (c0 - c1 * c1 / (4 * c2)))}
-
-
-# --------------------------------------------------------------------------------------------------------- verification
-
-# Besiroglu et al. 2024 (arXiv 2404.10102): the law of 240 published runs of Hoffmann et al., refitted
-PUBLISHED = Law(E=1.817, A=477.8, alpha=0.3473, B=2143.0, beta=0.3672)
 BYTES = Law(E=0.6, A=30.0, alpha=0.35, B=60.0, beta=0.35)  # about the losses per byte of the laptop's sizes
-
-
-def published_design(seed=0, noise=0.005):
-    """N, D, L (240,) of runs like those of Hoffmann et al.: 57M to 16B parameters, 1e18 to 1e22 FLOPs."""
-    rng = np.random.default_rng(seed)
-    N = np.exp(rng.uniform(math.log(5.7e7), math.log(1.6e10), 240))
-    D = np.exp(rng.uniform(math.log(1e9), math.log(3e11), 240))
-    return N, D, PUBLISHED(N, D) * np.exp(noise * rng.standard_normal(240))
 
 
 def preset_design(sizes, steps, others, seeds):
@@ -645,18 +512,10 @@ DESIGNS = {  # preset: (N and D of one family's runs, SD of log L by size)
               {131e3: 0.012, 467e3: 0.008, 3.44e6: 0.004})}
 
 
-def main(draws=200, bootstrap=200):
-    N, D, L = published_design()
-    found = fit_loss(N, D, L, bootstrap=0)
-    print("240 runs simulated from published constants: " + ", ".join(
-        f"{name} {getattr(found, name):.4g} ({value:.4g})" for name, value in vars(PUBLISHED).items()))
+if __name__ == "__main__":
     for name, ((N, D), noise) in DESIGNS.items():
         spread = np.array([noise[n] for n in N])
         for words, outlier in (("", 0.0), (", one run 8 SDs off", 8.0)):
-            found = coverage(N, D, BYTES, spread, draws, bootstrap, outlier)
+            found = coverage(N, D, BYTES, spread, 200, 200, outlier)
             print(f"{name}, noise by size{words}: 90% intervals cover " + ", ".join(
                 f"{key} {share:.1%}" for key, share in found.items()), flush=True)
-
-
-if __name__ == "__main__":
-    main()

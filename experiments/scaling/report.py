@@ -15,7 +15,6 @@ value, so that no name in a record can become a tag.
 
 import base64
 import csv
-import io
 import math
 import os
 import re
@@ -64,20 +63,14 @@ class Entry:
     losses = property(lambda self: [r.half(1) for r in self.at_main])
     mean = property(lambda self: statistics.fmean(self.losses) if self.losses else None)
     sd = property(lambda self: statistics.stdev(self.losses) if len(self.losses) > 1 else None)
-    first = property(lambda self: self.at_main[0] if self.at_main else None)
-
-    def matrix(self, tokens=None):
-        """(seeds, reported documents) losses at a budget."""
-        runs = self.runs.get(tokens or self.main, {})
-        return np.array([halves(run.documents)[1][1] for _, run in sorted(runs.items())])
+    first = property(lambda self: self.at_main[0])
+    weights = property(lambda self: halves(self.first.documents)[1][0])  # tokens of each reported document
+    matrix = property(lambda self: np.array([halves(r.documents)[1][1] for r in self.at_main]))  # (seeds, documents)
 
     def curve(self):
         runs = {tokens: {seed: halves(r.documents)[1][1] for seed, r in seeds.items()}
                 for tokens, seeds in self.runs.items()}
-        return compare.Curve(runs, self.main, self.weights())
-
-    def weights(self):
-        return halves(self.first.documents)[1][0]
+        return compare.Curve(runs, self.main, self.weights)
 
     def log_seconds(self):
         """(mean, standard error) of the log of seconds per token."""
@@ -86,55 +79,40 @@ class Entry:
 
 
 def collect(sweep):
-    """[Entry] of every family and size in the plan. Adds to sweep.left_out what is planned twice or without a place."""
-    once, entries = {}, {}
-    for run in sweep.runs:
-        key = run.at.get("stage"), run.model, run.size, run.tokens, run.learning_rate, run.seed
-        if once.setdefault(key, run) is not run:  # a seed counted twice would make the spread too small
-            sweep.left_out[run.name] = f"the same run as {once[key].name}: counted once"
-    sweep.runs = [r for r in sweep.runs if r.name not in sweep.left_out]
+    """[Entry] of every family and size in the plan."""
+    cells, used, entries = {}, {r.name: r for r in sweep.runs}, []
     for name, at in sweep.plan["cells"].items():
-        if isinstance(at.get("model"), str) and isinstance(at.get("size"), str):
-            entries.setdefault((at["model"], at["size"]), Entry(at["model"], at["size"]))
-        else:
-            sweep.left_out.setdefault(name, "the plan does not say its model and size")
-    for entry in entries.values():
-        fill(entry, sweep)
-    order = list(dict.fromkeys([*sweep.plan.get("models", ()), *sorted((e.model for e in entries.values()),
-                                                                       key=family_order)]))
-    sizes = {}
-    for e in entries.values():
-        if e.runs:
-            sizes.setdefault(e.size, []).append(next(iter(next(iter(e.runs.values())).values())).parameters)
-        here = [o for o in entries.values() if o.size == e.size and o.runs]
+        cells.setdefault((at["model"], at["size"]), []).append((at, used.get(name), sweep.left_out.get(name)))
+    for (model, size), mine in cells.items():
+        entries.append(Entry(model, size))
+        fill(entries[-1], [c for c in mine if c[0]["stage"] == "search"], [c for c in mine if c[0]["stage"] == "seed"])
+    order = list(dict.fromkeys([*sweep.plan.get("models", ()), *sorted((e.model for e in entries), key=family_order)]))
+    parameters = {}
+    for e in entries:
+        here = [o for o in entries if o.size == e.size and o.runs]
         common = set.intersection(*(set(o.runs) for o in here)) if here else ()
         e.main = max(common, key=lambda t: (min(len(o.runs[t]) for o in here), t), default=None)
         if here and not common:
             e.notes.append("the families of this size have no budget in common: nothing is compared")
-    return sorted(entries.values(), key=lambda e: (statistics.median(sizes.get(e.size, [math.inf])), e.size,
-                                                   order.index(e.model)))
+        counts = [r.parameters for o in here for seeds in o.runs.values() for r in seeds.values()]
+        parameters[e.size] = statistics.median(counts) if counts else math.inf
+    return sorted(entries, key=lambda e: (parameters[e.size], e.size, order.index(e.model)))
 
 
-def fill(entry, sweep):
-    """Rates and reported runs of an Entry."""
-    mine = [r for r in sweep.runs if (r.model, r.size) == (entry.model, entry.size)]
+def fill(entry, search, seeds):
+    """Rates and reported runs of an Entry, of its cells [(place in the plan, Run or None, why it was left out)]."""
     found = {}
-    for r in mine:
-        if r.at.get("stage") == "search":
-            found.setdefault(r.learning_rate, []).append(r.half(0))
-    for name, at in sweep.plan["cells"].items():
-        here = (at.get("stage"), at.get("model"), at.get("size")) == ("search", entry.model, entry.size)
-        if here and name in sweep.left_out:
-            if "diverged" in sweep.left_out[name]:
-                found.setdefault(at["learning_rate"], []).append(math.inf)
-            else:
-                entry.notes.append(f"learning rate {at['learning_rate']:g}, seed {at.get('seed')}: no usable run")
+    for at, run, why in search:
+        if run or "diverged" in why:
+            found.setdefault(at["learning_rate"], []).append(run.half(0) if run else math.inf)
+        else:
+            entry.notes.append(f"learning rate {at['learning_rate']:g}, seed {at['seed']}: no usable run")
     best = compare.best_rate(found)
     if best:
         entry.tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()}
         if best.beyond:
             entry.notes.append(f"the best learning rate, {best.rate:g}, is still at the edge of those tried")
-    reported = [r for r in mine if r.at.get("stage") == "seed"]
+    reported = [run for _, run, _ in seeds if run]
     rates = Counter(r.learning_rate for r in reported)
     if not rates:
         entry.notes.append("no usable run, see below")
@@ -146,8 +124,7 @@ def fill(entry, sweep):
     for r in reported:
         if r.learning_rate == entry.rate:
             entry.runs.setdefault(r.tokens, {})[r.seed] = r
-    planned = {at["seed"] for at in sweep.plan["cells"].values()
-               if (at.get("stage"), at.get("model"), at.get("size")) == ("seed", entry.model, entry.size)}
+    planned = {at["seed"] for at, _, _ in seeds}
     missing = len(planned) - len({r.seed for r in reported})
     if missing:
         entry.notes.append(f"{missing} of {len(planned)} planned seeds have no usable run yet")
@@ -155,64 +132,53 @@ def fill(entry, sweep):
 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
-def pairs_of(entries):
-    """[dict] of the first family against every other one, at each size: difference and multipliers, with intervals."""
-    found = []
+def compared(entries):
+    """([dict] of the first family against every other one, at each size: difference and multipliers, with intervals;
+    [dict] of who is below every other family, at each size)."""
+    pairs, winners = [], []
     for size in dict.fromkeys(e.size for e in entries):
-        here = [e for e in entries if e.size == size and e.losses]
-        pooled = compare.pooled_sd([np.array(e.losses) for e in here])
-        for a, b in [(here[0], b) for b in here[1:]] if here and here[0].model == entries[0].model else ():
-            d = compare.difference(a.matrix(), b.matrix(), a.weights(), pooled)
-            pair = {"size": size, "a": a.model, "b": b.model, "tokens_each": a.main, "seeds": [len(a.losses),
-                                                                                            len(b.losses)],
-                    "pooled_sd": pooled and pooled[0], "difference": d and d._asdict()}
+        here = {name_of(e.model): e for e in entries if e.size == size and e.losses}
+        pooled = compare.pooled_sd([np.array(e.losses) for e in here.values()])
+
+        def differ(a, b, here=here, pooled=pooled):
+            return compare.difference(here[a].matrix, here[b].matrix, here[a].weights, pooled)
+
+        won = compare.winner({name: e.mean for name, e in here.items()}, lambda a, b: (d := differ(a, b)) and d.p)
+        winners.append({"size": size, "winner": won.family and here[won.family].model, "reason": won.reason,
+                        "p": {here[name].model: p for name, p in won.p.items()}})
+        first = name_of(entries[0].model)
+        for other in list(here)[1:] if next(iter(here), None) == first else ():
+            a, b, d = here[first], here[other], differ(first, other)
             m = compare.multiplier(d, a.curve(), b.curve())
             flops = math.log((a.first.flops / a.first.tokens) / (b.first.flops / b.first.tokens))
             (at_a, se_a), (at_b, se_b) = a.log_seconds(), b.log_seconds()
-            kinds = {"tokens": m, "flops": compare.times(m, flops),
+            kinds = {"difference": d, "tokens": m, "flops": compare.times(m, flops),
                      "seconds": compare.times(m, at_a - at_b, math.hypot(se_a, se_b))}
-            found.append(pair | {kind: value and value._asdict() for kind, value in kinds.items()})
-    return found
-
-
-def winners(entries):
-    """{size: Winner}."""
-    won = {}
-    for size in dict.fromkeys(e.size for e in entries):
-        here = {e.model: e for e in entries if e.size == size and e.losses}
-        pooled = compare.pooled_sd([np.array(e.losses) for e in here.values()])
-
-        def p_of(a, b, here=here, pooled=pooled):
-            d = compare.difference(here[a].matrix(), here[b].matrix(), here[a].weights(), pooled)
-            return d and d.p
-        won[size] = compare.winner({model: e.mean for model, e in here.items()}, p_of)
-    return won
+            pairs.append({"size": size, "a": a.model, "b": b.model, "tokens_each": a.main,
+                          "seeds": [len(a.losses), len(b.losses)], "pooled_sd": pooled and pooled[0],
+                          **{kind: value and value._asdict() for kind, value in kinds.items()}})
+    return pairs, winners
 
 
 def laws(entries, bootstrap):
     """[dict] per family: the law of its decayed runs, on all sizes, budgets and seeds; "cannot" where there is none."""
-    found = []
+    found, constants = [], ("E", "A", "alpha", "B", "beta")
     for model in dict.fromkeys(e.model for e in entries if e.runs):
         runs = [r for e in entries if e.model == model for seeds in e.runs.values() for r in seeds.values()]
-        row = {"model": model, "cannot": None, "warnings": [], "coverage": None, "isoflop": None}
-        N, D, L, C = (np.array([f(r) for r in runs], float) for f in (
-            lambda r: r.parameters, lambda r: r.tokens, lambda r: r.half(1), lambda r: r.flops))
+        row = {"model": model, "cannot": None, "warnings": [], "coverage": None}
+        N, D, L = np.array([(r.parameters, r.tokens, r.half(1)) for r in runs], float).T
+        found.append(row)
         try:
             law = fit.fit_loss(N, D, L, bootstrap=bootstrap)
         except fit.CannotFit as error:
-            found.append(row | {"cannot": with_names(str(error), runs)})
+            row["cannot"] = with_names(str(error), runs)
             continue
-        row |= {key: getattr(law, key) for key in ("E", "A", "alpha", "B", "beta", "a", "floors", "noise", "points")}
-        row |= {"law": law, "intervals": law.intervals, "warnings": [with_names(w, runs) for w in law.warnings],
+        row |= {key: getattr(law, key) for key in (*constants, "a", "floors", "noise", "points", "intervals")}
+        row |= {"warnings": [with_names(w, runs) for w in law.warnings],
                 "outliers": {runs[i].name: off for i, off in law.outliers.items()}}
-        if bootstrap and law.spread is not None and all(row[k] for k in ("E", "A", "alpha", "B", "beta")) and not any(
-                f["coverage"] for f in found):  # one family's will do: the designs are the same
-            row["coverage"] = fit.coverage(N, D, fit.Law(*(row[k] for k in ("E", "A", "alpha", "B", "beta"))),
-                                           law.spread, COVERAGE_DRAWS, bootstrap=60)
-        isoflop = fit.isoflop(N, L, C, 0.2)
-        if sum(b["N_opt"] is not None for b in isoflop["budgets"]) > 2:
-            row["isoflop"] = isoflop
-        found.append(row)
+        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in found):
+            # one family's will do: the designs are the same
+            row["coverage"] = fit.coverage(N, D, fit.Law(*(row[k] for k in constants)), law.spread, COVERAGE_DRAWS, 60)
     return found
 
 
@@ -223,10 +189,10 @@ def with_names(sentence, runs):
 
 def cosines(sweep, entries):
     """[{"model", "size", "cosine", "wsd"}]: the loss of a cosine run beside that of the same seed, rate and budget."""
-    by = {(e.model, e.size): e for e in entries}
+    by = {(e.model, e.size): e.runs for e in entries}
     found = []
     for r in sweep.runs:
-        twin = by[r.model, r.size].runs.get(r.tokens, {}).get(r.seed) if r.at.get("stage") == "cosine" else None
+        twin = by[r.model, r.size].get(r.tokens, {}).get(r.seed) if r.at["stage"] == "cosine" else None
         if twin and twin.learning_rate == r.learning_rate:
             found.append({"model": r.model, "size": r.size, "cosine": r.half(1), "wsd": twin.half(1)})
     return found
@@ -242,16 +208,15 @@ def hours_of(runs):
 
 
 def finite(value):
-    """`value` as JSON can hold it: what is not finite becomes null, arrays become lists."""
+    """`value` as JSON can hold it: what is not finite becomes null."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
+    if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
-    value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def numbers_of(sweep, entries, accepted, fits):
+def numbers_of(sweep, entries, accepted, bootstrap):
     """The content of report.json."""
     plan, runs, reasons = sweep.plan, sweep.runs, {}
     for name, why in sweep.left_out.items():
@@ -264,17 +229,15 @@ def numbers_of(sweep, entries, accepted, fits):
                  "bits_per_byte": e.mean / math.log(2) if e.first.bits_per_byte else None,
                  "flops": e.first.flops, "tokens_per_second": math.exp(-e.log_seconds()[0])} if e.losses else {})
              for e in entries]
-    pairs, files = pairs_of(entries), max((len(r.documents[0]) for r in runs), default=0)
-    drop = ("law",)
+    pairs, winners = compared(entries)
     return finite({
         "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"),
         "paper": plan.get("paper"), "machine": plan.get("machine"), "cores": plan.get("cores"),
         "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
-        "left_out": reasons, "code": sweep.code, "accepted_code": accepted, "files": files, "table": table,
-        "pairs": pairs, "sentences": sentences(pairs, entries), "cosines": cosines(sweep, entries),
-        "winners": [{"size": s, "winner": w.family, "reason": w.reason, "p": w.p} for s, w in winners(entries).items()],
-        "fits": [{k: v for k, v in row.items() if k not in drop} for row in fits],
-        "cost": {"hours": hours_of(runs)},
+        "left_out": reasons, "code": sweep.code, "accepted_code": accepted,
+        "files": max((len(r.documents[0]) for r in runs), default=0), "table": table, "pairs": pairs,
+        "sentences": sentences(pairs, entries), "cosines": cosines(sweep, entries), "winners": winners,
+        "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(runs)},
         "begun": sorted(r.time[:10] for r in runs if r.time)[::max(1, len(runs) - 1)],
         "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in runs}),
         "versions": {key: sorted({str(r.environment[key]) for r in runs if r.environment.get(key)})
@@ -285,24 +248,22 @@ def sentences(pairs, entries):
     """A sentence per pair of families: what the sweep was made for."""
     found = []
     for a, b in dict.fromkeys((p["a"], p["b"]) for p in pairs):
-        parts, equal = [], True
+        parts, ends = [], []
         for p in (p for p in pairs[::-1] if (p["a"], p["b"]) == (a, b)):  # the largest size first
             d, m = p["difference"], p["tokens"]
+            ends.append(m and (m["low"], m["high"]))
             if d is None:
                 parts.append(f"has one seed at {p['size']}, which gives no interval")
-                equal = False
-                continue
-            if m is None:
+            elif m is None:
                 parts.append(f"ends {d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f}) nats from {name_of(b)} at "
                              f"{p['size']}, with one budget and so no multiplier")
             else:
                 beyond = ", beyond the budgets it ran" * m["beyond"]
                 parts.append(f"needs {span(m)} times {name_of(b)}'s tokens at {p['size']} ({span(p['flops'])} times "
                              f"its FLOPs, {span(p['seconds'])} times its seconds{beyond})")
-            equal = equal and m is not None and m["low"] <= 1 <= m["high"]
-        within = max((abs(v - 1) for p in pairs if (p["a"], p["b"]) == (a, b) and p["tokens"]
-                      for v in (p["tokens"]["low"], p["tokens"]["high"])), default=None)
-        tail = f"; they cannot be told apart, and are equal within {within:.0%}" if equal and within is not None else ""
+        equal = all(e and e[0] <= 1 <= e[1] for e in ends)
+        within = f"{max(max(1 - low, high - 1) for low, high in ends):.0%}" if equal else ""
+        tail = f"; they cannot be told apart, and are equal within {within}" * equal
         found.append(f"{name_of(a)} {'; '.join(parts)}{tail}.")
     models = list(dict.fromkeys(e.model for e in entries))
     return found or [f"No two families of {', '.join(map(name_of, models)) or 'this sweep'} have usable runs at a "
@@ -330,12 +291,6 @@ def interval(row, name):
         return "undetermined" if name in ("E", "A", "alpha") and not row["floors"] else DASH
     bounds = ["inf" if b is None else f"{b:.3g}" for b in row["intervals"].get(name) or ()]
     return f"{row[name]:.3g}" + (f" ({bounds[0]} .. {bounds[1]})" if bounds else "")
-
-
-def in_families(sentence, models):
-    """The identifiers of families in a sentence as their names."""
-    pattern = "|".join(re.escape(m) for m in sorted(models, key=len, reverse=True))
-    return re.sub(rf"(?<!\w)({pattern})(?!\w)", lambda m: name_of(m[1]), sentence) if models else sentence
 
 
 def loss_rows(numbers):
@@ -412,18 +367,14 @@ def markdown_escape(value):
     return Markup(re.sub(r"([|*\[\]`\\])", r"\\\1", text))
 
 
-def page(kind, style, **values):
+def page(kind, **values):
     """report.j2 as "html" or "md". Raises for a name that it lacks, so that no sentence goes missing."""
     import jinja2
 
-    def svg(panel):
-        drawn = io.BytesIO()
-        figures.picture([panel], drawn, "svg", style)
-        return base64.b64encode(drawn.getvalue()).decode()
     made = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
                               lstrip_blocks=True, extensions=["jinja2.ext.do"], undefined=jinja2.StrictUndefined,
                               finalize=markdown_escape if kind == "md" else None)
-    made.globals |= {"human": human, "interval": interval, "name_of": name_of, "svg": svg}
+    made.globals |= {"human": human, "interval": interval, "name_of": name_of}
     return made.get_template("report.j2").render(html=kind == "html", DASH=DASH, **values)
 
 
@@ -443,26 +394,22 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
         raise ConfigError(f"--style={style}: there is no such file")
     found = read_sweep(source, accept_code)
     entries = collect(found)
-    fits = laws(entries, bootstrap)
-    numbers = numbers_of(found, entries, list(accept_code), fits)
+    numbers = numbers_of(found, entries, list(accept_code), bootstrap)
     out = Path(out or (REPO / "out" / f"{numbers['name']}_report" if source.is_file() else source))
-    looks = figures.looks({e.model for e in entries})
-    panels = figures.panels(entries, numbers["pairs"], looks)
-    values = {"numbers": numbers, "panels": panels, "losses": loss_rows(numbers), "pairs": pair_rows(numbers),
-              "colours": {name: colour for name, colour, _ in looks.values()},
-              "isoflop_bias": fit.ISOFLOP_BIAS, "in_families": lambda sentence: in_families(sentence, looks)}
-    names = ("report.json", "report.md", "report.html", "points.csv", "table.tex")
+    alt = figures.in_words(entries, numbers["pairs"])
+    names = ("report.json", "points.csv", "table.tex", *["figure.png"] * bool(alt), "report.md", "report.html")
+    paths = {name: out / name for name in names}
+    values = {"numbers": numbers, "alt": "; ".join(alt), "losses": loss_rows(numbers), "pairs": pair_rows(numbers)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        paths = {name: out / name for name in names}
         write_json(paths["report.json"], numbers)
         points(found, paths["points.csv"])
         paths["table.tex"].write_text(tex(numbers), encoding="utf-8")
-        if panels:
-            paths["figure.png"] = out / "figure.png"
-            figures.picture(panels, paths["figure.png"], style=style)
-        paths["report.md"].write_text(page("md", style, **values), encoding="utf-8")
-        paths["report.html"].write_text(page("html", style, **values), encoding="utf-8")
+        if alt:
+            figures.draw(entries, numbers["pairs"], paths["figure.png"], style)
+            values["figure"] = base64.b64encode(paths["figure.png"].read_bytes()).decode()
+        for kind in ("md", "html"):
+            paths[f"report.{kind}"].write_text(page(kind, **values), encoding="utf-8")
         if save_it:
             paths |= save_to(REPO / "results", numbers["name"], source, paths)
     except OSError as error:

@@ -59,16 +59,12 @@ class Cell:
         """Its command line, to be run at the top of the repository."""
         python = [sys.executable]
         if nproc > 1:
-            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *shutdown_timeout()]
+            from torch.distributed.run import get_args_parser
+
+            more = "--shutdown-timeout=300"  # seconds to save when asked to stop; older versions have 30, and no option
+            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+                       *[more] * (more.split("=")[0] in get_args_parser().format_help())]
         return [*python, script, *self.argv, f"--out_dir={from_repo(folder) / self.name}", "--resume=auto"]
-
-
-@functools.cache
-def shutdown_timeout():
-    """torchrun's option that gives a worker more than 30 s to save when it is asked to stop; older versions lack it."""
-    from torch.distributed.run import get_args_parser
-
-    return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
 
 
 def from_repo(folder):
@@ -77,20 +73,7 @@ def from_repo(folder):
     return folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
 
 
-def finished(folder, cell):
-    """Whether the cell has its final record."""
-    return is_finished(Path(folder) / cell.name)
-
-
 # ----------------------------------------------------------------------------------------------------------------- plan
-
-def make_folder(folder):
-    """Create the sweep's folder. Raises ConfigError where that fails: before hours of work go into it."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder} ({error.strerror}): choose another --out") from None
-
 
 def write_plan(folder, cells, **about):
     """Add cells to folder/plan.json, and what is true of the whole sweep (`about`); one process at a time.
@@ -99,7 +82,7 @@ def write_plan(folder, cells, **about):
     ones would give another result.
     """
     folder = Path(folder)
-    make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     with claims.Claims(folder).hold("plan.json"):
         old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
         for c in cells:
@@ -141,21 +124,10 @@ def read_plan(folder):
 
 # ----------------------------------------------------------------------------------------------------------------- code
 
-def code_of(environment):
-    """The identity of the code in a config.json's environment: a hash of the content of what training imported.
-
-    Records of older versions have a commit instead, and a + with a hash where sources were changed. None: unknown.
-    """
-    if environment.get("code"):
-        return environment["code"]
-    unnamed = "changed" if environment.get("uncommitted_changes") else None  # the oldest do not say what was changed
-    changed = environment.get("changed_code", unnamed)
-    return short_code(environment.get("commit") and environment["commit"] + (f"+{changed}" if changed else ""))
-
-
-def short_code(version):
-    """A version of the code in at most 12 digits; an older one with what follows its commit."""
-    return version and "+".join([version.split("+")[0][:12], *version.split("+")[1:]])
+def code_of(record):
+    """The identity of the code in a result.json or a config.json's environment: a hash of the content of what training
+    imported. Records of older versions have a commit instead."""
+    return record.get("code") or str(record.get("commit"))[:12]
 
 
 def changed_files(before, now):
@@ -211,7 +183,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    waiting = [c for c in cells if not finished(folder, c)]
+    waiting = [c for c in cells if not is_finished(folder / c.name)]
     if not waiting:
         return {}
     gpus = visible_gpus() if gpus is None else gpus
@@ -254,7 +226,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
             if signals or len(running) == jobs:
                 return
             other = seen.get(cell.name)
-            if finished(folder, cell):
+            if is_finished(folder / cell.name):
                 waiting.remove(cell)
             elif other and other.is_held:
                 pass
@@ -265,7 +237,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
                 waiting.remove(cell)
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
-                if finished(folder, cell):  # another ended it after we looked
+                if is_finished(folder / cell.name):  # another ended it after we looked
                     claim.delete()
                 else:
                     start(cell, claim)
@@ -273,7 +245,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     def end(job):
         """Say how a cell's process ended, and let go of the claim."""
         cell = job.cell
-        if finished(folder, cell):
+        if is_finished(folder / cell.name):
             job.claim.delete()
             left = work(waiting) + work(j.cell for j in running.values())
             left *= (time.perf_counter() - began) / (total - left)

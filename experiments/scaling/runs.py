@@ -10,7 +10,6 @@ Code is identified by the content of the files that training imported (records.p
 the same code. `accept_code` joins runs of code that did change, where the change is known to be harmless.
 """
 
-import contextlib
 import json
 import math
 from collections import Counter, namedtuple
@@ -21,17 +20,13 @@ import numpy as np
 
 from configurator import ConfigError, regular
 from experiments.scaling import runner
-from experiments.scaling.runner import code_of, short_code
+from experiments.scaling.runner import code_of
 from records import BadRecord, fields, finished_records, read_json, replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
                    "vocab_size", "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from",
                    "optimizer", "schedule")
-WITHOUT_RECORD = {"optimizer": "adamw", "schedule": "cosine"}  # how runs were trained whose records lack these settings
-
-# Settings that train.py works out itself, so that a record may differ from the command line.
-WORKED_OUT = {"vocab_size", "micro_batch_size", "batch_size", "dtype", "device", "dataset", "out_dir", "resume"}
 
 Records = namedtuple("Records", "result config events")  # result.json, config.json, lines of log.jsonl
 
@@ -54,13 +49,11 @@ class Run:
     loss: float  # validation, nats per token, at the end
     documents: tuple  # (tokens, losses) of its documents, arrays; of older records one of all
     bits_per_byte: float  # None where the data do not say how long a token is
-    curve: list  # [(tokens, validation loss or None)] along the run, its end included
     device: str
     on_gpu: bool
     processes: int
     code: str  # runner.code_of
-    data: str  # sha256 of train.bin and val.bin
-    val_tokens: int
+    data: str  # sha256 of train.bin and val.bin, tokens evaluated
     config: dict
     environment: dict
     time: str  # when it began
@@ -113,18 +106,20 @@ def halves(documents):
 def read_sweep(source, accept_code=()):
     """The Sweep in a folder or file. Raises ConfigError where there is none, or accept_code names no code of it."""
     plan, records = load(source)
-    runs, left_out = [], {}
+    runs, left_out, known = [], {}, set()
     for name, at in plan["cells"].items():
         try:
+            if isinstance(records[name], BadRecord):
+                raise records[name]
+            with fields():
+                known.update(codes_of(records[name].config))
             runs.append(check_run(name, records[name], at, accept_code))
         except BadRecord as reason:
             left_out[name] = str(reason)
-    whole = [r.config for r in records.values() if isinstance(r, Records)]
-    where = {code_of(c["environment"]): c["environment"] for c in whole if isinstance(c.get("environment"), dict)}
-    known = {*where, *(short_code(v) for c in whole for v in c.get("code_versions") or () if isinstance(v, str))}
+    where = {r.code: r.environment for r in runs}
     for code in accept_code:
         if code not in known:
-            raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(sorted(map(str, known)))}")
+            raise ConfigError(f"--accept_code={code}: the runs of {source} have {', '.join(sorted(known))}")
 
     versions = Counter(r.code for r in runs)
     first = max(versions, key=lambda code: (code not in accept_code, versions[code]), default=None)
@@ -133,9 +128,9 @@ def read_sweep(source, accept_code=()):
             left_out[r.name] = f"other code, {r.code}, than most runs, {first}: --accept_code={r.code} joins it"
 
     def common(run):  # a cosine of its own is there to differ
-        settings = {key: run.config.get(key, WITHOUT_RECORD.get(key)) for key in SAME_IN_A_SWEEP
-                    if key != "schedule" or run.at.get("stage") != "cosine"}
-        return {"data": run.data, "validation tokens": run.val_tokens, **settings}
+        settings = {key: run.config.get(key) for key in SAME_IN_A_SWEEP
+                    if key != "schedule" or run.at["stage"] != "cosine"}
+        return {"data": run.data, **settings}
 
     comparable = [r for r in runs if r.name not in left_out]
     most = json.loads(Counter(json.dumps(common(r)) for r in comparable).most_common(1)[0][0]) if comparable else {}
@@ -147,11 +142,16 @@ def read_sweep(source, accept_code=()):
     used = [r for r in comparable if r.name not in left_out]
     code = []
     for each in sorted(versions, key=lambda code: (code != first, -versions[code])):
-        here, there = ((where.get(code) or {}).get("code_files") for code in (first, each))
-        code.append({"code": each, "commit": (where.get(each) or {}).get("commit"), "runs": versions[each],
+        here, there = (where[version].get("code_files") for version in (first, each))
+        code.append({"code": each, "commit": where[each].get("commit"), "runs": versions[each],
                      "used": sum(r.code == each for r in used),
                      "changed_files": runner.changed_files(here, there) if here and there else None})
     return Sweep(Path(source), plan, used, left_out, code)
+
+
+def codes_of(record):
+    """Every version of the code that a part of a run was trained with, of its config.json; the oldest name the last."""
+    return [code[:12] for code in record.get("code_versions") or [code_of(record["environment"])]]
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
@@ -172,9 +172,7 @@ def read_records(folder):
 
 
 def check_run(name, records, at, accept_code=()):
-    """The Run that a cell's Records describe, or the BadRecord in their place raised. Raises BadRecord."""
-    if isinstance(records, BadRecord):
-        raise records
+    """The Run that a cell's Records describe. Raises BadRecord."""
     result, record, events = records
 
     def number(table, key, least=0.0):
@@ -192,101 +190,88 @@ def check_run(name, records, at, accept_code=()):
             raise BadRecord(f"its loss {result['val_loss']:.4g} is not below guessing's {guessing:.3f}: it diverged")
         for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
             number(result, key)
-        code = "code" if "code" in result else "commit"  # older records
         for key, got, wanted in [("model", result["model"], config.get("pattern") or config["model"]),
                                  ("seed", result["seed"], config["seed"]),
-                                 (code, result[code], environment[code]),
+                                 ("code", code_of(result), code_of(environment)),
                                  ("steps", result["steps"], config["max_iters"]),
                                  ("tokens", result["tokens"], config["max_iters"] * config["batch_tokens"])]:
             if got != wanted:
                 raise BadRecord(f"result.json and config.json disagree: {key} {got} and {wanted}")
-        if "model" in at and stem(at["model"]) != result["model"]:
-            raise BadRecord(f"another run's records: model is {result['model']}, the plan says {at['model']}")
-        for key, setting in [("context", "block_size"), ("learning_rate", "learning_rate"),
-                             ("seed", "seed"), ("steps", "max_iters")]:
-            if key in at and at[key] != config[setting]:
-                raise BadRecord(f"another run's records: {setting} is {config[setting]}, the plan says {at[key]}")
-        for key, text in runner.settings(at.get("argv", ()), WORKED_OUT).items():
-            if key in config and not stands_for(text, config[key]):
-                raise BadRecord(f"another run's records: {key} is {config[key]}, the plan says {text}")
+        for key, got, wanted in [("model", result["model"], stem(at["model"])),
+                                 ("block_size", config["block_size"], at["context"]),
+                                 ("learning_rate", config["learning_rate"], at["learning_rate"]),
+                                 ("seed", config["seed"], at["seed"]), ("max_iters", config["max_iters"], at["steps"])]:
+            if got != wanted:
+                raise BadRecord(f"another run's records: {key} is {got}, the plan says {wanted}")
         if Path(config["out_dir"]).name != Path(name).name:
             raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
-        stretches = record.get("code_versions") or [code_of(environment)]  # the oldest records lack it
-        codes = [c for c in map(short_code, stretches) if c not in accept_code] or [short_code(stretches[-1])]
+        stretches = codes_of(record)
+        codes = [c for c in stretches if c not in accept_code] or stretches[-1:]
         if len(set(codes)) > 1:
             raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
-        curve = [(e["tokens"], e["val_loss"]) for e in events if e["event"] == "eval"]
-        if any(not isinstance(tokens, int) or tokens < 1 for tokens, _ in curve):
-            raise BadRecord("log.jsonl is damaged (tokens that are no number)")
-        if not curve or curve[-1] != (result["tokens"], result["val_loss"]):
+        evaluations = [e for e in events if e["event"] == "eval"]
+        if not evaluations or [evaluations[-1][key] for key in ("tokens", "val_loss")] != [
+                result["tokens"], result["val_loss"]]:
             raise BadRecord("log.jsonl does not end with the loss in result.json")
         tokens = np.array(result.get("val_document_tokens", [result["val_tokens"]]), float)
         losses = np.array(result.get("val_document_losses", [result["val_loss"]]), float)
         if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - result["val_loss"]) > 1e-4:
             raise BadRecord("its documents' losses do not make up its loss")
         splits, on_gpu = record["data"]["splits"], result["device_name"] != "cpu"
-        return Run(name=name, model=at.get("model", result["model"]), documents=(tokens, losses),
-                   size=at.get("size", ""), context=config["block_size"],
-                   tokens=result["tokens"], learning_rate=config["learning_rate"], seed=config["seed"],
-                   parameters=result["parameters"], embedding=record["derived"]["parameters"]["embedding"],
-                   flops=result["flops"], seconds=result["seconds"], loss=result["val_loss"],
-                   bits_per_byte=result.get("val_bits_per_byte"), curve=curve,
-                   device=result["device_name"] if on_gpu else environment["cpu"], on_gpu=on_gpu,
-                   processes=result["processes"], code=codes[-1], val_tokens=result["val_tokens"],
-                   data=f"{splits['train']['sha256']} {splits['val']['sha256']}", config=config,
-                   environment=environment, time=str(record.get("time", "")), at=at)
-
-
-def stands_for(text, value):
-    """Whether a setting's text on the command line means the value in a record."""
-    if isinstance(value, bool):
-        return text.lower() in (("true", "yes", "1") if value else ("false", "no", "0"))
-    if isinstance(value, (int, float)):
-        with contextlib.suppress(ValueError):
-            return float(text) == value
-    return text == str(value)
+        same = {key: result[key] for key in ("tokens", "seed", "parameters", "flops", "seconds", "processes")}
+        return Run(name=name, model=at["model"], size=at["size"], context=config["block_size"], **same,
+                   learning_rate=config["learning_rate"], embedding=record["derived"]["parameters"]["embedding"],
+                   loss=result["val_loss"], documents=(tokens, losses), bits_per_byte=result.get("val_bits_per_byte"),
+                   device=result["device_name"] if on_gpu else environment["cpu"], on_gpu=on_gpu, code=codes[-1],
+                   data=f"{splits['train']['sha256']} {splits['val']['sha256']}, {result['val_tokens']} tokens",
+                   config=config, environment=environment, time=str(record.get("time", "")), at=at)
 
 
 # ------------------------------------------------------------------------------------------------------ the saved sweep
 
-TRAIN_POINTS = 24  # of a run's training curve, in a saved sweep
 # sections of config.json, with what is not kept of each
-SECTIONS = {"config": {"out_dir"}, "environment": {"command", "code_files"}, "derived": {"decayed"}, "data": {}}
-EVENTS = {"eval": ("tokens", "val_loss", "seconds"), "train": ("step", "train_loss")}
+SECTIONS = {"config": (), "environment": ("command", "code_files"), "derived": ("decayed",), "data": ()}
+EVALUATION = ("tokens", "val_loss", "seconds")
 
 
 def load(source):
     """(plan, {name: Records or BadRecord}) of every cell in a folder or saved file. Raises ConfigError."""
     source = Path(source)
-    if source.is_file():
-        return load_file(source)
-    plan, records = runner.read_plan(source), {}
-    for name in plan["cells"]:
-        try:
-            records[name] = read_records(source / name)
-        except BadRecord as reason:
-            records[name] = reason
+    plan, records = load_file(source) if source.is_file() else (runner.read_plan(source), {})
+    for name, at in plan["cells"].items():
+        if not {"stage", "model", "size", "seed", "learning_rate"} <= at.keys():
+            raise ConfigError(f"{source}: the plan does not say what its cell {name} is: give a folder of sweep.py")
+        if name not in records:
+            try:
+                records[name] = read_records(source / name)
+            except BadRecord as reason:
+                records[name] = reason
     return plan, records
 
 
 def save(source, path):
     """Write a sweep's records to one file: what all runs share once, then a line per run with what differs.
 
-    Plan, settings, results and evaluations are kept exactly, the training curve at TRAIN_POINTS steps. Dropped are the
-    command line, which the plan has, and the list of tensors with weight decay.
+    Plan, settings, results and evaluations are kept exactly. Dropped are the command line, which the plan has, the list
+    of tensors with weight decay, and the training losses along the way.
     """
     plan, records = load(source)
     cells, files = {}, {}
     for name, r in records.items():
         try:
-            sections = {s: {k: v for k, v in r.config[s].items() if k not in drop} for s, drop in SECTIONS.items()}
-            if Path(r.config["config"]["out_dir"]).name != Path(name).name:  # the reader has to see that
-                sections["config"]["out_dir"] = r.config["config"]["out_dir"]
-            other = {k: v for k, v in r.config.items() if k not in SECTIONS}
-            cells[name] = {**sections, **other, "result": r.result} | {kind: columns(r.events, kind) for kind in EVENTS}
-            files[code_of(r.config["environment"])] = r.config["environment"].get("code_files", {})
-        except (AttributeError, KeyError, TypeError) as error:  # a BadRecord has no config
-            cells[name] = {"left_out": str(r) if isinstance(r, BadRecord) else f"its records lack {error}"}
+            if isinstance(r, BadRecord):
+                raise r
+            with fields():
+                cell = {key: value for key, value in r.config.items() if key not in SECTIONS}
+                for section, drop in SECTIONS.items():
+                    cell[section] = {k: v for k, v in r.config[section].items() if k not in drop}
+                cell["config"]["out_dir"] = Path(cell["config"]["out_dir"]).name
+                evaluations = [e for e in r.events if e["event"] == "eval"]
+                cell |= {"result": r.result, "eval": {key: [e[key] for e in evaluations] for key in EVALUATION}}
+                files[code_of(cell["environment"])] = r.config["environment"].get("code_files", {})
+            cells[name] = cell
+        except BadRecord as reason:
+            cells[name] = {"left_out": str(reason)}
     whole = [c for c in cells.values() if "left_out" not in c]
     shared = {s: {k: v for k, v in whole[0][s].items() if all(c[s].get(k, ...) == v for c in whole)}
               for s in (*SECTIONS, "result") if whole}
@@ -299,14 +284,6 @@ def save(source, path):
         Path(tmp).write_text(text)
 
 
-def columns(events, kind):
-    """{key: values} of the events of a kind; of many training steps TRAIN_POINTS, evenly spaced."""
-    events = [e for e in events if e["event"] == kind]
-    if kind == "train" and len(events) > TRAIN_POINTS:
-        events = [events[round(i * (len(events) - 1) / (TRAIN_POINTS - 1))] for i in range(TRAIN_POINTS)]
-    return {key: [e[key] for e in events] for key in EVENTS[kind]}
-
-
 def load_file(path):
     """What load() gives, of a file that save() wrote. Raises ConfigError where it is none."""
     try:
@@ -315,12 +292,12 @@ def load_file(path):
             if "left_out" in cell:
                 records[name] = BadRecord(cell["left_out"])
                 continue
-            config = {k: v for k, v in cell.items() if k not in ("at", "result", *EVENTS)}
+            config = {k: v for k, v in cell.items() if k not in ("at", "result", "eval", "train")}  # train: older files
             config |= {s: saved["shared"][s] | cell[s] for s in SECTIONS}
-            config["config"].setdefault("out_dir", name)
+            config["config"].setdefault("out_dir", name)  # older files leave it out
             config["environment"]["code_files"] = saved["code_files"][code_of(config["environment"])]
-            events = [{"event": kind, **dict(zip(cell[kind], row, strict=True))}
-                      for kind in EVENTS for row in zip(*cell[kind].values(), strict=True)]
+            events = [{"event": "eval", **dict(zip(cell["eval"], row, strict=True))}
+                      for row in zip(*cell["eval"].values(), strict=True)]
             records[name] = Records(saved["shared"]["result"] | cell["result"], config, events)
         return {**saved["plan"], "cells": {name: dict(cell["at"]) for name, cell in saved["cells"].items()}}, records
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,24 +8,9 @@
     python experiments/scaling/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
     python experiments/scaling/sweep.py report out/duel_longhorn_mamba           from the records alone
 
-How a preset comes to its numbers:
-
-    schedule   warmup, constant, and a last fifth that falls to 0 as 1 - sqrt (train.py: wsd). One run per seed goes to
-               the longest budget; the shorter ones are branches of it, each bit for bit the run from scratch
-    rates      at the smallest size, rates a factor of 2 apart at half the budget; while the best is at the edge,
-               one beyond it, three times at most; then the vertex of a parabola in log rate. Larger sizes: ~ 1 / width
-    report     seeds that chose nothing, on held-out files that chose nothing: rates are judged on the first half of the
-               files, and everything else is the second half. Intervals: compare.py; laws: fit.py
-
-Stop it at any moment: the same command resumes. A sweep grows in the same way, and what has finished is not run again:
-
-    python experiments/scaling/sweep.py duel longhorn mamba --seeds=16                            more seeds
-    python experiments/scaling/sweep.py laptop longhorn --sizes=250K:n_layer=2,n_embd=96          one more size
-    python experiments/scaling/sweep.py laptop longhorn --budgets=512,2048                        other budgets
-    python experiments/scaling/sweep.py duel longhorn mamba gla --out=out/duel_longhorn_mamba     one more family
-
-Machines that see the same folder share a sweep: start the same command on each. On a cluster, --slurm=16 writes the job
-file for 16 nodes.
+Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and what
+has finished is not run again. Machines that see that folder share a sweep: start the same command on each; on a
+cluster, --slurm=16 writes the job file for 16 nodes. How a preset comes to its numbers: docs/experiments.md.
 
 A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. Settings of one
 family's runs come after an @: `duel deltanet deltanet@step=implicit,normalize_keys=false`. NAME@WORD is the family NAME
@@ -39,6 +24,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -160,27 +146,25 @@ def make_cell(preset, extra, stage, model, size, steps, rate, seed):
     return Cell(re.sub(r"[^\w.@-]+", "_", name), argv, at)
 
 
-def stable_steps(cell):
-    """How many steps of a run come before its decay: there it can be left for another budget."""
-    from train import decay_steps
-
-    config = load(cell.argv)
-    return config.max_iters - decay_steps(config)
+def planned_cells(folder):
+    """{name: coordinates} of what the folder's plan has already."""
+    return runner.read_plan(folder)["cells"] if folder and (folder / "plan.json").exists() else {}
 
 
 def seed_cells(preset, extra, model, size, rate, seed, budgets, folder=None):
     """The runs of a seed at all budgets: the longest from scratch, or from what `folder` has already, the others from
     it. {step: cell that kept its checkpoint} grows along the way."""
+    from train import decay_steps
+
     cells = [make_cell(preset, extra, "seed", model, size, steps, rate, seed) for steps in sorted(budgets)[::-1]]
-    ends = {c.name: stable_steps(c) for c in cells}
-    plan = runner.read_plan(folder)["cells"] if folder and (folder / "plan.json").exists() else {}
+    ends = {c.name: c.at["steps"] - decay_steps(load(c.argv)) for c in cells}  # where another budget can leave it
     kept = {}
-    for name, at in plan.items():
+    for name, at in planned_cells(folder).items():
         same = all(at.get(key) == cells[0].at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
         if same and is_finished(folder / name):
             kept |= {int(step): name for step in runner.settings(at["argv"]).get("keep_steps", "").split(",") if step}
     for c in cells:
-        if folder and runner.finished(folder, c):  # what it kept is known
+        if folder and is_finished(folder / c.name):  # what it kept is known
             continue
         base = max((step for step, name in kept.items() if step <= ends[c.name] and name != c.name), default=0)
         keep = sorted({end for end in ends.values() if base < end <= ends[c.name]} - kept.keys())
@@ -237,49 +221,43 @@ def searched(folder, model, size, rates):
     """
     found = {}
     for name, at in runner.read_plan(folder)["cells"].items():
-        if (at.get("stage"), at.get("model"), at.get("size")) == ("search", model, size) and (
-                at["learning_rate"] in rates):
-            loss = float("inf")
+        if (at["stage"], at["model"], at["size"]) == ("search", model, size) and at["learning_rate"] in rates:
             try:
-                loss = read_run(folder / name, at).half(0)
+                found.setdefault(at["learning_rate"], []).append(read_run(folder / name, at).half(0))
             except BadRecord as reason:
-                if "diverged" not in str(reason):
-                    continue
-            found.setdefault(at["learning_rate"], []).append(loss)
+                if "diverged" in str(reason):
+                    found.setdefault(at["learning_rate"], []).append(float("inf"))
     return best_rate(found)
 
 
 def find_rates(preset, extra, folder, go):
     """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays."""
-    rates, before = {}, None
-    plan = runner.read_plan(folder)["cells"].values() if (folder / "plan.json").exists() else ()
-    known = {(at["model"], at["size"]): at["learning_rate"] for at in plan if at.get("stage") == "seed"}
+    rates, plan = {}, planned_cells(folder)
+    known = {(at["model"], at["size"]): at["learning_rate"] for at in plan.values() if at["stage"] == "seed"}
+    product = dict.fromkeys(preset.models, preset.rate_times_width)  # of the size before, where a rate was chosen there
     for size, s in preset.sizes.items():
-        tried = {}
-        for model in preset.models:
-            width = load(base_arguments(preset, extra, model, size)).n_embd
-            last = rates.get((model, before), (preset.rate_times_width, 1) if before is None else None)
-            if last is None:  # nothing could be chosen at the size before
-                continue
-            centre = last[0] * last[1] / width
+        width = {model: load(base_arguments(preset, extra, model, size)).n_embd for model in product}
+        grids = {}
+        for model in product:
+            centre = product[model] / width[model]
             if (model, size) in known or not s.search:
-                rates[model, size] = known.get((model, size), float(f"{centre:.3g}")), width
+                rates[model, size] = known.get((model, size), float(f"{centre:.3g}"))
             else:
-                tried[model] = first_rates(preset, centre), width
+                grids[model] = first_rates(preset, centre)
         for extension in range(EXTENSIONS + 1):
-            go([c for model, (grid, _) in tried.items() for c in search_cells(preset, extra, model, size, grid)])
-            for model, (grid, width) in list(tried.items()):
+            go([c for model, grid in grids.items() for c in search_cells(preset, extra, model, size, grid)])
+            for model, grid in list(grids.items()):
                 best = searched(folder, model, size, grid)
                 if best and best.beyond and extension < EXTENSIONS:
                     grid.append(float(f"{best.beyond:.3g}"))
                     continue
-                del tried[model]
+                del grids[model]
                 if best:
-                    rates[model, size] = best.rate, width
-            if not tried:
+                    rates[model, size] = best.rate
+            if not grids:
                 break
-        before = size
-    return {key: rate for key, (rate, _) in rates.items()}
+        product = {model: rates[model, size] * width[model] for model in product if (model, size) in rates}
+    return rates
 
 
 # ------------------------------------------------------------------------------------------------------------- estimate
@@ -289,7 +267,7 @@ CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
 START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
 
-def estimate(cells, on_gpu=False):
+def estimate(cells):
     """Set parameters, tokens and flops of every cell, and `seconds`, by which the time left is shared among cells.
 
     Raises ConfigError where a config does not make a model.
@@ -300,20 +278,19 @@ def estimate(cells, on_gpu=False):
 
     made = {}
     for c in cells:
-        config = load(c.argv)
-        if (c.at["model"], c.at["size"]) not in made:
+        config, key = load(c.argv), (c.at["model"], c.at["size"])
+        if key not in made:
             settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or 256}
             try:
                 with torch.device("meta"):
-                    model = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
+                    made[key] = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
             except ValueError as error:
                 raise ConfigError(f"{c.argv[0]}: {error}") from None
-            made[c.at["model"], c.at["size"]] = model.flops_per_token()["total"], model.parameter_count()["total"]
-        flops, parameters = made[c.at["model"], c.at["size"]]
         tokens = (config.max_iters - c.at["from"]) * config.batch_tokens
-        c.at |= {"parameters": parameters, "tokens": config.max_iters * config.batch_tokens, "flops": flops * tokens}
-        c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * flops * tokens + (
-            0 if on_gpu else CPU_SECONDS_PER_TOKEN * tokens)
+        flops = made[key].flops_per_token()["total"] * tokens
+        c.at |= {"parameters": made[key].parameter_count()["total"], "tokens": config.max_iters * config.batch_tokens,
+                 "flops": flops}
+        c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * flops + CPU_SECONDS_PER_TOKEN * tokens
 
 
 def print_plan(cells, jobs, nproc, gpus):
@@ -323,13 +300,10 @@ def print_plan(cells, jobs, nproc, gpus):
     for c in cells:
         lines.setdefault((c.at["model"], c.at["size"], c.at["tokens"]), []).append(c)
     for (model, size, tokens), group in lines.items():
-        a, stages = group[0].at, [c.at["stage"] for c in group]
-        rates = {c.at["learning_rate"] for c in group if c.at["stage"] == "search"}
-        what = [f"rates {', '.join(f'{r:g}' for r in sorted(rates))}, {stages.count('search') // len(rates)} seed(s)"
-                ] if rates else []
-        what += [f"{stages.count(s)} {w}" for s, w in (("seed", "seed(s)"), ("cosine", "cosine")) if s in stages]
-        print(f"{model:15}{size:>13}{a['context']:>9,}{a['parameters'] / 1e6:>11.3g}M{tokens / 1e6:>8,.3g}M"
-              f"  {'; '.join(what)}")
+        a, stages = group[0].at, Counter(c.at["stage"] for c in group)
+        rates = sorted({f"{c.at['learning_rate']:g}" for c in group if c.at["stage"] == "search"}, key=float)
+        print(f"{model:15}{size:>13}{a['context']:>9,}{a['parameters'] / 1e6:>11.3g}M{tokens / 1e6:>8,.3g}M  "
+              + ", ".join(f"{n} {stage}" for stage, n in stages.items()) + (f" at {', '.join(rates)}" if rates else ""))
     where = f"{len(gpus)} GPU(s)" if gpus else f"{runner.cores()} CPU core(s)"
     print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs} at a time"
           + f" by {nproc} processes each" * (nproc > 1))
@@ -370,7 +344,7 @@ def parser():
         run.add_argument("--seeds", type=int, help="how many are reported, at every size")
         run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core, or the preset's "
                          "per GPU)")
-        run.add_argument("--nproc", type=int, default=0, help="processes per run (default 1; paper: one per GPU)")
+        run.add_argument("--nproc", type=int, help="processes per run (default 1; paper: one per GPU)")
         run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
                          "out/duel_<families>)")
         run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
@@ -390,7 +364,7 @@ def parser():
 
 def chosen(args):
     """The preset as the command line changes it. Raises ConfigError."""
-    preset, changes = PRESETS[args.command], {}
+    preset = PRESETS[args.command]
     if args.command == "duel" and len(args.models) < 2:
         raise ConfigError("duel: give two families, as in: duel longhorn mamba")
     given = {label: argv for each in args.sizes or () for label, argv in each.items()}
@@ -403,17 +377,16 @@ def chosen(args):
     first = next(iter(preset.sizes.values()))
     found = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
              for label, argv in given.items()} or preset.sizes
-    for key, value in {"seeds": args.seeds, "steps": args.steps, "others": args.budgets}.items():
-        if value is not None:
-            changes[key] = value
-            if key != "others" and value < 1:
-                raise ConfigError(f"--{key}={value}: 1 or more")
+    for key in ("seeds", "steps", "nproc", "slurm"):
+        value = getattr(args, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{key}={value}: 1 or more")
+    changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets}
+    changes = {key: value for key, value in changes.items() if value is not None}
     found = {label: dataclasses.replace(size, **changes) for label, size in found.items()}
-    if not next(iter(found.values())).search:  # of the sizes left out, the rates would be missing
-        label, size = next(iter(found.items()))
-        found[label] = dataclasses.replace(size, search=first.search)
-    models = tuple(dict.fromkeys(args.models)) or preset.models
-    return dataclasses.replace(preset, sizes=found, models=models)
+    smallest = next(iter(found))  # of the sizes left out, the rates would be missing
+    found[smallest] = dataclasses.replace(found[smallest], search=found[smallest].search or first.search)
+    return dataclasses.replace(preset, sizes=found, models=tuple(dict.fromkeys(args.models)) or preset.models)
 
 
 def run(args, extra):
@@ -421,10 +394,6 @@ def run(args, extra):
     preset, is_paper = chosen(args), args.command == "paper"
     tag = re.sub(r"[^\w.@-]+", "_", "_".join(args.models))
     folder = args.out or REPO / "out" / (f"duel_{tag}" if args.command == "duel" else f"scaling_{args.command}")
-    if args.slurm is not None and args.slurm < 1:
-        raise ConfigError(f"--slurm={args.slurm}: 1 or more")
-    if args.nproc < 0:
-        raise ConfigError(f"--nproc={args.nproc}: 0 or more")
     extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e
              for e in extra]
     if (folder / "plan.json").exists():  # one warmup per sweep, or its runs could not be compared
@@ -435,7 +404,7 @@ def run(args, extra):
     planned, failed = [], {}
 
     def go(cells):
-        estimate(cells, bool(gpus))
+        estimate(cells)
         runner.write_plan(folder, cells, **about)
         planned.extend(cells)
         failed.update(runner.run_cells(cells, folder, jobs, nproc))
@@ -447,27 +416,25 @@ def run(args, extra):
             guess[model, size] = float(f"{preset.rate_times_width / width:.3g}")
             expected += search_cells(preset, extra, model, size, first_rates(preset, guess[model, size]))
     expected += reported_cells(preset, extra, guess, folder)
-    check_data(expected, args.dry_run)
     check_settings(expected)
+    if not args.dry_run:
+        check_data(expected)
     about = about_sweep(args, preset, folder, extra)
     runner.say_changed_code(folder)
-    estimate(expected, bool(gpus))
+    estimate(expected)
     print_plan(expected, jobs, nproc, gpus)
     if args.dry_run:
-        if is_paper:
-            print("on a machine with 8 GPUs, one after another (this command without --dry-run does the same):")
-            for c in expected:
-                print(" ", " ".join(["torchrun --standalone --nproc_per_node=8", *c.command(folder)[1:]]))
-        else:
-            print(f"nothing was run; the first command would be: python {' '.join(expected[0].command(folder)[1:])}")
+        print("nothing was run; the commands would be:" if is_paper else "nothing was run; the first command would be:")
+        for c in expected if is_paper else expected[:1]:
+            start = "torchrun --standalone --nproc_per_node=8" if is_paper else "python"
+            print(" ", start, *c.command(folder)[1:])
         return 0
 
     if args.slurm:
         print(f"sbatch {shlex.quote(str(write_slurm(folder, args)))}")
         return 0
 
-    rates = guess if is_paper else find_rates(preset, extra, folder, go)
-    go(reported_cells(preset, extra, rates, folder))
+    go(reported_cells(preset, extra, find_rates(preset, extra, folder, go), folder))
     with Claims(folder).hold("report"):  # of several processes, each writes it
         runner.say_written(write_report(folder, None, args))
     return runner.say_failed(failed, planned)
@@ -488,7 +455,7 @@ cd {cwd} && exec {command}
 
 def write_slurm(folder, args):
     """Write folder/sweep.sbatch, an array job in which args.slurm nodes run this command; return its path."""
-    runner.make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), *args.argv]
     path = folder / "sweep.sbatch"
     path.write_text(SBATCH.format(tasks=args.slurm, output=shlex.quote(f"{folder.resolve()}/slurm-%A_%a.txt"),
@@ -514,17 +481,12 @@ def about_sweep(args, preset, folder, extra):
             "machine": where["gpu"] or where["cpu"], "cores": runner.cores()}
 
 
-def check_data(cells, dry_run):
+def check_data(cells):
     """Open the data of every context: what is missing is said now, in one line, and not by every run."""
-    from data.loader import DataError, Tokens
+    from data.loader import Tokens
 
     for dataset, context in {(load(c.argv).dataset, c.at["context"]) for c in cells}:
-        try:
-            Tokens(Path(dataset) if Path(dataset).is_dir() else REPO / "data" / dataset, block_size=context)
-        except DataError as error:
-            if not dry_run:
-                raise ConfigError(error) from None
-            print(f"before it can run: {error}")
+        Tokens(Path(dataset) if Path(dataset).is_dir() else REPO / "data" / dataset, block_size=context)
 
 
 def check_settings(cells):
@@ -550,12 +512,12 @@ def write_report(folder, out, args):
                         style=args.style)
 
 
-def main(argv, prog="sweep.py"):
+def main(argv):
     args, extra = parser().parse_known_args(argv)
     args.argv = [a for a, before in zip(argv, ["", *argv], strict=False)
                  if a.split("=")[0] != "--slurm" and (before != "--slurm" or not a.isdecimal())]
-    write = lambda folder, out: write_report(folder, out, args)
-    return runner.run_or_report(prog, args, extra, run, write, SET_BY_THE_SWEEP, "FAMILY, --seeds, --budgets, --out")
+    return runner.run_or_report("sweep.py", args, extra, run, lambda folder, out: write_report(folder, out, args),
+                                SET_BY_THE_SWEEP, "FAMILY, --seeds, --budgets, --out")
 
 
 if __name__ == "__main__":
