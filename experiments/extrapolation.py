@@ -89,7 +89,7 @@ def plan(preset, families=(), seeds=()):
     size, families = sweep.Preset({"": sweep.Size(given)}), families or preset.get("families", FAMILIES)
     cells = []
     for seed, family in itertools.product(seeds or preset.get("seeds", [None]), families):
-        run, argv = family, sweep.base_arguments(size, (), family, "")
+        run, argv = family, sweep.base_arguments(size, family, "")
         if seed is not None:
             run, argv = f"{family}, seed {seed}", [*argv, f"--seed={seed}"]
         cells.append(Cell(re.sub(r"[^\w.@-]+", "_", run), argv, {"run": run}))

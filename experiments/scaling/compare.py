@@ -18,14 +18,10 @@ are equal within that, and no closer.
 """
 
 import math
-import sys
 from collections import namedtuple
-from pathlib import Path
 
 import numpy as np
 from scipy import stats
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 Difference = namedtuple("Difference", "mean low high se df p seeds_se documents_se")
 Multiplier = namedtuple("Multiplier", "value low high beyond")  # beyond: outside the budgets that the better one ran
@@ -137,9 +133,10 @@ class Curve:
         self.x, self.y, self.se = np.array(sorted(points)).T
         self.known = len(points) > 1 and self.x[0] < 0
 
-    def log_tokens(self, rise, y=None):
-        """x <= 0 where the loss is `rise` above the main budget's, as a parabola through the points has it."""
-        y = self.y if y is None else y
+    def log_tokens(self, rise, shift=0.0):
+        """x <= 0 where the loss is `rise` above the main budget's, as a parabola through the points, or points moved by
+        `shift` (points,), has it."""
+        y = self.y + shift
         grid = np.linspace(min(self.x[0] - math.log(2), -0.1), 0, 400)
         fit = np.polyfit(self.x, y, min(2, len(y) - 1), w=1 / (0.1 + np.abs(self.x)))
         loss = np.maximum.accumulate((np.polyval(fit, grid) - np.polyval(fit, 0))[::-1])  # from the main budget on
@@ -161,15 +158,13 @@ def multiplier(d, a, b):
     if d is None or not (a.known and b.known):
         return None
 
-    def log_m(mean, shift=(None, 0.0)):
+    def log_m(mean, shift=0.0):
         curve, sign = (a, 1) if mean <= 0 else (b, -1)
-        i, by = shift
-        y = curve.y if i is None else curve.y + by * (np.arange(len(curve.y)) == i)
-        return sign * curve.log_tokens(abs(mean), y)
+        return sign * curve.log_tokens(abs(mean), shift)
 
     at, low, high = (log_m(mean) for mean in (d.mean, d.low, d.high))
     better = a if d.mean <= 0 else b
-    error = sum((log_m(d.mean, (i, se)) - at) ** 2 for i, se in enumerate(better.se) if se)
+    error = sum((log_m(d.mean, shift) - at) ** 2 for shift in np.diag(better.se) if shift.any())
     reach = stats.norm.ppf((1 + CONFIDENCE) / 2) ** 2 * error
     low, high = at - math.hypot(at - low, math.sqrt(reach)), at + math.hypot(high - at, math.sqrt(reach))
     return Multiplier(*(math.exp(v) for v in (at, low, high)), bool(abs(at) > -better.x[0] + 1e-9))
@@ -196,17 +191,15 @@ def winner(means, p_of, alpha=0.05):
     """
     if len(means) < 2:
         return Winner(None, f"{len(means)} families with a loss: nothing to compare", {})
-    best = min(means, key=means.get)
-    others = sorted((f for f in means if f != best), key=means.get)
+    best, *others = sorted(means, key=means.get)
     p = {family: p_of(best, family) for family in others}
     if None in p.values():
         untested = [f for f in others if p[f] is None]
         return Winner(None, f"{best} is lowest, but cannot be tested against {', '.join(untested)}: two seeds are "
                       "needed", p)
-    floor = 0.0
-    for rank, family in enumerate(sorted(others, key=p.get)):
-        floor = max(floor, min(1.0, p[family] * (len(others) - rank)))
-        p[family] = floor
+    ranked = sorted(others, key=p.get)
+    holm = np.maximum.accumulate([p[family] * (len(others) - rank) for rank, family in enumerate(ranked)])
+    p |= zip(ranked, np.minimum(holm, 1.0).tolist(), strict=True)
     worst = max(others, key=p.get)
     if p[worst] >= alpha:
         return Winner(None, f"{best} is lowest, but not significantly below {worst}: p = {p[worst]:.2g}, limit "

@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -28,13 +27,14 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from configurator import ConfigError, main_error, regular  # noqa: E402
+from configurator import ConfigError, main_error  # noqa: E402
 from experiments.scaling import claims  # noqa: E402
-from records import is_finished, read_json, write_json  # noqa: E402
+from records import BadRecord, fields, is_finished, read_json, write_json  # noqa: E402
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
@@ -84,7 +84,7 @@ def write_plan(folder, cells, **about):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with claims.Claims(folder).hold("plan.json"):
-        old = read_plan(folder) if (folder / "plan.json").exists() else {"cells": {}}
+        old = read_plan(folder, new=True)
         for c in cells:
             if not (folder / c.name / "config.json").exists():
                 continue
@@ -105,19 +105,22 @@ def settings(argv, without=()):
     return {key: text for key, text in found.items() if key not in without}
 
 
-def read_plan(folder):
-    """plan.json of a sweep. Raises ConfigError where there is none, or none that can be read."""
+def read_plan(folder, new=False):
+    """plan.json of a sweep; new: one without cells where there is none yet. Raises ConfigError where it is missing, or
+    cannot be read."""
     path = Path(folder) / "plan.json"
+    if not path.exists():
+        if new:
+            return {"cells": {}}
+        raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed")
     try:
-        plan = json.loads(regular(path).read_bytes())
-        if not isinstance(plan["cells"], dict) or not all(isinstance(c, dict) for c in plan["cells"].values()):
-            raise ValueError("cells are not a table")
-        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in plan["cells"]):
-            raise ValueError("a cell lies outside of the sweep")
-        return plan
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no sweep (no plan.json): give the folder that `run` printed") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        with fields("it"):
+            plan = read_json(path)
+            for name, at in plan["cells"].items():
+                if not isinstance(at, dict) or ".." in Path(name).parts or Path(name).is_absolute():
+                    raise BadRecord(f"{name} is no cell of a sweep")
+            return plan
+    except BadRecord as error:
         raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
                           "stay") from None
 
@@ -138,17 +141,17 @@ def changed_files(before, now):
 def say_changed_code(folder):
     """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same."""
     files = {}
-    for name in read_plan(folder)["cells"] if (Path(folder) / "plan.json").exists() else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    for name in read_plan(folder, new=True)["cells"]:
+        with contextlib.suppress(BadRecord), fields():
             environment = read_json(Path(folder) / name / "config.json")["environment"]
-            files[code_of(environment)] = environment.get("code_files", {})  # older records have none
+            files[environment["code"]] = environment["code_files"]
     if not files:
         return
     import train  # noqa: F401  # so that what it imports is known
     from records import code_identity
 
     now = code_identity()["code_files"]
-    changed = {code: ", ".join(changed_files(old, now)) or not old and "files unknown" for code, old in files.items()}
+    changed = {code: ", ".join(changed_files(old, now)) for code, old in files.items()}
     if all(changed.values()):
         said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
         print(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the report "
@@ -156,17 +159,6 @@ def say_changed_code(folder):
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
-
-@dataclass
-class Running:
-    """A cell's process, the claim on the cell, and when it began."""
-
-    cell: Cell
-    claim: claims.Claim
-    process: subprocess.Popen
-    began: float
-    is_lost: bool = False  # another machine has taken the cell over
-
 
 def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
     """Run every unfinished cell in its own process, `jobs` at a time; return {name: why} of those that failed.
@@ -188,10 +180,10 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
         return {}
     gpus = visible_gpus() if gpus is None else gpus
     jobs = jobs or (1 if nproc > 1 else len(gpus) or cores())
-    threads = max(1, cores() // min(jobs, len(waiting)))
+    threads = max(1, cores() // min(jobs, len(waiting)) // nproc)
     taken = claims.Claims(folder)
     earlier = {name: seen.number for name, seen in taken.look().items() if "failed" in seen.note}
-    running, failed, signals = {}, {}, []  # running: {slot: Running}
+    running, failed, signals = {}, {}, []  # running: {slot: cell, process, claim, when it began, whether it is lost}
 
     def stop(number, frame):
         signals.append(number)
@@ -205,19 +197,16 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
             devices = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         else:
-            env.setdefault("OMP_NUM_THREADS", str(max(1, threads // nproc)))
+            env.setdefault("OMP_NUM_THREADS", str(threads))
         command = cell.command(folder, nproc, script)
         with open(folder / f"{cell.name}.txt", "a") as out:
             print("$", shlex.join(command), file=out, flush=True)
             process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT,
                                        stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(claim.handle,),
                                        preexec_fn=functools.partial(stop_with_parent, os.getpid()))
-        running[slot] = Running(cell, claim, process, time.perf_counter())
+        running[slot] = SimpleNamespace(cell=cell, claim=claim, process=process, began=time.time(), is_lost=False)
         if signals:  # one came while the process started
             stop_group(process.pid, signal.SIGTERM)
-
-    def ahead():
-        return {c.name for c in waiting} | {job.cell.name for job in running.values()}
 
     def take_cells():
         """Start free cells while there are slots; drop those that other processes have ended."""
@@ -225,7 +214,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
         for cell in list(waiting):
             if signals or len(running) == jobs:
                 return
-            other = seen.get(cell.name)
+            other, ahead = seen.get(cell.name), {c.name for c in (*waiting, *(job.cell for job in running.values()))}
             if is_finished(folder / cell.name):
                 waiting.remove(cell)
             elif other and other.is_held:
@@ -233,7 +222,7 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
             elif other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
                 failed[cell.name] = other.note["failed"]
                 waiting.remove(cell)
-            elif cell.after not in ahead() and (claim := taken.take(cell.name)):
+            elif cell.after not in ahead and (claim := taken.take(cell.name)):
                 waiting.remove(cell)
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
@@ -250,7 +239,9 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
             left = work(waiting) + work(j.cell for j in running.values())
             left *= (time.perf_counter() - began) / (total - left)
             done = len(cells) - len(waiting) - len(running) - len(failed)
-            print(f"{cell.name}: {outcome(folder, cell)}, {time.perf_counter() - job.began:.0f} s ({done} of "
+            result = read_json(folder / cell.name / "result.json")
+            said = next((f"{key} {result[key]:.4f}" for key in ("accuracy", "val_loss") if result.get(key)), "done")
+            print(f"{cell.name}: {said}, {time.time() - job.began:.0f} s ({done} of "
                   f"{len(cells)}, about {hours(left)} left)", flush=True)
         elif signals or job.is_lost:
             job.claim.leave(free=True)
@@ -337,27 +328,17 @@ def last_words(path, code):
     return f"{lines[-1][:240] if lines else 'it printed nothing'} ({how}; all of it in {path})"
 
 
-def outcome(folder, cell):
-    """A finished cell's result in a few words."""
-    result = read_json(folder / cell.name / "result.json")
-    known = [f"{words} {result[key]:.4f}" for key, words in (("accuracy", "accuracy"), ("val_loss", "validation loss"))
-             if isinstance(result.get(key), float)]
-    return known[0] if known else "done"
-
-
 # --------------------------------------------------------------------------------------------------------- command line
 
 def numbers(kind, least=None):
     """A parser of numbers joined by commas, each above 0, or at least `least`."""
     def parse(text):
-        try:
-            values = tuple(kind(float(v)) if kind is int else kind(v) for v in text.split(","))
-        except (ValueError, OverflowError):
-            raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas") from None
-        if len(set(values)) != len(values) or any(v <= 0 if least is None else v < least for v in values):
-            limit = "above 0" if least is None else f"{least} or more"
-            raise argparse.ArgumentTypeError(f"{text!r}: each number once, and {limit}")
-        return values
+        with contextlib.suppress(ValueError, OverflowError):
+            values = tuple(kind(float(v)) for v in text.split(","))
+            if len(set(values)) == len(values) and all(v > 0 if least is None else v >= least for v in values):
+                return values
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas, each once and "
+                                         + ("above 0" if least is None else f"{least} or more"))
     return parse
 
 
@@ -376,12 +357,12 @@ def hours(seconds):
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
 
 
-def run_or_report(prog, args, extra, run, write, sets, see):
+def run_or_report(prog, args, extra, run, write, sets=(), see=""):
     """The main function of a sweep's script; returns its exit code. `run(args, extra)` gets the settings for every run.
 
     Args:
         write: write(folder, out) draws the report and returns {name: path} of its files.
-        sets: settings that the sweep itself gives each run; see: the options for them.
+        sets: settings that the sweep itself gives each run, which `extra` may not; see: the options for them.
     """
     with main_error(prog):
         if args.command == "report":

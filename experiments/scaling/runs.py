@@ -86,15 +86,9 @@ def stem(model):
 
 
 def own_settings(model):
-    """{setting: text} after the @ of NAME@key=value,key=value, which only this family's runs have; of NAME@WORD {}.
-
-    Raises ConfigError where only some of them have a value.
-    """
+    """[--key=value] of NAME@key=value,key=value, which only this family's runs have; of NAME@WORD none."""
     changes = model.partition("@")[2]
-    pairs = [c.split("=", 1) for c in changes.split(",")] if "=" in changes else []
-    if any(len(pair) < 2 for pair in pairs):
-        raise ConfigError(f"{model}: give settings as NAME@key=value,key=value")
-    return dict(pairs)
+    return [f"--{change}" for change in changes.split(",")] if "=" in changes else []
 
 
 def halves(documents):

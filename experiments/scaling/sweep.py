@@ -25,7 +25,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ class Preset:
     rate_times_width: float = 0.36  # in the middle of the rates that the first size tries
     rates: int = 4  # how many
     jobs_per_gpu: int = 1
-    args: tuple = field(default=())  # for every run
+    args: tuple = ()  # for every run
 
 
 S, M, L = (("--n_layer=2", "--n_head=1", "--n_embd=64"), ("--n_layer=2", "--n_head=2", "--n_embd=128"),
@@ -108,8 +108,8 @@ def load(argv):
     return configurator.load(TrainConfig, paths)
 
 
-def base_arguments(preset, extra, model, size):
-    """What every run of a family at a size has: its config file, and what preset and command line change in it.
+def base_arguments(preset, model, size):
+    """What every run of a family at a size has: its config file, and what size, preset and family change in it.
 
     Raises ConfigError where there is no such file, or it is of another family.
     """
@@ -120,51 +120,43 @@ def base_arguments(preset, extra, model, size):
         raise ConfigError(f"{name} does not exist: write it, as config/longhorn_laptop.py shows, or choose families of "
                           f"{', '.join(known)}")
     pattern = [f"--pattern={family}"] * bool(re.search("[*,]", family))
-    own = own_settings(model)
-    if key := next((key for key in own if key in SET_BY_THE_SWEEP), None):
-        raise ConfigError(f"{model}: a family cannot set {key}, which the sweep sets")
-    argv = [name, *s.argv, *preset.args, *pattern, *extra, *(f"--{key}={text}" for key, text in own.items())]
+    argv = [name, *s.argv, *preset.args, *pattern, *own_settings(model)]
     config = load(argv)
     if not pattern and config.model != family:
         raise ConfigError(f"{name} sets model to {config.model}: write model = {family!r} there")
     return argv
 
 
-def make_cell(preset, extra, stage, model, size, steps, rate, seed):
-    """One Cell that is trained from scratch; steps None: by the config's own schedule and rate."""
-    argv = base_arguments(preset, extra, model, size)
+def make_cell(preset, stage, model, size, steps=None, rate=None, seed=None):
+    """One Cell that is trained from scratch; steps None: by the config's own schedule, rate and seed."""
+    argv = base_arguments(preset, model, size)
     if steps:
         schedule = "cosine" if stage == "cosine" else "wsd"
         argv += [f"--schedule={schedule}", f"--warmup_iters={preset.warmup}", "--min_lr=0", f"--max_iters={steps}",
                  f"--learning_rate={rate:g}"]
-    argv.append(f"--seed={seed}")
+    argv.append(f"--seed={load(argv).seed if seed is None else seed}")
     config = load(argv)
     at = {"stage": stage, "model": model, "size": size, "context": config.block_size, "steps": config.max_iters,
-          "learning_rate": config.learning_rate, "seed": seed, "from": 0}
-    name = f"{model} {size} {config.max_iters}steps lr{config.learning_rate:g} seed{seed}" + " cosine" * (
+          "learning_rate": config.learning_rate, "seed": config.seed, "from": 0}
+    name = f"{model} {size} {config.max_iters}steps lr{config.learning_rate:g} seed{config.seed}" + " cosine" * (
         stage == "cosine")
     return Cell(re.sub(r"[^\w.@-]+", "_", name), argv, at)
 
 
-def planned_cells(folder):
-    """{name: coordinates} of what the folder's plan has already."""
-    return runner.read_plan(folder)["cells"] if folder and (folder / "plan.json").exists() else {}
-
-
-def seed_cells(preset, extra, model, size, rate, seed, budgets, folder=None):
+def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     """The runs of a seed at all budgets: the longest from scratch, or from what `folder` has already, the others from
     it. {step: cell that kept its checkpoint} grows along the way."""
     from train import decay_steps
 
-    cells = [make_cell(preset, extra, "seed", model, size, steps, rate, seed) for steps in sorted(budgets)[::-1]]
+    cells = [make_cell(preset, "seed", model, size, steps, rate, seed) for steps in sorted(budgets)[::-1]]
     ends = {c.name: c.at["steps"] - decay_steps(load(c.argv)) for c in cells}  # where another budget can leave it
     kept = {}
-    for name, at in planned_cells(folder).items():
+    for name, at in runner.read_plan(folder, new=True)["cells"].items():
         same = all(at.get(key) == cells[0].at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
         if same and is_finished(folder / name):
             kept |= {int(step): name for step in runner.settings(at["argv"]).get("keep_steps", "").split(",") if step}
     for c in cells:
-        if folder and is_finished(folder / c.name):  # what it kept is known
+        if is_finished(folder / c.name):  # what it kept is known
             continue
         base = max((step for step, name in kept.items() if step <= ends[c.name] and name != c.name), default=0)
         keep = sorted({end for end in ends.values() if base < end <= ends[c.name]} - kept.keys())
@@ -173,7 +165,7 @@ def seed_cells(preset, extra, model, size, rate, seed, budgets, folder=None):
             kept |= dict.fromkeys(keep, c.name)
         if base:
             c.after, c.at["from"] = kept[base], base
-            c.argv.append(f"--branch={runner.from_repo(folder or Path('out')) / c.after}@{base}")
+            c.argv.append(f"--branch={runner.from_repo(folder) / c.after}@{base}")
     return cells
 
 
@@ -181,7 +173,7 @@ def seed_offset(model):
     return LABELLED if "@" in model and not own_settings(model) else 0
 
 
-def reported_cells(preset, extra, rates, folder=None):
+def reported_cells(preset, rates, folder=REPO / "out"):
     """All runs that are reported, at rates {(model, size): rate}: the first seed of everything, then the second ...
 
     The first family also gets one cosine per size, from scratch: does the schedule change the loss?
@@ -192,13 +184,12 @@ def reported_cells(preset, extra, rates, folder=None):
             for model in (m for m in preset.models if i < s.seeds and (m, size) in rates):
                 seed, rate = FIRST_SEED + i + seed_offset(model), rates[model, size]
                 if not s.steps:
-                    cells.append(make_cell(preset, extra, "seed", model, size, None, None, load(
-                        base_arguments(preset, extra, model, size)).seed))
+                    cells.append(make_cell(preset, "seed", model, size))
                     continue
                 budgets = {s.steps, *(s.others if i < 2 else ())}
-                cells += seed_cells(preset, extra, model, size, rate, seed, budgets, folder)
+                cells += seed_cells(preset, model, size, rate, seed, budgets, folder)
                 if i == 0 and model == preset.models[0]:
-                    cells.append(make_cell(preset, extra, "cosine", model, size, s.steps, rate, seed))
+                    cells.append(make_cell(preset, "cosine", model, size, s.steps, rate, seed))
     return cells
 
 
@@ -207,10 +198,10 @@ def first_rates(preset, centre):
     return [float(f"{centre * 2 ** (i - (preset.rates - 1) / 2):.3g}") for i in range(preset.rates)]
 
 
-def search_cells(preset, extra, model, size, rates):
+def search_cells(preset, model, size, rates):
     s = preset.sizes[size]
     seeds = [1 + i + seed_offset(model) for i in range(s.search)]
-    return [make_cell(preset, extra, "search", model, size, max(2, s.steps // 2), rate, seed)
+    return [make_cell(preset, "search", model, size, max(2, s.steps // 2), rate, seed)
             for seed in seeds for rate in rates]
 
 
@@ -230,13 +221,13 @@ def searched(folder, model, size, rates):
     return best_rate(found)
 
 
-def find_rates(preset, extra, folder, go):
+def find_rates(preset, folder, go):
     """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays."""
-    rates, plan = {}, planned_cells(folder)
+    rates, plan = {}, runner.read_plan(folder, new=True)["cells"]
     known = {(at["model"], at["size"]): at["learning_rate"] for at in plan.values() if at["stage"] == "seed"}
     product = dict.fromkeys(preset.models, preset.rate_times_width)  # of the size before, where a rate was chosen there
     for size, s in preset.sizes.items():
-        width = {model: load(base_arguments(preset, extra, model, size)).n_embd for model in product}
+        width = {model: load(base_arguments(preset, model, size)).n_embd for model in product}
         grids = {}
         for model in product:
             centre = product[model] / width[model]
@@ -244,18 +235,16 @@ def find_rates(preset, extra, folder, go):
                 rates[model, size] = known.get((model, size), float(f"{centre:.3g}"))
             else:
                 grids[model] = first_rates(preset, centre)
-        for extension in range(EXTENSIONS + 1):
-            go([c for model, grid in grids.items() for c in search_cells(preset, extra, model, size, grid)])
+        while grids:
+            go([c for model, grid in grids.items() for c in search_cells(preset, model, size, grid)])
             for model, grid in list(grids.items()):
                 best = searched(folder, model, size, grid)
-                if best and best.beyond and extension < EXTENSIONS:
+                if best and best.beyond and len(grid) < preset.rates + EXTENSIONS:
                     grid.append(float(f"{best.beyond:.3g}"))
                     continue
                 del grids[model]
                 if best:
                     rates[model, size] = best.rate
-            if not grids:
-                break
         product = {model: rates[model, size] * width[model] for model in product if (model, size) in rates}
     return rates
 
@@ -322,9 +311,6 @@ def sizes(text):
     changes = changes.split(",")
     if not re.fullmatch(r"[\w.-]+", label) or not all("=" in c for c in changes):
         raise argparse.ArgumentTypeError(f"{text!r}: give a size as LABEL:key=value,key=value, or labels of the preset")
-    for key in (c.split("=")[0] for c in changes):
-        if key in SET_BY_THE_SWEEP:
-            raise argparse.ArgumentTypeError(f"{text!r}: a size cannot set {key}")
     return {label: tuple(f"--{c}" for c in changes)}
 
 
@@ -362,18 +348,20 @@ def parser():
     return top
 
 
-def chosen(args):
-    """The preset as the command line changes it. Raises ConfigError."""
+def chosen(args, extra=()):
+    """The preset as the command line changes it; extra: settings for every run. Raises ConfigError."""
     preset = PRESETS[args.command]
     if args.command == "duel" and len(args.models) < 2:
         raise ConfigError("duel: give two families, as in: duel longhorn mamba")
     given = {label: argv for each in args.sizes or () for label, argv in each.items()}
     for label, argv in given.items():
-        if argv is None and label not in preset.sizes:
-            raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; define another "
-                              f"size as --sizes={label}:n_layer=2,n_embd=96")
-        if argv is not None and label in preset.sizes:
-            raise ConfigError(f"--sizes={label}:...: preset {args.command} has a size {label}: choose another label")
+        if (argv is None) != (label in preset.sizes):
+            raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; give one of "
+                              "them, or another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
+    models = tuple(dict.fromkeys(args.models)) or preset.models
+    for asked in (extra, *(argv or () for argv in given.values()), *map(own_settings, models)):
+        if key := next((key for key in runner.settings(asked) if key in SET_BY_THE_SWEEP), None):
+            raise ConfigError(f"{' '.join(asked)}: the sweep sets {key}; see FAMILY, --seeds, --budgets, --out")
     first = next(iter(preset.sizes.values()))
     found = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
              for label, argv in given.items()} or preset.sizes
@@ -386,18 +374,18 @@ def chosen(args):
     found = {label: dataclasses.replace(size, **changes) for label, size in found.items()}
     smallest = next(iter(found))  # of the sizes left out, the rates would be missing
     found[smallest] = dataclasses.replace(found[smallest], search=found[smallest].search or first.search)
-    return dataclasses.replace(preset, sizes=found, models=tuple(dict.fromkeys(args.models)) or preset.models)
+    extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e
+             for e in extra]
+    return dataclasses.replace(preset, sizes=found, models=models, args=(*preset.args, *extra))
 
 
 def run(args, extra):
     """Plan, run and report; returns the exit code."""
-    preset, is_paper = chosen(args), args.command == "paper"
+    preset, is_paper = chosen(args, extra), args.command == "paper"
     tag = re.sub(r"[^\w.@-]+", "_", "_".join(args.models))
     folder = args.out or REPO / "out" / (f"duel_{tag}" if args.command == "duel" else f"scaling_{args.command}")
-    extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e
-             for e in extra]
-    if (folder / "plan.json").exists():  # one warmup per sweep, or its runs could not be compared
-        preset = dataclasses.replace(preset, warmup=runner.read_plan(folder).get("warmup", preset.warmup))
+    before = runner.read_plan(folder, new=True)  # one warmup per sweep, or its runs could not be compared
+    preset = dataclasses.replace(preset, warmup=before.get("warmup", preset.warmup))
     gpus = runner.visible_gpus()
     nproc = args.nproc or (max(1, len(gpus)) if is_paper else 1)
     jobs = args.jobs or (1 if nproc > 1 else len(gpus) * preset.jobs_per_gpu or runner.cores())
@@ -409,17 +397,15 @@ def run(args, extra):
         planned.extend(cells)
         failed.update(runner.run_cells(cells, folder, jobs, nproc))
 
-    guess, expected = {}, []  # the plan that is shown has the middle of each search in place of the best rate
-    for size in preset.sizes:
-        for model in preset.models:
-            width = load(base_arguments(preset, extra, model, size)).n_embd
-            guess[model, size] = float(f"{preset.rate_times_width / width:.3g}")
-            expected += search_cells(preset, extra, model, size, first_rates(preset, guess[model, size]))
-    expected += reported_cells(preset, extra, guess, folder)
+    # the plan that is shown has the middle of each search in place of the best rate
+    guess = {(model, size): float(f"{preset.rate_times_width / load(base_arguments(preset, model, size)).n_embd:.3g}")
+             for size in preset.sizes for model in preset.models}
+    expected = [c for key, rate in guess.items() for c in search_cells(preset, *key, first_rates(preset, rate))]
+    expected += reported_cells(preset, guess, folder)
     check_settings(expected)
     if not args.dry_run:
         check_data(expected)
-    about = about_sweep(args, preset, folder, extra)
+    about = about_sweep(args, preset, folder, extra, before)
     runner.say_changed_code(folder)
     estimate(expected)
     print_plan(expected, jobs, nproc, gpus)
@@ -434,7 +420,7 @@ def run(args, extra):
         print(f"sbatch {shlex.quote(str(write_slurm(folder, args)))}")
         return 0
 
-    go(reported_cells(preset, extra, find_rates(preset, extra, folder, go), folder))
+    go(reported_cells(preset, find_rates(preset, folder, go), folder))
     with Claims(folder).hold("report"):  # of several processes, each writes it
         runner.say_written(write_report(folder, None, args))
     return runner.say_failed(failed, planned)
@@ -463,10 +449,9 @@ def write_slurm(folder, args):
     return path
 
 
-def about_sweep(args, preset, folder, extra):
-    """What plan.json says of the whole sweep. Raises ConfigError where an earlier command had another size of a
-    label."""
-    before = runner.read_plan(folder) if (folder / "plan.json").exists() else {}
+def about_sweep(args, preset, folder, extra, before):
+    """What plan.json says of the whole sweep; before: what it says now. Raises ConfigError where an earlier command had
+    another size of a label."""
     known = before.get("sizes", {})
     for label, size in preset.sizes.items():
         if known.get(label, [*size.argv]) != [*size.argv]:
@@ -516,8 +501,7 @@ def main(argv):
     args, extra = parser().parse_known_args(argv)
     args.argv = [a for a, before in zip(argv, ["", *argv], strict=False)
                  if a.split("=")[0] != "--slurm" and (before != "--slurm" or not a.isdecimal())]
-    return runner.run_or_report("sweep.py", args, extra, run, lambda folder, out: write_report(folder, out, args),
-                                SET_BY_THE_SWEEP, "FAMILY, --seeds, --budgets, --out")
+    return runner.run_or_report("sweep.py", args, extra, run, lambda folder, out: write_report(folder, out, args))
 
 
 if __name__ == "__main__":
