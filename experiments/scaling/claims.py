@@ -22,7 +22,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 HEARTBEAT = 5.0  # seconds
@@ -31,15 +31,8 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines of the same nam
 MACHINE = BOOT.read_text().strip() if BOOT.exists() else platform.node()
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The newest claim on a cell, as somebody else sees it. note: its content; looks: how many found it untouched."""
-
-    number: int
-    touched: int
-    note: dict
-    looks: int
-    is_held: bool
+# The newest claim on a cell, as somebody else sees it. note: its content; looks: how many found it untouched.
+Seen = namedtuple("Seen", "number touched note looks is_held")
 
 
 class Claims:

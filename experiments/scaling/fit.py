@@ -20,6 +20,7 @@ all hold at once is rarer.
 """
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,35 +34,7 @@ class CannotFit(ValueError):
     """The points cannot give what was asked for; the message is one line with the value, the limit and the way out."""
 
 
-@dataclass
-class Fit:
-    """What fit_loss found. A constant that the points do not determine is None, and so is its interval.
-
-    E, A, alpha, B, beta   the constants: E, A, B in nats (times N^alpha, D^beta), the exponents without units
-    a                      compute-optimal exponent, N_opt ~ C^a
-    floors                 {value of a coordinate with one or two values: loss that the other's term falls to}, or None
-    intervals              {name of a constant: (low, high)}, 0 and inf among the bounds possible, or None
-    huber, noise           minimum of the summed Huber loss; standard deviation of log L around the least-squares curve
-    points                 number of runs
-    outliers               {index of a run that normal noise does not explain: measured / predicted by the others - 1}
-    warnings               sentences that belong beside the numbers
-    spread                 (points,) standard deviation of log L among seeds of each run's size
-    """
-
-    E: float | None
-    A: float | None
-    alpha: float | None
-    B: float | None
-    beta: float | None
-    a: float | None
-    floors: dict | None
-    intervals: dict
-    huber: float
-    noise: float | None
-    points: int
-    outliers: dict
-    warnings: list
-    spread: np.ndarray
+Fit = namedtuple("Fit", "E A alpha B beta a floors intervals huber noise points outliers warnings spread")
 
 
 # ------------------------------------------------------------------------------------------------ the curve and its fit
@@ -349,14 +322,22 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
 
 
 def fit_loss(N, D, L, starts=6, bootstrap=200, seed=0, confidence=0.9):
-    """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs. Returns a Fit; raises CannotFit where none is possible.
+    """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs.
 
-    N, D, L     (runs,) parameters, tokens, loss in nats, all above 0
-    starts      steps of the grid of starts in each exponent (times three of E)
-    bootstrap   simulated data sets behind the intervals, 0 for none; `seed` draws their noise
-
-    With one or two values of N the constants E, A and alpha cannot be told apart: they are None, and L = floor + B /
-    D^beta is fitted with a floor for each N; likewise for D.
+    Args:
+        N, D, L: (runs,) parameters, tokens, loss in nats, all above 0.
+        starts: steps of the grid of starts in each exponent (times three of E).
+        bootstrap: simulated data sets behind the intervals, 0 for none; `seed` draws their noise.
+    Returns a Fit; a constant that the points do not determine is None, and so is its interval:
+        E, A, alpha, B, beta: E, A, B in nats (times N^alpha, D^beta), the exponents without units; a: N_opt ~ C^a.
+        floors: with one or two values of N, E, A and alpha cannot be told apart, and L = floor + B / D^beta is fitted
+            with a floor for each, {N: floor}; likewise for D. Otherwise None.
+        intervals: {name of a constant: (low, high)}, 0 and inf among the bounds possible, or None.
+        huber, noise: minimum of the summed Huber loss; standard deviation of log L around the least-squares curve.
+        points: number of runs; spread: (points,) standard deviation of log L among seeds of each run's size.
+        outliers: {index of a run that normal noise does not explain: measured / predicted by the others - 1}.
+        warnings: sentences that belong beside the numbers.
+    Raises CannotFit where none is possible.
     """
     N, D, L = _positive(N=N, D=D, L=L)
     n, y, warnings = len(L), np.log(L), []

@@ -387,7 +387,7 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
         accept_code: versions of the code to compare with that of most runs.
         save_it: also write results/<name>.json, and page, tables and figure to results/<name>/.
         style: a .mplstyle file for the figures, over ours.
-    Raises ConfigError where there is no sweep, or where `out` cannot be written.
+    Raises ConfigError where there is no sweep, OSError where `out` cannot be written.
     """
     source = Path(source)
     if style and not Path(style).is_file():
@@ -400,31 +400,22 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
     names = ("report.json", "points.csv", "table.tex", *["figure.png"] * bool(alt), "report.md", "report.html")
     paths = {name: out / name for name in names}
     values = {"numbers": numbers, "alt": "; ".join(alt), "losses": loss_rows(numbers), "pairs": pair_rows(numbers)}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(paths["report.json"], numbers)
-        points(found, paths["points.csv"])
-        paths["table.tex"].write_text(tex(numbers), encoding="utf-8")
-        if alt:
-            figures.draw(entries, numbers["pairs"], paths["figure.png"], style)
-            values["figure"] = base64.b64encode(paths["figure.png"].read_bytes()).decode()
-        for kind in ("md", "html"):
-            paths[f"report.{kind}"].write_text(page(kind, **values), encoding="utf-8")
-        if save_it:
-            paths |= save_to(REPO / "results", numbers["name"], source, paths)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {out} ({error.strerror or error}): choose another --out") from None
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(paths["report.json"], numbers)
+    points(found, paths["points.csv"])
+    paths["table.tex"].write_text(tex(numbers), encoding="utf-8")
+    if alt:
+        figures.draw(entries, numbers["pairs"], paths["figure.png"], style)
+        values["figure"] = base64.b64encode(paths["figure.png"].read_bytes()).decode()
+    for kind in ("md", "html"):
+        paths[f"report.{kind}"].write_text(page(kind, **values), encoding="utf-8")
+    if save_it:
+        folder = REPO / "results" / numbers["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("points.csv", "table.tex", "report.md", *["figure.png"] * bool(alt)):
+            if not (folder / name).exists() or not paths[name].samefile(folder / name):
+                shutil.copyfile(paths[name], folder / name)
+        paths |= {"saved": folder.with_name(f"{numbers['name']}.json"), "pages": folder}
+        save(source, paths["saved"])
     print(os.linesep.join(numbers["sentences"]))
     return paths
-
-
-def save_to(results, name, source, paths):
-    """Save the sweep to results/<name>.json, the files of its report to results/<name>/. Returns {name: path}."""
-    (results / name).mkdir(parents=True, exist_ok=True)
-    saved = {f"{name}.json": results / f"{name}.json"}
-    save(source, saved[f"{name}.json"])
-    for file in sorted(paths.keys() - {"report.json", "report.html"}):
-        saved[f"{name}/{file}"] = results / name / file
-        if paths[file].resolve() != saved[f"{name}/{file}"].resolve():
-            shutil.copyfile(paths[file], saved[f"{name}/{file}"])
-    return saved

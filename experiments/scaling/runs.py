@@ -65,19 +65,10 @@ class Run:
         return float(np.average(losses, weights=tokens))
 
 
-@dataclass
-class Sweep:
-    """A sweep as read. `runs` may be compared; `left_out` is {name: why} of every other cell of the plan.
-
-    code: a dict per version of the code, that of most runs first: code, commit, runs (finished), used (of them in
-    `runs`), and changed_files, those that differ from the first version's, or None where the records do not say.
-    """
-
-    folder: Path  # or the file
-    plan: dict
-    runs: list
-    left_out: dict
-    code: list
+# A sweep as read, of a folder or file. `runs` may be compared; left_out: {name: why} of every other cell of the plan;
+# code: a dict per version of the code, that of most runs first, with its commit, how many runs finished and are used,
+# and changed_files, those that differ from the first version's, or None where the records do not say
+Sweep = namedtuple("Sweep", "folder plan runs left_out code")
 
 
 def stem(model):
@@ -169,21 +160,17 @@ def check_run(name, records, at, accept_code=()):
     """The Run that a cell's Records describe. Raises BadRecord."""
     result, record, events = records
 
-    def number(table, key, least=0.0):
-        value = table[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < 1e300:  # NaN is not
-            raise BadRecord(f"{key} is {str(value)[:40]}: not a number above {least:g}")
-        return value
+    def is_number(value):  # NaN is none
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e300
 
     with fields():
         config, environment = record["config"], record["environment"]
-        if not isinstance(result["val_loss"], (int, float)) or result["val_loss"] != result["val_loss"]:
-            raise BadRecord(f"its loss is {result['val_loss']}: it diverged")
-        guessing = math.log(number(config, "vocab_size", 1))
-        if number(result, "val_loss") >= guessing:
-            raise BadRecord(f"its loss {result['val_loss']:.4g} is not below guessing's {guessing:.3f}: it diverged")
+        loss, guessing = result["val_loss"], math.log(config["vocab_size"])
+        if not is_number(loss) or loss >= guessing:
+            raise BadRecord(f"its loss is {str(loss)[:40]}, and guessing's {guessing:.3f}: it diverged")
         for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
-            number(result, key)
+            if not is_number(result[key]):
+                raise BadRecord(f"{key} is {str(result[key])[:40]}: not a number above 0")
         for key, got, wanted in [("model", result["model"], config.get("pattern") or config["model"]),
                                  ("seed", result["seed"], config["seed"]),
                                  ("code", code_of(result), code_of(environment)),
@@ -203,19 +190,18 @@ def check_run(name, records, at, accept_code=()):
         codes = [c for c in stretches if c not in accept_code] or stretches[-1:]
         if len(set(codes)) > 1:
             raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
-        evaluations = [e for e in events if e["event"] == "eval"]
-        if not evaluations or [evaluations[-1][key] for key in ("tokens", "val_loss")] != [
-                result["tokens"], result["val_loss"]]:
+        evaluations = [(e["tokens"], e["val_loss"]) for e in events if e["event"] == "eval"]
+        if evaluations[-1:] != [(result["tokens"], loss)]:
             raise BadRecord("log.jsonl does not end with the loss in result.json")
         tokens = np.array(result.get("val_document_tokens", [result["val_tokens"]]), float)
-        losses = np.array(result.get("val_document_losses", [result["val_loss"]]), float)
-        if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - result["val_loss"]) > 1e-4:
+        losses = np.array(result.get("val_document_losses", [loss]), float)
+        if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - loss) > 1e-4:
             raise BadRecord("its documents' losses do not make up its loss")
         splits, on_gpu = record["data"]["splits"], result["device_name"] != "cpu"
         same = {key: result[key] for key in ("tokens", "seed", "parameters", "flops", "seconds", "processes")}
         return Run(name=name, model=at["model"], size=at["size"], context=config["block_size"], **same,
                    learning_rate=config["learning_rate"], embedding=record["derived"]["parameters"]["embedding"],
-                   loss=result["val_loss"], documents=(tokens, losses), bits_per_byte=result.get("val_bits_per_byte"),
+                   loss=loss, documents=(tokens, losses), bits_per_byte=result.get("val_bits_per_byte"),
                    device=result["device_name"] if on_gpu else environment["cpu"], on_gpu=on_gpu, code=codes[-1],
                    data=f"{splits['train']['sha256']} {splits['val']['sha256']}, {result['val_tokens']} tokens",
                    config=config, environment=environment, time=str(record.get("time", "")), at=at)
