@@ -53,7 +53,7 @@ from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import Tokens  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.compare import welch  # noqa: E402
-from experiments.scaling.runner import Cell, need_pictures, numbers, run_cells, write_plan  # noqa: E402
+from experiments.scaling.runner import Cell, numbers, run_cells, write_plan  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM  # noqa: E402
 from records import BadRecord, fields, read_json  # noqa: E402
@@ -564,7 +564,6 @@ def record_file(args, name):
     if out.suffix != ".json":
         raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
     check_out(out)  # before the first model is read
-    need_pictures()
     return out
 
 

@@ -525,14 +525,6 @@ def test_mistakes_get_one_line(argv, word, capsys):
     assert stop.value.code == 2 and word in last and "error:" in last
 
 
-def test_a_report_without_matplotlib_is_refused_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
-    for argv in (["laptop", "--dry-run"], ["report", "nowhere"]):
-        with pytest.raises(SystemExit):
-            sweep.main(argv)
-        assert "pip install matplotlib" in capsys.readouterr().err
-
-
 def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatch):
     shutil.copytree(REPO / "config", tmp_path / "config")
     laptop = (REPO / "config/longhorn_laptop.py").read_text()

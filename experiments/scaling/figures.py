@@ -67,11 +67,9 @@ def draw(entries, pairs, path, style=None):
     with plt.style.context([STYLE, *([str(style)] if style else [])]):
         height = max(3.4, *(0.26 * len(lines) for lines in (*sizes.values(), known)))  # room for labels
         figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, height * rows), squeeze=False)
-        room = {"left": 0.13, "right": 0.72, "top": 0.9, "bottom": 0.15}  # of each panel
         for i, axes in enumerate(grid.flat):
             x, y = i % columns / columns, 1 - (i // columns + 1) / rows
-            axes.set_position([x + room["left"] / columns, y + room["bottom"] / rows,
-                               (room["right"] - room["left"]) / columns, (room["top"] - room["bottom"]) / rows])
+            axes.set_position([x + 0.13 / columns, y + 0.15 / rows, 0.59 / columns, 0.75 / rows])
         for axes, (size, here) in zip(grid.flat, sizes.items(), strict=False):
             draw_losses(axes, size, here, looks)
         if known:

@@ -374,7 +374,7 @@ def page(kind, **values):
     made = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
                               lstrip_blocks=True, extensions=["jinja2.ext.do"], undefined=jinja2.StrictUndefined,
                               finalize=markdown_escape if kind == "md" else None)
-    made.globals |= {"human": human, "interval": interval, "name_of": name_of}
+    made.globals |= {"interval": interval, "name_of": name_of}
     return made.get_template("report.j2").render(html=kind == "html", DASH=DASH, **values)
 
 

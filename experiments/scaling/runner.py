@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import os
 import shlex
 import signal
@@ -365,29 +364,19 @@ def run_or_report(prog, args, extra, run, write, sets=(), see=""):
         sets: settings that the sweep itself gives each run, which `extra` may not; see: the options for them.
     """
     with main_error(prog):
-        if args.command == "report":
-            if extra:
-                raise ConfigError(f"unknown option {extra[0]}: --help lists them")
-            need_pictures()
-            return say_written(write(args.folder, args.out))
         for e in extra:
-            if not e.startswith("--") or "=" not in e:
-                raise ConfigError(f"unknown argument {e}: settings of a run are given as --key=value")
+            if args.command == "report" or not e.startswith("--") or "=" not in e:
+                raise ConfigError(f"unknown argument {e}: see --help; settings of a run are given as --key=value")
             if e[2:].split("=")[0] in sets:
                 raise ConfigError(f"{e}: the sweep sets that; see {see}")
-        need_pictures()
+        if args.command == "report":
+            return say_written(write(args.folder, args.out))
         if args.jobs < 0:
             raise ConfigError(f"--jobs={args.jobs}: 0 or more")
         try:
             return run(args, extra)
         except KeyboardInterrupt as stopped:
             raise ConfigError(f"stopped: {stopped or 'the same command resumes'}") from None
-
-
-def need_pictures():
-    """Raises ConfigError where a report could not be drawn: not after hours of runs."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("reports are drawn with matplotlib, which is not installed: pip install matplotlib")
 
 
 def say_written(paths):
