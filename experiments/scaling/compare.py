@@ -216,18 +216,18 @@ def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0
     (sd: of a run's loss over seeds; document_sd: of a seed's loss on one document beside that). Documents have unequal
     lengths, log-normal as the standard library's.
     """
-    rng, misses = np.random.default_rng(rng), 0
-    main = budgets[-1]
+    rng, misses, main = np.random.default_rng(rng), 0, budgets[-1]
     law = {b: 1.4 + 60 * ((b * 1024.0) ** -0.35 - (main * 1024.0) ** -0.35) for b in budgets}
+
+    def family(tokens, level):
+        own = sd * rng.standard_normal((seeds, 1)) + document_sd * rng.standard_normal((seeds, len(tokens)))
+        runs = {b: law[b] + level + own + 0.3 * sd * rng.standard_normal((seeds, 1)) * (b != main) for b in budgets}
+        return runs[main], Curve({b: dict(enumerate(x)) for b, x in runs.items()}, main, tokens)
+
     for _ in range(simulations):
         tokens = np.exp(rng.normal(0, 1, documents))
         level = rng.normal(0, 0.3, documents)
-
-        def family(tokens=tokens, level=level):
-            own = sd * rng.standard_normal((seeds, 1)) + document_sd * rng.standard_normal((seeds, documents))
-            runs = {b: law[b] + level + own + 0.3 * sd * rng.standard_normal((seeds, 1)) * (b != main) for b in budgets}
-            return runs[main], Curve({b: dict(enumerate(x)) for b, x in runs.items()}, main, tokens)
-        (a, curve_a), (b, curve_b) = family(), family()
+        (a, curve_a), (b, curve_b) = family(tokens, level), family(tokens, level)
         w = tokens / tokens.sum()
         m = multiplier(difference(a, b, tokens, pooled_sd([a @ w, b @ w])), curve_a, curve_b)
         misses += not m.low <= 1 <= m.high

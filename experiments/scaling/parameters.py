@@ -1,9 +1,11 @@
-"""Parameters, FLOPs and state sizes of every family at the sizes in config/, beside the counts of the paper's Table 1.
+"""Parameters, FLOPs per token forward and backward, and numbers of state per sequence of every family at the sizes in
+config/, beside the counts of the paper's Table 1.
 
     python model.py
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import torch
@@ -32,25 +34,14 @@ def own_settings(family, size):
     return {name: getattr(config, name) for name in ("n_head", "mlp_multiple", "d_state", "window")}
 
 
-def table(T=1024):
-    """Rows of (family, size, parameters, the paper's count or None, FLOPs per token forward and backward, numbers of
-    state per sequence of T)."""
-    rows = []
-    for family in FAMILIES:
-        for size, shape in {**SIZES, **LARGE}.items():
-            with torch.device("meta"):
-                lm = LM(ModelConfig(model=family, block_size=T, **shape | own_settings(family, size)))
-            paper = TABLE1.get(family, {}).get(size)
-            count, flops = lm.parameter_count()["total"], lm.flops_per_token()["total"]
-            rows.append((family, size, count, paper, flops, lm.state_size()))
-    return rows
-
-
 def main(argv=None):
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     print(f"{'family':14} {'size':5} {'parameters':>12} {'Table 1':>9} {'off':>6} {'FLOPs/token':>12} "
           f"{'state at 1024':>14}")
-    for family, size, parameters, paper, flops, state in table():
-        beside = f"{paper / 1e6:8.1f}M {parameters / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
-        print(f"{family:14} {size:5} {parameters / 1e6:11.1f}M {beside} "
-              f"{flops / 1e6:11.0f}M {state / 1e6:13.2f}M")
+    for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
+        with torch.device("meta"):
+            lm = LM(ModelConfig(model=family, block_size=1024, **shape | own_settings(family, size)))
+        count, paper = lm.parameter_count()["total"], TABLE1.get(family, {}).get(size)
+        beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
+        print(f"{family:14} {size:5} {count / 1e6:11.1f}M {beside} "
+              f"{lm.flops_per_token()['total'] / 1e6:11.0f}M {lm.state_size() / 1e6:13.2f}M")

@@ -105,8 +105,6 @@ def fill(entry, search, seeds):
     for at, run, why in search:
         if run or "diverged" in why:
             found.setdefault(at["learning_rate"], []).append(run.half(0) if run else math.inf)
-        else:
-            entry.notes.append(f"learning rate {at['learning_rate']:g}, seed {at['seed']}: no usable run")
     best = compare.best_rate(found)
     if best:
         entry.tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()}
