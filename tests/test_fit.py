@@ -234,8 +234,8 @@ def test_any_positive_numbers_give_a_fit_or_cannot_fit(points, intervals):
 
 def test_intervals_cover_with_noise_by_size_and_an_outlier():
     """16 draws of a small design show gross errors only: fit.py prints 200 of the presets'."""
-    (N, D), noise = fit.preset_design((467e3, 1.49e6), 1024, (256, 512), (3, 3)), {467e3: 0.008, 1.49e6: 0.004}
-    shares = fit.coverage(N, D, fit.BYTES, np.array([noise[n] for n in N]), draws=16, bootstrap=20, outlier=8.0)
+    N, D, noise = fit.design([(n, sd, {1024: 3, 256: 2, 512: 2}) for n, sd in ((467e3, 0.008), (1.49e6, 0.004))])
+    shares = fit.coverage(N, D, fit.BYTES, noise, draws=16, bootstrap=20, outlier=8.0)
     assert set(shares) == {"B", "beta"} and min(shares.values()) >= 0.75
     wrong = type("Wrong", (fit.Law,), {"__call__": lambda _, N, D: fit.BYTES(N, D)})(0.6, 30.0, 0.35, 60.0, beta=0.2)
     assert fit.coverage(N, D, wrong, 0.001, draws=4, bootstrap=20)["beta"] < 0.4  # it can fail

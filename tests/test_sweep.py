@@ -452,25 +452,6 @@ def test_a_process_that_comes_later_chooses_the_same_rate(tmp_path, pretend):
     assert ran == [] and seeds == {name for name, at in cells.items() if at["stage"] == "seed"}
 
 
-@pytest.mark.parametrize("slurm, tasks", [(["--slurm"], 8), (["--slurm=3"], 3), (["--slurm", "3"], 3)])
-def test_slurm_gets_the_same_command(tmp_path, pretend, monkeypatch, capsys, slurm, tasks):
-    ran = pretend(lambda at: 1.0)
-    python = tmp_path / "its python"
-    python.write_text("#!/bin/bash\npwd\nprintf '%s\\n' \"$@\"\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.chdir(tmp_path)
-    argv = ["duel", "longhorn", "longhorn*3,llama", "--seeds=1", "--out=a sweep"]
-    assert sweep.main([*argv[:3], *slurm, *argv[3:]]) == 0
-    script = tmp_path / "a sweep" / "sweep.sbatch"
-    assert capsys.readouterr().out.splitlines()[-1] == "sbatch 'a sweep/sweep.sbatch'" and ran == []
-    assert [path.name for path in script.parent.iterdir()] == ["sweep.sbatch"]
-    assert f"#SBATCH --array=1-{tasks} " in script.read_text()
-    subprocess.run(["bash", "-n", script], check=True)
-    said = subprocess.run(["bash", script], cwd="/", capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said == [str(tmp_path), str(REPO / "experiments/scaling/sweep.py"), *argv]
-
-
 def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
     pretend(lambda at: None if at["model"] == "gla" else 1.0 + abs(at["learning_rate"] - 2e-3))
     assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
@@ -504,7 +485,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"),
     (["report", "nowhere"], "no sweep"), (["laptop", "--budgets=1,x"], "numbers are expected"),
     (["laptop", "--budgets=0"], "above 0"), (["laptop", "--seeds=0"], "1 or more"),
-    (["laptop", "--jobs=-1"], "0 or more"), (["laptop", "--slurm=0"], "1 or more"),
+    (["laptop", "--jobs=-1"], "0 or more"),
     (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 leaves nothing of max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
     (["laptop", "--batch_tokens=0", "--dry-run"], "batch_tokens 0 must be at least 1"),

@@ -24,7 +24,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 DELTA = 1e-3  # Huber's threshold in log L
 MANY = 20  # runs per constant from which on intervals come from resampled runs
@@ -111,16 +111,11 @@ def _curve(M, theta):
     return (top + np.log(total))[:, 0], share / total
 
 
-def _huber(r, delta=DELTA):
-    size = np.abs(r)
-    return np.where(size <= delta, r * r / 2, delta * (size - delta / 2))
-
-
 def objective(theta, M, y, delta=DELTA):
     """Summed Huber loss of log L - y and its gradient in theta (p,), for terms M (T, n, p) and y (n,)."""
     mean, share = _curve(M, theta[None])
     r = mean[0] - y
-    return _huber(r, delta).sum(), np.clip(r, -delta, delta) @ np.einsum("tn,tnp->np", share[0], M)
+    return special.huber(delta, r).sum(), np.clip(r, -delta, delta) @ np.einsum("tn,tnp->np", share[0], M)
 
 
 def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, delta=DELTA):
@@ -136,7 +131,7 @@ def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, de
     keep = np.broadcast_to(1.0 if keep is None else keep, (S, n))
     theta, damping, live = theta.copy(), np.full(S, 1e-3), np.arange(S)
     mean, share = _curve(M, theta)
-    value = (_huber(mean - y, delta) * keep).sum(1)
+    value = (special.huber(delta, mean - y) * keep).sum(1)
     small = np.zeros(S, int)
     for _ in range(iterations):
         J = np.einsum("stn,tnp->snp", share[live], M)
@@ -158,7 +153,7 @@ def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, de
             step = along[live] @ step
         trial = theta[live] + np.clip(step[..., 0], -20, 20)
         mean_t, share_t = _curve(M, trial)
-        value_t = (_huber(mean_t - y[live], delta) * keep[live]).sum(1)
+        value_t = (special.huber(delta, mean_t - y[live]) * keep[live]).sum(1)
         better = value_t <= value[live]  # NaN is not
         gain = np.where(better, value[live] - value_t, 0)
         small[live] = np.where(gain <= tolerance * value[live], small[live] + 1, 0)
@@ -280,7 +275,7 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     rank = _rank(S, confidence) + math.ceil(math.sqrt(S * confidence * (1 - confidence)))  # chance must not narrow them
     share = np.sort(fixed / free - 1, axis=1)[:, min(rank, S - 1)].clip(1e-9)
     r = _curve(M, theta[None])[0][0] - y  # an outlier must not widen the intervals: beyond three SDs it counts as three
-    tame = _huber(np.clip(r, -3 * noise, 3 * noise)).sum()
+    tame = special.huber(DELTA, np.clip(r, -3 * noise, 3 * noise)).sum()
 
     # walk outwards from the estimate on both sides until the loss is too high, then close in
     q, side = np.tile(np.arange(Q), 2), np.repeat([-1.0, 1.0], Q)
@@ -480,22 +475,21 @@ class Law:
 BYTES = Law(E=0.6, A=30.0, alpha=0.35, B=60.0, beta=0.35)  # about the losses per byte of the laptop's sizes
 
 
-def preset_design(sizes, steps, others, seeds):
-    """N, D (runs,) of a preset of sweep.py: all seeds at `steps`, two at each of the others."""
-    runs = [(n, s * 1024) for n, k in zip(sizes, seeds, strict=True) for b in (steps, *others)
-            for s in [b] * (k if b == steps else min(2, k))]
-    return np.array(runs, float).T
+DESIGNS = {  # preset of sweep.py: (N, SD of log L, {steps of a budget: seeds}) of one family's sizes
+    "laptop": [(467e3, 0.008, {1024: 5, 256: 2, 512: 2}), (1.49e6, 0.004, {1024: 3, 256: 2, 512: 2})],
+    "night": [(131e3, 0.012, {2048: 4, 1024: 2, 4096: 2}), (467e3, 0.008, {2048: 4, 1024: 2, 4096: 2}),
+              (3.44e6, 0.004, {2048: 3, 1024: 2, 4096: 2})]}
 
 
-DESIGNS = {  # preset: (N and D of one family's runs, SD of log L by size)
-    "laptop": (preset_design((467e3, 1.49e6), 1024, (256, 512), (5, 3)), {467e3: 0.008, 1.49e6: 0.004}),
-    "night": (preset_design((131e3, 467e3, 3.44e6), 2048, (1024, 4096), (4, 4, 3)),
-              {131e3: 0.012, 467e3: 0.008, 3.44e6: 0.004})}
+def design(sizes):
+    """N, D, SD of log L (runs,) of a row of DESIGNS."""
+    return np.array([(n, steps * 1024, sd) for n, sd, budgets in sizes for steps, seeds in budgets.items()
+                     for _ in range(seeds)]).T
 
 
 if __name__ == "__main__":
-    for name, ((N, D), noise) in DESIGNS.items():
-        spread = np.array([noise[n] for n in N])
+    for name, sizes in DESIGNS.items():
+        N, D, spread = design(sizes)
         for words, outlier in (("", 0.0), (", one run 8 SDs off", 8.0)):
             found = coverage(N, D, BYTES, spread, 200, 200, outlier)
             print(f"{name}, noise by size{words}: 90% intervals cover " + ", ".join(

@@ -15,6 +15,7 @@ value, so that no name in a record can become a tag.
 
 import base64
 import csv
+import json
 import math
 import os
 import re
@@ -205,15 +206,6 @@ def hours_of(runs):
     return dict(kinds)
 
 
-def finite(value):
-    """`value` as JSON can hold it: what is not finite becomes null."""
-    if isinstance(value, dict):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def numbers_of(sweep, entries, accepted, bootstrap):
     """The content of report.json."""
     plan, runs, reasons = sweep.plan, sweep.runs, {}
@@ -228,7 +220,7 @@ def numbers_of(sweep, entries, accepted, bootstrap):
                  "flops": e.first.flops, "tokens_per_second": math.exp(-e.log_seconds()[0])} if e.losses else {})
              for e in entries]
     pairs, winners = compared(entries)
-    return finite({
+    found = {
         "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"),
         "paper": plan.get("paper"), "machine": plan.get("machine"), "cores": plan.get("cores"),
         "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
@@ -239,7 +231,8 @@ def numbers_of(sweep, entries, accepted, bootstrap):
         "begun": sorted(r.time[:10] for r in runs if r.time)[::max(1, len(runs) - 1)],
         "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in runs}),
         "versions": {key: sorted({str(r.environment[key]) for r in runs if r.environment.get(key)})
-                     for key in ("torch", "python")}})
+                     for key in ("torch", "python")}}
+    return json.loads(json.dumps(found), parse_constant=lambda name: None)  # what is not finite is null
 
 
 def sentences(pairs, entries):

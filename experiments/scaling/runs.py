@@ -18,17 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import ConfigError, regular
+from configurator import ConfigError
 from experiments.scaling import runner
 from experiments.scaling.runner import code_of
-from records import BadRecord, fields, finished_records, read_json, replacing
+from records import BadRecord, fields, finished_records, read_json, read_log, replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
                    "vocab_size", "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from",
                    "optimizer", "schedule")
 
-Records = namedtuple("Records", "result config events")  # result.json, config.json, lines of log.jsonl
+Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, of log.jsonl
 
 
 @dataclass
@@ -141,24 +141,19 @@ def codes_of(record):
 
 # ---------------------------------------------------------------------------------------------------------------- check
 
-def read_run(folder, at, accept_code=()):
+def read_run(folder, at):
     """The Run in a folder. Raises BadRecord where a file is missing or torn, or contradicts another or the plan."""
-    return check_run(Path(folder).name, read_records(folder), at, accept_code)
+    return check_run(Path(folder).name, read_records(folder), at)
 
 
 def read_records(folder):
     """The Records of a finished run. Raises BadRecord."""
-    result, config = finished_records(folder)
-    try:
-        events = [dict(json.loads(line)) for line in regular(Path(folder) / "log.jsonl").read_bytes().splitlines()]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise BadRecord(f"log.jsonl is damaged ({error})") from None
-    return Records(result, config, events)
+    return Records(*finished_records(folder), read_log(folder, "eval"))
 
 
 def check_run(name, records, at, accept_code=()):
     """The Run that a cell's Records describe. Raises BadRecord."""
-    result, record, events = records
+    result, record, evaluations = records
 
     def is_number(value):  # NaN is none
         return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e300
@@ -171,27 +166,20 @@ def check_run(name, records, at, accept_code=()):
         for key in ("seconds", "flops", "parameters", "processes", "val_tokens"):
             if not is_number(result[key]):
                 raise BadRecord(f"{key} is {str(result[key])[:40]}: not a number above 0")
-        for key, got, wanted in [("model", result["model"], config.get("pattern") or config["model"]),
-                                 ("seed", result["seed"], config["seed"]),
-                                 ("code", code_of(result), code_of(environment)),
-                                 ("steps", result["steps"], config["max_iters"]),
-                                 ("tokens", result["tokens"], config["max_iters"] * config["batch_tokens"])]:
-            if got != wanted:
-                raise BadRecord(f"result.json and config.json disagree: {key} {got} and {wanted}")
-        for key, got, wanted in [("model", result["model"], stem(at["model"])),
-                                 ("block_size", config["block_size"], at["context"]),
-                                 ("learning_rate", config["learning_rate"], at["learning_rate"]),
-                                 ("seed", config["seed"], at["seed"]), ("max_iters", config["max_iters"], at["steps"])]:
-            if got != wanted:
-                raise BadRecord(f"another run's records: {key} is {got}, the plan says {wanted}")
-        if Path(config["out_dir"]).name != Path(name).name:
-            raise BadRecord(f"another run's records: they were written to {Path(config['out_dir']).name}")
+        ran = {"model": config.get("pattern") or config["model"], "seed": config["seed"], "code": code_of(environment),
+               "steps": config["max_iters"], "tokens": config["max_iters"] * config["batch_tokens"],
+               "context": config["block_size"], "learning_rate": config["learning_rate"],
+               "folder": Path(config["out_dir"]).name}
+        for source, said in [("result.json", result | {"code": code_of(result)}),
+                             ("the plan", at | {"model": stem(at["model"]), "folder": Path(name).name})]:
+            for key, value in ran.items():
+                if said.get(key, value) != value:
+                    raise BadRecord(f"another run's records: {key} is {value}, {source} says {said[key]}")
         stretches = codes_of(record)
         codes = [c for c in stretches if c not in accept_code] or stretches[-1:]
         if len(set(codes)) > 1:
             raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
-        evaluations = [(e["tokens"], e["val_loss"]) for e in events if e["event"] == "eval"]
-        if evaluations[-1:] != [(result["tokens"], loss)]:
+        if not evaluations or (evaluations[-1]["tokens"], evaluations[-1]["val_loss"]) != (result["tokens"], loss):
             raise BadRecord("log.jsonl does not end with the loss in result.json")
         tokens = np.array(result.get("val_document_tokens", [result["val_tokens"]]), float)
         losses = np.array(result.get("val_document_losses", [loss]), float)
@@ -246,8 +234,7 @@ def save(source, path):
                 for section, drop in SECTIONS.items():
                     cell[section] = {k: v for k, v in r.config[section].items() if k not in drop}
                 cell["config"]["out_dir"] = Path(cell["config"]["out_dir"]).name
-                evaluations = [e for e in r.events if e["event"] == "eval"]
-                cell |= {"result": r.result, "eval": {key: [e[key] for e in evaluations] for key in EVALUATION}}
+                cell |= {"result": r.result, "eval": {key: [e[key] for e in r.evaluations] for key in EVALUATION}}
                 files[code_of(cell["environment"])] = r.config["environment"].get("code_files", {})
             cells[name] = cell
         except BadRecord as reason:
@@ -276,9 +263,8 @@ def load_file(path):
             config |= {s: saved["shared"][s] | cell[s] for s in SECTIONS}
             config["config"].setdefault("out_dir", name)  # older files leave it out
             config["environment"]["code_files"] = saved["code_files"][code_of(config["environment"])]
-            events = [{"event": "eval", **dict(zip(cell["eval"], row, strict=True))}
-                      for row in zip(*cell["eval"].values(), strict=True)]
-            records[name] = Records(saved["shared"]["result"] | cell["result"], config, events)
+            evaluations = [dict(zip(cell["eval"], v, strict=True)) for v in zip(*cell["eval"].values(), strict=True)]
+            records[name] = Records(saved["shared"]["result"] | cell["result"], config, evaluations)
         return {**saved["plan"], "cells": {name: dict(cell["at"]) for name, cell in saved["cells"].items()}}, records
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no saved sweep ({type(error).__name__}: {error}): give a sweep's folder, or a "
