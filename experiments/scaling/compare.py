@@ -181,8 +181,6 @@ def times(m, log_ratio, se=0.0):
     return Multiplier(*(math.exp(v + log_ratio) for v in values), m.beyond)
 
 
-# ------------------------------------------------------------------------------------------------------ the best of all
-
 def winner(means, p_of, alpha=0.05):
     """The family with the lowest mean loss if it is significantly better than every other: a Winner.
 
@@ -206,8 +204,6 @@ def winner(means, p_of, alpha=0.05):
                       f"{alpha:g}", p)
     return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction", p)
 
-
-# ---------------------------------------------------------------------------------------------------------- calibration
 
 def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0.03, budgets=(256, 512, 1024), rng=0):
     """Share of simulated duels of one family under two names whose 95% interval for the multiplier of tokens misses 1.

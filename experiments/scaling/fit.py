@@ -21,7 +21,6 @@ all hold at once is rarer.
 
 import math
 from collections import namedtuple
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -36,8 +35,6 @@ class CannotFit(ValueError):
 
 Fit = namedtuple("Fit", "E A alpha B beta a floors intervals huber noise points outliers warnings spread")
 
-
-# ------------------------------------------------------------------------------------------------ the curve and its fit
 
 class _Model:
     """log L as log sum exp of terms linear in theta, so that the full law and the partial ones share one solver.
@@ -228,11 +225,6 @@ def _spread(M, y, theta, N, D):
     return out
 
 
-def _rank(S, confidence):
-    """Index of the sorted draw that bounds an interval."""
-    return math.ceil(confidence * (S + 1)) - 1
-
-
 def _resampled(model, y, theta, names, bootstrap, confidence, rng):
     """{name: (low, high)}: percentiles of fits to runs drawn with replacement (Besiroglu et al. 2024)."""
     runs, draws = len(y), 20 * bootstrap  # the ends of percentiles scatter more than the critical share does
@@ -272,7 +264,8 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     _, fixed = held(q, hat[q], np.repeat(theta[None], Q * S, 0), np.tile(made, (Q, 1)))
     fixed = fixed.reshape(Q, S)
     free = np.minimum(free, fixed.min(0))
-    rank = _rank(S, confidence) + math.ceil(math.sqrt(S * confidence * (1 - confidence)))  # chance must not narrow them
+    rank = math.ceil(confidence * (S + 1)) - 1
+    rank += math.ceil(math.sqrt(S * confidence * (1 - confidence)))  # chance must not narrow them
     share = np.sort(fixed / free - 1, axis=1)[:, min(rank, S - 1)].clip(1e-9)
     r = _curve(M, theta[None])[0][0] - y  # an outlier must not widen the intervals: beyond three SDs it counts as three
     tame = special.huber(DELTA, np.clip(r, -3 * noise, 3 * noise)).sum()
@@ -437,44 +430,30 @@ def _constants(model, y, theta, warn):
     return values, shaky
 
 
-# ------------------------------------------------------------------------------------------------------------- coverage
-
-def coverage(N, D, law, spread, draws=100, bootstrap=100, outlier=0.0):
+def coverage(N, D, constants, spread, draws=100, bootstrap=100, outlier=0.0):
     """{constant: share of simulated sweeps whose interval holds the truth} for the runs of a design.
 
-    N, D (runs,); law: the true Law; spread: SD of log L, a number or (runs,); outlier: how many SDs one run of each
-    sweep, drawn at random, lies above. Constants that a design does not determine are absent. Sweeps whose fit leaves a
-    constant undetermined do not count for it: for E these are the ones that would miss it most often.
+    N, D (runs,); constants: of the true law; spread: SD of log L, a number or (runs,); outlier: how many SDs one run of
+    each sweep, drawn at random, lies above. Constants that a design does not determine are absent. Sweeps whose fit
+    leaves a constant undetermined do not count for it: for E these are the ones that would miss it most often.
     """
     rng, held = np.random.default_rng(0), {}
-    truth = {**vars(law), "a": law.beta / (law.alpha + law.beta)}
+    truth = constants | {"a": constants["beta"] / (constants["alpha"] + constants["beta"])}
     for i in range(draws):
         off = spread * rng.standard_normal(len(N))
         off[rng.integers(len(N))] += outlier * np.mean(spread)
-        found = fit_loss(N, D, law(N, D) * np.exp(off), bootstrap=bootstrap, starts=3, seed=i)
+        found = fit_loss(N, D, law(N, D, **constants) * np.exp(off), bootstrap=bootstrap, starts=3, seed=i)
         for name, bounds in found.intervals.items():
             if bounds and name in truth:
                 held.setdefault(name, []).append(bounds[0] <= truth[name] <= bounds[1])
     return {name: sum(each) / len(each) for name, each in held.items() if len(each) >= draws / 2}
 
 
-@dataclass(frozen=True)
-class Law:
-    """E + A / N^alpha + B / D^beta with known constants."""
-
-    E: float
-    A: float
-    alpha: float
-    B: float
-    beta: float
-
-    def __call__(self, N, D):
-        return self.E + self.A / N**self.alpha + self.B / D**self.beta
+def law(N, D, E, A, alpha, B, beta):
+    return E + A / N**alpha + B / D**beta
 
 
-BYTES = Law(E=0.6, A=30.0, alpha=0.35, B=60.0, beta=0.35)  # about the losses per byte of the laptop's sizes
-
-
+BYTES = dict(E=0.6, A=30.0, alpha=0.35, B=60.0, beta=0.35)  # about the losses per byte of the laptop's sizes
 DESIGNS = {  # preset of sweep.py: (N, SD of log L, {steps of a budget: seeds}) of one family's sizes
     "laptop": [(467e3, 0.008, {1024: 5, 256: 2, 512: 2}), (1.49e6, 0.004, {1024: 3, 256: 2, 512: 2})],
     "night": [(131e3, 0.012, {2048: 4, 1024: 2, 4096: 2}), (467e3, 0.008, {2048: 4, 1024: 2, 4096: 2}),

@@ -5,12 +5,8 @@
     report.md      the same as Markdown, beside figure.png
 
 Learning rates are judged on the first half of the held-out files; every other number is of the second half and of seeds
-that chose nothing. A run that cannot be trusted enters no number, and every run that is missing has a reason here.
-
-The words are in report.j2, which writes both pages from report.json and the tables made here. Jinja2 escapes every
-value, so that no name in a record can become a tag.
-
-    python experiments/scaling/sweep.py report out/duel_longhorn_mamba --style=mine.mplstyle
+that chose nothing. The words are in report.j2, which writes both pages from report.json and the tables made here;
+Jinja2 escapes every value, so that no name in a record can become a tag.
 """
 
 import base64
@@ -177,7 +173,7 @@ def laws(entries, bootstrap):
                 "outliers": {runs[i].name: off for i, off in law.outliers.items()}}
         if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in found):
             # one family's will do: the designs are the same
-            row["coverage"] = fit.coverage(N, D, fit.Law(*(row[k] for k in constants)), law.spread, COVERAGE_DRAWS, 60)
+            row["coverage"] = fit.coverage(N, D, {k: row[k] for k in constants}, law.spread, COVERAGE_DRAWS, 60)
     return found
 
 

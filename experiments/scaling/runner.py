@@ -63,13 +63,7 @@ class Cell:
             more = "--shutdown-timeout=300"  # seconds to save when asked to stop; older versions have 30, and no option
             python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
                        *[more] * (more.split("=")[0] in get_args_parser().format_help())]
-        return [*python, script, *self.argv, f"--out_dir={from_repo(folder) / self.name}", "--resume=auto"]
-
-
-def from_repo(folder):
-    """`folder` relative to the repository, where cells run; a path outside of it stays absolute."""
-    folder = Path(folder).resolve()
-    return folder.relative_to(REPO) if folder.is_relative_to(REPO) else folder
+        return [*python, script, *self.argv, f"--out_dir={os.path.relpath(folder, REPO)}/{self.name}", "--resume=auto"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -123,8 +117,6 @@ def read_plan(folder, new=False):
         raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
                           "stay") from None
 
-
-# ----------------------------------------------------------------------------------------------------------------- code
 
 def code_of(record):
     """The identity of the code in a result.json or a config.json's environment: a hash of the content of what training

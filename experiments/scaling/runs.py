@@ -4,10 +4,8 @@
     read_sweep("results/scaling_laptop.json")     a file that save() wrote: the same records without repetition
 
 A run counts only if its records are whole, agree with one another and with the plan, and have the code, data and common
-settings that most runs of the sweep have. Every other run is left out, with the reason.
-
-Code is identified by the content of the files that training imported (records.py), so a commit that changes a README is
-the same code. `accept_code` joins runs of code that did change, where the change is known to be harmless.
+settings that most runs of the sweep have. Every other run is left out, with the reason. `accept_code` joins runs of
+code that did change, where the change is known to be harmless.
 """
 
 import json

@@ -20,6 +20,7 @@ goes to every run (`--wandb=offline`, `--dtype=float32`).
 
 import argparse
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -164,7 +165,7 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
             kept |= dict.fromkeys(keep, c.name)
         if base:
             c.after, c.at["from"] = kept[base], base
-            c.argv.append(f"--branch={runner.from_repo(folder) / c.after}@{base}")
+            c.argv.append(f"--branch={os.path.relpath(folder, REPO)}/{c.after}@{base}")
     return cells
 
 
@@ -247,8 +248,6 @@ def find_rates(preset, folder, go):
         product = {model: rates[model, size] * width[model] for model in product if (model, size) in rates}
     return rates
 
-
-# ------------------------------------------------------------------------------------------------------------- estimate
 
 # Fitted to a sweep on one core of an AMD EPYC (Zen 4) per run, shared with other work; a quiet Zen 5 takes half.
 CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
