@@ -14,9 +14,6 @@ matters, and those percentiles are the intervals: they need no law of the noise.
 all hold at once is rarer.
 
     python experiments/scaling/fit.py      how often the intervals hold the truth, in simulated sweeps of presets
-
-    found = fit_loss(N, D, L)                   # arrays, an entry per run
-    found.alpha, found.intervals["alpha"], found.warnings
 """
 
 import math
@@ -309,11 +306,11 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     return {n: (float(lo), float(hi)) for n, lo, hi in zip(names, low, high, strict=True)}
 
 
-def fit_loss(N, D, L, starts=6, bootstrap=200, seed=0, confidence=0.9):
+def fit_loss(N, D, L, names=None, starts=6, bootstrap=200, seed=0, confidence=0.9):
     """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs.
 
     Args:
-        N, D, L: (runs,) parameters, tokens, loss in nats, all above 0.
+        N, D, L: (runs,) parameters, tokens, loss in nats, all above 0; names: (runs,) for the warnings.
         starts: steps of the grid of starts in each exponent (times three of E).
         bootstrap: simulated data sets behind the intervals, 0 for none; `seed` draws their noise.
     Returns a Fit; a constant that the points do not determine is None, and so is its interval:
@@ -328,22 +325,22 @@ def fit_loss(N, D, L, starts=6, bootstrap=200, seed=0, confidence=0.9):
     Raises CannotFit where none is possible.
     """
     N, D, L = _positive(N=N, D=D, L=L)
-    n, y, warnings = len(L), np.log(L), []
+    n, y, names, warnings = len(L), np.log(L), names or range(len(L)), []
     warn = warnings.append
     model = _Model(N, D)
     M, p = model.terms, model.size
     theta, huber = _best(model, y, starts)
     outliers = {int(i): float(off) for i, off in sorted(_outliers(M, y, theta))}
     for i, off in outliers.items():
-        warn(f"run {i} (N = {N[i]:g}, D = {D[i]:g}) is an outlier, and stays in the fit: its loss {L[i]:g} lies "
+        warn(f"run {names[i]} (N = {N[i]:g}, D = {D[i]:g}) is an outlier, and stays in the fit: its loss {L[i]:g} lies "
              f"{abs(off):.3g} of its value {'above' if off > 0 else 'below'} what the others predict")
 
     spread = _spread(M, y, theta, N, D)
     values, shaky = _constants(model, y, theta, warn)
     if model.few:
-        names, varies = {"N": ("E, A and alpha", "D"), "D": ("E, B and beta", "N")}[model.few]
+        lost, varies = {"N": ("E, A and alpha", "D"), "D": ("E, B and beta", "N")}[model.few]
         several = "s" * (len(model.levels) > 1)
-        warn(f"{names} cannot be told apart with {len(model.levels)} value{several} of {model.few}: fitted is how the "
+        warn(f"{lost} cannot be told apart with {len(model.levels)} value{several} of {model.few}: fitted is how the "
              f"loss falls with {varies}, to a floor for each {model.few}")
     least = _solve(M, y, theta[None], delta=1e3)[0]  # least squares: its residuals say best how large the noise is
     noise = math.sqrt(((_curve(M, least)[0] - y) ** 2).sum() / (n - p)) if n > p else None
@@ -367,7 +364,7 @@ def fit_loss(N, D, L, starts=6, bootstrap=200, seed=0, confidence=0.9):
     off = np.expm1(y - _curve(M, theta[None])[0][0])
     if np.abs(off).max() > 0.1:
         i = np.abs(off).argmax()
-        warn(f"the law describes these runs badly: run {i} lies {off[i]:+.0%} off the curve")
+        warn(f"the law describes these runs badly: run {names[i]} lies {off[i]:+.0%} off the curve")
     floors = {float(v): values[f"floor at {model.few} = {v:g}"] for v in model.levels} if model.few else None
     return Fit(*map(values.get, ("E", "A", "alpha", "B", "beta", "a")), floors=floors, intervals=intervals,
                huber=float(huber), noise=noise, points=n, outliers=outliers, warnings=warnings, spread=spread)
@@ -420,11 +417,10 @@ def _constants(model, y, theta, warn):
             values[factor], values[power] = 0.0, None
             shaky.add(factor)
             warn(f"{factor} ran to 0: the loss does not fall with {d}, and {power} means nothing")
-        elif values[power] is not None and steepness < 0.02:
-            what = "the loss rises with" if steepness < 0 else "no power law of"
-            warn(f"{power} ran to {values[power]:.3g}: {what} {d}")
-        elif values[power] is not None and steepness > 8:
-            warn(f"{power} ran to {values[power]:.3g}: the term matters at the smallest {d} only")
+        elif values[power] is not None and not 0.02 <= steepness <= 8:
+            what = "the term matters at the smallest {} only" if steepness > 8 else (
+                "the loss rises with {}" if steepness < 0 else "no power law of {}")
+            warn(f"{power} ran to {values[power]:.3g}: {what.format(d)}")
     if values.get("alpha") is not None and values.get("beta") is not None and min(values["alpha"], values["beta"]) > 0:
         values["a"] = values["beta"] / (values["alpha"] + values["beta"])
     return values, shaky

@@ -58,11 +58,8 @@ class Cell:
         """Its command line, to be run at the top of the repository."""
         python = [sys.executable]
         if nproc > 1:
-            from torch.distributed.run import get_args_parser
-
-            more = "--shutdown-timeout=300"  # seconds to save when asked to stop; older versions have 30, and no option
             python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-                       *[more] * (more.split("=")[0] in get_args_parser().format_help())]
+                       "--shutdown-timeout=300"]  # seconds to save when asked to stop
         return [*python, script, *self.argv, f"--out_dir={os.path.relpath(folder, REPO)}/{self.name}", "--resume=auto"]
 
 
@@ -131,19 +128,15 @@ def changed_files(before, now):
 
 def say_changed_code(folder):
     """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same."""
-    files = {}
-    for name in read_plan(folder, new=True)["cells"]:
-        with contextlib.suppress(BadRecord), fields():
-            environment = read_json(Path(folder) / name / "config.json")["environment"]
-            files[environment["code"]] = environment["code_files"]
-    if not files:
-        return
     import train  # noqa: F401  # so that what it imports is known
     from records import code_identity
 
-    now = code_identity()["code_files"]
-    changed = {code: ", ".join(changed_files(old, now)) for code, old in files.items()}
-    if all(changed.values()):
+    now, changed = code_identity()["code_files"], {}
+    for name in read_plan(folder, new=True)["cells"]:
+        with contextlib.suppress(BadRecord), fields():
+            environment = read_json(Path(folder) / name / "config.json")["environment"]
+            changed[environment["code"]] = ", ".join(changed_files(environment["code_files"], now))
+    if changed and all(changed.values()):
         said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
         print(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the report "
               "compares them with the others only with --accept_code")
@@ -206,11 +199,9 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
             if signals or len(running) == jobs:
                 return
             other, ahead = seen.get(cell.name), {c.name for c in (*waiting, *(job.cell for job in running.values()))}
-            if is_finished(folder / cell.name):
-                waiting.remove(cell)
-            elif other and other.is_held:
-                pass
-            elif other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
+            if other and other.is_held:
+                continue
+            if other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
                 failed[cell.name] = other.note["failed"]
                 waiting.remove(cell)
             elif cell.after not in ahead and (claim := taken.take(cell.name)):

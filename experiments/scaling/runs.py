@@ -250,8 +250,8 @@ def save(source, path):
 
 
 def load_file(path):
-    """What load() gives, of a file that save() wrote. Raises ConfigError where it is none."""
-    try:
+    """What load() gives, of a file that save() wrote. Raises BadRecord where it is none."""
+    with fields(f"{path} (did `report --save` write it?): its records"):
         saved, records = read_json(path), {}
         for name, cell in saved["cells"].items():
             if "left_out" in cell:
@@ -264,6 +264,3 @@ def load_file(path):
             evaluations = [dict(zip(cell["eval"], v, strict=True)) for v in zip(*cell["eval"].values(), strict=True)]
             records[name] = Records(saved["shared"]["result"] | cell["result"], config, evaluations)
         return {**saved["plan"], "cells": {name: dict(cell["at"]) for name, cell in saved["cells"].items()}}, records
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no saved sweep ({type(error).__name__}: {error}): give a sweep's folder, or a "
-                          "file that `report --save` wrote") from None

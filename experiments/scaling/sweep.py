@@ -4,7 +4,6 @@
     python experiments/scaling/sweep.py duel longhorn "longhorn*3,llama"         a pattern of layers is a family too
     python experiments/scaling/sweep.py laptop                    the paper's six families, an hour on two cores
     python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
-    python experiments/scaling/sweep.py gpu                       meant for 20 minutes of one large GPU
     python experiments/scaling/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
     python experiments/scaling/sweep.py report out/duel_longhorn_mamba           from the records alone
 
@@ -401,7 +400,7 @@ def run(args, extra):
     check_settings(expected)
     if not args.dry_run:
         check_data(expected)
-    about = about_sweep(args, preset, folder, extra, before)
+    about = about_sweep(args, preset, folder, before)
     runner.say_changed_code(folder)
     estimate(expected)
     print_plan(expected, jobs, nproc, gpus)
@@ -418,7 +417,7 @@ def run(args, extra):
     return runner.say_failed(failed, planned)
 
 
-def about_sweep(args, preset, folder, extra, before):
+def about_sweep(args, preset, folder, before):
     """What plan.json says of the whole sweep; before: what it says now. Raises ConfigError where an earlier command had
     another size of a label."""
     known = before.get("sizes", {})
@@ -427,8 +426,7 @@ def about_sweep(args, preset, folder, extra, before):
             raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
     where = environment()
     command = shlex.join(["python", "experiments/scaling/sweep.py", *sys.argv[1:]])
-    is_paper = args.command == "paper" and not (args.steps or args.sizes or extra)
-    return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
+    return {"preset": args.command, "warmup": preset.warmup,
             "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])),
             "sizes": known | {label: [*size.argv] for label, size in preset.sizes.items()},
             "commands": list(dict.fromkeys([*before.get("commands", ()), command])),
