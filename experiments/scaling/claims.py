@@ -47,9 +47,9 @@ class Claims:
     def numbers(self):
         """{name: [numbers]} of all claims."""
         found = {}
-        for file in os.listdir(self.folder):
-            name, dot, number = file.rpartition(".claim-")
-            if dot and number.isdecimal():
+        for file in self.folder.glob("*.claim-*"):
+            name, _, number = file.name.rpartition(".claim-")
+            if number.isdecimal():
                 found.setdefault(name, []).append(int(number))
         return found
 
@@ -86,9 +86,8 @@ class Claims:
         if max(numbers) > number:
             claim.delete()
             return None
-        for old in numbers:
-            if old < number:
-                self.path(name, old).unlink(missing_ok=True)
+        for old in set(numbers) - {number}:
+            self.path(name, old).unlink(missing_ok=True)
         return claim
 
     @contextlib.contextmanager

@@ -10,9 +10,8 @@
     multiplier m = tokens a needs for b's loss / tokens b had          read off the curve, over budgets, of the better
                    of the two; its interval has the ends of d's, and the error of the curve
 
-Every point of a curve is a run that ended with its rate at 0. Seeds are not paired: a seed gives two families the same
-data order, but their losses do not move together. An interval that holds 1 says how far apart the two can be; families
-are equal within that, and no closer.
+Seeds are not paired: a seed gives two families the same data order, but their losses do not move together. An interval
+that holds 1 says how far apart the two can be; families are equal within that, and no closer.
 
     python experiments/scaling/compare.py      how often an interval misses 1 where both families are the same one
 """

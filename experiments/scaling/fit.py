@@ -226,8 +226,7 @@ def _resampled(model, y, theta, names, bootstrap, confidence, rng):
     """{name: (low, high)}: percentiles of fits to runs drawn with replacement (Besiroglu et al. 2024)."""
     runs, draws = len(y), 20 * bootstrap  # the ends of percentiles scatter more than the critical share does
     counts = rng.multinomial(runs, np.full(runs, 1 / runs), draws).astype(float)
-    start = np.repeat(theta[None], draws, 0)
-    fits, _ = _solve(model.terms, y, start, keep=counts, iterations=300, tolerance=1e-8)
+    fits, _ = _solve(model.terms, y, np.repeat(theta[None], draws, 0), keep=counts, iterations=300, tolerance=1e-8)
     found = {name: fits @ c for name, c in model.quantities().items()}
     found = {name: x if name in ("alpha", "beta") else np.exp(x) for name, x in found.items()}
     if "a" in names:

@@ -36,8 +36,7 @@ def own_settings(family, size):
 
 def main(argv=None):
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
-    print(f"{'family':14} {'size':5} {'parameters':>12} {'Table 1':>9} {'off':>6} {'FLOPs/token':>12} "
-          f"{'state at 1024':>14}")
+    print("family         size    parameters   Table 1    off  FLOPs/token  state at 1024")
     for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
         with torch.device("meta"):
             lm = LM(ModelConfig(model=family, block_size=1024, **shape | own_settings(family, size)))

@@ -13,7 +13,6 @@ import base64
 import csv
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -163,8 +162,7 @@ def laws(entries, bootstrap):
             continue
         row |= {key: getattr(law, key) for key in (*constants, *"a floors noise points intervals warnings".split())}
         row["outliers"] = {runs[i].name: off for i, off in law.outliers.items()}
-        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in found):
-            # one family's will do: the designs are the same
+        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in found):  # one is enough
             row["coverage"] = fit.coverage(N, D, {k: row[k] for k in constants}, law.spread, COVERAGE_DRAWS, 60)
     return found
 
@@ -184,8 +182,8 @@ def hours_of(runs):
     """{'GPU hours' or 'CPU hours': processes x hours}; a branch counts from where it left its trunk."""
     kinds = Counter()
     for r in runs:
-        share = 1 - r.at.get("from", 0) / r.config["max_iters"]
-        kinds["GPU hours" if r.on_gpu else "CPU hours"] += share * r.seconds * r.processes / 3600
+        hours = (1 - r.at.get("from", 0) / r.config["max_iters"]) * r.seconds * r.processes / 3600
+        kinds["CPU hours" if r.device == r.environment["cpu"] else "GPU hours"] += hours
     return dict(kinds)
 
 
@@ -208,7 +206,7 @@ def numbers_of(sweep, entries, accepted, bootstrap):
         "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
         "left_out": reasons, "code": sweep.code, "accepted_code": accepted,
         "files": max((len(r.documents[0]) for r in runs), default=0), "table": table, "pairs": pairs,
-        "sentences": sentences(pairs, entries), "cosines": cosines(sweep, entries), "winners": winners,
+        "sentences": sentences(pairs), "cosines": cosines(sweep, entries), "winners": winners,
         "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(runs)},
         "begun": sorted(r.time[:10] for r in runs if r.time)[::max(1, len(runs) - 1)],
         "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in runs}),
@@ -217,7 +215,7 @@ def numbers_of(sweep, entries, accepted, bootstrap):
     return json.loads(json.dumps(found), parse_constant=lambda name: None)  # what is not finite is null
 
 
-def sentences(pairs, entries):
+def sentences(pairs):
     """A sentence per pair of families: what the sweep was made for."""
     found = []
     for a, b in dict.fromkeys((p["a"], p["b"]) for p in pairs):
@@ -238,9 +236,7 @@ def sentences(pairs, entries):
         within = f"{max(max(1 - low, high - 1) for low, high in ends):.0%}" if equal else ""
         tail = f"; they cannot be told apart, and are equal within {within}" * equal
         found.append(f"{name_of(a)} {'; '.join(parts)}{tail}.")
-    models = list(dict.fromkeys(e.model for e in entries))
-    return found or [f"No two families of {', '.join(map(name_of, models)) or 'this sweep'} have usable runs at a "
-                     "common budget: there is nothing to compare."]
+    return found or ["No two families have usable runs at a common budget: there is nothing to compare."]
 
 
 def span(m):
@@ -345,8 +341,8 @@ def page(kind, **values):
     made = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
                               lstrip_blocks=True, extensions=["jinja2.ext.do"], undefined=jinja2.StrictUndefined,
                               finalize=markdown_escape if kind == "md" else None)
-    made.globals |= {"interval": interval, "name_of": name_of}
-    return made.get_template("report.j2").render(html=kind == "html", DASH=DASH, **values)
+    return made.get_template("report.j2").render(html=kind == "html", DASH=DASH, interval=interval, name_of=name_of,
+                                                 **values)
 
 
 def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=None):
@@ -388,5 +384,5 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
                 shutil.copyfile(paths[name], folder / name)
         paths |= {"saved": folder.with_name(f"{numbers['name']}.json"), "pages": folder}
         save(source, paths["saved"])
-    print(os.linesep.join(numbers["sentences"]))
+    print(*numbers["sentences"], sep="\n")
     return paths

@@ -8,10 +8,8 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
 
 Processes on any machines that see this folder share the sweep by claims on its cells (claims.py). No list is kept of
 what is done: a cell is finished when its result.json exists, and its process renames that file into place as its last
-act. So whatever was killed, the same command resumes the cells from their checkpoints. A sweep also grows: later
-commands add cells to the plan, and finished ones are not run again, even if the code has changed.
-
-sweep.py plans runs and runs.py reads them back; recall and extrapolation use this module too.
+act. So whatever was killed, the same command resumes the cells from their checkpoints, and later ones add to the plan.
+sweep.py plans runs and runs.py reads them back; recall, images and extrapolation use this module too.
 """
 
 import argparse
@@ -199,8 +197,6 @@ def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
             if signals or len(running) == jobs:
                 return
             other, ahead = seen.get(cell.name), {c.name for c in (*waiting, *(job.cell for job in running.values()))}
-            if other and other.is_held:
-                continue
             if other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
                 failed[cell.name] = other.note["failed"]
                 waiting.remove(cell)

@@ -48,7 +48,6 @@ class Run:
     documents: tuple  # (tokens, losses) of its documents, arrays; of older records one of all
     bits_per_byte: float  # None where the data do not say how long a token is
     device: str
-    on_gpu: bool
     processes: int
     code: str  # runner.code_of
     data: str  # sha256 of train.bin and val.bin, tokens evaluated
@@ -183,12 +182,12 @@ def check_run(name, records, at, accept_code=()):
         losses = np.array(result.get("val_document_losses", [loss]), float)
         if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - loss) > 1e-4:
             raise BadRecord("its documents' losses do not make up its loss")
-        splits, on_gpu = record["data"]["splits"], result["device_name"] != "cpu"
+        splits, device = record["data"]["splits"], result["device_name"]
         same = {key: result[key] for key in ("tokens", "seed", "parameters", "flops", "seconds", "processes")}
         return Run(name=name, model=at["model"], size=at["size"], context=config["block_size"], **same,
                    learning_rate=config["learning_rate"], embedding=record["derived"]["parameters"]["embedding"],
                    loss=loss, documents=(tokens, losses), bits_per_byte=result.get("val_bits_per_byte"),
-                   device=result["device_name"] if on_gpu else environment["cpu"], on_gpu=on_gpu, code=codes[-1],
+                   device=environment["cpu"] if device == "cpu" else device, code=codes[-1],
                    data=f"{splits['train']['sha256']} {splits['val']['sha256']}, {result['val_tokens']} tokens",
                    config=config, environment=environment, time=str(record.get("time", "")), at=at)
 
@@ -197,7 +196,6 @@ def check_run(name, records, at, accept_code=()):
 
 # sections of config.json, with what is not kept of each
 SECTIONS = {"config": (), "environment": ("command", "code_files"), "derived": ("decayed",), "data": ()}
-EVALUATION = ("tokens", "val_loss", "seconds")
 
 
 def load(source):
@@ -232,7 +230,8 @@ def save(source, path):
                 for section, drop in SECTIONS.items():
                     cell[section] = {k: v for k, v in r.config[section].items() if k not in drop}
                 cell["config"]["out_dir"] = Path(cell["config"]["out_dir"]).name
-                cell |= {"result": r.result, "eval": {key: [e[key] for e in r.evaluations] for key in EVALUATION}}
+                cell["eval"] = {k: [e[k] for e in r.evaluations] for k in ("tokens", "val_loss", "seconds")}
+                cell["result"] = r.result
                 files[code_of(cell["environment"])] = r.config["environment"].get("code_files", {})
             cells[name] = cell
         except BadRecord as reason:

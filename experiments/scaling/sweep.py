@@ -304,8 +304,7 @@ def sizes(text):
     """{label: arguments} of LABEL:key=value,key=value; {label: None} for labels of the preset, joined by commas."""
     if ":" not in text:
         return dict.fromkeys(names(text))
-    label, changes = text.split(":", 1)
-    changes = changes.split(",")
+    label, *changes = re.split("[:,]", text)
     if not re.fullmatch(r"[\w.-]+", label) or not all("=" in c for c in changes):
         raise argparse.ArgumentTypeError(f"{text!r}: give a size as LABEL:key=value,key=value, or labels of the preset")
     return {label: tuple(f"--{c}" for c in changes)}
@@ -405,10 +404,9 @@ def run(args, extra):
     estimate(expected)
     print_plan(expected, jobs, nproc, gpus)
     if args.dry_run:
-        print("nothing was run; the commands would be:" if is_paper else "nothing was run; the first command would be:")
+        print("nothing was run; it would begin with:")
         for c in expected if is_paper else expected[:1]:
-            start = "torchrun --standalone --nproc_per_node=8" if is_paper else "python"
-            print(" ", start, *c.command(folder)[1:])
+            print("torchrun --standalone --nproc_per_node=8" if is_paper else "python", *c.command(folder)[1:])
         return 0
 
     go(reported_cells(preset, find_rates(preset, folder, go), folder))
