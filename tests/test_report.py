@@ -181,20 +181,17 @@ def cut(path):
     path.write_text(path.read_text().rstrip()[:-20])
 
 
-def drop_last_line(path):
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-
-
 def replace_by(folder, old, new):
     shutil.rmtree(folder)
     shutil.copytree(folder.parent / folder.name.replace(old, new), folder)
 
 
+OTHER_END = '{"event": "eval", "step": 9, "tokens": 9, "seconds": 9, "val_loss": 1.25}\n'
 DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "result is a list": (lambda f: (f / "result.json").write_text("[1]"), "result.json is damaged"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "torn log": (lambda f: cut(f / "log.jsonl"), "does not end with the loss"),
-    "log without its end": (lambda f: drop_last_line(f / "log.jsonl"), "does not end with the loss"),
+    "log of another end": (lambda f: (f / "log.jsonl").open("a").write(OTHER_END), "does not end with the loss"),
     "NaN loss": (lambda f: change(f / "result.json", val_loss=math.nan), "diverged"),
     "worse than guessing": (lambda f: change(f / "result.json", val_loss=50.0), "50.0, and guessing's 5.545"),
     "loss beyond floats": (lambda f: change(f / "result.json", val_loss=10**400), "its loss is 1000"),

@@ -49,7 +49,7 @@ STAND_IN = textwrap.dedent("""
 def stand_in(tmp_path):
     path = tmp_path / "stand_in.py"
     path.write_text(STAND_IN)
-    return path
+    return str(path)
 
 
 def notes(folder, name):
@@ -61,21 +61,21 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
     cells = [Cell("a", []), Cell("bad", ["--fail=b"]), Cell("c", []), Cell("done", [])]
     (folder / "done").mkdir(parents=True)
     (folder / "done" / "result.json").write_text('{"steps": 1}')
-    failed = runner.run_cells(cells, folder, jobs=2, script=str(stand_in), gpus=[])
+    failed = runner.run_cells(cells, folder, jobs=2, script=stand_in, gpus=[])
     assert list(failed) == ["bad"] and "out of luck with b (exit 3" in failed["bad"]
     assert [is_finished(folder / c.name) for c in cells] == [True, False, True, True]
     assert not (folder / "done" / "notes").exists()
     printed = capsys.readouterr().out
     assert "3 of 4 cells to run" in printed and "bad: FAILED" in printed and "val_loss 1.0000" in printed
     cells[1].argv = []
-    assert runner.run_cells(cells, folder, jobs=2, script=str(stand_in), gpus=[]) == {}  # the failure again
+    assert runner.run_cells(cells, folder, jobs=2, script=stand_in, gpus=[]) == {}  # the failure again
     assert len([n for n in notes(folder, "bad") if n[0] == "began"]) == 2
     assert len([n for n in notes(folder, "a") if n[0] == "began"]) == 1
 
 
 def test_so_many_at_a_time(tmp_path, stand_in):
     cells = [Cell(f"c{i}", ["--steps=10"]) for i in range(5)]
-    assert runner.run_cells(cells, tmp_path, jobs=3, script=str(stand_in), gpus=[]) == {}
+    assert runner.run_cells(cells, tmp_path, jobs=3, script=stand_in, gpus=[]) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
     assert max(sum(began <= t < ended for began, ended in spans) for t, _ in spans) == 3
     threads = json.loads((tmp_path / "c0" / "env").read_text())["OMP_NUM_THREADS"]
@@ -85,23 +85,23 @@ def test_so_many_at_a_time(tmp_path, stand_in):
 def test_a_cell_waits_for_the_one_it_branches_from(tmp_path, stand_in):
     cells = [Cell("branch", [], after="trunk"), Cell("lost", [], after="bad"), Cell("free", []),
              Cell("trunk", ["--steps=6"]), Cell("bad", ["--fail=b"]), Cell("later", [], after="not there")]
-    assert list(runner.run_cells(cells, tmp_path, jobs=2, script=str(stand_in), gpus=[])) == ["bad"]
+    assert list(runner.run_cells(cells, tmp_path, jobs=2, script=stand_in, gpus=[])) == ["bad"]
     began, ended = (float(notes(tmp_path, name)[i][1]) for name, i in (("branch", 0), ("trunk", -1)))
     assert began >= ended and is_finished(tmp_path / "lost") and is_finished(tmp_path / "later")
 
 
 def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     cells = [Cell(f"c{i}", ["--steps=8"]) for i in range(4)]
-    runner.run_cells(cells, tmp_path, jobs=2, script=str(stand_in), gpus=["4", "7"])
+    runner.run_cells(cells, tmp_path, jobs=2, script=stand_in, gpus=["4", "7"])
     devices = lambda c: json.loads((tmp_path / c.name / "env").read_text())["CUDA_VISIBLE_DEVICES"]
     assert {*map(devices, cells[:2])} == {*map(devices, cells)} == {"4", "7"}
     command = cells[0].command(REPO / "out/x", nproc=8)
     assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8"]
     assert command[-4:] == ["train.py", "--steps=8", "--out_dir=out/x/c0", "--resume=auto"]
     cells = [Cell(f"t{i}", ["--steps=8"]) for i in range(2)]
-    alone = lambda c, folder, *_: [sys.executable, str(stand_in), *c.argv, f"--out_dir={folder / c.name}"]
+    alone = lambda c, folder, *_: [sys.executable, stand_in, *c.argv, f"--out_dir={folder / c.name}"]
     monkeypatch.setattr(Cell, "command", alone)
-    runner.run_cells(cells, tmp_path, jobs=2, nproc=2, script=str(stand_in), gpus=["0", "1", "2", "3"])
+    runner.run_cells(cells, tmp_path, jobs=2, nproc=2, script=stand_in, gpus=["0", "1", "2", "3"])
     assert {*map(devices, cells)} == {"0,1", "2,3"}
 
 
@@ -118,7 +118,7 @@ except KeyboardInterrupt as stopped:
 
 
 def start(folder, script, steps=(20, 20, 1, 1), machine="", heartbeat=0.1):  # the first two to be disturbed
-    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=str(script), steps=steps, machine=machine,
+    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=script, steps=steps, machine=machine,
                          heartbeat=heartbeat)
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -243,15 +243,12 @@ def test_a_cell_that_failed_elsewhere_is_tried_by_the_next_command_only(tmp_path
     assert not list(tmp_path.glob("*.claim-*"))
 
 
-def test_a_plan_grows_and_a_broken_one_is_named(tmp_path):
+def test_a_plan_grows(tmp_path):
     runner.write_plan(tmp_path, [Cell("a", ["x"], {"seed": 1})], preset="laptop")
     runner.write_plan(tmp_path, [Cell("b", ["y"], {"seed": 2})])
     plan = runner.read_plan(tmp_path)
     assert plan["preset"] == "laptop"
     assert plan["cells"] == {"a": {"seed": 1, "argv": ["x"]}, "b": {"seed": 2, "argv": ["y"]}}
-    (tmp_path / "plan.json").write_text('{"cells": ')  # the rest of what can be wrong: test_report.py
-    with pytest.raises(ConfigError, match="plan.json cannot be read"):
-        runner.read_plan(tmp_path)
 
 
 def test_a_cell_that_began_keeps_its_arguments(tmp_path):
@@ -264,12 +261,6 @@ def test_a_cell_that_began_keeps_its_arguments(tmp_path):
     cell = Cell("a", ["--d_state=16", "--eval_interval=9"])  # what changes no result may differ
     runner.write_plan(tmp_path, [cell])
     assert cell.argv == runner.read_plan(tmp_path)["cells"]["a"]["argv"] == ["--d_state=16", "--eval_batch_size=32"]
-
-
-def test_the_identity_of_code():
-    """A hash of what was imported; of older records the commit."""
-    assert runner.code_of({"code": "0123456789ab", "commit": "c", "uncommitted_changes": True}) == "0123456789ab"
-    assert runner.code_of({"commit": "c" * 40, "uncommitted_changes": True}) == "c" * 12
 
 
 @pytest.mark.parametrize("recorded, said", [
@@ -518,10 +509,3 @@ def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatc
         plan("yours")
     with pytest.raises(ConfigError, match="^config/mine_laptop.py: .*mine"):
         sweep.estimate(plan("mine"))
-
-
-def test_configs_that_differ_are_named_before_anything_runs():
-    cells = [Cell("a", ["config/longhorn_laptop.py"], {"model": "longhorn", "stage": "seed"}),
-             Cell("b", ["config/llama_laptop.py", "--batch_tokens=2048"], {"model": "llama", "stage": "seed"})]
-    with pytest.raises(ConfigError, match="batch_tokens is 1024 in longhorn's config and 2048 in llama's"):
-        sweep.check_settings(cells)
