@@ -328,13 +328,10 @@ def test_multipliers_that_cannot_be_told():
     assert wide.high / wide.low > 1.01 > narrow.high / narrow.low  # the error of the curve alone
 
 
-def test_equals_are_rarely_told_apart_but_differences_are():
+def test_equals_are_told_apart_in_one_of_twenty_duels():
     assert compare.null_duels(400, seeds=6, budgets=(512, 1024)) < 0.07
     # few seeds whose noise is in the documents: not too rarely either, an interval too wide hides differences
     assert 0.025 < compare.null_duels(2000, seeds=3, sd=0.006, document_sd=0.06, budgets=(512, 1024)) < 0.07
-    rng = np.random.default_rng(1)
-    (a, w), (b, _) = draw(rng, 6), draw(rng, 6, shift=0.05)
-    assert compare.difference(a, b, w).high < 0
 
 
 def test_winner_needs_to_beat_every_other():

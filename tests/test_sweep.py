@@ -221,11 +221,10 @@ def test_an_old_look_takes_nothing(tmp_path, monkeypatch):
     late, others = claims.Claims(tmp_path), claims.Claims(tmp_path)
     others.take("a").leave(machine="one that is gone")
     assert not late.look()["a"].is_held
-    for end in ("leave", None):
-        others.look()
-        claim = others.take("a")
-        if end:
-            claim.leave(free=True)
+    others.look()
+    others.take("a").leave(free=True)
+    others.look()
+    claim = others.take("a")
     assert late.take("a") is None
     assert claim.touch() and late.look()["a"].is_held and late.take("a") is None
     claim.delete()
@@ -279,13 +278,10 @@ def chosen(*argv):
     return sweep.chosen(*sweep.parser().parse_known_args(argv))
 
 
-def rates_of(preset):
-    return {(m, s): 2e-3 for m in preset.models for s in preset.sizes}
-
-
 def every_cell(preset):
-    return [c for m in preset.models for s in preset.sizes for c in sweep.search_cells(
-        preset, m, s, sweep.first_rates(preset, 2e-3))] + sweep.reported_cells(preset, rates_of(preset))
+    rates = {(m, s): 2e-3 for m in preset.models for s in preset.sizes}
+    search = [c for key in rates for c in sweep.search_cells(preset, *key, sweep.first_rates(preset, 2e-3))]
+    return search + sweep.reported_cells(preset, rates)
 
 
 def test_the_paper_preset_is_the_papers():
@@ -338,8 +334,6 @@ def test_a_seed_is_one_trunk_and_its_branches():
     assert "--keep_steps=205,410,819,2560" in trunk.argv and not trunk.after and trunk.at["from"] == 0
     for c, step in zip(cells[1:], (819, 410, 205), strict=True):
         assert c.after == trunk.name and f"@{step}" in c.argv[-1] and c.at["from"] == step
-    sweep.estimate(cells)
-    assert sum(c.seconds for c in cells[1:]) < 0.25 * cells[0].seconds
 
 
 def test_further_budgets_branch_from_what_is_there(tmp_path):
@@ -473,7 +467,6 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--jobs=-1"], "0 or more"),
     (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 leaves nothing of max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
-    (["laptop", "--batch_tokens=0", "--dry-run"], "batch_tokens 0 must be at least 1"),
     (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give one of them, or another label with its settings"),
     (["laptop", "--sizes=460K:n_layer=2"], "or another label"), (["laptop", "--sizes=a,b:n_layer=2"], "LABEL:key"),
     (["laptop", "--sizes=9K:n_layer"], "LABEL:key=value"), (["laptop", "--sizes=9K:seed=2"], "the sweep sets seed"),

@@ -1,4 +1,4 @@
-"""The report of a sweep: who learns from fewer tokens, by how much, how sure. Needs no GPU and no torch.
+"""The report of a sweep: who learns from fewer tokens, by how much, how sure. Needs no GPU.
 
     report.json    every number                       points.csv    every run, a line each
     report.html    the page, with figures inside      table.tex     losses and multipliers, for a paper
