@@ -345,7 +345,7 @@ def run_or_report(prog, args, extra, run, write, sets=(), see=""):
     with main_error(prog):
         for e in extra:
             if args.command == "report" or not e.startswith("--") or "=" not in e:
-                raise ConfigError(f"unknown argument {e}: see --help; settings of a run are given as --key=value")
+                raise ConfigError(f"unknown option {e}: see --help; settings of a run are given as --key=value")
             if e[2:].split("=")[0] in sets:
                 raise ConfigError(f"{e}: the sweep sets that; see {see}")
         if args.command == "report":
