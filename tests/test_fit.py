@@ -138,7 +138,7 @@ def test_too_few_runs_for_an_interval():
 # ------------------------------------------------------------------------------------------------ what cannot be fitted
 
 @pytest.mark.parametrize("N,D,L,words", [
-    ([], [], [], "0 runs with 0 value of N"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D and L have 2, 2, 1 values"),
+    ([], [], [], "0 usable runs with 0 value"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D and L have 2, 2, 1 values"),
     ([1e6, -1], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = -1 is not a positive number"),
     ([1e6, 1e7], [1e8, math.inf], [3.0, 2.0], r"D\[1\] = inf is not a positive number"),
     ([1e6, 1e7], [1e8, 1e9], [None, 2.0], r"L\[0\] = nan is not a positive number"),

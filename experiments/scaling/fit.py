@@ -48,8 +48,8 @@ class _Model:
         few = [name for name in "ND" if len(levels[name]) < 3]
         if len(few) == 2:
             sizes = " and ".join(f"{len(levels[n])} value{'s' * (len(levels[n]) > 1)} of {n}" for n in few)
-            raise CannotFit(f"{len(N)} runs with {sizes} cannot show how the loss falls: run at least three sizes N or "
-                            "three token counts D")
+            raise CannotFit(f"{len(N)} usable runs with {sizes} cannot show how the loss falls: run at least three "
+                            "sizes N or three token counts D")
         self.levels, self.few = levels[few[0]] if few else None, few[0] if few else None
         self.centre = {name: x.mean() for name, x in logs.items()}
         self.scale = {name: x.std() or 1.0 for name, x in logs.items()}
