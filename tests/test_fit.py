@@ -246,6 +246,17 @@ def test_intervals_cover_with_noise_by_size_and_an_outlier(monkeypatch):
 
 # -------------------------------------------------------------------------------------------------------------- compare
 
+def test_isoflop_gives_the_exponent_of_three_vertices_that_lie_between_sizes():
+    C = np.repeat([1e18, 1e19, 1e20], 5)
+    best = 0.1 * C**0.48
+    N = best * np.tile(np.geomspace(0.2, 4, 5), 3)
+    C = C * np.tile([1, 1.02, 0.98, 1.01, 1], 3)
+    L = 2.5 + 0.03 * np.log(N / best) ** 2
+    assert fit.isoflop(N, L, C) == pytest.approx(0.48, abs=1e-3)
+    beyond = 2.5 + 0.03 * np.log(N / (5 * best)) ** 2  # the vertices lie above the largest sizes
+    assert fit.isoflop(N, beyond, C) is fit.isoflop(N, 5 - L, C) is fit.isoflop(N[:10], L[:10], C[:10]) is None
+
+
 def test_the_rate_is_the_vertex_of_a_parabola():
     loss = lambda rate: 1.4 + 0.05 * math.log(rate / 3.1e-3) ** 2
     rates = [1e-3, 2e-3, 4e-3, 8e-3]

@@ -402,6 +402,17 @@ def test_nothing_usable_is_a_report_too(told, empty_plan):
     assert "figure.png" not in text and ("not run (63)" in text) != empty_plan and "there is nothing to compare" in text
 
 
+def test_the_papers_losses_stand_beside_the_papers_cells_only(told, tmp_path):
+    paper = dict(sizes={"120M": 128_600_000, "350M at 4096": 369_800_000}, seeds=(1001,), rates=(4e-3,), others=())
+    numbers, text = told(**paper, paper=True, gpu="NVIDIA H100 80GB HBM3")
+    assert cell_of(numbers, "longhorn", "350M at 4096")["paper_loss"] == 2.859 and "| 2.859 |" in text
+    assert "GPU hours" in text and "CPU hours" not in text
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    numbers, text = told(**paper)
+    assert all(c["paper_loss"] is None for c in numbers["table"]) and "the paper's" not in text
+
+
 # ------------------------------------------------------------------------------------------------------------ the files
 
 def test_the_page_is_whole_asks_for_nothing_and_escapes_names(whole):

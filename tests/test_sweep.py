@@ -15,7 +15,7 @@ import pytest
 
 import records
 from configurator import ConfigError
-from experiments.scaling import claims, runner, runs, sweep
+from experiments.scaling import claims, runner, runs, sweep, table1
 from experiments.scaling.runner import Cell
 from records import BadRecord, is_finished
 
@@ -376,6 +376,9 @@ def test_command_line_choices():
         {("deltanet", "explicit", True)}, {("deltanet", "implicit", True)}, {("deltanet", "implicit", False)}]
     assert len({c.name for c in cells}) == len(cells)
     assert len({frozenset(c.seed for c in configs[m]) for m in steps}) == 1  # the same tokens in the same order
+    assert table1.translated(["run", "--preset=duel", "--models=a,b", "--out=x", "--dry-run"]) == [
+        "duel", "a", "b", "--out=x", "--dry-run"]
+    assert table1.translated(["report", "x"]) == ["report", "x"] and table1.translated(["run"]) == ["laptop"]
 
 
 @pytest.fixture
@@ -431,6 +434,25 @@ def test_a_process_that_comes_later_chooses_the_same_rate(tmp_path, pretend):
     assert ran == [] and seeds == {name for name, at in cells.items() if at["stage"] == "seed"}
 
 
+@pytest.mark.parametrize("slurm, tasks", [(["--slurm"], 8), (["--slurm=3"], 3), (["--slurm", "3"], 3)])
+def test_slurm_gets_the_same_command(tmp_path, pretend, monkeypatch, capsys, slurm, tasks):
+    ran = pretend(lambda at: 1.0)
+    python = tmp_path / "its python"
+    python.write_text("#!/bin/bash\npwd\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.chdir(tmp_path)
+    argv = ["duel", "longhorn", "longhorn*3,llama", "--seeds=1", "--out=a sweep"]
+    assert sweep.main([*argv[:3], *slurm, *argv[3:]]) == 0
+    script = tmp_path / "a sweep" / "sweep.sbatch"
+    assert capsys.readouterr().out.splitlines()[-1] == "sbatch 'a sweep/sweep.sbatch'" and ran == []
+    assert [path.name for path in script.parent.iterdir()] == ["sweep.sbatch"]
+    assert f"#SBATCH --array=1-{tasks} " in script.read_text()
+    subprocess.run(["bash", "-n", script], check=True)
+    said = subprocess.run(["bash", script], cwd="/", capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == [str(tmp_path), str(REPO / "experiments/scaling/sweep.py"), *argv]
+
+
 def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
     pretend(lambda at: None if at["model"] == "gla" else 1.0 + abs(at["learning_rate"] - 2e-3))
     assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
@@ -464,7 +486,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"),
     (["report", "nowhere"], "no sweep"), (["laptop", "--budgets=1,x"], "numbers are expected"),
     (["laptop", "--budgets=0"], "above 0"), (["laptop", "--seeds=0"], "1 or more"),
-    (["laptop", "--jobs=-1"], "0 or more"),
+    (["laptop", "--jobs=-1"], "0 or more"), (["laptop", "--slurm=0"], "1 or more"),
     (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 leaves nothing of max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
     (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give one of them, or another label with its settings"),

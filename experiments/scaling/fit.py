@@ -461,6 +461,28 @@ def design(sizes):
                      for _ in range(seeds)]).T
 
 
+# ---------------------------------------------------------------------------------------------------- isoFLOP parabolas
+
+def isoflop(N, L, C, tolerance=0.2):
+    """The exponent of N_opt ~ C^exponent by parabolas of the loss in log N, one for each budget of C FLOPs; None unless
+    three budgets have a vertex between their smallest and largest size.
+
+    N, L, C: (runs,) parameters, loss, FLOPs, all above 0. Runs whose sorted C follow one another within a share of
+    `tolerance` are one budget. Biased even without noise: the loss is a parabola of log N only near its minimum, so
+    sizes that do not lie symmetrically around it move the vertex.
+    """
+    N, L, C = _positive(N=N, L=L, C=C)
+    order, found = np.argsort(C, kind="stable"), []
+    for budget in np.split(order, np.flatnonzero(np.diff(np.log(C[order])) > math.log1p(tolerance)) + 1):
+        x, centre = np.log(N[budget]), np.log(N[budget]).mean()
+        if len(set(x)) > 2:
+            curvature, slope, _ = np.polyfit(x - centre, L[budget] / L[budget].mean(), 2)
+            vertex = centre - slope / (2 * curvature) if curvature > 1e-9 else math.nan
+            if x.min() <= vertex <= x.max():
+                found.append((np.log(C[budget]).mean(), vertex))
+    return float(stats.linregress(*zip(*found, strict=True)).slope) if len(found) > 2 else None
+
+
 if __name__ == "__main__":
     for name, sizes in DESIGNS.items():
         N, D, spread = design(sizes)

@@ -30,6 +30,13 @@ from records import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 
+# The paper's Table 1: family -> size of preset paper -> loss, nats per token of OpenWebText
+PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M at 4096": 3.227},
+         "gla": {"120M": 3.381, "120M at 4096": 3.364, "350M": 3.018, "350M at 4096": 3.001},
+         "rwkv": {"120M": 3.291, "120M at 4096": 3.276, "350M": 2.983, "350M at 4096": 2.931},
+         "mamba": {"120M": 3.238, "120M at 4096": 3.231, "350M": 2.902, "350M at 4096": 2.868},
+         "llama": {"120M": 3.247, "120M at 4096": 3.273, "350M": 2.891, "350M at 4096": 2.883},
+         "longhorn": {"120M": 3.225, "120M at 4096": 3.192, "350M": 2.888, "350M at 4096": 2.859}}
 COVERAGE_DRAWS = 40  # simulated sweeps behind "intervals of this plan cover"
 DASH = "\u2013"
 
@@ -152,7 +159,7 @@ def laws(entries, bootstrap):
     found, constants = [], ("E", "A", "alpha", "B", "beta")
     for model in dict.fromkeys(e.model for e in entries if e.runs):
         runs = [r for e in entries if e.model == model for seeds in e.runs.values() for r in seeds.values()]
-        row = {"model": model, "cannot": None, "warnings": [], "coverage": None}
+        row = {"model": model, "cannot": None, "warnings": [], "coverage": None, "isoflop": None}
         N, D, L = np.array([(r.parameters, r.tokens, r.half(1)) for r in runs], float).T
         found.append(row)
         try:
@@ -162,6 +169,7 @@ def laws(entries, bootstrap):
             continue
         row |= {key: getattr(law, key) for key in (*constants, *"a floors noise points intervals warnings".split())}
         row["outliers"] = {runs[i].name: off for i, off in law.outliers.items()}
+        row["isoflop"] = fit.isoflop(N, L, [r.flops for r in runs])
         if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in found):  # one is enough
             row["coverage"] = fit.coverage(N, D, {k: row[k] for k in constants}, law.spread, COVERAGE_DRAWS, 60)
     return found
@@ -194,7 +202,8 @@ def numbers_of(sweep, entries, accepted, bootstrap):
         reasons.setdefault(why, []).append(name)
     table = [{"model": e.model, "size": e.size, "learning_rate": e.rate, "learning_rates_tried": e.tried,
               "mean_loss": e.mean, "sd_loss": e.sd, "losses": {r.seed: r.half(1) for r in e.at_main}, "notes": e.notes,
-              "budgets": {t: {s: r.half(1) for s, r in sorted(seeds.items())} for t, seeds in sorted(e.runs.items())}}
+              "budgets": {t: {s: r.half(1) for s, r in sorted(seeds.items())} for t, seeds in sorted(e.runs.items())},
+              "paper_loss": PAPER.get(e.model, {}).get(e.size) if plan.get("paper") is True else None}
              | ({"parameters": e.first.parameters, "tokens": e.main, "context": e.first.context,
                  "bits_per_byte": e.mean / math.log(2) if e.first.bits_per_byte else None,
                  "flops": e.first.flops, "tokens_per_second": math.exp(-e.log_seconds()[0])} if e.losses else {})
@@ -202,7 +211,7 @@ def numbers_of(sweep, entries, accepted, bootstrap):
     pairs, winners = compared(entries)
     found = {
         "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"),
-        "machine": plan.get("machine"), "cores": plan.get("cores"),
+        "paper": plan.get("paper"), "machine": plan.get("machine"), "cores": plan.get("cores"),
         "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
         "left_out": reasons, "code": sweep.code, "accepted_code": accepted,
         "files": max((len(r.documents[0]) for r in runs), default=0), "table": table, "pairs": pairs,
@@ -265,17 +274,19 @@ def interval(row, name):
 def loss_rows(numbers):
     """Rows of the table of losses; ** begins one that is significantly below every other family's of its size."""
     won = {w["size"]: w["winner"] for w in numbers["winners"]}
-    rows = [["family", "size", "parameters", "tokens", "loss", "bits per byte", "learning rate", "tokens/s"]]
+    paper = any(e["paper_loss"] for e in numbers["table"])
+    rows = [["family", "size", "parameters", "tokens", "loss", "bits per byte", "learning rate", "tokens/s"]
+            + ["the paper's"] * paper]
     for e in numbers["table"]:
         if not e["losses"]:
-            rows.append([name_of(e["model"]), e["size"], *[DASH] * 6])
+            rows.append([name_of(e["model"]), e["size"], *[DASH] * (6 + paper)])
             continue
         bold = "**" if won[e["size"]] == e["model"] else ""
         spread = f" \u00b1 {e['sd_loss']:.4f}" if e["sd_loss"] is not None else ""
         rows.append([name_of(e["model"]), e["size"], human(e["parameters"], 4), human(e["tokens"]),
                      f"{bold}{e['mean_loss']:.4f}{spread} ({len(e['losses'])})",
                      f"{e['bits_per_byte']:.4f}" if e["bits_per_byte"] else DASH, f"{e['learning_rate']:g}",
-                     f"{e['tokens_per_second']:,.0f}"])
+                     f"{e['tokens_per_second']:,.0f}", *[f"{e['paper_loss'] or 0:.3f}"] * paper])
     return rows
 
 

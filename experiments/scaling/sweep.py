@@ -8,8 +8,8 @@
     python experiments/scaling/sweep.py report out/duel_longhorn_mamba           from the records alone
 
 Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and what
-has finished is not run again. Machines that see that folder share a sweep: start the same command on each. How a
-preset comes to its numbers, and a line for Slurm: docs/experiments.md.
+has finished is not run again. Machines that see that folder share a sweep: start the same command on each; on a
+cluster, --slurm=16 writes the job file for 16 nodes. How a preset comes to its numbers: docs/experiments.md.
 
 A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. Settings of one
 family's runs come after an @: `duel deltanet deltanet@step=implicit,normalize_keys=false`. NAME@WORD is the family NAME
@@ -330,6 +330,8 @@ def parser():
         run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
                          "out/duel_<families>)")
         run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
+        run.add_argument("--slurm", type=int, nargs="?", const=8, metavar="N", help="print the plan and write "
+                         "<out>/sweep.sbatch, in which N nodes (default 8) share the sweep")
     show = commands.add_parser("report", help="page, tables, figures and fits, from the records alone", **exact)
     show.add_argument("folder", type=Path, help="a sweep's folder, or a file that --save wrote")
     show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder, or out/<name>_report)")
@@ -359,7 +361,7 @@ def chosen(args, extra=()):
     first = next(iter(preset.sizes.values()))
     found = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
              for label, argv in given.items()} or preset.sizes
-    for key in ("seeds", "steps", "nproc"):
+    for key in ("seeds", "steps", "nproc", "slurm"):
         value = getattr(args, key)
         if value is not None and value < 1:
             raise ConfigError(f"--{key}={value}: 1 or more")
@@ -399,7 +401,7 @@ def run(args, extra):
     check_settings(expected)
     if not args.dry_run:
         check_data(expected)
-    about = about_sweep(args, preset, folder, before)
+    about = about_sweep(args, extra, preset, folder, before)
     runner.say_changed_code(folder)
     estimate(expected)
     print_plan(expected, jobs, nproc, gpus)
@@ -409,13 +411,40 @@ def run(args, extra):
             print("torchrun --standalone --nproc_per_node=8" if is_paper else "python", *c.command(folder)[1:])
         return 0
 
+    if args.slurm:
+        print(f"sbatch {shlex.quote(str(write_slurm(folder, args)))}")
+        return 0
+
     go(reported_cells(preset, find_rates(preset, folder, go), folder))
     with Claims(folder).hold("report"):  # of several processes, each writes it
         runner.say_written(write_report(folder, None, args))
     return runner.say_failed(failed, planned)
 
 
-def about_sweep(args, preset, folder, before):
+SBATCH = """\
+#!/bin/bash
+# Every task of this array is the whole command: it takes cells until none is left. Fewer tasks may run, and more may be
+# added: submit the file again, also for what is left when the time is up. Slurm sends SIGTERM five minutes before; the
+# cells then save. Options of sbatch go before those written here, such as --time, --partition or --array.
+#SBATCH --job-name=sweep
+#SBATCH --array=1-{tasks} --nodes=1 --ntasks=1 --exclusive --mem=0
+#SBATCH --time=24:00:00 --signal=B:TERM@300
+#SBATCH --requeue --open-mode=append --output={output}
+cd {cwd} && exec {command}
+"""
+
+
+def write_slurm(folder, args):
+    """Write folder/sweep.sbatch, an array job in which args.slurm nodes run this command; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(Path(__file__).resolve()), *args.argv]
+    path = folder / "sweep.sbatch"
+    path.write_text(SBATCH.format(tasks=args.slurm, output=shlex.quote(f"{folder.resolve()}/slurm-%A_%a.txt"),
+                                  cwd=shlex.quote(os.getcwd()), command=shlex.join(command)))
+    return path
+
+
+def about_sweep(args, extra, preset, folder, before):
     """What plan.json says of the whole sweep; before: what it says now. Raises ConfigError where an earlier command had
     another size of a label."""
     known = before.get("sizes", {})
@@ -424,7 +453,8 @@ def about_sweep(args, preset, folder, before):
             raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
     where = environment()
     command = shlex.join(["python", "experiments/scaling/sweep.py", *sys.argv[1:]])
-    return {"preset": args.command, "warmup": preset.warmup,
+    is_paper = args.command == "paper" and not (args.steps or args.sizes or extra)
+    return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
             "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])),
             "sizes": known | {label: [*size.argv] for label, size in preset.sizes.items()},
             "commands": list(dict.fromkeys([*before.get("commands", ()), command])),
@@ -464,6 +494,8 @@ def write_report(folder, out, args):
 
 def main(argv):
     args, extra = parser().parse_known_args(argv)
+    args.argv = [a for a, before in zip(argv, ["", *argv], strict=False)
+                 if a.split("=")[0] != "--slurm" and (before != "--slurm" or not a.isdecimal())]
     return runner.run_or_report("sweep.py", args, extra, run, lambda folder, out: write_report(folder, out, args))
 
 
