@@ -56,9 +56,16 @@ class Cell:
         """Its command line, to be run at the top of the repository."""
         python = [sys.executable]
         if nproc > 1:
-            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-                       "--shutdown-timeout=300"]  # seconds to save when asked to stop
+            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *shutdown_timeout()]
         return [*python, script, *self.argv, f"--out_dir={os.path.relpath(folder, REPO)}/{self.name}", "--resume=auto"]
+
+
+@functools.cache
+def shutdown_timeout():
+    """torchrun's option that gives a worker more than 30 s to save when it is asked to stop; older versions lack it."""
+    from torch.distributed.run import get_args_parser
+
+    return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
