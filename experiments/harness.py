@@ -5,10 +5,10 @@
     generate_until(context, stops)   the most likely continuation, up to the first stop string
 
 Requests are sorted by length, and a batch holds as many tokens as `batch_tokens` allows. Where the state has a constant
-size, that of a context is computed once, all its answers are scored from there, and a text of any length is read in
-pieces through the state, in constant memory. Attention reads a context and an answer as one sequence; a text longer
-than a piece goes through its cache, which grows. No text is cut, unless `max_length` says so; what is longer than the
-training block is counted in `longer`.
+size, that of a context is computed once, for all its answers and in a batch of contexts of its length, and a text of
+any length is read in pieces through the state, in constant memory. Attention reads a context and an answer as one
+sequence; a text longer than a piece goes through its cache, which grows. No text is cut, unless `max_length` says so;
+what is longer than the training block is counted in `longer`.
 
 evaluate.py is the program; `train.py --eval_tasks_interval` scores tasks during training.
 """
@@ -98,14 +98,13 @@ class HarnessLM(TemplateLM):
             stops = how.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
             n = next((how[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if how.get(k)), 256)
-            sampling = {k: how.get(k) for k in ("temperature", "top_k", "top_p")}
+            sampling = {k: how[k] for k in ("temperature", "top_k", "top_p") if how.get(k) is not None}
             if not how.get("do_sample"):
                 sampling = {"temperature": 0.0}
             jobs.append((self.see(self.text.encode(context)), i, n, stops, sampling))
-        jobs.sort(key=lambda job: (len(job[0]), str(job[2:])))
-        for (length, _), same in itertools.groupby(jobs, key=lambda job: (len(job[0]), str(job[2:]))):
-            same, size = list(same), max(1, self.batch_tokens // length)
-            for batch in (same[i : i + size] for i in range(0, len(same), size)):
+        alike = lambda job: (len(job[0]), str(job[2:]))
+        for _, same in itertools.groupby(sorted(jobs, key=alike), alike):
+            for batch in self.batches(same, lambda job: len(job[0])):
                 texts = self.generate([job[0] for job in batch], *batch[0][2:])
                 for (_, i, *_), text in zip(batch, texts, strict=True):
                     written[i] = text
@@ -125,32 +124,30 @@ class HarnessLM(TemplateLM):
     @torch.inference_mode()
     def score(self, pairs):
         """[(log-likelihood in nats, whether every token is the most likely one)] of [(context, answer)], token ids."""
-        scores, answers = [(0.0, True)] * len(pairs), {}
+        scores, answers = {}, {}
         for i, (context, answer) in enumerate(pairs):
             if answer:  # tokenizers may join all of it to the context
                 answers.setdefault(tuple(self.see(context, answer)), []).append(i)
-        shared = {context: members for context, members in answers.items() if self.constant_state and len(members) > 1}
-        for batch in self.batches(shared, len):
-            state, logits = self.states_after(batch)  # a row per context
-            rows = [(row, i) for row, context in enumerate(batch) for i in shared[context]]
-            rows.sort(key=lambda row: -len(pairs[row[1]][1]))
-            index = torch.tensor([row for row, _ in rows], device=self.device)
-            first = torch.tensor([pairs[i][1][0] for _, i in rows], device=self.device)
-            nats, greedy = self.compare(logits[index, None], first[:, None])
-            found = self.follow([pairs[i][1] for _, i in rows], [1] * len(rows), on_rows(state, index))
-            for (_, i), a, g, (b, h) in zip(rows, nats.tolist(), greedy.tolist(), found, strict=True):
-                scores[i] = a + b, g and h
-        alone = [(list(context) + list(pairs[i][1]), len(context), i) for context, members in answers.items()
-                 if context not in shared for i in members]
+        shared = [context for context, members in answers.items() if self.constant_state and len(members) > 1]
+        for length, same in itertools.groupby(sorted(shared, key=len), len):
+            for batch in self.batches(same, len):
+                state, step = self.lm.initial_state(len(batch)), max(1, self.batch_tokens // len(batch))
+                for begin in range(0, length - 1, step):  # up to the last token, from which the answers go on
+                    end = min(begin + step, length - 1)
+                    _, state = self.call([context[begin:end] for context in batch], state, last_only=True)
+                rows = [(row, i) for row, context in enumerate(batch) for i in answers.pop(context)]
+                rows.sort(key=lambda row: -len(pairs[row[1]][1]))
+                index = torch.tensor([row for row, _ in rows], device=self.device)
+                followed = [([batch[row][-1], *pairs[i][1]], 1, i) for row, i in rows]
+                scores |= self.follow(followed, on_rows(state, index))
+        alone = [([*context, *pairs[i][1]], len(context), i) for context, members in answers.items() for i in members]
         for batch in self.batches(alone, lambda row: len(row[0])):
-            found = self.follow([row for row, _, _ in batch], [start for _, start, _ in batch])
-            for (_, _, i), result in zip(batch, found, strict=True):
-                scores[i] = result
-        return scores
+            scores |= self.follow(batch)
+        return [scores.get(i, (0.0, True)) for i in range(len(pairs))]
 
     def batches(self, rows, length):
         """Lists of rows, the longest first, of at most batch_tokens tokens each when padded."""
-        rows = sorted(rows, key=lambda row: -length(row))
+        rows = sorted(rows, key=length, reverse=True)
         while rows:
             size = max(1, self.batch_tokens // length(rows[0]))
             yield rows[:size]
@@ -159,57 +156,35 @@ class HarnessLM(TemplateLM):
     def call(self, rows, state=None, **how):
         """(logits, state after) of token lists, padded on the right to the longest."""
         width = max(map(len, rows))
-        idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
+        idx = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             out = self.lm(idx, state=state, **how)
         return out[0], out[2] if state is not None else None
 
-    def states_after(self, contexts):
-        """(the state after each context, a row each; logits (B, V) after their last tokens); the longest first.
-
-        All are read together up to where the shortest ends; its state is then final, and the others go on.
-        """
-        state, begin, states, logits = self.lm.initial_state(len(contexts)), 0, [], []
-        left = [list(context) for context in contexts]
-        while left:
-            end = min(len(left[-1]), begin + max(1, self.batch_tokens // len(left)))
-            out, state = self.call([row[begin:end] for row in left], state, last_only=True)
-            n = sum(len(row) > end for row in left)
-            states.insert(0, on_rows(state, slice(n, None)))
-            logits.insert(0, out[n:, -1])
-            state, left, begin = on_rows(state, slice(n)), left[:n], end
-        return join_rows(states), torch.cat(logits)
-
-    def follow(self, rows, starts, state=None):
-        """[(log-likelihood, greedy)] of the tokens from index start >= 1 on of each row of tokens, the longest first.
+    def follow(self, rows, state=None):
+        """{i: (log-likelihood, greedy)} of the tokens from start on of rows (tokens, start >= 1, i), the longest first.
 
         state: of all rows before their first token; None: they are at the beginning of a text.
         """
+        tokens, starts, members = zip(*rows, strict=True)
         nats = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         greedy = torch.ones(len(rows), dtype=torch.bool, device=self.device)
-        begin, left = 0, sum(len(row) > 1 for row in rows)  # the last token is only predicted
+        begin, left = 0, sum(len(row) > 1 for row in tokens)  # the last token is only predicted
         while left:
             state = None if state is None else on_rows(state, slice(left))
-            piece = max(1, self.batch_tokens // left) if self.has_state else len(rows[0])
-            inputs = [row[begin : min(begin + piece, len(row) - 1)] for row in rows[:left]]
-            if state is None and len(rows[0]) - 1 > piece:
+            piece = max(1, self.batch_tokens // left) if self.has_state else len(tokens[0])
+            if state is None and len(tokens[0]) - 1 > piece:
                 state = self.lm.initial_state(left)
-            logits, state = self.call(inputs, state)
-            targets = torch.tensor([[row[t + 1] if start <= t + 1 < len(row) else -1
-                                     for t in range(begin, begin + logits.shape[1])]
-                                    for row, start in zip(rows[:left], starts[:left], strict=True)], device=self.device)
-            more, still = self.compare(logits, targets)
-            nats[:left] += more
-            greedy[:left] &= still
+            logits, state = self.call([row[begin : min(begin + piece, len(row) - 1)] for row in tokens[:left]], state)
+            targets = torch.tensor([[row[t] if start <= t < len(row) else -1
+                                     for t in range(begin + 1, begin + 1 + logits.shape[1])]
+                                    for row, start in zip(tokens[:left], starts, strict=False)], device=self.device)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="none")
+            nats[:left] -= loss.view(targets.shape).double().sum(1)
+            greedy[:left] &= ((logits.argmax(-1) == targets) | (targets == -1)).all(1)
             begin += piece
-            left = sum(len(row) - 1 > begin for row in rows)
-        return list(zip(nats.tolist(), greedy.tolist(), strict=True))
-
-    def compare(self, logits, targets):
-        """(summed log-likelihood (B,) in float64, whether all are most likely (B,)) of targets (B, T), -1: none."""
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="none")
-        right = (logits.argmax(-1) == targets) | (targets == -1)
-        return -loss.view(targets.shape).double().sum(1), right.all(1)
+            left = sum(len(row) - 1 > begin for row in tokens)
+        return dict(zip(members, zip(nats.tolist(), greedy.tolist(), strict=True), strict=True))
 
     # -------------------------------------------------------------------------------------------------- generation
 
@@ -220,7 +195,6 @@ class HarnessLM(TemplateLM):
         for decoder, context in zip(decoders, contexts, strict=True):
             decoder.begin(context)
         generator = torch.Generator(self.device).manual_seed(0)
-        sampling = {key: value for key, value in sampling.items() if value is not None}
         idx = torch.tensor(contexts, device=self.device)
         for tokens in self.lm.stream(idx, n, generator=generator, chunk=self.batch_tokens, **sampling):
             for i, token in enumerate(tokens.tolist()):
@@ -240,13 +214,6 @@ def on_rows(state, rows):
     if isinstance(state, (list, tuple)):
         return type(state)(on_rows(part, rows) for part in state)
     return state[rows] if isinstance(state, torch.Tensor) else state
-
-
-def join_rows(states):
-    """One state with the rows of several."""
-    if isinstance(states[0], (list, tuple)):
-        return type(states[0])(join_rows(parts) for parts in zip(*states, strict=True))
-    return torch.cat(states) if isinstance(states[0], torch.Tensor) else states[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
