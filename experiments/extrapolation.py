@@ -29,16 +29,13 @@ holds its loss, it was not the text that had become harder, but positions that t
 """
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import math
 import re
-import statistics
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -48,20 +45,21 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.measure import DTYPES, Peak, check_out, in_one_line, new_record, state_bytes, write_record  # noqa: E402
+from bench.measure import Peak, check_numbers, check_out, in_one_line, new_record, write_record  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
-from data.loader import Tokens  # noqa: E402
+from data.loader import Tokens, find_dataset  # noqa: E402
+from distributed import named_device, pick_dtype  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.compare import welch  # noqa: E402
-from experiments.scaling.runner import Cell, numbers, run_cells, write_plan  # noqa: E402
+from experiments.scaling.runner import Cell, numbers, run_cells, say_failed, write_plan  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
-from model import LM  # noqa: E402
+from model import LM, tensors_of  # noqa: E402
 from records import BadRecord, fields, read_json  # noqa: E402
 from run import is_out_of_memory  # noqa: E402
 from sample import load_model  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
-FIRST_NORM, NORM_SEQUENCES = 16, 8  # the first position at which states are measured, and in how many sequences at most
+NORM_SEQUENCES = 8  # at most, whose states are measured
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
 STEPS = ("deltanet", "deltanet@step=implicit", "deltanet@step=exact", "deltanet@normalize_keys=false",
          "deltanet@step=implicit,normalize_keys=false", "deltanet@step=exact,normalize_keys=false")
@@ -120,41 +118,43 @@ def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
         n_tokens: of the split; documents: [{'name', 'start', 'tokens'}] or None; longest: tokens per sequence.
         eval_tokens: predict at most this many tokens, of sequences taken from all documents in turn; 0: all there are.
     """
-    found = [(i, d["start"] + i * longest, d["name"])
-             for d in documents or () for i in range((d["tokens"] - 1) // longest)]
-    across = not found
-    if across:
-        found = [(i, i * longest, None) for i in range((n_tokens - 1) // longest)]
+    inside = [(i, d["start"] + i * longest, d["name"])
+              for d in documents or () for i in range((d["tokens"] - 1) // longest)]
+    across = [(i, i * longest, None) for i in range((n_tokens - 1) // longest)]
+    found = sorted(inside) or across
     n = min(len(found), eval_tokens // longest) if eval_tokens else len(found)
     if n < 1:
         raise ConfigError(f"--eval_tokens={eval_tokens} is less than one sequence of the longest length, {longest}")
-    if across:
-        chosen = [found[i * len(found) // n] for i in range(n)]  # evenly over the split
-    else:
-        chosen = sorted(sorted(found)[:n], key=lambda s: s[1])  # each document's first, then each one's second ...
-    return [s[1] for s in chosen], None if across else [s[2] for s in chosen]
+    if not inside:
+        return [across[i * len(across) // n][1] for i in range(n)], None  # evenly over the split
+    _, starts, names = zip(*sorted(found[:n], key=lambda s: s[1]), strict=True)  # each document's first, then ...
+    return list(starts), list(names)
 
 
 def bins(T):
-    """(edges 0, 1, 2, 4, 8 ... T; the bin of each position (T,)): bin b holds edges[b] <= p < edges[b + 1]."""
-    edges = [0] + [1 << i for i in range((T - 1).bit_length())] + [T]
-    return edges, torch.from_numpy(np.searchsorted(edges, np.arange(T), side="right") - 1)
+    """Edges 0, 1, 2, 4, 8 ... T: bin b holds the positions edges[b] <= p < edges[b + 1]."""
+    return [0, *(1 << i for i in range((T - 1).bit_length())), T]
+
+
+def in_bins(losses):
+    """Means (K, bins) of losses (K, T) by bin of position."""
+    edges = bins(losses.shape[1])
+    return np.add.reduceat(losses, edges[:-1], axis=1) / np.diff(edges)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
-def piece_ends(T, chunk, also=()):
-    """Where the pieces end in which T tokens are read: every `chunk`, and at the positions in `also`."""
-    return sorted({T, *range(chunk, T, chunk), *(p for p in also if 0 < p < T)})
-
-
 @torch.no_grad()
-def read(lm, x, y, ends, autocast=contextlib.nullcontext):
-    """Yield (end, losses (B, tokens of the piece) float32, state) piece by piece, for x and y (B, T) of tokens."""
+def read(lm, x, y, chunk, also=()):
+    """Yield (end, losses (B, tokens of the piece) float32, state) piece by piece, for x and y (B, T) of tokens.
+
+    A piece ends after every `chunk` tokens, and at the positions in `also`.
+    """
+    T = x.shape[1]
+    ends = sorted({T, *range(chunk, T, chunk), *also})
     state, start = lm.initial_state(len(x)), 0
     for end in ends:
-        with autocast():
-            logits, _, state = lm(x[:, start:end], state=state)  # (B, t, V)
+        logits, _, state = lm(x[:, start:end], state=state)  # (B, t, V)
         losses = F.cross_entropy(logits.float().flatten(0, 1), y[:, start:end].flatten(), reduction="none")
         del logits  # otherwise it would stay beside the next piece's
         yield end, losses.view(len(x), -1), state
@@ -176,180 +176,154 @@ def recurrent(branch, state):
     return state if isinstance(state, torch.Tensor) and state.dim() > 2 and state.shape[1:] == first.shape[1:] else None
 
 
-def read_length(lm, rows, T, chunk, batch_size, autocast=contextlib.nullcontext):
+def read_length(lm, rows, T, chunk, batch_size):
     """Read K rows (K, M + 1) of tokens as K M / T sequences of length T.
 
     A T below the chunk is read more at once than `batch_size`, so that a call has as many tokens whatever T is.
 
-    Returns: {'loss' (K,): each row's mean in nats, float64; 'by_position' (K, bins): by position in its sequences of T;
-    'by_place' (K, bins): by place in the row, whatever T is; 'state_bytes': of one sequence at its end}; see `bins`.
+    Returns: the losses of all tokens in nats, (K, M) float64, and the bytes of one sequence's state at its end.
     """
-    K, M, device = len(rows), rows.shape[1] - 1, lm.embed.weight.device
-    x, y = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)  # (K M / T, T)
-    (edges, bin_of), (places, place_of) = bins(T), bins(M)
-    sums, placed = (torch.zeros(K, len(e) - 1, dtype=torch.float64) for e in (edges, places))
-    B, held = batch_size * max(1, chunk // T), 0
+    x, y, device = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T), lm.embed.weight.device  # (K M / T, T)
+    losses, B, held = torch.zeros(x.shape, dtype=torch.float64), batch_size * max(1, chunk // T), 0
     for at in range(0, len(x), B):
-        part, start = slice(at, at + B), 0
-        i = torch.arange(at, min(at + B, len(x)))[:, None]  # (b, 1)
-        row, offset = i * T // M, i * T % M  # of each sequence: the row that it was cut from, and where
-        for end, losses, state in read(lm, x[part].to(device), y[part].to(device), piece_ends(T, chunk), autocast):
-            losses = losses.double().cpu()  # (b, t)
-            sums.index_put_((row, bin_of[start:end].expand_as(losses)), losses, accumulate=True)
-            placed.index_put_((row, place_of[offset + torch.arange(start, end)]), losses, accumulate=True)
-            start, held = end, state_bytes(state)[0] // len(losses)
+        part = slice(at, at + B)
+        for end, piece, state in read(lm, x[part].to(device), y[part].to(device), chunk):
+            losses[part, end - piece.shape[1]:end] = piece
+            held = sum(t.nbytes for t in tensors_of(state)) // len(piece)
             del state
-    sums, placed = sums.numpy(), placed.numpy()
-    return {"loss": sums.sum(1) / M, "by_position": sums / np.diff(edges) / (M // T),
-            "by_place": placed / np.diff(places), "state_bytes": held}
+    return losses.view(len(rows), -1).numpy(), held
 
 
-def state_norms(lm, rows, positions, chunk, autocast=contextlib.nullcontext):
+def state_norms(lm, rows, positions, chunk):
     """{'0 Longhorn': {'positions', 'rms'}} of every branch with a recurrence, after that many tokens of the rows.
 
     rms: the root mean square of a row's state, its mean over the rows.
     """
     found, device, branches = {}, lm.embed.weight.device, [branch for _, branch in lm.branches()]
-    ends = piece_ends(positions[-1], chunk, positions)
-    for end, _, state in read(lm, rows[:, :-1].to(device), rows[:, 1:].to(device), ends, autocast):
-        states = [recurrent(branch, s) for branch, s in zip(branches, sum(state, []), strict=True)]
-        if all(s is None for s in states):
-            break
-        for i, (branch, s) in enumerate(zip(branches, states, strict=True)):
-            if s is not None and end in positions:
+    for end, _, state in read(lm, rows[:, :-1].to(device), rows[:, 1:].to(device), chunk, positions):
+        if end not in positions:
+            continue
+        for i, (branch, s) in enumerate(zip(branches, sum(state, []), strict=True)):
+            s = recurrent(branch, s)
+            if s is not None:
                 entry = found.setdefault(f"{i} {type(branch.mixer).__name__}", {"positions": [], "rms": []})
                 entry["positions"].append(end)
                 entry["rms"].append(s.double().flatten(1).square().mean(1).sqrt().mean().item())
+        if not found:
+            break  # attention keeps a cache only
     return found
 
 
 # --------------------------------------------------------------------------------------------------------- a checkpoint
 
+def mean_and_error(values):
+    """The mean over the first axis and its standard error, as numbers or lists; NaN where one is not known."""
+    values = np.array(values, float)  # None, in a record, is NaN
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = values.mean(0)
+        error = np.sqrt(np.square(values - mean).sum(0) / (len(values) * (len(values) - 1)))
+    return mean.tolist(), error.tolist()
+
+
 def with_error(name, values):
-    """{name: mean, name_standard_error} over the first axis of values (K,) or (K, bins); NaN where it is not known."""
-    error = [statistics.stdev(column) / math.sqrt(len(column))
-             if len(column) > 1 and all(map(math.isfinite, column)) else math.nan
-             for column in np.atleast_2d(values.T).tolist()]
-    return {name: values.mean(0).tolist(), f"{name}_standard_error": error if values.ndim > 1 else error[0]}
+    return dict(zip((name, f"{name}_standard_error"), mean_and_error(values), strict=True))
 
 
-def perplexity(loss):
-    return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
-
-
-def summary(found, T, longest, reference=None):
-    """The record of one length, from what `read_length` found; reference: (length, found there) to compare with."""
-    each = found["loss"]
-    out = {"length": T, "sequences": len(each) * (longest // T), "tokens": len(each) * longest,
-           **with_error("loss", each), "perplexity": perplexity(float(each.mean())),
-           "state_bytes_per_sequence": found["state_bytes"], "losses_of_longest_sequences": each.tolist(),
-           "by_position": {"edges": bins(T)[0], **with_error("loss", found["by_position"])}}
+def summary(losses, T, reference=None):
+    """The record of one length from its losses (K, M); reference: (length, losses there) to compare with."""
+    (K, M), each = losses.shape, losses.mean(1)
+    by_position = in_bins(losses.reshape(-1, T)).reshape(K, M // T, -1).mean(1)
+    out = {"length": T, "sequences": K * (M // T), "tokens": K * M, **with_error("loss", each),
+           "perplexity": float(np.exp(each.mean())), "losses_of_longest_sequences": each.tolist(),
+           "by_position": {"edges": bins(T), **with_error("loss", by_position)}}
     if reference:
-        before = reference[1]
-        out |= {"against": reference[0], **with_error("difference", each - before["loss"]), "difference_by_place": {
-            "edges": bins(longest)[0], **with_error("difference", found["by_place"] - before["by_place"])}}
+        against, before = reference
+        out |= {"against": against, **with_error("difference", each - before.mean(1)), "difference_by_place": {
+            "edges": bins(M), **with_error("difference", in_bins(losses) - in_bins(before))}}
     return out
 
 
-def measure(lm, rows, lengths, trained, chunk, batch_size, dtype, say=print):
+def measure(lm, rows, lengths, trained, chunk, batch_size):
     """([a record per length], state norms at the longest) of rows (K, M + 1) of tokens; trained: the training length.
 
     A length for which memory runs out, and what is longer, has only 'left_out', the reason.
     """
-    device = lm.embed.weight.device
-    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    found, states, reference, base = [], {}, None, trained if trained in lengths else lengths[0]
-    few = rows[:1, : min(chunk, lengths[0]) + 1].to(device)
-    for _ in read(lm, few[:, :-1], few[:, 1:], [few.shape[1] - 1], autocast):
-        pass  # what is built, loaded and started once is not in the times
-    reason = ""
+    found, reference, device, longest = [], None, lm.embed.weight.device, lengths[-1]
+    few = min(chunk, lengths[0])
+    read_length(lm, rows[:1, : few + 1], few, chunk, 1)  # what is built, loaded and started once is not in the times
     for T in lengths:
-        if not reason:
-            peak, began = Peak(device), time.perf_counter()
-            try:
-                got = read_length(lm, rows, T, chunk, batch_size, autocast)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = (f"memory ran out at {T} tokens ({in_one_line(error)}): take a smaller --batch_size "
-                          f"({batch_size}) or --chunk ({chunk})")
-        if reason:
-            found.append({"length": T, "left_out": reason})
-            say(f"  {T:7} left out: {reason}")
-            continue
-        row = summary(got, T, lengths[-1], reference)
-        reference = (T, got) if T == base else reference
+        peak, began = Peak(device), time.perf_counter()
+        try:
+            losses, held = read_length(lm, rows, T, chunk, batch_size)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = (f"memory ran out at {T} tokens ({in_one_line(error)}): take a smaller --batch_size "
+                      f"({batch_size}) or --chunk ({chunk})")
+            print(f"  {T:7} left out: {reason}")
+            return found + [{"length": left, "left_out": reason} for left in lengths if left >= T], {}
+        row = summary(losses, T, reference)
+        if T == trained or not found and trained not in lengths:
+            reference = T, losses
         seconds = time.perf_counter() - began
-        row |= {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds, "peak_bytes": peak.bytes()}
+        row |= {"state_bytes_per_sequence": held, "seconds": seconds, "tokens_per_second": row["tokens"] / seconds,
+                "peak_bytes": peak.bytes()}
         found.append(row)
-        change = f"{row['difference']:+.4f} +- {row['difference_standard_error']:.4f}" if "against" in row else ""
-        say(f"  {T:7}  loss {row['loss']:.4f}  perplexity {row['perplexity']:8.3f}  {change:19}  state {mib(row)} MiB "
-            f"per sequence, peak {mib(row, 'peak_bytes', '.0f')} MiB, {row['tokens_per_second']:,.0f} tokens/s")
-        if T == lengths[-1]:  # separately, in other pieces: what was measured above is of whole chunks
-            powers = {1 << i for i in range(T.bit_length())}
-            at = sorted(p for p in {T, trained} | powers if min(FIRST_NORM, T) <= p <= T)
-            states = state_norms(lm, rows[:: -(-len(rows) // NORM_SEQUENCES)], at, chunk, autocast)
-    return found, states
+        print(f"  {T:7}  loss {row['loss']:.4f} +- {row['loss_standard_error']:.4f}, "
+              f"perplexity {row['perplexity']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
+    # separately, in other pieces: what was measured above is of whole chunks
+    at = sorted(p for p in {longest, trained, *(16 << i for i in range(24))} if p <= longest)
+    return found, state_norms(lm, rows[:: -(-len(rows) // NORM_SEQUENCES)], at, chunk)
 
 
 def limited(lm, window):
-    """The same weights with attention to the last `window` tokens only; None without attention to the whole past."""
-    if "llama" not in lm.config.families:
-        return None
+    """The same weights with attention to the last `window` tokens only, where LLaMA's sees the whole past."""
     changed = {key: re.sub(r"\bllama\b", "swa", getattr(lm.config, key)) for key in ("model", "pattern")}
     other = LM(dataclasses.replace(lm.config, window=window, **changed))
     other.load_state_dict(lm.state_dict())
     return other.to(lm.embed.weight.device).eval()
 
 
-def evaluate(folder, args, run=None):
-    """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name,
-    that of the folder by default. Raises ConfigError, one line."""
-    began, ran, trained_by, is_cuda = time.perf_counter(), Path(folder) / "config.json", {}, args.device == "cuda"
-    if ran.exists():
-        with fields(ran):
-            trained_by = dict(read_json(ran)["environment"])
-    if is_cuda and not torch.cuda.is_available():
-        raise ConfigError("--device=cuda: PyTorch sees no GPU; use --device=cpu")
-    lm, meta = load_model(folder, torch.device(args.device))
-    with fields(f"{folder}: the settings in its checkpoint"):
-        config = {key: meta["config"][key] for key in ("model", "block_size", "vocab_size", "seed")}
-        config["pattern"] = meta["config"].get("pattern")
-        dtype, name = DTYPES[meta["config"]["dtype"]], args.dataset or str(meta["config"]["dataset"])
-    data_folder = Path(name) if Path(name).is_dir() else ROOT / "data" / name
-    data = Tokens(data_folder, vocab_size=config["vocab_size"])
+def evaluate(folder, args, run):
+    """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name.
+    Raises ConfigError, one line."""
+    began, ran, device = time.perf_counter(), Path(folder) / "config.json", named_device(args.device)
+    lm, meta = load_model(folder, device)
+    with fields(f"{folder}: its records"):
+        dtype, dataset = pick_dtype(meta["config"]["dtype"], device), args.dataset or str(meta["config"]["dataset"])
+        checkpoint = {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": lm.config.block_size,
+                      "code": read_json(ran)["environment"]["code"] if ran.exists() else "unknown",
+                      "parameters": lm.parameter_count()["total"], "seed": meta["config"]["seed"]}
+    data_folder, trained = find_dataset(dataset), lm.config.block_size
+    data = Tokens(data_folder, vocab_size=lm.config.vocab_size)
     same = data.sha256 == meta["data"]
     if not same and not args.dataset:
         raise ConfigError(f"the data in {data_folder} is not what {folder} was trained on (its sha256 differs), and "
                           "may hold its training text: prepare it as before, or name other text with --dataset")
     documents, limit = (data.meta.get("documents") or {}).get("val"), len(data.val) - 1
     inside = max((d["tokens"] for d in documents or ()), default=limit + 1) - 1  # the default stays within documents
-    default = [config["block_size"] << i for i in range(5) if not i or config["block_size"] << i <= min(inside, limit)]
+    default = [trained << i for i in range(5) if not i or trained << i <= min(inside, limit)]
     lengths = check_lengths(args.lengths or default, limit, data_folder / "val.bin")
     starts, names = longest_sequences(len(data.val), documents, lengths[-1], args.eval_tokens)
     rows = torch.from_numpy(np.stack([data.val[s:s + lengths[-1] + 1] for s in starts]).astype(np.int64))  # (K, M + 1)
-    batch_size = args.batch_size or (8 if is_cuda else 1)
+    batch_size = args.batch_size or (8 if device.type == "cuda" else 1)
     text = {"dataset": data_folder.name, "val_sha256": data.sha256["val"], "trained_on_this_data": same,
             "starts": starts, "sequences": len(starts), "longest": lengths[-1], "documents": names,
             "sha256": hashlib.sha256(rows.numpy().astype("<u4").tobytes()).hexdigest()}
-    print(f"{config['model']} ({folder}), trained at {config['block_size']}: {in_words(text)}, {args.chunk} tokens at "
-          f"a time{'' if same else '; NOT the data it was trained on'}", flush=True)
-    family, records, trained = config.get("pattern") or config["model"], [], config["block_size"]
-    for words, model in (("", lm), (f", last {trained} tokens", limited(lm, trained))):
-        if model is None:
-            continue
-        name = (run or Path(folder).resolve().name) + words
-        print(f"{name}:", flush=True)
-        results, states = measure(model, rows, lengths, trained, args.chunk, batch_size, dtype)
-        record = new_record("extrapolation", family=family, run=name)
+    records, models = [], {run: lm}
+    if "llama" in lm.config.families:
+        models[f"{run}, last {trained} tokens"] = limited(lm, trained)
+    for name, model in models.items():
+        print(f"{name}, trained at {trained}: {in_words(text)}, {args.chunk} tokens at a time"
+              f"{'' if same else '; NOT the data it was trained on'}", flush=True)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
+            results, norms = measure(model, rows, lengths, trained, args.chunk, batch_size)
+        record = new_record("extrapolation", family=lm.config.pattern or lm.config.model, run=name)
+        ran_on = torch.cuda.get_device_name() if device.type == "cuda" else record["environment"]["cpu"]
         records.append(record | {
-            "device": torch.cuda.get_device_name() if is_cuda else record["environment"]["cpu"],
-            "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."), "chunk": args.chunk,
-            "batch_size": batch_size, "text": text, "lengths": results, "state_norms": states,
-            "checkpoint": {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": trained,
-                           "code": trained_by.get("code") or (trained_by.get("commit") or "unknown")[:12],
-                           "parameters": lm.parameter_count()["total"], "seed": config["seed"]},
-            "finished": True, "seconds": time.perf_counter() - began})
+            "device": ran_on, "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."),
+            "chunk": args.chunk, "batch_size": batch_size, "text": text, "lengths": results, "state_norms": norms,
+            "checkpoint": checkpoint, "finished": True, "seconds": time.perf_counter() - began})
     return records
 
 
@@ -376,12 +350,8 @@ def row_of(*cells):
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def number(value, spec):
-    return "not finite" if value is None else format(value, spec)
-
-
-def mib(row, key="state_bytes_per_sequence", spec=".3f"):
-    return "-" if row[key] is None else format(row[key] / 2**20, spec)
+def mib(n_bytes, digits=3):
+    return f"{np.float64(n_bytes) / 2**20:.{digits}f}"  # None is NaN
 
 
 def by_name(found):
@@ -392,25 +362,19 @@ def by_name(found):
     return groups
 
 
-def mean_and_error(values):
-    """The mean over seeds and its standard error, None for one seed; both None where a value is not finite."""
-    if None in values:
-        return None, None
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+def read_at(seeds, T):
+    """The rows of a length, of the records of those seeds that were read at it."""
+    return [row for r in seeds for row in r["lengths"] if row["length"] == T and "left_out" not in row]
 
 
 def differences(groups, lengths):
     """Lines of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
     rows = []
     for (a, first), (b, second) in itertools.combinations(groups.items(), 2):
-        cells = []
-        for T in lengths:
-            x, y = ([row["loss"] for r in seeds for row in r["lengths"] if row["length"] == T and "loss" in row]
-                    for seeds in (second, first))
-            if min(len(x), len(y)) < 2 or None in x + y:
-                break
-            cells.append("{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(x, y)[:3]))
-        else:
+        losses = [[np.array([row["loss"] for row in read_at(seeds, T)], float) for seeds in (second, first)]
+                  for T in lengths]
+        if all(min(len(x), len(y)) > 1 for x, y in losses):
+            cells = ["{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(x, y)[:3]) for x, y in losses]
             rows.append(row_of(f"{b} minus {a}", *cells))
     head = row_of("loss, 95% interval over the seeds", *(f"T = {T}" for T in lengths))
     return ["", head, "|---" * (1 + len(lengths)) + "|", *rows] if rows else []
@@ -420,30 +384,30 @@ def table(found):
     """The records as Markdown: perplexity at each length, the paired difference of the loss, the cost of reading."""
     lengths = sorted({x["length"] for r in found for x in r["lengths"]})
     lines = [row_of("run", "trained at", *(f"T = {T}" for T in lengths)), "|---" * (2 + len(lengths)) + "|"]
-    costs, notes, groups = [], [], by_name(found)
+    notes = [f"Left out: {r['run']} at {x['length']}: {x['left_out']}."
+             for r in found for x in r["lengths"] if "left_out" in x]
+    costs, groups = [], by_name(found)
     for name, seeds in groups.items():
-        cells, first = [], seeds[0]
-        trained = first["checkpoint"]["block_size"]
+        cells, trained = [], seeds[0]["checkpoint"]["block_size"]
         for T in lengths:
-            rows = [next((x for x in r["lengths"] if x["length"] == T), {"left_out": ""}) for r in seeds]
-            if out := [(r, x["left_out"]) for r, x in zip(seeds, rows, strict=True) if "left_out" in x]:
-                cells.append("left out" if out[0][1] else "-")
-                notes += [f"Left out: {r['run']} at {T}: {why}." for r, why in out if why]
+            rows = read_at(seeds, T)
+            if len(rows) < len(seeds):
+                cells.append("-")
                 continue
             loss, error = mean_and_error([x["loss"] for x in rows])
-            cells.append(number(None if loss is None else perplexity(loss), ".3f"))
+            cells.append(f"{np.exp(loss):.3f}")
             if len(rows) > 1:
-                cells[-1] += f", loss {number(loss, '.3f')} ± {number(error, '.3f')}"
+                cells[-1] += f", loss {loss:.3f} ± {error:.3f}"
             if all("against" in x for x in rows):
                 change, error = mean_and_error([x["difference"] for x in rows])
                 error = rows[0]["difference_standard_error"] if len(rows) == 1 else error
-                cells[-1] += f" ({number(change, '+.3f')} ± {number(error, '.3f')})"
+                cells[-1] += f" ({change:+.3f} ± {np.float64(error):.3f})"
         lines.append(row_of(name, trained, *cells))
-        read = [x for x in first["lengths"] if "left_out" not in x]
-        if read:
-            last, loud = read[-1], loudest(first)
-            rms = [number(loud[p], ".3g") if p in loud else "-" for p in (trained, last["length"])]
-            costs.append(row_of(name, last["length"], mib(read[0]), mib(last), mib(last, "peak_bytes", ".0f"),
+        if read := [x for x in seeds[0]["lengths"] if "left_out" not in x]:
+            last, loud = read[-1], loudest(seeds[0])
+            rms = [f"{loud[p]:.3g}" if p in loud else "-" for p in (trained, last["length"])]
+            costs.append(row_of(name, last["length"], mib(read[0]["state_bytes_per_sequence"]),
+                                mib(last["state_bytes_per_sequence"]), mib(last["peak_bytes"], 0),
                                 f"{last['tokens_per_second']:,.0f}", *rms))
     r, texts, most = found[0], {x["text"]["sha256"] for x in found}, max(map(len, groups.values()))
     codes = sorted({x["checkpoint"]["code"] for x in found})
@@ -460,46 +424,38 @@ def table(found):
 
 
 def loudest(record):
-    """{position: the largest RMS among the branches' states, None where one is not finite}."""
-    found = {}
-    for branch in record["state_norms"].values():
-        for p, rms in zip(branch["positions"], branch["rms"], strict=True):
-            known = found.get(p, 0.0)
-            found[p] = None if rms is None or known is None else max(known, rms)
-    return dict(sorted(found.items()))
+    """{position: the largest RMS among the branches' states, NaN where one is not finite}."""
+    branches = list(record["state_norms"].values())
+    rms = np.array([branch["rms"] for branch in branches], float)
+    return dict(zip(branches[0]["positions"], rms.max(0).tolist(), strict=True)) if branches else {}
 
 
 def draw(found, path):
     """Perplexity against T (Figure 1, right); loss by position; what the longer past gains; the RMS of the state."""
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 9), dpi=110)
     (length, position), (gain, norm) = figure.subplots(2, 2)
-    nan = lambda values: np.array([math.nan if v is None else v for v in values], float)
     middles = lambda by: [math.sqrt(max(1, a) * b) for a, b in zip(by["edges"][:-1], by["edges"][1:], strict=True)]
-    groups = by_name(found)
-    for i, name, r in [(i, name, r) for i, (name, seeds) in enumerate(groups.items()) for r in seeds]:
-        colour = f"C{i}" if len(groups) <= 10 else colormaps["tab20"](i % 20)
-        style = dict(color=colour, marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
 
-        def curve(axis, x, y, error, shown=lambda v: v, style=style):
-            y, error = nan(y), nan(error)
-            axis.plot(x, shown(y), **style)
-            axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
+    def curve(axis, x, y, error, style, shown=lambda v: v):
+        y, error = np.array(y, float), np.array(error, float)  # None is NaN, a hole
+        axis.plot(x, shown(y), **style)
+        axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
 
-        read = [x for x in r["lengths"] if "left_out" not in x]
-        if read:
-            columns = [[x[k] for x in read] for k in ("length", "loss", "loss_standard_error")]
-            curve(length, *columns, shown=np.exp)
-            if r is groups[name][0]:
-                length.lines[-1].set_label(name + (" (memory ended)" if len(read) < len(r["lengths"]) else ""))
-            by = read[-1]["by_position"]
-            curve(position, middles(by), by["loss"], by["loss_standard_error"])
-            if by := read[-1].get("difference_by_place"):
-                curve(gain, middles(by), by["difference"], by["difference_standard_error"])
-        if loud := loudest(r):
-            norm.plot(list(loud), nan(loud.values()), **style)
+    for i, (name, seeds) in enumerate(by_name(found).items()):
+        for r in seeds:
+            style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
+            if read := [x for x in r["lengths"] if "left_out" not in x]:
+                columns = [[x[k] for x in read] for k in ("length", "loss", "loss_standard_error")]
+                ended = " (memory ended)" if len(read) < len(r["lengths"]) else ""
+                curve(length, *columns, style | ({"label": name + ended} if r is seeds[0] else {}), np.exp)
+                by = read[-1]["by_position"]
+                curve(position, middles(by), by["loss"], by["loss_standard_error"], style)
+                if by := read[-1].get("difference_by_place"):
+                    curve(gain, middles(by), by["difference"], by["difference_standard_error"], style)
+            loud = loudest(r)
+            norm.plot(list(loud), list(loud.values()), **style)
     for axis, x, y in ((length, "sequence length T", "perplexity, with its standard error over sequences"),
                        (position, "position in the longest sequence", "loss (nats per token)"),
                        (gain, "place in the longest sequence", "loss at the longest T minus at the training length"),
@@ -512,9 +468,8 @@ def draw(found, path):
     for set_formatter in (length.yaxis.set_minor_formatter, length.yaxis.set_major_formatter):
         set_formatter(lambda y, _: f"{y:g}")
     length.legend(fontsize=8)
-    r = found[0]
-    title = f"trained at the dashed length; {in_words(r['text'])}; {r['device']}, {r['date'][:10]}"
-    figure.suptitle(title, fontsize=10)
+    about, ran = in_words(found[0]["text"]), f"{found[0]['device']}, {found[0]['date'][:10]}"
+    figure.suptitle(f"trained at the dashed length; {about}; {ran}", fontsize=10)
     figure.tight_layout()
     save_figure(figure, path)
 
@@ -537,24 +492,23 @@ def parse(argv):
     one, several, again = (commands.add_parser(n) for n in ("eval", "run", "report"))
     one.add_argument("--checkpoint", nargs="+", required=True, help="folders of runs, each with checkpoint.safetensors")
     one.add_argument("--lengths", type=numbers(int), default=(), help="tokens, by commas (1 to 16 times trained)")
-    one.add_argument("--eval_tokens", type=int, default=0, help="tokens to predict at each length (0: all there are)")
+    one.add_argument("--eval_tokens", type=int, help="tokens to predict at each length (all there are)")
     one.add_argument("--dataset", default="", help="a prepared folder, or its name in data/ (that of training)")
     several.add_argument("families", nargs="*", metavar="FAMILY", help="instead of the preset's: a family or pattern, "
                          "also with settings of its own, as in deltanet@step=implicit")
     several.add_argument("--preset", choices=list(PRESETS), required=True)
     several.add_argument("--seeds", type=numbers(int, least=0), default=(), help="one run for each (the preset's)")
-    several.add_argument("--jobs", type=int, default=0, help="training runs at a time (the preset's)")
+    several.add_argument("--jobs", type=int, help="training runs at a time (the preset's)")
     for p, name in ((one, "extrapolation"), (several, "extrapolation_PRESET")):
         p.add_argument("--out", help=f"the record file (out/{name}.json)")
         p.add_argument("--save", action="store_true", help=f"write it to results/{name}.json")
         p.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
-        p.add_argument("--batch_size", type=int, default=0, help="sequences at a time (0: 1, on a GPU 8)")
-        p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+        p.add_argument("--batch_size", type=int, help="sequences at a time (1, on a GPU 8)")
+        p.add_argument("--device", default="auto", help="cpu or cuda (a GPU if there is one)")
     again.add_argument("file", help="the record that eval or run wrote")
+    parser.set_defaults(chunk=None, batch_size=None, jobs=None)
     args = parser.parse_args(argv)
-    for name, least in dict(chunk=1, batch_size=0, eval_tokens=0, jobs=0).items():
-        if not getattr(args, name, least) >= least:
-            raise ConfigError(f"--{name}={getattr(args, name)} must be {least} or more")
+    check_numbers(parser, args, "chunk", "batch_size", "jobs")
     return args
 
 
@@ -567,12 +521,14 @@ def record_file(args, name):
     return out
 
 
-def add(folder, args, out, run=None):
-    """Evaluate a run's checkpoint and add its records to the file `out`, in the place of those of the same names."""
-    records = evaluate(folder, args, run)
-    names = {r["run"] for r in records}
-    others = [r for r in read_records(out) if r["run"] not in names] if out.exists() else []
-    write_record(out, {"extrapolation": [*others, *records]})
+def read_runs(runs, args, out):
+    """Evaluate the checkpoints of {name: folder}, each added to the file `out` in the place of its records; report."""
+    for name, folder in runs.items():
+        records = evaluate(folder, args, name)
+        names = {r["run"] for r in records}
+        others = [r for r in read_records(out) if r["run"] not in names] if out.exists() else []
+        write_record(out, {"extrapolation": [*others, *records]})
+    report(out)
 
 
 def run(args):
@@ -585,14 +541,10 @@ def run(args):
     prepare(ROOT / "data" / CORPUS, documents="package")
     write_plan(runs, cells, preset=args.preset)  # refuses other arguments than a run began with
     failed = run_cells(cells, runs, args.jobs or preset["jobs"])
-    for cell, why in failed.items():
-        print(f"{cell} was not trained: {why}", file=sys.stderr)
+    code = say_failed(failed, cells)
     args.lengths, args.eval_tokens, args.dataset = preset["lengths"], preset["eval_tokens"], ""
-    for cell in cells:
-        if cell.name not in failed:
-            add(runs / cell.name, args, out, cell.at["run"])
-    report(out)
-    return int(bool(failed))
+    read_runs({c.at["run"]: runs / c.name for c in cells if c.name not in failed}, args, out)
+    return code
 
 
 def main(argv):
@@ -601,13 +553,11 @@ def main(argv):
         return report(args.file)
     if args.command == "run":
         return run(args)
-    (name, times), = Counter(Path(folder).resolve().name for folder in args.checkpoint).most_common(1)
-    if times > 1:
-        raise ConfigError(f"--checkpoint: two folders are named {name}, and so would their records be: use two --out")
-    out = record_file(args, "extrapolation")
-    for folder in args.checkpoint:
-        add(folder, args, out)
-    report(out)
+    runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
+    if len(runs) < len(args.checkpoint):
+        raise ConfigError(f"--checkpoint: two folders of {', '.join(args.checkpoint)} have one name, and so would "
+                          "their records: use two --out")
+    read_runs(runs, args, record_file(args, "extrapolation"))
 
 
 if __name__ == "__main__":

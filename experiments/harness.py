@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from lm_eval import evaluator, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
+from torch.utils._pytree import tree_map_only
 
 import distributed
 from configurator import ConfigError
@@ -211,9 +212,7 @@ class HarnessLM(TemplateLM):
 
 def on_rows(state, rows):
     """A state with some of its rows: a slice or an index tensor; in any nesting of lists and tuples."""
-    if isinstance(state, (list, tuple)):
-        return type(state)(on_rows(part, rows) for part in state)
-    return state[rows] if isinstance(state, torch.Tensor) else state
+    return tree_map_only(torch.Tensor, lambda a: a[rows], state)
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
