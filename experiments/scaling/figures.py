@@ -69,7 +69,7 @@ def draw(entries, pairs, path, style=None):
         figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, height * rows), squeeze=False)
         for i, axes in enumerate(grid.flat):
             x, y = i % columns / columns, 1 - (i // columns + 1) / rows
-            axes.set_position([x + 0.13 / columns, y + 0.15 / rows, 0.59 / columns, 0.75 / rows])
+            axes.set_position([x + 0.13 / columns, y + 0.15 / rows, 0.52 / columns, 0.75 / rows])
         for axes, (size, here) in zip(grid.flat, sizes.items(), strict=False):
             draw_losses(axes, size, here, looks)
         if known:
@@ -128,7 +128,7 @@ def label(axes, ends, inches=0.18):
     for i in range(len(heights))[::-1]:
         heights[i] = min(heights[i], 1 - (len(heights) - 1 - i) * gap)
     for (x, y, colour, name), height in zip(ends, heights, strict=True):
-        text = name if len(name) < 23 else f"{name[:13]}...{name[-6:]}"
+        text = name if len(name) < 26 else f"{name[:16]}...{name[-6:]}"
         axes.annotate(text, (x, y), (1.06, height), "data", "axes fraction", color=colour, va="center", fontsize=8.5,
                       annotation_clip=False, arrowprops=dict(
                           arrowstyle="-", color=colour, lw=0.6, alpha=0.6, shrinkA=1, shrinkB=3, relpos=(0, 0.5)))
