@@ -20,7 +20,7 @@ OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
-	$(PY) data/pystdlib_bpe/prepare.py
+	$(if $(findstring bpe,$(CONFIG)),$(PY) data/pystdlib_bpe/prepare.py)
 	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
 	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
 

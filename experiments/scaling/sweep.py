@@ -281,14 +281,15 @@ def estimate(cells):
 
 def print_plan(cells, jobs, nproc, gpus):
     """The plan as a table: a line per family, size and budget; then the whole."""
-    print(f"{'family':15}{'size':>13}{'context':>9}{'parameters':>12}{'tokens':>9}  runs")
+    wide = max(len(c.at["model"]) for c in cells) + 1
+    print(f"{'family':{wide}}{'size':>13}{'context':>9}{'parameters':>12}{'tokens':>9}  runs")
     lines = {}
     for c in cells:
         lines.setdefault((c.at["model"], c.at["size"], c.at["tokens"]), []).append(c)
     for (model, size, tokens), group in lines.items():
         a, stages = group[0].at, Counter(c.at["stage"] for c in group)
         rates = sorted({f"{c.at['learning_rate']:g}" for c in group if c.at["stage"] == "search"}, key=float)
-        print(f"{model:15}{size:>13}{a['context']:>9,}{a['parameters'] / 1e6:>11.3g}M{tokens / 1e6:>8,.3g}M  "
+        print(f"{model:{wide}}{size:>13}{a['context']:>9,}{a['parameters'] / 1e6:>11.3g}M{tokens / 1e6:>8,.3g}M  "
               + ", ".join(f"{n} {stage}" for stage, n in stages.items()) + (f" at {', '.join(rates)}" if rates else ""))
     where = f"{len(gpus)} GPU(s)" if gpus else f"{runner.cores()} CPU core(s)"
     print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs} at a time"
