@@ -6,10 +6,10 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
 
 Task files of your own (*.yaml, as the harness describes them) may have local data: `dataset_path: json` and
-`data_files` under `dataset_kwargs`. Then no network is needed, nor with the embedded tasks (experiments/tasks.py).
+`data_files` under `dataset_kwargs`. Then no network is needed, nor with the embedded tasks (evaluation/tasks.py).
 
 Results go to eval_tasks.json in the run's folder, with standard errors and the versions of tasks and harness. How
-contexts and texts are read: experiments/harness.py.
+contexts and texts are read: evaluation/harness.py.
 """
 
 if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Literal
 
 import configurator
-import distributed
 import sample
 from configurator import ConfigError
 from data.tokenizer import Text, canonical
-from experiments import tasks
-from records import environment, write_json
-from run import launch
+from evaluation import tasks
+from runtime import distributed
+from runtime.records import environment, write_json
+from runtime.run import launch
 
 ROOT = Path(__file__).resolve().parent
 

@@ -39,14 +39,14 @@ from typing import Literal
 import safetensors.torch
 import torch
 
-import checkpoint
 import configurator
 import sample
 from configurator import ConfigError, regular
 from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
-from records import NATIVE_SOURCES, sync_folder, write_json
-from run import lock_run_dir
+from runtime import checkpoint
+from runtime.records import NATIVE_SOURCES, sync_folder, write_json
+from runtime.run import lock_run_dir
 
 
 @dataclass

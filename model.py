@@ -146,7 +146,7 @@ class ScanBlock(nn.Module):
         return y, None if state is None else (conv_state(x, x_before, self.W), hT)
 
     def scanned(self, x, x_before=None, reverse=False):
-        """What the scan reads beside z: x behind the convolution, dt, k, q. vision.py reads in reverse too."""
+        """What the scan reads beside z: x behind the convolution, dt, k, q. Image models read in reverse too."""
         c = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
         r, k, q = self.x_proj(c).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
         return c, self.dt_proj(r), k, q  # c, dt (B, T, d_inner)
@@ -769,7 +769,7 @@ class LM(nn.Module):
         return self.positions.weight[None, past:past + T]
 
     def toy(self, backend):
-        """A small model of the same code, for self_check.py: every family of this one once, in one layer."""
+        """A small model of the same code, for runtime/self_check.py: every family of this one once, in one layer."""
         families = list(dict.fromkeys(self.config.families))
         return type(self)(replace(self.config, pattern=",".join(families), n_layer=len(families), n_embd=32, n_head=2,
                                   vocab_size=64, mlp_multiple=16, block_size=128, window=24, backend=backend,

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch.optim._muon import muon  # the step of torch.optim.Muon, as a function of tensors
 
-import distributed
+from runtime import distributed
 
 
 def build_optimizers(model, config):

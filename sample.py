@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import configurator
 from data.tokenizer import Text
-from distributed import named_device
 from model import LM, ModelConfig
+from runtime import checkpoint
+from runtime.distributed import named_device
 
 
 @dataclass
@@ -49,8 +49,8 @@ def load_model(folder, device="cpu"):
     with checkpoint.fitting(path):
         task = dict(meta["config"]).get("task")
     if task == "images":
-        raise checkpoint.CheckpointError(f"{path} is an image classifier of vision.py, which writes no text: wrong.png "
-                                         "beside it shows what it can do")
+        raise checkpoint.CheckpointError(f"{path} is an image classifier, which writes no text: wrong.png beside it "
+                                         "shows what it can do")
     with checkpoint.fitting(path):
         config = {k: v for k, v in meta["config"].items() if hasattr(ModelConfig, k)}
         backend = "torch" if config.get("backend") == "torch" else ""  # an edited plain operator; this machine's choice

@@ -10,9 +10,9 @@
 The batch is stated in tokens. How many processes there are and what one of them holds at a time decide speed and
 memory, never the result: the windows of step s are a function of (seed, s) alone.
 
-`python train.py --help` lists every setting. Records go to out/<name of the config file>/, see records.py. What happens
-around a step (the folder, checkpoints, resuming, signals) is in run.py. Anything else that is to be trained calls
-`train` with its own model, data and evaluation, as experiments/recall/ does.
+`python train.py --help` lists every setting. Records go to out/<name of the config file>/, see runtime/records.py.
+What happens around a step (the folder, checkpoints, resuming, signals) is in runtime/run.py. Anything else that is to
+be trained calls `train` with its own model, data and evaluation, as experiments/recall/ does.
 """
 
 if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
@@ -32,16 +32,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-import checkpoint
 import configurator
-import distributed
 from configurator import ConfigError, env_int, is_out_of_memory
 from data.loader import MixtureData, TokenData, Tokens, find_dataset, parse_mixture
+from evaluation.validation import Evaluate
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
-from run import Run, launch
-from self_check import self_check
-from validation import Evaluate
+from runtime import checkpoint, distributed
+from runtime.run import Run, launch
+from runtime.self_check import self_check
 
 
 @dataclass
@@ -270,9 +269,9 @@ def load_weights(model, config, data):
 
 
 def images():
-    """vision.py, which imports this module: where it runs as a program, that very copy."""
+    """experiments/vision/classify.py, which imports this module: where it runs as a program, that very copy."""
     sys.modules.setdefault("train", sys.modules["__main__"])
-    return importlib.import_module("vision")
+    return importlib.import_module("experiments.vision.classify")
 
 
 TASKS = {"images": lambda: images().VisionConfig}  # what a config file's `task` can name: the settings then read

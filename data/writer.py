@@ -21,7 +21,7 @@ import numpy as np
 import data.loader
 from configurator import main_error
 from data.loader import DTYPES, SPLITS, DataError, Tokens
-from records import lock_folder, replacing, write_json
+from runtime.records import lock_folder, replacing, write_json
 
 
 def token_dtype(vocab_size):

@@ -48,14 +48,14 @@ sys.path.insert(0, str(ROOT))
 from bench.measure import Peak, check_numbers, check_out, in_one_line, new_record, write_record  # noqa: E402
 from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import Tokens, find_dataset  # noqa: E402
-from distributed import named_device, pick_dtype  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.compare import welch  # noqa: E402
-from experiments.scaling.runner import Cell, numbers, run_cells, say_failed, write_plan  # noqa: E402
+from experiments.sweeps.runner import Cell, numbers, run_cells, say_failed, write_plan  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
-from records import BadRecord, fields, read_json  # noqa: E402
-from run import is_out_of_memory  # noqa: E402
+from runtime.distributed import named_device, pick_dtype  # noqa: E402
+from runtime.records import BadRecord, fields, read_json  # noqa: E402
+from runtime.run import is_out_of_memory  # noqa: E402
 from sample import load_model  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 

@@ -32,15 +32,14 @@ import test_train
 import torch
 from test_train import LONG, arguments, assert_same_run, events, log_lines, losses, record, saved
 
-import checkpoint
 import configurator
-import distributed
 import model
-import run as run_module
 from data import loader
 from data.pystdlib import prepare as pystdlib
 from model import LM
-from records import write_json
+from runtime import checkpoint, distributed
+from runtime import run as run_module
+from runtime.records import write_json
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -382,7 +381,7 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out):
 def not_finite(of, how, here):
     """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
     (None)."""
-    # the first batch is before the steps, see DDP in run.py
+    # the first batch is before the steps, see DDP in runtime/run.py
     return test_train.poisoned({6, 7, 13}, how) if of in (None, here) else LM
 
 

@@ -1,4 +1,4 @@
-"""checkpoint.py under kills, damage and malice."""
+"""runtime/checkpoint.py under kills, damage and malice."""
 
 import errno
 import functools
@@ -19,8 +19,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import checkpoint
-from checkpoint import CheckpointError, flatten, load, rng_state, save, set_rng_state, unflatten
+from runtime import checkpoint
+from runtime.checkpoint import CheckpointError, flatten, load, rng_state, save, set_rng_state, unflatten
 
 
 def bits(x):

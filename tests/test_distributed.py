@@ -12,13 +12,12 @@ import torch
 from test_chaos import LONG_FORM
 from test_train import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed
 
-import checkpoint
 import configurator
-import distributed
 import train
 from model import LM
 from optim import build_optimizers
-from run import Run
+from runtime import checkpoint, distributed
+from runtime.run import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXED = {**TINY, "pattern": "mamba,llama,rwkv", "n_layer": 3, "vocab_size": 257, "max_iters": 6, "eval_interval": 3,

@@ -16,7 +16,6 @@ import torch
 from test_sample import make_run, refused, run_program, tiny
 from torch import nn
 
-import checkpoint
 import evaluate
 import sample
 import train
@@ -24,9 +23,10 @@ from configurator import ConfigError
 from data.loader import DataError
 from data.pystdlib import prepare as pystdlib
 from data.tokenizer import Text
-from experiments import tasks
+from evaluation import tasks
 from model import FAMILIES, LM
-from records import Log, read_log
+from runtime import checkpoint
+from runtime.records import Log, read_log
 
 harness = tasks.import_harness()
 pytestmark = pytest.mark.usefixtures("one_thread")

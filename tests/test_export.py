@@ -20,13 +20,13 @@ import torch
 import transformers
 from test_sample import VOCAB, byte_level_bpe, make_run, refused, run_program
 
-import checkpoint
 import export
 import sample
 from data.tokenizer import Text
 from export import from_hf, to_hf
 from model import FAMILIES
-from run import lock_run_dir
+from runtime import checkpoint
+from runtime.run import lock_run_dir
 
 PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}
 # of the largest logit; in float64 LLaMA's rotary angles stay float32, and transformers' Mamba scans in float32

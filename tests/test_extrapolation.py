@@ -19,7 +19,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import checkpoint
 import configurator
 from bench.measure import finite
 from configurator import ConfigError
@@ -27,6 +26,7 @@ from data import loader, writer
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from model import FAMILIES, LM, ModelConfig
+from runtime import checkpoint
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

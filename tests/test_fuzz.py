@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
-import records
 from kernels.scan import longhorn_scan, longhorn_scan_ref
+from runtime import records
 from train import TrainConfig
 
 ROOT = Path(configurator.__file__).resolve().parent

@@ -25,9 +25,9 @@ from configurator import ConfigError
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
 from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap
-from experiments.scaling import runner
+from experiments.sweeps import runner
 from model import ModelConfig, tensors_of
-from records import read_log
+from runtime.records import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REPO = Path(__file__).resolve().parent.parent
@@ -459,7 +459,7 @@ def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep") / "recall"
     cells = mqar.cells_of(mqar.Preset({16: ("based", "longhorn")}, widths=(16,), lrs=(1e-2, 1e-3)), IN_A_SWEEP)
     runner.write_plan(folder, cells, preset="none")
-    with mock.patch("run.draw_loss"):
+    with mock.patch("runtime.run.draw_loss"):
         for c in cells:
             cell.main([*c.argv[1:], f"--out_dir={folder / c.name}"])
     return folder

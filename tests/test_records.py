@@ -1,4 +1,4 @@
-"""records.py: what a reader finds after a run that was killed or resumed. `pytest tests/test_records.py`"""
+"""runtime/records.py: what a reader finds after a run that was killed or resumed. `pytest tests/test_records.py`"""
 
 import errno
 import json
@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 from test_sample import refused, run_program
 
-import records
-from records import BadRecord, Log, code_version, environment, lock_folder, read_json, read_log, write_json
+from runtime import records
+from runtime.records import BadRecord, Log, code_version, environment, lock_folder, read_json, read_log, write_json
 from tools import loss_curve
 
 
@@ -120,7 +120,7 @@ def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "LONGHORN_COMMIT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever lies above
-    monkeypatch.setattr(records, "__file__", str(tmp_path / "records.py"))
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
     assert code_version() == {"commit": None, "uncommitted_changes": None}
     monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # of a copy without .git
     assert code_version() == {"commit": "abc", "uncommitted_changes": None}

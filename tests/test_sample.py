@@ -18,13 +18,13 @@ import pytest
 import tokenizers
 import torch
 
-import checkpoint
 import model
 import sample
 import train
 from data.loader import DataError
 from data.shakespeare_char import prepare as shakespeare
 from model import LM, ModelConfig
+from runtime import checkpoint
 from sample import Text
 
 TABLE = "".join(sorted(set("hello wörld\n")))

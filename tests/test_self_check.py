@@ -1,4 +1,4 @@
-"""self_check.py: what you read is what runs. Each edit is made in a copy of the sources, which trains and is checked.
+"""The check at every start: what you read is what runs. Each edit is made in a copy of the sources.
 
     python -m pytest tests/test_self_check.py
 
@@ -18,11 +18,11 @@ import torch
 
 from configurator import ConfigError
 from model import FAMILIES, LM, ModelConfig
-from self_check import self_check
+from runtime.self_check import self_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("model.py", "mixers.py", "self_check.py", "configurator.py", "longhorn_scan.cu", "kernels")
+SOURCES = ("model.py", "mixers.py", "runtime/self_check.py", "configurator.py", "longhorn_scan.cu", "kernels")
 CHILD = """
 import json, os, sys, torch, torch._dynamo  # which operators and optimisers import, in 2 s
 torch.set_num_threads(1)
@@ -32,7 +32,7 @@ def probe(folder, config, environment):
     os.environ.update(environment)
     from configurator import ConfigError
     from model import LM, ModelConfig
-    from self_check import self_check
+    from runtime.self_check import self_check
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 40, "vocab_size": 64, "mlp_multiple": 16}
     lm = LM(ModelConfig(**{**sizes, **config}))

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-import records
 from configurator import ConfigError
-from experiments.scaling import claims, runner, runs, sweep, table1
-from experiments.scaling.runner import Cell
-from records import BadRecord, is_finished
+from experiments.scaling import runs, sweep, table1
+from experiments.sweeps import claims, runner
+from experiments.sweeps.runner import Cell
+from runtime import records
+from runtime.records import BadRecord, is_finished
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -107,7 +108,8 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 
 RUNNER = """
 import sys; sys.path.insert(0, {repo!r})
-from experiments.scaling import claims, runner
+from experiments.sweeps import claims
+from experiments.sweeps import runner
 claims.HEARTBEAT, claims.MACHINE = {heartbeat}, {machine!r} or claims.MACHINE
 cells = [runner.Cell(f"c{{i}}", [f"--steps={{n}}"]) for i, n in enumerate({steps!r})]
 try:
@@ -186,7 +188,8 @@ def test_two_machines_share_a_sweep_and_one_is_lost(tmp_path, stand_in, how):
 
 RACER = """
 import sys; sys.path.insert(0, {repo!r})
-from experiments.scaling import claims, runner
+from experiments.sweeps import claims
+from experiments.sweeps import runner
 claims.LOST_AFTER, claims.MACHINE = 0, "racer"
 taken = claims.Claims({folder!r})
 taken.look()

@@ -1,4 +1,4 @@
-"""vision.py, data/images.py, experiments/vision.py: parameters, directions against flips, ViT against PyTorch's layer,
+"""Images: parameters, directions against flips, ViT against PyTorch's layer,
 images from a folder that the test makes, bad input, a run killed and resumed, and the report."""
 
 import json
@@ -17,17 +17,17 @@ from PIL import Image
 from test_chaos import LONG_FORM, log_lines
 from test_train import events, no_picture, record, refuse, succeed
 
-import checkpoint
 import configurator
 import export
 import sample
 from configurator import ConfigError
 from data import images
-from experiments import vision as sweep_of_images
+from experiments.vision import sweep as sweep_of_images
+from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
+from experiments.vision.wrong_images import draw
 from kernels.scan import longhorn_scan_ref
 from model import Longhorn, Mamba
-from tools.wrong_images import draw
-from vision import Evaluate, Vision, VisionConfig, build_model
+from runtime import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "d_state": 4, "max_iters": 12, "eval_interval": 5, "log_interval": 1,

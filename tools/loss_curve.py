@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from configurator import ConfigError, main_error  # noqa: E402
-from records import read_log  # noqa: E402
+from runtime.records import read_log  # noqa: E402
 
 
 def draw_loss(folder):

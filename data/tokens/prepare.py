@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository r
 from data.loader import DTYPES, SPLITS, DataError, shards_sha256
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, token_dtype, warn_single_document, write_split
-from records import BadRecord, read_json
+from runtime.records import BadRecord, read_json
 
 # datasets, pyarrow and tqdm are imported where they are used: they take seconds, and --help should not.
 

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 import configurator
-import distributed
 import train
 from configurator import ConfigError, is_out_of_memory
 from experiments.recall.models import Recall
 from experiments.recall.task import Task, generate, overlap
+from runtime import distributed
 
 
 @dataclass

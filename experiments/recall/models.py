@@ -347,7 +347,7 @@ class Recall(LM):
         return (logits, loss) if state is None else (logits, loss, after)
 
     def toy(self, backend):
-        """A small model of the same code, for self_check.py."""
+        """A small model of the same code, for runtime/self_check.py."""
         return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
 
     def flops_per_token(self, T=None):

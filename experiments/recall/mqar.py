@@ -30,8 +30,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from experiments.scaling import runner  # noqa: E402
-from experiments.scaling.runner import Cell, hours, names, numbers  # noqa: E402
+from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
 
 STEPS = ("deltanet", "deltanet_implicit", "deltanet_exact", "deltanet_free", "deltanet_implicit_free",
          "deltanet_exact_free")
@@ -164,7 +164,7 @@ def run(args, extra):
 def main(argv):
     if argv[:1] == ["cell"]:
         from experiments.recall import cell
-        from run import launch
+        from runtime.run import launch
 
         return launch("mqar.py cell", lambda _: cell.main(argv[1:]))
     from experiments.recall import report

@@ -22,10 +22,10 @@ from statistics import mean
 from scipy.stats import rankdata
 
 from configurator import ConfigError
-from experiments.scaling import runner
+from evaluation.tasks import table
 from experiments.scaling.compare import welch
-from experiments.tasks import table
-from records import BadRecord, fields, finished_records, read_json, read_log, replacing
+from experiments.sweeps import runner
+from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
 from tools.loss_curve import save_figure
 
 # Runs are compared where these agree. A length has its own number of pairs and batch, a seed its own examples.

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from configurator import ConfigError
-from experiments.scaling import runner
-from experiments.scaling.runner import code_of
-from records import BadRecord, fields, finished_records, read_json, read_log, replacing
+from experiments.sweeps import runner
+from experiments.sweeps.runner import code_of
+from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",

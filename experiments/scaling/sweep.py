@@ -32,12 +32,12 @@ sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
 from configurator import ConfigError  # noqa: E402
-from experiments.scaling import runner  # noqa: E402
-from experiments.scaling.claims import Claims  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
-from experiments.scaling.runner import Cell, hours, names, numbers  # noqa: E402
 from experiments.scaling.runs import SAME_IN_A_SWEEP, own_settings, read_run, stem  # noqa: E402
-from records import BadRecord, environment, is_finished  # noqa: E402
+from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps.claims import Claims  # noqa: E402
+from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
+from runtime.records import BadRecord, environment, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
 SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",

@@ -10,10 +10,10 @@ import re
 import numpy as np
 import torch
 
-import distributed
 from configurator import ConfigError
 from data.loader import TokenData, Tokens, document_starts, eval_windows, find_dataset
 from data.tokenizer import Text
+from runtime import distributed
 
 BATCH_TOKENS = 8192  # of a batch, at least: without gradients they fit
 
@@ -40,7 +40,7 @@ class Evaluate:
             windows = eval_windows(len(other.val), block, config.eval_tokens)
             self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
         if config.eval_tasks_interval:  # now, or a mistake in them would end the run when they are due
-            from experiments import tasks  # a change in how tasks are made is no other code of a run without them
+            from evaluation import tasks  # a change in how tasks are made is no other code of a run without them
 
             self.harness, self.scores = tasks.import_harness(), tasks.scores
             self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
@@ -69,7 +69,7 @@ class Evaluate:
 
     def tasks(self, model):
         """Scores of eval_tasks on process 0, else None: {"perplexity": mean over tasks of that of right answers,
-        "<task>_<metric>": ...}, see experiments/harness.py."""
+        "<task>_<metric>": ...}, see evaluation/harness.py."""
         dtype = getattr(torch, self.config.dtype)
         tokens = max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)
         model.eval()

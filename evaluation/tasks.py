@@ -2,7 +2,7 @@
 
     python evaluate.py out/longhorn_bpe                                           # the embedded tasks
     python train.py config/longhorn_laptop.py --eval_tasks_interval=500           # the same during training
-    python experiments/tasks.py report out/longhorn_laptop out/mamba_laptop       # and what comes out of that
+    python evaluation/tasks.py report out/longhorn_laptop out/mamba_laptop       # and what comes out of that
 
 The embedded tasks are multiple choice, made from the held-out files of data/pystdlib, the same questions for every
 model (they depend on the Python that prepared the data):
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository r
 import configurator
 from configurator import ConfigError
 from data.loader import DataError, Tokens
-from records import read_log
+from runtime.records import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")
@@ -149,7 +149,7 @@ def import_harness():
         spec.loader = importlib.util.LazyLoader(spec.loader)
         sys.modules["evaluate"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["evaluate"])
-    from experiments import harness
+    from evaluation import harness
 
     return harness
 
@@ -279,5 +279,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with configurator.main_error("experiments/tasks.py", DataError, OSError):
+    with configurator.main_error("evaluation/tasks.py", DataError, OSError):
         main()

@@ -3,7 +3,7 @@
 A sweep is a folder with a plan and a folder per cell, where a cell is one run:
 
     out/scaling_laptop/plan.json     every cell: its name, what it stands for, its arguments
-    out/scaling_laptop/<cell>/       the records that train.py writes (records.py)
+    out/scaling_laptop/<cell>/       the records that train.py writes (runtime/records.py)
     out/scaling_laptop/<cell>.txt    what it printed
 
 Processes on any machines that see this folder share the sweep by claims on its cells (claims.py). No list is kept of
@@ -30,8 +30,8 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from configurator import ConfigError, main_error  # noqa: E402
-from experiments.scaling import claims  # noqa: E402
-from records import BadRecord, fields, is_finished, read_json, write_json  # noqa: E402
+from experiments.sweeps import claims  # noqa: E402
+from runtime.records import BadRecord, fields, is_finished, read_json, write_json  # noqa: E402
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
@@ -134,7 +134,7 @@ def changed_files(before, now):
 def say_changed_code(folder):
     """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same."""
     import train  # noqa: F401  # so that what it imports is known
-    from records import code_identity
+    from runtime.records import code_identity
 
     now, changed = code_identity()["code_files"], {}
     for name in read_plan(folder, new=True)["cells"]:

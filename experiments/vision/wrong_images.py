@@ -1,6 +1,6 @@
 """Draw wrong.png of an image classifier's run: the images that it got wrong, and which classes it takes for which.
 
-vision.py does so at the end of a run.
+experiments/vision/classify.py does so at the end of a run.
 """
 
 from pathlib import Path

@@ -225,7 +225,7 @@ def code_identity():
     By content: the project's own modules that are imported by now, and the native sources. So a comment in the README,
     a plot script nobody imports, or another commit of the same sources is the same code; an edited mixer is not.
     """
-    root = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parents[1]
     imported = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
     own = {path.relative_to(root) for path in imported  # PyTorch has modules whose file does not exist
            if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}
@@ -237,7 +237,7 @@ def code_identity():
 def code_version():
     """{"commit": of this checkout, "uncommitted_changes"}; each None where git does not know. $LONGHORN_COMMIT names
     the commit of a copy without .git. Changes in results/, which a measurement writes, do not count."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).resolve().parents[1]
 
     def git(*args):
         run = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True)

@@ -27,9 +27,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from torch.utils._pytree import tree_map_only
 
-import distributed
 from configurator import ConfigError
 from model import tensors_of
+from runtime import distributed
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 VERSION = importlib.metadata.version("lm_eval")

@@ -1,9 +1,9 @@
 """Images: ViL beside Vision Mamba and a ViT at equal parameters, by seed, depth and direction; the paper's Table 3.
 
-    python experiments/vision.py run                      scikit-learn's digits: 27 runs, 25 minutes of one CPU core
-    python experiments/vision.py run --seeds=4,5          more seeds; they add to the same folder
-    python experiments/vision.py report                   record, table and figure, from the runs' records alone
-    python experiments/vision.py run --config=cifar       config/{vil,vim,vit}_cifar.py, on a GPU; tiny: ImageNet's
+    python experiments/vision/sweep.py run                  scikit-learn's digits: 27 runs, 25 minutes of one CPU core
+    python experiments/vision/sweep.py run --seeds=4,5      more seeds; they add to the same folder
+    python experiments/vision/sweep.py report               record, table and figure, from the runs' records alone
+    python experiments/vision/sweep.py run --config=cifar   config/{vil,vim,vit}_cifar.py, on a GPU; tiny: ImageNet's
 
 Any other --key=value goes to every run. Stop it at any moment: the same command resumes. The control `forward` has its
 class token in the middle and reads no further: where the reverse scan did not run, `separate` would score as it does.
@@ -17,13 +17,13 @@ import time
 from itertools import product
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from experiments.recall.report import in_json  # noqa: E402
-from experiments.scaling import runner  # noqa: E402
-from experiments.scaling.runner import Cell, numbers  # noqa: E402
-from records import BadRecord, fields, finished_records  # noqa: E402
+from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps.runner import Cell, numbers  # noqa: E402
+from runtime.records import BadRecord, fields, finished_records  # noqa: E402
 
 TABLE3 = {"ViM-Tiny": (7, 76.1), "ViL-Tiny": (7, 76.4), "ViM-Small": (26, 80.5), "ViL-Small": (26, 80.7)}
 NAMES = {"vil": "ViL", "vim": "ViM", "vit": "ViT"}
@@ -36,7 +36,7 @@ SAME = ("dataset", "image_size", "patch_size", "batch_images", "epochs", "learni
 def cells_of(config, seeds, extra=()):
     """[Cell]: ViL in three directions, ViM, ViT; then ViL at a half and a quarter of the depth, in two directions."""
     import configurator
-    from vision import VisionConfig
+    from experiments.vision.classify import VisionConfig
 
     load = lambda argv: configurator.load(VisionConfig, [f"config/{argv[0]}.py", *argv[1:], *extra])
     deep = load([f"vil_{config}"]).n_layer
@@ -83,8 +83,8 @@ def read_sweep(folder):
             left_out[name] = str(reason)
     common = {key: runs[0][key] for key in ("settings", "data", "code", "commit", "machine", "time")} if runs else {}
     rest = [{key: value for key, value in run.items() if key not in common} for run in runs]
-    return {"command": "experiments/vision.py run", **common, "speed": plan.get("speed"), "planned": len(plan["cells"]),
-            "left_out": left_out, "runs": rest}
+    return {"command": "experiments/vision/sweep.py run", **common, "speed": plan.get("speed"),
+            "planned": len(plan["cells"]), "left_out": left_out, "runs": rest}
 
 
 def speed(cells, rounds=7):
@@ -93,7 +93,7 @@ def speed(cells, rounds=7):
     import torch
 
     import configurator
-    from vision import VisionConfig, build_model
+    from experiments.vision.classify import VisionConfig, build_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock, threads = (time.perf_counter if device.type == "cuda" else time.process_time), torch.get_num_threads()
@@ -196,7 +196,7 @@ def write(place, out=None):
 # -------------------------------------------------------------------------------------------------------- command line
 
 def parser():
-    top = argparse.ArgumentParser(prog="vision.py", description=__doc__,
+    top = argparse.ArgumentParser(prog="experiments/vision/classify.py", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run what has no final record yet, then report", allow_abbrev=False)
@@ -225,7 +225,7 @@ def run(args, extra):
 def main(argv):
     args, extra = parser().parse_known_args(argv)
     own = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
-    return runner.run_or_report("vision.py", args, extra, run, write, own, "--config, --seeds, --out")
+    return runner.run_or_report("sweep.py", args, extra, run, write, own, "--config, --seeds, --out")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     lock            two runs in one folder would mix their records: the second is refused
     resume          from the newest checkpoint that is whole, bit for bit
-    records         config.json, log.jsonl, result.json, loss.png, Weights & Biases (see records.py)
+    records         config.json, log.jsonl, result.json, loss.png, Weights & Biases (see runtime/records.py)
     checkpoints     after evaluations, every checkpoint_interval steps, at the end, and when asked to stop
     signals         SIGTERM, SIGINT, SIGUSR1: finish the step, save, exit with 0; a second SIGINT exits at once
     what stops it   memory that runs out, max_bad_steps, a data file that changed, a silent process: each is one line
@@ -32,24 +32,22 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-import checkpoint
-import distributed
-import records
 from configurator import ConfigError, is_out_of_memory, main_error
-from records import Log, environment, write_json
+from runtime import checkpoint, distributed, records
+from runtime.records import Log, environment, write_json
 
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
     "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "device", "compile", "parallel", "recompute",
-    "max_bad_steps", "backend", "self_check", "timeout_minutes", "workers",  # of vision.py
+    "max_bad_steps", "backend", "self_check", "timeout_minutes", "workers",  # of experiments/vision/classify.py
     "init_from", "branch",  # read only where there is no checkpoint
     "dataset",  # its content is compared by its hash instead
     "max_iters",  # where the steps that are done keep their learning rates
 }
 COMPARED_OVER = {"eval_tokens", "eval_block_size"}  # losses over other tokens cannot be compared with the best so far
-LOSS_CURVE = Path(__file__).parent / "tools" / "loss_curve.py"
+LOSS_CURVE = Path(__file__).resolve().parents[1] / "tools" / "loss_curve.py"
 PICTURE_SECONDS = 60  # between pictures; importing matplotlib takes 2 s, so a process of its own draws them
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.

@@ -26,7 +26,7 @@ import safetensors
 import torch
 
 from configurator import ConfigError, regular
-from records import MOVING, replacing
+from runtime.records import MOVING, replacing
 
 VERSION = 1
 NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"

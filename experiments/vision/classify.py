@@ -10,8 +10,8 @@
 
     python train.py config/vil_digits.py                    real images without a download, two minutes on two cores
     python train.py config/vil_tiny.py --dataset=FOLDER     ImageNet as it is unpacked; --dataset=hf:NAME: a hub's
-    python vision.py --help                                 the settings; data: data/images.py
-    python experiments/vision.py run                        families, directions, depths and seeds in one table
+    python experiments/vision/classify.py --help                                 the settings; data: data/images.py
+    python experiments/vision/sweep.py run                        families, directions, depths and seeds in one table
 
 A block is one residual branch with RMSNorm in float32, a ViT's are LayerNorm, attention and MLP.
 """
@@ -28,15 +28,16 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import checkpoint
-import configurator
-import distributed
-import train
-from configurator import ConfigError
-from data.images import ImageData
-from kernels.ops import rms_norm
-from mixers import dense, split_heads, to_residual
-from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import configurator  # noqa: E402
+import train  # noqa: E402
+from configurator import ConfigError  # noqa: E402
+from data.images import ImageData  # noqa: E402
+from kernels.ops import rms_norm  # noqa: E402
+from mixers import dense, split_heads, to_residual  # noqa: E402
+from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm  # noqa: E402
+from runtime import checkpoint, distributed  # noqa: E402
 
 
 @dataclass
@@ -45,7 +46,7 @@ class VisionConfig(train.TrainConfig):
     task: Literal["images"] = "images"  # a config file that sets it has train.py read these settings
     # --- model
     model: str = "vil"  # family: vil (Longhorn), vim (Mamba) or vit (attention)
-    directions: Literal["separate", "shared", "forward"] = "separate"  # of vil and vim, see vision.py
+    directions: Literal["separate", "shared", "forward"] = "separate"  # of vil and vim, see classify.py
     n_layer: int = 24  # layers: one residual branch each, of a vit two
     n_head: int = 3  # heads (vit)
     n_embd: int = 192  # width of the residual stream
@@ -248,7 +249,7 @@ class Vision(LM):
         return y * (torch.rand(len(y), 1, 1, device=y.device) >= p).to(y.dtype) / (1 - p)
 
     def toy(self, backend):
-        """A small model of the same code, for self_check.py: 37 tokens, more than a chunk of the scan."""
+        """A small model of the same code, for runtime/self_check.py: 37 tokens, more than a chunk of the scan."""
         return type(self)(replace(self.config, n_layer=1, n_embd=32, n_head=2, image_size=6 * self.config.patch_size,
                                   vocab_size=10, backend=backend))
 
@@ -392,7 +393,7 @@ def main(config):
     metrics = train.train(config, model, data, evaluate)
     if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
         try:
-            from tools.wrong_images import draw  # only now: how pictures are drawn is no code of the run
+            from experiments.vision.wrong_images import draw  # only now: drawing is no code of the run
 
             draw(config.out_dir, data.val, data.classes, evaluate.predicted)
         except Exception as error:  # no picture is worth a run
@@ -400,6 +401,6 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from run import launch
+    from runtime.run import launch
 
-    sys.exit(launch("vision.py", lambda argv: main(configurator.load(VisionConfig, argv))))
+    sys.exit(launch("classify.py", lambda argv: main(configurator.load(VisionConfig, argv))))
