@@ -17,9 +17,7 @@ import functools
 import hashlib
 import json
 import math
-import os
 import sys
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +25,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
 from configurator import ConfigError, regular  # noqa: E402
+from data.shards import Shards, file_stamp  # noqa: E402
 
 # torch is imported where a batch is made: it takes seconds, and `prepare.py --help` should not.
 
@@ -142,38 +141,6 @@ class Tokens:
                 )
 
 
-class Shards:
-    """Files of tokens read as one array: len(), slices, and what a memmap has of its file.
-
-    paths, lengths: of the files, in order. The sum of their sizes and the latest of their times stand for the file's.
-    """
-
-    ndim = 1
-
-    def __init__(self, paths, lengths, dtype):
-        self.files = [np.memmap(path, dtype, "r", shape=(n,)) for path, n in zip(paths, lengths, strict=True)]
-        self.ends, self.dtype = np.cumsum([0, *lengths]), np.dtype(dtype)
-
-    def __len__(self):
-        return int(self.ends[-1])
-
-    def __getitem__(self, part):
-        """tokens[start:stop], 0 <= start; a copy where it crosses from one file into the next."""
-        start, stop, _ = part.indices(len(self))
-        first = int(np.searchsorted(self.ends, start, side="right")) - 1
-        pieces = []
-        while start < stop:
-            end = min(stop, int(self.ends[first + 1]))
-            pieces.append(self.files[first][start - self.ends[first]:end - self.ends[first]])
-            start, first = end, first + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
-
-
-def shards_sha256(entries):
-    """The sha256 of a split in shards: of those of its files, in order."""
-    return hashlib.sha256("".join(entry["sha256"] for entry in entries).encode()).hexdigest()
-
-
 def file_sha256(path):
     """Hex sha256 of a file, read in pieces."""
     digest = hashlib.sha256()
@@ -248,11 +215,12 @@ def n_windows(n_tokens, block_size):
 
 
 @functools.lru_cache(maxsize=16)  # a step may straddle two epochs, of each set of a mixture
-def _permutation(n, seed, epoch):
-    permutation = np.random.default_rng([seed, epoch]).permutation(n)
-    permutation = permutation.astype(np.int32 if n <= 2**31 else np.int64)  # 8.8M windows: 35 MB rather than 70
-    permutation.flags.writeable = False  # it is shared through the cache
-    return permutation
+def permutation(n, seed, epoch):
+    """The order of n windows in an epoch, (n,) int32 or int64, read-only."""
+    order = np.random.default_rng([seed, epoch]).permutation(n)
+    order = order.astype(np.int32 if n <= 2**31 else np.int64)  # 8.8M windows: 35 MB rather than 70
+    order.flags.writeable = False  # it is shared through the cache
+    return order
 
 
 def step_windows(n_windows, windows_per_step, seed, step):
@@ -277,7 +245,7 @@ def step_windows(n_windows, windows_per_step, seed, step):
     while filled < windows_per_step:
         epoch, offset = divmod(position + filled, n_windows)
         take = min(n_windows - offset, windows_per_step - filled)
-        out[filled : filled + take] = _permutation(int(n_windows), int(seed), epoch)[offset : offset + take]
+        out[filled : filled + take] = permutation(int(n_windows), int(seed), epoch)[offset : offset + take]
         filled += take
     return out
 
@@ -309,10 +277,10 @@ def get_batch(tokens, starts, block_size, device="cpu"):
         rows = np.stack([tokens[start:start + block_size + 1] for start in starts.tolist()])
     else:
         rows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[starts]  # (W, B + 1)
-    return _inputs_and_targets(rows, device)
+    return inputs_and_targets(rows, device)
 
 
-def _inputs_and_targets(rows, device):
+def inputs_and_targets(rows, device):
     """rows: (W, B + 1) of any integer dtype -> x, y: (W, B) int64 on the device; y is x shifted by one token."""
     import torch
 
@@ -396,7 +364,7 @@ class TokenData:
             )
         self.n_train_windows = n_windows(len(tokens.train), block_size)
         self.identity, self.meta, self.sequences_per_step = tokens.sha256, tokens.meta, self.windows_per_step
-        self._stamps = [_file_stamp(split) for split in (tokens.train, tokens.val)]
+        self._stamps = [file_stamp(split) for split in (tokens.train, tokens.val)]
         self.file_times = [list(stamp[1:]) for stamp in self._stamps]
 
     def rank_slice(self, rank, world_size):
@@ -444,7 +412,7 @@ class TokenData:
         for batch in [*batches, *shorter[:, None]]:
             length = int(batch[0, 1])
             rows = np.stack([self.tokens.val[start : start + length + 1] for start, _ in batch])  # (W, length + 1)
-            yield _inputs_and_targets(rows, self.device)
+            yield inputs_and_targets(rows, self.device)
 
     def derived(self, config, world_size):
         """What config.json says of a run on this data, beside its settings. Raises DataError as `rank_slice`."""
@@ -472,7 +440,7 @@ class TokenData:
         A truncated file would end the process with SIGBUS, and another one would be learned from. Two calls of stat().
         """
         for split, before in zip((self.tokens.train, self.tokens.val), self._stamps, strict=True):
-            now = _file_stamp(split)
+            now = file_stamp(split)
             if now == before:
                 continue
             if isinstance(now, str):
@@ -488,105 +456,9 @@ class TokenData:
             )
 
 
-class MixtureData(TokenData):
-    """Several data sets in stated shares: window number n of the run belongs to a set by a rule of (seed, n) alone.
-
-    The shares' common denominator is a cycle, 5 for 0.8 and 0.2: in every cycle of that many windows each set has
-    exactly its share, at places that differ from cycle to cycle. Each set's windows come in its own order, once per
-    epoch of its own. The validation split, and what is said of the data, is the first set's.
-
-    parts: [(Tokens, share as a Fraction), ...], the shares adding up to 1; the rest as for TokenData.
-    """
-
-    def __init__(self, parts, block_size, batch_tokens, seed, device="cpu"):
-        super().__init__(parts[0][0], block_size, batch_tokens, seed, device)
-        self.parts = [tokens for tokens, _ in parts]
-        cycle = math.lcm(*(share.denominator for _, share in parts))
-        self.counts = [int(share * cycle) for _, share in parts]
-        self.n_windows = [n_windows(len(tokens.train), block_size) for tokens in self.parts]
-        self.identity = {"train": shards_sha256([{"sha256": f"{tokens.sha256['train']} {count}"} for tokens, count in
-                                                 zip(self.parts, self.counts, strict=True)]),
-                         "val": self.identity["val"]}
-        self._stamps = [_file_stamp(tokens.train) for tokens in self.parts] + self._stamps[1:]
-        self.n_train_windows = int(min(n / count for n, count in zip(self.n_windows, self.counts, strict=True)) * cycle)
-
-    def windows(self, step, rank=0, world_size=1):
-        """(windows_per_step / world_size, 2) int64: (set, its window) of this process in a step."""
-        own, per_step, cycle = self.rank_slice(rank, world_size), self.windows_per_step, sum(self.counts)
-        out = np.empty((per_step, 2), dtype=np.int64)
-        members = np.repeat(np.arange(len(self.counts)), self.counts)  # (cycle,)
-        for c in range(step * per_step // cycle, ((step + 1) * per_step - 1) // cycle + 1):
-            order = np.random.default_rng([self.seed, c, cycle]).permutation(members)
-            place = np.empty(cycle, dtype=np.int64)  # of each among those of its set
-            for k, count in enumerate(self.counts):
-                place[order == k] = c * count + np.arange(count)
-            first = max(c * cycle, step * per_step)
-            for n in range(first, min((c + 1) * cycle, (step + 1) * per_step)):
-                k, at = int(order[n - c * cycle]), int(place[n - c * cycle])
-                epoch, at = divmod(at, self.n_windows[k])
-                out[n - step * per_step] = k, _permutation(self.n_windows[k], self.seed, epoch)[at]
-        return out[own]
-
-    def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """As TokenData's."""
-        windows, B = self.windows(step, rank, world_size), self.block_size
-        for start in range(0, len(windows), micro_batch_size):
-            part = windows[start:start + micro_batch_size].tolist()
-            rows = np.stack([self.parts[k].train[w * B:(w + 1) * B + 1].astype(np.int64) for k, w in part])
-            yield *_inputs_and_targets(rows, self.device), len(part) / len(windows)
-
-    def where(self, step, rank, world_size):
-        k, window = self.windows(step, rank, world_size)[0].tolist()
-        return f"the last batch began at token {window * self.block_size:,} of {self.parts[k].folder}"
-
-    def verify(self):
-        for tokens in self.parts:
-            tokens.verify()
-
-    def check_unchanged(self):
-        now = [_file_stamp(tokens.train) for tokens in self.parts] + [_file_stamp(self.tokens.val)]
-        for tokens, old, new in zip([*self.parts, self.tokens], self._stamps, now, strict=True):
-            if old != new:
-                raise DataError(f"{tokens.folder} changed during the run: put its old files back, or prepare it again, "
-                                "and continue from the last checkpoint with --resume=auto")
-
-
 def find_dataset(name):
     """A folder, or one of data/."""
     return Path(name) if Path(name).is_dir() else Path(__file__).parent / name
-
-
-def parse_mixture(text):
-    """[(name, Fraction), ...] of "fineweb_edu:0.8,code:0.2"; [(text, 1)] for a single name. Raises DataError."""
-    if "," not in text:
-        return [(text, Fraction(1))]
-    parts = [part.rpartition(":") for part in text.split(",")]
-    try:
-        found = [(name.strip(), Fraction(share)) for name, _, share in parts]
-    except (ValueError, ZeroDivisionError):
-        found = []
-    total = sum(share for _, share in found)
-    if not found or total != 1 or min(share for _, share in found) <= 0 or not all(name for name, _ in found):
-        raise DataError(f"dataset={text}: give each set its share, as fineweb_edu:0.8,code:0.2, adding up to 1 (these "
-                        f"add up to {float(total):g})")
-    if math.lcm(*(share.denominator for _, share in found)) > 10_000:
-        raise DataError(f"dataset={text}: shares of at most four digits")
-    return found
-
-
-def _file_stamp(tokens):
-    """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when it is replaced, cut or written to.
-    Of shards: a number for all inodes, their bytes, and the latest time; or why the first of them cannot be read."""
-    if isinstance(tokens, Shards):
-        stamps = [_file_stamp(file) for file in tokens.files]
-        bad = next((stamp for stamp in stamps if isinstance(stamp, str)), None)
-        inodes, sizes, times = zip(*stamps, strict=True) if bad is None else ((), (), ())
-        return bad or (hash(inodes), sum(sizes), max(times))
-    try:
-        status = os.stat(tokens.filename)
-    except OSError as error:
-        return error.strerror
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 if __name__ == "__main__":

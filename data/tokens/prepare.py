@@ -36,7 +36,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DTYPES, SPLITS, DataError, shards_sha256
+from data.loader import DTYPES, SPLITS, DataError
+from data.shards import shards_sha256
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, token_dtype, warn_single_document, write_split
 from runtime.records import BadRecord, read_json
