@@ -8,7 +8,8 @@ assigns to keys and sees the values so far (`batch_tokens = block_size * 64`); `
 of its folder first; helpers start with `_`, modules and functions are ignored. It is executed, so run only files that
 you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is the string `a=b`.
 
-A class attribute RENAMED = {"old_key": "new_key"} makes the error for an old key name the new one.
+A class attribute RENAMED = {"old_key": "new_key"} makes the error for an old key name the new one; PROGRAMS =
+{"task": "program.py"} makes that for a config file with `task = "task"` name the program that reads it.
 """
 
 import builtins
@@ -21,6 +22,7 @@ import math
 import numbers
 import os
 import re
+import shlex
 import shutil
 import stat
 import sys
@@ -42,15 +44,13 @@ class ConfigError(ValueError):
         super().__init__(" ".join(str(message).split()))
 
 
-def load(config_class, argv, prog=None, tasks=None):
+def load(config_class, argv, prog=None):
     """Read `argv` (config files ending in .py and --key=value, left to right) into an instance of the dataclass.
 
     The instance gets two more attributes: `config_files`, the paths read, and `overrides`, {key: value} of every key
     that a file or the command line set. `--help` prints all keys with the values of the config files and exits with 0.
     Raises ConfigError for an unknown key, a wrong type or choice, an unreadable or failing file, and a ValueError of
     the dataclass's __post_init__.
-
-    tasks: {value of `task` in a config file: function that returns the dataclass to use instead}.
     """
     fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
     kinds = typing.get_type_hints(config_class)
@@ -71,8 +71,9 @@ def load(config_class, argv, prog=None, tasks=None):
             new = {key: _convert(kinds[key], text, f"--{key}=", from_text=True)}
         elif argument.endswith(".py"):
             assigned = _run_file(argument, values)
-            if isinstance(assigned.get("task"), str) and assigned["task"] in (tasks or {}):
-                return load(tasks[assigned["task"]](), argv, prog)
+            program = getattr(config_class, "PROGRAMS", {}).get(str(assigned.get("task")))
+            if program:
+                raise ConfigError(f"{argument} has task = {assigned['task']!r}: python {program} {shlex.join(argv)}")
             for key in assigned:
                 _check_known(config_class, key, values, where=f"{argument}: ")
             new = {k: _convert(kinds[k], v, f"{argument}: {k} = ", from_text=False) for k, v in assigned.items()}

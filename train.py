@@ -21,7 +21,6 @@ if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import dataclasses
-import importlib
 import math
 import random
 import sys
@@ -34,7 +33,8 @@ import torch
 
 import configurator
 from configurator import ConfigError, env_int, is_out_of_memory
-from data.loader import MixtureData, TokenData, Tokens, find_dataset, parse_mixture
+from data.loader import TokenData, Tokens, find_dataset
+from data.mixture import MixtureData, parse_mixture
 from evaluation.validation import Evaluate
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
@@ -95,6 +95,7 @@ class TrainConfig(ModelConfig):
 
     RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend",
                "eval_datasets": "eval_sets"}  # old key -> new key
+    PROGRAMS = {"images": "experiments/vision/classify.py"}  # a config file's `task` -> the program that reads it
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -268,19 +269,8 @@ def load_weights(model, config, data):
     return "; ".join([*(f"skipped: {line}" for line in damaged), f"weights from {origin} (step {step})", *changed])
 
 
-def images():
-    """experiments/vision/classify.py, which imports this module: where it runs as a program, that very copy."""
-    sys.modules.setdefault("train", sys.modules["__main__"])
-    return importlib.import_module("experiments.vision.classify")
-
-
-TASKS = {"images": lambda: images().VisionConfig}  # what a config file's `task` can name: the settings then read
-
-
 def main(argv):
-    config = configurator.load(TrainConfig, argv, tasks=TASKS)
-    if type(config) is not TrainConfig:
-        return images().main(config)
+    config = configurator.load(TrainConfig, argv)
     check(config)
     name = Path(config.config_files[-1]).stem if config.config_files else config.model
     config.out_dir = config.out_dir or f"out/{name}"

@@ -1,5 +1,5 @@
 # ImageNet-1K with Vision Mamba's recipe for its smallest model (Zhu et al. 2024): 300 epochs, batches of 1024. Give the
-# unpacked images, python train.py config/vil_tiny.py --dataset=FOLDER, or log in to the hub for the name below.
+# unpacked images (--dataset=FOLDER), or log in to the hub for the name below.
 task = "images"
 dataset = "hf:ILSVRC/imagenet-1k"
 image_size = 224

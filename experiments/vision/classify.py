@@ -8,10 +8,10 @@
                the op that Longhorn's authors published; which of the two their Table 3 used is not said
     forward    out = W_out scan(x, z)     the control: the class token sees half of the image
 
-    python train.py config/vil_digits.py                    real images without a download, two minutes on two cores
-    python train.py config/vil_tiny.py --dataset=FOLDER     ImageNet as it is unpacked; --dataset=hf:NAME: a hub's
-    python experiments/vision/classify.py --help                                 the settings; data: data/images.py
-    python experiments/vision/sweep.py run                        families, directions, depths and seeds in one table
+    python experiments/vision/classify.py config/vil_digits.py       real images, no download, two minutes on two cores
+    python experiments/vision/classify.py config/vil_tiny.py --dataset=FOLDER       ImageNet as it is unpacked; hf:NAME
+    python experiments/vision/classify.py --help                     all settings; the images: data/images.py
+    python experiments/vision/sweep.py run                           families, directions, depths and seeds in one table
 
 A block is one residual branch with RMSNorm in float32, a ViT's are LayerNorm, attention and MLP.
 """
@@ -43,7 +43,7 @@ from runtime import checkpoint, distributed  # noqa: E402
 @dataclass
 class VisionConfig(train.TrainConfig):
     # --- run
-    task: Literal["images"] = "images"  # a config file that sets it has train.py read these settings
+    task: Literal["images"] = "images"  # what a config file is for
     # --- model
     model: str = "vil"  # family: vil (Longhorn), vim (Mamba) or vit (attention)
     directions: Literal["separate", "shared", "forward"] = "separate"  # of vil and vim, see classify.py
@@ -76,6 +76,8 @@ class VisionConfig(train.TrainConfig):
     eval_crop: float = 1.0  # part of the shorter side that validation looks at
     # --- optimiser
     ema: float = 0.0  # decay of an average of the weights per step, evaluated too; 0: none
+
+    PROGRAMS = {}  # this one reads it
 
     @property
     def families(self):

@@ -216,7 +216,7 @@ def run(args, extra):
     cells = cells_of(args.config, args.seeds, extra)
     runner.say_changed_code(folder)
     runner.write_plan(folder, cells)
-    failed = runner.run_cells(cells, folder, args.jobs)
+    failed = runner.run_cells(cells, folder, args.jobs, script="experiments/vision/classify.py")
     runner.write_plan(folder, cells, speed=speed(cells))
     runner.say_written(write(folder))
     return runner.say_failed(failed, cells)
