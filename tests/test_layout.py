@@ -1,0 +1,63 @@
+"""The tree is what README says, arrows between files point one way, and the root stays short.
+
+    python -m pytest tests/test_layout.py
+"""
+
+import ast
+import graphlib
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tracked():
+    """The files of the repository: git's, or without git all that are neither hidden nor made by a run."""
+    listing = subprocess.run(["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"],
+                             capture_output=True, text=True)
+    if listing.returncode == 0:
+        return sorted(name for name in listing.stdout.split("\n") if name and (ROOT / name).exists())
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()
+                  and not path.relative_to(ROOT).parts[0].startswith(".")
+                  and path.relative_to(ROOT).parts[0] not in ("out", "build") and "__pycache__" not in path.parts)
+
+
+def imports(path, modules):
+    """The project's modules that a file imports, inside functions too; its __main__ block excepted."""
+    for statement in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if alias.name in modules)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                yield from (name for name in names if name in modules)
+
+
+def test_no_import_cycle():
+    """TopologicalSorter raises CycleError, which names the files."""
+    sources = [name for name in tracked() if name.endswith(".py") and not name.startswith("tests/")]
+    modules = {name[:-3].replace("/", "."): name for name in sources}
+    graph = {module: set(imports(path, modules)) - {module} for module, path in modules.items()}
+    assert "runtime.checkpoint" in graph["train"]
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_root_is_short():
+    assert len([name for name in tracked() if name.endswith(".py") and "/" not in name]) <= 8
+
+
+def test_the_file_tree_of_the_readme_is_the_tree():
+    """A line for each file at the root and in runtime/, and one for each folder."""
+    tree = re.search(r"## The tree\n+```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    shown, folder = set(), ""
+    for line in tree.splitlines():
+        indented, name = line.startswith(" "), line.split()[0]
+        folder = folder if indented else name if name.endswith("/") else ""
+        shown.add(folder + name if indented else name)
+    files = {name for name in tracked() if "/" not in name and name.endswith((".py", ".cu"))}
+    machinery = {name for name in tracked() if name.startswith("runtime/") and name != "runtime/__init__.py"}
+    folders = {name.split("/")[0] + "/" for name in tracked() if "/" in name and not name.startswith(".")}
+    assert shown == files | machinery | folders
