@@ -361,9 +361,9 @@ def read_json(path):
 
 
 def modelling_code():
-    """tools/modeling_longhorn.py with the sources that model.py reaches by imports, wherever they stand in a file."""
+    """tools/modeling_longhorn.py with the sources that mixers.py reaches by imports, wherever they stand in a file."""
     finder = modulefinder.ModuleFinder([str(ROOT)], excludes=["experiments"])  # of `python model.py` alone
-    finder.import_hook("model")
+    finder.import_hook("mixers")
     files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]  # others are built in
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     quoted = {path: text.replace("\\", "\\\\").replace("'''", r"\'\'\'") for path, text in sources.items()}
@@ -493,7 +493,7 @@ def import_folder(config):
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     unknown = "" if tokenizer else " (first import it again with its --tokenizer, bytes or gpt2, say)"
-    print(f"wrote {path}: {lm.config.model}, {lm.parameter_count()['total']:,} parameters; "
+    print(f"wrote {path}: {lm.config.model}, {sum(p.numel() for p in lm.parameters()):,} parameters; "
           f"go on with python sample.py --out_dir={config.out_dir}{unknown}")
 
 

@@ -1,17 +1,21 @@
-"""What the families of model.py share, and the mixers that are not beside the skeleton in model.py.
+"""All families beside Longhorn, Mamba, GLA and LLaMA. Importing this file adds them to model.py's FAMILIES.
 
+    RetNet           S = gamma S' + k^T v, one decay per head               o = q S
+    RWKV             S = w S' + k^T v, one decay per head                   o = r (S' + u k^T v)
+    sliding window   softmax over the last `window` tokens
+    exact Longhorn   S = (I - eps k k^T) S' + eps x k, without the diagonal approximation
     RWKV-4           wkv = (num' + e^{u + k} v) / (den' + e^{u + k}),  num = e^{-w} num' + e^k v,  den alike
-    DeltaNet         S = (I - eps k^T k) S' + eps k^T v                    o = q S
-    gated DeltaNet   the same of a S', one decay a per head                o = q S
-    KDA              the same of diag(a) S', one per channel of the keys   o = q S
-    Mesa             H = a H' + beta k^T k,  U = a U' + beta k^T v         o = q (H + diag(L))^-1 U
-    Mamba-2          S = a S' + D B^T x                                    y = C S
+    DeltaNet         S = (I - eps k^T k) S' + eps k^T v                     o = q S
+    gated DeltaNet   the same of a S', one decay per head                   o = q S
+    KDA              the same of diag(a) S', one per channel of the keys    o = q S
+    Mesa             H = a H' + beta k^T k,  U = a U' + beta k^T v          o = q (H + diag(L))^-1 U
+    Mamba-2          S = a S' + D B^T x                                     y = C S
 
 The error of a memory that answers k with v is dS/dt = -k^T (k S - v). A delta rule takes one step of it per token, and
 STEPS says which: eps = beta is forward Euler's, DeltaNet's own, and only keys of length 1 keep its beta |k|^2 below 2;
 backward Euler's is Longhorn's, here with one eps per head, and is stable for keys of any length; the third is the flow.
 
-A mixer's methods are listed in model.py, which imports this file.
+What a mixer is stands in model.py.
 """
 
 import math
@@ -19,80 +23,47 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.linear_attention import delta_rule, gated_delta_rule, kda, mesa, retention, wkv4
-from kernels.ops import causal_conv1d, conv_state, documents_of, rms_norm
+from kernels.ops import attention, causal_conv1d, conv_state, documents_of, rms_norm
+from kernels.scan import longhorn_scan
+from model import (
+    EMBEDDING_NORMS,
+    FAMILIES,
+    GLAMLP,
+    NORMS,
+    POSITIONS,
+    Attention,
+    Longhorn,
+    RMSNorm,
+    SwiGLU,
+    apply_rotary,
+    head_norm,
+    rotary_angles,
+    round_up,
+    split_heads,
+)
+from runtime.parameters import (
+    constant,
+    dense,
+    linear,
+    log_uniform,
+    normal,
+    parameter,
+    step_size,
+    to_residual,
+    to_residual_unless_released,
+    uniform,
+    values,
+    xavier,
+)
 
 # --------------------------------------------------------------------------------------------------- shared by families
-
-
-def dense(fan_in):
-    """PyTorch's default for a linear map: uniform within +-1/sqrt(fan_in)."""
-    return "uniform", fan_in**-0.5
-
-
-def xavier(fan_out, fan_in, gain):
-    """Glorot's uniform for a map (fan_out, fan_in)."""
-    return "uniform", gain * math.sqrt(6 / (fan_in + fan_out))
-
-
-def to_residual(config):
-    """GPT-2's scale for what writes to the residual stream: its variance does not grow with the number of branches."""
-    return "normal", 0.02 / math.sqrt(config.n_branches)
 
 
 def wide(a):
     """a in float32, float64 as it is: step sizes and decays are not rounded to 16 bits."""
     return a.to(torch.promote_types(a.dtype, torch.float32))
-
-
-def split_heads(config, multiple=1):
-    """Channels per head. Raises ValueError where heads do not divide n_embd into multiples of `multiple`."""
-    if config.n_embd % (config.n_head * multiple):
-        times = f" times {multiple}" * (multiple > 1)
-        raise ValueError(f"n_embd {config.n_embd} is no multiple of n_head {config.n_head}{times}: choose an n_head "
-                         f"that divides {config.n_embd // multiple}")
-    return config.n_embd // config.n_head
-
-
-def unscaled_as_released(config):
-    """`to_residual`, but in the released code of RWKV's channel mix, of RetNet and of GLA."""
-    return ("normal", 0.02) if config.as_released else to_residual(config)
-
-
-def head_norm(x, weight=1.0, eps=1e-5, backend=None):
-    """RMSNorm over the channels of each head, without parameters: x (B, T, H, n), times a number or a weight (n,)."""
-    if not isinstance(weight, torch.Tensor):
-        weight = torch.full(x.shape[-1:], weight, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-    return rms_norm(x, weight, eps, backend)
-
-
-# Keys that `append_to_cache` returned -> (buffers of keys and values with free room behind them; the values returned).
-ROOMS = WeakIdKeyDictionary()
-
-
-def append_to_cache(cache, k, v):
-    """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
-
-    They are written into free room behind it, so that a new token does not copy all before it; when the room is used
-    up, a quarter more is made. The room belongs to the very tensors that were returned, and the first caller to
-    continue them gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, begins
-    with a copy. With gradients or when compiling: torch.cat.
-    """
-    past_k, past_v = cache
-    past, T = past_k.shape[2], past_k.shape[2] + k.shape[2]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return torch.cat([past_k.to(k.dtype), k], 2), torch.cat([past_v.to(v.dtype), v], 2)
-    room_k, room_v, values = ROOMS.pop(past_k, (None, None, None))  # of two threads one gets it
-    if not (values is past_v and T <= room_k.shape[2] and k.dtype == room_k.dtype and k.shape[:2] == room_k.shape[:2]
-            and room_k.is_inference() == torch.is_inference_mode_enabled()):
-        room_k, room_v = (a.new_empty(*a.shape[:2], T + max(32, T // 4), a.shape[3]) for a in (k, v))
-        room_k[:, :, :past], room_v[:, :, :past] = past_k, past_v
-    room_k[:, :, past:T], room_v[:, :, past:T] = k, v
-    keys, values = room_k[:, :, :T], room_v[:, :, :T]
-    ROOMS[keys] = room_k, room_v, values
-    return keys, values
 
 
 def token_shift(x, last):
@@ -118,6 +89,207 @@ def rwkv_mu(config, layer):
     return a, {"k": 1 - i**c, "v": 1 - (i**c + 0.3 * a), "r": 1 - i ** (c / 2), "g": 1 - i ** (c / 2)}
 
 
+# ------------------------------------------------------------------------------- RetNet, RWKV, windows, exact Longhorn
+
+class Retention(nn.Module):
+    """RetNet's retention: a fixed decay per head, and rotated queries and keys (Sun et al. 2023, Eq. 5 to 8).
+
+        q, k = split(W_qk x);  v, g = split(W_vg x)      v, g: int(1.8 d) wide, rounded down to a multiple of the heads
+        q, k rotated at position t, channel pair i of m, by t * 10000^(-i/(m-1));  k / sqrt(n)
+        S = gamma_h S' + k^T v,  gamma_h = 1 - 2^(-5-h);  o = q S
+        out = W_o (silu(g) * RMSNorm_head(o))
+
+    The published code also divides o by sums of absolute weights before the norm. The norm cancels that only where its
+    eps is negligible beside mean(o^2): at 1e-5 the first token differs by 24%. Left out here. As released: an eps of
+    1e-6 in all norms, every weight N(0, 0.02).
+    """
+
+    operator = "retention"
+
+    def __init__(self, config, layer):
+        super().__init__()
+        d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
+        self.n_v, self.backend = retnet_width(config) // self.H, config.backend
+        self.norm_eps = retnet_eps(config)
+        wide, released = self.H * self.n_v, normal(0.02) if config.as_released else None
+        self.qk = linear(d, 2 * d, start=released or xavier(d, d, 2**-2.5), parts=[d, d])
+        self.vg = linear(d, 2 * wide, start=released or xavier(wide, d, 2**-2.5), parts=[wide, wide])
+        self.out_proj = linear(wide, d, start=released or xavier(d, wide, 0.5))
+
+    def rotate(self, x, t):
+        """Rotate the pairs (even, odd) of the last dimension of x (..., n) by t * frequency; t as x[..., 0]."""
+        m = self.n // 2
+        angle = t[..., None] * 10000.0 ** -(torch.arange(m, device=x.device) / max(1, m - 1))  # (..., m), float32
+        cos, sin = angle.cos(), angle.sin()
+        even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is rotated by T, so rounding would show
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
+
+    def forward(self, x, state=None):
+        T = x.shape[1]
+        t = torch.arange(T, device=x.device)[:, None]  # (T, 1): the same for all heads
+        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), t)  # (B, T, 2 H, n)
+        q, k = qk.chunk(2, 2)  # (B, T, H, n) each
+        v, g = self.vg(x).chunk(2, -1)  # (B, T, H n_v) each
+        log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
+        v = v.unflatten(-1, (self.H, -1))  # (B, T, H, n_v)
+        o, S = retention(q, k * self.n**-0.5, v, log_decay, state=state, backend=self.backend)
+        y = self.out_proj(F.silu(g) * head_norm(o, eps=self.norm_eps, backend=self.backend).flatten(2))
+        if state is None:
+            return y, None
+        # only differences of angles matter: rotate the keys in the state back by T, and the next token is at 0 again
+        back = torch.full((), -T, device=x.device)
+        return y, self.rotate(S.transpose(2, 3), back).transpose(2, 3)  # (B, H, n, n_v)
+
+    def initial_state(self, batch_size, device):
+        return torch.zeros(batch_size, self.H, self.n, self.n_v, device=device)
+
+
+def retnet_width(config):
+    return int(1.8 * config.n_embd) // config.n_head * config.n_head
+
+
+def retnet_eps(config):
+    return 1e-6 if config.as_released else 1e-5
+
+
+class RetNetGLU(GLAMLP):
+    """W_2 (gelu(W_1 x) * W_3 x), as wide as the values of the retention beside it: Table 1's RetNet."""
+
+    activation = staticmethod(F.gelu)
+
+    def hidden(self, config):
+        return retnet_width(config)
+
+
+class RWKVTimeMix(nn.Module):
+    """RWKV's time mix as Table 1 counts it: 5.1, Eagle's with one decay and one bonus per head (Peng et al. 2024).
+
+        x_c = x + (x_before - x) * mu_c  for c in r, k, v, g
+        r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)) per head
+        o = r (S' + u k^T v);  S = w S' + k^T v
+        out = W_o (GroupNorm_head(o) * g)
+
+    As released, the model adds a learned position to the embedding; the state of the first layer then counts tokens.
+    """
+
+    operator = "retention"
+
+    def __init__(self, config, layer):
+        super().__init__()
+        d, self.H = config.n_embd, config.n_head
+        self.counts = config.as_released and layer == 0
+        self.n, self.backend = split_heads(config), config.backend
+        (depth, mu), h = rwkv_mu(config, layer), ramp(self.H)
+        self.mu = parameter(4, d, start=values(torch.stack([mu[c] for c in "rkvg"])))
+        self.decay = parameter(self.H, start=values(-6 + 5 * h ** (0.7 + 1.3 * depth)))
+        self.bonus = parameter(self.H, start=values(depth * (1 - h)))
+        self.receptance = linear(d, d, start=normal(0.02))
+        self.key = linear(d, d, start=normal(0.02))
+        self.value = linear(d, d, start=normal(0.02))
+        self.gate = linear(d, d, start=normal(0.02))
+        self.norm_weight = parameter(d, start=constant(1.0))
+        self.norm_bias = parameter(d, start=constant(0.0))
+        self.output = linear(d, d, start=to_residual(config))
+
+    def forward(self, x, state=None):
+        last, S, *seen = (None, None) if state is None else state
+        change = token_shift(x, last) - x  # (B, T, d)
+        r, k, v, g = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
+        heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
+        r, k, v = heads(self.receptance(r)), heads(self.key(k)), heads(self.value(v))
+        o, S = retention(r, k, v, -self.decay.exp(), self.bonus, S, backend=self.backend)  # (B, T, H, n), (B, H, n, n)
+        o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm whose groups are the heads of one token
+        o = torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype))
+        y = self.output(o * F.silu(self.gate(g)))
+        return y, None if state is None else (x[:, -1].clone(), S, *(n + x.shape[1] for n in seen))
+
+    def initial_state(self, batch_size, device):
+        return (torch.zeros(batch_size, self.H * self.n, device=device),
+                torch.zeros(batch_size, self.H, self.n, self.n, device=device),
+                *([torch.zeros(batch_size, dtype=torch.int64, device=device)] if self.counts else []))
+
+
+class RWKVChannelMix(nn.Module):
+    """sigmoid(W_r x_r) * W_v relu(W_k x_k)^2 of shifted tokens, hidden 3 d or the next multiple of mlp_multiple."""
+
+    operator = None  # it mixes channels
+    factor = 3
+
+    def __init__(self, config, layer):
+        super().__init__()
+        d, (_, mu) = config.n_embd, rwkv_mu(config, layer)
+        hidden = round_up(self.factor * d, config.mlp_multiple)
+        self.mu = parameter(2, d, start=values(torch.stack([mu["k"], mu["k"]])))  # of r, k
+        self.receptance = linear(d, d, start=normal(0.02))
+        self.key = linear(d, hidden, start=normal(0.02))
+        self.value = linear(hidden, d, start=to_residual_unless_released(config))
+
+    def forward(self, x, state=None):
+        change = token_shift(x, state) - x  # (B, T, d)
+        r, k = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
+        y = torch.sigmoid(self.receptance(r)) * self.value(F.relu(self.key(k)).square())
+        return y, None if state is None else x[:, -1].clone()
+
+    def initial_state(self, batch_size, device):
+        return torch.zeros(batch_size, self.mu.shape[1], device=device)
+
+
+class RWKV4ChannelMix(RWKVChannelMix):
+    """The same with a hidden width of 4 d."""
+
+    factor = 4
+
+
+class LearnedPositions(nn.Embedding):
+    """What RWKV as released adds to the embedding: (1, T, n_embd) of the T tokens after those that a state has read."""
+
+    def __init__(self, config):
+        super().__init__(config.block_size, config.n_embd)
+        self.weight.start = normal(0.02)
+
+    def forward(self, T, state=None):
+        """Raises ValueError beyond block_size."""
+        past = 0 if state is None else int(state[0][0][-1][0])
+        if past + T > len(self.weight):
+            raise ValueError(f"RWKV as released has positions up to block_size {len(self.weight)}, not {past + T}: "
+                             "leave as_released out")
+        return self.weight[None, past:past + T]
+
+
+class SlidingWindow(Attention):
+    """LLaMA's attention to the last `window` tokens, itself among them; 0: half of block_size. Its cache holds as many.
+
+    Only differences of rotary angles matter, so the cache holds keys before their rotation, and the oldest in it is at
+    position 0: the angles stay small however long the text is.
+    """
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.window = config.window or max(1, config.block_size // 2)
+
+    def forward(self, x, state=None):
+        B, T, d = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
+        if state is not None:
+            k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
+            state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep all of them
+        S = k.shape[2]
+        angle = rotary_angles(0, S, self.n, x.device)  # (S, n/2)
+        q, k = apply_rotary(q, angle[S - T:].cos(), angle[S - T:].sin()), apply_rotary(k, angle.cos(), angle.sin())
+        y = attention(q, k, v, self.window, backend=self.backend)  # (B, H, T, n)
+        return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state
+
+
+class LonghornExact(Longhorn):
+    """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k per channel i (Eq. 6)."""
+
+    exact = True
+
+    def scan(self, x, dt, k, q, z, h0, reverse=False):
+        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True,
+                             reverse=reverse, backend=self.backend)
+
+
 # --------------------------------------------------------------------------------------------------------------- RWKV-4
 
 class RWKV4TimeMix(nn.Module):
@@ -132,14 +304,16 @@ class RWKV4TimeMix(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.layer, self.backend = config.n_embd, layer, config.backend
-        self.mu = nn.Parameter(torch.empty(3, d))  # of r, k, v
-        self.decay = nn.Parameter(torch.empty(d))
-        self.bonus = nn.Parameter(torch.empty(d))
-        self.receptance = nn.Linear(d, d, bias=False)
-        self.key = nn.Linear(d, d, bias=False)
-        self.value = nn.Linear(d, d, bias=False)
-        self.output = nn.Linear(d, d, bias=False)
+        d, self.backend = config.n_embd, config.backend
+        depth, mu = rwkv_mu(config, layer)
+        zigzag = (torch.arange(d, dtype=torch.float64) + 1) % 3 - 1
+        self.mu = parameter(3, d, start=values(torch.stack([mu[c] for c in "rkv"])))
+        self.decay = parameter(d, start=values(-5 + 8 * ramp(d) ** (0.7 + 1.3 * depth)))
+        self.bonus = parameter(d, start=values(math.log(0.3) + 0.5 * zigzag))
+        self.receptance = linear(d, d, start=normal(0.02))
+        self.key = linear(d, d, start=normal(0.02))
+        self.value = linear(d, d, start=normal(0.02))
+        self.output = linear(d, d, start=to_residual(config))
 
     def forward(self, x, state=None):
         last, *past = (None, None) if state is None else state
@@ -153,21 +327,6 @@ class RWKV4TimeMix(nn.Module):
     def initial_state(self, batch_size, device):
         zero = torch.zeros(batch_size, self.decay.numel(), device=device)
         return zero, zero, zero, zero - 1e38  # last token; numerator, denominator, and the exponent common to both
-
-    def init_table(self, config):
-        d = config.n_embd
-        a, mu = rwkv_mu(config, self.layer)
-        zigzag = (torch.arange(d, dtype=torch.float64) + 1) % 3 - 1
-        return {"mu": ("tensor", torch.stack([mu[c] for c in "rkv"])),
-                "decay": ("tensor", -5 + 8 * ramp(d) ** (0.7 + 1.3 * a)),
-                "bonus": ("tensor", math.log(0.3) + 0.5 * zigzag),
-                "receptance.weight": ("normal", 0.02), "key.weight": ("normal", 0.02), "value.weight": ("normal", 0.02),
-                "output.weight": to_residual(config)}
-
-    def mixing_flops(self, T):
-        # per channel, output: bonus and maximum (2), two exponentials (4), numerator, denominator, ratio (6);
-        # state: decay and maximum (2), two exponentials (4), numerator and denominator (5)
-        return 23 * self.decay.numel()
 
 
 # --------------------------------------------------------------------------------------- the delta rule and its kindred
@@ -205,12 +364,15 @@ class DeltaNet(nn.Module):
         d, self.H, self.W = config.n_embd, config.n_head, config.d_conv
         self.n_v = split_heads(config, multiple=self.values)
         self.n, self.backend = self.n_v // self.values, config.backend
+        if config.step not in STEPS:
+            raise ValueError(f"unknown step {config.step!r}: choose one of {', '.join(STEPS)}")
         self.step, self.normalize_keys = STEPS[config.step], config.normalize_keys
-        self.qkv = nn.Linear(d, self.H * (2 * self.n + self.n_v), bias=False)
-        self.conv_weight = nn.Parameter(torch.empty(self.qkv.out_features, self.W))
-        self.beta = nn.Linear(d, self.H, bias=False)
-        self.norm_weight = nn.Parameter(torch.empty(self.n_v))  # shared by the heads
-        self.out_proj = nn.Linear(d, d, bias=False)
+        keys, heads = self.H * self.n, self.H * self.n_v
+        self.qkv = linear(d, 2 * keys + heads, start=normal(0.02), parts=[keys, keys, heads])
+        self.conv_weight = parameter(self.qkv.out_features, self.W, start=dense(self.W))
+        self.beta = linear(d, self.H, start=normal(0.02))
+        self.norm_weight = parameter(self.n_v, start=constant(1.0))  # shared by the heads
+        self.out_proj = linear(d, d, start=to_residual(config))
 
     def forward(self, x, state=None):
         before, S = (None, None) if state is None else state
@@ -239,17 +401,6 @@ class DeltaNet(nn.Module):
         return (torch.zeros(batch_size, self.W - 1, self.qkv.out_features, device=device),
                 torch.zeros(batch_size, self.H, self.n, self.n_v, device=device))
 
-    def init_table(self, config):
-        return {"qkv.weight": ("normal", 0.02), "conv_weight": dense(self.W), "beta.weight": ("normal", 0.02),
-                "norm_weight": ("constant", 1.0), "out_proj.weight": to_residual(config)}
-
-    def mixing_flops(self, T):
-        # per state: k S (2), S += (2), q S (2); per value: the error and beta (2); three convolutions
-        return self.H * (6 * self.n * self.n_v + 2 * self.n_v + (2 * self.n + self.n_v) * 2 * self.W)
-
-    def projections(self):
-        return {"qkv.weight": [self.H * self.n] * 2 + [self.H * self.n_v]}
-
 
 class GatedDeltaNet(DeltaNet):
     """DeltaNet whose state decays first, by one number per head and token (Yang et al. 2024b, arXiv 2412.06464).
@@ -263,10 +414,10 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.forget = nn.Linear(config.n_embd, self.H, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(self.H))
-        self.A_log = nn.Parameter(torch.empty(self.H))
-        self.gate = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.forget = linear(config.n_embd, self.H, start=normal(0.02))
+        self.dt_bias = parameter(self.H, start=step_size(1e-3, 0.1))
+        self.A_log = parameter(self.H, start=log_uniform(0.0, 16.0))
+        self.gate = linear(config.n_embd, config.n_embd, start=normal(0.02))
 
     def mix(self, x, q, k, v, S):
         log_a = -wide(self.A_log).exp() * F.softplus(wide(self.forget(x)) + self.dt_bias)  # (B, T, H)
@@ -274,13 +425,6 @@ class GatedDeltaNet(DeltaNet):
 
     def gated(self, o, x):
         return o * F.silu(self.gate(x))
-
-    def init_table(self, config):
-        return {**super().init_table(config), "forget.weight": ("normal", 0.02), "gate.weight": ("normal", 0.02),
-                "dt_bias": ("step size", (1e-3, 0.1)), "A_log": ("log", (0.0, 16.0))}
-
-    def mixing_flops(self, T):
-        return super().mixing_flops(T) + self.H * self.n * self.n_v  # a S
 
 
 class KDA(DeltaNet):
@@ -295,12 +439,12 @@ class KDA(DeltaNet):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         d = config.n_embd
-        self.forget1 = nn.Linear(d, self.n, bias=False)
-        self.forget2 = nn.Linear(self.n, d, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(d))
-        self.A_log = nn.Parameter(torch.empty(self.H))
-        self.gate1 = nn.Linear(d, self.n, bias=False)
-        self.gate2 = nn.Linear(self.n, d)
+        self.forget1 = linear(d, self.n, start=normal(0.02))
+        self.forget2 = linear(self.n, d, start=normal(0.02))
+        self.dt_bias = parameter(d, start=step_size(1e-3, 0.1))
+        self.A_log = parameter(self.H, start=log_uniform(1.0, 16.0))
+        self.gate1 = linear(d, self.n, start=normal(0.02))
+        self.gate2 = linear(self.n, d, start=normal(0.02), bias=constant(0.0))
 
     def mix(self, x, q, k, v, S):
         rate = F.softplus(wide(self.forget2(self.forget1(x))) + self.dt_bias).unflatten(-1, (self.H, self.n))
@@ -309,14 +453,6 @@ class KDA(DeltaNet):
 
     def gated(self, o, x):
         return o * torch.sigmoid(self.gate2(self.gate1(x)))
-
-    def init_table(self, config):
-        linear = {f"{name}.weight": ("normal", 0.02) for name in ("forget1", "forget2", "gate1", "gate2")}
-        return {**super().init_table(config), **linear, "gate2.bias": ("constant", 0.0),
-                "dt_bias": ("step size", (1e-3, 0.1)), "A_log": ("log", (1.0, 16.0))}
-
-    def mixing_flops(self, T):
-        return super().mixing_flops(T) + self.H * self.n * self.n_v  # diag(a) S
 
 
 class Mesa(DeltaNet):
@@ -333,9 +469,9 @@ class Mesa(DeltaNet):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.beta = nn.Linear(config.n_embd, self.H)
-        self.forget = nn.Linear(config.n_embd, self.H)
-        self.ridge = nn.Parameter(torch.empty(self.H, self.n))
+        self.beta = linear(config.n_embd, self.H, start=normal(0.02), bias=constant(0.0))
+        self.forget = linear(config.n_embd, self.H, start=normal(0.02), bias=constant(0.0))
+        self.ridge = parameter(self.H, self.n, start=constant(math.log(math.expm1(0.75))))  # L = 1
 
     def mix(self, x, q, k, v, S):
         log_a, beta = F.logsigmoid(wide(self.forget(x))), wide(torch.sigmoid(self.beta(x)))  # (B, T, H) each
@@ -344,15 +480,6 @@ class Mesa(DeltaNet):
     def initial_state(self, batch_size, device):
         before, U = super().initial_state(batch_size, device)
         return before, (torch.zeros(batch_size, self.H, self.n, self.n, device=device), U)
-
-    def init_table(self, config):
-        linear = {"forget.weight": ("normal", 0.02), "forget.bias": ("constant", 0.0), "beta.bias": ("constant", 0.0)}
-        return {**super().init_table(config), **linear, "ridge": ("constant", math.log(math.expm1(0.75)))}  # L = 1
-
-    def mixing_flops(self, T):
-        # per number of H: a H (1), k^T k added (2), 30 steps of p H (60); of U: 1, 2 and x U (2); per channel of k: its
-        # steps (10 each); three convolutions
-        return self.H * self.n * (63 * self.n + 5 * self.n_v + 300 + 3 * 2 * self.W)
 
 
 # -------------------------------------------------------------------------------------------------------------- Mamba-2
@@ -374,14 +501,15 @@ class Mamba2(nn.Module):
         super().__init__()
         d, self.N, self.W, self.backend = config.n_embd, 8 * config.d_state, config.d_conv, config.backend
         self.P, self.H, self.d_inner = split_heads(config), config.expand * config.n_head, config.expand * d
-        self.in_proj = nn.Linear(d, 2 * self.d_inner + 2 * self.N + self.H, bias=False)
-        self.conv_weight = nn.Parameter(torch.empty(self.d_inner + 2 * self.N, self.W))
-        self.conv_bias = nn.Parameter(torch.empty(self.d_inner + 2 * self.N))
-        self.dt_bias = nn.Parameter(torch.empty(self.H))
-        self.A_log = nn.Parameter(torch.empty(self.H))
-        self.skip = nn.Parameter(torch.empty(self.H))
-        self.norm_weight = nn.Parameter(torch.empty(self.d_inner))
-        self.out_proj = nn.Linear(self.d_inner, d, bias=False)
+        convolved, parts = self.d_inner + 2 * self.N, [self.d_inner, self.d_inner, self.N, self.N, self.H]
+        self.in_proj = linear(d, sum(parts), start=dense(d), parts=parts)  # z, x, B, C, dt
+        self.conv_weight = parameter(convolved, self.W, start=dense(self.W))
+        self.conv_bias = parameter(convolved, start=dense(self.W))
+        self.dt_bias = parameter(self.H, start=step_size(1e-3, 0.1))
+        self.A_log = parameter(self.H, start=log_uniform(1.0, 16.0))
+        self.skip = parameter(self.H, start=constant(1.0))
+        self.norm_weight = parameter(self.d_inner, start=constant(1.0))
+        self.out_proj = linear(self.d_inner, d, start=uniform((self.d_inner * config.n_branches) ** -0.5))
 
     def forward(self, u, state=None):
         before, S = (None, None) if state is None else state
@@ -400,15 +528,25 @@ class Mamba2(nn.Module):
         return (torch.zeros(batch_size, self.W - 1, self.d_inner + 2 * self.N, device=device),
                 torch.zeros(batch_size, self.H, self.N, self.P, device=device))
 
-    def init_table(self, config):
-        return {"in_proj.weight": dense(config.n_embd), "conv_weight": dense(self.W), "conv_bias": dense(self.W),
-                "dt_bias": ("step size", (1e-3, 0.1)), "A_log": ("log", (1.0, 16.0)), "skip": ("constant", 1.0),
-                "norm_weight": ("constant", 1.0),
-                "out_proj.weight": ("uniform", (self.d_inner * config.n_branches) ** -0.5)}
 
-    def mixing_flops(self, T):
-        # per state: a S (1), B^T x added (2), C S (2); per channel: step size, skip and gate (5); the convolutions
-        return self.d_inner * (5 * self.N + 5) + (self.d_inner + 2 * self.N) * 2 * self.W
+# ------------------------------------------------------------------------------------------------------------- families
 
-    def projections(self):
-        return {"in_proj.weight": [self.d_inner, self.d_inner, self.N, self.N, self.H]}
+FAMILIES |= {
+    "retnet": [Retention, RetNetGLU],
+    "rwkv": [RWKVTimeMix, RWKVChannelMix],
+    # beside Table 1
+    "rwkv4": [RWKV4TimeMix, RWKV4ChannelMix],
+    "deltanet": [DeltaNet, SwiGLU],
+    "gated_deltanet": [GatedDeltaNet, SwiGLU],
+    "kda": [KDA, SwiGLU],
+    "mesa": [Mesa, SwiGLU],
+    "mamba2": [Mamba2, Mamba2],
+    "swa": [SlidingWindow, SwiGLU],
+    "longhorn_exact": [LonghornExact, LonghornExact],
+}
+# RWKV-4's norms have a bias in its published weights and in transformers, its reference here.
+NORMS |= {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False),
+          "rwkv4": lambda config: nn.LayerNorm(config.n_embd),
+          "retnet": lambda config: RMSNorm(config, retnet_eps(config))}
+EMBEDDING_NORMS.add("rwkv4")
+POSITIONS["rwkv"] = LearnedPositions

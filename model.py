@@ -1,9 +1,9 @@
-"""The families of the paper on one skeleton: embedding, layers of residual branches, norm, tied head.
+"""The skeleton (embedding, layers of residual branches, norm, tied head), and Longhorn, Mamba, GLA and LLaMA on it.
 
 A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's
 is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches where LLaMA has those two. To add a family:
-one class with a `forward`, one row in FAMILIES, one file in config/. The families of Table 1 and sliding windows are
-here; RWKV-4, the newer ones and what several families share are in mixers.py.
+one class with a `forward`, one row in FAMILIES, one file in config/. All other families are in mixers.py, which adds
+its rows to FAMILIES when it is imported.
 
 A branch also takes and returns its state. So the model that trains on whole sequences generates token by token, and
 reads a long text in chunks, with the same code.
@@ -25,34 +25,30 @@ reads a long text in chunks, with the same code.
 import itertools
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels import build
-from kernels.linear_attention import gated_linear_attention, retention
+from kernels.linear_attention import gated_linear_attention
 from kernels.ops import attention, causal_conv1d, conv_state, documents, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
-from mixers import (
-    KDA,
-    STEPS,
-    DeltaNet,
-    GatedDeltaNet,
-    Mamba2,
-    Mesa,
-    RWKV4TimeMix,
-    append_to_cache,
+from runtime.parameters import (
+    constant,
     dense,
-    head_norm,
-    ramp,
-    rwkv_mu,
-    split_heads,
+    draw,
+    linear,
+    normal,
+    parameter,
+    step_size,
     to_residual,
-    token_shift,
-    unscaled_as_released,
+    to_residual_unless_released,
+    uniform,
+    values,
     xavier,
 )
 
@@ -90,7 +86,8 @@ class ModelConfig:
         names = [part[1] for part in parts for _ in range(int(part[2] or 1))]
         for name in names:
             if name not in FAMILIES:
-                raise ValueError(f"unknown model {name!r}: choose one of {', '.join(FAMILIES)}")
+                others = "" if "rwkv" in FAMILIES else "; `import mixers` adds the others"
+                raise ValueError(f"unknown model {name!r}: choose one of {', '.join(FAMILIES)}{others}")
         return list(itertools.islice(itertools.cycle(names), self.n_layer))
 
     @property
@@ -103,14 +100,12 @@ MIX_TOKENS = (None, *build.BODIES)  # what a mixer's `operator` may be for --doc
 BACKENDS = ("", "torch", "cpu", "cuda", "fused")
 
 # -------------------------------------------------------------------------------------------------------------- mixers
-# A mixer is an nn.Module, made of (config, layer's index). Only `forward` is needed; Branch has the other defaults.
+# A mixer is an nn.Module, made of (config, layer's index): its constructor, where each parameter says how it starts
+# (runtime/parameters.py), and its forward. Beside these:
 #   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
-#   initial_state(batch_size, device)     what `forward` takes before the first token
-#   init_table(config)                    parameter name -> (kind, scale), see LM.init_table
-#   mixing_flops(T)                       forward FLOPs per token beside its linear maps, averaged over T positions
-#   state_size(T)                         numbers kept per sequence after T tokens
-#   projections()                         weight of fused linear maps -> rows of each, for Muon
-#   operator                              the operator that mixes the tokens, a key of kernels.build.BODIES
+#   initial_state(batch_size, device)     what `forward` takes before the first token; without it: forward(x) -> y
+#   operator                              the operator that mixes the tokens, a key of kernels.build.BODIES; it says
+#                                         how many FLOPs that takes (runtime/counting.py), or the mixer's `flops` does
 
 
 class ScanBlock(nn.Module):
@@ -128,14 +123,15 @@ class ScanBlock(nn.Module):
         d, self.N, self.W = config.n_embd, config.d_state, config.d_conv
         self.d_inner, self.R = config.expand * d, config.dt_rank or math.ceil(d / 16)
         self.backend = config.backend
-        self.in_proj = nn.Linear(d, 2 * self.d_inner, bias=False)
-        self.conv_weight = nn.Parameter(torch.empty(self.d_inner, self.W))
-        self.conv_bias = nn.Parameter(torch.empty(self.d_inner))
-        self.x_proj = nn.Linear(self.d_inner, self.R + 2 * self.N, bias=False)
-        self.dt_proj = nn.Linear(self.R, self.d_inner, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(self.d_inner))
-        self.D = nn.Parameter(torch.empty(self.d_inner))
-        self.out_proj = nn.Linear(self.d_inner, d, bias=False)
+        self.in_proj = linear(d, 2 * self.d_inner, start=dense(d), parts=[self.d_inner, self.d_inner])  # x, z
+        self.conv_weight = parameter(self.d_inner, self.W, start=dense(self.W))
+        self.conv_bias = parameter(self.d_inner, start=dense(self.W))
+        self.x_proj = linear(self.d_inner, self.R + 2 * self.N, start=dense(self.d_inner),
+                             parts=[self.R, self.N, self.N])  # r, k, q
+        self.dt_proj = linear(self.R, self.d_inner, start=dense(self.R))
+        self.dt_bias = parameter(self.d_inner, start=constant(0.0))
+        self.D = parameter(self.d_inner, start=constant(1.0))
+        self.out_proj = linear(self.d_inner, d, start=uniform((self.d_inner * config.n_branches) ** -0.5))
 
     def forward(self, u, state=None):
         x_before, h0 = (None, None) if state is None else state
@@ -155,19 +151,6 @@ class ScanBlock(nn.Module):
         return (torch.zeros(batch_size, self.W - 1, self.d_inner, device=device),
                 torch.zeros(batch_size, self.d_inner, self.N, device=device))
 
-    def init_table(self, config):
-        return {"in_proj.weight": dense(config.n_embd), "conv_weight": dense(self.W), "conv_bias": dense(self.W),
-                "x_proj.weight": dense(self.d_inner), "dt_proj.weight": dense(self.R), "dt_bias": ("constant", 0.0),
-                "D": ("constant", 1.0), "out_proj.weight": ("uniform", (self.d_inner * config.n_branches) ** -0.5)}
-
-    def projections(self):
-        return {"in_proj.weight": [self.d_inner, self.d_inner], "x_proj.weight": [self.R, self.N, self.N]}
-
-    def mixing_flops(self, T):
-        # per channel and state: eps k (1), x - k S (2), S += (2), S q (2); Mamba: delta A (1), exp (1), its product
-        # (1), S += (2), S q (2); per channel: step size, skip and gate (8), the convolution
-        return self.d_inner * (7 * self.N + 8 + 2 * self.W)
-
 
 class Longhorn(ScanBlock):
     """S_ij = (1 - eps_i k_j^2) S_ij + eps_i x_i k_j (Eq. 7), eps = b / (1 + b |k|^2), b = sigmoid(dt + dt_bias)."""
@@ -179,18 +162,6 @@ class Longhorn(ScanBlock):
                              backend=self.backend)
 
 
-class LonghornExact(Longhorn):
-    """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k per channel i (Eq. 6)."""
-
-    def scan(self, x, dt, k, q, z, h0, reverse=False):
-        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True,
-                             reverse=reverse, backend=self.backend)
-
-    def mixing_flops(self, T):
-        # k S summed over the states (2 per state, as k S alone), then x - k S (1)
-        return super().mixing_flops(T) + self.d_inner
-
-
 class Mamba(ScanBlock):
     """S_ij = exp(d_i A_ij) S_ij + d_i x_i k_j, d = softplus(dt + dt_bias), A = -exp(A_log) (Gu & Dao 2023)."""
 
@@ -198,7 +169,9 @@ class Mamba(ScanBlock):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.A_log = nn.Parameter(torch.empty(self.d_inner, self.N))
+        self.dt_bias.start = step_size(1e-3, 0.1)
+        decay = torch.arange(1, self.N + 1, dtype=torch.float64).log().expand(self.d_inner, self.N)
+        self.A_log = parameter(self.d_inner, self.N, start=values(decay))
 
     def scan(self, x, dt, k, q, z, h0, reverse=False):
         A = -self.A_log.exp()  # (d_inner, N)
@@ -207,9 +180,14 @@ class Mamba(ScanBlock):
                              h0=h0, reverse=reverse, backend=self.backend)
         return out if keep else (out, None)
 
-    def init_table(self, config):
-        A_log = torch.arange(1, self.N + 1, dtype=torch.float64).log().expand(self.d_inner, self.N)
-        return {**super().init_table(config), "A_log": ("tensor", A_log), "dt_bias": ("step size", (1e-3, 0.1))}
+
+def split_heads(config, multiple=1):
+    """Channels per head. Raises ValueError where heads do not divide n_embd into multiples of `multiple`."""
+    if config.n_embd % (config.n_head * multiple):
+        times = f" times {multiple}" * (multiple > 1)
+        raise ValueError(f"n_embd {config.n_embd} is no multiple of n_head {config.n_head}{times}: choose an n_head "
+                         f"that divides {config.n_embd // multiple}")
+    return config.n_embd // config.n_head
 
 
 class Attention(nn.Module):
@@ -220,8 +198,8 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.out_proj = nn.Linear(d, d, bias=False)
+        self.qkv = linear(d, 3 * d, start=normal(0.02), parts=[d, d, d])
+        self.out_proj = linear(d, d, start=to_residual(config))
         self.backend = config.backend
 
     def forward(self, x, state=None):
@@ -239,18 +217,6 @@ class Attention(nn.Module):
         empty = torch.zeros(batch_size, self.H, 0, self.n, device=device)
         return empty, empty
 
-    def init_table(self, config):
-        return {"qkv.weight": ("normal", 0.02), "out_proj.weight": to_residual(config)}
-
-    def projections(self):
-        return {"qkv.weight": [self.qkv.in_features] * 3}
-
-    def mixing_flops(self, T):
-        return 4 * self.out_proj.in_features * (T + 1) / 2  # q k^T and the weighted sum over the visible tokens
-
-    def state_size(self, T):
-        return 2 * T * self.out_proj.in_features  # the cache
-
 
 def apply_rotary(x, cos, sin):
     """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) are rotated by position times frequency i."""
@@ -264,35 +230,31 @@ def rotary_angles(first, last, n, device):
     return torch.arange(first, last, device=device)[:, None] * frequency
 
 
-class SlidingWindow(Attention):
-    """LLaMA's attention to the last `window` tokens, itself among them; 0: half of block_size. Its cache holds as many.
+# Keys that `append_to_cache` returned -> (buffers of keys and values with free room behind them; the values returned).
+ROOMS = WeakIdKeyDictionary()
 
-    Only differences of rotary angles matter, so the cache holds keys before their rotation, and the oldest in it is at
-    position 0: the angles stay small however long the text is.
+
+def append_to_cache(cache, k, v):
+    """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
+
+    They are written into free room behind it, so that a new token does not copy all before it; when the room is used
+    up, a quarter more is made. The room belongs to the very tensors that were returned, and the first caller to
+    continue them gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, begins
+    with a copy. With gradients or when compiling: torch.cat.
     """
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.window = config.window or max(1, config.block_size // 2)
-
-    def forward(self, x, state=None):
-        B, T, d = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
-        if state is not None:
-            k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
-            state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep all of them
-        S = k.shape[2]
-        angle = rotary_angles(0, S, self.n, x.device)  # (S, n/2)
-        q, k = apply_rotary(q, angle[S - T:].cos(), angle[S - T:].sin()), apply_rotary(k, angle.cos(), angle.sin())
-        y = attention(q, k, v, self.window, backend=self.backend)  # (B, H, T, n)
-        return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state
-
-    def mixing_flops(self, T):
-        w = min(T, self.window)  # token t of the first w sees t, all others w
-        return 4 * self.out_proj.in_features * (w * (w + 1) / 2 + (T - w) * w) / T
-
-    def state_size(self, T):
-        return super().state_size(min(T, self.window))
+    past_k, past_v = cache
+    past, T = past_k.shape[2], past_k.shape[2] + k.shape[2]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.cat([past_k.to(k.dtype), k], 2), torch.cat([past_v.to(v.dtype), v], 2)
+    room_k, room_v, values = ROOMS.pop(past_k, (None, None, None))  # of two threads one gets it
+    if not (values is past_v and T <= room_k.shape[2] and k.dtype == room_k.dtype and k.shape[:2] == room_k.shape[:2]
+            and room_k.is_inference() == torch.is_inference_mode_enabled()):
+        room_k, room_v = (a.new_empty(*a.shape[:2], T + max(32, T // 4), a.shape[3]) for a in (k, v))
+        room_k[:, :, :past], room_v[:, :, :past] = past_k, past_v
+    room_k[:, :, past:T], room_v[:, :, past:T] = k, v
+    keys, values = room_k[:, :, :T], room_v[:, :, :T]
+    ROOMS[keys] = room_k, room_v, values
+    return keys, values
 
 
 class SwiGLU(nn.Module):
@@ -303,10 +265,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        hidden = self.hidden(config)
-        self.w1 = nn.Linear(config.n_embd, hidden, bias=False)
-        self.w3 = nn.Linear(config.n_embd, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, config.n_embd, bias=False)
+        d, hidden = config.n_embd, self.hidden(config)
+        self.w1 = linear(d, hidden, start=normal(0.02))
+        self.w3 = linear(d, hidden, start=normal(0.02))
+        self.w2 = linear(hidden, d, start=to_residual(config))
 
     def hidden(self, config):
         return round_up(8 * config.n_embd / 3, config.mlp_multiple)
@@ -317,12 +279,16 @@ class SwiGLU(nn.Module):
     def initial_state(self, batch_size, device):
         return ()
 
-    def init_table(self, config):
-        return {"w1.weight": ("normal", 0.02), "w3.weight": ("normal", 0.02), "w2.weight": to_residual(config)}
-
 
 def round_up(width, multiple):
     return math.ceil(width / multiple) * multiple
+
+
+def head_norm(x, weight=1.0, eps=1e-5, backend=None):
+    """RMSNorm over the channels of each head, without parameters: x (B, T, H, n), times a number or a weight (n,)."""
+    if not isinstance(weight, torch.Tensor):
+        weight = torch.full(x.shape[-1:], weight, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    return rms_norm(x, weight, eps, backend)
 
 
 class GLA(nn.Module):
@@ -342,12 +308,12 @@ class GLA(nn.Module):
         d, self.H, self.backend = config.n_embd, config.n_head, config.backend
         self.n = split_heads(config, multiple=2) // 2  # keys are half as wide as values
         self.as_released = config.as_released
-        self.qk = nn.Linear(d, d, bias=False)
-        self.v = nn.Linear(d, d, bias=False)
-        self.forget1 = nn.Linear(d, 16, bias=False)
-        self.forget2 = nn.Linear(16, d // 2)
-        self.gate = nn.Linear(d, d)
-        self.out_proj = nn.Linear(d, d, bias=False)
+        self.qk = linear(d, d, start=xavier(d // 2, d, 2**-2.5), parts=[d // 2, d // 2])
+        self.v = linear(d, d, start=normal(0.02))
+        self.forget1 = linear(d, 16, start=xavier(16, d, 2**-2.5))
+        self.forget2 = linear(16, d // 2, start=xavier(d // 2, 16, 2**-2.5), bias=constant(0.0))
+        self.gate = linear(d, d, start=normal(0.02), bias=constant(0.0))
+        self.out_proj = linear(d, d, start=to_residual_unless_released(config))
 
     def forward(self, x, state=None):
         heads = lambda a: a.unflatten(-1, (self.H, -1))
@@ -363,222 +329,24 @@ class GLA(nn.Module):
     def initial_state(self, batch_size, device):
         return torch.zeros(batch_size, self.H, self.n, 2 * self.n, device=device)
 
-    def init_table(self, config):
-        d = config.n_embd
-        return {"qk.weight": xavier(d // 2, d, 2**-2.5), "v.weight": ("normal", 0.02),
-                "forget1.weight": xavier(16, d, 2**-2.5), "forget2.weight": xavier(d // 2, 16, 2**-2.5),
-                "forget2.bias": ("constant", 0.0), "gate.weight": ("normal", 0.02), "gate.bias": ("constant", 0.0),
-                "out_proj.weight": unscaled_as_released(config)}
-
-    def projections(self):
-        return {"qk.weight": [self.H * self.n] * 2}
-
-    def mixing_flops(self, T):
-        return 5 * self.H * self.n * 2 * self.n  # of the recurrence, per state: a S (1), k^T v added (2), q S (2)
-
 
 class GLAMLP(SwiGLU):
     """SwiGLU; as released, its last map starts as large as the others."""
 
-    def init_table(self, config):
-        return {**super().init_table(config), "w2.weight": unscaled_as_released(config)}
-
-
-class Retention(nn.Module):
-    """RetNet's retention: a fixed decay per head, and rotated queries and keys (Sun et al. 2023, Eq. 5 to 8).
-
-        q, k = split(W_qk x);  v, g = split(W_vg x)      v, g: int(1.8 d) wide, rounded down to a multiple of the heads
-        q, k rotated at position t, channel pair i of m, by t * 10000^(-i/(m-1));  k / sqrt(n)
-        S = gamma_h S' + k^T v,  gamma_h = 1 - 2^(-5-h);  o = q S
-        out = W_o (silu(g) * RMSNorm_head(o))
-
-    The published code also divides o by sums of absolute weights before the norm. The norm cancels that only where its
-    eps is negligible beside mean(o^2): at 1e-5 the first token differs by 24%. Left out here. As released: an eps of
-    1e-6 in all norms, every weight N(0, 0.02).
-    """
-
-    operator = "retention"
-
     def __init__(self, config, layer):
-        super().__init__()
-        d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
-        self.n_v, self.backend = retnet_width(config) // self.H, config.backend
-        self.norm_eps = retnet_eps(config)
-        self.qk = nn.Linear(d, 2 * d, bias=False)
-        self.vg = nn.Linear(d, 2 * self.H * self.n_v, bias=False)
-        self.out_proj = nn.Linear(self.H * self.n_v, d, bias=False)
-
-    def rotate(self, x, t):
-        """Rotate the pairs (even, odd) of the last dimension of x (..., n) by t * frequency; t as x[..., 0]."""
-        m = self.n // 2
-        angle = t[..., None] * 10000.0 ** -(torch.arange(m, device=x.device) / max(1, m - 1))  # (..., m), float32
-        cos, sin = angle.cos(), angle.sin()
-        even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is rotated by T, so rounding would show
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
-
-    def forward(self, x, state=None):
-        T = x.shape[1]
-        t = torch.arange(T, device=x.device)[:, None]  # (T, 1): the same for all heads
-        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), t)  # (B, T, 2 H, n)
-        q, k = qk.chunk(2, 2)  # (B, T, H, n) each
-        v, g = self.vg(x).chunk(2, -1)  # (B, T, H n_v) each
-        log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
-        v = v.unflatten(-1, (self.H, -1))  # (B, T, H, n_v)
-        o, S = retention(q, k * self.n**-0.5, v, log_decay, state=state, backend=self.backend)
-        y = self.out_proj(F.silu(g) * head_norm(o, eps=self.norm_eps, backend=self.backend).flatten(2))
-        if state is None:
-            return y, None
-        # only differences of angles matter: rotate the keys in the state back by T, and the next token is at 0 again
-        back = torch.full((), -T, device=x.device)
-        return y, self.rotate(S.transpose(2, 3), back).transpose(2, 3)  # (B, H, n, n_v)
-
-    def initial_state(self, batch_size, device):
-        return torch.zeros(batch_size, self.H, self.n, self.n_v, device=device)
-
-    def init_table(self, config):
-        d, wide = config.n_embd, self.H * self.n_v
-        if config.as_released:
-            return dict.fromkeys(("qk.weight", "vg.weight", "out_proj.weight"), ("normal", 0.02))
-        return {"qk.weight": xavier(d, d, 2**-2.5), "vg.weight": xavier(wide, d, 2**-2.5),
-                "out_proj.weight": xavier(d, wide, 0.5)}
-
-    def projections(self):
-        return {"qk.weight": [self.H * self.n] * 2, "vg.weight": [self.H * self.n_v] * 2}
-
-    def mixing_flops(self, T):
-        return 5 * self.H * self.n * self.n_v  # of the recurrence, per state: gamma S (1), k^T v added (2), q S (2)
+        super().__init__(config, layer)
+        self.w2.weight.start = to_residual_unless_released(config)
 
 
-def retnet_width(config):
-    return int(1.8 * config.n_embd) // config.n_head * config.n_head
-
-
-def retnet_eps(config):
-    return 1e-6 if config.as_released else 1e-5
-
-
-class RetNetGLU(GLAMLP):
-    """W_2 (gelu(W_1 x) * W_3 x), as wide as the values of the retention beside it: Table 1's RetNet."""
-
-    activation = staticmethod(F.gelu)
-
-    def hidden(self, config):
-        return retnet_width(config)
-
-
-class RWKVTimeMix(nn.Module):
-    """RWKV's time mix as Table 1 counts it: 5.1, Eagle's with one decay and one bonus per head (Peng et al. 2024).
-
-        x_c = x + (x_before - x) * mu_c  for c in r, k, v, g
-        r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)) per head
-        o = r (S' + u k^T v);  S = w S' + k^T v
-        out = W_o (GroupNorm_head(o) * g)
-
-    As released, the model adds a learned position to the embedding; the state of the first layer then counts tokens.
-    """
-
-    operator = "retention"
-
-    def __init__(self, config, layer):
-        super().__init__()
-        d, self.H, self.layer = config.n_embd, config.n_head, layer
-        self.counts = config.as_released and layer == 0
-        self.n, self.backend = split_heads(config), config.backend
-        self.mu = nn.Parameter(torch.empty(4, d))  # of r, k, v, g
-        self.decay = nn.Parameter(torch.empty(self.H))
-        self.bonus = nn.Parameter(torch.empty(self.H))
-        self.receptance = nn.Linear(d, d, bias=False)
-        self.key = nn.Linear(d, d, bias=False)
-        self.value = nn.Linear(d, d, bias=False)
-        self.gate = nn.Linear(d, d, bias=False)
-        self.norm_weight = nn.Parameter(torch.empty(d))
-        self.norm_bias = nn.Parameter(torch.empty(d))
-        self.output = nn.Linear(d, d, bias=False)
-
-    def forward(self, x, state=None):
-        last, S, *seen = (None, None) if state is None else state
-        change = token_shift(x, last) - x  # (B, T, d)
-        r, k, v, g = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
-        heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
-        r, k, v = heads(self.receptance(r)), heads(self.key(k)), heads(self.value(v))
-        o, S = retention(r, k, v, -self.decay.exp(), self.bonus, S, backend=self.backend)  # (B, T, H, n), (B, H, n, n)
-        o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm whose groups are the heads of one token
-        o = torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype))
-        y = self.output(o * F.silu(self.gate(g)))
-        return y, None if state is None else (x[:, -1].clone(), S, *(n + x.shape[1] for n in seen))
-
-    def initial_state(self, batch_size, device):
-        return (torch.zeros(batch_size, self.H * self.n, device=device),
-                torch.zeros(batch_size, self.H, self.n, self.n, device=device),
-                *([torch.zeros(batch_size, dtype=torch.int64, device=device)] if self.counts else []))
-
-    def init_table(self, config):
-        a, mu = rwkv_mu(config, self.layer)
-        h = ramp(self.H)
-        linear = {f"{name}.weight": ("normal", 0.02) for name in ("receptance", "key", "value", "gate")}
-        return {"mu": ("tensor", torch.stack([mu[c] for c in "rkvg"])),
-                "decay": ("tensor", -6 + 5 * h ** (0.7 + 1.3 * a)), "bonus": ("tensor", a * (1 - h)),
-                "norm_weight": ("constant", 1.0), "norm_bias": ("constant", 0.0), **linear,
-                "output.weight": to_residual(config)}
-
-    def mixing_flops(self, T):
-        # per state: r S (2), w S (1), k^T v added (2); per channel: r . u k (3), times v, added to o (2)
-        return self.H * self.n * (5 * self.n + 5)
-
-
-class RWKVChannelMix(nn.Module):
-    """sigmoid(W_r x_r) * W_v relu(W_k x_k)^2 of shifted tokens, hidden 3 d or the next multiple of mlp_multiple."""
-
-    operator = None  # it mixes channels
-    factor = 3
-
-    def __init__(self, config, layer):
-        super().__init__()
-        d, self.layer = config.n_embd, layer
-        hidden = round_up(self.factor * d, config.mlp_multiple)
-        self.mu = nn.Parameter(torch.empty(2, d))  # of r, k
-        self.receptance = nn.Linear(d, d, bias=False)
-        self.key = nn.Linear(d, hidden, bias=False)
-        self.value = nn.Linear(hidden, d, bias=False)
-
-    def forward(self, x, state=None):
-        change = token_shift(x, state) - x  # (B, T, d)
-        r, k = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
-        y = torch.sigmoid(self.receptance(r)) * self.value(F.relu(self.key(k)).square())
-        return y, None if state is None else x[:, -1].clone()
-
-    def initial_state(self, batch_size, device):
-        return torch.zeros(batch_size, self.mu.shape[1], device=device)
-
-    def init_table(self, config):
-        _, mu = rwkv_mu(config, self.layer)
-        return {"mu": ("tensor", torch.stack([mu["k"], mu["k"]])), "receptance.weight": ("normal", 0.02),
-                "key.weight": ("normal", 0.02), "value.weight": unscaled_as_released(config)}
-
-
-class RWKV4ChannelMix(RWKVChannelMix):
-    """The same with a hidden width of 4 d."""
-
-    factor = 4
-
-
-FAMILIES = {
+FAMILIES = {  # mixers.py adds the others
     "longhorn": [Longhorn, Longhorn],
     "mamba": [Mamba, Mamba],
     "llama": [Attention, SwiGLU],
     "gla": [GLA, GLAMLP],
-    "retnet": [Retention, RetNetGLU],
-    "rwkv": [RWKVTimeMix, RWKVChannelMix],
-    # beside Table 1
-    "rwkv4": [RWKV4TimeMix, RWKV4ChannelMix],
-    "deltanet": [DeltaNet, SwiGLU],
-    "gated_deltanet": [GatedDeltaNet, SwiGLU],
-    "kda": [KDA, SwiGLU],
-    "mesa": [Mesa, SwiGLU],
-    "mamba2": [Mamba2, Mamba2],
-    "swa": [SlidingWindow, SwiGLU],
-    "longhorn_exact": [LonghornExact, LonghornExact],
 }
+NORMS = {}  # family -> its norm, made of the config; of all others: RMSNorm
+EMBEDDING_NORMS = set()  # families that norm what enters the first layer
+POSITIONS = {}  # family -> the positions that it learns as released
 
 
 # ------------------------------------------------------------------------------------------------------------ skeleton
@@ -588,26 +356,32 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config, eps=1e-5):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.n_embd))
+        self.weight = parameter(config.n_embd, start=constant(1.0))
         self.eps, self.backend = eps, config.backend
 
     def forward(self, x):
         return rms_norm(x, self.weight, self.eps, backend=self.backend)
 
 
-# Of all others: RMSNorm. RWKV-4's norms have a bias in its published weights and in transformers, its reference here.
-NORMS = {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False),
-         "rwkv4": lambda config: nn.LayerNorm(config.n_embd),
-         "retnet": lambda config: RMSNorm(config, retnet_eps(config))}
-NORM_OF_EMBEDDING = {"rwkv4"}  # families that norm what enters the first layer
+REPLACED = {  # methods that mixers had until November 2026 -> what to write instead
+    "init_table": "say how a parameter starts where it is made: linear(n_in, n_out, start=normal(0.02)) or "
+                  "parameter(*shape, start=constant(0.0)), see runtime/parameters.py",
+    "projections": "say which parts a fused map has where it is made: linear(n_in, n_out, start, parts=[rows, ...])",
+    "mixing_flops": "name the operator in `operator`, or set `flops`: a number, or a function of T",
+    "state_size": "leave it out: the tensors of initial_state are counted; a dimension of 0 is a cache that grows",
+}
 
 
 class Branch(nn.Module):
-    """mixer(norm(h)), what one branch adds to the residual stream; and the defaults of all that a mixer leaves out."""
+    """mixer(norm(h)), what one branch adds to the residual stream. Raises ValueError for a mixer written for an earlier
+    version."""
 
     def __init__(self, norm, mixer):
         super().__init__()
         self.norm, self.mixer = norm, mixer
+        for method, instead in REPLACED.items():
+            if hasattr(mixer, method):
+                raise ValueError(f"{where_is(type(mixer))} defines {method}, which nothing calls any more: {instead}")
 
     def forward(self, h, state=None):
         x = self.norm(h)
@@ -624,19 +398,6 @@ class Branch(nn.Module):
             raise ValueError(f"{where_is(type(self.mixer))} keeps no state, so it cannot sample or read in chunks: "
                              "write its initial_state(batch_size, device) and forward(x, state) -> (y, state)")
         return self.mixer.initial_state(batch_size, device)
-
-    def init_table(self, config):
-        """{} for a mixer without one: its parameters keep the values that its constructor gave them."""
-        return self.mixer.init_table(config) if hasattr(self.mixer, "init_table") else {}
-
-    def mixing_flops(self, T):
-        return self.mixer.mixing_flops(T) if hasattr(self.mixer, "mixing_flops") else 0
-
-    def state_size(self, T):
-        """Counted from initial_state, unless the mixer says that it grows with T."""
-        if hasattr(self.mixer, "state_size"):
-            return self.mixer.state_size(T)
-        return sum(a.numel() for a in tensors_of(self.mixer.initial_state(1, "meta"))) if self.has_state else 0
 
 
 class Layer(nn.Module):
@@ -690,32 +451,34 @@ class LM(nn.Module):
             raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
         if config.window < 0:
             raise ValueError(f"window {config.window} must be at least 1, or 0 for half of block_size")
-        if config.step not in STEPS:
-            raise ValueError(f"unknown step {config.step!r}: choose one of {', '.join(STEPS)}")
         if config.backend not in BACKENDS:
             raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embed.weight.start = normal(0.02)
         self.layers = nn.ModuleList(self.build_layers(config))
         families = config.families  # the first and the last layer's say which norms stand before and behind all layers
         norm = lambda family: NORMS.get(family, RMSNorm)(config)
-        self.embed_norm = norm(families[0]) if families[0] in NORM_OF_EMBEDDING else nn.Identity()
+        self.embed_norm = norm(families[0]) if families[0] in EMBEDDING_NORMS else nn.Identity()
         self.norm = norm(families[-1])
-        self.positions = None
-        if config.as_released and families[0] == "rwkv":
-            self.positions = nn.Embedding(config.block_size, config.n_embd)
-        self.init_weights()
-        own = [branch.mixer for _, branch in self.branches() if getattr(branch.mixer, "operator", "") not in MIX_TOKENS]
-        if config.documents == "pack" and own:
-            raise ValueError(f"documents=pack: {where_is(type(own[0]))} names no operator of kernels/ that mixes its "
-                             "tokens, and only those begin anew with a document: use --documents=join")
-        if config.documents == "pack" and self.positions is not None:
-            raise ValueError("documents=pack: RWKV as released counts positions from the window's first token: use "
-                             "--documents=join")
+        self.positions = POSITIONS[families[0]](config) if config.as_released and families[0] in POSITIONS else None
+        draw(self)
+        if config.documents == "pack":
+            self.check_documents()
 
     def build_layers(self, config):
         """The layers that the config's pattern names."""
         return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)]
+
+    def check_documents(self):
+        """Raises ValueError where a mixer, or learned positions, would read on from one packed document to the next."""
+        for _, branch in self.branches():
+            if getattr(branch.mixer, "operator", "") not in MIX_TOKENS:
+                raise ValueError(f"documents=pack: {where_is(type(branch.mixer))} names no operator of kernels/ that "
+                                 "mixes its tokens, and only those start afresh at each document: use --documents=join")
+        if self.positions is not None:
+            raise ValueError("documents=pack: positions are counted from the window's first token, not from the "
+                             "document's: use --documents=join")
 
     def forward(self, idx, targets=None, state=None, last_only=False, loss_only=False):
         """Predict the next token at every position.
@@ -742,7 +505,7 @@ class LM(nn.Module):
                              f"initial_state({len(idx)}), or from what the call before returned")
         h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
         if self.positions is not None:
-            h = h + self.position_embedding(idx.shape[1], state)
+            h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
         pack = self.config.documents == "pack" and not keep  # a state belongs to one document
         with documents((idx == self.config.end_of_text).roll(1, 1) if pack else None):
             for layer, s in zip(self.layers, state if keep else [None] * len(self.layers), strict=True):
@@ -760,26 +523,6 @@ class LM(nn.Module):
         logits = None if loss_only else logits
         return (logits, loss, after) if keep else (logits, loss)
 
-    def position_embedding(self, T, state):
-        """(1, T, n_embd), of the T tokens after those that the state has read. Raises ValueError beyond block_size."""
-        past = 0 if state is None else int(state[0][0][-1][0])
-        if past + T > len(self.positions.weight):
-            raise ValueError(f"RWKV as released has positions up to block_size {len(self.positions.weight)}, not "
-                             f"{past + T}: leave as_released out")
-        return self.positions.weight[None, past:past + T]
-
-    def toy(self, backend):
-        """A small model of the same code, for runtime/self_check.py: every family of this one once, in one layer."""
-        families = list(dict.fromkeys(self.config.families))
-        return type(self)(replace(self.config, pattern=",".join(families), n_layer=len(families), n_embd=32, n_head=2,
-                                  vocab_size=64, mlp_multiple=16, block_size=128, window=24, backend=backend,
-                                  documents="join", end_of_text=0))
-
-    def toy_batch(self):
-        """Tokens and targets (2, 66) for a toy."""
-        idx = torch.randint(self.config.vocab_size, (2, 67))
-        return idx[:, :-1], idx[:, 1:]
-
     def branches(self):
         """Every Branch with its name, in the order in which they run."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Branch)]
@@ -788,149 +531,6 @@ class LM(nn.Module):
         """The state before the first token: per layer, per branch. Raises ValueError for a mixer that keeps none."""
         return [[branch.initial_state(batch_size, self.embed.weight.device) for branch in layer.branches]
                 for layer in self.layers]
-
-    @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, chunk=4096):
-        """Yield `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), from the recurrent state.
-
-        The prompt is read in chunks; then time and memory per token are constant for recurrent families, and grow with
-        the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail first.
-        """
-        check_tokens(idx)
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens {max_new_tokens} must be 0 or more")
-        state = self.initial_state(idx.shape[0])
-        for part in idx.split(chunk, 1):
-            logits, _, state = self(part, state=state, last_only=True)
-        for i in range(max_new_tokens):
-            token = sample_token(logits[:, -1].float(), temperature, top_k, top_p, generator)
-            yield token
-            if i + 1 < max_new_tokens:
-                logits, _, state = self(token[:, None], state=state, last_only=True)
-
-    def generate(self, idx, max_new_tokens, **sampling):
-        """idx (B, T) with `max_new_tokens` more tokens behind it; see `stream` for the sampling arguments."""
-        return torch.cat([idx, *(token[:, None] for token in self.stream(idx, max_new_tokens, **sampling))], 1)
-
-    # ---------------------------------------------------------------------------------- initialisation, bookkeeping
-
-    def init_table(self):
-        """Parameter name -> (kind, scale) of all that have an entry; the others keep what their constructor drew.
-
-        'normal' standard deviation, 'uniform' bound, 'constant' value, 'tensor' values; 'step size' (low, high): the
-        inverse softplus of a log-uniform number between them, so that softplus gives it back (Mamba's dt_bias); 'log'
-        (low, high): the logarithm of a uniform number between them.
-        """
-        table = {"embed.weight": ("normal", 0.02)}
-        if self.positions is not None:
-            table["positions.weight"] = "normal", 0.02
-        for name, _ in self.named_parameters():
-            if name.split(".")[-2:-1] in (["norm"], ["embed_norm"]):
-                table[name] = ("constant", 1.0 if name.endswith("weight") else 0.0)
-        for name, branch in self.branches():
-            own = branch.init_table(self.config)
-            table.update({f"{name}.mixer.{parameter}": how for parameter, how in own.items()})
-            missing = [n for n, _ in branch.mixer.named_parameters() if n not in own] if own else []
-            if missing:
-                raise ValueError(f"{where_is(type(branch.mixer))}: init_table does not say how {missing[0]!r} starts: "
-                                 f"add {missing[0]!r}: (kind, scale), whose kinds are listed at LM.init_table")
-        return table
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Draw every parameter that `init_table` names."""
-        table = self.init_table()
-        for name, p in self.named_parameters():
-            kind, scale = table.get(name, (None, None))
-            if kind == "normal":
-                p.normal_(0.0, scale)
-            elif kind == "uniform":
-                p.uniform_(-scale, scale)
-            elif kind == "tensor":
-                p.copy_(scale)
-            elif kind == "step size":
-                step = p.uniform_(*map(math.log, scale)).exp().clamp(min=1e-4)
-                p.copy_(step + torch.log(-torch.expm1(-step)))
-            elif kind == "log":
-                p.uniform_(*scale).clamp_(min=1e-4).log_()
-            elif kind == "constant":
-                p.fill_(scale)
-
-    def decayed(self):
-        """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding; as
-        released, all of two or more dimensions."""
-        if self.config.as_released:
-            return [name for name, p in self.named_parameters() if p.dim() >= 2]
-        return [f"{name}.weight" for name, m in self.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
-
-    def computed_by(self):
-        """The operators that mix the tokens, each with where it runs: 'longhorn_scan (cpu), attention (cpu)'."""
-        device, words = self.embed.weight.device.type, {}
-        for _, branch in self.branches():
-            operator = getattr(branch.mixer, "operator", type(branch.mixer).__name__)
-            if operator in build.BODIES:
-                operator += f" ({build.choose(operator, self.config.backend, device)})"
-            words[operator] = None
-        return ", ".join(filter(None, words)) or "nothing"
-
-    def defaults(self):
-        """A line on each class of mixers that relies on defaults: what it leaves out, and what happens then."""
-        what = {"init_table": "its parameters start as its constructor left them", "initial_state": "it cannot sample",
-                "mixing_flops": "FLOPs count its linear maps only"}
-        lines = []
-        for cls in dict.fromkeys(type(branch.mixer) for _, branch in self.branches()):
-            optional = {"mixing_flops"} if getattr(cls, "operator", "") is None else set()  # it has linear maps only
-            missing = [name for name in what if not hasattr(cls, name) and name not in optional]
-            said = [f"no {name}: {what[name]}" for name in missing]
-            lines += [f"{where_is(cls)} has {'; '.join(said)}"] if said else []
-        return lines
-
-    def parameter_count(self):
-        """Parameters by part: embedding (tied with the head), mixers by class, norms, and their total."""
-        count = lambda module: sum(p.numel() for p in module.parameters())
-        parts = {"embedding": self.embed.weight.numel(), "norms": count(self.norm) + count(self.embed_norm),
-                 **({} if self.positions is None else {"positions": self.positions.weight.numel()})}
-        for _, branch in self.branches():
-            name = type(branch.mixer).__name__
-            parts[name] = parts.get(name, 0) + count(branch.mixer)
-            parts["norms"] += count(branch.norm)
-        return {**parts, "total": sum(parts.values())}
-
-    def flops_per_token(self, T=None):
-        """FLOPs per token of a sequence of T (default block_size): {'forward', 'backward', 'total'}.
-
-        A linear map of n weights costs 2 n forward; the head counts, the embedding look-up does not; causal attention
-        counts the visible half only, a recurrence what it takes token by token, however it is computed. The backward is
-        twice the forward; recomputation is not counted.
-        """
-        T = T or self.config.block_size
-        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        forward = linear + 2 * self.embed.weight.numel() + sum(b.mixing_flops(T) for _, b in self.branches())
-        return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
-
-    def state_size(self, T=None):
-        """Numbers kept per sequence after T tokens (default block_size), over all layers."""
-        return sum(branch.state_size(T or self.config.block_size) for _, branch in self.branches())
-
-
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """One token (B,) from logits (B, V). temperature 0: the most likely one. Raises ValueError for bad settings."""
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-        raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
-    if temperature == 0:
-        return logits.argmax(-1)
-    # differences to the largest, so that a small temperature overflows to -inf, never to inf; at least `tiny`, or 0 / 0
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p is not None:
-        ordered, order = logits.sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        ordered = ordered.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)  # keeps the first that reaches top_p
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, ordered)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
 
 if __name__ == "__main__":
     from experiments.scaling import parameters

@@ -18,24 +18,31 @@ from runtime import distributed
 def build_optimizers(model, config):
     """The list of optimisers of a model, every parameter in exactly one group.
 
-    config: optimizer ("adamw" or "muon"), learning_rate, weight_decay, beta1, beta2. The model says by `decayed()` what
-    weight decay applies to.
+    config: optimizer ("adamw" or "muon"), learning_rate, weight_decay, beta1, beta2.
     """
-    named, decayed = dict(model.named_parameters()), set(model.decayed())
-    optimizers, matrices = [], {}
+    named, matrices, optimizers = dict(model.named_parameters()), {}, []
+    with_decay = set(decayed(model, getattr(config, "as_released", False)))
     if config.optimizer == "muon":
         matrices = muon_matrices(model)
         optimizers.append(Muon([(named[name], rows) for name, rows in matrices.items()], lr=config.learning_rate,
                                weight_decay=config.weight_decay))
     rest = {name: p for name, p in named.items() if name not in matrices}
-    groups = [{"params": [p for name, p in rest.items() if name in decayed], "weight_decay": config.weight_decay},
-              {"params": [p for name, p in rest.items() if name not in decayed], "weight_decay": 0.0}]
+    groups = [{"params": [p for name, p in rest.items() if name in with_decay], "weight_decay": config.weight_decay},
+              {"params": [p for name, p in rest.items() if name not in with_decay], "weight_decay": 0.0}]
     optimizers.append(torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
                                         betas=(config.beta1, config.beta2), fused=True))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
     return optimizers
+
+
+def decayed(model, as_released=False):
+    """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding; as released, all
+    of two or more dimensions."""
+    if as_released:
+        return [name for name, p in model.named_parameters() if p.dim() >= 2]
+    return [f"{name}.weight" for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
 
 
 def set_learning_rate(optimizers, factor):
@@ -47,15 +54,10 @@ def set_learning_rate(optimizers, factor):
 
 def muon_matrices(model):
     """Name -> rows of its parts, of every linear map inside the layers. A fused projection, such as in_proj of x and z,
-    has several parts, as its mixer's `projections()` says."""
-    matrices = {}
-    for name, branch in model.branches():
-        fused = branch.mixer.projections() if hasattr(branch.mixer, "projections") else {}
-        for inner, module in branch.mixer.named_modules():
-            if isinstance(module, nn.Linear):
-                weight = f"{inner}.weight" if inner else "weight"
-                matrices[f"{name}.mixer.{weight}"] = fused.get(weight, [module.out_features])
-    return matrices
+    has several parts (runtime/parameters.py)."""
+    return {f"{name}.mixer.{inner}.weight": getattr(module, "parts", None) or [module.out_features]
+            for name, branch in model.branches() for inner, module in branch.mixer.named_modules()
+            if isinstance(module, nn.Linear)}
 
 
 class Muon(torch.optim.Muon):

@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 
 import configurator
+import mixers  # noqa: F401  all families
 from data.tokenizer import Text
-from model import LM, ModelConfig
+from model import LM, ModelConfig, check_tokens
 from runtime import checkpoint
 from runtime.distributed import named_device
 
@@ -82,6 +83,50 @@ def read_prompt(prompt, text):
     return shown, text.encode(shown)
 
 
+@torch.no_grad()
+def stream(lm, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, chunk=4096):
+    """Yield `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), from the recurrent state.
+
+    The prompt is read in chunks; then time and memory per token are constant for recurrent families, and grow with
+    the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail first.
+    """
+    check_tokens(idx)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens {max_new_tokens} must be 0 or more")
+    state = lm.initial_state(idx.shape[0])
+    for part in idx.split(chunk, 1):
+        logits, _, state = lm(part, state=state, last_only=True)
+    for i in range(max_new_tokens):
+        token = sample_token(logits[:, -1].float(), temperature, top_k, top_p, generator)
+        yield token
+        if i + 1 < max_new_tokens:
+            logits, _, state = lm(token[:, None], state=state, last_only=True)
+
+
+def generate(lm, idx, max_new_tokens, **sampling):
+    """idx (B, T) with `max_new_tokens` more tokens behind it; see `stream` for the sampling arguments."""
+    return torch.cat([idx, *(token[:, None] for token in stream(lm, idx, max_new_tokens, **sampling))], 1)
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """One token (B,) from logits (B, V). temperature 0: the most likely one. Raises ValueError for bad settings."""
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
+    if temperature == 0:
+        return logits.argmax(-1)
+    # differences to the largest, so that a small temperature overflows to -inf, never to inf; at least `tiny`, or 0 / 0
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p is not None:
+        ordered, order = logits.sort(-1, descending=True)
+        p = ordered.softmax(-1)
+        ordered = ordered.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)  # keeps the first that reaches top_p
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, ordered)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
 def main(argv):
     config = configurator.load(SampleConfig, argv)
     for key, low, high in (("max_new_tokens", 1, math.inf), ("num_samples", 1, math.inf), ("temperature", 0, math.inf),
@@ -105,8 +150,8 @@ def main(argv):
         sys.stdout.write(prompt)
         start = time.perf_counter()
         text.begin(tokens)
-        for token in lm.stream(idx, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k or None,
-                               top_p=config.top_p, generator=generator):
+        for token in stream(lm, idx, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k or None,
+                            top_p=config.top_p, generator=generator):
             sys.stdout.write(text.decode(token.item()))
             sys.stdout.flush()
         print(text.decoder.decode(b"", True))  # what is left of a character that was cut off

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 import configurator
+import mixers  # noqa: F401  all families
 from configurator import ConfigError, env_int, is_out_of_memory
 from data.loader import TokenData, Tokens, find_dataset
 from data.mixture import MixtureData, parse_mixture
@@ -39,6 +40,7 @@ from evaluation.validation import Evaluate
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
 from runtime import checkpoint, distributed
+from runtime.counting import computed_by
 from runtime.run import Run, launch
 from runtime.self_check import self_check
 
@@ -105,9 +107,8 @@ def train(config, model, data, evaluate, schedule=None):
 
     Args:
         config: a TrainConfig, or a subclass; out_dir, dtype and the sizes filled in.
-        model: on its device; model(x, y, loss_only=True) -> (_, mean loss); decayed(), parameter_count(),
-            flops_per_token(), computed_by(), defaults() (see LM); toy() and toy_batch(), unless self_check is "off";
-            after_step(), where there is one, is called after each step of the optimiser.
+        model: an LM, or a subclass, on its device; model(x, y, loss_only=True) -> (_, mean loss). after_step(), where
+            there is one, is called after each step of the optimiser. toy() and toy_batch(): see runtime/self_check.py.
         data: micro_batches(step, rank, world_size, micro_batch_size) -> (x, y, weight), whose weights add up to 1;
             sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; further metrics go to the log, and the last to result.json.
@@ -230,12 +231,12 @@ def build_model(config, device):
     sizes = ModelConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)})
     try:
         with torch.device("meta"):  # takes no memory
-            parameters = LM(sizes).parameter_count()["total"]
+            parameters = sum(p.numel() for p in LM(sizes).parameters())
         if 4 * parameters > (limit := distributed.memory_bytes(device)):
             raise ConfigError(f"{parameters:,} parameters take {4 * parameters:,} bytes, and {device} has {limit:,}: "
                               "choose a smaller n_embd, vocab_size or n_layer")
         model = LM(sizes).to(device)
-        model.computed_by()  # chooses the backend of every operator
+        computed_by(model)  # chooses the backend of every operator
         return model
     except (ValueError, RuntimeError) as error:
         if is_out_of_memory(error):

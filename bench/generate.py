@@ -94,7 +94,7 @@ class Reader:
         self.state, self.past, self.chunks = self.lm.initial_state(self.B), 0, []
 
     def about(self):
-        return {"parameters": self.lm.parameter_count()["total"], "relative_error": self.error}
+        return {"parameters": sum(p.numel() for p in self.lm.parameters()), "relative_error": self.error}
 
     def forward(self, tokens, state):
         """(the most likely next token (B, 1), state, seconds)."""

@@ -40,6 +40,7 @@ from configurator import main_error  # noqa: E402
 from experiments.scaling.parameters import SIZES  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
+from runtime.counting import flops_per_token  # noqa: E402
 from runtime.distributed import keep_freed_memory  # noqa: E402
 from runtime.run import peak_flops  # noqa: E402
 from train import TrainConfig  # noqa: E402
@@ -179,8 +180,6 @@ class Trial:
         with self.device:
             if self.spec["peer"]:
                 self.model, forward = peer_model(self.spec["peer"], config)
-                self.model.decayed = lambda: [f"{name}.weight" for name, module in self.model.named_modules()
-                                              if isinstance(module, (nn.Linear, nn.Embedding))]  # as LM.decayed
                 self.loss = lambda x, y: F.cross_entropy(forward(x).float().flatten(0, 1), y.flatten())
             else:
                 self.model = LM(config)
@@ -195,7 +194,7 @@ class Trial:
 
     def about(self):
         with torch.device("meta"):
-            flops = LM(self.config).flops_per_token(self.config.block_size)["total"]
+            flops = flops_per_token(LM(self.config))["total"]
         return {"parameters": sum(p.numel() for p in self.model.parameters()), "flops_per_token": flops}
 
     def step(self):

@@ -30,6 +30,8 @@ from torch.utils._pytree import tree_map_only
 from configurator import ConfigError
 from model import tensors_of
 from runtime import distributed
+from runtime.counting import state_size
+from sample import stream
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 VERSION = importlib.metadata.version("lm_eval")
@@ -51,7 +53,7 @@ class HarnessLM(TemplateLM):
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
         self.has_state = all(branch.has_state for _, branch in lm.branches())
         # every tensor with a row per sequence, none of which grows: states of contexts of any length make a batch
-        self.constant_state = (self.has_state and lm.state_size(1) == lm.state_size(2)
+        self.constant_state = (self.has_state and state_size(lm, 1) == state_size(lm, 2)
                                and all(a.dim() > 1 for a in tensors_of(lm.initial_state(1))))
         self.longest = self.longer = 0  # tokens of the longest sequence; sequences longer than the training block
 
@@ -197,7 +199,7 @@ class HarnessLM(TemplateLM):
             decoder.begin(context)
         generator = torch.Generator(self.device).manual_seed(0)
         idx = torch.tensor(contexts, device=self.device)
-        for tokens in self.lm.stream(idx, n, generator=generator, chunk=self.batch_tokens, **sampling):
+        for tokens in stream(self.lm, idx, n, generator=generator, chunk=self.batch_tokens, **sampling):
             for i, token in enumerate(tokens.tolist()):
                 if not done[i]:
                     done[i] = token == self.eot_token_id

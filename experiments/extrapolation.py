@@ -293,7 +293,7 @@ def evaluate(folder, args, run):
         dtype, dataset = pick_dtype(meta["config"]["dtype"], device), args.dataset or str(meta["config"]["dataset"])
         checkpoint = {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": lm.config.block_size,
                       "code": read_json(ran)["environment"]["code"] if ran.exists() else "unknown",
-                      "parameters": lm.parameter_count()["total"], "seed": meta["config"]["seed"]}
+                      "parameters": sum(p.numel() for p in lm.parameters()), "seed": meta["config"]["seed"]}
     data_folder, trained = find_dataset(dataset), lm.config.block_size
     data = Tokens(data_folder, vocab_size=lm.config.vocab_size)
     same = data.sha256 == meta["data"]

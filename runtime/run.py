@@ -32,8 +32,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+import optim
 from configurator import ConfigError, is_out_of_memory, main_error
-from runtime import checkpoint, distributed, records
+from runtime import checkpoint, counting, distributed, records
 from runtime.records import Log, environment, write_json
 
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
@@ -280,8 +281,10 @@ class Run:
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         self.derived = {
             "processes": self.world_size, "tokens": config.max_iters * config.batch_tokens, "device": str(self.device),
-            "device_name": device_name, "threads": torch.get_num_threads(), "parameters": model.parameter_count(),
-            "flops_per_token": model.flops_per_token()["total"], "decayed": model.decayed(),
+            "device_name": device_name, "threads": torch.get_num_threads(),
+            "parameters": counting.parameter_count(model),
+            "flops_per_token": counting.flops_per_token(model)["total"],
+            "decayed": optim.decayed(model, getattr(config, "as_released", False)),
             **self.data.derived(config, self.world_size)}
         if not self.is_main:
             return
@@ -309,8 +312,8 @@ class Run:
         micro_batches = math.ceil(self.data.sequences_per_step / self.world_size / config.micro_batch_size)
         for line in [
             f"{config.pattern or config.model}: {self.derived['parameters']['total']:,} parameters; {device_name} x "
-            f"{self.world_size}, {config.dtype}; tokens mixed by {model.computed_by()}",
-            *model.defaults(),
+            f"{self.world_size}, {config.dtype}; tokens mixed by {counting.computed_by(model)}",
+            *counting.left_out(model),
             f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} tokens"
             + (f" = {self.derived['epochs']:.2f} epochs" if "epochs" in self.derived else "")
             + f", {micro_batches} micro-batches per step", *lines]:

@@ -16,6 +16,7 @@ Unedited they agree to about 1e-6; half a step size or a dropped gate shows as 1
 import itertools
 import math
 import time
+from dataclasses import replace
 
 import torch
 
@@ -30,8 +31,8 @@ TORCH = "edit both, or train with --backend=torch, which runs plain PyTorch ever
 def self_check(model):
     """One line on what agreed. Raises ConfigError, one line with both places and the way out, where two bodies differ.
 
-    `model` offers toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) for it; neither it nor
-    the random state is changed.
+    A model that is no LM offers toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) for it.
+    Neither the model nor the random state is changed.
     """
     began, device, backend = time.perf_counter(), next(model.parameters()).device, model.config.backend
     precision = torch.get_float32_matmul_precision()
@@ -39,10 +40,10 @@ def self_check(model):
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             torch.manual_seed(0)
-            toy = scatter(model.toy(backend=backend)).to(device).eval()
-            plain = model.toy(backend="torch").to(device).eval()
+            toy = scatter(toy_of(model, backend)).to(device).eval()
+            plain = toy_of(model, "torch").to(device).eval()
             plain.load_state_dict(toy.state_dict())
-            batch = [a.to(device) for a in toy.toy_batch()]
+            batch = [a.to(device) for a in batch_of(toy)]
             agreed, worst, left_out = compare(toy, plain, batch)
             if getattr(model.config, "documents", "join") == "pack":
                 toy.config.documents = plain.config.documents = "pack"
@@ -56,6 +57,24 @@ def self_check(model):
             torch.set_float32_matmul_precision(precision)
     what = f"{', '.join(agreed)} agree to {worst:.0e}" if agreed else "nothing to compare"
     return f"self-check: {what}{left_out} ({1000 * (time.perf_counter() - began):.0f} ms)"
+
+
+def toy_of(model, backend):
+    """A small model of the same code: every family of this one once, in one layer."""
+    if hasattr(model, "toy"):
+        return model.toy(backend)
+    families = list(dict.fromkeys(model.config.families))
+    return type(model)(replace(model.config, pattern=",".join(families), n_layer=len(families), n_embd=32, n_head=2,
+                               vocab_size=64, mlp_multiple=16, block_size=128, window=24, backend=backend,
+                               documents="join", end_of_text=0))
+
+
+def batch_of(toy):
+    """(x, y) for a toy: tokens and targets (2, 66), unless its model has others."""
+    if hasattr(toy, "toy_batch"):
+        return toy.toy_batch()
+    idx = torch.randint(toy.config.vocab_size, (2, 67))
+    return idx[:, :-1], idx[:, 1:]
 
 
 def compare(toy, plain, batch, states=True):

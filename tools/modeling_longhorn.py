@@ -71,6 +71,7 @@ def load_sources():
     if package not in sys.modules:
         sys.meta_path.append(Sources(package, root or Path(__file__).resolve().parent / package))
     backend = "torch" if root is None else ""
+    importlib.import_module(f"{package}.mixers")  # all families
     return importlib.import_module(f"{package}.model"), backend
 
 

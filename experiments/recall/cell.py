@@ -26,6 +26,7 @@ from configurator import ConfigError, is_out_of_memory
 from experiments.recall.models import Recall
 from experiments.recall.task import Task, generate, overlap
 from runtime import distributed
+from runtime.counting import state_size
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Evaluate:
         accuracy = right.mean().item()
         metrics = {"val_loss": loss, "accuracy": accuracy, "stop": accuracy >= self.config.stop_at}
         if final or metrics["stop"]:
-            metrics |= {"reached": metrics["stop"], "state_size": model.state_size(),
+            metrics |= {"reached": metrics["stop"], "state_size": state_size(model),
                         "by_distance": by_distance(right, self.test.distances()), "by_pairs": self.by_pairs(model)}
         return metrics
 

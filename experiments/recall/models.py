@@ -24,8 +24,10 @@ import torch.nn.functional as F
 
 from kernels.linear_attention import retention
 from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy
-from mixers import KDA, DeltaNet, GatedDeltaNet, Mamba2, Mesa, RWKV4TimeMix, dense, to_residual
-from model import GLA, LM, NORMS, Layer, Longhorn, LonghornExact, Mamba, RMSNorm, SlidingWindow
+from mixers import KDA, DeltaNet, GatedDeltaNet, LonghornExact, Mamba2, Mesa, RWKV4TimeMix, SlidingWindow
+from model import GLA, LM, NORMS, Layer, Longhorn, Mamba, RMSNorm
+from runtime import counting
+from runtime.parameters import constant, dense, linear, normal, parameter, to_residual
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
@@ -60,9 +62,10 @@ class Filter(nn.Module):
         lag = torch.arange(T)[:, None]
         t, angle = lag / max(1, T - 1), lag * (2e-4 * math.pi / T)
         widths = [3, 64, 64, 64] if sine else [3, 16]
-        self.hidden = nn.ModuleList(nn.Linear(n, m) for n, m in itertools.pairwise(widths))
-        self.out = nn.Linear(widths[-1], d, bias=not sine)
-        self.frequency = nn.Parameter(torch.empty(widths[-1])) if sine else None
+        self.hidden = nn.ModuleList(linear(n, m, start=normal(0.02), bias=constant(0.0))
+                                    for n, m in itertools.pairwise(widths))
+        self.out = linear(widths[-1], d, start=normal(0.02), bias=None if sine else constant(0.0))
+        self.frequency = parameter(widths[-1], start=constant(1.0)) if sine else None
         delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d, device=lag.device)
         self.register_buffer("features", torch.cat([t, angle.cos(), -angle.sin()], 1), persistent=False)  # (T, 3)
         self.register_buffer("decay", (-t * delta.abs()).exp() if sine else None, persistent=False)  # (T, d)
@@ -73,11 +76,6 @@ class Filter(nn.Module):
             for linear in self.hidden:
                 a = F.relu(linear(a)) if self.frequency is None else torch.sin(self.frequency * linear(a))
             return self.out(a) if self.decay is None else self.out(a) * self.decay
-
-    def init_table(self):
-        """The benchmark's: matrices normal with 0.02, biases 0, frequencies 1."""
-        kinds = {"weight": ("normal", 0.02), "bias": ("constant", 0.0), "frequency": ("constant", 1.0)}
-        return {f"filter.{name}": kinds[name.split(".")[-1]] for name, _ in self.named_parameters()}
 
     def flops(self, T):
         """Per token: two transforms of 2 T and a product in every channel; minus the network, which
@@ -95,9 +93,10 @@ class BaseConv(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.backend = config.backend
-        self.proj = nn.Linear(config.n_embd, config.n_embd)
-        self.conv_weight = nn.Parameter(torch.empty(config.n_embd, self.W))
-        self.conv_bias = nn.Parameter(torch.empty(config.n_embd))
+        d = config.n_embd
+        self.proj = linear(d, d, start=normal(0.02), bias=constant(0.0))
+        self.conv_weight = parameter(d, self.W, start=dense(self.W))
+        self.conv_bias = parameter(d, start=dense(self.W))
 
     def forward(self, x, state=None):
         c = causal_conv1d(x, self.conv_weight, self.conv_bias, state, silu=False, backend=self.backend)  # (B, T, d)
@@ -106,11 +105,7 @@ class BaseConv(nn.Module):
     def initial_state(self, batch_size, device):
         return torch.zeros(batch_size, self.W - 1, self.proj.in_features, device=device)
 
-    def init_table(self, config):
-        return {"proj.weight": ("normal", 0.02), "proj.bias": ("constant", 0.0), "conv_weight": dense(self.W),
-                "conv_bias": dense(self.W)}
-
-    def mixing_flops(self, T):
+    def flops(self, T):
         return self.proj.in_features * (2 * self.W + 2)
 
 
@@ -119,19 +114,16 @@ class LongBaseConv(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.proj = nn.Linear(config.n_embd, config.n_embd)
+        self.proj = linear(config.n_embd, config.n_embd, start=normal(0.02), bias=constant(0.0))
         self.filter = Filter(config.block_size, config.n_embd, sine=False)
 
     def forward(self, x):
         return torch.addcmul(x, long_conv(x, self.filter()) + x, self.proj(x))  # (B, T, d)
 
-    def init_table(self, config):
-        return {"proj.weight": ("normal", 0.02), "proj.bias": ("constant", 0.0), **self.filter.init_table()}
-
-    def mixing_flops(self, T):
+    def flops(self, T):
         return self.filter.flops(T) + 3 * self.proj.in_features
 
-    def state_size(self, T):
+    def inputs_kept(self, T):
         return self.proj.in_features * T
 
 
@@ -147,12 +139,12 @@ class Hyena(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         d, self.backend = config.n_embd, config.backend
-        self.in_proj = nn.Linear(d, 3 * d)
-        self.conv_weight = nn.Parameter(torch.empty(3 * d, self.W))
-        self.conv_bias = nn.Parameter(torch.empty(3 * d))
+        self.in_proj = linear(d, 3 * d, start=normal(0.02), bias=constant(0.0), parts=[d, d, d])
+        self.conv_weight = parameter(3 * d, self.W, start=dense(self.W))
+        self.conv_bias = parameter(3 * d, start=dense(self.W))
         self.filter = Filter(config.block_size, d, sine=True)
-        self.D = nn.Parameter(torch.empty(d))
-        self.out_proj = nn.Linear(d, d)
+        self.D = parameter(d, start=normal(1.0))
+        self.out_proj = linear(d, d, start=to_residual(config), bias=constant(0.0))
 
     def forward(self, x):
         c = causal_conv1d(self.in_proj(x), self.conv_weight, self.conv_bias, silu=False, backend=self.backend)
@@ -160,18 +152,10 @@ class Hyena(nn.Module):
         u = x1 * v
         return self.out_proj(x2 * torch.addcmul(long_conv(u, self.filter()), self.D.to(u.dtype), u))
 
-    def init_table(self, config):
-        return {"in_proj.weight": ("normal", 0.02), "in_proj.bias": ("constant", 0.0), "conv_weight": dense(self.W),
-                "conv_bias": dense(self.W), **self.filter.init_table(), "D": ("normal", 1.0),
-                "out_proj.weight": to_residual(config), "out_proj.bias": ("constant", 0.0)}
-
-    def projections(self):
-        return {"in_proj.weight": [self.D.numel()] * 3}
-
-    def mixing_flops(self, T):
+    def flops(self, T):
         return self.filter.flops(T) + self.D.numel() * (3 * 2 * self.W + 4)
 
-    def state_size(self, T):
+    def inputs_kept(self, T):
         return self.D.numel() * (3 * (self.W - 1) + T)
 
 
@@ -190,9 +174,9 @@ class TaylorAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         d, self.backend = config.n_embd, config.backend
-        self.qk = nn.Linear(d, 2 * self.n, bias=False)
-        self.v = nn.Linear(d, d, bias=False)
-        self.out_proj = nn.Linear(d, d, bias=False)
+        self.qk = linear(d, 2 * self.n, start=normal(0.02), parts=[self.n, self.n])
+        self.v = linear(d, d, start=normal(0.02))
+        self.out_proj = linear(d, d, start=to_residual(config))
 
     def features(self, x):
         """phi: (..., n) -> (..., 1 + n + n^2)."""
@@ -211,13 +195,7 @@ class TaylorAttention(nn.Module):
     def initial_state(self, batch_size, device):
         return torch.zeros(batch_size, 1, 1 + self.n + self.n**2, self.v.in_features + 1, device=device)
 
-    def init_table(self, config):
-        return {"qk.weight": ("normal", 0.02), "v.weight": ("normal", 0.02), "out_proj.weight": to_residual(config)}
-
-    def projections(self):
-        return {"qk.weight": [self.n, self.n]}
-
-    def mixing_flops(self, T):
+    def flops(self, T):
         state = (1 + self.n + self.n**2) * (self.v.in_features + 1)
         return 4 * state + 2 * (2 * self.n**2 + self.n)  # phi(k)^T v added (2), phi(q) S (2); phi twice
 
@@ -229,8 +207,9 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.out_proj = nn.Linear(config.n_embd, config.n_embd)
+        d = config.n_embd
+        self.qkv = linear(d, 3 * d, start=normal(0.02), bias=constant(0.0), parts=[d, d, d])
+        self.out_proj = linear(d, d, start=to_residual(config), bias=constant(0.0))
 
     def forward(self, x, state=None):
         q, k, v = self.qkv(x)[:, None].chunk(3, -1)  # (B, 1, T, d) each
@@ -246,18 +225,8 @@ class Attention(nn.Module):
         empty = torch.zeros(batch_size, 1, 0, self.out_proj.in_features, device=device)
         return empty, empty
 
-    def init_table(self, config):
-        return {"qkv.weight": ("normal", 0.02), "qkv.bias": ("constant", 0.0), "out_proj.weight": to_residual(config),
-                "out_proj.bias": ("constant", 0.0)}
-
-    def projections(self):
-        return {"qkv.weight": [self.out_proj.in_features] * 3}
-
-    def mixing_flops(self, T):
+    def flops(self, T):
         return 4 * self.out_proj.in_features * (T + 1) / 2
-
-    def state_size(self, T):
-        return 2 * T * self.out_proj.in_features
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -350,8 +319,7 @@ class Recall(LM):
         """A small model of the same code, for runtime/self_check.py."""
         return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
 
-    def flops_per_token(self, T=None):
-        """As LM's, with the head at the queries only."""
-        T = T or self.config.block_size
-        forward = super().flops_per_token(T)["forward"] - 2 * self.embed.weight.numel() * (1 - self.config.pairs / T)
-        return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
+    def forward_flops(self, T):
+        """As of any LM, with the head at the queries only."""
+        head = 2 * self.embed.weight.numel()
+        return counting.forward_flops(self.modules(), T) + head - head * (1 - self.config.pairs / T)

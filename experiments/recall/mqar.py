@@ -74,6 +74,7 @@ def cells_of(preset, extra=()):
     import torch
 
     from experiments.recall import cell
+    from runtime.counting import flops_per_token
 
     cells, flops = [], {}  # of a step, by point
     points = [(T, width, mixer) for T in preset.lengths for width in preset.widths for mixer in preset.lengths[T]]
@@ -84,7 +85,7 @@ def cells_of(preset, extra=()):
         config = cell.load(argv)
         if point not in flops:
             with torch.device("meta"):
-                flops[point] = cell.build_model(config, "meta").flops_per_token()["total"] * config.batch_tokens
+                flops[point] = flops_per_token(cell.build_model(config, "meta"))["total"] * config.batch_tokens
         at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
               "pairs": config.pairs, "steps": config.max_iters, "flops": flops[point] * config.max_iters}
         name = f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}"

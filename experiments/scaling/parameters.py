@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 
 import configurator
+import mixers  # noqa: F401  all families
 from model import FAMILIES, LM, ModelConfig
+from runtime import counting
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
 LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # of other papers; and of Section 5.3
@@ -40,7 +42,7 @@ def main(argv=None):
     for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
         with torch.device("meta"):
             lm = LM(ModelConfig(model=family, block_size=1024, **shape | own_settings(family, size)))
-        count, paper = lm.parameter_count()["total"], TABLE1.get(family, {}).get(size)
+        count, paper = counting.parameter_count(lm)["total"], TABLE1.get(family, {}).get(size)
         beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
         print(f"{family:14} {size:5} {count / 1e6:11.1f}M {beside} "
-              f"{lm.flops_per_token()['total'] / 1e6:11.0f}M {lm.state_size() / 1e6:13.2f}M")
+              f"{counting.flops_per_token(lm)['total'] / 1e6:11.0f}M {counting.state_size(lm) / 1e6:13.2f}M")

@@ -260,7 +260,9 @@ def estimate(cells):
     """
     import torch
 
+    import mixers  # noqa: F401  all families
     from model import LM, ModelConfig
+    from runtime.counting import flops_per_token, parameter_count
 
     made = {}
     for c in cells:
@@ -273,8 +275,8 @@ def estimate(cells):
             except ValueError as error:
                 raise ConfigError(f"{c.argv[0]}: {error}") from None
         tokens = (config.max_iters - c.at["from"]) * config.batch_tokens
-        flops = made[key].flops_per_token()["total"] * tokens
-        c.at |= {"parameters": made[key].parameter_count()["total"], "tokens": config.max_iters * config.batch_tokens,
+        flops = flops_per_token(made[key])["total"] * tokens
+        c.at |= {"parameters": parameter_count(made[key])["total"], "tokens": config.max_iters * config.batch_tokens,
                  "flops": flops}
         c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * flops + CPU_SECONDS_PER_TOKEN * tokens
 

@@ -35,9 +35,9 @@ import train  # noqa: E402
 from configurator import ConfigError  # noqa: E402
 from data.images import ImageData  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
-from mixers import dense, split_heads, to_residual  # noqa: E402
-from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm  # noqa: E402
-from runtime import checkpoint, distributed  # noqa: E402
+from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
+from runtime import checkpoint, counting, distributed  # noqa: E402
+from runtime.parameters import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 
 
 @dataclass
@@ -101,7 +101,7 @@ class TwoWays(nn.Module):
             self.back = self.block(config, layer)
             del self.back.in_proj, self.back.out_proj  # those of `there` serve both
         if self.directions == "shared":
-            self.norm_weight = nn.Parameter(torch.empty(2, self.there.d_inner))
+            self.norm_weight = parameter(2, self.there.d_inner, start=constant(1.0))
 
     def forward(self, u):
         there = self.there
@@ -118,18 +118,8 @@ class TwoWays(nn.Module):
             y = (y + y_back) / 2
         return there.out_proj(y)
 
-    def init_table(self, config):
-        table = self.there.init_table(config)
-        own = {"norm_weight": ("constant", 1.0)} if self.directions == "shared" else {}
-        return own | {f"{way}.{name}": how for way, block in self.named_children() for name, how in table.items()
-                      if name in dict(block.named_parameters())}
-
-    def projections(self):
-        return {f"{way}.{name}": rows for way, block in self.named_children()
-                for name, rows in block.projections().items()}
-
-    def mixing_flops(self, T):
-        return self.there.mixing_flops(T) * (1 if self.directions == "forward" else 2)
+    def flops(self, T):
+        return counting.mixing_flops(self.there, T) * (1 if self.directions == "forward" else 2)
 
 
 class LonghornTwoWays(TwoWays):
@@ -148,22 +138,16 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.n = split_heads(config)
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.out_proj = nn.Linear(config.n_embd, config.n_embd)
+        d = config.n_embd
+        self.qkv = linear(d, 3 * d, start=normal(0.02), bias=constant(0.0), parts=[d, d, d])
+        self.out_proj = linear(d, d, start=to_residual(config), bias=constant(0.0))
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.n)).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
         y = F.scaled_dot_product_attention(q, k, v)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def init_table(self, config):
-        return {"qkv.weight": ("normal", 0.02), "qkv.bias": ("constant", 0.0), "out_proj.weight": to_residual(config),
-                "out_proj.bias": ("constant", 0.0)}
-
-    def projections(self):
-        return {"qkv.weight": [self.qkv.in_features] * 3}
-
-    def mixing_flops(self, T):
+    def flops(self, T):
         return 4 * self.out_proj.in_features * T  # q k^T and the weighted sum
 
 
@@ -174,15 +158,12 @@ class MLP(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.down = nn.Linear(4 * config.n_embd, config.n_embd)
+        d = config.n_embd
+        self.up = linear(d, 4 * d, start=normal(0.02), bias=constant(0.0))
+        self.down = linear(4 * d, d, start=to_residual(config), bias=constant(0.0))
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
-
-    def init_table(self, config):
-        return {"up.weight": ("normal", 0.02), "up.bias": ("constant", 0.0), "down.weight": to_residual(config),
-                "down.bias": ("constant", 0.0)}
 
 
 FAMILIES = {"vil": [LonghornTwoWays], "vim": [MambaTwoWays], "vit": [Attention, MLP]}
@@ -197,6 +178,8 @@ class Vision(LM):
     Raises ValueError, one line, for sizes that do not fit together.
     """
 
+    rest = "patches, positions and head"  # of parameter_count, beside mixers and norms
+
     def __init__(self, config):
         nn.Module.__init__(self)
         for name in ("n_layer", "n_head", "n_embd", "image_size", "patch_size", "d_state", "d_conv", "expand"):
@@ -210,14 +193,16 @@ class Vision(LM):
                              "a size that patches divide")
         d, self.config, self.average = config.n_embd, config, None
         norm = NORMS.get(config.model, RMSNorm)
-        self.embed = nn.Linear(config.channels * config.patch_size**2, d)
-        self.token = nn.Parameter(torch.empty(d))
-        self.patch_positions, self.positions = nn.Parameter(torch.empty(tokens_of(config), d)), None  # LM's: none
+        pixels = config.channels * config.patch_size**2
+        self.embed = linear(pixels, d, start=dense(pixels), bias=constant(0.0))
+        self.token = parameter(d, start=normal(0.02))
+        self.patch_positions = parameter(tokens_of(config), d, start=normal(0.02))
+        self.positions = None  # LM's
         self.layers = nn.ModuleList(Branch(norm(config), mixer(config, i)) for i in range(config.n_layer)
                                     for mixer in FAMILIES[config.model])
         self.embed_norm, self.norm = nn.Identity(), norm(config)
-        self.head = nn.Linear(d, config.vocab_size)
-        self.init_weights()
+        self.head = linear(d, config.vocab_size, start=normal(0.02), bias=constant(0.0))
+        draw(self)
 
     def forward(self, images, labels=None, loss_only=False):
         """Classify images.
@@ -259,26 +244,11 @@ class Vision(LM):
         size = self.config.image_size
         return torch.randn(2, self.config.channels, size, size), torch.randint(self.config.vocab_size, (2,))
 
-    # ---------------------------------------------------------------------------------- initialisation, bookkeeping
-
-    def init_table(self):
-        return {**super().init_table(), "embed.weight": dense(self.embed.in_features), "embed.bias": ("constant", 0.0),
-                "token": ("normal", 0.02), "patch_positions": ("normal", 0.02), "head.weight": ("normal", 0.02),
-                "head.bias": ("constant", 0.0)}
-
-    def parameter_count(self):
-        """Parameters by part: mixers by class, norms, and what is before and behind them."""
-        parts = {name: n for name, n in super().parameter_count().items() if name not in ("embedding", "total")}
-        total = sum(p.numel() for p in self.parameters())
-        return {"patches, positions and head": total - sum(parts.values()), **parts, "total": total}
-
-    def flops_per_token(self, T=None):
-        """As LM's, per token; there are T - 1 patches, and the head sees one token."""
+    def forward_flops(self, T):
+        """Per token; there are T - 1 patches, and the head sees one token."""
         T = tokens_of(self.config)
-        of = lambda module: sum(2 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
-        forward = of(self.layers) + sum(b.mixing_flops(T) for b in self.layers)
-        forward += (of(self.embed) * (T - 1) + of(self.head)) / T
-        return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
+        maps = counting.forward_flops([self.embed], T) * (T - 1) + counting.forward_flops([self.head], T)
+        return counting.forward_flops(self.layers.modules(), T) + maps / T
 
     # ---------------------------------------------------------------------------------------- average of the weights
 
@@ -368,7 +338,7 @@ def build_model(config, device):
     run."""
     try:
         model = Vision(config).to(device)
-        model.computed_by()  # chooses the backend of every operator
+        counting.computed_by(model)  # chooses the backend of every operator
     except (ValueError, RuntimeError) as error:
         raise ConfigError(error) from None
     if config.ema:

@@ -1,0 +1,136 @@
+"""Parameters, FLOPs, states and operators of a model, counted from the outside.
+
+FLOPs are those of the mathematics: a linear map of n weights costs 2 n forward; the head counts, the embedding look-up
+does not; causal attention counts the visible half only, a recurrence what it takes token by token, however it is
+computed. The backward is twice the forward; recomputation is not counted.
+"""
+
+import math
+
+import torch.nn as nn
+
+from kernels import build
+from model import Branch, tensors_of, where_is
+
+
+def visible(T, window):
+    """Tokens that a token of causal attention sees, averaged over T positions."""
+    w = min(T, window or T)  # token t of the first w sees t, all others w
+    return (w * (w + 1) / 2 + (T - w) * w) / T
+
+
+# Operator -> forward FLOPs per token of a mixer m, beside its linear maps and its short convolution, averaged over T
+# positions. `S` is the number of its matrix state.
+FLOPS = {
+    # per state: eps k (1), x - k S (2), S += (2), S q (2); per channel: step size, skip and gate (8). The exact form:
+    # k S summed over the states (2 per state, as k S alone), then x - k S (1)
+    "longhorn_scan": lambda m, T, S: 7 * S + (8 + getattr(m, "exact", False)) * m.d_inner,
+    # delta A (1), exp (1), its product (1), S += (2), S q (2); per channel as above
+    "selective_scan": lambda m, T, S: 7 * S + 8 * m.d_inner,
+    # q k^T and the weighted sum over the visible tokens
+    "attention": lambda m, T, S: 4 * m.H * m.n * visible(T, getattr(m, "window", None)),
+    # per state: a S (1), k^T v added (2), q S (2)
+    "gated_linear_attention": lambda m, T, S: 5 * S,
+    # the same; per channel of a value RWKV's bonus r . u k (3), times v, added (2), or Mamba-2's step size, skip, gate
+    # (5)
+    "retention": lambda m, T, S: 5 * S + 5 * (m.H * m.n if hasattr(m, "bonus") else m.d_inner if hasattr(m, "skip")
+                                              else 0),
+    # per channel, output: bonus and maximum (2), two exponentials (4), numerator, denominator, ratio (6);
+    # state: decay and maximum (2), two exponentials (4), numerator and denominator (5)
+    "wkv4": lambda m, T, S: 23 * m.decay.numel(),
+    # per state: k S (2), S += (2), q S (2); per value: the error and beta (2)
+    "delta_rule": lambda m, T, S: 6 * S + 2 * m.H * m.n_v,
+    "gated_delta_rule": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and a S
+    "kda": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and diag(a) S
+    # per number of H: a H (1), k^T k added (2), 30 steps of p H (60); of U: 1, 2 and x U (2); per channel of k: its
+    # steps (10 each)
+    "mesa": lambda m, T, S: m.H * m.n * (63 * m.n + 300) + 5 * S,
+}
+
+
+def mixing_flops(mixer, T):
+    """Forward FLOPs per token of a mixer beside its linear maps: its own `flops`, a number or a function of T, or by
+    its operator; 0 where neither is known."""
+    flops = getattr(mixer, "flops", None)
+    if flops is not None:
+        return flops(T) if callable(flops) else flops
+    rule = FLOPS.get(getattr(mixer, "operator", None))
+    if rule is None:
+        return 0
+    states = tensors_of(mixer.initial_state(1, "meta"))
+    S = max(enumerate(states), key=lambda item: (item[1].dim(), item[0]))[1].numel()  # of most dimensions, the last
+    return rule(mixer, T, S) + (2 * mixer.conv_weight.numel() if hasattr(mixer, "conv_weight") else 0)
+
+
+def forward_flops(modules, T):
+    """Of the linear maps among `modules`, and of the mixing in the branches among them, per token."""
+    modules = list(modules)
+    linear = sum(2 * m.weight.numel() for m in modules if isinstance(m, nn.Linear))
+    return linear + sum(mixing_flops(m.mixer, T) for m in modules if isinstance(m, Branch))
+
+
+def flops_per_token(model, T=None):
+    """FLOPs per token of a sequence of T (default block_size): {'forward', 'backward', 'total'}. A model whose head is
+    not read at every token says so by its own forward_flops(T)."""
+    T = T or model.config.block_size
+    if hasattr(model, "forward_flops"):
+        forward = model.forward_flops(T)
+    else:
+        forward = forward_flops(model.modules(), T) + 2 * model.embed.weight.numel()
+    return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
+
+
+def parameter_count(model):
+    """Parameters by part: mixers by class, norms, positions, and the rest, which is the embedding (tied with the head)
+    unless the model's `rest` names it; and their total."""
+    count = lambda module: sum(p.numel() for p in module.parameters())
+    parts = {"norms": count(model.norm) + count(model.embed_norm)}
+    if model.positions is not None:
+        parts["positions"] = count(model.positions)
+    for _, branch in model.branches():
+        name = type(branch.mixer).__name__
+        parts[name] = parts.get(name, 0) + count(branch.mixer)
+        parts["norms"] += count(branch.norm)
+    total = count(model)
+    return {getattr(model, "rest", "embedding"): total - sum(parts.values()), **parts, "total": total}
+
+
+def state_size(model, T=None):
+    """Numbers kept per sequence after T tokens (default block_size), over all layers: those of the initial state, where
+    a dimension of 0 is a cache that grows by one per token, to at most `window`. A mixer that keeps no state but every
+    input, and so reads whole sequences only, says how many numbers by its `inputs_kept(T)`."""
+    T, total = T or model.config.block_size, 0
+    for _, branch in model.branches():
+        mixer = branch.mixer
+        if not branch.has_state:
+            total += mixer.inputs_kept(T) if hasattr(mixer, "inputs_kept") else 0
+            continue
+        length = min(T, getattr(mixer, "window", None) or T)
+        for a in tensors_of(mixer.initial_state(1, "meta")):
+            total += math.prod(n or length for n in a.shape)
+    return total
+
+
+def computed_by(model):
+    """The operators that mix the tokens, each with where it runs: 'longhorn_scan (cpu), attention (cpu)'. Raises
+    RuntimeError for a backend that cannot run here."""
+    device, words = model.embed.weight.device.type, {}
+    for _, branch in model.branches():
+        operator = getattr(branch.mixer, "operator", type(branch.mixer).__name__)
+        if operator in build.BODIES:
+            operator += f" ({build.choose(operator, model.config.backend, device)})"
+        words[operator] = None
+    return ", ".join(filter(None, words)) or "nothing"
+
+
+def left_out(model):
+    """A line on each class of mixers that leaves out its state or its FLOPs, and what happens then."""
+    lines = []
+    for mixer in {type(branch.mixer): branch.mixer for _, branch in model.branches()}.values():
+        operator, words = getattr(mixer, "operator", ""), []
+        if not hasattr(mixer, "initial_state"):
+            words.append("no initial_state: it cannot sample")
+        if operator is not None and operator not in FLOPS and not hasattr(mixer, "flops"):  # None: linear maps only
+            words.append("no operator of kernels/ and no flops: FLOPs count its linear maps only")
+        lines += [f"{where_is(type(mixer))} has {'; '.join(words)}"] if words else []
+    return lines

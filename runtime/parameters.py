@@ -1,0 +1,94 @@
+"""How a parameter starts is said where it is made, and drawn when the whole model is there.
+
+    self.in_proj = linear(d, 2 * d_inner, start=uniform(d ** -0.5), parts=[d_inner, d_inner])
+    self.dt_bias = parameter(d_inner, start=constant(0.0))
+
+A start is a function that fills a tensor in place. `draw(model)` calls all of them in the order of named_parameters, so
+the numbers do not depend on when a constructor ran. An nn.Linear or nn.Parameter without a start keeps what it has.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+
+
+def linear(n_in, n_out, start=None, bias=None, parts=None):
+    """An nn.Linear(n_in, n_out). start, bias: how its weight and its bias start; bias None: it has none.
+
+    parts: rows of each of the maps that are fused in one matrix, which Muon then treats one by one; None: one map.
+    """
+    module = nn.Linear(n_in, n_out, bias=bias is not None)
+    module.weight.start, module.parts = start, parts
+    if bias is not None:
+        module.bias.start = bias
+    return module
+
+
+def parameter(*shape, start):
+    """An nn.Parameter of this shape, empty until `draw`."""
+    p = nn.Parameter(torch.empty(shape))
+    p.start = start
+    return p
+
+
+@torch.no_grad()
+def draw(model):
+    """Fill every parameter of the model that has a start."""
+    for p in model.parameters():
+        start = getattr(p, "start", None)
+        if start is not None:
+            start(p)
+            del p.start  # it may hold a tensor
+
+
+# -------------------------------------------------------------------------------------------------------------- starts
+
+def constant(value):
+    return lambda p: p.fill_(value)
+
+
+def normal(std):
+    return lambda p: p.normal_(0.0, std)
+
+
+def uniform(bound):
+    """Uniform within +-bound."""
+    return lambda p: p.uniform_(-bound, bound)
+
+
+def values(tensor):
+    return lambda p: p.copy_(tensor)
+
+
+def log_uniform(low, high):
+    """The logarithm of a uniform number between low and high (at least 1e-4)."""
+    return lambda p: p.uniform_(low, high).clamp_(min=1e-4).log_()
+
+
+def step_size(low, high):
+    """Mamba's dt_bias: softplus gives back a number between low and high (at least 1e-4), uniform in its logarithm."""
+    def start(p):
+        step = p.uniform_(math.log(low), math.log(high)).exp().clamp(min=1e-4)
+        p.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+    return start
+
+
+def dense(fan_in):
+    """PyTorch's default for a linear map: uniform within +-1/sqrt(fan_in)."""
+    return uniform(fan_in**-0.5)
+
+
+def xavier(fan_out, fan_in, gain):
+    """Glorot's uniform for a map (fan_out, fan_in)."""
+    return uniform(gain * math.sqrt(6 / (fan_in + fan_out)))
+
+
+def to_residual(config):
+    """GPT-2's scale for what writes to the residual stream: its variance does not grow with the number of branches."""
+    return normal(0.02 / math.sqrt(config.n_branches))
+
+
+def to_residual_unless_released(config):
+    """`to_residual`, but in the released code of RWKV's channel mix, of RetNet and of GLA."""
+    return normal(0.02) if config.as_released else to_residual(config)
