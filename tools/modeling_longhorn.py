@@ -69,7 +69,7 @@ def load_sources():
     package = "longhorn_" + hashlib.sha256(repr(sorted(SOURCES.items())).encode()).hexdigest()[:12]
     root = repository()
     if package not in sys.modules:
-        sys.meta_path.append(Sources(package, root or Path(__file__).resolve().parent / package))
+        sys.meta_path.insert(0, Sources(package, root or Path(__file__).resolve().parent / package))
     backend = "torch" if root is None else ""
     importlib.import_module(f"{package}.mixers")  # all families
     return importlib.import_module(f"{package}.model"), backend
