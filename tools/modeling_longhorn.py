@@ -45,9 +45,10 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         self.names = "|".join(sorted({path.partition("/")[0].removesuffix(".py") for path in SOURCES}))
 
     def find_spec(self, fullname, path=None, target=None):
-        is_package = fullname == self.package or self.path(fullname).endswith("__init__.py")
-        if fullname != self.package and self.path(fullname) not in SOURCES:
+        inside = fullname.startswith(f"{self.package}.") and self.path(fullname) in SOURCES
+        if fullname != self.package and not inside:
             return None
+        is_package = fullname == self.package or self.path(fullname).endswith("__init__.py")
         return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def path(self, fullname):
