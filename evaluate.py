@@ -27,10 +27,10 @@ from typing import Literal
 
 import configurator
 import sample
-from configurator import ConfigError
 from data.tokenizer import Text, canonical
 from evaluation import tasks
 from runtime import distributed
+from runtime.errors import ConfigError
 from runtime.records import environment, write_json
 from runtime.run import launch
 

@@ -41,10 +41,10 @@ import torch
 
 import configurator
 import sample
-from configurator import ConfigError, regular
 from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
-from runtime import checkpoint
+from runtime import checkpoint, errors
+from runtime.errors import ConfigError, regular
 from runtime.records import NATIVE_SOURCES, sync_folder, write_json
 from runtime.run import lock_run_dir
 
@@ -509,7 +509,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with configurator.main_error("export.py", ValueError):
+    with errors.main_error("export.py", ValueError):
         try:
             main(sys.argv[1:])
         except KeyboardInterrupt:

@@ -25,7 +25,7 @@ import configurator
 import mixers  # noqa: F401  all families
 from data.tokenizer import Text
 from model import LM, ModelConfig, check_tokens
-from runtime import checkpoint
+from runtime import checkpoint, errors
 from runtime.distributed import named_device
 
 
@@ -79,7 +79,7 @@ def read_prompt(prompt, text):
             return content.decode("utf-8", "replace"), list(content)
         shown = content.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise configurator.ConfigError(f"prompt {prompt[:200]}: {error}") from None
+        raise errors.ConfigError(f"prompt {prompt[:200]}: {error}") from None
     return shown, text.encode(shown)
 
 
@@ -132,15 +132,15 @@ def main(argv):
     for key, low, high in (("max_new_tokens", 1, math.inf), ("num_samples", 1, math.inf), ("temperature", 0, math.inf),
                            ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2**63 - 1)):
         if not low <= getattr(config, key) <= high:
-            raise configurator.ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")
+            raise errors.ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")
     device = named_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     text = Text(meta["tokenizer"], meta["table"], config.vocab or None)
     prompt, tokens = read_prompt(config.prompt, text)
     if not tokens:
-        raise configurator.ConfigError("the prompt is empty: give at least one character")
+        raise errors.ConfigError("the prompt is empty: give at least one character")
     if max(tokens) >= lm.config.vocab_size:
-        raise configurator.ConfigError(f"the prompt has token {max(tokens)}, the model knows {lm.config.vocab_size}: "
+        raise errors.ConfigError(f"the prompt has token {max(tokens)}, the model knows {lm.config.vocab_size}: "
                                        f"its checkpoint's tokenizer {text.kind!r} is not the one it was trained with")
     idx = torch.tensor([tokens], device=device)  # (1, T)
     generator = torch.Generator(device).manual_seed(config.seed)
@@ -160,5 +160,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with configurator.main_error("sample.py", ValueError):
+    with errors.main_error("sample.py", ValueError):
         main(sys.argv[1:])

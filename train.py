@@ -33,7 +33,6 @@ import torch
 
 import configurator
 import mixers  # noqa: F401  all families
-from configurator import ConfigError, env_int, is_out_of_memory
 from data.loader import TokenData, Tokens, find_dataset
 from data.mixture import MixtureData, parse_mixture
 from evaluation.validation import Evaluate
@@ -41,6 +40,7 @@ from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
 from runtime import checkpoint, distributed
 from runtime.counting import computed_by
+from runtime.errors import ConfigError, env_int, is_out_of_memory
 from runtime.run import Run, launch
 from runtime.self_check import self_check
 

@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, LeftOut, state_bytes  # noqa: E402
 from bench.step import START_S, Worker, add_options, finish, model_config, settle, start  # noqa: E402
-from configurator import main_error  # noqa: E402
 from model import LM, ModelConfig  # noqa: E402
+from runtime.errors import main_error  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
 TOLERANCE = 1e-4  # of the logits in float32, relative, 2-norm; all families stay below 1e-5

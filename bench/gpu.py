@@ -34,7 +34,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import ConfigError, main_error  # noqa: E402
+from runtime.errors import ConfigError, main_error  # noqa: E402
 
 BUDGET_S = 530
 PATIENCE_S = 3  # between SIGTERM and SIGKILL

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.measure import LeftOut, imported, in_one_line  # noqa: E402
-from configurator import ConfigError, main_error  # noqa: E402
 from kernels import build, cuda  # noqa: E402
+from runtime.errors import ConfigError, main_error  # noqa: E402
 
 WHEELS = ROOT / "wheels"
 URL = ("https://files.pythonhosted.org/packages/af/48/aa7bec0efc7453fa0512276c0069c854bf684219050294266534bfef34bb/"

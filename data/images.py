@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from configurator import ConfigError
 from data.loader import DataError
+from runtime.errors import ConfigError
 
 LAYOUT = "an image folder has train/CLASS/*.jpg and val/CLASS/*.jpg"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue; of grey images 0.5

@@ -24,8 +24,8 @@ import numpy as np
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
-from configurator import ConfigError, regular  # noqa: E402
 from data.shards import Shards, file_stamp  # noqa: E402
+from runtime.errors import ConfigError, regular  # noqa: E402
 
 # torch is imported where a batch is made: it takes seconds, and `prepare.py --help` should not.
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 import data.loader
-from configurator import main_error
 from data.loader import DTYPES, SPLITS, DataError, Tokens
+from runtime.errors import main_error
 from runtime.records import lock_folder, replacing, write_json
 
 

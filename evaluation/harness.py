@@ -27,10 +27,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from torch.utils._pytree import tree_map_only
 
-from configurator import ConfigError
 from model import tensors_of
 from runtime import distributed
 from runtime.counting import state_size
+from runtime.errors import ConfigError
 from sample import stream
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -32,9 +32,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
-import configurator
-from configurator import ConfigError
 from data.loader import DataError, Tokens
+from runtime import errors
+from runtime.errors import ConfigError
 from runtime.records import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -279,5 +279,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with configurator.main_error("evaluation/tasks.py", DataError, OSError):
+    with errors.main_error("evaluation/tasks.py", DataError, OSError):
         main()

@@ -10,10 +10,10 @@ import re
 import numpy as np
 import torch
 
-from configurator import ConfigError
 from data.loader import TokenData, Tokens, document_starts, eval_windows, find_dataset
 from data.tokenizer import Text
 from runtime import distributed
+from runtime.errors import ConfigError
 
 BATCH_TOKENS = 8192  # of a batch, at least: without gradients they fit
 

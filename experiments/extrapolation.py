@@ -46,7 +46,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.measure import Peak, check_numbers, check_out, in_one_line, new_record, write_record  # noqa: E402
-from configurator import ConfigError, main_error  # noqa: E402
 from data.loader import Tokens, find_dataset  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.compare import welch  # noqa: E402
@@ -54,8 +53,9 @@ from experiments.sweeps.runner import Cell, numbers, run_cells, say_failed, writ
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
+from runtime.errors import ConfigError, main_error  # noqa: E402
 from runtime.records import BadRecord, fields, read_json  # noqa: E402
-from runtime.run import is_out_of_memory  # noqa: E402
+from runtime.errors import is_out_of_memory  # noqa: E402
 from sample import load_model  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 

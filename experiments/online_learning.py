@@ -47,8 +47,8 @@ sys.path.insert(0, str(ROOT))
 
 import model  # noqa: E402
 from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
-from configurator import ConfigError, main_error, regular  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
+from runtime.errors import ConfigError, main_error, regular  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either

@@ -25,7 +25,7 @@ import numpy as np
 import safetensors
 import torch
 
-from configurator import ConfigError, regular
+from runtime.errors import ConfigError, regular
 from runtime.records import MOVING, replacing
 
 VERSION = 1

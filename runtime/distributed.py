@@ -29,8 +29,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from configurator import ConfigError, env_int
 from kernels.ops import same_documents
+from runtime.errors import ConfigError, env_int
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0

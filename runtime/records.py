@@ -25,7 +25,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from configurator import ConfigError, regular
+from runtime.errors import ConfigError, regular
 
 MOVING = "earlier-being-moved"  # see move_aside
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 import optim
-from configurator import ConfigError, is_out_of_memory, main_error
 from runtime import checkpoint, counting, distributed, records
+from runtime.errors import ConfigError, Stopped, is_out_of_memory, main_error
 from runtime.records import Log, environment, write_json
 
 # What may differ when a run continues: nothing here changes a loss beyond rounding. Everything else is refused.
@@ -54,10 +54,6 @@ PICTURE_SECONDS = 60  # between pictures; importing matplotlib takes 2 s, so a p
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
               "L40S": 362e12, "B200": 2250e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
-
-
-class Stopped(ConfigError):
-    """A run that cannot continue by itself; the message, one line, says why, what is saved, and how to continue."""
 
 
 def launch(prog, main):

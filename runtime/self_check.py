@@ -20,8 +20,8 @@ from dataclasses import replace
 
 import torch
 
-from configurator import ConfigError
 from kernels import build
+from runtime.errors import ConfigError
 
 CUTS = [33, 1, 1, 31]  # lengths of the pieces read through the state: 66 tokens, more than a chunk of any operator
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2}

@@ -20,9 +20,9 @@ import torch
 from bench import generate, gpu, measure, scan, scan_cuda, step
 from bench.gpu import Context, Skip, Stage
 from bench.scan_cuda import Shape
-from configurator import ConfigError
 from experiments import extrapolation, online_learning
 from runtime import records
+from runtime.errors import ConfigError
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
 BF16 = torch.bfloat16

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import ConfigError, load
+from configurator import load
+from runtime import errors
+from runtime.errors import ConfigError
 
 ROOT = os.path.dirname(os.path.abspath(configurator.__file__))
 
@@ -183,7 +185,7 @@ def test_help_names_every_key_with_type_default_and_meaning(capsys, monkeypatch)
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said():
-    code = "import configurator\nwith configurator.main_error('train.py'): raise configurator.ConfigError('no')"
+    code = "import configurator\nwith errors.main_error('train.py'): raise errors.ConfigError('no')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "train.py: error: no\n")
     with open("/dev/full", "w") as full:
@@ -197,7 +199,7 @@ def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said():
     (RuntimeError("Storage size calculation overflowed"), "a number is too large"),
     (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'"), (KeyError("a\nb"), "p: error: 'a")])
 def test_what_a_user_can_mend_is_one_line(error, words, capsys):
-    with pytest.raises(SystemExit, match="2"), configurator.main_error("p", KeyError):
+    with pytest.raises(SystemExit, match="2"), errors.main_error("p", KeyError):
         raise error
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
@@ -206,14 +208,14 @@ def test_what_a_user_can_mend_is_one_line(error, words, capsys):
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("not ours"),
                                    BrokenPipeError(32, "of a worker, not of our reader")], ids=repr)
 def test_a_mistake_in_the_code_keeps_its_traceback(error):
-    with pytest.raises(type(error)), configurator.main_error("p", KeyError):
+    with pytest.raises(type(error)), errors.main_error("p", KeyError):
         raise error
 
 
 def test_names_and_output_that_are_not_utf8():
     with pytest.raises(ConfigError, match="--out_dir=.*: expected a string of UTF-8"):
         load(Config, ["--out_dir=\udcff"])  # as Python reads the byte ff
-    code = "import configurator\nwith configurator.main_error('p'): print('\u00b1'); raise OSError('no \u00b1')"
+    code = "import configurator\nwith errors.main_error('p'): print('\u00b1'); raise OSError('no \u00b1')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.stdout, done.stderr) == ("\\xb1\n", "p: error: no \\xb1\n")
@@ -231,7 +233,7 @@ def with_nobody_reading(*command, **environment):
 @pytest.mark.parametrize("errors, unbuffered", [("", ""), (", OSError", ""), ("", "1")])
 def test_a_reader_that_has_gone_is_no_stack(errors, unbuffered):
     def after(text, end=""):
-        code = f"import configurator, sys\nwith configurator.main_error('p'{errors}): {text}{end}"
+        code = f"import configurator, sys\nwith errors.main_error('p'{errors}): {text}{end}"
         done = with_nobody_reading(sys.executable, "-c", code, PYTHONUNBUFFERED=unbuffered)
         return done.returncode, done.stderr
 
@@ -239,7 +241,7 @@ def test_a_reader_that_has_gone_is_no_stack(errors, unbuffered):
     assert after("print('a line')") == (130 if unbuffered else 0, "")  # seen at the end, when all has been done
     if not unbuffered:
         assert after("print('a line')", "; sys.exit(3)") == (3, "")
-        assert after("print('a line')", "; raise configurator.ConfigError('no')") == (2, "p: error: no\n")
+        assert after("print('a line')", "; raise errors.ConfigError('no')") == (2, "p: error: no\n")
 
 
 @pytest.mark.parametrize("script, unbuffered", [

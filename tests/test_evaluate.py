@@ -19,13 +19,13 @@ from torch import nn
 import evaluate
 import sample
 import train
-from configurator import ConfigError
 from data.loader import DataError
 from data.pystdlib import prepare as pystdlib
 from data.tokenizer import Text
 from evaluation import tasks
 from model import FAMILIES, LM
 from runtime import checkpoint
+from runtime.errors import ConfigError
 from runtime.records import Log, read_log
 
 harness = tasks.import_harness()

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 
 import configurator
 from bench.measure import finite
-from configurator import ConfigError
 from data import loader, writer
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from model import FAMILIES, LM, ModelConfig
-from runtime import checkpoint
+from runtime import checkpoint, errors
+from runtime.errors import ConfigError
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -283,7 +283,7 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
         ([], "required")]:
         said = io.StringIO()
         with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(said):
-            with configurator.main_error("extrapolation", checkpoint.CheckpointError, loader.DataError, OSError):
+            with errors.main_error("extrapolation", checkpoint.CheckpointError, loader.DataError, OSError):
                 reads = argv and argv[0].startswith("--")
                 ex.main(["--checkpoint", run, out, *argv] if reads else argv)
         last = said.getvalue().splitlines()[-1]

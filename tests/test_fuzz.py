@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import configurator
 from kernels.scan import longhorn_scan, longhorn_scan_ref
-from runtime import records
+from runtime import errors, records
 from train import TrainConfig
 
 ROOT = Path(configurator.__file__).resolve().parent
@@ -36,7 +36,7 @@ def test_any_config_file_gives_a_config_or_one_line(tmp_path, source):
     (tmp_path / "c.py").write_bytes(source)
     try:
         configurator.load(TrainConfig, [str(tmp_path / "c.py")])
-    except configurator.ConfigError as error:
+    except errors.ConfigError as error:
         assert str(error) and len(str(error).splitlines()) == 1
 
 

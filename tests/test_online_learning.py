@@ -13,10 +13,10 @@ import torch
 
 import mixers
 import model
-from configurator import ConfigError
 from experiments import online_learning as ol
 from experiments.online_learning import ROW, UPDATES
 from experiments.scaling import parameters
+from runtime.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 5

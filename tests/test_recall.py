@@ -21,12 +21,12 @@ import pytest
 import torch
 from scipy import stats
 
-from configurator import ConfigError
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
 from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap
 from experiments.sweeps import runner
 from model import ModelConfig, tensors_of
+from runtime.errors import ConfigError
 from runtime.records import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,8 +14,8 @@ from statistics import fmean, stdev
 
 import pytest
 
-from configurator import ConfigError
 from experiments.scaling import figures, report, runs
+from runtime.errors import ConfigError
 
 # E, A, alpha, B, beta of each made-up family
 LAWS = {"retnet": (0.99, 32.0, 0.35, 66.0, 0.35), "gla": (0.97, 31.0, 0.35, 62.0, 0.35),

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configurator import ConfigError
 from model import FAMILIES, LM, ModelConfig
+from runtime.errors import ConfigError
 from runtime.self_check import self_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")

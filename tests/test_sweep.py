@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from configurator import ConfigError
 from experiments.scaling import runs, sweep, table1
 from experiments.sweeps import claims, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
+from runtime.errors import ConfigError
 from runtime.records import BadRecord, is_finished
 
 REPO = Path(__file__).resolve().parent.parent

@@ -37,7 +37,7 @@ import model
 import train
 from data import loader, writer
 from model import LM
-from runtime import checkpoint, records
+from runtime import checkpoint, errors, records
 from runtime.run import lock_run_dir, peak_flops
 from tools.loss_curve import draw_loss
 from train import TrainConfig
@@ -396,7 +396,7 @@ def test_nothing_is_read_before_the_folder_is_locked(data, out):
     candidates = checkpoint.candidates
 
     def look(folder):
-        with pytest.raises(configurator.ConfigError, match="another run writes to"):
+        with pytest.raises(errors.ConfigError, match="another run writes to"):
             lock_run_dir(out)
         return candidates(folder)
 

@@ -20,7 +20,6 @@ from test_train import events, no_picture, record, refuse, succeed
 import configurator
 import export
 import sample
-from configurator import ConfigError
 from data import images
 from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
@@ -28,6 +27,7 @@ from experiments.vision.wrong_images import draw
 from kernels.scan import longhorn_scan_ref
 from model import Longhorn, Mamba
 from runtime import checkpoint
+from runtime.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "d_state": 4, "max_iters": 12, "eval_interval": 5, "log_interval": 1,

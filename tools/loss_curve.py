@@ -11,7 +11,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from configurator import ConfigError, main_error  # noqa: E402
+from runtime.errors import ConfigError, main_error  # noqa: E402
 from runtime.records import read_log  # noqa: E402
 
 

@@ -21,10 +21,10 @@ from statistics import mean
 
 from scipy.stats import rankdata
 
-from configurator import ConfigError
 from evaluation.tasks import table
 from experiments.scaling.compare import welch
 from experiments.sweeps import runner
+from runtime.errors import ConfigError
 from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
 from tools.loss_curve import save_figure
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from configurator import ConfigError
+from runtime.errors import ConfigError
 
 PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}  # of the benchmark, by T
 BLOCK = 2048  # examples per generator: fixed, so that neither their number nor the threads change an example

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import ConfigError
 from experiments.scaling import compare, figures, fit
 from experiments.scaling.figures import family_order, name_of
 from experiments.scaling.runs import halves, read_sweep, save
+from runtime.errors import ConfigError
 from runtime.records import write_json
 
 REPO = Path(__file__).resolve().parents[2]

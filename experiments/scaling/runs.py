@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import ConfigError
 from experiments.sweeps import runner
 from experiments.sweeps.runner import code_of
+from runtime.errors import ConfigError
 from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.

@@ -31,12 +31,13 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
-from configurator import ConfigError  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
 from experiments.scaling.runs import SAME_IN_A_SWEEP, own_settings, read_run, stem  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.claims import Claims  # noqa: E402
 from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
+from runtime import errors  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
 from runtime.records import BadRecord, environment, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
@@ -503,5 +504,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    with configurator.main_error("sweep.py"):
+    with errors.main_error("sweep.py"):
         sys.exit(main(sys.argv[1:]))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configurator import main_error  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
+from runtime.errors import main_error  # noqa: E402
 
 
 def translated(argv):

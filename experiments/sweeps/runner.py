@@ -29,8 +29,8 @@ from types import SimpleNamespace
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from configurator import ConfigError, main_error  # noqa: E402
 from experiments.sweeps import claims  # noqa: E402
+from runtime.errors import ConfigError, main_error  # noqa: E402
 from runtime.records import BadRecord, fields, is_finished, read_json, write_json  # noqa: E402
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.

@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import configurator  # noqa: E402
 import train  # noqa: E402
-from configurator import ConfigError  # noqa: E402
 from data.images import ImageData  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
 from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
 from runtime import checkpoint, counting, distributed  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
 from runtime.parameters import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 
 

@@ -1,0 +1,90 @@
+"""What a user can mend is one line: the value, the limit, the way out. Every program runs inside `main_error`."""
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+
+class ConfigError(ValueError):
+    """What a user can mend: a setting, a file, the data, a checkpoint. The message is always one line."""
+
+    def __init__(self, message):
+        super().__init__(" ".join(str(message).split()))
+
+
+class Stopped(ConfigError):
+    """A run that cannot continue by itself; the message, one line, says why, what is saved, and how to continue."""
+
+
+@contextlib.contextmanager
+def main_error(prog, *errors):
+    """`with main_error('train.py'): main()`: what a user can mend becomes one line. Every program runs inside.
+
+    That is `train.py: error: ...` on stderr, with exit code 2, for a ConfigError, a file or folder that the system
+    refuses, a size for which there is no memory, and `errors`. Any other error keeps its traceback. Where the reader of
+    our output has gone (`| head`) the program ends with exit code 130 and without a word.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a locale that lacks a character shows its code
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    except Exception as error:
+        words = " ".join(str(error).split())
+        if isinstance(error, BrokenPipeError) and _reader_has_gone("\n"):
+            raise SystemExit(130) from None
+        elif isinstance(error, OSError) and error.filename is not None:
+            line = f"{error.filename}: {error.strerror}: check this path, and who may read and write it"
+        elif is_out_of_memory(error):
+            line = f"memory does not hold this ({words[:200]}): choose smaller sizes"
+        elif isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():
+            line = f"a number is too large ({words[:200]}): choose a smaller one"
+        elif isinstance(error, (ConfigError, *errors)) or words.startswith("Symlink loop from") or (
+                isinstance(error, OSError) and not isinstance(error, ConnectionError)):
+            line = words or type(error).__name__
+        else:
+            raise
+        with contextlib.suppress(OSError):  # a full disk behind stderr: the exit code still tells
+            print(f"{prog}: error: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
+    finally:
+        _reader_has_gone()  # or the interpreter's own flush at exit prints a traceback
+
+
+def is_out_of_memory(error):
+    """Whether memory ran out: PyTorch has an exception of its own for a GPU, and only words for a CPU."""
+    words = ("not enough memory", "can't allocate memory", "out of memory")
+    return (isinstance(error, MemoryError)
+            or isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words))
+
+
+def regular(path):
+    """The Path of a file to be read. Raises OSError, also for a pipe or a device, whose end may never come."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return Path(path)
+
+
+def env_int(name, default, least=0, most=2**31 - 1):
+    """The environment's whole number `name`. Raises ConfigError where it is none, or not in least .. most."""
+    text = os.environ.get(name) or str(default)
+    if not re.fullmatch(r"-?\d{1,12}", text) or not least <= int(text) <= most:
+        raise ConfigError(f"the environment has {name}={text!r}: it must be a whole number in {least} .. {most}")
+    return int(text)
+
+
+def _reader_has_gone(last=""):
+    """Whether nobody reads our output any more, which only a write shows; what is still buffered is then discarded."""
+    try:
+        print(end=last, flush=True)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # stdout may not be a file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    except (OSError, ValueError):  # a full disk, a closed file: the interpreter reports it at exit
+        pass
+    return False
