@@ -30,9 +30,9 @@ import sample
 from data.tokenizer import Text, canonical
 from evaluation import tasks
 from runtime import distributed
+from runtime.distributed import launch
 from runtime.errors import ConfigError
 from runtime.records import environment, write_json
-from runtime.run import launch
 
 ROOT = Path(__file__).resolve().parent
 

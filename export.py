@@ -45,8 +45,8 @@ from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
 from runtime import checkpoint, errors
 from runtime.errors import ConfigError, regular
+from runtime.folder import lock_run_dir
 from runtime.records import NATIVE_SOURCES, sync_folder, write_json
-from runtime.run import lock_run_dir
 
 
 @dataclass

@@ -11,8 +11,9 @@ The batch is stated in tokens. How many processes there are and what one of them
 memory, never the result: the windows of step s are a function of (seed, s) alone.
 
 `python train.py --help` lists every setting. Records go to out/<name of the config file>/, see runtime/records.py.
-What happens around a step (the folder, checkpoints, resuming, signals) is in runtime/run.py. Anything else that is to
-be trained calls `train` with its own model, data and evaluation, as experiments/recall/ does.
+What happens around a step is in runtime/: the folder (checkpoints, resuming), the telemetry (log, speed, pictures), the
+signals, the processes. Anything else that is to be trained calls `train` with its own model, data and evaluation, as
+experiments/recall/ does.
 """
 
 if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
@@ -40,9 +41,12 @@ from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
 from runtime import checkpoint, distributed
 from runtime.counting import computed_by
+from runtime.distributed import launch
 from runtime.errors import ConfigError, env_int, is_out_of_memory
-from runtime.run import Run, launch
+from runtime.folder import Folder
 from runtime.self_check import self_check
+from runtime.signals import Signals
+from runtime.telemetry import Telemetry
 
 
 @dataclass
@@ -118,37 +122,46 @@ def train(config, model, data, evaluate, schedule=None):
 
     Returns the final metrics, or None where the run was stopped before its end. Raises ConfigError, run.Stopped, ...
     """
-    schedule = schedule or learning_rate_factor
-    with Run(config, model, data) as run:  # the folder's lock, signals, records; an error leaves as one line
-        run.say(self_check(model) if config.self_check == "on" else "self-check: off")
-        forward = run.parallelize()  # torch.compile, and DistributedDataParallel or fully_shard
+    schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
+    with (Folder(config, model, data) as folder, Signals() as signals,  # an error leaves as one line
+          Telemetry(config, model, data, folder, signals) as telemetry):
+        telemetry.say(self_check(model) if config.self_check == "on" else "self-check: off")
+        forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
-        run.resume(optimizers, schedule)  # from the newest good checkpoint, if there is one
-        for step in run.steps():  # ends early, and saves, when asked to stop
+        folder.resume(optimizers, schedule, telemetry)  # from the newest good checkpoint, if there is one
+        for step in telemetry.steps():  # ends early, and saves, when asked to stop
             set_learning_rate(optimizers, schedule(step, config))
             loss = 0.0
-            for x, y, weight in run.micro_batches(step):
-                with run.autocast():
+            for x, y, weight in distributed.micro_batches(forward, config, data, step):
+                with distributed.autocast(config, device):
                     micro_loss = forward(x, y, loss_only=True)[1] * weight
                 micro_loss.backward()
                 loss = loss + micro_loss.detach().float()
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            loss, grad_norm = run.agree(loss, grad_norm)  # floats, the same on every rank
+            loss, grad_norm = distributed.agree(loss, grad_norm, signals)  # floats, the same on every rank
             if math.isfinite(loss) and math.isfinite(grad_norm):
-                run.optimizer_step(optimizers)
+                for optimizer in optimizers:
+                    optimizer.step()
                 if hasattr(model, "after_step"):  # an average of the weights, say
                     model.after_step()
+                folder.progress.bad = 0
             else:
-                run.skip(step, loss, grad_norm)  # leaves the step out; stops after max_bad_steps in a row
+                telemetry.skip(step, loss, grad_norm)  # leaves the step out; stops after max_bad_steps in a row
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            run.log(step, train_loss=loss, lr=schedule(step, config) * config.learning_rate, grad_norm=grad_norm)
-            if run.evaluation_due(step):
-                run.log_evaluation(step, evaluate(model, final=run.is_last(step)))
-            if run.tasks_due(step):
-                run.log_tasks(step, evaluate.tasks(model))
-            run.save_if_due(step, optimizers)
-        return run.finish(evaluate)
+            telemetry.log(step, train_loss=loss, lr=schedule(step, config) * config.learning_rate, grad_norm=grad_norm)
+            if is_due(step, config.eval_interval, config):
+                data.check_unchanged()
+                telemetry.log_evaluation(step, evaluate(model, final=step + 1 == config.max_iters))
+            if config.eval_tasks_interval and is_due(step, config.eval_tasks_interval, config):
+                telemetry.log_tasks(step, evaluate.tasks(model))
+            folder.save_if_due(step, telemetry)
+        return telemetry.finish(evaluate)
+
+
+def is_due(step, interval, config):
+    """Whether something follows a step: after every `interval` steps (0: none), and after the last."""
+    return step + 1 == config.max_iters or bool(interval) and (step + 1) % interval == 0
 
 
 # -------------------------------------------------------------------------------------------------------- the schedule

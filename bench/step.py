@@ -42,7 +42,7 @@ from optim import build_optimizers  # noqa: E402
 from runtime.counting import flops_per_token  # noqa: E402
 from runtime.distributed import keep_freed_memory  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
-from runtime.run import peak_flops  # noqa: E402
+from runtime.telemetry import peak_flops  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4, "block_size": 512, "vocab_size": 256, "batch_size": 4}

@@ -30,7 +30,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.ops import same_documents
-from runtime.errors import ConfigError, env_int
+from runtime.errors import ConfigError, env_int, is_out_of_memory, main_error
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
@@ -39,6 +39,21 @@ STORE = None  # of the process group, asked who is alive after an error
 
 class Lost(RuntimeError):
     """Another process is gone or silent. The same command may well succeed: the exit code is EXIT_RETRYABLE."""
+
+
+def launch(prog, main):
+    """main(argv) as a program: what goes wrong becomes one line and an exit code, which is returned."""
+    with main_error(prog):
+        try:
+            code = main(sys.argv[1:])
+            leave()
+            return code
+        except Lost as error:
+            exit_retryable(prog, error)
+        except RuntimeError as error:
+            if not is_communication_error(error):
+                raise
+            exit_retryable(prog, who_is_missing(error))
 
 
 def rank():
@@ -240,6 +255,90 @@ def in_step(batches, device, sharded):
         if not sum_over_ranks(torch.tensor(float(batch is not None)), device):
             return
         yield (token, token, False) if batch is None else (*batch, True)
+
+
+# -------------------------------------------------------------------------------------------------------- around a step
+
+def parallelize(model, config, data):
+    """The model as the loop calls it: compiled, recomputed, sharded, its gradients averaged over all processes."""
+    device = next(model.parameters()).device
+    prepare_layers(model, config)
+    if config.auto_micro_batch:
+        find_micro_batch_size(model, config, data)
+    if config.parallel != "ddp":
+        shard(model, config, device)
+    elif world_size() > 1:
+        from torch.nn.parallel import DistributedDataParallel
+
+        ids = [device.index] if device.type == "cuda" else None
+        forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        # DDP reorders its buckets after the first backward that synchronizes, and gradients added in another order
+        # differ in the last bit. A resumed run must equal one that was never interrupted, so that backward is not a
+        # step's.
+        first_loss(forward, config, data, device).backward()
+        model.zero_grad(set_to_none=True)
+        return forward
+    return model
+
+
+def first_loss(forward, config, data, device):
+    x, y, _ = next(iter(data.micro_batches(0, rank(), world_size(), config.micro_batch_size)))
+    with autocast(config, device):
+        return forward(x, y, loss_only=True)[1]
+
+
+def find_micro_batch_size(model, config, data):
+    """Halve micro_batch_size until forward and backward fit in every process's memory, beside the gradients and what
+    AdamW keeps."""
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    if config.parallel != "ddp":
+        raise ConfigError(f"auto_micro_batch: the micro-batch size cannot be probed with parallel={config.parallel}: "
+                          "give --micro_batch_size")
+    config.micro_batch_size = min(config.micro_batch_size, data.sequences_per_step // world_size() or 1)
+    reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
+    while True:
+        try:
+            reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=device)  # noqa: F841
+            torch.autograd.grad(first_loss(model, config, data, device), parameters, allow_unused=True)
+            break
+        except (RuntimeError, MemoryError) as error:
+            if config.micro_batch_size == 1 or not is_out_of_memory(error):
+                raise
+        reserved = None  # noqa: F841  not in the except block, where the traceback keeps the activations alive
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        config.micro_batch_size //= 2
+    config.micro_batch_size = min(all_gather(config.micro_batch_size))
+
+
+def micro_batches(forward, config, data, step):
+    """(x, y, weight) of this process; gradients are averaged over processes in the last one's backward only."""
+    batches = iter(data.micro_batches(step, rank(), world_size(), config.micro_batch_size))
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        if config.parallel == "hsdp":  # shards are summed after every one: whole gradients are large
+            forward.set_requires_all_reduce(following is None)
+        elif config.parallel == "ddp" and world_size() > 1:
+            forward.require_backward_grad_sync = following is None
+        yield batch
+        batch = following
+
+
+def autocast(config, device):
+    dtype = getattr(torch, config.dtype)
+    return torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
+
+
+def agree(loss, grad_norm, signals):
+    """(mean loss over processes, gradient norm) as floats. The same message says whether any process was asked to stop,
+    so that all of them stop after the same step."""
+    shared = torch.stack([loss / world_size(), torch.tensor(float(signals.requested), device=loss.device)])
+    if world_size() > 1:
+        dist.all_reduce(shared)
+    signals.stopping = shared[1].item() > 0
+    return shared[0].item(), whole(grad_norm).item()
 
 
 # --------------------------------------------------------------------------------------------- who does not answer

@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from runtime.run import Run
 from test_chaos import LONG_FORM
 from test_train import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed
 
@@ -17,7 +18,6 @@ import train
 from model import LM
 from optim import build_optimizers
 from runtime import checkpoint, distributed
-from runtime.run import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXED = {**TINY, "pattern": "mamba,llama,rwkv", "n_layer": 3, "vocab_size": 257, "max_iters": 6, "eval_interval": 3,

@@ -26,7 +26,7 @@ from data.tokenizer import Text
 from export import from_hf, to_hf
 from model import FAMILIES
 from runtime import checkpoint
-from runtime.run import lock_run_dir
+from runtime.folder import lock_run_dir
 
 PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}
 # of the largest logit; in float64 LLaMA's rotary angles stay float32, and transformers' Mamba scans in float32

@@ -459,7 +459,7 @@ def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep") / "recall"
     cells = mqar.cells_of(mqar.Preset({16: ("based", "longhorn")}, widths=(16,), lrs=(1e-2, 1e-3)), IN_A_SWEEP)
     runner.write_plan(folder, cells, preset="none")
-    with mock.patch("runtime.run.draw_loss"):
+    with mock.patch("runtime.telemetry.draw_loss"):
         for c in cells:
             cell.main([*c.argv[1:], f"--out_dir={folder / c.name}"])
     return folder

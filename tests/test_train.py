@@ -38,7 +38,8 @@ import train
 from data import loader, writer
 from model import LM
 from runtime import checkpoint, errors, records
-from runtime.run import lock_run_dir, peak_flops
+from runtime.folder import lock_run_dir
+from runtime.telemetry import peak_flops
 from tools.loss_curve import draw_loss
 from train import TrainConfig
 
@@ -81,7 +82,7 @@ def run(argv, LM=LM, draw_loss=no_picture, err=None):
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         with (mock.patch.object(sys, "argv", ["train.py", *argv]), mock.patch.object(model, "LM", LM),
-              mock.patch("runtime.run.draw_loss", draw_loss), contextlib.redirect_stdout(out),
+              mock.patch("runtime.telemetry.draw_loss", draw_loss), contextlib.redirect_stdout(out),
               contextlib.redirect_stderr(err)):
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     except SystemExit as stop:
@@ -373,7 +374,7 @@ def test_the_screen_shows_what_the_log_has(data, tmp_path):
     argv = lambda name: arguments(data, tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64)
     screen = io.StringIO()
     screen.isatty = lambda: True
-    with mock.patch("runtime.run.peak_flops", lambda name: 1e9), mock.patch.dict(os.environ, COLUMNS="80", LINES="24"):
+    with mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9), mock.patch.dict(os.environ, COLUMNS="80", LINES="24"):
         piped, terminal = succeed(argv("pipe")).out, succeed(argv("terminal"), err=screen).err
     e = events(tmp_path / "pipe")[3]
     words = f"loss {e['train_loss']:.4f}  lr 3.00e-04  norm {e['grad_norm']:.2f}  {e['tokens_per_second']:,} tokens/s"
@@ -384,7 +385,7 @@ def test_the_screen_shows_what_the_log_has(data, tmp_path):
 
 def test_the_picture_is_drawn_by_another_process_and_never_worth_a_run(data, out):
     draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))  # at the end, in this one
-    with mock.patch("runtime.run.PICTURE_SECONDS", 0), mock.patch("runtime.run.subprocess") as process:
+    with mock.patch("runtime.telemetry.PICTURE_SECONDS", 0), mock.patch("runtime.telemetry.subprocess") as process:
         said = succeed(arguments(data, out), draw_loss=draw_loss).out
     draw_loss.assert_called_once_with(out)
     assert process.Popen.call_args[0][0] == [sys.executable, ROOT / "tools" / "loss_curve.py", out]
@@ -694,7 +695,7 @@ def test_the_identity_of_the_code(tmp_path):
     said = subprocess.check_output([sys.executable, "-c", IDENTITY, *edits], cwd=copy, text=True)
     first, readme, script, mixer, kernel, *files, dynamo = said.split()
     assert first == readme == script and len({first, mixer, kernel}) == 3
-    assert {"train.py", "runtime/run.py", "model.py", "mixers.py", "data/loader.py", "longhorn_scan.cu"} <= set(files)
+    assert {"train.py", "runtime/folder.py", "model.py", "mixers.py", "data/loader.py", "longhorn_scan.cu"} <= set(files)
     assert "sample.py" not in files
     assert dynamo == "False", "importing train takes a second longer with it"
 
@@ -977,7 +978,7 @@ def test_anything_can_be_trained(out, tmp_path, capsys):
 
     stops = Points()
     stops.check_unchanged = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    with mock.patch("runtime.run.draw_loss", no_picture):
+    with mock.patch("runtime.telemetry.draw_loss", no_picture):
         metrics = go_on(0, config, Points())
         assert abs(metrics["slope"] - 3) < 0.5 and "stop" not in metrics and metrics["val_loss"] < 0.5
         steps = record(whole)["steps"]

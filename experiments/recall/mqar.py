@@ -165,7 +165,7 @@ def run(args, extra):
 def main(argv):
     if argv[:1] == ["cell"]:
         from experiments.recall import cell
-        from runtime.run import launch
+        from runtime.distributed import launch
 
         return launch("mqar.py cell", lambda _: cell.main(argv[1:]))
     from experiments.recall import report

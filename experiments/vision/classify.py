@@ -373,6 +373,6 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from runtime.run import launch
+    from runtime.distributed import launch
 
     sys.exit(launch("classify.py", lambda argv: main(configurator.load(VisionConfig, argv))))

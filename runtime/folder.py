@@ -1,0 +1,230 @@
+"""A run's folder: locked while the run lives, an earlier run's files moved aside, resumed from, saved to.
+
+    lock            two runs in one folder would mix their records: the second is refused
+    resume          from the newest checkpoint that is whole, bit for bit
+    checkpoints     after evaluations, every checkpoint_interval steps, at the end, and when asked to stop
+
+Nothing here knows what is trained.
+"""
+
+import contextlib
+import dataclasses
+import math
+import shlex
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+from runtime import checkpoint, distributed, records
+from runtime.errors import ConfigError, Stopped, is_out_of_memory
+
+# Settings that may change on resume: nothing here changes a loss beyond rounding. Everything else is refused.
+MAY_CHANGE_ON_RESUME = {
+    "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
+    "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
+    "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "device", "compile", "parallel", "recompute",
+    "max_bad_steps", "backend", "self_check", "timeout_minutes", "workers",  # of images
+    "init_from", "branch",  # read only where there is no checkpoint
+    "dataset",  # its content is compared by its hash instead
+    "max_iters",  # where the steps that are done keep their learning rates
+}
+COMPARED_OVER = {"eval_tokens", "eval_block_size"}  # losses over other tokens cannot be compared with the best so far
+
+
+class Folder:
+    """`with Folder(config, model, data) as folder`: the folder config.out_dir, locked.
+
+    progress: what a checkpoint holds of the run itself. Raises ConfigError where the folder cannot be used, Stopped
+    where the run cannot continue.
+    """
+
+    def __init__(self, config, model, data):
+        self.config, self.model, self.data, self.out = config, model, data, Path(config.out_dir)
+        self.is_main, self.aside = distributed.rank() == 0, None
+        self.progress = SimpleNamespace(
+            seconds=0.0, skipped=0, bad=0, best_val_loss=math.inf, ended=False, code_versions=[], wandb_id=None)
+
+    def __enter__(self):
+        if self.config.resume == "must" and not checkpoint.candidates(self.out):
+            raise ConfigError(f"resume=must: there is no {self.out / checkpoint.NEWEST}; start with --resume=auto")
+        if self.is_main:
+            with writing_to(self.out):
+                self.lock = lock_run_dir(self.out)  # held while this object or the process lives
+                self.aside = records.move_aside(self.out, begin=False)
+        distributed.barrier()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Memory that ran out becomes one line."""
+        if error is not None and is_out_of_memory(error):
+            traceback.clear_frames(trace)  # they keep the activations alive
+            size, block_size = self.config.micro_batch_size, self.config.block_size
+            smaller = resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
+            raise Stopped(f"memory does not hold a micro-batch of {size} x {block_size} tokens: "
+                          + (f"{smaller} (the result is the same; --auto_micro_batch finds one that fits)" if size > 1
+                             else "choose a smaller block_size or model, or --dtype=bfloat16")) from None
+
+    def resume(self, optimizers, schedule, telemetry):
+        """Restore the newest good checkpoint, if the run is to continue, and open the records.
+
+        Raises ConfigError where the checkpoint belongs to another run.
+        """
+        config, out, step, path, lines = self.config, self.out, 0, None, []
+        self.settings, self.optimizers = dataclasses.asdict(config), optimizers
+        self.kept_steps = {int(kept) for kept in config.keep_steps.split(",") if kept}
+        self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, self.kept_steps)
+        checkpoints = checkpoint.candidates(out)
+        resumes = config.resume != "never" and bool(checkpoints)
+        if resumes or config.branch:
+            path, tensors, meta, damaged = checkpoint.load_first(checkpoints if resumes else [branch_point(config)])
+            with checkpoint.fitting(path):
+                refusal, changes = self.compare(path, meta, schedule)
+            if refusal:
+                raise ConfigError(refusal)
+            if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
+                self.data.verify()  # copied, or written to in between; 18 GB take a minute
+            with writing_to(out), checkpoint.fitting(path):
+                step = self.restore(path, tensors, meta, resumes)
+            del tensors  # as large as the model and its optimiser
+            lines = [f"skipped: {line}" for line in damaged]
+            how = "continuing" if resumes else "branching"
+            lines.append("; ".join([f"{how} from {path} at step {step}", *changes]))
+        seen = distributed.all_gather((step, config.dtype, self.data.identity))
+        if any(s != seen[0] for s in seen):
+            raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
+                              "the same on every node")
+        self.saved_step = step
+        if step > 0 and telemetry.at_end(step) and records.is_finished(out):
+            telemetry.is_complete(step)
+            return
+        if self.is_main:
+            with writing_to(out):
+                if not resumes and not self.began_before():
+                    self.aside = records.move_aside(out) if records.run_files(out) else self.aside
+                if self.aside:
+                    telemetry.say(f"the earlier run is kept as {self.aside}")
+                if path is not None and not resumes:  # a branch's log begins with its trunk's
+                    shutil.copyfile(path.parent / "log.jsonl", out / "log.jsonl")
+                (out / "result.json").unlink(missing_ok=True)  # of fewer steps
+        telemetry.open(step, self.settings, lines)
+
+    def began_before(self):
+        """Whether the records in out_dir are of this very run, killed before its first checkpoint: it begins again."""
+        with contextlib.suppress(records.BadRecord), records.fields():
+            config = records.read_json(self.out / "config.json")["config"]
+            if self.config.resume == "auto" and not (self.out / "result.json").exists():
+                return {**config, "resume": ""} == {**self.settings, "resume": ""}
+        return False
+
+    def compare(self, path, meta, schedule):
+        """(why this run cannot continue from a checkpoint, or None; a phrase for each setting that changed)."""
+        config, now, step = self.config, self.settings, meta["step"] + 0
+        before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
+        longer = before["max_iters"] != config.max_iters
+        if config.warmup_iters < 0 and (longer or before["warmup_iters"] >= 0):  # 5% of what was planned at first
+            if before["warmup_iters"] < 0:
+                before["warmup_iters"] = round(0.05 * before["max_iters"])
+            config.warmup_iters = now["warmup_iters"] = before["warmup_iters"]
+        changed = [key for key in now if before[key] != now[key]]
+        serious = [f"{key} {before[key]!r} -> {now[key]!r}" for key in changed if key not in MAY_CHANGE_ON_RESUME]
+        old, refusal = dataclasses.replace(config, max_iters=before["max_iters"]), None
+        if serious:
+            refusal = f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another out_dir"
+        elif step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step * longer)):
+            refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} "
+                       "steps that are done: a run goes on longer with --schedule=constant, or with --schedule=wsd "
+                       "before its decay (--branch)")
+        elif meta["data"] != self.data.identity:
+            refusal = (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as "
+                       "before, or choose another out_dir")
+        return refusal, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
+
+    def restore(self, path, tensors, meta, resumes):
+        """Put back what `save` saved, in this folder's run or in the trunk of a branch; returns its step."""
+        state = checkpoint.unflatten(tensors, meta["skeleton"])
+        vars(self.progress).update({key: meta[key] for key in vars(self.progress)})
+        if not resumes or any(meta["config"].get(key) != self.settings[key]
+                              for key in COMPARED_OVER & self.settings.keys()):
+            self.progress.best_val_loss, meta["best"] = math.inf, None
+        current, cut = self.model.state_dict(), distributed.cut_like
+        self.model.load_state_dict({name: cut(t, current.get(name)) for name, t in state["model"].items()})
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            kept = {i: {key: cut(t, parameters[i]) for key, t in of.items()} for i, of in saved["state"].items()}
+            optimizer.load_state_dict({**saved, "state": kept})
+        checkpoint.set_rng_state(state["rng"])
+        if self.is_main and resumes:
+            self.manager.on_resume(path, meta)
+        return meta["step"]
+
+    def save_if_due(self, step, telemetry):
+        """Save by checkpoint_interval or after an evaluation, at the end, and when asked to stop."""
+        interval, done = self.config.checkpoint_interval, step + 1
+        last = telemetry.at_end(done) or telemetry.signals.stopping
+        due = last or done in self.kept_steps or (done % interval == 0 if interval else telemetry.evaluated)
+        if due:
+            self.data.check_unchanged()
+            state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
+                     "rng": checkpoint.rng_state()}
+            values = map(distributed.whole, checkpoint.in_order(checkpoint.flatten(state)[0]).values())
+            try:
+                if self.is_main:
+                    self.save(state, values, done, telemetry)
+            finally:
+                for _ in values:  # every process takes part in gathering each sharded tensor
+                    pass
+        if last and self.is_main and self.saved_step < done:
+            raise Stopped(f"the checkpoint of step {done} was not written, the last one is of step {self.saved_step}: "
+                          f"make room, then {resume_command('--resume=auto')}")
+
+    def save(self, state, values, done, telemetry):
+        """Write the checkpoint of `done` steps; `values`: of the tensors in `state`, in order, and whole."""
+        meta = {"step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
+                **vars(self.progress), "seconds": telemetry.seconds(), "data": self.data.identity,
+                "file_times": getattr(self.data, "file_times", None),
+                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
+        telemetry.sync()  # no checkpoint is on disk before the log that leads to it
+        try:
+            self.manager.save(state, meta, telemetry.compared_loss, values)
+            self.saved_step = done
+        except OSError as error:  # a full disk, say: what was saved before is untouched
+            telemetry.say(f"step {done}: checkpoint not written ({error}); the one before stays")
+
+
+def branch_point(config):
+    """The checkpoint that --branch=RUN@STEP names. Raises ConfigError where RUN kept none of that step."""
+    trunk, _, step = config.branch.rpartition("@")
+    kept = checkpoint.steps(trunk)
+    if not step.isdecimal() or int(step) not in kept:
+        raise ConfigError(f"branch={config.branch}: {trunk or 'RUN@STEP'} keeps checkpoints of steps "
+                          f"{', '.join(map(str, sorted(kept))) or '(none)'}: name one of them, or train it with "
+                          "--keep_steps")
+    return kept[int(step)]
+
+
+def lock_run_dir(out):
+    """Lock an out_dir, see records.lock_folder. Raises ConfigError where another run has it."""
+    try:
+        return records.lock_folder(out)
+    except BlockingIOError:
+        raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
+
+
+@contextlib.contextmanager
+def writing_to(out):
+    """`with writing_to(out): ...`: an OSError inside becomes a ConfigError, one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out} ({error.strerror}): make room and continue with --resume=auto, "
+                          "or choose another out_dir") from None
+
+
+def resume_command(*changes):
+    """The command line that continues from here with some settings changed."""
+    names = tuple(change.partition("=")[0] for change in changes)
+    if distributed.world_size() > 1:
+        return "the same torchrun line with " + " ".join(changes)
+    return shlex.join([sys.executable, *(a for a in sys.argv if a.partition("=")[0] not in names), *changes])

@@ -1,0 +1,47 @@
+"""SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (Slurm's warning) finish the step, save, and exit; a second SIGINT exits at
+once."""
+
+import contextlib
+import os
+import signal
+import threading
+
+
+class Signals:
+    """`with Signals() as signals`: the first signal is a request to finish the step, a SIGINT after that ends the
+    process; a thread reads it, because Python's own handlers wait for a collective to return.
+
+    requested: whether this process was asked. stopping: whether any process was, agreed on by all in `agree`
+    (runtime/distributed.py), so that all of them stop after the same step.
+    """
+
+    def __init__(self):
+        self.requested = self.stopping = False
+
+    def __enter__(self):
+        reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        self.before = {number: signal.signal(number, lambda *_: setattr(self, "requested", True))
+                       for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        threading.Thread(target=self.listen, args=(reader,), daemon=True).start()
+        return self
+
+    def listen(self, reader):
+        asked = False
+        while numbers := os.read(reader, 1):
+            if asked and numbers[0] == signal.SIGINT:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"interrupted at once: nothing saved since the last checkpoint\n")
+                os._exit(130)  # sys.exit would wait for other processes
+            asked = asked or numbers[0] in self.before
+        os.close(reader)
+
+    def __exit__(self, kind, error, trace):
+        """The run is over: a Ctrl-C is Python's again. Not after an error, or torchrun's SIGTERM would end this process
+        before it says who did not answer."""
+        if error is None:
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(-1)
+            os.close(self.writer)  # ends the thread

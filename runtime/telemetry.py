@@ -1,0 +1,290 @@
+"""What a run tells: the log, the screen, its speed, the loss curve, Weights & Biases, the result (see records.py)."""
+
+import contextlib
+import datetime
+import math
+import resource
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import torch
+
+import optim
+from runtime import checkpoint, counting, distributed
+from runtime.errors import ConfigError, Stopped
+from runtime.folder import resume_command, writing_to
+from runtime.records import Log, environment, write_json
+from tools import loss_curve
+from tools.loss_curve import draw_loss
+
+PICTURE_SECONDS = 60  # between pictures; importing matplotlib takes 2 s, so a process of its own draws them
+
+# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+              "L40S": 362e12, "B200": 2250e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+class Telemetry:
+    """`with Telemetry(config, model, data, folder, signals) as telemetry`: the records of a run, written on rank 0.
+
+    evaluated, compared_loss: whether the step under way was evaluated, and the loss by which checkpoints compare.
+    """
+
+    def __init__(self, config, model, data, folder, signals):
+        self.config, self.model, self.data, self.signals = config, model, data, signals
+        self.folder, self.out, self.progress = folder, folder.out, folder.progress
+        self.device = next(model.parameters()).device
+        self.is_main, self.world_size = distributed.rank() == 0, distributed.world_size()
+        self.bar = self.picture = self.metrics = self.compared_loss = None
+        self.evaluated = self.complete = False
+        self.wandb = open_wandb(config) if self.is_main else None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self.bar is not None:
+            self.bar.close()
+
+    def say(self, text):
+        """Print a line on rank 0, above the progress bar where there is one."""
+        if self.is_main:
+            (say if self.bar is None else self.bar.write)(text)
+
+    def is_complete(self, step):
+        """The run has ended before: there is nothing to do but to say so."""
+        self.done, self.complete = step, True
+
+    def open(self, step, settings, lines):
+        """Begin the records after `step`: config.json, log.jsonl, Weights & Biases, the progress bar; and say what is
+        worth saying before the first step."""
+        config, model, progress = self.config, self.model, self.progress
+        self.done, self.last_log_step, self.paused_seconds = step, step, 0.0
+        device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        self.derived = {
+            "processes": self.world_size, "tokens": config.max_iters * config.batch_tokens, "device": str(self.device),
+            "device_name": device_name, "threads": torch.get_num_threads(),
+            "parameters": counting.parameter_count(model),
+            "flops_per_token": counting.flops_per_token(model)["total"],
+            "decayed": optim.decayed(model, getattr(config, "as_released", False)),
+            **self.data.derived(config, self.world_size)}
+        if self.is_main:
+            self.environment = environment()
+            code, versions = self.environment["code"], progress.code_versions
+            if versions and versions[-1] != code:
+                lines.append(f"the code was {versions[-1]}, is {code}: config.json names both")
+            progress.code_versions = versions + [code] * (versions[-1:] != [code])
+            data = {key: value for key, value in self.data.meta.items() if key != "table"}  # which checkpoints keep
+            with writing_to(self.out):
+                write_json(self.out / "config.json", {
+                    "config": settings, "derived": self.derived, "environment": self.environment,
+                    "code_versions": progress.code_versions, "data": data,
+                    "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
+                self.log_file = Log(self.out, step)
+            if self.wandb:
+                progress.wandb_id = progress.wandb_id or uuid.uuid4().hex[:8]  # a run that continues keeps its id
+                self.wandb.init(project=config.wandb_project, name=self.out.name, mode=config.wandb, dir=self.out,
+                                config={**settings, **self.derived}, id=progress.wandb_id, resume="allow")
+            if sys.stderr.isatty():
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=config.max_iters, initial=step, dynamic_ncols=True, smoothing=0.05,
+                                bar_format="{percentage:3.0f}% <{remaining}{postfix}")  # with the metrics, 80 columns
+            micro_batches = math.ceil(self.data.sequences_per_step / self.world_size / config.micro_batch_size)
+            for line in [
+                f"{config.pattern or config.model}: {self.derived['parameters']['total']:,} parameters; {device_name} "
+                f"x {self.world_size}, {config.dtype}; tokens mixed by {counting.computed_by(model)}",
+                *counting.left_out(model),
+                f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} tokens"
+                + (f" = {self.derived['epochs']:.2f} epochs" if "epochs" in self.derived else "")
+                + f", {micro_batches} micro-batches per step", *lines]:
+                self.say(line)
+        self.began = self.last_log_time = self.picture_time = time.perf_counter()
+
+    # ---------------------------------------------------------------------------------------------------- the step
+
+    def steps(self):
+        """The steps that are left; ends early where the run is asked to stop, or an evaluation says "stop"."""
+        while not (self.at_end(self.done) or self.signals.stopping):
+            yield self.done
+            self.done += 1
+            self.paused_seconds += time.perf_counter() - self.logged_at  # evaluating and saving
+            if self.bar is not None:
+                self.bar.update()
+
+    def at_end(self, done):
+        """Whether the run is over after so many steps."""
+        return done >= self.config.max_iters or self.progress.ended
+
+    def log(self, step, **metrics):
+        """A line of the log and the screen every log_interval steps: the metrics given, speed, memory and time."""
+        config, done, self.logged_at = self.config, step + 1, time.perf_counter()
+        self.evaluated, self.compared_loss = False, None
+        if not self.is_main or (done % config.log_interval and done != config.max_iters):
+            return
+        seconds = max(self.logged_at - self.last_log_time - self.paused_seconds, 1e-9)
+        rate = (done - self.last_log_step) * config.batch_tokens / seconds
+        self.last_log_time, self.last_log_step, self.paused_seconds = self.logged_at, done, 0.0
+        values = {"tokens": done * config.batch_tokens, **metrics, "tokens_per_second": round(rate),
+                  "memory_bytes": peak_memory(self.device), "seconds": self.seconds()}
+        peak = peak_flops(self.derived["device_name"]) if config.dtype != "float32" else None
+        if peak:
+            values["mfu"] = round(rate * self.derived["flops_per_token"] / (peak * self.world_size), 4)
+        self.write("train", done, **values)
+        words = in_words({key: v for key, v in values.items() if key not in ("tokens", "memory_bytes", "seconds")})
+        if self.bar is not None:
+            self.bar.set_postfix_str(" ".join(words), refresh=False)
+        else:
+            say("  ".join([f"step {done:6d}", *words]))
+        self.logged_at = time.perf_counter()
+
+    def skip(self, step, loss, grad_norm):
+        """Count a step whose loss or gradient is not finite, which is left out. Raises Stopped after too many."""
+        progress, newest = self.progress, self.out / checkpoint.NEWEST
+        progress.skipped += 1
+        progress.bad += 1
+        self.say(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
+        self.write("skipped", step + 1, train_loss=loss, grad_norm=grad_norm)
+        if progress.bad >= self.config.max_bad_steps:
+            where = f"; {self.data.where(step, distributed.rank(), self.world_size)}" * hasattr(self.data, "where")
+            saved = f"{newest}, step {self.folder.saved_step}" if newest.exists() else "none"
+            raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row"
+                          f"{where}; the last good checkpoint is {saved}; try a lower learning_rate")
+
+    # --------------------------------------------------------------------------------------------------- evaluation
+
+    def log_evaluation(self, step, metrics):
+        """Metrics of an evaluation after `step`: in the log, on the screen, and for the best checkpoint."""
+        self.metrics, progress, done, self.evaluated = dict(metrics), self.progress, step + 1, True
+        self.compared_loss = self.metrics.pop("compare_loss", metrics["val_loss"])
+        sets = self.metrics.pop("sets", {})
+        self.metrics |= {f"val_loss_{name}": of_set["val_loss"] for name, of_set in sets.items()}
+        progress.ended = bool(self.metrics.pop("stop", False))
+        if self.done == done:
+            return  # made again for a result that was lost; its line is in the log
+        if math.isfinite(self.compared_loss):
+            progress.best_val_loss = min(progress.best_val_loss, self.compared_loss)
+        self.write("eval", done, tokens=done * self.config.batch_tokens, **self.metrics, seconds=self.seconds())
+        self.say("  ".join([f"step {done:6d}", *in_words(self.metrics)]))
+        for name, of_set in sets.items():
+            self.write("eval_set", done, set=name, tokens=done * self.config.batch_tokens, **of_set)
+            self.say("  ".join([f"step {done:6d}  {name}:", *in_words(of_set)]))
+        now = time.perf_counter()
+        if self.is_main and now - self.picture_time > PICTURE_SECONDS:
+            self.picture_time = now
+            with contextlib.suppress(OSError):
+                self.picture = subprocess.Popen([sys.executable, Path(loss_curve.__file__), self.out],
+                                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def log_tasks(self, step, scores):
+        """Scores of tasks after `step`, on the main process: a line of the log and of the screen."""
+        if self.is_main:
+            self.write("tasks", step + 1, tokens=(step + 1) * self.config.batch_tokens, **scores)
+            self.say("  ".join([f"step {step + 1:6d}", *in_words(scores)]))
+
+    def sync(self):
+        """See the log to the disk."""
+        self.log_file.sync()
+
+    def write(self, event, step, **values):
+        """A line of log.jsonl. A disk that refuses it does not end the run: it is tried again with the next."""
+        if not self.is_main:
+            return
+        behind = len(self.log_file.unwritten)
+        try:
+            self.log_file.write(event, step, **values)
+            if behind:
+                self.say(f"step {step}: log.jsonl is complete again")
+        except OSError as error:
+            if not behind:
+                self.say(f"step {step}: cannot write log.jsonl ({error.strerror}); keeping the line in memory and "
+                         "retrying")
+        if self.wandb and event not in ("skipped", "eval_set"):  # the line before has their losses
+            self.wandb.log(values, step=step)
+
+    def seconds(self):
+        """Training time so far, in seconds, over all stretches of the run."""
+        return round(self.progress.seconds + time.perf_counter() - self.began, 3)
+
+    def finish(self, evaluate):
+        """The end: result.json and the last metrics; None where the run was stopped before, or is finished already."""
+        if self.complete:
+            self.say(f"{self.out} is finished already; to train again use --resume=never")
+            return None
+        if not self.at_end(self.done):
+            self.say(f"stopped after step {self.done} of {self.config.max_iters} and saved "
+                     f"{self.out / checkpoint.NEWEST}; continue with: {resume_command('--resume=auto')}")
+            return None
+        if self.metrics is None:  # killed between the last checkpoint and the result
+            self.log_evaluation(self.done - 1, evaluate(self.model, final=True))
+        if self.is_main:
+            self.write_result()
+        return self.metrics
+
+    def write_result(self):
+        """result.json and loss.png."""
+        config, progress, derived = self.config, self.progress, self.derived
+        seconds, tokens = self.seconds(), self.done * config.batch_tokens
+        result = {"model": config.pattern or config.model, **self.metrics, "best_val_loss": progress.best_val_loss,
+                  "steps": self.done, "skipped_steps": progress.skipped, "tokens": tokens, "seconds": seconds,
+                  "tokens_per_second": round(tokens / seconds), "parameters": derived["parameters"]["total"],
+                  "flops": derived["flops_per_token"] * tokens, "memory_bytes": peak_memory(self.device),
+                  "processes": self.world_size, "device_name": derived["device_name"], "dtype": config.dtype,
+                  "code": progress.code_versions[-1], "commit": self.environment["commit"], "seed": config.seed}
+        with writing_to(self.out):
+            self.log_file.flush()
+            write_json(self.out / "result.json", result)
+        if self.picture:
+            self.picture.wait()  # or it would draw over what is drawn now
+        try:
+            draw_loss(self.out)
+        except Exception as error:  # no picture is worth a run
+            self.say(f"no loss.png: {error} (python tools/loss_curve.py {self.out} draws it; it needs matplotlib)")
+        if self.wandb:
+            self.wandb.summary.update(result)
+            self.wandb.finish()
+        self.say(f"finished: {tokens:,} tokens in {seconds:.0f} s; records in {self.out}/")
+
+
+def open_wandb(config):
+    """The module of Weights & Biases, logged in; None where it is not wanted. Raises ConfigError."""
+    if config.wandb == "off":
+        return None
+    try:
+        import wandb
+
+        if config.wandb == "online":
+            wandb.login()
+        return wandb
+    except Exception as error:  # not installed, no key, no network
+        raise ConfigError(f"wandb={config.wandb}: {error}; pip install wandb, --wandb=offline keeps the curves here, "
+                          "or disable it with --wandb=off") from None
+
+
+def say(text):
+    """Print a line, if that can be done: standard output may go to a file on the full disk."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def in_words(metrics):
+    """The numbers among the metrics as the screen shows them."""
+    shown = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "mfu": "mfu {:.1%}",
+             "tokens_per_second": "{:,} tokens/s"}
+    return [shown.get(key, key + (" {:.4f}" if isinstance(value, float) else " {:,}")).format(value)
+            for key, value in metrics.items() if isinstance(value, (int, float))]
+
+
+def peak_flops(device_name):
+    """The device's dense bf16 peak in FLOP/s, or None."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in (device_name or "")), None)
+
+
+def peak_memory(device):
+    """Largest number of bytes so far: the GPU's allocations, or the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
