@@ -176,22 +176,6 @@ def test_extreme_values_stay_finite(scale):
         assert all(v.isfinite().all() for v in graded(f, {**a, "x": a["x"] * scale}).values())
 
 
-def test_conv_misfits_are_one_line():
-    a = conv_inputs(2, 6, 5, 4)
-    for change, words in ((dict(weight=torch.ones(4, 4)), r"\(4, 4\)"), (dict(bias=torch.ones(4)), r"\(4,\)"),
-                          (dict(state=torch.ones(2, 4, 5)), r"\(2, 4, 5\)"),
-                          (dict(weight=torch.ones(5, 0)), r"\(5, 0\)"),
-                          (dict(weight=torch.ones(5, 1, 4)), r"\(5, 1, 4\)"), (dict(x=torch.ones(6, 5)), r"\(6, 5\)"),
-                          (dict(x=a["x"].long()), "x must be floating point of 16, 32 or 64 bits, got torch.int64$"),
-                          (dict(x=None), "x must be a torch.Tensor, got NoneType$"), (dict(weight=[1.0]), "got list$"),
-                          (dict(bias=torch.ones(5).bool()), "bias must be floating point"),
-                          (dict(state=a["x"].to_sparse()), "state must be a strided tensor"),
-                          (dict(bias=a["bias"].to("meta")), "bias is on meta, x on cpu: move them to one device")):
-        with pytest.raises(ValueError, match=rf"^causal_conv1d: [^\n]*{words}") as error:
-            causal_conv1d(**{**a, **change})
-        assert "\n" not in str(error.value)
-
-
 # -------------------------------------------------------------------------------------------------------------- RMSNorm
 
 def norm_inputs(shape, dtype=F32):
@@ -226,18 +210,6 @@ def test_rms_norm_of_float16_is_pytorchs():
     assert all((got[n].double() - true[n]).norm() <= 2 * torch.finfo(F16).eps * true[n].norm() for n in true)
 
 
-def test_rms_norm_misfits_are_one_line():
-    x, weight = torch.ones(2, 5), torch.ones(5)
-    beside = r"weight must be \(5,\) beside x"
-    for args, words in (*(((x, torch.ones(shape)), beside) for shape in ((4,), (6,), (1,), (1, 5), ())),
-                        ((x[:, :0], weight[:0]), r"D at least 1, got \(2, 0\)"),
-                        ((x[0, 0], weight[0]), r"at least 1, got \(\)"),
-                        ((x.long(), weight), "x must be floating point"), ((None, weight), "x must be a torch.Tensor"),
-                        ((x, weight.tolist()), "got list"), ((x, weight.to("meta")), "weight is on meta, x on cpu")):
-        with pytest.raises(ValueError, match=rf"^rms_norm: [^\n]*{words}[^\n]*\Z"):
-            rms_norm(*args)
-
-
 # ------------------------------------------------------------------------------------------------------------ attention
 
 def attention_inputs(T, past, dtype=F32):
@@ -269,14 +241,6 @@ def test_attention(T, past):
         assert y.dtype == BF16 and (y.double() - true["y"]).norm() < 0.02 * true["y"].norm()
     with torch.autocast("cpu", BF16):
         assert attention(**a).dtype == attention(**a, backend="torch").dtype == BF16
-
-
-def test_attention_misfits_are_one_line():
-    a = attention_inputs(4, 2)
-    for change in (dict(q=a["q"][0]), dict(v=a["v"][:, :, 1:]), dict(q=torch.cat([a["q"], a["q"]], 2)),
-                   dict(k=a["k"][..., 1:])):
-        with pytest.raises(ValueError, match=r"^attention: q must be \(B, H, T, n\), k and v [^\n]*$"):
-            attention(**{**a, **change})
 
 
 # ----------------------------------------------------------------------------------------------- other people's kernels
@@ -420,27 +384,18 @@ def test_loss_of_float64_is_exact():
     assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, targets), (x, weight))
 
 
-def test_loss_under_autocast_rounds_as_a_linear_map_does():
-    x, weight, targets = loss_inputs(64, 32, 100, ignored=0)
-    with torch.autocast("cpu", BF16):
-        here = loss_and_gradients(linear_cross_entropy, x, weight, targets)
-        there = loss_and_gradients(in_two, x, weight, targets)
-    assert error(here[0], there[0].double()) < 1e-6 and all(g.dtype == F32 for g in here)
-    for got, want in zip(here[1:], there[1:], strict=True):  # a mean over 2^6: the same numbers are rounded
-        assert error(got, want.double()) < 1e-6
-
-
-def test_loss_of_the_torch_backend_is_pytorchs():
+def test_loss_of_the_torch_backend_is_pytorchs_and_autocast_rounds_as_a_linear_map_does():
     plain = functools.partial(linear_cross_entropy, backend="torch")
     for dtype in (torch.float64, F32):
-        x, weight, targets = loss_inputs(20, 8, 30, dtype)
+        x, weight, targets = loss_inputs(64, 32, 100, dtype, ignored=0)
         assert all(map(torch.equal, *(loss_and_gradients(f, x, weight, targets) for f in (plain, in_two))))
-    assert torch.equal(plain(x.unflatten(0, (4, 5)), weight, targets.unflatten(0, (4, 5))), plain(x, weight, targets))
-    with torch.autocast("cpu", BF16):
-        assert error(plain(x, weight, targets), in_two(x, weight, targets).double()) < 1e-6
-    x.requires_grad_()
-    g, = torch.autograd.grad(plain(x, weight, targets), x, create_graph=True)
-    assert torch.autograd.grad(g.square().sum(), x)[0].norm() > 0
+    for f in (plain, linear_cross_entropy):
+        whole = f(x.unflatten(0, (4, 16)), weight, targets.unflatten(0, (4, 16)))
+        torch.testing.assert_close(whole, f(x, weight, targets), rtol=1e-6, atol=0)
+        with torch.autocast("cpu", BF16):
+            got, want = (loss_and_gradients(g, x, weight, targets) for g in (f, in_two))
+        # a mean over 2^6: the same numbers are rounded
+        assert all(g.dtype == F32 and error(g, w.double()) < 1e-6 for g, w in zip(got, want, strict=True))
 
 
 def test_loss_does_not_round_the_factor_of_all_gradients():
@@ -525,16 +480,48 @@ def test_loss_without_gradients_keeps_nothing_and_differentiates_once():
         torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight, create_graph=True)
 
 
-def test_loss_misfits_are_one_line():
-    x, weight, targets = loss_inputs(6, 4, 9, ignored=0)
-    for args, words in (((x, weight[:, :3], targets), r"weight \(9, 3\)"),
-                        ((x, weight, targets[:5]), r"targets \(5,\)"),
-                        ((x, weight[0], targets), r"weight \(4,\)"), ((x.long(), weight, targets), "floating point")):
-        with pytest.raises(ValueError, match=f"^linear_cross_entropy: [^\n]*{words}[^\n]*$"):
-            linear_cross_entropy(*args)
-    for wrong in (9, -2):
-        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-            linear_cross_entropy(x, weight, targets.index_fill(0, torch.tensor([3]), wrong))
+# -------------------------------------------------------------------------------------------------------------- misfits
+
+conv = dict(x=torch.ones(2, 6, 5), weight=torch.ones(5, 4), bias=torch.ones(5), state=torch.ones(2, 3, 5))
+norm = dict(x=torch.ones(2, 5), weight=torch.ones(5))
+heads = dict(q=torch.ones(2, 3, 4, 8), k=torch.ones(2, 3, 6, 8), v=torch.ones(2, 3, 6, 8))
+loss = dict(x=torch.ones(6, 4), weight=torch.ones(9, 4), targets=torch.zeros(6).long())
+MISFITS = [  # operator, its arguments, what is changed, words
+    (causal_conv1d, conv, dict(weight=torch.ones(4, 4)), r"\(4, 4\)"),
+    (causal_conv1d, conv, dict(weight=torch.ones(5, 0)), r"\(5, 0\)"),
+    (causal_conv1d, conv, dict(bias=torch.ones(4)), r"\(4,\)"),
+    (causal_conv1d, conv, dict(state=torch.ones(2, 4, 5)), r"\(2, 4, 5\)"),
+    (causal_conv1d, conv, dict(x=torch.ones(6, 5)), r"\(6, 5\)"),
+    (causal_conv1d, conv, dict(x=conv["x"].long()), "x must be floating point of .* got torch.int64"),
+    (causal_conv1d, conv, dict(x=None), "x must be a torch.Tensor, got NoneType"),
+    (causal_conv1d, conv, dict(state=conv["x"].to_sparse()), "state must be a strided tensor"),
+    (causal_conv1d, conv, dict(bias=torch.ones(5, device="meta")), "bias is on meta, x on cpu"),
+    (rms_norm, norm, dict(weight=torch.ones(4)), r"weight must be \(5,\) beside x"),
+    (rms_norm, norm, dict(weight=torch.ones(1, 5)), r"weight must be \(5,\) beside x"),
+    (rms_norm, norm, dict(x=torch.ones(2, 0), weight=torch.ones(0)), r"D at least 1, got \(2, 0\)"),
+    (rms_norm, norm, dict(x=torch.ones(())), r"at least 1, got \(\)"),
+    (rms_norm, norm, dict(weight=[1.0]), "got list"),
+    *((attention, heads, change, r"q must be \(B, H, T, n\), k and v ") for change in (
+        dict(q=torch.ones(3, 4, 8)), dict(v=torch.ones(2, 3, 5, 8)), dict(q=torch.ones(2, 3, 7, 8)),
+        dict(k=torch.ones(2, 3, 6, 7)))),
+    (attention, heads, dict(window=0), "window must be at least 1, got 0"),
+    (linear_cross_entropy, loss, dict(weight=torch.ones(9, 3)), r"weight \(9, 3\)"),
+    (linear_cross_entropy, loss, dict(targets=torch.zeros(5).long()), r"targets \(5,\)"),
+    (linear_cross_entropy, loss, dict(weight=torch.ones(4)), r"weight \(4,\)"),
+    (linear_cross_entropy, loss, dict(x=torch.ones(6, 4).long()), "floating point")]
+
+
+@pytest.mark.parametrize("f,args,change,words", MISFITS)
+def test_misfits_are_one_line(f, args, change, words):
+    f(**args)
+    with pytest.raises(ValueError, match=rf"^{f.__name__}: [^\n]*{words}[^\n]*\Z"):
+        f(**{**args, **change})
+
+
+@pytest.mark.parametrize("token", (9, -2))
+def test_a_target_outside_the_vocabulary_is_refused(token):
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        linear_cross_entropy(**{**loss, "targets": torch.full((6,), token)})
 
 
 # --------------------------------------------------------------------------------------------------------------- as ops

@@ -12,9 +12,9 @@ import functools
 import sys
 
 import pytest
-import test_updates
-from test_cuda import BF16, COMPILER, CPU_PART, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
-from test_scan import failures, inputs, results, source_text
+from test_cuda import BF16, COMPILER, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
+from test_scan import failures, failures_of, inputs, inputs_of, results, source_text, with_mistake
+from test_updates import packed
 
 from kernels import build, cuda
 from tools import ptx
@@ -77,13 +77,13 @@ def test_agrees_with_the_loop(emitted, monkeypatch, dtype, shape, B, T, D, N):
     ("mamba", 192, 128, 16, 3)])
 def test_other_updates_and_segments_of_T(emitted, monkeypatch, update, T, D, N, segments):
     run(monkeypatch, emitted(update.split()[0], F32, *PAIRS), segments)
-    assert not test_updates.failures_of(update, test_updates.inputs_of(update, 1, T, D, N))
+    assert not failures_of(update, inputs_of(update, 1, T, D, N))
 
 
 def test_packed_sequences(emitted, monkeypatch):
     run(monkeypatch, emitted("mamba", F32, *PAIRS))
-    a, cu = test_updates.packed("mamba", [3, 0, 40, 32, 0], 130, 16)
-    assert not test_updates.failures_of("mamba", a, cu_seqlens=cu)
+    a, cu = packed("mamba", [3, 0, 40, 32, 0], 130, 16)
+    assert not failures_of("mamba", a, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("kw", [dict(logit=300.0), dict(key=1e6, logit=1000.0)])
@@ -132,21 +132,15 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
         assert bytes_of([c for c in accesses if not c.shared and "cp.async.cg" in lines[c.source - 1]]) == fetched
 
 
-MUTANTS = {  # kernels; a piece of the CUDA part, and the same with a mistake that g++ never sees; what is said of it
-    "an address from the wrong factors": (("conv", F32, 4), "mul.wide.s32 %0, %1, %2;", "mul.wide.s32 %0, %1, %1;",
-                                          "not aligned|in no tensor"),
-    "a neighbour's number before it is there": (("longhorn", F32, 4, 2), f"__syncwarp();{' ' * 44}// the same", "//",
-                                                "race: thread .* reads what thread .* wrote"),
-}
+MISTAKES = {  # a place in the sources: kernels, a mistake there that g++ never sees, what is said of it
+    "address": (("conv", F32, 4), "b = a;", "not aligned|in no tensor"),
+    "neighbour": (("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote")}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
-    key, right, wrong, said = MUTANTS[name]
-    cuda, marker, cpu = source_of(key[0]).partition(CPU_PART)
-    assert cuda.count(right) == 1 and marker
-    source = cuda.replace(right, wrong) + marker + cpu
+@pytest.mark.parametrize("place", MISTAKES)
+def test_broken_kernels_are_caught(tmp_path, monkeypatch, place):
+    key, mistake, said = MISTAKES[place]
+    source = with_mistake(source_of(key[0]), place, mistake)
     run(monkeypatch, load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING)))
-    wrongs = lambda: conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))
     with pytest.raises(RuntimeError, match=said):
-        wrongs()
+        conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))

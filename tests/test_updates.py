@@ -5,11 +5,30 @@ The comparison is that of test_scan.py, and the loops themselves are held agains
     python -m pytest tests/test_updates.py
 """
 
+import ctypes
 import functools
+import inspect
+import os
+from unittest import mock
 
 import pytest
 import torch
-from test_scan import BF16, EPS, EVERY, F16, F32, SCANS, distance, failures, failures_of, inputs, inputs_of, results
+from test_scan import (
+    BF16,
+    EPS,
+    EVERY,
+    F16,
+    F32,
+    SCANS,
+    distance,
+    failures,
+    failures_of,
+    inputs,
+    inputs_of,
+    results,
+    source_text,
+    with_mistake,
+)
 
 from kernels import build
 from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
@@ -106,7 +125,6 @@ def test_exact_longhorn_is_the_full_matrix_of_eq6():
 @pytest.mark.parametrize("softplus", (False, True))
 def test_selective_scan_has_mamba_ssms_signature(softplus):
     """The arguments of mamba_ssm.ops.selective_scan_interface.selective_scan_fn by name and in their order."""
-    import inspect
     names = "u delta A B C D z delta_bias delta_softplus return_last_state".split()
     assert list(inspect.signature(selective_scan).parameters)[:len(names)] == names
     a = inputs_of("mamba", 2, 12, 5, 3)
@@ -205,26 +223,57 @@ def test_packed_h0_is_zero_or_one_per_sequence():
 
 # ------------------------------------------------------------------------------------------ deliberately broken kernels
 
-MUTANTS = {  # name: (update, a piece of longhorn_scan.cu or lanes.h, the same with a mistake that BROKEN switches on)
-    "a rate's gradient of one step only": ("mamba", "drate += s.size * gaS",
-                                           "drate = (BROKEN ? V{} : drate) + s.size * gaS"),
-    "a rate in the wrong base": ("mamba", "(0.693147181f * sums", "((BROKEN ? 1.0f : 0.693147181f) * sums"),
-    "a short series of log(1 + t)": ("mamba", "p = p * w + 1.0f / 3.0f;", "p = (BROKEN ? V{} : p) * w + 1.0f / 3.0f;"),
-    "2^r with a short polynomial": ("mamba", "p = p * r + 2.4022648e-1f;",
-                                    "p = (BROKEN ? vec{} : p) * r + 2.4022648e-1f;"),
-    "the error of the diagonal": ("exact", "s.x - (sum[0] + sum[1]);",
-                                  "s.x - (BROKEN ? 0.0f : 1.0f) * (sum[0] + sum[1]);"),
-    "G without the rank-one pull": ("exact", "return g - (s.size * Gk)",
-                                    "return g - ((BROKEN ? 0.0f : 1.0f) * s.size * Gk)"),
-    "chunk states run into one another": ("longhorn", "a.cu[r] / CHUNK + r", "a.cu[r] / CHUNK + (BROKEN ? 0 : r)"),
-    "packed rows read at the first token": ("longhorn", ", 0, a.cu[r]};", ", 0, BROKEN ? 0 : a.cu[r]};"),
+MUTANTS = {  # name: (update, place in longhorn_scan.cu or lanes.h, the mistake there, which BROKEN switches on)
+    "half the step size": ("longhorn", "step", "if (BROKEN) { Step<V> s = longhorn_step(x, dt, bias, kk); "
+                           "s.size = 0.5f * s.size; return s; }"),
+    "twice the gradient of the step size": ("longhorn", "step gradients", "if (BROKEN) de = 2.0f * de;"),
+    "step size without |k|^2": ("longhorn", "norm of keys", "if (BROKEN) sum = 0.0f;"),
+    "the gradient does not decay": ("longhorn", "decay of G", "if (BROKEN) return g;"),
+    "the state after the step": ("longhorn", "state before", "const vec *before = kept.S + (t + BROKEN) * N;"),
+    "the states of the chunk before": ("longhorn", "chunk state", "if (BROKEN && chunk) saved -= N * a.D;"),
+    "dk without its second term": ("longhorn", "dk", "if (BROKEN) a.dk[to + t * N + j] = sums[t * N + j]; else"),
+    "dk of every split in one place": ("longhorn", "split", "if (BROKEN) to = (row.start + t0) * N;"),
+    "the exponent is not clamped": ("longhorn", "clamp", "if (!BROKEN)"),
+    "a short exponential": ("longhorn", "exp", "if (BROKEN) p = vec{};"),
+    "bfloat16 truncates": ("longhorn", "rounding", "if (BROKEN) rounded = u >> 16;"),
+    "packed rows read at the first token": ("longhorn", "row", "if (BROKEN && a.cu) return {a.cu[r], "
+                                            "a.cu[r + 1] - a.cu[r], a.cu[r] / CHUNK + r, 0, 0};"),
+    "chunk states run into one another": ("longhorn", "row", "if (BROKEN && a.cu) return {a.cu[r], "
+                                          "a.cu[r + 1] - a.cu[r], a.cu[r] / CHUNK, 0, a.cu[r]};"),
+    "a rate's gradient of one step": ("mamba", "rate gradient", "if (BROKEN) drate = V{};"),
+    "a short logarithm": ("mamba", "log1p", "if (BROKEN) p = V{};"),
+    "a short power of 2": ("mamba", "exp2", "if (BROKEN) p = vec{};"),
+    "the error of the diagonal": ("exact", "residual", "if (BROKEN) sum[0] = sum[1] = vec{};"),
+    "G without the rank-one pull": ("exact", "pull of G", "if (BROKEN) Gk = V{};"),
 }
 
 
+def build_broken(folder):
+    """(library, switch): every broken kernel in one library; a bit of the int `switch` selects each."""
+    text = source_text()
+    for i, (_, place, mistake) in enumerate(MUTANTS.values()):
+        text = with_mistake(text, place, mistake.replace("BROKEN", f"(broken >> {i} & 1)"))
+    folder.mkdir(exist_ok=True)
+    source = folder / f"broken.{os.getpid()}.cu"
+    source.write_text('extern "C" { int broken = 0; }\n' + text)
+    flags = build._flags
+    with mock.patch.object(build, "_flags", lambda openmp: [*flags(openmp), "-O1"]):  # in half the time of -O3
+        lib = build.load(build.build([source, build.CONV], folder)[0])
+    return lib, ctypes.c_int.in_dll(lib, "broken")
+
+
 @pytest.mark.parametrize("name", [None, *MUTANTS], ids=["as it is", *MUTANTS])
-def test_broken_kernels_are_caught(name, broken, monkeypatch):
-    lib = broken(name)
+def test_broken_kernels_are_caught(name, broken, threads, monkeypatch):
+    lib = broken(*[name] if name else [])
     monkeypatch.setattr(build, "library", lambda: lib)
-    updates = [MUTANTS[name][0]] if name else list(SCANS)
-    found = [failures_of(u, a, cu_seqlens=cu) for u in updates for a, cu in [packed(u, [40, 33, 7], 20, 16)]]
-    assert any(found) == bool(name)
+    threads(2)
+
+    def caught():  # a few cases that reach every line of the kernels
+        for update in [MUTANTS[name][0]] if name else SCANS:
+            yield failures_of(update, inputs_of(update, 1, 70, 33, 16))
+            a, cu = packed(update, [40, 33, 7], 20, 16)
+            yield failures_of(update, a, cu_seqlens=cu)
+        yield failures(inputs(1, 40, 16, 16, logit=300.0))
+        yield failures(inputs(2, 33, 21, 16, BF16))
+
+    assert any(caught()) == bool(name)
