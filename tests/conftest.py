@@ -47,8 +47,7 @@ def launch(nursery, tmp_path_factory):
         return runs[-1]
     yield launch
     for r in runs:
-        r.send(signal.SIGKILL)
-        r.end()
+        r.kill()
 
 
 @pytest.fixture

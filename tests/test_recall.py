@@ -396,8 +396,8 @@ def test_killed_and_resumed_it_is_the_same_run_to_the_last_bit(tmp_path, launch)
     settings = ["--model=attention", "--epochs=8", "--eval_interval=20", "--checkpoint_interval=7",
                 "--log_interval=10"]
     small_run(whole, *settings)
-    process = launch([*SMALL, f"--out_dir={parts}", *settings], main=cell.main)
-    assert process.until((parts / "checkpoint.safetensors").exists, "checkpoint")
+    process = launch([*SMALL, f"--out_dir={parts}", *settings], main=cell.main, hold=[("step", 18)])
+    assert process.held() and (parts / "checkpoint.safetensors").exists()
     process.send(signal.SIGKILL)
     assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
     for change, word in (("learning_rate=0.5", "learning_rate 0.01 -> 0.5"), ("seed=2", "seed 1 -> 2")):

@@ -765,10 +765,19 @@ def test_weights_that_do_not_fit_get_one_line(whole, data, out, tmp_path):
     assert not list(tmp_path.glob("run/earlier*")), "a refusal moved the earlier run"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_while_pytorch_is_imported(data, out, start):
-    process = start([sys.executable, "train.py", *arguments(data, out)])
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+    gate = out.with_name("gate")
+    held = ("import pathlib, runpy, sys, time\n"
+            "def watch(event, args):\n"
+            "    if event == 'import' and args[0] == 'torch.nn':\n"
+            f"        pathlib.Path({str(gate)!r}).touch()\n"
+            "        time.sleep(1000)\n"
+            "sys.addaudithook(watch)\n"
+            "sys.argv = sys.argv[1:]\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')\n")
+    process = start([sys.executable, "-c", held, "train.py", *arguments(data, out)])
+    while not gate.exists():
+        assert process.alive(), process.said()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT and process.said() == ""

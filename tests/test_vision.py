@@ -269,8 +269,8 @@ def test_records_pictures_and_other_programs(whole, tmp_path):
 def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
     out, parts = whole[0], tmp_path / "whole"
     argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2)
-    process = launch(argv)
-    assert process.until((parts / "checkpoint.safetensors").exists, "checkpoint")
+    process = launch(argv, hold=[("step", 5)])
+    assert process.held() and (parts / "checkpoint.safetensors").exists()
     process.send(signal.SIGKILL)
     assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
     with mock.patch("tools.wrong_images.draw"):
