@@ -197,39 +197,34 @@ def native_scan(**a):
 
 
 @pytest.fixture
-def launched(shim, monkeypatch):
-    """launched(segments): what the calls that follow will have launched, by name."""
-    def watch(segments=1):
-        module, names = shim("longhorn", F32, *PAIRS), []
+def launched(monkeypatch):
+    """launched(module, segments): what the calls that follow will have launched, by name."""
+    def watch(module, segments=1):
         use(monkeypatch, module, segments)
-        launch = module.launch
-        monkeypatch.setattr(module, "launch", lambda name, *rest: (names.append(name), launch(name, *rest)))
+        names, launch = [], type(module).launch
+        monkeypatch.setattr(module, "launch", lambda name, *rest: (names.append(name), launch(module, name, *rest)))
         return names
 
     return watch
 
 
-@pytest.mark.parametrize("T,D,N,without,odd,whole", [
-    (64, 128, 16, (), None, True), (63, 64, 16, (), None, False), (64, 63, 16, (), None, False),
-    (64, 64, 15, (), None, False), (64, 64, 16, ("z",), None, False),
-    *((32, 64, 16, (), name, False) for name in ("x", "z", "k"))])  # rows that cannot be fetched in pieces
-def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, T, D, N, without, odd, whole):
-    names, a = launched(), inputs(1, T, D, N, without=without)
+PLAIN, WHOLE = (tuple(f"{direction}{kind}_kernel" for direction in ("forward", "backward")) for kind in ("", "_whole"))
+SEGMENTS = ("segment_state_kernel", "combine_kernel", WHOLE[0], "segment_grad_kernel", "combine_kernel", WHOLE[1])
+
+
+@pytest.mark.parametrize("segments,T,D,N,without,odd,expected", [
+    (1, 64, 128, 16, (), None, WHOLE), (1, 63, 64, 16, (), None, PLAIN), (1, 64, 63, 16, (), None, PLAIN),
+    (1, 64, 64, 15, (), None, PLAIN), (1, 64, 64, 16, ("z",), None, PLAIN), (2, 64, 64, 16, (), None, SEGMENTS),
+    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "z", "k"))])  # rows that cannot be fetched in pieces
+def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, shim, segments, T, D, N, without, odd,
+                                                                  expected):
+    names, a = launched(shim("longhorn", F32, *PAIRS), segments), inputs(1, T, D, N, without=without)
     if odd:
         a[odd] = four_bytes_on(a[odd])
-    assert not failures(a)
-    middle = "_whole" if whole else ""
-    assert names == [f"forward{middle}_kernel", f"backward{middle}_kernel"]
-    if whole:  # packed sequences may end anywhere
+    assert not failures(a) and tuple(names) == expected
+    if expected is WHOLE:  # packed sequences may end anywhere
         longhorn_scan(**{n: v for n, v in a.items() if n != "h0"}, cu_seqlens=torch.tensor([0, T]), backend="cpu")
         assert names[2] == "forward_kernel"
-
-
-def test_segments_have_kernels_of_their_own(launched):
-    names = launched(2)
-    assert not failures(inputs(1, 64, 64, 16))
-    assert names == ["segment_state_kernel", "combine_kernel", "forward_whole_kernel",
-                     "segment_grad_kernel", "combine_kernel", "backward_whole_kernel"]
 
 
 @pytest.mark.parametrize("dtype,shape,D,N", [(BF16, (8, 8), 16, 64), (F16, PAIRS, 64, 16)])
@@ -238,21 +233,17 @@ def test_segments_fetch_what_is_there_and_no_more(shim, monkeypatch, dtype, shap
     assert not failures(inputs(1, 128, D, N, dtype))  # two batches of keys a segment
 
 
-@pytest.mark.parametrize("room,whole", [((232_448, 233_472), True), ((70_000, 233_472), False),
-                                        ((166_912, 150_000), True), ((166_912, 160_000), False)])
-def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch, room, whole):
+def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch):
     """Of a block, and so that two blocks fit a multiprocessor that holds two without."""
-    # twice 39,328 bytes for a block of the backward, twice 47,520 where it fetches
     module = shim("longhorn", F32, *PAIRS)
-    plain, fetching = (module.shared[f"backward{kind}_kernel"] for kind in ("", "_whole"))
-    doubled = {"backward_whole_kernel": 2 * fetching, "backward_kernel": 2 * plain}
-    monkeypatch.setattr(module, "shared", module.shared | doubled)
-    monkeypatch.setattr(module, "room", room)
-    assert module.has_room("backward_whole_kernel", "backward_kernel") == whole
-    monkeypatch.setattr(module, "has_room", lambda name, instead: whole)
-    names = launched()
-    results(native_scan, inputs(1, 32, 64, 16))
-    assert names == [f"{direction}{'_whole' * whole}_kernel" for direction in ("forward", "backward")]
+    names, (plain, fetching) = launched(module), (module.shared[kernels[1]] for kernels in (PLAIN, WHOLE))
+    two = lambda size: 2 * (size + cuda.RESERVED)
+    for block, multiprocessor, expected in ((fetching, two(fetching), WHOLE), (fetching - 1, two(fetching), PLAIN),
+                                            (fetching, two(fetching) - 1, PLAIN), (fetching, two(plain) - 1, WHOLE)):
+        names.clear()
+        monkeypatch.setattr(module, "room", (block, multiprocessor))
+        results(native_scan, inputs(1, 32, 64, 16))
+        assert names[1] == expected[1]
 
 
 def test_two_runs_agree_to_the_bit_and_views_with_contiguous(shim, monkeypatch):
@@ -294,8 +285,8 @@ def test_broken_kernels_are_caught(builds, monkeypatch, place):
 def conv_failures(dtype, W, B, T, D, **kw):
     """What the convolution gets wrong, with every gradient, with and without the optional arguments."""
     a, bare = conv_inputs(B, T, D, W, dtype), conv_inputs(B, T, D, W, dtype, bias=False, state=False)
-    found = conv_agrees(a, **kw), conv_agrees(bare, silu=False, **kw)
-    return [] if found == (True, True) else found
+    agreed = conv_agrees(a, **kw), conv_agrees(bare, silu=False, **kw)
+    return [] if agreed == (True, True) else agreed
 
 
 @pytest.mark.parametrize("dtype,W,T,D", [
@@ -367,25 +358,16 @@ def test_thread_sanitizer_finds_missing_barriers_and_only_those(race, whole, pla
     assert ("data race" in run.stderr) == (place is not None), run.stderr[-2000:]
 
 
-def test_a_failed_launch_names_the_kernel(shim, monkeypatch):
+def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
     module = shim("longhorn", F32, 4, 4)
     use(monkeypatch, module)
     module.lib.shim_fail(719)
     with pytest.raises(RuntimeError, match=r"launch of forward_kernel \(1 blocks of 64 .*message of the driver.*719"):
         longhorn_scan(**inputs(1, 5, 3, 4), backend="cpu")
-
-
-def test_too_much_shared_memory_is_said(shim, monkeypatch):
-    module = shim("longhorn", F32, 4, 4)
     monkeypatch.setitem(module.shared, "backward_kernel", 300_000)
     monkeypatch.setattr(module, "ready", set())
-    use(monkeypatch, module)
     with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory per block"):
         results(native_scan, inputs(1, 5, 3, 4))
-
-
-def test_structs_that_disagree_are_refused(shim):
-    module = shim("longhorn", F32, 4, 4)
     with pytest.raises(OSError, match="change the structs together"):
         cuda.Module(b"", cuda.SCAN_KERNELS, 8, module.lib)
 
@@ -419,11 +401,11 @@ def test_compiles_without_spills(tmp_path, update, most):
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
     # NVRTC compiles the scan, in half of nvcc's time; test_compiles_without_spills has nvcc do it
-    for what, kernels in ((("longhorn", F32, (4, 2)), cuda.SCAN_KERNELS), (("conv", BF16, (4,)), cuda.CONV_KERNELS)):
-        if name == "nvcc" and what[0] != "conv":
+    for key, kernels in ((("longhorn", F32, (4, 2)), cuda.SCAN_KERNELS), (("conv", BF16, (4,)), cuda.CONV_KERNELS)):
+        if name == "nvcc" and key[0] != "conv":
             continue
-        path, seconds = build.build_cuda(*what, "sm_90", folder=tmp_path)
-        assert seconds > 0 and build.build_cuda(*what, "sm_90", folder=tmp_path) == (path, 0.0)
+        path, seconds = build.build_cuda(*key, "sm_90", folder=tmp_path)
+        assert seconds > 0 and build.build_cuda(*key, "sm_90", folder=tmp_path) == (path, 0.0)
         cubin = path.read_bytes()
         assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*kernels, "facts"))
 
@@ -441,8 +423,8 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch, name):
 def test_another_tuning_or_compiler_is_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "compile_kernels", lambda source, to, *rest: Path(to).touch())
     monkeypatch.setattr(cuda, "compiler_version", lambda compiler: "1")
-    what = ("longhorn", BF16, PAIRS, "sm_90")
-    make = lambda kind="cubin": build.build_cuda(*what, ("nvcc", kind, "sm_90"), folder=tmp_path)
+    make = lambda kind="cubin": build.build_cuda("longhorn", BF16, PAIRS, "sm_90", ("nvcc", kind, "sm_90"),
+                                                 folder=tmp_path)
     paths = [make()[0], make("ptx")[0]]
     for defines in ("FORWARD_BLOCKS=5", "FORWARD_BLOCKS=5 STAGES=4"):
         monkeypatch.setenv("LONGHORN_CUDA_DEFINES", defines)
@@ -465,11 +447,11 @@ def test_what_is_prepared_for_a_gpu(monkeypatch):
 
     def prepare(B, T, D, update="longhorn", rows=None, gated=True, dtype=BF16, **sizes):
         struct, sizes = (build.ScanArgs, sizes or {"N": 16}) if update else (build.ConvArgs, sizes)
-        found = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated, 1,
-                                           **sizes)
-        a = found["args"]
-        assert found["dtype"] == dtype and (a.T, a.D, a.B, a.threads) == (T, D, rows or B, 0)
-        return a.splits, found["segments"], found["aligned"], getattr(a, "segment_T", None)
+        prepared = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated, 1,
+                                              **sizes)
+        a = prepared["args"]
+        assert prepared["dtype"] == dtype and (a.T, a.D, a.B, a.threads) == (T, D, rows or B, 0)
+        return a.splits, prepared["segments"], prepared["aligned"], getattr(a, "segment_T", None)
 
     assert prepare(64, 1024, 1536) == (12, 1, 1, 1024)  # 128 channels per block
     assert prepare(2, 32768, 1536) == (12, 11, 16, 3008)  # 264 // 24 segments of whole chunks
@@ -489,7 +471,7 @@ def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypat
     monkeypatch.setattr(cuda, "nvrtc", lambda: "a library")
     tried, kernel = [], tmp_path / "kernel"
     kernel.touch()
-    monkeypatch.setattr(build, "build_cuda", lambda *what: (tried.append(what[-1]), (kernel, 0.0))[1])
+    monkeypatch.setattr(build, "build_cuda", lambda *key: (tried.append(key[-1]), (kernel, 0.0))[1])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=[RuntimeError("no image"), RuntimeError("no"), "module"]))
     assert build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_121", 0) == "module"
@@ -533,14 +515,14 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: 
 def gpu_failures(update, a, **kw):
     """As failures() of test_scan.py, with the truth computed on the GPU too."""
     fast, slow = SCANS[update]
-    a, found = {n: v.cuda() for n, v in a.items()}, []
+    a, both = {n: v.cuda() for n, v in a.items()}, []
     for wide, f in ((True, slow), (False, functools.partial(fast, backend="cuda"))):
         b = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
         y, hT = f(**b, return_state=True, **kw)
         weight = torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape)).to(BF16)  # dy, alike in every dtype
         loss = (y.double() * weight.double()).sum() + hT.double().sum()
-        found.append(dict(zip(["y", "hT", *b], [y, hT, *torch.autograd.grad(loss, list(b.values()))], strict=True)))
-    true, got = found
+        both.append(dict(zip(["y", "hT", *b], [y, hT, *torch.autograd.grad(loss, list(b.values()))], strict=True)))
+    true, got = both
     # a decay near 1 that is 2 ulp off is so T times: Mamba's, by an exponential that the hardware approximates
     drift = 2 * a["x"].shape[1] * EPS * update.startswith("mamba")
     bound = {n: 0.5 * torch.finfo(v.dtype).eps * (v.dtype != F32) + 64 * EPS + drift for n, v in got.items()}

@@ -54,12 +54,12 @@ def test_mamba2_is_transformers_mamba2():
         hidden_size=d, num_heads=4, head_dim=16, state_size=16, n_groups=1, num_hidden_layers=L, vocab_size=V, expand=2,
         conv_kernel=4, tie_word_embeddings=True, use_cache=False)).eval()
     names = {"embeddings.weight": "embed.weight", "norm_f.weight": "norm.weight"}
-    own = {"in_proj.weight": "in_proj.weight", "conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "D": "skip",
-           "dt_bias": "dt_bias", "A_log": "A_log", "norm.weight": "norm_weight", "out_proj.weight": "out_proj.weight"}
+    ours = {"in_proj.weight": "in_proj.weight", "conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "D": "skip",
+            "dt_bias": "dt_bias", "A_log": "A_log", "norm.weight": "norm_weight", "out_proj.weight": "out_proj.weight"}
     for i in range(L):
-        here = f"layers.0.branches.{i}"
-        names[f"layers.{i}.norm.weight"] = f"{here}.norm.weight"
-        names |= {f"layers.{i}.mixer.{n}": f"{here}.mixer.{m}" for n, m in own.items()}
+        branch = f"layers.0.branches.{i}"
+        names[f"layers.{i}.norm.weight"] = f"{branch}.norm.weight"
+        names |= {f"layers.{i}.mixer.{n}": f"{branch}.mixer.{m}" for n, m in ours.items()}
     agrees_with(theirs, lm, {f"backbone.{n}": (m, ...) for n, m in names.items()}, 2e-5)
 
 
@@ -110,8 +110,8 @@ def test_as_released():
     for family in ("rwkv", "retnet", "gla"):
         lm = LM(ModelConfig(model=family, as_released=True, n_layer=2, n_head=2, n_embd=256, vocab_size=64))
         assert set(lm.decayed()) == {n for n, p in lm.named_parameters() if p.dim() >= 2}
-        own = {"rwkv": "1.mixer.value", "retnet": "1.mixer.w2", "gla": "1.mixer.w2"}[family]
-        assert lm.get_parameter(f"layers.0.branches.{own}.weight").std().item() == pytest.approx(0.02, rel=0.03)
+        last = {"rwkv": "1.mixer.value", "retnet": "1.mixer.w2", "gla": "1.mixer.w2"}[family]
+        assert lm.get_parameter(f"layers.0.branches.{last}.weight").std().item() == pytest.approx(0.02, rel=0.03)
     retnet = LM(ModelConfig(model="retnet", as_released=True, n_layer=1, n_head=2, n_embd=64, vocab_size=64))
     x = torch.randn(1, 3, 64) * 1e-3
     scale = x.square().mean(-1, keepdim=True)

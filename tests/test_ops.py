@@ -353,10 +353,10 @@ def error(got, true):
 
 def loss_agrees(x, weight, targets, factor=1.0):
     true = loss_and_gradients(in_two, x.double(), weight.double(), targets, factor)
-    here, there = (loss_and_gradients(f, x, weight, targets, factor) for f in (linear_cross_entropy, in_two))
-    assert here[0].dtype == F32 and [g.dtype for g in here[1:]] == [x.dtype] * 2
-    for got, plain, want in zip(here, there, true, strict=True):
-        assert error(got, want) <= max(1.5 * error(plain, want), 4 * torch.finfo(got.dtype).eps)
+    ours, plain = (loss_and_gradients(f, x, weight, targets, factor) for f in (linear_cross_entropy, in_two))
+    assert ours[0].dtype == F32 and [g.dtype for g in ours[1:]] == [x.dtype] * 2
+    for got, in_steps, want in zip(ours, plain, true, strict=True):
+        assert error(got, want) <= max(1.5 * error(in_steps, want), 4 * torch.finfo(got.dtype).eps)
 
 
 @DEVICES
@@ -412,8 +412,8 @@ def test_loss_in_float16_keeps_what_a_mean_would_lose():
     """One in 4096 targets: a gradient of each logit around 1e-3 / 4096 is below float16's smallest normal number."""
     x, weight, targets = loss_inputs(4096, 8, 1000, F16, ignored=0)
     true = loss_and_gradients(in_two, x.double(), weight.double(), targets)
-    here, there = (loss_and_gradients(f, x, weight, targets)[2] for f in (linear_cross_entropy, in_two))
-    assert 3 * error(here, true[2]) < error(there, true[2])
+    ours, plain = (loss_and_gradients(f, x, weight, targets)[2] for f in (linear_cross_entropy, in_two))
+    assert 3 * error(ours, true[2]) < error(plain, true[2])
 
 
 def test_loss_that_ignores_all_none_or_an_infinity():

@@ -101,23 +101,23 @@ def test_convolution(emitted, monkeypatch):
 def costs(monkeypatch, module, a):
     """{kernel: what each of its loads and stores cost}, of a forward and a backward."""
     run(monkeypatch, module)
-    found, launch = {}, module.launch
+    spent, launch = {}, module.launch
 
     def counted(kernel, *rest):
         module.lib.ptx_count(1)
         launch(kernel, *rest)
         room = (Cost * 10_000)()
-        found[kernel] = room[:module.lib.ptx_costs(room, len(room))]
+        spent[kernel] = room[:module.lib.ptx_costs(room, len(room))]
         module.lib.ptx_count(0)
 
     monkeypatch.setattr(module, "launch", counted)
     results(native_scan, a)
-    return found
+    return spent
 
 
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
     T, D, N = 64, 128, 16
-    found = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
+    spent = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
     lines = source_text().splitlines()
     bytes_of = lambda all: 32 * sum(c.units for c in all) / (T * D)  # of sectors, a token and channel
     # rows written; fetched: by the forward a tile of 8 beyond T, the last again; by the backward x and dt twice, but
@@ -125,7 +125,7 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
     # of sectors
     expected = {"forward": (2, 6 * (T + 8) / T), "backward": (6, 8 + 4 * 28 / 32 + 4 * 4 / T + 2 * 2 * 4 * N / 32)}
     for kernel, (written, fetched) in expected.items():
-        accesses = found[f"{kernel}_whole_kernel"]
+        accesses = spent[f"{kernel}_whole_kernel"]
         assert accesses and not [(c.source, c.units, c.least) for c in accesses if c.shared and c.units > c.least]
         stores = [c for c in accesses if not c.shared and c.bytes == 2 and c.writes]
         assert not [(c.source, c.units, c.least) for c in stores if c.units > c.least] and bytes_of(stores) == written

@@ -58,11 +58,11 @@ def results(f, a, wide=False, through="both", terms_of_dD=False, **kw):
     dhT = torch.randn(hT.shape, generator=g).to(hT.dtype)
     loss = sum(l for l, wanted in (((y * dy).sum(), "y"), ((hT * dhT).sum(), "hT")) if through in ("both", wanted))
     grads = torch.autograd.grad(loss, list(a.values()), allow_unused=True)
-    found = {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
+    tensors = {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
     if terms_of_dD:
         gate = torch.nn.functional.silu(a["z"]) if "z" in a else 1.0
-        return found, (dy * gate * a["x"]).norm().item() if through != "hT" else 0.0
-    return found
+        return tensors, (dy * gate * a["x"]).norm().item() if through != "hT" else 0.0
+    return tensors
 
 
 def distance(got, true, terms=0.0):

@@ -56,15 +56,6 @@ def test_finite_inputs_give_finite_results(update):
             assert not [n for n, v in got.items() if not v.isfinite().all()], (key, logit)
 
 
-@EVERY
-def test_the_loops_pass_gradcheck(update):
-    for without in ((), ("D", "z", "dt_bias", "h0")):
-        a = inputs_of(update, 2, 3, 2, 3, without=without)
-        a = {n: v.double().requires_grad_() for n, v in a.items() if n not in without}
-        f = lambda *v, a=a: SCANS[update][1](**dict(zip(a, v, strict=True)), return_state=True)
-        assert torch.autograd.gradcheck(f, tuple(a.values()))
-
-
 @pytest.mark.parametrize("update,lengths", [("longhorn", [8, 12]), ("mamba", None)])
 def test_compiles_as_one_graph(update, lengths):
     a, cu = packed(update, lengths, 5, 4) if lengths else (inputs_of(update, 2, 70, 5, 4), None)
@@ -122,13 +113,12 @@ def test_exact_longhorn_is_the_full_matrix_of_eq6():
     torch.testing.assert_close(hT, S, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("softplus", (False, True))
-def test_selective_scan_has_mamba_ssms_signature(softplus):
+def test_selective_scan_has_mamba_ssms_signature():
     """The arguments of mamba_ssm.ops.selective_scan_interface.selective_scan_fn by name and in their order."""
     names = "u delta A B C D z delta_bias delta_softplus return_last_state".split()
     assert list(inspect.signature(selective_scan).parameters)[:len(names)] == names
     a = inputs_of("mamba", 2, 12, 5, 3)
-    args = [a["x"], a["dt"].abs(), a["A"], a["k"], a["q"], a["D"], a["z"], a["dt_bias"].abs(), softplus]
+    args = [a["x"], a["dt"].abs(), a["A"], a["k"], a["q"], a["D"], a["z"], a["dt_bias"].abs(), True]
     y, hT = selective_scan(*args, True)
     assert torch.equal(selective_scan(*args), y) and hT.shape == (2, 5, 3) and hT.dtype == F32
     want, hT_want = selective_scan_ref(*(v.double() if torch.is_tensor(v) else v for v in args), True)
@@ -172,6 +162,8 @@ def test_reverse_is_the_scan_of_what_is_flipped(update, backend):
 @pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [32, 32], [31, 33, 1, 64], [3, 0, 40, 0]], ids=str)
 def test_packed_sequences_are_separate_sequences(update, lengths):
     """The kernels with cu_seqlens, against the float64 loop over each sequence alone; every gradient."""
+    half, cu = packed(update, lengths, 20, 3, BF16)
+    assert not failures_of(update, half, cu_seqlens=cu.int())
     a, cu = packed(update, lengths, 17, 16)
     assert not failures_of(update, a, cu_seqlens=cu)
     y, hT = SCANS[update][0](**a, cu_seqlens=cu, return_state=True)
@@ -184,20 +176,11 @@ def test_packed_sequences_are_separate_sequences(update, lengths):
         assert torch.equal(y[:, start:end], y_alone) and torch.equal(hT[s:s + 1], h_alone)
 
 
-@EVERY
-@pytest.mark.parametrize("dtype,N", [(BF16, 16), (F16, 3)])
-def test_packed_half_types_and_int32(update, dtype, N):
-    a, cu = packed(update, [9, 40, 16], 20, N, dtype)
-    assert not failures_of(update, a, cu_seqlens=cu.int())
-
-
 @pytest.mark.parametrize("cu,words", [
     (torch.tensor([0, 5]), ["rise from 0 to T = 20", "[0, 5]"]), (torch.tensor([1, 20]), ["rise from 0"]),
     (torch.tensor([0, 12, 8, 20]), ["rise from 0", "[0, 12, 8, 20]"]), (torch.tensor([20]), ["(S + 1,)", "(1,)"]),
-    (torch.tensor([0.0, 20.0]), ["int32 or int64", "float32"]),
-    (torch.tensor([0, 20], device="meta"), ["cu_seqlens is on meta"]),
-    (torch.tensor([[0, 20]]), ["(1, 2)"]), ([0, 20], ["cu_seqlens must be"]),
-    (torch.tensor([0, 20]).numpy(), ["cu_seqlens must be"])], ids=str)
+    (torch.tensor([0.0, 20.0]), ["int32 or int64", "float32"]), (torch.tensor([[0, 20]]), ["(1, 2)"]),
+    (torch.tensor([0, 20], device="meta"), ["cu_seqlens is on meta"]), ([0, 20], ["cu_seqlens must be"])], ids=str)
 def test_wrong_cu_seqlens_are_one_line(cu, words):
     a, _ = packed("longhorn", [8, 12], 5, 4)
     del a["h0"]
