@@ -408,12 +408,19 @@ def test_loss_does_not_round_the_factor_of_all_gradients():
         assert ((g.double() * t).sum() / t.square().sum()).item() == pytest.approx(1, abs=1e-3)
 
 
-def test_loss_in_float16_keeps_what_a_mean_would_lose():
-    """One in 4096 targets: a gradient of each logit around 1e-3 / 4096 is below float16's smallest normal number."""
+def test_loss_in_float16_neither_underflows_nor_overflows():
+    """One in 4096 targets: a gradient of each logit around 1e-3 / 4096 is below float16's smallest normal number. Half
+    of 2^15 targets are one token, and a channel of x has a mean of 20: their sum is beyond float16."""
     x, weight, targets = loss_inputs(4096, 8, 1000, F16, ignored=0)
     true = loss_and_gradients(in_two, x.double(), weight.double(), targets)
     ours, plain = (loss_and_gradients(f, x, weight, targets)[2] for f in (linear_cross_entropy, in_two))
     assert 3 * error(ours, true[2]) < error(plain, true[2])
+    x, weight, targets = loss_inputs(2**15, 4, 50, F16, ignored=0)
+    x[:, 1] += 20
+    targets[::2] = 3
+    true = loss_and_gradients(in_two, x.double(), weight.double(), targets, 2.0**10)
+    for got, want in zip(loss_and_gradients(linear_cross_entropy, x, weight, targets, 2.0**10), true, strict=True):
+        assert error(got, want) < 2e-3
 
 
 def test_loss_that_ignores_all_none_or_an_infinity():
@@ -428,25 +435,6 @@ def test_loss_that_ignores_all_none_or_an_infinity():
     for some, of in ((x[:2].unflatten(0, (1, 2)), targets[:2][None]), (x[0], targets[0]), (transposed, targets[::3])):
         true = in_two(some.reshape(-1, 4).double(), weight.double(), of.reshape(-1))
         assert error(linear_cross_entropy(some, weight, of), true) < 1e-6
-
-
-def test_loss_in_float16_is_scaled_before_sums_over_rows():
-    """Half of 2^15 targets are one token, and a channel of x has a mean of 20: their sum is beyond float16."""
-    x, weight, targets = loss_inputs(2**15, 4, 50, F16, ignored=0)
-    x[:, 1] += 20
-    targets[::2] = 3
-    true = loss_and_gradients(in_two, x.double(), weight.double(), targets, 2.0**10)
-    for got, want in zip(loss_and_gradients(linear_cross_entropy, x, weight, targets, 2.0**10), true, strict=True):
-        assert error(got, want) < 2e-3
-
-
-def test_loss_makes_the_gradient_that_is_asked_for():
-    x, weight, targets = loss_inputs(12, 4, 9)
-    _, dx, dweight = loss_and_gradients(linear_cross_entropy, x, weight, targets)
-    only_x, only_weight = (a.clone().requires_grad_() for a in (x, weight))
-    linear_cross_entropy(only_x, weight, targets).backward()
-    linear_cross_entropy(x, only_weight, targets).backward()
-    assert torch.equal(only_x.grad, dx) and torch.equal(only_weight.grad, dweight)
 
 
 def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch):
@@ -470,8 +458,14 @@ def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch
     assert large and all(t.dtype == BF16 for t in large) and len({t.untyped_storage().data_ptr() for t in large}) == 1
 
 
-def test_loss_without_gradients_keeps_nothing_and_differentiates_once():
+def test_loss_makes_the_gradients_that_are_asked_for_and_differentiates_once():
     x, weight, targets = loss_inputs(20, 8, 30)
+    _, *gradients = loss_and_gradients(linear_cross_entropy, x, weight, targets)
+    for i, want in enumerate(gradients):
+        args = [x, weight, targets]
+        args[i] = args[i].clone().requires_grad_()
+        linear_cross_entropy(*args).backward()
+        assert torch.equal(args[i].grad, want)
     assert not linear_cross_entropy(x, weight, targets).requires_grad
     weight.requires_grad_()
     with torch.no_grad():
