@@ -307,14 +307,19 @@ def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
 def test_fused_attention_is_flash_attns_in_its_own_layout(library):
     seen = []
 
-    def flash_attn_func(q, k, v, causal=False):
-        seen.append((tuple(q.shape), tuple(k.shape), causal))
-        return attention_true(*(a.transpose(1, 2).float() for a in (q, k, v))).transpose(1, 2).to(q.dtype)
+    def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+        seen.append((tuple(q.shape), tuple(k.shape), causal, window_size))
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        window = None if window_size[0] < 0 else window_size[0] + 1  # flash-attn's leaves out the query's own key
+        return attention(q, k, v, window, backend="torch").transpose(1, 2)
 
     library("attention", flash_attn_func)
     a = attention_inputs(4, 2, BF16)
-    assert agree(attention(**a, backend="fused"), attention_true(**double(a)))
-    assert seen == [((2, 4, 3, 8), (2, 6, 3, 8), True)]  # aligned at the end, as flash-attn since 2.1
+    for window in (None, 3):
+        got, true = (attention(**b, window=window, backend=f) for b, f in ((a, "fused"), (double(a), "torch")))
+        assert (got.double() - true).norm() < 0.02 * true.norm()
+    # aligned at the end, as flash-attn since 2.1
+    assert seen == [((2, 4, 3, 8), (2, 6, 3, 8), True, size) for size in ((-1, -1), (2, 0))]
     with pytest.raises(RuntimeError, match="backend 'fused' cannot run here: flash-attn takes bfloat16, float16, got"):
         attention(**attention_inputs(4, 2), backend="fused")
 
