@@ -120,8 +120,10 @@ print(path, seconds > 0, build.load(path).longhorn_chunk(), sep="|")
 """
     environment = {"LONGHORN_BUILD_DIR": str(folder), "CXX": fake_compiler(tmp_path, body)}
     processes = [start([sys.executable, "-c", code], **environment) for _ in range(4)]
+    gives_up = time.monotonic() + 120
     while not all((tmp_path / f"at-lock-{p.pid}").exists() for p in processes):
-        assert all(p.alive() for p in processes), [p.said() for p in processes]
+        assert all(p.alive() for p in processes) and time.monotonic() < gives_up, [p.said() for p in processes]
+        assert not log.exists() or log.read_text().count("build") <= 1
         time.sleep(0.01)
     go.touch()
     assert [p.wait() for p in processes] == [0] * 4, [p.said() for p in processes]
