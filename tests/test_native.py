@@ -165,6 +165,16 @@ def test_one_openmp_runtime():
     assert len({os.path.realpath(p) for p in mapped}) <= 1, mapped
 
 
+@pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
+def test_fields_stand_in_the_same_order(struct):
+    """The size check cannot see two fields exchanged, and a kernel would write where it must not."""
+    text = build.SCAN.read_text() + build.CONV.read_text()
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
+    body = re.sub(r"//[^\n]*|\b(const|void|float|double|int64_t)\b|\*", "", body)
+    names = [n for n in re.split(r"[\s,;]+", body) if n]
+    assert names == [n for n, _ in getattr(build, struct)._fields_]
+
+
 @pytest.mark.parametrize("wrong", ("", "scan", "conv", "norm"))
 def test_a_changed_struct_is_refused(source, tmp_path, wrong):
     answers = dict.fromkeys(("longhorn_chunk", "longhorn_lanes", "longhorn_max_width"), 8)
