@@ -4,10 +4,9 @@
     python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # a shape of your own
 
 First every result and gradient is compared with the loop in float64 on the same GPU: at odd sizes, at keys of 1000 and
-logits of +-1000, and at the paper's shapes. What is wrong is not timed. mamba-ssm is its package or, where that is not
-installed, its kernels alone, compiled from its source (mamba_ssm_kernels.py), and is compared likewise. Then, shape by
-shape, all contenders take turns, round after round, between CUDA events: the forward without autograd, then forward and
-backward with it.
+logits of +-1000, and at the paper's shapes. What is wrong is not timed. mamba-ssm, where it is installed,
+is compared likewise (`python bench/scan_cuda.py` does that alone). Then, shape by shape, all contenders take turns,
+round after round, between CUDA events: the forward without autograd, then forward and backward with it.
 
 Beside the times of the scans stands a share of the copy bandwidth, measured on the same device: the bytes that a scan
 must move (measure.bytes_moved) over the time. GLA and attention do another job and have none.
@@ -32,10 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import mamba_ssm_kernels, measure  # noqa: E402
+from bench import measure  # noqa: E402
 from bench.measure import DTYPES, EPS, LeftOut, as_mamba, imported, in_one_line, leaves, make_inputs  # noqa: E402
 from kernels.scan import longhorn_scan, selective_scan  # noqa: E402
-from runtime.errors import ConfigError  # noqa: E402
+from runtime.errors import ConfigError, main_error  # noqa: E402
 
 SAVED = ROOT / "results" / "scan_cuda.json"
 PASSES = ("forward", "backward", "forward_backward")
@@ -176,9 +175,9 @@ def mamba_ssm(shape, a, dy, device):
     """mamba-ssm in its own layout, (B, D, T) with time contiguous; the transposition is not timed."""
     if device.name != "cuda":
         raise LeftOut("its kernels need a GPU")
-    f, _, _ = mamba_ssm_kernels.selective_scan_fn()
+    f = imported(*MAMBA_SSM)
     a = leaves({n: time_last(v) for n, v in as_mamba(a).items()})
-    return Pass(lambda: f(**a), list(a.values()), time_last(dy))
+    return Pass(lambda: f(**a, delta_softplus=True), list(a.values()), time_last(dy))
 
 
 def time_last(v):
@@ -188,11 +187,11 @@ def time_last(v):
 def check_mamba_ssm():
     """(what is timed as mamba-ssm, why it is not timed): it is compared with the loop in float64, in a process of its
     own, because an error in kernels makes a process's GPU unusable."""
-    command = [sys.executable, mamba_ssm_kernels.__file__]
+    command = [sys.executable, __file__]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=90)
     except subprocess.TimeoutExpired:
-        return None, "90 s were not enough to compile and check its kernels"
+        return None, "90 s were not enough to check its kernels"
     last = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()][-1:] or [""]
     return (None, last[0]) if run.returncode else (last[0].removeprefix("in short: "), None)
 
@@ -229,6 +228,7 @@ CONTENDERS = SCANS | {"fla_chunk_gla": fla_chunk_gla, "attention": attention}
 
 # ---------------------------------------------------------------------------------------------------------- correctness
 
+MAMBA_SSM = "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn"
 KERNELS_OF = {"longhorn": "longhorn_scan", "exact": "longhorn_scan", "mamba": "selective_scan"}
 PAPER = (64, 1024, 1536, 16)
 
@@ -254,8 +254,8 @@ def scans(family, backend):
     if family == "mamba_ssm":
         if backend == "torch":
             return lambda **a: (selective_scan(**a, delta_softplus=True, backend=backend), None)
-        f, _, _ = mamba_ssm_kernels.selective_scan_fn()
-        return lambda **a: (f(**{n: time_last(v) for n, v in a.items()}).transpose(1, 2), None)
+        f = imported(*MAMBA_SSM)
+        return lambda **a: (f(**{n: time_last(v) for n, v in a.items()}, delta_softplus=True).transpose(1, 2), None)
     if family == "mamba":
         return lambda **a: selective_scan(**a, delta_softplus=True, return_last_state=True, backend=backend)
     return lambda **a: longhorn_scan(**a, exact=family == "exact", return_state=True, backend=backend)
@@ -509,3 +509,25 @@ def main(args):
     failed = [r for e in record["shapes"] for r in e["rows"]
               if r["contender"] == "longhorn_scan" and "reason" in r and "--without" not in r["reason"]]
     return int(bool(record["wrong"] or lost or failed or not record["shapes"]))
+
+
+def compare_mamba_ssm():
+    """mamba-ssm's kernels against the loop in float64, at two shapes. Raises ConfigError for the first that differs."""
+    try:
+        imported(*MAMBA_SSM)
+    except LeftOut as reason:
+        raise ConfigError(f"mamba-ssm: {reason}") from None
+    if not torch.cuda.is_available():
+        raise ConfigError("mamba-ssm's kernels need a GPU, and PyTorch sees none")
+    gpu = Gpu(flush_bytes=0)
+    for shape in [(2, 1024, 256, 16), (2, 4096, 256, 64)]:
+        row = check_case("mamba_ssm", shape, "bfloat16", {}, gpu)
+        print(describe_case(row))
+        if not row["right"]:
+            raise ConfigError(describe_case(row))
+    print(f"in short: mamba_ssm {sys.modules['mamba_ssm'].__version__}, as the loop in float64 at 2 shapes")
+
+
+if __name__ == "__main__":
+    with main_error("bench/scan_cuda.py", OSError):
+        compare_mamba_ssm()

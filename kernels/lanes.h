@@ -2,7 +2,8 @@
 // channels. longhorn_scan.cu and conv_norm.cu include it. Both halves define the same names (to_float, reciprocal,
 // maximum, exp_clamped ...), so that a formula is written once. No header of PyTorch or CUDA is included.
 //
-// Order: macros, lanes of a GPU, CPU vectors and tasks, what both have.
+// Order: macros, lanes of a GPU, CPU vectors and tasks, what both have. In all three files `test: NAME` at the end of a
+// line is where a test plants a mistake.
 
 #pragma once
 
@@ -68,7 +69,7 @@ MATH uint32_t read_16(const void *p) { uint32_t u; asm("ld.global.nc.u16 %0, [%1
 MATH uint32_t read_32(const void *p) { uint32_t u; asm("ld.global.nc.u32 %0, [%1];" : "=r"(u) : "l"(p)); return u; }
 MATH int64_t wide_product(int a, int b) {
     int64_t p;
-    asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b));
+    asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b));  // test: address
     return p;
 }
 // Hides a number's origin from nvcc, which else computes what depends on it early and keeps it in scarce registers.
@@ -180,7 +181,7 @@ MATH vec widen(hvec h) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
 MATH hvec narrow(vec v) {                                              // round to nearest even, NaN stays NaN
     uvec u = (uvec)v;
     uvec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    uvec nan = (uvec)(v != v);
+    uvec nan = (uvec)(v != v);  // test: rounding
     return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
 }
 
@@ -209,7 +210,7 @@ MATH vec minimum(vec v, float high) { return v > high ? splat(high) : v; }
 
 // e^v to 1 ulp, clamped to [e^-87, e^88] so that neither 0 * inf nor a denormal can arise; NaN stays NaN.
 MATH vec exp_clamped(vec v) {
-    v = minimum(maximum(v, -87.0f), 88.0f);
+    v = minimum(maximum(v, -87.0f), 88.0f);  // test: clamp
     const float magic = 12582912.0f;                                     // 1.5 * 2^23: adding it rounds to an integer
     vec shifted = v * LOG2E + magic;
     vec n = shifted - magic;
@@ -218,7 +219,7 @@ MATH vec exp_clamped(vec v) {
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
+    p = p * r + 5.0000001201e-1f;  // test: exp
     p = p * r * r + r + 1.0f;
     ivec scale = ((ivec)shifted << 23) + (127 << 23);                    // the low bits of `shifted` hold n
     return p * (vec)scale;
@@ -236,7 +237,7 @@ MATH vec exp2_clamped(vec v) {
     vec p = r * 1.5353362e-4f + 1.3398875e-3f;                           // minimax for (2^r - 1) / r: 2e-9 of 2^r
     p = p * r + 9.6184374e-3f;
     p = p * r + 5.5503325e-2f;
-    p = p * r + 2.4022648e-1f;
+    p = p * r + 2.4022648e-1f;  // test: exp2
     p = p * r + 6.9314720e-1f;
     p = p * r + 1.0f;
     return p * (vec)(((ivec)shifted << 23) + (127 << 23));

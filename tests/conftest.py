@@ -47,8 +47,7 @@ def launch(nursery, tmp_path_factory):
         return runs[-1]
     yield launch
     for r in runs:
-        r.send(signal.SIGKILL)
-        r.end()
+        r.kill()
 
 
 @pytest.fixture
@@ -97,16 +96,13 @@ def builds(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def broken(builds):
-    """broken(name): the CPU library with that mistake of test_scan.py or test_updates.py switched on; None: without."""
-    import test_scan
+    """broken(*names): the CPU library with these mistakes of test_updates.py switched on, none without a name."""
     import test_updates
 
-    mutants = test_scan.MUTANTS | {name: pieces for name, (_, *pieces) in test_updates.MUTANTS.items()}
-    assert len(mutants) == len(test_scan.MUTANTS) + len(test_updates.MUTANTS)
-    lib, switch = test_scan.build_broken(mutants, builds)
+    lib, switch = test_updates.build_broken(builds)
 
-    def broken(name):
-        switch.value = [None, *mutants].index(name)
+    def broken(*names):
+        switch.value = sum(1 << list(test_updates.MUTANTS).index(name) for name in names)
         return lib
 
     return broken

@@ -12,7 +12,6 @@ of a second and not three. The fork runs train.py as `__main__`; torchrun's work
 import contextlib
 import functools
 import gc
-import json
 import os
 import random
 import resource
@@ -23,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +37,7 @@ import model
 from data import loader
 from data.pystdlib import prepare as pystdlib
 from model import LM
-from runtime import checkpoint, distributed
-from runtime import run as run_module
+from runtime import checkpoint, distributed, telemetry
 from runtime.records import write_json
 from train import TrainConfig
 
@@ -55,18 +54,17 @@ root = os.name == "posix" and os.geteuid() == 0
 # ------------------------------------------------------------------------------------------------- processes to disturb
 
 def child(argv, env, output, patches):
-    """train.py ARGV in a forked process, or patches["main"](ARGV); `patches` make its disk slow, its memory small, or
-    LM = patches["LM"](rank)."""
+    """train.py ARGV in a forked process, or patches["main"](ARGV); `patches` hold it at named places (see Holding),
+    make its memory small, or LM = patches["LM"](rank)."""
     os.environ.update(env)
     with open(output, "ab") as f:
         os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
-    if "slow_disk" in patches:
-        fsync = os.fsync
-        os.fsync = lambda fd: (Path(patches.get("once", "/")).exists() and time.sleep(patches["slow_disk"]), fsync(fd))
+    if "hold" in patches:
+        Holding(output.parent, patches["hold"], patches.get("folder"))
     if "memory" in patches:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + patches["memory"],) * 2)
-    run_module.draw_loss = test_train.no_picture
+    telemetry.draw_loss = test_train.no_picture
     if "LM" in patches:
         model.LM = patches["LM"](int(env.get("RANK", 0)))
     distributed.ROLL_CALL_SECONDS = 1.0  # test_torchrun_brings... waits five as users do
@@ -78,10 +76,62 @@ def child(argv, env, output, patches):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+class Holding:
+    """Holds the process that makes one at places, [(kind, n), ...] in this order, until the test lets it go.
+
+        step     between the backward and the optimiser's step, of the n-th step of the process
+        write    in the middle of a checkpoint, at the n-th tensor that the process writes
+        open     at the n-th opening of a file in `folder`
+
+    At place i a file held-i-RANK appears in `gates`, and go-i lets go. A process that starts when go-0 is there already
+    waits at place 1, and so on: a run that was killed is held at the next place after its restart.
+    """
+
+    def __init__(self, gates, places, folder=None):
+        self.gates, self.places, self.counts = gates, places, dict.fromkeys(("step", "write", "open"), 0)
+        self.next = sum((gates / f"go-{i}").exists() for i in range(len(places)))
+        clip_grad_norm_, crc32 = torch.nn.utils.clip_grad_norm_, zlib.crc32
+
+        def clip(*args, **kwargs):
+            norm = clip_grad_norm_(*args, **kwargs)
+            self.reached("step")
+            return norm
+
+        def checksum(data, *start):
+            if isinstance(data, np.ndarray):  # a tensor on its way to the file; a file that is read comes as bytes
+                self.reached("write")
+            return crc32(data, *start)
+
+        def watch(event, args):
+            if event == "open" and str(args[0]).startswith(str(folder)):
+                self.reached("open")
+
+        torch.nn.utils.clip_grad_norm_, zlib.crc32 = clip, checksum
+        if folder:
+            sys.addaudithook(watch)
+
+    def reached(self, kind):
+        self.counts[kind] += 1
+        if self.places[self.next:self.next + 1] == [(kind, self.counts[kind])]:
+            go, self.next = self.gates / f"go-{self.next}", self.next + 1
+            (self.gates / f"held-{self.next - 1}-{os.environ.get('RANK', 0)}").touch()
+            while not go.exists():
+                time.sleep(0.002)
+
+
+def reserve_port():
+    """A socket whose port no other test takes, these or those of another suite, while it is open: it is of UDP, and TCP
+    is free there. Outgoing connections have higher ports."""
+    while True:
+        reserved, free = socket.socket(type=socket.SOCK_DGRAM), socket.socket()
+        try:
+            reserved.bind(("127.0.0.1", random.SystemRandom().randrange(15_000, 32_000)))
+            free.bind(("", reserved.getsockname()[1]))
+            return reserved
+        except OSError:
+            reserved.close()
+        finally:
+            free.close()
 
 
 def torchrun_env(rank, world, port):
@@ -102,18 +152,26 @@ def until(process, condition, what, timeout=240):
 
 
 class Run:
-    """Ranks of one run: started, watched, killed."""
+    """Ranks of one run: started, held, watched, killed."""
 
     until = until
 
     def __init__(self, context, folder, argv, world, env, patches):
-        self.output = [folder / f"rank{rank}.txt" for rank in range(world)]
-        self.ranks, port = [], free_port()
+        self.folder, self.output = folder, [folder / f"rank{rank}.txt" for rank in range(world)]
+        self.ranks, self.reserved = [], reserve_port()
         for rank, output in enumerate(self.output):
             output.write_text("")
-            own = {**(torchrun_env(rank, world, port) if world > 1 else {}), **env}
-            self.ranks.append(context.Process(target=child, args=(argv, own, output, patches)))
+            of_rank = torchrun_env(rank, world, self.reserved.getsockname()[1]) if world > 1 else {}
+            self.ranks.append(context.Process(target=child, args=(argv, of_rank | env, output, patches)))
             self.ranks[-1].start()
+
+    def held(self, *ranks, place=0):
+        """Wait until these ranks, or all, are held at a place; False if one ended before."""
+        gates = [self.folder / f"held-{place}-{rank}" for rank in ranks or range(len(self.ranks))]
+        return self.until(lambda: all(gate.exists() for gate in gates), f"{place}th place")
+
+    def go(self, place=0):
+        (self.folder / f"go-{place}").touch()
 
     def send(self, number, *ranks):
         for rank in ranks or range(len(self.ranks)):
@@ -139,6 +197,12 @@ class Run:
     def said(self, rank=0):
         return self.output[rank].read_text()
 
+    def kill(self):
+        """Whatever is left of it."""
+        self.send(signal.SIGKILL)
+        self.end()
+        self.reserved.close()
+
 
 @pytest.fixture(scope="module")
 def undisturbed(nursery, data, tmp_path_factory):
@@ -160,12 +224,6 @@ def assert_bit_for_bit(out, other):
     assert meta_a["step"] == meta_b["step"] and all(torch.equal(a[name], t) for name, t in b.items())
 
 
-def logged(out):
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return json.loads((out / "log.jsonl").read_text().splitlines()[-1])["step"]
-    return 0
-
-
 def writing(out):
     """Whether a checkpoint is on its way to the disk."""
     return any(out.glob("*.safetensors.tmp-*"))
@@ -179,20 +237,18 @@ def test_killed_again_and_again(undisturbed, launch, data, out, world):
     chance, torn, kills = random.Random(world), 0, 0
     argv = arguments(data, out, RUN, micro_batch_size=4 // world, resume="auto", timeout_minutes=1)
     while kills < KILLS:
-        r = launch(argv, world, slow_disk=0.03)
-        if kills % 5 == 4:
-            time.sleep(chance.uniform(0, 0.5))
-        else:
-            target = logged(out) + chance.randrange(1, STEPS // 9)
-            if r.until(lambda t=target: logged(out) >= t, "progress") and kills % 2 == 0:
-                r.until(lambda: writing(out), "checkpoint")
-                time.sleep(chance.uniform(0, 0.02))
-        ended = not r.alive()
+        place = ("open", chance.randrange(1, 12)) if kills % 5 == 4 else (
+            ("write", chance.randrange(1, 90)) if kills % 2 == 0 else ("step", chance.randrange(1, STEPS // 9)))
+        r = launch(argv, world, hold=[place], folder=out)
+        ended = not r.held(*range(world if place[0] == "step" else 1))  # rank 0 alone writes
         everyone = world == 1 or kills == 0 or kills > 2 and chance.random() < 0.5
         victims = range(world) if everyone else [chance.randrange(world)]
         r.send(signal.SIGKILL, *victims)
+        for rank in victims:
+            r.ranks[rank].join()
+        r.go()
         codes = r.end()
-        if ended and codes == [0] * world:  # it was faster: the next one is killed in a run of its own
+        if ended and codes == [0] * world:  # it was at its end: the next one is killed in a run of its own
             assert_bit_for_bit(out, undisturbed(world))
             shutil.rmtree(out)
             continue
@@ -224,9 +280,10 @@ def test_several_processes_killed_once(undisturbed, launch, data, out, tmp_path,
     r = launch(argv("whole"), world).succeed()
     assert [r.said(i).count("weights from") for i in (0, 1)] == [old, 0], r.said()
     assert not old or losses(tmp_path / "whole")[0] < losses(undisturbed(2))[0] - 0.5
-    r = launch(argv("run"), world)
-    assert r.until(lambda: logged(out) >= changes["max_iters"] * 2 // 5, "progress")
+    r = launch(argv("run"), world, hold=[("step", changes["max_iters"] * 2 // 5)])
+    assert r.held()
     r.send(signal.SIGKILL, *([1] if kind == "sharded" else []))
+    r.go()
     codes = r.end()
     assert kind != "sharded" or codes == [distributed.EXIT_RETRYABLE, -9] and "no answer from rank 1" in r.said()
     r = launch(argv("run"), world).succeed()
@@ -251,7 +308,7 @@ def holding(here):
         print(f"\nholding: {left}", flush=True)
         destroy()
 
-    run_module.draw_loss, torch.distributed.destroy_process_group = draw_loss, last
+    telemetry.draw_loss, torch.distributed.destroy_process_group = draw_loss, last
     return LM
 
 
@@ -262,11 +319,13 @@ def test_the_group_is_left_when_nothing_else_holds_it(launch, data, out):
 
 def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, data, out):
     """Only the last rank is told to stop: all stop after the same step, and the first says so."""
-    for world, until in ((2, STEPS // 3), (1, 3 * STEPS // 4), (4, STEPS)) if CHAOS else ((2, STEPS // 3), (1, STEPS)):
-        r = launch([*arguments(data, out, RUN, micro_batch_size=4 // world), "--resume=auto"], world)
-        if until < STEPS:
-            assert r.until(lambda u=until: logged(out) >= u, "progress")
+    for world, steps in ((2, STEPS // 3), (1, STEPS // 3), (4, None)) if CHAOS else ((2, STEPS // 3), (1, None)):
+        r = launch([*arguments(data, out, RUN, micro_batch_size=4 // world), "--resume=auto"], world,
+                   hold=[("step", steps)])
+        if steps:
+            assert r.held()
             r.send(signal.SIGTERM, world - 1)
+            r.go()
             r.succeed()
             stopped = f"stopped after step {saved(out)[1]['step']} "
             assert [stopped in r.said(rank) for rank in range(world)] == [True, False][:world], r.said()
@@ -280,10 +339,11 @@ def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, d
 @pytest.mark.parametrize("stopped", [1, 0] if CHAOS else [1])
 def test_a_process_that_hangs_is_named(launch, data, out, stopped):
     argv = arguments(data, out, RUN, micro_batch_size=2, eval_interval=0, timeout_minutes=0.06)
-    r = launch(argv, 2)
-    assert r.until(lambda: logged(out) >= 10, "progress")
-    began = time.time()
+    r = launch(argv, 2, hold=[("step", 10)])
+    assert r.held()
     r.send(signal.SIGSTOP, stopped)
+    began = time.time()
+    r.go()
     r.ranks[1 - stopped].join(120)
     assert r.ranks[1 - stopped].exitcode == distributed.EXIT_RETRYABLE and 3 < time.time() - began < 100
     line = r.said(1 - stopped).splitlines()[-1]
@@ -292,7 +352,8 @@ def test_a_process_that_hangs_is_named(launch, data, out, stopped):
 
 def test_a_process_that_nobody_joins_says_so(launch, data, tmp_path):
     argv = lambda rank: arguments(data, tmp_path / f"run{rank}", RUN, timeout_minutes=0.02)
-    alone = [launch(argv(rank), env=torchrun_env(rank, 2, free_port())) for rank in (0, 1)]
+    ports = [reserve_port() for _ in range(2)]
+    alone = [launch(argv(rank), env=torchrun_env(rank, 2, ports[rank].getsockname()[1])) for rank in (0, 1)]
     for rank, r in enumerate(alone):
         assert r.end() == [distributed.EXIT_RETRYABLE], r.said()
         lines = [line for line in r.said().splitlines() if line.startswith("train.py: error: ")]
@@ -312,8 +373,17 @@ def test_a_result_that_was_lost_or_damaged_is_made_again_without_a_line_in_the_l
         assert all(record(out)[key] == result[key] for key in ("steps", "val_loss", "best_val_loss"))
 
 
-def torchrun(*how):
-    return [sys.executable, "-m", "torch.distributed.run", *how, str(ROOT / "train.py")]
+def torchrun(gates, places, *how):
+    """The command of torchrun whose workers, train.py, are held at these places."""
+    gates.mkdir(exist_ok=True)
+    held_train = gates / "held_train.py"
+    held_train.write_text(f"""import pathlib, runpy, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]
+from test_chaos import Holding
+Holding(pathlib.Path({str(gates)!r}), {places!r})
+runpy.run_path({str(ROOT / 'train.py')!r}, run_name="__main__")
+""")
+    return [sys.executable, "-m", "torch.distributed.run", *how, str(held_train)]
 
 
 def worker(pid, rank):
@@ -324,19 +394,23 @@ def worker(pid, rank):
 
 @LONG_FORM
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, out):
+def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, out, tmp_path):
     """Its second attempt goes on from the last checkpoint; SIGTERM to torchrun itself then saves, and one more ends
     it."""
     argv = [*arguments(data, out, RUN, micro_batch_size=2), "--resume=auto"]
-    agent = start([*torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2"), *argv])
-    assert until(agent, lambda: logged(out) >= 50, "progress"), agent.said()
+    gates = tmp_path / "gates"
+    held = lambda place: until(agent, lambda: all((gates / f"held-{place}-{rank}").exists() for rank in (0, 1)), "gate")
+    agent = start([*torchrun(gates, [("step", 50), ("step", 20)], "--standalone", "--nproc_per_node=2",
+                             "--max-restarts=2"), *argv])
+    assert held(0), agent.said()
     every = RUN["checkpoint_interval"]
     os.kill(worker(agent.pid, 1), signal.SIGKILL)
-    assert until(agent, lambda: "continuing from" in agent.said(), "restart"), agent.said()
+    (gates / "go-0").touch()
+    assert held(1), agent.said()
     step = int(agent.said().split("continuing from")[1].split(" at step ")[1].split()[0])
     assert step >= 50 - 2 * every and step % every == 0 and "rank 0 on " in agent.said()
-    assert until(agent, lambda: logged(out) > step + 20, "progress"), agent.said()
     agent.send_signal(signal.SIGTERM)
+    (gates / "go-1").touch()
     assert agent.wait(120) != 0 and "stopped after step" in agent.said()  # torchrun does not pass the workers' 0 on
     stopped = saved(out)[1]["step"]
     assert stopped == max(events(out)) and f"stopped after step {stopped} " in agent.said()
@@ -346,7 +420,7 @@ def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, 
 
 @LONG_FORM
 @pytest.mark.skipif(not (root and shutil.which("ip")), reason="as root, with iproute2's network namespaces")
-def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out):
+def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
     """Two network namespaces joined by a cable; torchrun on each, in a loop as a service manager would have it. Both
     end the run once the cable is back."""
     ip = lambda words: subprocess.run(["ip", *words.split()], check=True, capture_output=True)
@@ -362,13 +436,16 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out):
             ip(f"-n {host} addr add 10.77.0.{i + 1}/24 dev lh{i}")
             for link in (f"lh{i}", "lo"):
                 ip(f"-n {host} link set {link} up")
-            command = torchrun("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d",
-                               "--rdzv-id=chaos", "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
+            command = torchrun(tmp_path / "gates", [("step", 100)], "--nnodes=2", "--nproc_per_node=1",
+                               "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=chaos",
+                               "--rdzv-endpoint=10.77.0.1:29400", f"--local-addr=10.77.0.{i + 1}",
                                f"--rdzv-conf=is_host={1 - i},join_timeout=120,read_timeout=10")
             nodes.append(start(["ip", "netns", "exec", host, "bash", "-c", loop, "_", *command, *argv],
                                GLOO_SOCKET_IFNAME=f"lh{i}", TP_SOCKET_IFNAME=f"lh{i}"))
-        assert until(nodes[0], lambda: logged(out) >= 100, "progress"), said()
+        gates = [tmp_path / "gates" / f"held-0-{rank}" for rank in (0, 1)]
+        assert until(nodes[0], lambda: all(gate.exists() for gate in gates), "gate"), said()
         ip(f"-n {hosts[1]} link set lh1 down")
+        (tmp_path / "gates" / "go-0").touch()
         assert until(nodes[0], lambda: "no answer from rank" in said(), "complaint"), said()
         ip(f"-n {hosts[1]} link set lh1 up")
         assert [node.wait(240) for node in nodes] == [0, 0] and "continuing from" in said(), said()[-3000:]
@@ -424,18 +501,19 @@ def test_memory_that_really_runs_out(launch, data, out):
 # -------------------------------------------------------------------------------------------------------------- signals
 
 @pytest.mark.parametrize("silent", ["disk", "process"])
-def test_a_second_interrupt_does_not_wait(launch, data, out, tmp_path, silent):
-    world = 1 if silent == "disk" else 2
+def test_a_second_interrupt_does_not_wait(launch, data, out, silent):
+    """For a disk that takes the checkpoint of the first interrupt for ever, or for a process that is stopped."""
+    world, places = (1, [("step", 10), ("write", 1)]) if silent == "disk" else (2, [("step", 10)])
     argv = arguments(data, out, RUN, micro_batch_size=2, checkpoint_interval=1000, eval_interval=0, max_iters=400)
-    r = launch(argv, world, slow_disk=60, once=tmp_path / "slow")
-    assert r.until(lambda: logged(out) >= 10, "progress")
-    (tmp_path / "slow").touch()
+    r = launch(argv, world, hold=places)
+    assert r.held()
     r.send(signal.SIGSTOP, 1) if silent == "process" else None
-    for _ in range(2):
-        time.sleep(0.5)
-        assert r.ranks[0].is_alive()
+    r.send(signal.SIGINT, 0)
+    r.go()
+    assert silent == "process" or r.held(place=1), "the first one ended it"
+    while r.ranks[0].is_alive():  # again: two of them at once may arrive as one
         r.send(signal.SIGINT, 0)
-    r.ranks[0].join(20)
+        r.ranks[0].join(0.1)
     assert r.ranks[0].exitcode == 130 and "interrupted at once" in r.said()
 
 
@@ -503,20 +581,18 @@ def fill(disk):
 
 
 def test_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
-    """The run goes on, and its records are whole."""
-    disk = small_disk(4)
+    """The run goes on, and its records are whole. 30 lines are more than the last page of the log has room for."""
+    disk, first = small_disk(4), 2 * RUN["checkpoint_interval"] + 7
     out = disk / "run"
-    r = launch(arguments(data, out, RUN))
-    assert r.until(lambda: logged(out) >= 2 * RUN["checkpoint_interval"] + 7, "progress")
+    r = launch(arguments(data, out, RUN), hold=[("step", first), ("step", first + 30)])
+    assert r.held()
     fill(disk)
-
-    def complaint():
-        fill(disk)  # again: a checkpoint that was not written leaves room
-        return "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said()
-
-    assert r.until(complaint, "complaint"), r.said()
+    r.go()
+    assert r.held(place=1), r.said()
+    assert "cannot write log.jsonl" in r.said() and "checkpoint not written" in r.said(), r.said()
     checkpoint.load(out / "checkpoint.safetensors")
     (disk / "filler").unlink()
+    r.go(1)
     r.succeed()
     assert "log.jsonl is complete again" in r.said() and r.said().count("cannot write log.jsonl") == 1
     assert_same_run(out, undisturbed(1))
@@ -528,10 +604,11 @@ def test_a_disk_that_stays_full(launch, small_disk, data, tmp_path, room):
     not say that it is finished."""
     disk, large = small_disk(12), {**RUN, "n_embd": 64, "max_iters": 120}
     out = disk / "run"
-    r = launch(arguments(data, out, large))
-    assert r.until(lambda: logged(out) >= 40, "progress")
+    r = launch(arguments(data, out, large), hold=[("step", 40)])
+    assert r.held()
     fill(disk)
     os.truncate(disk / "filler", (disk / "filler").stat().st_size - room)
+    r.go()
     assert r.end() == [2] and not (out / "result.json").exists(), r.said()
     line, step = r.said().splitlines()[-1], saved(out)[1]["step"]
     assert f"the last one is of step {step}: make room" in line and "--resume=auto" in line

@@ -19,11 +19,24 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import test_updates
 import torch
 import torch.utils.checkpoint
 from test_ops import conv_agrees, conv_inputs, graded
-from test_scan import BF16, EPS, F16, F32, failures, inputs, results, source_text
+from test_scan import (
+    BF16,
+    EPS,
+    F16,
+    F32,
+    SCANS,
+    failures,
+    failures_of,
+    inputs,
+    inputs_of,
+    results,
+    source_text,
+    with_mistake,
+)
+from test_updates import packed
 
 from bench.gpu import TESTED
 from kernels import build, cuda
@@ -34,14 +47,12 @@ SHIM, DRIVER = (Path(__file__).resolve().parent.parent / "tools" / name
                 for name in ("cuda_shim.h", "cuda_driver_shim.h"))
 THREADS = 64  # two warps: enough for sums over warps, and quicker than the 128 of a GPU
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++")), None)
-CPU_PART = "- CPU: the "  # what follows in a source is not the CUDA kernels'
 
 pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
 def source_of(update):
-    """The text of the scan's kernels, or for "conv" of the convolution's."""
     return source_text(build.CONV if update == "conv" else build.SCAN)
 
 
@@ -98,29 +109,31 @@ def use(monkeypatch, module, segments=1):
 
 
 PAIRS = (8, 2)  # P, L: what a GPU runs at N = 16
-SHAPES = [  # dtype, (P, L), then B, T, D, N
+LONGHORN = [  # dtype, (P, L), then B, T, D, N
     (F32, PAIRS, 2, 33, 65, 16), (F32, PAIRS, 1, 70, 3, 13), (F32, PAIRS, 1, 33, 1, 10),
     (F32, (4, 4), 2, 37, 21, 16), (F32, (4, 4), 1, 1, 5, 9), (F32, (4, 2), 1, 8, 66, 3),
     (F32, (4, 2), 2, 31, 3, 1), (F32, (8, 8), 1, 34, 17, 64), (F32, (8, 16), 1, 35, 7, 128),
     (BF16, PAIRS, 1, 64, 40, 16), (BF16, (8, 8), 1, 37, 21, 62), (F16, PAIRS, 1, 32, 33, 16),
     # whole chunks, blocks and states: rows fetched two tensors at once, four, one, and not at all
     (BF16, PAIRS, 2, 64, 128, 16), (F32, (4, 4), 1, 96, 32, 16), (BF16, (8, 8), 1, 32, 16, 64),
-    (F32, PAIRS, 1, 64, 64, 16), (F32, (4, 2), 1, 32, 64, 4), (F32, (8, 16), 1, 64, 8, 128),
-]
+    (F32, PAIRS, 1, 64, 64, 16), (F32, (4, 2), 1, 32, 64, 4), (F32, (8, 16), 1, 64, 8, 128)]
+OTHERS = [(F32, PAIRS, 1, 37, 65, 16), (F32, (4, 4), 1, 35, 19, 13), (BF16, PAIRS, 1, 35, 20, 16),
+          (F32, PAIRS, 1, 64, 64, 16)]
+IN_SEGMENTS = [(2, F32, PAIRS, 1, 128, 64, 16), (3, F32, PAIRS, 2, 160, 64, 16), (3, F32, (4, 4), 1, 96, 32, 16),
+               (2, BF16, (8, 8), 1, 128, 16, 64), (2, F16, PAIRS, 1, 128, 64, 16)]
 
 
-@pytest.mark.parametrize("dtype,shape,B,T,D,N", SHAPES)
-def test_agrees_with_the_loop(shim, monkeypatch, dtype, shape, B, T, D, N):
-    use(monkeypatch, shim("longhorn", dtype, *shape))
-    assert not failures(inputs(B, T, D, N, dtype))
-
-
-@pytest.mark.parametrize("update", ("exact", "mamba", "mamba without softplus"))
-@pytest.mark.parametrize("dtype,shape,T,D,N", [(F32, PAIRS, 37, 65, 16), (F32, (4, 4), 35, 19, 13),
-                                               (BF16, PAIRS, 35, 20, 16), (F32, PAIRS, 64, 64, 16)])
-def test_other_updates(shim, monkeypatch, update, dtype, shape, T, D, N):
-    use(monkeypatch, shim(update.split()[0], dtype, *shape))
-    assert not test_updates.failures_of(update, test_updates.inputs_of(update, 1, T, D, N, dtype=dtype))
+@pytest.mark.parametrize("update,segments,dtype,shape,B,T,D,N", [
+    *(("longhorn", 1, *row) for row in LONGHORN),
+    *((update, 1, *row) for update in ("exact", "mamba", "mamba without softplus") for row in OTHERS),
+    *((update, *row) for update in ("longhorn", "mamba") for row in IN_SEGMENTS[:3 if update == "mamba" else None])])
+def test_agrees_with_the_loop(shim, monkeypatch, update, segments, dtype, shape, B, T, D, N):
+    use(monkeypatch, shim(update.split()[0], dtype, *shape), segments)
+    a = inputs_of(update, B, T, D, N, dtype=dtype)
+    assert not failures_of(update, a)
+    if segments > 1 and dtype == F32:
+        a["x"] = four_bytes_on(a["x"])
+        assert not failures_of(update, {n: a[n] for n in a if n not in ("h0", "D", "dt_bias")}, through="y")
 
 
 def four_bytes_on(v):
@@ -129,22 +142,11 @@ def four_bytes_on(v):
 
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
-@pytest.mark.parametrize("segments,B,T,D,shape,N", [
-    (2, 1, 128, 64, PAIRS, 16), (3, 2, 160, 64, PAIRS, 16), (3, 1, 96, 32, (4, 4), 16)])
-def test_segments_of_T(shim, monkeypatch, update, segments, B, T, D, shape, N):
-    use(monkeypatch, shim(update.split()[0], F32, *shape), segments)
-    a = test_updates.inputs_of(update, B, T, D, N)
-    a["x"] = four_bytes_on(a["x"])
-    assert not test_updates.failures_of(update, a)
-    assert not test_updates.failures_of(update, {n: a[n] for n in a if n not in ("h0", "D", "dt_bias")}, through="y")
-
-
-@pytest.mark.parametrize("update", ("longhorn", "mamba"))
 @pytest.mark.parametrize("lengths", [[3, 0, 40, 0], [33, 32, 1]], ids=str)
 def test_packed_sequences(shim, monkeypatch, update, lengths):
     use(monkeypatch, shim(update, F32, *PAIRS))
-    a, cu = test_updates.packed(update, lengths, 70, 16)
-    assert not test_updates.failures_of(update, a, cu_seqlens=cu)
+    a, cu = packed(update, lengths, 70, 16)
+    assert not failures_of(update, a, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("dtype,segments,T,D", [(BF16, 1, 64, 128), (BF16, 1, 37, 21), (F32, 2, 128, 64)])
@@ -153,7 +155,7 @@ def test_reverse(shim, monkeypatch, dtype, segments, T, D):
     use(monkeypatch, shim("longhorn", dtype, *PAIRS), segments)
     assert not failures(inputs(2, T, D, 16, dtype), reverse=True)
     if segments == 1:
-        a, cu = test_updates.packed("longhorn", [3, 0, T - 3], D, 16, dtype)
+        a, cu = packed("longhorn", [3, 0, T - 3], D, 16, dtype)
         assert not failures(a, cu_seqlens=cu, reverse=True)
         use(monkeypatch, shim("conv", dtype, 4))
         assert not conv_failures(dtype, 4, 2, T + 64, D, reverse=True)
@@ -186,62 +188,47 @@ def native_scan(**a):
 
 
 @pytest.fixture
-def launched(shim, monkeypatch):
-    """launched(segments): what the calls that follow will have launched, by name."""
-    def watch(segments=1):
-        module, names = shim("longhorn", F32, *PAIRS), []
+def launched(monkeypatch):
+    """launched(module, segments): what the calls that follow will have launched, by name."""
+    def watch(module, segments=1):
         use(monkeypatch, module, segments)
-        launch = module.launch
-        monkeypatch.setattr(module, "launch", lambda name, *rest: (names.append(name), launch(name, *rest)))
+        names, launch = [], type(module).launch
+        monkeypatch.setattr(module, "launch", lambda name, *rest: (names.append(name), launch(module, name, *rest)))
         return names
 
     return watch
 
 
-@pytest.mark.parametrize("T,D,N,without,odd,whole", [
-    (64, 128, 16, (), None, True), (63, 64, 16, (), None, False), (64, 63, 16, (), None, False),
-    (64, 64, 15, (), None, False), (64, 64, 16, ("z",), None, False),
-    *((32, 64, 16, (), name, False) for name in ("x", "z", "k"))])  # rows that cannot be fetched in pieces
-def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, T, D, N, without, odd, whole):
-    names, a = launched(), inputs(1, T, D, N, without=without)
+PLAIN, WHOLE = (tuple(f"{direction}{kind}_kernel" for direction in ("forward", "backward")) for kind in ("", "_whole"))
+SEGMENTS = ("segment_state_kernel", "combine_kernel", WHOLE[0], "segment_grad_kernel", "combine_kernel", WHOLE[1])
+
+
+@pytest.mark.parametrize("segments,T,D,N,without,odd,expected", [
+    (1, 64, 128, 16, (), None, WHOLE), (1, 63, 64, 16, (), None, PLAIN), (1, 64, 63, 16, (), None, PLAIN),
+    (1, 64, 64, 15, (), None, PLAIN), (1, 64, 64, 16, ("z",), None, PLAIN), (2, 64, 64, 16, (), None, SEGMENTS),
+    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "z", "k"))])  # rows that cannot be fetched in pieces
+def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, shim, segments, T, D, N, without, odd,
+                                                                  expected):
+    names, a = launched(shim("longhorn", F32, *PAIRS), segments), inputs(1, T, D, N, without=without)
     if odd:
         a[odd] = four_bytes_on(a[odd])
-    assert not failures(a)
-    middle = "_whole" if whole else ""
-    assert names == [f"forward{middle}_kernel", f"backward{middle}_kernel"]
-    if whole:  # packed sequences may end anywhere
+    assert not failures(a) and tuple(names) == expected
+    if expected is WHOLE:  # packed sequences may end anywhere
         longhorn_scan(**{n: v for n, v in a.items() if n != "h0"}, cu_seqlens=torch.tensor([0, T]), backend="cpu")
         assert names[2] == "forward_kernel"
 
 
-def test_segments_have_kernels_of_their_own(launched):
-    names = launched(2)
-    assert not failures(inputs(1, 64, 64, 16))
-    assert names == ["segment_state_kernel", "combine_kernel", "forward_whole_kernel",
-                     "segment_grad_kernel", "combine_kernel", "backward_whole_kernel"]
-
-
-@pytest.mark.parametrize("dtype,shape,D,N", [(BF16, (8, 8), 16, 64), (F16, PAIRS, 64, 16)])
-def test_segments_fetch_what_is_there_and_no_more(shim, monkeypatch, dtype, shape, D, N):
-    use(monkeypatch, shim("longhorn", dtype, *shape), 2)
-    assert not failures(inputs(1, 128, D, N, dtype))  # two batches of keys a segment
-
-
-@pytest.mark.parametrize("room,whole", [((232_448, 233_472), True), ((70_000, 233_472), False),
-                                        ((166_912, 150_000), True), ((166_912, 160_000), False)])
-def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch, room, whole):
+def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch):
     """Of a block, and so that two blocks fit a multiprocessor that holds two without."""
-    # twice 39,328 bytes for a block of the backward, twice 47,520 where it fetches
     module = shim("longhorn", F32, *PAIRS)
-    plain, fetching = (module.shared[f"backward{kind}_kernel"] for kind in ("", "_whole"))
-    doubled = {"backward_whole_kernel": 2 * fetching, "backward_kernel": 2 * plain}
-    monkeypatch.setattr(module, "shared", module.shared | doubled)
-    monkeypatch.setattr(module, "room", room)
-    assert module.has_room("backward_whole_kernel", "backward_kernel") == whole
-    monkeypatch.setattr(module, "has_room", lambda name, instead: whole)
-    names = launched()
-    results(native_scan, inputs(1, 32, 64, 16))
-    assert names == [f"{direction}{'_whole' * whole}_kernel" for direction in ("forward", "backward")]
+    names, (plain, fetching) = launched(module), (module.shared[kernels[1]] for kernels in (PLAIN, WHOLE))
+    two = lambda size: 2 * (size + cuda.RESERVED)
+    for block, multiprocessor, expected in ((fetching, two(fetching), WHOLE), (fetching - 1, two(fetching), PLAIN),
+                                            (fetching, two(fetching) - 1, PLAIN), (fetching, two(plain) - 1, WHOLE)):
+        names.clear()
+        monkeypatch.setattr(module, "room", (block, multiprocessor))
+        results(native_scan, inputs(1, 32, 64, 16))
+        assert names[1] == expected[1]
 
 
 def test_two_runs_agree_to_the_bit_and_views_with_contiguous(shim, monkeypatch):
@@ -254,71 +241,37 @@ def test_two_runs_agree_to_the_bit_and_views_with_contiguous(shim, monkeypatch):
     assert all(torch.equal(first[n], again[n]) and torch.equal(first[n], viewed[n]) for n in first)
 
 
-MUTANTS = {  # in the CUDA part: a piece of it, and the same with a mistake that BROKEN switches on
-    "a warp's sums are left out": ("for (int w = 0; w < WARPS; w++)", "for (int w = 0; w < WARPS - BROKEN; w++)"),
-    "butterfly gives the wrong half": ("pick(upper, v[i], v[i + COUNT / 2])",
-                                       "pick(upper != BROKEN, v[i], v[i + COUNT / 2])"),
-    "the next keys overwrite these": ("keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1],",
-                                      "keys.store(s.k[buffer ^ !BROKEN], s.q[buffer ^ !BROKEN],"),
-    "lanes beyond D add to dq": ("const float dyt = !in ?", "const float dyt = (BROKEN ? t0 + r >= T : !in) ?"),
-    "sub-chunk states one too late": ("get_own(s.states[place_of(sub)], at.tid, S)",
-                                     "get_own(s.states[place_of(sub - (BROKEN && sub))], at.tid, S)"),
-    "a lane gives away its own channel's sum": ("v[0] + __shfl_xor_sync(ALL_LANES, v[1], 1);",
-                                                "v[0] + __shfl_xor_sync(ALL_LANES, v[!BROKEN], 1);"),
-    "steps beyond T change the state": ("if (U::rates && !inside) step", "if (U::rates && !inside && !BROKEN) step"),
-    "keys beyond T are not zero": ("< here ? at[g * STEP + i] : E{};",
-                                   "< (BROKEN ? left : here) ? (BROKEN && t >= T ? from : at)[g * STEP + i] : E{};"),
+LEFT_OUT = {  # a place in longhorn_scan.cu whose statement is left out: update, dtype, T, D, segments
+    **{place: ("longhorn", F32, 40, 70, 1) for place in ("warp sums", "sub-chunk states", "forward stores keys")},
+    "beyond T": ("mamba", F32, 40, 70, 1),
+    "forward waits": ("longhorn", BF16, 64, 64, 1), "backward waits": ("longhorn", BF16, 64, 64, 1),
+    "backward fetches states": ("longhorn", BF16, 64, 64, 1), "segment keys": ("longhorn", BF16, 128, 64, 2),
 }
-WHOLE_MUTANTS = {  # the same for kernels that fetch rows ahead
-    "rows are read before they are there": (
-        "copy_wait<STAGES - 2>();\n                __syncwarp();" + " " * 44 + "// all",
-        "BROKEN ? copy_wait<STAGES - 1>() : copy_wait<STAGES - 2>();\n                __syncwarp();  // all"),
-    "a stage ahead overwrites the one at work": ("begin_rows(t0 + (STAGES - 1) * STEPS);\n            }",
-                                                 "begin_rows(t0 + (STAGES - !BROKEN) * STEPS);\n            }"),
-    "keys of the batch before": ("keys.begin(async.raw, batch + BATCH < T ? batch + BATCH : batch)",
-                                 "keys.begin(async.raw, batch + BATCH < T && !BROKEN ? batch + BATCH : batch)"),
-    "the backward does not wait": ("        copy_wait<0>();\n        __syncwarp();\n        stage ^= 1;",
-                                   "if (!BROKEN) { copy_wait<0>(); __syncwarp(); }\n        stage ^= 1;"),
-    "the next chunk's rows are this one's": ("t0 ? t0 - CHUNK : 0);", "t0 && !BROKEN ? t0 - CHUNK : t0);"),
-    "the next chunk's states are this one's": ("begin_states(s.states[NEXT], t0 - CHUNK)",
-                                               "begin_states(s.states[NEXT], t0 - !BROKEN * CHUNK)"),
-    "states in another order": ("at.part, i % P ^ order, at.channel[i / P]));",
-                                "at.part, i % P ^ (BROKEN ? 0 : order), at.channel[i / P]));"),
-}
-SEGMENT_GRAD_MUTANTS = {
-    "rows of the tile before": ("begin_rows(t - (STAGES - 1) *", "begin_rows(t - (STAGES - 1 - BROKEN) *"),
-    "keys that are there already": ("keys.begin(s.raw, batch ? batch - BATCH : 0);",
-                                    "keys.begin(s.raw, batch && !BROKEN ? batch - BATCH : batch);"),
-}
-SCAN_MUTANTS = MUTANTS | WHOLE_MUTANTS | SEGMENT_GRAD_MUTANTS
 
 
-def load_broken(folder, mutants, name, *key):
-    """The kernels with that mistake on, or with none: all are in one library, which a number in it switches on."""
-    on_gpu, marker, cpu = source_of(key[0]).partition(CPU_PART)
-    for number, (right, wrong) in enumerate(mutants.values(), 1):
-        assert on_gpu.count(right) == 1 and marker, right
-        on_gpu = on_gpu.replace(right, wrong.replace("BROKEN", f"(broken == {number})"))
-    module = load_shim(folder, *key, source=f'extern "C" {{ int broken = 0; }}\n{on_gpu}{marker}{cpu}')
-    ctypes.c_int.in_dll(module.lib, "broken").value = [None, *mutants].index(name)
-    return module
+def leaving_out(places, switch):
+    """The scan's source: in it the statement at each of `places` is left out where the int `switch` is its number."""
+    text = source_of("scan")
+    for number, place in enumerate(places, 1):
+        text = with_mistake(text, place, f"if ({switch} != {number})")
+    return text
 
 
-@pytest.mark.parametrize("name", [None, *SCAN_MUTANTS], ids=["as it is", *SCAN_MUTANTS])
-def test_broken_kernels_are_caught(builds, monkeypatch, name):
-    update, dtype = "mamba" if name and "steps beyond T" in name else "longhorn", F32 if name in MUTANTS else BF16
-    use(monkeypatch, load_broken(builds, SCAN_MUTANTS, name, update, dtype, *PAIRS),
-        2 if name in SEGMENT_GRAD_MUTANTS else 1)
-    T, D = (40, 70) if name in MUTANTS else (128 if name in SEGMENT_GRAD_MUTANTS else 64, 64)  # 2 batches of keys
-    a = test_updates.inputs_of(update, 1, T, D, 16, dtype=dtype)
-    assert bool(test_updates.failures_of(update, a)) == bool(name)
+@pytest.mark.parametrize("place", [None, *LEFT_OUT])
+def test_broken_kernels_are_caught(builds, monkeypatch, place):
+    update, dtype, T, D, segments = LEFT_OUT[place or "segment keys"]
+    source = f'extern "C" {{ int broken = 0; }}\n{leaving_out(LEFT_OUT, "broken")}'
+    module = load_shim(builds, update, dtype, *PAIRS, source=source)
+    ctypes.c_int.in_dll(module.lib, "broken").value = [None, *LEFT_OUT].index(place)
+    use(monkeypatch, module, segments)
+    assert bool(failures_of(update, inputs_of(update, 1, T, D, 16, dtype=dtype))) == bool(place)
 
 
 def conv_failures(dtype, W, B, T, D, **kw):
     """What the convolution gets wrong, with every gradient, with and without the optional arguments."""
     a, bare = conv_inputs(B, T, D, W, dtype), conv_inputs(B, T, D, W, dtype, bias=False, state=False)
-    found = conv_agrees(a, **kw), conv_agrees(bare, silu=False, **kw)
-    return [] if found == (True, True) else found
+    agreed = conv_agrees(a, **kw), conv_agrees(bare, silu=False, **kw)
+    return [] if agreed == (True, True) else agreed
 
 
 @pytest.mark.parametrize("dtype,W,T,D", [
@@ -337,23 +290,6 @@ def test_convolution_of_views_and_of_nothing(shim, monkeypatch):
     assert not view.is_contiguous() and all(torch.equal(first[n], second[n]) for n in first)
     empty = graded(causal_conv1d, {**a, "x": a["x"][:, :0]})
     assert empty["y"].shape == (2, 0, 10) and not any(empty["d" + n].any() for n in a)
-
-
-CONV_MUTANTS = {
-    "the state is forgotten": (": state ? state[(t + W - 1)", ": state && !BROKEN ? state[(t + W - 1)"),
-    "a tile adds its neighbour's steps to dweight": ("own = INSIDE || t + i < at.t1 ?",
-                                                     "own = INSIDE || t + i < (BROKEN ? at.T : at.t1) ?"),
-    "the last W - 1 steps of a tile get no gradient": ("t < at.t1 + W - 1; t += CONV_AHEAD",
-                                                       "t < at.t1 + (BROKEN ? 0 : W - 1); t += CONV_AHEAD"),
-    "dx of a tile's first steps is its neighbour's": ("if (t > at.t0 && t + CONV_AHEAD <=",
-                                                      "if (t > (BROKEN ? 0 : at.t0) && t + CONV_AHEAD <="),
-}
-
-
-@pytest.mark.parametrize("name", [None, *CONV_MUTANTS], ids=["as it is", *CONV_MUTANTS])
-def test_broken_convolutions_are_caught(builds, monkeypatch, name):
-    use(monkeypatch, load_broken(builds, CONV_MUTANTS, name, "conv", F32, 4))
-    assert bool(conv_failures(F32, 4, 2, 130, 9)) == bool(name)
 
 
 RACE = """
@@ -381,27 +317,15 @@ int main(int, char **arguments) {  // whether of whole chunks; the barrier to le
     return 0;
 }
 """
-NO_BARRIER = {  # where one is taken out: the kernel, the barrier, what stands behind it; none for the code as it is
-    "none": None, "none of whole chunks": None,
-    # the last before the kernel writes its last state
-    "forward": ("forward", "__syncthreads();", "const int64_t to = (b * a.D"),
-    "backward of whole chunks": ("backward", "__syncwarp();", "stage ^= 1;"),
-}
+NO_BARRIER = ("forward barrier", "backward barrier")  # places of barriers that are left out
 
 
 @pytest.fixture(scope="module")
 def race(builds):
-    """One program for all of NO_BARRIER: an argument says which barrier nobody waits at."""
-    on_gpu, marker, cpu = source_text().partition(CPU_PART)
-    for number, place in enumerate(NO_BARRIER.values()):
-        if place is not None:
-            kernel, barrier, behind = place
-            at = on_gpu.index(f"MATH void scan_{kernel}(")
-            at = on_gpu.rindex(barrier, at, on_gpu.index(behind, at))
-            on_gpu = f"{on_gpu[:at]}if (without != {number}) {on_gpu[at:]}"
+    """One program: its arguments say whether it runs whole chunks, and which barrier nobody waits at."""
     try:
-        source = f"inline int without;\n{on_gpu}{marker}{cpu}"
-        return compile_shim(builds, cuda.defines("longhorn", F32, 4, 2), source,
+        return compile_shim(builds, cuda.defines("longhorn", F32, 4, 2),
+                            f"inline int without;\n{leaving_out(NO_BARRIER, 'without')}",
                             ("-O1", "-g", "-std=c++20", "-fsanitize=thread", "-DSHIM_THREADS"), RACE)
     except OSError as error:
         if "tsan" not in str(error):
@@ -409,35 +333,26 @@ def race(builds):
         pytest.skip("this compiler has no ThreadSanitizer runtime")
 
 
-@pytest.mark.parametrize("planted", NO_BARRIER)
-def test_thread_sanitizer_finds_missing_barriers_and_only_those(race, planted):
+@pytest.mark.parametrize("whole,place", [(0, None), (1, None), (0, "forward barrier"), (1, "backward barrier")])
+def test_thread_sanitizer_finds_missing_barriers_and_only_those(race, whole, place):
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    command = [race, str(int("whole" in planted)), str(list(NO_BARRIER).index(planted))]
+    command = [race, str(whole), str([None, *NO_BARRIER].index(place))]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     if "unexpected memory mapping" in run.stderr:
         pytest.skip("ThreadSanitizer does not run on this kernel (address space layout)")
-    assert ("data race" in run.stderr) == (NO_BARRIER[planted] is not None), run.stderr[-2000:]
+    assert ("data race" in run.stderr) == (place is not None), run.stderr[-2000:]
 
 
-def test_a_failed_launch_names_the_kernel(shim, monkeypatch):
+def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
     module = shim("longhorn", F32, 4, 4)
     use(monkeypatch, module)
     module.lib.shim_fail(719)
     with pytest.raises(RuntimeError, match=r"launch of forward_kernel \(1 blocks of 64 .*message of the driver.*719"):
         longhorn_scan(**inputs(1, 5, 3, 4), backend="cpu")
-
-
-def test_too_much_shared_memory_is_said(shim, monkeypatch):
-    module = shim("longhorn", F32, 4, 4)
     monkeypatch.setitem(module.shared, "backward_kernel", 300_000)
     monkeypatch.setattr(module, "ready", set())
-    use(monkeypatch, module)
     with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory per block"):
         results(native_scan, inputs(1, 5, 3, 4))
-
-
-def test_structs_that_disagree_are_refused(shim):
-    module = shim("longhorn", F32, 4, 4)
     with pytest.raises(OSError, match="change the structs together"):
         cuda.Module(b"", cuda.SCAN_KERNELS, 8, module.lib)
 
@@ -471,19 +386,13 @@ def test_compiles_without_spills(tmp_path, update, most):
 def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
     # NVRTC compiles the scan, in half of nvcc's time; test_compiles_without_spills has nvcc do it
-    for what, kernels in ((("longhorn", F32, (4, 2)), cuda.SCAN_KERNELS), (("conv", BF16, (4,)), cuda.CONV_KERNELS)):
-        if name == "nvcc" and what[0] != "conv":
+    for key, kernels in ((("longhorn", F32, (4, 2)), cuda.SCAN_KERNELS), (("conv", BF16, (4,)), cuda.CONV_KERNELS)):
+        if name == "nvcc" and key[0] != "conv":
             continue
-        path, seconds = build.build_cuda(*what, "sm_90", folder=tmp_path)
-        assert seconds > 0 and build.build_cuda(*what, "sm_90", folder=tmp_path) == (path, 0.0)
+        path, seconds = build.build_cuda(*key, "sm_90", folder=tmp_path)
+        assert seconds > 0 and build.build_cuda(*key, "sm_90", folder=tmp_path) == (path, 0.0)
         cubin = path.read_bytes()
         assert cubin[:4] == b"\x7fELF" and all(symbol.encode() in cubin for symbol in (*kernels, "facts"))
-
-
-def test_no_lambda_takes_auto():
-    """NVRTC of CUDA 13.0, which PyTorch 2.11 brings, takes such a lambda for a host function."""
-    for kernels in ("scan", "conv"):
-        assert not re.search(r"\]\s*\([^)]*\bauto\b", source_of(kernels).partition(CPU_PART)[0])
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
@@ -499,8 +408,8 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch, name):
 def test_another_tuning_or_compiler_is_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "compile_kernels", lambda source, to, *rest: Path(to).touch())
     monkeypatch.setattr(cuda, "compiler_version", lambda compiler: "1")
-    what = ("longhorn", BF16, PAIRS, "sm_90")
-    make = lambda kind="cubin": build.build_cuda(*what, ("nvcc", kind, "sm_90"), folder=tmp_path)
+    make = lambda kind="cubin": build.build_cuda("longhorn", BF16, PAIRS, "sm_90", ("nvcc", kind, "sm_90"),
+                                                 folder=tmp_path)
     paths = [make()[0], make("ptx")[0]]
     for defines in ("FORWARD_BLOCKS=5", "FORWARD_BLOCKS=5 STAGES=4"):
         monkeypatch.setenv("LONGHORN_CUDA_DEFINES", defines)
@@ -523,11 +432,11 @@ def test_what_is_prepared_for_a_gpu(monkeypatch):
 
     def prepare(B, T, D, update="longhorn", rows=None, gated=True, dtype=BF16, **sizes):
         struct, sizes = (build.ScanArgs, sizes or {"N": 16}) if update else (build.ConvArgs, sizes)
-        found = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated, 1,
-                                           **sizes)
-        a = found["args"]
-        assert found["dtype"] == dtype and (a.T, a.D, a.B, a.threads) == (T, D, rows or B, 0)
-        return a.splits, found["segments"], found["aligned"], getattr(a, "segment_T", None)
+        prepared = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated, 1,
+                                              **sizes)
+        a = prepared["args"]
+        assert prepared["dtype"] == dtype and (a.T, a.D, a.B, a.threads) == (T, D, rows or B, 0)
+        return a.splits, prepared["segments"], prepared["aligned"], getattr(a, "segment_T", None)
 
     assert prepare(64, 1024, 1536) == (12, 1, 1, 1024)  # 128 channels per block
     assert prepare(2, 32768, 1536) == (12, 11, 16, 3008)  # 264 // 24 segments of whole chunks
@@ -547,7 +456,7 @@ def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypat
     monkeypatch.setattr(cuda, "nvrtc", lambda: "a library")
     tried, kernel = [], tmp_path / "kernel"
     kernel.touch()
-    monkeypatch.setattr(build, "build_cuda", lambda *what: (tried.append(what[-1]), (kernel, 0.0))[1])
+    monkeypatch.setattr(build, "build_cuda", lambda *key: (tried.append(key[-1]), (kernel, 0.0))[1])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=[RuntimeError("no image"), RuntimeError("no"), "module"]))
     assert build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_121", 0) == "module"
@@ -590,15 +499,15 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: 
 
 def gpu_failures(update, a, **kw):
     """As failures() of test_scan.py, with the truth computed on the GPU too."""
-    fast, slow = test_updates.SCANS[update]
-    a, found = {n: v.cuda() for n, v in a.items()}, []
+    fast, slow = SCANS[update]
+    a, both = {n: v.cuda() for n, v in a.items()}, []
     for wide, f in ((True, slow), (False, functools.partial(fast, backend="cuda"))):
         b = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
         y, hT = f(**b, return_state=True, **kw)
         weight = torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape)).to(BF16)  # dy, alike in every dtype
         loss = (y.double() * weight.double()).sum() + hT.double().sum()
-        found.append(dict(zip(["y", "hT", *b], [y, hT, *torch.autograd.grad(loss, list(b.values()))], strict=True)))
-    true, got = found
+        both.append(dict(zip(["y", "hT", *b], [y, hT, *torch.autograd.grad(loss, list(b.values()))], strict=True)))
+    true, got = both
     # a decay near 1 that is 2 ulp off is so T times: Mamba's, by an exponential that the hardware approximates
     drift = 2 * a["x"].shape[1] * EPS * update.startswith("mamba")
     bound = {n: 0.5 * torch.finfo(v.dtype).eps * (v.dtype != F32) + 64 * EPS + drift for n, v in got.items()}
@@ -606,17 +515,17 @@ def gpu_failures(update, a, **kw):
 
 
 @on_gpu
-@pytest.mark.parametrize("update", test_updates.SCANS)
+@pytest.mark.parametrize("update", SCANS)
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("B,T,D,N", TESTED)
 def test_gpu_agrees_with_the_loop(update, dtype, B, T, D, N):
-    assert not gpu_failures(update, test_updates.inputs_of(update, B, T, D, N, dtype=dtype))
+    assert not gpu_failures(update, inputs_of(update, B, T, D, N, dtype=dtype))
 
 
 @on_gpu
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 def test_gpu_packed_sequences(update):
-    a, cu = test_updates.packed(update, [3, 0, 100, 33, 64], 70, 16)
+    a, cu = packed(update, [3, 0, 100, 33, 64], 70, 16)
     assert not gpu_failures(update, a, cu_seqlens=cu.cuda())
 
 

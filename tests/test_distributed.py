@@ -9,7 +9,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from runtime.run import Run
 from test_chaos import LONG_FORM
 from test_train import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed
 
@@ -18,6 +17,9 @@ import train
 from model import LM
 from optim import build_optimizers
 from runtime import checkpoint, distributed
+from runtime.folder import Folder
+from runtime.signals import Signals
+from runtime.telemetry import Telemetry
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXED = {**TINY, "pattern": "mamba,llama,rwkv", "n_layer": 3, "vocab_size": 257, "max_iters": 6, "eval_interval": 3,
@@ -74,16 +76,17 @@ def again(argv):
     device = distributed.open_device(config)
     tokens = train.Tokens(train.find_dataset(config.dataset))
     data, model = train.TokenData(tokens, 32, config.batch_tokens, 0), train.build_model(config, device)
-    with Run(config, model, data) as run:
-        run.parallelize()
+    with (Folder(config, model, data) as folder, Signals() as signals,
+          Telemetry(config, model, data, folder, signals) as telemetry):
+        distributed.parallelize(model, config, data)
         optimizers = build_optimizers(model, config)
-        run.resume(optimizers, train.learning_rate_factor)
+        folder.resume(optimizers, train.learning_rate_factor, telemetry)
         largest = max(p.to_local().numel() / p.numel() for p in model.parameters())
         assert largest <= 0.55, "a process holds more than its part"
         assert all(s["exp_avg"].to_local().numel() <= p.numel() * 0.55 for p, s in optimizers[-1].state.items())
         whole = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
         values = list(map(distributed.whole, checkpoint.in_order(checkpoint.flatten(whole)[0]).values()))
-        if run.is_main:
+        if distributed.rank() == 0:
             checkpoint.save(f"{config.out_dir}/again.safetensors", *checkpoint.flatten(whole), values=iter(values))
     distributed.leave()
 

@@ -17,6 +17,7 @@ from test_sample import make_run, refused, run_program, tiny
 from torch import nn
 
 import evaluate
+import mixers  # noqa: F401  all families
 import sample
 import train
 from data.loader import DataError
@@ -116,7 +117,7 @@ def test_generation_ends_at_a_stop(family):
     lm, table = tiny(family), "".join(chr(256 + i) for i in range(256))  # a token is a character, the first ends texts
     contexts = [table[97:99], table[100:102], table[100:103], table[7] * 50]
     idx = {c: torch.tensor([[table.index(x) for x in c]]) for c in contexts}
-    whole = {c: [table[t] for t in lm.generate(idx[c], 40, temperature=0)[0, len(c):]] for c in contexts}
+    whole = {c: [table[t] for t in sample.generate(lm, idx[c], 40, temperature=0)[0, len(c):]] for c in contexts}
     stop = "".join(whole[contexts[0]])[4:6]
     jobs = [(c, {"until": [stop], "max_gen_toks": n}) for c in contexts for n in (40, 5)]
     adapter = harness.HarnessLM(lm, Text("char", table), batch_tokens=40)
@@ -147,7 +148,8 @@ def folder(tmp_path_factory):
     write("my_text", "loglikelihood_rolling", texts, ["bits_per_byte"], "bits_per_byte", "", doc_to_target="{{text}}")
     rows = []
     for question in ("ab", "c"):
-        written = lm.generate(torch.tensor([list(question.encode())]), 8, temperature=0)[0, len(question):].tolist()
+        idx = torch.tensor([list(question.encode())])
+        written = sample.generate(lm, idx, 8, temperature=0)[0, len(question):].tolist()
         rows.append({"question": question, "answer": "".join(map(Text("bytes").decode, written)).split("\0")[0]})
     write("my_writing", "generate_until", rows, ["exact_match"], doc_to_target="answer",
           generation_kwargs={"until": ["never"], "max_gen_toks": 8})

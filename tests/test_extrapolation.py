@@ -20,12 +20,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import configurator
+import mixers  # noqa: F401  all families
 from bench.measure import finite
 from data import loader, writer
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from model import FAMILIES, LM, ModelConfig
-from runtime import checkpoint, errors
+from runtime import checkpoint, counting, errors
 from runtime.errors import ConfigError
 from train import TrainConfig
 
@@ -99,7 +100,7 @@ def test_chunks_give_the_loss_of_whole_sequences(family):
         x, y = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)
         losses, state_bytes = ex.read_length(lm, rows, T, chunk, batch_size)
         assert np.allclose(losses.reshape(-1, T), token_losses(lm, x, y), rtol=1e-4)
-        assert state_bytes == 4 * lm.state_size(T)
+        assert state_bytes == 4 * counting.state_size(lm, T)
 
 
 def measure(lm, rows, lengths, trained=16):
@@ -336,7 +337,7 @@ def test_the_plan_of_a_preset(preset):
         settings = dataclasses.asdict(config) | {"vocab_size": 256}
         with torch.device("meta"):
             lm = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
-        sizes[config.model] = lm.parameter_count()["total"]
+        sizes[config.model] = counting.parameter_count(lm)["total"]
     assert list(configs) == ["longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet"]
     for key in ("block_size", "batch_tokens", "max_iters", "learning_rate", "min_lr", "seed", "n_layer", "n_embd"):
         assert len({getattr(c, key) for c in configs.values()}) == 1, key

@@ -7,6 +7,7 @@ that is computed in (more for Mesa, which solves), and half a unit more where th
 """
 
 import importlib
+import inspect
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def graded(f, a, dtype=F64, only=None, **kw):
 
 def wrong(got, true, dtype, factor=None):
     """The names whose error is beyond the tolerance, with error over tolerance."""
-    found, factor = {}, factor or (64 if "U" in true else 32)  # Mesa solves
+    beyond, factor = {}, factor or (64 if "U" in true else 32)  # Mesa solves
     for n, t in true.items():
         # a decay or bonus of a head is a sum over batch, time and width, whose terms cancel and whose errors do not;
         # what is left of the first state after a long time is as small as one likes
@@ -94,37 +95,17 @@ def wrong(got, true, dtype, factor=None):
         bound += (got[n].dtype == BF16) * torch.finfo(BF16).eps / 2 * scale
         error = (got[n].double() - t).norm().item()
         if not error <= bound:  # NaN too
-            found[n] = error / bound
-    return found
+            beyond[n] = error / bound
+    return beyond
 
 
-def both(case, module=la):
+def both(case):
     """An operator and its loop."""
     loop = "delta_rule" if case in DELTA else OPS[case]
-    return getattr(module, OPS[case]), getattr(la, f"{loop}_ref")
+    return getattr(la, OPS[case]), getattr(la, f"{loop}_ref")
 
 
 # ------------------------------------------------------------------------------------- the loops against plain formulas
-
-@pytest.mark.parametrize("case", ("gla", "retention", "bonus"))
-def test_loop_is_the_sum_over_pairs(case):
-    """o_t = sum over s <= t of (q_t * weight(t, s) * k_s) . v_s, and of the first state: no state between."""
-    a = inputs(case, 9)
-    o, S = both(case)[1](**a)
-    q, k, v, g, S0 = (a[n] for n in ("q", "k", "v", "log_decay", "state"))
-    g = g if case == "gla" else g[:, None].expand_as(q)
-    G, late = g.cumsum(1), case == "bonus"  # with a bonus o_t reads the state before step t
-    seen = G - g if late else G
-    earlier = torch.ones(9, 9).tril(-int(late)).bool()[:, :, None, None]
-    weight = (seen[:, :, None] - G[:, None]).masked_fill(~earlier, -torch.inf).exp()  # (B, T, T, H, K)
-    if late:
-        weight += torch.eye(9)[:, :, None, None] * a["bonus"][:, None]
-    want = torch.einsum("bthk,btshk,bshk,bshv->bthv", q, weight, k, v)
-    want += torch.einsum("bthk,bthk,bhkv->bthv", q, seen.exp(), S0)
-    torch.testing.assert_close(o, want, rtol=0, atol=1e-13)
-    S_want = G[:, -1].exp()[..., None] * S0 + torch.einsum("bshk,bshv->bhkv", (G[:, -1:] - G).exp() * k, v)
-    torch.testing.assert_close(S, S_want, rtol=0, atol=1e-13)
-
 
 def by_hand(q, k, v, log_decay=None, bonus=None, beta=None, ridge=None, state=None):
     """(o, state): the recurrence of the paper with the whole transition matrix of each step."""
@@ -165,7 +146,8 @@ def test_against_transformers_functions():
         a = {n: x.float() for n, x in inputs(case, 100).items()}
         o, S = both(case)[0](**a)
         args = (a["q"] * a["q"].shape[3] ** 0.5, a["k"], a["v"], a["log_decay"], a["beta"])  # theirs scale q
-        wanted, after = theirs(*args, initial_state=a["state"].clone(), output_final_state=True)
+        # unwrapped: where flash-linear-attention is installed they would call its Triton kernels, on a CPU too
+        wanted, after = inspect.unwrap(theirs)(*args, initial_state=a["state"].clone(), output_final_state=True)
         torch.testing.assert_close((o, S), (wanted, after), rtol=1e-4, atol=1e-5)
 
 
@@ -276,16 +258,6 @@ def test_pieces_with_the_state_carried_equal_the_whole(case):
     assert wrong(graded(pieces, a), graded(fast, a), F64) == {}
 
 
-@EACH_CASE
-def test_gradcheck(case, monkeypatch):
-    monkeypatch.setattr(la, "CHUNK", 2)
-    monkeypatch.setattr(la, "GLA_CHUNK", 2)
-    a = inputs(case, 5, 1, 2, 2, 3)
-    for f in both(case):
-        assert torch.autograd.gradcheck(lambda *x, f=f: tuple(outputs(f, dict(zip(a, x, strict=True))).values()),
-                                        [x.requires_grad_() for x in a.values()], fast_mode=True)
-
-
 def numbers_kept(case, *sizes, **kw):
     """By autograd, after a forward without a first state."""
     kept, a = [], {n: x.requires_grad_() for n, x in inputs(case, *sizes, state=False).items()}
@@ -365,28 +337,34 @@ def test_compiles_without_a_break(case):
     assert wrong(graded(compiled, a), graded(fast, a), F64) == {}
 
 
-def test_bad_shapes_are_named():
-    for case, name, bad, words in (
-            ("gla", "k", torch.ones(2, 8, 3, 4),
-             r"gated_linear_attention: k must be \(2, 8, 3, 5\) .* got \(2, 8, 3, 4\)"),
-            ("gla", "q", torch.ones(2, 8, 5), r"gated_linear_attention: q must be \(B, T, H, K\), .* got \(2, 8, 5\)"),
-            ("gla", "state", torch.ones(2, 3, 7, 5), r"gated_linear_attention: state must be \(2, 3, 5, 7\)"),
-            ("gla", "v", torch.ones(2, 0, 3, 7), r"gated_linear_attention: v must be .* every size at least 1"),
-            ("gla", "v", torch.ones(2, 8, 3, 7, dtype=torch.int64),
-             r"gated_linear_attention: v must be floating point of [^\\n]*, got torch.int64"),
-            ("gla", "v", torch.ones(2, 8, 3, 7, device="meta"), r"gated_linear_attention: v is on meta, q on cpu"),
-            ("retention", "log_decay", torch.ones(2), r"retention: log_decay must be \(3,\)"),
-            ("retention", "log_decay", torch.ones(2, 8, 2), r"retention: log_decay must be \(2, 8, 3\)"),
-            ("bonus", "bonus", torch.ones(2), r"retention: bonus must be \(3,\) .* got \(2,\)"),
-            ("delta_rule", "beta", torch.ones(2, 8, 3, 1), r"delta_rule: beta must be \(2, 8, 3\)"),
-            ("wkv4", "decay", torch.ones(4), r"wkv4: decay must be \(3,\) .* got \(4,\)"),
-            ("wkv4", "den", torch.ones(3, 2), r"wkv4: state's den must be \(2, 3\)")):
-        fast, _ = both(case)
-        with pytest.raises(ValueError, match=words) as error:
-            outputs(fast, {**inputs(case, 8), name: bad})
-        assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r"wkv4: state must be \(num, den, max\), got 2 entries"):
-        la.wkv4(*torch.ones(2, 1, 8, 3), *torch.ones(2, 3), state=(1, 2))
+MISFITS = [  # case, the argument that does not fit, words
+    ("gla", "k", torch.ones(2, 8, 3, 4), r"k must be \(2, 8, 3, 5\) .* got \(2, 8, 3, 4\)"),
+    ("gla", "q", torch.ones(2, 8, 5), r"q must be \(B, T, H, K\), .* got \(2, 8, 5\)"),
+    ("gla", "state", torch.ones(2, 3, 7, 5), r"state must be \(2, 3, 5, 7\)"),
+    ("gla", "v", torch.ones(2, 0, 3, 7), "v must be .* every size at least 1"),
+    ("gla", "v", torch.ones(2, 8, 3, 7).long(), "v must be floating point of .* got torch.int64"),
+    ("gla", "v", torch.ones(2, 8, 3, 7, device="meta"), "v is on meta, q on cpu"),
+    ("retention", "log_decay", torch.ones(2), r"log_decay must be \(3,\)"),
+    ("retention", "log_decay", torch.ones(2, 8, 2), r"log_decay must be \(2, 8, 3\)"),
+    ("bonus", "bonus", torch.ones(2), r"bonus must be \(3,\) .* got \(2,\)"),
+    ("delta_rule", "beta", torch.ones(2, 8, 3, 1), r"beta must be \(2, 8, 3\)"),
+    ("mesa", "ridge", torch.ones(3), r"ridge must be \(3, 5\)"),
+    ("wkv4", "decay", torch.ones(4), r"decay must be \(3,\) .* got \(4,\)"),
+    ("wkv4", "den", torch.ones(3, 2), r"state's den must be \(2, 3\)")]
+
+
+@pytest.mark.parametrize("case, name, bad, words", MISFITS)
+def test_misfits_are_one_line(case, name, bad, words):
+    with pytest.raises(ValueError, match=rf"^{OPS[case]}: {words}[^\n]*\Z"):
+        outputs(both(case)[0], {**inputs(case, 8), name: bad})
+
+
+def test_a_state_of_another_operator_is_refused():
+    a = inputs("mesa", 3, state=False)
+    for f, args, words in ((la.wkv4, (*torch.ones(2, 1, 8, 3), *torch.ones(2, 3)), r"\(num, den, max\), got 2 entries"),
+                           (la.mesa, a.values(), r"\(H, U\), got 3 entries")):
+        with pytest.raises(ValueError, match=f"^{f.__name__}: state must be {words}$"):
+            f(*args, state=(1, 2) if f is la.wkv4 else (1, 2, 3))
 
 
 # ------------------------------------------------------------------------------------------------------------- dispatch
@@ -469,6 +447,11 @@ def test_the_library_is_called_right(case, state, said, library):
 
 
 def test_what_the_library_cannot_do_goes_to_chunks(library):
+    a = {n: x.float() for n, x in inputs("gla", 20).items()}
+    with torch.autocast("cpu", dtype=BF16):  # it gets the lower type
+        o, S = la.gated_linear_attention(**a)
+    call = library.pop()
+    assert call["dtypes"] == {BF16} and call["g"].dtype == o.dtype == S.dtype == F32
     la.gated_linear_attention(**inputs("gla", 3))  # float64
     with torch.autocast("cpu", dtype=BF16):
         o, _ = la.gated_linear_attention(**inputs("gla", 3))
@@ -481,14 +464,6 @@ def test_what_the_library_cannot_do_goes_to_chunks(library):
     with pytest.raises(RuntimeError, match="up to a width of 256, not 257"):
         la.delta_rule(**wide, backend="fused")
     assert library == []
-
-
-def test_under_autocast_the_library_gets_the_lower_type(library):
-    a = {n: x.float() for n, x in inputs("gla", 20).items()}
-    with torch.autocast("cpu", dtype=BF16):
-        o, S = la.gated_linear_attention(**a)
-    assert library[0]["dtypes"] == {BF16} and library[0]["g"].dtype == F32
-    assert (o.dtype, S.dtype) == (F32, F32)
 
 
 @EACH_CASE

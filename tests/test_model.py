@@ -22,12 +22,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import configurator
 import mixers
 import model
+import optim
+import sample
 import train
 from experiments.scaling import parameters
 from experiments.scaling.parameters import SIZES
 from kernels import build
-from model import FAMILIES, LM, ModelConfig, sample_token
+from model import FAMILIES, LM, ModelConfig
 from optim import build_optimizers
+from runtime import counting
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 CONFIG = Path(__file__).resolve().parent.parent / "config"
@@ -44,7 +47,7 @@ def tiny(family, seed=0, **changes):
     lm = LM(config(family, **changes)).eval()
     matrices = dict(lm.named_parameters())
     with torch.no_grad():
-        for name in lm.decayed():
+        for name in optim.decayed(lm):
             matrices[name].normal_(0, 0.3 if name == "embed.weight" else matrices[name].shape[1] ** -0.5)
     return lm
 
@@ -201,7 +204,7 @@ def test_parameter_count(family, size):
     with torch.device("meta"):
         lm = LM(ModelConfig(model=family, **SIZES[size]))
     count = sum(p.numel() for p in lm.parameters())
-    parts = lm.parameter_count()
+    parts = counting.parameter_count(lm)
     assert parts["total"] == count == sum(n for part, n in parts.items() if part != "total")
     assert parts["embedding"] == 50304 * SIZES[size]["n_embd"]
     if family in PARAMETERS:
@@ -233,15 +236,15 @@ MIXING = {
 def test_flops_per_token(family):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 24, "vocab_size": 96}
     lm, B, T = LM(ModelConfig(model=family, **shape)), 2, 24
-    flops = lm.flops_per_token()
+    flops = counting.flops_per_token(lm)
     assert flops["total"] == flops["forward"] + flops["backward"] and flops["backward"] == 2 * flops["forward"]
-    assert not lm.defaults(), "a family of ours leaves something out"
-    assert lm.flops_per_token(T=24) == flops and lm.flops_per_token(48)["total"] >= flops["total"]
+    assert not counting.left_out(lm), "a family of ours leaves something out"
+    assert counting.flops_per_token(lm, T=24) == flops and counting.flops_per_token(lm, 48)["total"] >= flops["total"]
     maps = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear))
     mixing = flops["forward"] - 2 * maps - 2 * 96 * 64
     if family in MIXING:
         assert mixing == 2 * MIXING[family](2, 64, T, 16)
-        longer = lm.flops_per_token(100)["forward"] - flops["forward"]
+        longer = counting.flops_per_token(lm, 100)["forward"] - flops["forward"]
         assert longer == 2 * (MIXING[family](2, 64, 100, 16) - MIXING[family](2, 64, T, 16))
     # what PyTorch counts: linear maps are mm, forward once and backward twice; mixing is everything else
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the fused attention is not counted
@@ -268,7 +271,7 @@ def test_laptop_models_are_of_one_size_and_train_alike(family):
     ours, theirs = read(f"{family}_laptop"), read("longhorn_laptop")
     assert ours["model"] == family
     ours["vocab_size"] = theirs["vocab_size"] = 256  # bytes
-    count = lambda c: LM(ModelConfig(**{k: c[k] for k in vars(ModelConfig())})).parameter_count()["total"]
+    count = lambda c: counting.parameter_count(LM(ModelConfig(**{k: c[k] for k in vars(ModelConfig())})))["total"]
     with torch.device("meta"):
         assert count(ours) == pytest.approx(count(theirs), rel=0.02)
     may_differ = {"model", "mlp_multiple", "d_state", "n_head"} | ({"eval_block_size"} if family == "llama" else set())
@@ -289,15 +292,15 @@ def test_paper_models_are_table_5s_and_train_alike(family, size):
 def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(family):
     for changes in ({"d_state": 4}, {"n_layer": 1}):
         lm = tiny(family, **changes)
-        assert lm.state_size() == lm.state_size(24)
-        assert numel(lm(tokens(3, 10), state=lm.initial_state(3))[2]) == 3 * lm.state_size(10)
+        assert counting.state_size(lm) == counting.state_size(lm, 24)
+        assert numel(lm(tokens(3, 10), state=lm.initial_state(3))[2]) == 3 * counting.state_size(lm, 10)
     state, idx = lm.initial_state(1), tokens(1, 80)
     for t in range(80):
         _, _, state = lm(idx[:, t:t + 1], state=state, last_only=True)
-        assert numel(state) == lm.state_size(t + 1)
+        assert numel(state) == counting.state_size(lm, t + 1)
     caches = any(issubclass(b, model.Attention) for b in FAMILIES[family])
-    assert (lm.state_size(80) > lm.state_size(10)) == caches
-    assert (lm.state_size(80) > lm.state_size(40)) == (caches and family != "swa")  # whose window is 12
+    assert (counting.state_size(lm, 80) > counting.state_size(lm, 10)) == caches
+    assert (counting.state_size(lm, 80) > counting.state_size(lm, 40)) == (caches and family != "swa")  # window 12
     held = lambda s: s.untyped_storage().nbytes() // 4 if isinstance(s, torch.Tensor) else sum(map(held, s))
     assert held(state) <= 2 * numel(state), "a view keeps the past alive"
 
@@ -382,15 +385,20 @@ def expected_init(family, layer, branch, d, L, H, N=16, W=4):
     scan = {"in_proj.weight": kaiming(d), "conv_weight": kaiming(W), "conv_bias": kaiming(W), "dt_bias": zero, "D": one,
             "x_proj.weight": kaiming(2 * d), "dt_proj.weight": kaiming(math.ceil(d / 16)),
             "out_proj.weight": ("uniform", (2 * d) ** -0.5 / math.sqrt(2 * L))}
+    delta, step_size = {"conv_weight": kaiming(W), "norm_weight": one}, ("step size", (1e-3, 0.1))
     return {
         "longhorn": scan, "longhorn_exact": scan,
-        "mamba": {**scan, "dt_bias": ("step size", (1e-3, 0.1)),
+        "mamba": {**scan, "dt_bias": step_size,
                   "A_log": [[math.log(j + 1) for j in range(N)]] * (2 * d)},
         "gla": {"qk.weight": xavier(d, d // 2, low), "forget1.weight": xavier(d, 16, low),
                 "forget2.weight": xavier(16, d // 2, low), "forget2.bias": zero, "gate.bias": zero},
         "retnet": {"qk.weight": xavier(d, d, low), "vg.weight": xavier(d, wide, low),
                    "out_proj.weight": xavier(wide, d, 0.5)},
-        "deltanet": {"conv_weight": kaiming(W), "norm_weight": one},
+        "deltanet": delta, "gated_deltanet": {**delta, "dt_bias": step_size, "A_log": ("log", (0, 16))},
+        "kda": {**delta, "dt_bias": step_size, "A_log": ("log", (1, 16)), "gate2.bias": zero},
+        "mesa": {**delta, "forget.bias": zero, "beta.bias": zero, "ridge": ("constant", math.log(math.expm1(0.75)))},
+        "mamba2": {name: scan[name] for name in ("in_proj.weight", "conv_weight", "conv_bias", "out_proj.weight")} | {
+            "dt_bias": step_size, "A_log": ("log", (1, 16)), "skip": one, "norm_weight": one},
         "rwkv": {"mu": [mu_k, mu_k] if branch else [mu_r, mu_k, mu_v, mu_r], "norm_weight": one, "norm_bias": zero,
                  "decay": [-6 + 5 * x ** (0.7 + 1.3 * a) for x in h_ramp], "bonus": [a * (1 - x) for x in h_ramp]},
         "rwkv4": {"mu": [mu_k, mu_k] if branch else [mu_r, mu_k, mu_v],
@@ -410,31 +418,24 @@ RESIDUAL = {"out_proj.weight", "w2.weight", "output.weight"}  # and RWKV's chann
 
 @pytest.mark.parametrize("L, H", [(2, 4), (1, 1)])
 @EACH_FAMILY
-def test_every_parameter_starts_as_the_table_says(family, L, H):
+def test_every_parameter_starts_as_its_paper_says(family, L, H):
     torch.manual_seed(0)
     d = 256
     lm = LM(config(family, n_embd=d, n_layer=L, n_head=H, vocab_size=1024))
-    table = lm.init_table()
-    assert set(table) == {name for name, _ in lm.named_parameters()}
     for name, p in lm.named_parameters():
-        kind, scale = table[name]
-        p = p.detach().double()
-        if name == "embed.weight":
-            assert (kind, scale) == ("normal", 0.02)
-        elif re.fullmatch(r"(layers\.\d+\.branches\.\d+\.|embed_)?norm\.(weight|bias)", name):
-            assert (kind, scale) == ("constant", name.endswith("weight"))
-        elif family in OPERATORS:
-            layer, branch, own = int(name.split(".")[1]), int(name.split(".")[3]), name.split(".mixer.")[1]
-            writes = own in RESIDUAL or (own == "value.weight" and branch)
+        p, expected = p.detach().double(), ("normal", 0.02)
+        if re.fullmatch(r"(layers\.\d+\.branches\.\d+\.|embed_)?norm\.(weight|bias)", name):
+            expected = "constant", float(name.endswith("weight"))
+        elif name != "embed.weight":
+            layer, branch, inner = int(name.split(".")[1]), int(name.split(".")[3]), name.split(".mixer.")[1]
+            writes = inner in RESIDUAL or (inner == "value.weight" and branch)
             plain = "normal", 0.02 / math.sqrt(2 * L) if writes else 0.02
-            expected = expected_init(family, layer, branch, d, L, H).get(own, plain)
-            if kind == "tensor":
-                close(scale, torch.tensor(expected, dtype=torch.float64), 1e-12)
-            else:
-                assert kind == expected[0] and scale == pytest.approx(expected[1]), name
-        if kind in ("constant", "tensor"):
-            assert torch.equal(p.float(), torch.as_tensor(scale).float().expand_as(p)) and p.isfinite().all(), name
+            expected = expected_init(family, layer, branch, d, L, H).get(inner, plain)
+        if isinstance(expected, list) or expected[0] == "constant":
+            wanted = torch.tensor(expected if isinstance(expected, list) else expected[1], dtype=torch.float64)
+            close(p, wanted.expand_as(p), 1e-6)
             continue
+        kind, scale = expected
         drawn, law = (f(x) for f, x in zip(LAWS[kind], (p, scale), strict=True))
         (low, high), slack = law.support(), 6 / math.sqrt(p.numel())  # six standard errors, about
         assert low - 1e-3 <= drawn.min() and drawn.max() <= high + 1e-3 * abs(high), name
@@ -446,7 +447,7 @@ def test_every_parameter_starts_as_the_table_says(family, L, H):
 @EACH_FAMILY
 def test_matrices_and_the_embedding_decay_and_nothing_else(family):
     lm = LM(config(family))
-    named, decayed = dict(lm.named_parameters()), lm.decayed()
+    named, decayed = dict(lm.named_parameters()), optim.decayed(lm)
     free = r"A_log|\bD$|bias|norm|conv|time_|mu|decay|bonus|ridge"
     for name, p in named.items():
         assert (name in decayed) == (p.ndim == 2 and not re.search(free, name)), name
@@ -459,7 +460,7 @@ def shake(lm):
     """Vectors away from their start, so that one that is forgotten shows."""
     with torch.no_grad():
         for name, p in lm.named_parameters():
-            if name not in lm.decayed() and not name.endswith(("A_log", "decay")):
+            if name not in optim.decayed(lm) and not name.endswith(("A_log", "decay")):
                 p.add_(torch.empty_like(p).uniform_(-0.3, 0.3))
     return lm
 
@@ -657,7 +658,7 @@ def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
     assert {OPERATORS[family]} <= asked.keys() and set().union(*asked.values()) == {"torch"}
     monkeypatch.undo()
     for backend, ran in (("torch", "torch"), ("", "cpu"), ("cpu", "cpu")):
-        assert tiny(family, n_layer=1, backend=backend).computed_by() == f"{OPERATORS[family]} ({ran})"
+        assert counting.computed_by(tiny(family, n_layer=1, backend=backend)) == f"{OPERATORS[family]} ({ran})"
 
 
 # -------------------------------------------------------------------------------------------------- mixers of one's own
@@ -701,15 +702,15 @@ def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
-    line, = lm.defaults()
+    line, = counting.left_out(lm)
     assert line.startswith(f"{mixer.__name__} (") and "\n" not in line
-    assert all(word in line for word in ("init_table", "initial_state", "cannot sample", "mixing_flops", "linear maps"))
-    assert lm.flops_per_token()["forward"] == 2 * 64 * 32 + 2 * 2 * 32 * 32 and lm.state_size() == 0
-    assert lm.parameter_count() == {"embedding": 64 * 32, "norms": 3 * 32, mixer.__name__: 2 * (32 * 32 + 32),
+    assert all(word in line for word in ("initial_state", "cannot sample", "flops", "linear maps"))
+    assert counting.flops_per_token(lm)["forward"] == 2 * 64 * 32 + 2 * 2 * 32 * 32 and counting.state_size(lm) == 0
+    assert counting.parameter_count(lm) == {"embedding": 64 * 32, "norms": 3 * 32, mixer.__name__: 2 * (32 * 32 + 32),
                                     "total": sum(p.numel() for p in lm.parameters())}
-    assert lm.computed_by() == mixer.__name__
+    assert counting.computed_by(lm) == mixer.__name__
     with pytest.raises(ValueError, match=rf"^{mixer.__name__} \([^\n]*keeps no state[^\n]*initial_state[^\n]*$"):
-        lm.generate(idx, 3)
+        sample.generate(lm, idx, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------- patterns
@@ -738,20 +739,20 @@ def test_a_hybrid_is_its_layers(pattern):
     families = config("longhorn", pattern=pattern, n_layer=3).families
     hybrid = tiny("longhorn", pattern=pattern, n_layer=3)
     each = [tiny(family, n_layer=1) for family in families]
-    head = 2 * 64 * 32
-    assert hybrid.flops_per_token(20)["forward"] - head == sum(lm.flops_per_token(20)["forward"] - head for lm in each)
-    assert hybrid.state_size(20) == sum(lm.state_size(20) for lm in each)
+    layers_flops = lambda lm: counting.flops_per_token(lm, 20)["forward"] - 2 * 64 * 32  # without the head
+    assert layers_flops(hybrid) == sum(map(layers_flops, each))
+    assert counting.state_size(hybrid, 20) == sum(counting.state_size(lm, 20) for lm in each)
     skeleton = ("embedding", "norms", "total")
-    mixers_only = lambda lm: sum(n for part, n in lm.parameter_count().items() if part not in skeleton)
+    mixers_only = lambda lm: sum(n for part, n in counting.parameter_count(lm).items() if part not in skeleton)
     assert mixers_only(hybrid) == sum(map(mixers_only, each))
-    assert hybrid.parameter_count()["total"] == sum(p.numel() for p in hybrid.parameters())
+    assert counting.parameter_count(hybrid)["total"] == sum(p.numel() for p in hybrid.parameters())
     assert (hybrid.embed_norm.__class__ is not torch.nn.Identity) == pattern.startswith("rwkv4")
     idx = tokens(2, 24)
     with torch.no_grad():
         logits, state = in_chunks(hybrid, idx, [5, 1, 18])
         close(logits, hybrid(idx)[0])
-        assert numel(state) == 2 * hybrid.state_size(24)
-        out = hybrid.generate(idx, 4, temperature=0)
+        assert numel(state) == 2 * counting.state_size(hybrid, 24)
+        out = sample.generate(hybrid, idx, 4, temperature=0)
         assert torch.equal(out[:, -1], hybrid(out[:, :-1])[0][:, -1].argmax(-1))
 
 
@@ -775,17 +776,17 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern,
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_of_the_whole(family):
     lm, idx = tiny(family), tokens(2, 15)
-    out = lm.generate(idx, 15, temperature=0)
+    out = sample.generate(lm, idx, 15, temperature=0)
     assert out.shape == (2, 30) and torch.equal(out[:, :15], idx)
     for t in range(15, 30):  # past block_size too
         assert torch.equal(out[:, t], lm(out[:, :t])[0][:, -1].argmax(-1))
-    streamed = list(lm.stream(idx, 15, temperature=0, chunk=7))  # and the prompt in pieces
+    streamed = list(sample.stream(lm, idx, 15, temperature=0, chunk=7))  # and the prompt in pieces
     assert all(token.shape == (2,) for token in streamed) and torch.equal(torch.stack(streamed, 1), out[:, 15:])
 
 
 def test_sampling_is_seeded():
     lm, idx = tiny("longhorn"), tokens(3, 4)
-    draw = lambda seed, **how: lm.generate(idx, 20, generator=torch.Generator().manual_seed(seed), **how)
+    draw = lambda seed, **how: sample.generate(lm, idx, 20, generator=torch.Generator().manual_seed(seed), **how)
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
     assert torch.equal(draw(1, top_k=1), draw(2, temperature=0))
     assert torch.equal(draw(1, top_k=64, top_p=1.0), draw(1))
@@ -793,14 +794,14 @@ def test_sampling_is_seeded():
 
 def test_top_k_and_top_p_cut_the_tail():
     p = torch.tensor([[0.05, 0.4, 0.3, 0.15, 0.1]]).repeat(4000, 1)
-    draw = lambda **how: sample_token(p.log(), generator=torch.Generator().manual_seed(0), **how)
+    draw = lambda **how: sample.sample_token(p.log(), generator=torch.Generator().manual_seed(0), **how)
     seen = lambda **how: set(draw(**how).tolist())
     assert seen() == {0, 1, 2, 3, 4}
     assert seen(top_k=1) == {1} and seen(top_k=3) == {1, 2, 3} and seen(top_k=99) == {0, 1, 2, 3, 4}
     assert seen(top_p=0.39) == {1} and seen(top_p=0.41) == {1, 2}  # the first that reaches top_p is kept
     assert seen(top_p=0.86) == {1, 2, 3, 4} and seen(top_p=1e-9) == {1} and seen(top_p=1.0) == {0, 1, 2, 3, 4}
     assert seen(top_k=3, top_p=0.5) == {1, 2}
-    assert len(sample_token(torch.zeros(100, 2), top_p=0.5).unique()) == 1  # reached exactly: no more is needed
+    assert len(sample.sample_token(torch.zeros(100, 2), top_p=0.5).unique()) == 1  # reached exactly: no more is needed
     often = torch.bincount(draw(top_k=2), minlength=5) / 4000
     close(often, torch.tensor([0, 4 / 7, 3 / 7, 0, 0]), 0.03)
     often = torch.bincount(draw(temperature=0.5), minlength=5) / 4000
@@ -839,13 +840,16 @@ def test_impossible_models_are_refused_in_a_line(changes, words):
     assert "\n" not in line and all(word in line for word in words), line
 
 
-class Forgets(Mean):
-    def init_table(self, config):
-        return {"linear.weight": ("normal", 0.02)}
+def with_method(name):
+    """A mixer written for the version before November 2026."""
+    return type("Older", (Mean,), {name: lambda self, T: 0})
 
 
 @pytest.mark.parametrize("mixer, documents, words", [
-    (Forgets, "join", r"Forgets \([^\n]*not say how 'linear.bias' starts: add [^\n]*"),
+    (with_method("init_table"), "join", r"Older \([^\n]*init_table[^\n]*linear\([^\n]*start=[^\n]*"),
+    (with_method("projections"), "join", r"Older \([^\n]*projections[^\n]*parts=[^\n]*"),
+    (with_method("mixing_flops"), "join", r"Older \([^\n]*mixing_flops[^\n]*`flops`[^\n]*"),
+    (with_method("state_size"), "join", r"Older \([^\n]*state_size[^\n]*initial_state[^\n]*"),
     (Mean, "pack", r"documents=pack: Mean \(test_model.py\) [^\n]*--documents=join[^\n]*")])
 def test_a_mixer_of_ones_own_is_refused_in_a_line(mixer, documents, words, monkeypatch):
     monkeypatch.setitem(FAMILIES, "own", [mixer])
@@ -857,12 +861,12 @@ def test_a_mixer_of_ones_own_is_refused_in_a_line(mixer, documents, words, monke
 def test_what_no_sequence_can_be_is_refused_in_a_line(family):
     lm, idx = tiny(family, n_layer=1), tokens(2, 5)
     for wrong, words in ((idx[:, :0], r"\(2, 0\)"), (idx[0], r"\(5,\)"), (idx[:0], r"\(0, 5\)"), (idx * 1.0, "float")):
-        for call in (lm, lambda idx: lm.generate(idx, 3)):
+        for call in (lm, lambda idx: sample.generate(lm, idx, 3)):
             with pytest.raises(ValueError, match=rf"^idx must be \(B, T\) of int64, both at least 1, got .*{words}.*$"):
                 call(wrong)
     with pytest.raises(ValueError, match="^max_new_tokens -1 must be 0 or more$"):
-        lm.generate(idx, -1)
-    assert torch.equal(lm.generate(idx, 0), idx)
+        sample.generate(lm, idx, -1)
+    assert torch.equal(sample.generate(lm, idx, 0), idx)
     for state in (lm.initial_state(3), lm.initial_state(1), lm.initial_state(2)[1:]):
         with pytest.raises(ValueError, match=r"^state is not one of 1 layers for a batch of 2: [^\n]*$"):
             lm(idx, state=state)

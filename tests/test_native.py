@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,11 +48,11 @@ def fake_compiler(folder, body):
     path = folder / "fake-c++"
     path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo fake 1.0; exit 0; }}\nfor out; do :; done\n{body}\n')
     path.chmod(0o755)
-    return str(path)
+    return quote(path)
 
 
-def real_compiler():
-    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")))
+def quote(path):
+    return shlex.quote(str(path))
 
 
 # ------------------------------------------------------------------------------------------------------------- building
@@ -103,25 +105,32 @@ from kernels import build
 """
 
 
-def test_four_processes_at_once_build_once(tmp_path):
-    """On an empty folder, started together: one compiles, the others wait, and all load the same file."""
-    log, began, compiler = tmp_path / "log", tmp_path / "began", tmp_path / "c++-that-counts"
-    # what it gives is compiled already, but it takes its time: until all four are there, and half a second
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real_compiler()} "$@"\necho build >> {log}\n'
-                        f'until [ $(cat {began} | wc -l) -ge 4 ]; do sleep 0.05; done; sleep 0.5\n'
-                        f'for out; do :; done\ncp {build.build()[0]} "$out"\n')
-    compiler.chmod(0o755)
-    code = LEAN + (f"print('began', file=open({str(began)!r}, 'a'), flush=True)\n"
-                   "path, seconds = build.build(); print(path, seconds > 0, build.load(path).longhorn_chunk())")
-    env = {**os.environ, "LONGHORN_BUILD_DIR": str(tmp_path / "build"), "CXX": str(compiler)}
-    run = lambda: subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    started = [run() for _ in range(4)]
-    said = [p.communicate(timeout=120)[0].split() for p in started]
-    assert [p.returncode for p in started] == [0] * 4
-    assert {chunk for _, _, chunk in said} == {str(build.CHUNK)}
-    assert len({path for path, _, _ in said}) == 1 and [built for _, built, _ in said].count("True") == 1
+def test_four_processes_at_once_build_once(start, tmp_path):
+    """On an empty folder, all before the first has built: one compiles, the others wait, and all load the same file.
+    The compiler is held until all four have found nothing built and stand at the lock."""
+    log, go, folder = tmp_path / "log", tmp_path / "go", tmp_path / "build"
+    body = (f'echo build >> {quote(log)}\nuntil [ -e {quote(go)} ]; do sleep 0.05; done\n'
+            f'cp {quote(build.build()[0])} "$out"')
+    code = LEAN + f"""
+import os, pathlib
+at_lock = pathlib.Path({str(tmp_path)!r}) / f"at-lock-{{os.getpid()}}"
+sys.addaudithook(lambda event, args: event == "fcntl.flock" and at_lock.touch())
+path, seconds = build.build()
+print(path, seconds > 0, build.load(path).longhorn_chunk(), sep="|")
+"""
+    environment = {"LONGHORN_BUILD_DIR": str(folder), "CXX": fake_compiler(tmp_path, body)}
+    processes = [start([sys.executable, "-c", code], **environment) for _ in range(4)]
+    gives_up = time.monotonic() + 120
+    while not all((tmp_path / f"at-lock-{p.pid}").exists() for p in processes):
+        assert all(p.alive() for p in processes) and time.monotonic() < gives_up, [p.said() for p in processes]
+        assert not log.exists() or log.read_text().count("build") <= 1
+        time.sleep(0.01)
+    go.touch()
+    assert [p.wait() for p in processes] == [0] * 4, [p.said() for p in processes]
+    paths, built, chunks = zip(*(p.said().split("|") for p in processes), strict=True)
+    assert len(set(paths)) == 1 and built.count("True") == 1 and {int(n) for n in chunks} == {build.CHUNK}
     assert log.read_text().split() == ["build"]
-    assert sorted(p.suffix for p in (tmp_path / "build").iterdir()) == [".lock", ".so"]
+    assert sorted(p.suffix for p in folder.iterdir()) == [".lock", ".so"]
 
 
 def test_a_killed_build_leaves_nothing_that_is_loaded(source, tmp_path):
@@ -138,8 +147,9 @@ def test_a_killed_build_leaves_nothing_that_is_loaded(source, tmp_path):
 
 def test_without_openmp_one_thread(source, tmp_path, monkeypatch):
     """A compiler that refuses -fopenmp, as Apple's does, builds without it."""
+    real = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")))
     refuse = 'for a; do [ "$a" = -fopenmp ] && { echo no OpenMP >&2; exit 1; }; done'
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'{refuse}; exec {real_compiler()} "$@"'))
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'{refuse}; exec {real} "$@"'))
     source.write_text("#ifdef _OPENMP\n#error built with OpenMP\n#endif\n" + TINY_SOURCE % 3)
     path, _ = build.build([source], tmp_path)
     assert ctypes.CDLL(str(path)).longhorn_answer() == 3
@@ -155,11 +165,9 @@ def test_one_openmp_runtime():
     assert len({os.path.realpath(p) for p in mapped}) <= 1, mapped
 
 
-# -------------------------------------------------------------------------------------------------------- native vs .cu
-
 @pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
 def test_fields_stand_in_the_same_order(struct):
-    """The size check cannot see two fields exchanged: compare the names."""
+    """The size check cannot see two fields exchanged, and a kernel would write where it must not."""
     text = build.SCAN.read_text() + build.CONV.read_text()
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
     body = re.sub(r"//[^\n]*|\b(const|void|float|double|int64_t)\b|\*", "", body)
@@ -215,7 +223,7 @@ def test_a_failing_build_falls_back_and_says_so_once(how, fresh, tmp_path, monke
 def test_what_runs_is_said_once_and_by_one_rank(request, monkeypatch, tmp_path, capfd):
     built = build.build()[0]  # not compiled once more: a compiler that copies it
     request.getfixturevalue("fresh")
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'cp {built} "$out"'))
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'cp {quote(built)} "$out"'))
     build.library()
     build.library()
     line = r"native kernels: cpu (avx512|\d lanes), (OpenMP|one thread .*) \(built in \d+\.\d s\)\n"
@@ -251,28 +259,28 @@ def test_choose():
     assert choose("causal_conv1d", "", "cpu", F32, "too wide") == "torch"
     assert choose("longhorn_scan", "torch", "cuda") == "torch"
     assert choose("attention", "", "cuda", F32) == choose("wkv4", "cuda", "cuda") == "cuda"  # PyTorch's operators
-    with pytest.raises(ValueError, match="plain: unknown operator 'scan': choose from longhorn_scan,"):
-        build.plain("rms_norm", "scan").__enter__()
     assert choose("rms_norm", "fused", "cpu") == choose("linear_cross_entropy", "fused", "cpu") == "cpu"
-    for op in build.BODIES:
-        with pytest.raises(ValueError, match=f"^{op}: unknown backend 'nvidia': choose one of torch, cpu, cuda, fused"):
-            choose(op, "nvidia", "cpu")
-        with pytest.raises(RuntimeError, match=f"^{op}: backend 'cuda' cannot run here: [^\n]*$"):
-            choose(op, "cuda", "cpu")
+    with pytest.raises(ValueError, match="^plain: unknown operator 'scan': choose from longhorn_scan,"):
+        build.plain("rms_norm", "scan").__enter__()
 
 
-REFUSED = [("longhorn_scan", "cuda", F32, "no library has Longhorn's scan: leave backend empty"),
-           ("wkv4", "cuda", F32, "no library has RWKV-4's wkv: leave backend empty"),
-           ("selective_scan", "cpu", F32, "the tensors are on cpu: leave backend empty"),
-           ("attention", "cuda", F32, "flash-attn takes bfloat16, float16, got float32"),
-           ("delta_rule", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32"),
-           ("causal_conv1d", "cuda", torch.float64, "causal-conv1d takes float32, bfloat16, float16, got float64")]
+REFUSED = [  # operator, backend, device, dtype, words
+    *((op, "nvidia", "cpu", None, "unknown backend 'nvidia': choose one of torch, cpu") for op in build.BODIES),
+    *((op, "cuda", "cpu", None, "backend 'cuda' cannot run here: ") for op in build.BODIES),
+    ("longhorn_scan", "cpu", "meta", F32, "the tensors are on meta"),
+    ("longhorn_scan", "cpu", "cpu", torch.float64, "float32, bfloat16, float16, got float64: use"),
+    ("longhorn_scan", "fused", "cuda", F32, "no library has Longhorn's scan: leave backend empty"),
+    ("wkv4", "fused", "cuda", F32, "no library has RWKV-4's wkv: leave backend empty"),
+    ("selective_scan", "fused", "cpu", F32, "the tensors are on cpu: leave backend empty"),
+    ("attention", "fused", "cuda", F32, "flash-attn takes bfloat16, float16, got float32"),
+    ("delta_rule", "fused", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32"),
+    ("causal_conv1d", "fused", "cuda", torch.float64, "causal-conv1d takes float32, bfloat16, float16, got float64")]
 
 
-@pytest.mark.parametrize("op,device,dtype,words", REFUSED)
-def test_a_library_that_cannot_run_is_refused_in_a_line(op, device, dtype, words):
-    with pytest.raises(RuntimeError, match=rf"^{op}: [^\n]*{words}[^\n]*$"):
-        build.choose(op, "fused", device, dtype)
+@pytest.mark.parametrize("op,backend,device,dtype,words", REFUSED)
+def test_what_cannot_run_is_refused_in_a_line(op, backend, device, dtype, words):
+    with pytest.raises((ValueError, RuntimeError), match=rf"^{op}: [^\n]*{words}[^\n]*$"):
+        build.choose(op, backend, device, dtype)
 
 
 def heads(n=3):

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import optim
 from experiments.scaling.parameters import SIZES
 from kernels import ops
 from mixers import STEPS
 from model import LM, ModelConfig
+from runtime import counting
 from tests.test_model import agrees_with, in_chunks, numel, shake, tiny, tokens
 
 F64 = torch.float64
@@ -54,12 +56,12 @@ def test_mamba2_is_transformers_mamba2():
         hidden_size=d, num_heads=4, head_dim=16, state_size=16, n_groups=1, num_hidden_layers=L, vocab_size=V, expand=2,
         conv_kernel=4, tie_word_embeddings=True, use_cache=False)).eval()
     names = {"embeddings.weight": "embed.weight", "norm_f.weight": "norm.weight"}
-    own = {"in_proj.weight": "in_proj.weight", "conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "D": "skip",
-           "dt_bias": "dt_bias", "A_log": "A_log", "norm.weight": "norm_weight", "out_proj.weight": "out_proj.weight"}
+    ours = {"in_proj.weight": "in_proj.weight", "conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "D": "skip",
+            "dt_bias": "dt_bias", "A_log": "A_log", "norm.weight": "norm_weight", "out_proj.weight": "out_proj.weight"}
     for i in range(L):
-        here = f"layers.0.branches.{i}"
-        names[f"layers.{i}.norm.weight"] = f"{here}.norm.weight"
-        names |= {f"layers.{i}.mixer.{n}": f"{here}.mixer.{m}" for n, m in own.items()}
+        branch = f"layers.0.branches.{i}"
+        names[f"layers.{i}.norm.weight"] = f"{branch}.norm.weight"
+        names |= {f"layers.{i}.mixer.{n}": f"{branch}.mixer.{m}" for n, m in ours.items()}
     agrees_with(theirs, lm, {f"backbone.{n}": (m, ...) for n, m in names.items()}, 2e-5)
 
 
@@ -84,7 +86,8 @@ def test_a_window_is_a_mask(T, past, window, monkeypatch):
 def test_the_cache_of_a_window_ends_where_it_ends():
     lm, idx = tiny("swa", n_layer=1, window=5), tokens(2, 60)
     logits, state = in_chunks(lm, idx, [20, 1, 1, 38])
-    assert numel(state) == 2 * 2 * 5 * 32 == 2 * lm.state_size(60) and lm.state_size(3) == 2 * 3 * 32
+    assert numel(state) == 2 * 2 * 5 * 32 == 2 * counting.state_size(lm, 60)
+    assert counting.state_size(lm, 3) == 2 * 3 * 32
     torch.testing.assert_close(logits, lm(idx)[0], rtol=1e-5, atol=1e-5)
     recent = lm(idx[:, -5:])[0][:, -1]  # rotary angles are differences: what was read before the window is nothing
     torch.testing.assert_close(logits[:, -1], recent, rtol=1e-5, atol=1e-5)
@@ -97,7 +100,7 @@ def test_as_released():
     """What differs, written by hand; the counts are those of the released code."""
     with torch.device("meta"):
         lms = [LM(ModelConfig(model="rwkv", as_released=True, **size)) for size in SIZES.values()]
-    assert [lm.parameter_count()["total"] for lm in lms] == [124_447_776, 354_797_312]
+    assert [counting.parameter_count(lm)["total"] for lm in lms] == [124_447_776, 354_797_312]
     lm, idx = shake(tiny("rwkv", as_released=True)), tokens(2, 24)
     whole, (logits, state) = lm(idx)[0], in_chunks(lm, idx, [5, 1, 18])
     torch.testing.assert_close(logits, whole, rtol=2e-5, atol=2e-5)
@@ -109,9 +112,9 @@ def test_as_released():
         lm(idx[:, :1], state=state)
     for family in ("rwkv", "retnet", "gla"):
         lm = LM(ModelConfig(model=family, as_released=True, n_layer=2, n_head=2, n_embd=256, vocab_size=64))
-        assert set(lm.decayed()) == {n for n, p in lm.named_parameters() if p.dim() >= 2}
-        own = {"rwkv": "1.mixer.value", "retnet": "1.mixer.w2", "gla": "1.mixer.w2"}[family]
-        assert lm.get_parameter(f"layers.0.branches.{own}.weight").std().item() == pytest.approx(0.02, rel=0.03)
+        assert set(optim.decayed(lm)) == {n for n, p in lm.named_parameters() if p.dim() >= 2}
+        last = {"rwkv": "1.mixer.value", "retnet": "1.mixer.w2", "gla": "1.mixer.w2"}[family]
+        assert lm.get_parameter(f"layers.0.branches.{last}.weight").std().item() == pytest.approx(0.02, rel=0.03)
     retnet = LM(ModelConfig(model="retnet", as_released=True, n_layer=1, n_head=2, n_embd=64, vocab_size=64))
     x = torch.randn(1, 3, 64) * 1e-3
     scale = x.square().mean(-1, keepdim=True)

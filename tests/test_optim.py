@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import mixers  # noqa: F401  all families
+import optim
 from model import FAMILIES, LM, ModelConfig
 from optim import Muon, build_optimizers, muon_matrices, set_learning_rate
 
@@ -28,13 +30,13 @@ def test_every_parameter_is_in_one_group(family, optimizer):
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in lm.parameters())
     of = lambda names: {lm.get_parameter(name).untyped_storage().data_ptr() for name in names}
-    found = [{p.untyped_storage().data_ptr() for p in group["params"]} for group in groups]
-    assert set().union(*found) == of(name for name, _ in lm.named_parameters()) and sum(map(len, found)) == len(
+    grouped = [{p.untyped_storage().data_ptr() for p in group["params"]} for group in groups]
+    assert set().union(*grouped) == of(name for name, _ in lm.named_parameters()) and sum(map(len, grouped)) == len(
         list(lm.parameters()))
-    matrices, decayed = set(muon_matrices(lm)) if optimizer == "muon" else set(), set(lm.decayed())
+    matrices, decayed = set(muon_matrices(lm)) if optimizer == "muon" else set(), set(optim.decayed(lm))
     free = [name for name, _ in lm.named_parameters() if name not in decayed]
     expected = [of(matrices)] * bool(matrices) + [of(decayed - matrices), of(free)]
-    assert found == expected and matrices <= decayed and "embed.weight" not in matrices
+    assert grouped == expected and matrices <= decayed and "embed.weight" not in matrices
     assert [group["weight_decay"] for group in groups] == [0.1] * bool(matrices) + [0.1, 0.0]
     assert {"adamw": len(optimizers) == 1, "muon": isinstance(optimizers[0], Muon)}[optimizer]
 

@@ -12,9 +12,9 @@ import functools
 import sys
 
 import pytest
-import test_updates
-from test_cuda import BF16, COMPILER, CPU_PART, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
-from test_scan import failures, inputs, results, source_text
+from test_cuda import BF16, COMPILER, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
+from test_scan import failures, failures_of, inputs, inputs_of, results, source_text, with_mistake
+from test_updates import packed
 
 from kernels import build, cuda
 from tools import ptx
@@ -77,13 +77,13 @@ def test_agrees_with_the_loop(emitted, monkeypatch, dtype, shape, B, T, D, N):
     ("mamba", 192, 128, 16, 3)])
 def test_other_updates_and_segments_of_T(emitted, monkeypatch, update, T, D, N, segments):
     run(monkeypatch, emitted(update.split()[0], F32, *PAIRS), segments)
-    assert not test_updates.failures_of(update, test_updates.inputs_of(update, 1, T, D, N))
+    assert not failures_of(update, inputs_of(update, 1, T, D, N))
 
 
 def test_packed_sequences(emitted, monkeypatch):
     run(monkeypatch, emitted("mamba", F32, *PAIRS))
-    a, cu = test_updates.packed("mamba", [3, 0, 40, 32, 0], 130, 16)
-    assert not test_updates.failures_of("mamba", a, cu_seqlens=cu)
+    a, cu = packed("mamba", [3, 0, 40, 32, 0], 130, 16)
+    assert not failures_of("mamba", a, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("kw", [dict(logit=300.0), dict(key=1e6, logit=1000.0)])
@@ -101,23 +101,23 @@ def test_convolution(emitted, monkeypatch):
 def costs(monkeypatch, module, a):
     """{kernel: what each of its loads and stores cost}, of a forward and a backward."""
     run(monkeypatch, module)
-    found, launch = {}, module.launch
+    spent, launch = {}, module.launch
 
     def counted(kernel, *rest):
         module.lib.ptx_count(1)
         launch(kernel, *rest)
         room = (Cost * 10_000)()
-        found[kernel] = room[:module.lib.ptx_costs(room, len(room))]
+        spent[kernel] = room[:module.lib.ptx_costs(room, len(room))]
         module.lib.ptx_count(0)
 
     monkeypatch.setattr(module, "launch", counted)
     results(native_scan, a)
-    return found
+    return spent
 
 
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
     T, D, N = 64, 128, 16
-    found = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
+    spent = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
     lines = source_text().splitlines()
     bytes_of = lambda all: 32 * sum(c.units for c in all) / (T * D)  # of sectors, a token and channel
     # rows written; fetched: by the forward a tile of 8 beyond T, the last again; by the backward x and dt twice, but
@@ -125,28 +125,22 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
     # of sectors
     expected = {"forward": (2, 6 * (T + 8) / T), "backward": (6, 8 + 4 * 28 / 32 + 4 * 4 / T + 2 * 2 * 4 * N / 32)}
     for kernel, (written, fetched) in expected.items():
-        accesses = found[f"{kernel}_whole_kernel"]
+        accesses = spent[f"{kernel}_whole_kernel"]
         assert accesses and not [(c.source, c.units, c.least) for c in accesses if c.shared and c.units > c.least]
         stores = [c for c in accesses if not c.shared and c.bytes == 2 and c.writes]
         assert not [(c.source, c.units, c.least) for c in stores if c.units > c.least] and bytes_of(stores) == written
         assert bytes_of([c for c in accesses if not c.shared and "cp.async.cg" in lines[c.source - 1]]) == fetched
 
 
-MUTANTS = {  # kernels; a piece of the CUDA part, and the same with a mistake that g++ never sees; what is said of it
-    "an address from the wrong factors": (("conv", F32, 4), "mul.wide.s32 %0, %1, %2;", "mul.wide.s32 %0, %1, %1;",
-                                          "not aligned|in no tensor"),
-    "a neighbour's number before it is there": (("longhorn", F32, 4, 2), f"__syncwarp();{' ' * 44}// the same", "//",
-                                                "race: thread .* reads what thread .* wrote"),
-}
+MISTAKES = {  # a place in the sources: kernels, a mistake there that g++ never sees, what is said of it
+    "address": (("conv", F32, 4), "b = a;", "not aligned|in no tensor"),
+    "neighbour": (("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote")}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_broken_kernels_are_caught(tmp_path, monkeypatch, name):
-    key, right, wrong, said = MUTANTS[name]
-    cuda, marker, cpu = source_of(key[0]).partition(CPU_PART)
-    assert cuda.count(right) == 1 and marker
-    source = cuda.replace(right, wrong) + marker + cpu
+@pytest.mark.parametrize("place", MISTAKES)
+def test_broken_kernels_are_caught(tmp_path, monkeypatch, place):
+    key, mistake, said = MISTAKES[place]
+    source = with_mistake(source_of(key[0]), place, mistake)
     run(monkeypatch, load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING)))
-    wrongs = lambda: conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))
     with pytest.raises(RuntimeError, match=said):
-        wrongs()
+        conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))

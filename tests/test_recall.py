@@ -21,11 +21,13 @@ import pytest
 import torch
 from scipy import stats
 
+import optim
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
 from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap
 from experiments.sweeps import runner
 from model import ModelConfig, tensors_of
+from runtime import counting
 from runtime.errors import ConfigError
 from runtime.records import read_log
 
@@ -217,7 +219,7 @@ def test_chunks_equal_the_whole_sequence(mixer):
     if not all(branch.has_state for _, branch in m.branches()):  # a convolution as long as the context
         with pytest.raises(ValueError, match="keeps no state"):
             m.initial_state(2)
-        assert m.state_size(24) == {"hyena": 2 * (24 * 16 + 6 * 16), "baseconv": 2 * 16 + 24 * 16}[mixer]
+        assert counting.state_size(m, 24) == {"hyena": 2 * (24 * 16 + 6 * 16), "baseconv": 2 * 16 + 24 * 16}[mixer]
         return
     for splits in ([24], [1] * 24, [5, 1, 2, 16]):
         state, parts = m.initial_state(2), []
@@ -225,7 +227,7 @@ def test_chunks_equal_the_whole_sequence(mixer):
             logits, _, state = m(part, state=state)
             parts.append(logits)
         torch.testing.assert_close(torch.cat(parts, 1), m(idx)[0], rtol=1e-4, atol=1e-4)
-    assert sum(a.numel() for a in tensors_of(state)) == 2 * m.state_size(24)
+    assert sum(a.numel() for a in tensors_of(state)) == 2 * counting.state_size(m, 24)
 
 
 def config_of(mixer, **settings):
@@ -238,7 +240,7 @@ def tiny(mixer):
     m = Recall(config_of(mixer)).eval()
     named = dict(m.named_parameters())
     with torch.no_grad():
-        for name in m.decayed():
+        for name in optim.decayed(m):
             named[name].normal_(0, 0.3 if "embed" in name or "positions" in name else named[name].shape[1] ** -0.5)
     return m
 
@@ -261,8 +263,8 @@ def test_a_token_changes_nothing_before_it_and_the_loss_is_taken_at_the_queries(
     nats = [-torch.log_softmax(row, 0)[label] for row, label in zip(logits, (5, 6, 7, 31), strict=True)]
     torch.testing.assert_close(loss, sum(nats) / 4)
     torch.testing.assert_close(m(idx, targets, loss_only=True)[1], loss)
-    every = super(Recall, m).flops_per_token()["total"]  # with the head at all 24 positions, not at the 3 queries
-    assert 24 * (every - m.flops_per_token()["total"]) == pytest.approx(21 * 6 * 32 * 16)
+    every = 3 * (counting.forward_flops(m.modules(), 24) + 2 * 32 * 16)  # with the head at all 24 positions, not at 3
+    assert 24 * (every - counting.flops_per_token(m)["total"]) == pytest.approx(21 * 6 * 32 * 16)
 
 
 @EACH_MIXER
@@ -396,8 +398,8 @@ def test_killed_and_resumed_it_is_the_same_run_to_the_last_bit(tmp_path, launch)
     settings = ["--model=attention", "--epochs=8", "--eval_interval=20", "--checkpoint_interval=7",
                 "--log_interval=10"]
     small_run(whole, *settings)
-    process = launch([*SMALL, f"--out_dir={parts}", *settings], main=cell.main)
-    assert process.until((parts / "checkpoint.safetensors").exists, "checkpoint")
+    process = launch([*SMALL, f"--out_dir={parts}", *settings], main=cell.main, hold=[("step", 18)])
+    assert process.held() and (parts / "checkpoint.safetensors").exists()
     process.send(signal.SIGKILL)
     assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
     for change, word in (("learning_rate=0.5", "learning_rate 0.01 -> 0.5"), ("seed=2", "seed 1 -> 2")):

@@ -185,7 +185,8 @@ def test_what_is_said_is_what_the_model_generates(out):
     assert not lm.training and meta["tokenizer"] == "bytes"
     for prompt in ("ab", "a prompt far longer than the twenty-four bytes of context " * 3):
         idx = torch.tensor([list(prompt.encode())])
-        tokens = lm.generate(idx, 50, temperature=0.8, generator=torch.Generator().manual_seed(1337))[0].tolist()
+        generator = torch.Generator().manual_seed(1337)
+        tokens = sample.generate(lm, idx, 50, temperature=0.8, generator=generator)[0].tolist()
         result = run(out_dir=out, prompt=prompt, max_new_tokens=50)
         assert result.code == 0 and result.out == bytes(tokens).decode(errors="replace") + "\n"
         assert f"[50 tokens after a prompt of {len(prompt)} in " in result.err

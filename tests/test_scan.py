@@ -6,8 +6,8 @@ whatever the input type, which gives two tolerances, both relative to the norm o
     float32 results (always hT, dD, ddt_bias, dh0)     16 eps(float32) = 2e-6; 5e-7 was the worst seen
     results rounded to a half type of unit eps / 2     at most eps / 2, and over many elements 0.29 eps on average
 
-The kernels in MUTANTS below are wrong on purpose, by a line each, and every one of them must fail the comparison that
-the real ones pass. All outputs are filled with NaN first, so that an element left unwritten shows.
+test_updates.py has kernels that are wrong on purpose, each of which must fail the comparison that the real ones pass.
+All outputs are filled with NaN first, so that an element left unwritten shows.
 
     python -m pytest tests/test_scan.py
 """
@@ -15,9 +15,7 @@ the real ones pass. All outputs are filled with NaN first, so that an element le
 import ctypes
 import functools
 import math
-import os
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -60,11 +58,11 @@ def results(f, a, wide=False, through="both", terms_of_dD=False, **kw):
     dhT = torch.randn(hT.shape, generator=g).to(hT.dtype)
     loss = sum(l for l, wanted in (((y * dy).sum(), "y"), ((hT * dhT).sum(), "hT")) if through in ("both", wanted))
     grads = torch.autograd.grad(loss, list(a.values()), allow_unused=True)
-    found = {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
+    tensors = {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
     if terms_of_dD:
         gate = torch.nn.functional.silu(a["z"]) if "z" in a else 1.0
-        return found, (dy * gate * a["x"]).norm().item() if through != "hT" else 0.0
-    return found
+        return tensors, (dy * gate * a["x"]).norm().item() if through != "hT" else 0.0
+    return tensors
 
 
 def distance(got, true, terms=0.0):
@@ -203,67 +201,21 @@ def test_scratch_memory_is_written_before_it_is_read():
     assert wrong == [{}, {}]
 
 
-# ------------------------------------------------------------------------------------------ deliberately broken kernels
-
-MUTANTS = {  # name: (a piece of longhorn_scan.cu or lanes.h, the same with a mistake that BROKEN switches on)
-    "dk without the -2k deps term": ("2.0f * keys.k[t * N + j] * sums_kk[t]",
-                                     "(BROKEN ? 0.0f : 2.0f) * keys.k[t * N + j] * sums_kk[t]"),
-    "gradients from the state after the step": ("*before = kept.S + t * N, *decays",
-                                                "*before = kept.S + (t + (BROKEN ? 1 : 0)) * N, *decays"),
-    "dq from the state before the step": ("gated * S;", "gated * (BROKEN ? kept.S[t * N + j] : S);"),
-    "chunk states of the chunk before": ("(row.chunk + chunk)", "(row.chunk + chunk - (BROKEN && chunk))"),
-    "gradient does not decay": ("return g - k * gek", "return BROKEN ? g : g - k * gek"),
-    "gradient through hT is lost": ("a.dhT ? a.dhT", "a.dhT && !BROKEN ? a.dhT"),
-    "ddt without exp(-dt)": ("{dx, de * (s.size * s.slope),", "{dx, de * (BROKEN ? s.size : s.size * s.slope),"),
-    "exponent is not clamped": ("maximum(v, -87.0f), 88.0f)", "maximum(v, -87.0f), BROKEN ? 1e9f : 88.0f)"),
-    "exponential with a short polynomial": ("p * r + 5.0000001201e-1f", "(BROKEN ? vec{} : p) * r + 5.0000001201e-1f"),
-    "step size without |k|^2": ("to.kk[t] = sum;", "to.kk[t] = BROKEN ? 0.0f : sum;"),
-    "sum over channels misses a lane": ("RowSum<1> { MATH vec of(const vec *rows, int) { return rows[0]; } };",
-                                        """RowSum<1> { MATH vec of(const vec *rows, int) {
-                                            vec row = rows[0]; if (BROKEN) row[LANES - 1] = 0; return row; } };"""),
-    "a channel of the tail is left out": ("(int)(D - c)", "(int)(D - c) - BROKEN"),
-    "dk of every split in one place": ("(split * tokens(a) + row.start + t0) * N",
-                                       "((BROKEN ? 0 : split) * tokens(a) + row.start + t0) * N"),
-    "bfloat16 truncates": ("u + 0x7fffu + ((u >> 16) & 1u)", "BROKEN ? u : u + 0x7fffu + ((u >> 16) & 1u)"),
-}
-
+# ----------------------------------------------------------------------------------------------- sources with mistakes
 
 def source_text(source=build.SCAN):
     """A source of the kernels with lanes.h in the place of its #include."""
     header = build.HEADER.read_text().replace("#pragma once\n", "")
-    text = source.read_text()
-    include = re.compile(r'#include "(kernels/)?lanes\.h"\n')
-    assert len(include.findall(text)) == 1
-    return include.sub(lambda _: header, text)
+    text, n = re.subn(r'#include "(kernels/)?lanes\.h"\n', lambda _: header, source.read_text())
+    assert n == 1
+    return text
 
 
-def build_broken(mutants, folder):
-    """(library, switch): every broken kernel in one library; the int `switch` selects one, 0 is the real one."""
-    text = source_text()
-    for number, (name, (right, wrong)) in enumerate(mutants.items(), 1):
-        for_cpu = re.sub(r"\n#ifdef ON_GPU\n\n.*?\n#else\n\n", lambda part: " " * len(part[0]), text, flags=re.S)
-        assert for_cpu.count(right) == 1, f"{name}: {right!r} stands {for_cpu.count(right)} times in the CPU's source"
-        at = for_cpu.index(right)
-        text = text[:at] + wrong.replace("BROKEN", f"(broken == {number})") + text[at + len(right):]
-    folder.mkdir(exist_ok=True)
-    source = folder / f"broken.{os.getpid()}.cu"
-    source.write_text('extern "C" { int broken = 0; }\n' + text)
-    flags = build._flags
-    with mock.patch.object(build, "_flags", lambda openmp: [*flags(openmp), "-O1"]):  # in half the time of -O3
-        lib = build.load(build.build([source, build.CONV], folder)[0])
-    return lib, ctypes.c_int.in_dll(lib, "broken")
-
-
-@pytest.mark.parametrize("name", [None, *MUTANTS], ids=["as it is", *MUTANTS])
-def test_broken_kernels_are_caught(name, broken, threads, monkeypatch):
-    lib = broken(name)
-    monkeypatch.setattr(build, "library", lambda: lib)
-    # a few cases that reach every line of the kernels, up to the first that fails
-    cases = [inputs(1, 70, 33, 16), inputs(2, 70, 20, 3), inputs(1, 40, 16, 16, logit=300.0),
-             inputs(2, 33, 21, 16, BF16)]
-    threads(2)
-    caught = next(filter(None, map(failures, cases)), {})
-    assert bool(caught) == (name is not None), caught
+def with_mistake(text, place, mistake):
+    """The source with `mistake` in front of the line that a comment marks as `test: place`."""
+    text, n = re.subn(rf"(?m)^.*\btest: {place}$", lambda line: f"{mistake} {line[0]}", text)
+    assert n == 1, place
+    return text
 
 
 # ------------------------------------------------------------------------------------------------------ the loop itself
@@ -293,46 +245,6 @@ def test_hand_computed_step():
         y, hT = f(*args, h0=one([[[1.0, 1.0]]]), return_state=True)
         assert hT[0, 0].tolist() == pytest.approx(want, rel=4 * EPS)
         assert y.item() == pytest.approx(want[0] + 10 * want[1], rel=4 * EPS)
-
-
-# ----------------------------------------------------------------------------------------------------------- invariants
-
-finite = st.floats(-1e4, 1e4, width=32)
-keys = st.lists(st.one_of(finite, st.sampled_from([0.0, 1e-3, 1e3, 1e6, -1e6])), min_size=1, max_size=20)
-logits = st.one_of(st.floats(-1000, 1000, width=32), st.sampled_from([-1000.0, -300.0, 0.0, 300.0, 1000.0]))
-bodies = pytest.mark.parametrize("f,unit", [(longhorn_scan, EPS), (longhorn_scan_ref, 2.0**-52)],
-                                 ids=["native", "loop"])
-
-
-def one_step(f, unit, k, dt, x, S):
-    """S_1 (N,) of one channel from S_0 (N,), a key, a logit and a value."""
-    dtype = F32 if unit == EPS else torch.float64
-    k, S = torch.tensor(k, dtype=dtype), torch.tensor(S, dtype=dtype)
-    row = lambda v: torch.tensor(v, dtype=dtype).reshape(1, 1, 1)
-    _, hT = f(row(x), row(dt), k[None, None], k[None, None], h0=S[None, None], return_state=True)
-    return hT[0, 0].double(), k.double(), S.double()
-
-
-@bodies
-@given(k=keys, dt=logits)
-@property_test
-def test_decay_lies_in_the_unit_interval(f, unit, k, dt):
-    """From S = 1 and x = 0 the state after a step is the decay: 0 < 1 - eps k_j^2 <= 1, and sum_j eps k_j^2 < 1."""
-    decay, _, _ = one_step(f, unit, k, dt, 0.0, [1.0] * len(k))
-    assert ((decay >= -2 * unit) & (decay <= 1)).all()
-    assert (1 - decay).sum() <= 1 + 2 * unit * len(k)
-
-
-@bodies
-@given(k=keys, dt=logits, x=finite, S=finite)
-@property_test
-def test_a_step_moves_between_the_state_and_its_target(f, unit, k, dt, x, S):
-    """S_1j is a mean of S_0j and x / k_j, with weights 1 - eps k_j^2 and eps k_j^2: the state cannot explode."""
-    after, key, before = one_step(f, unit, k, dt, x, [S] * len(k))
-    bound = torch.maximum(before.abs(), (x / key).abs().nan_to_num(0.0, 0.0))
-    bound = torch.where(key == 0, before.abs(), bound)
-    assert (after.abs() <= bound * (1 + 16 * unit)).all()
-    assert after.norm() <= before.norm() + abs(x) / 2 + 16 * unit * (before.norm() + abs(x))  # |eps x k| <= |x| / 2
 
 
 @given(N=st.integers(1, 6), seed=st.integers(0, 1000), logit=st.floats(-5, 5), key=st.sampled_from([0.1, 1.0, 10.0]))
@@ -489,66 +401,38 @@ def test_native_keeps_the_inputs_and_the_chunk_states():
 
 # --------------------------------------------------------------------------------------------------------------- errors
 
-BAD = {
-    "x of two dimensions": (dict(x=torch.zeros(4, 3)), "x must be (B, T, D)", "(4, 3)"),
-    "no steps": (dict(x=torch.zeros(2, 0, 3)), "at least 1", "(2, 0, 3)"),
-    "dt of another length": (dict(dt=torch.zeros(2, 5, 3)), "dt must be (2, 4, 3)", "(2, 5, 3)"),
-    "k of another batch": (dict(k=torch.zeros(1, 4, 2)), "k must be (2, 4, 2)", "(1, 4, 2)"),
-    "q of another size": (dict(q=torch.zeros(2, 4, 7)), "q must be (2, 4, 2)", "(2, 4, 7)"),
-    "z of another shape": (dict(z=torch.zeros(2, 4, 1)), "z must be (2, 4, 3)", "(2, 4, 1)"),
-    "dt_bias of another shape": (dict(dt_bias=torch.zeros(1, 3)), "dt_bias must be (3,)", "(1, 3)"),
-    "h0 transposed": (dict(h0=torch.zeros(2, 2, 3)), "h0 must be (2, 3, 2)", "(2, 2, 3)"),
-    "integers": (dict(dt=torch.zeros(2, 4, 3, dtype=torch.int64)), "dt must be floating point", "torch.int64"),
-    "complex": (dict(q=torch.zeros(2, 4, 2, dtype=torch.complex64)), "q must be floating point", "torch.complex64"),
-    "another device": (dict(k=torch.zeros(2, 4, 2, device="meta")), "k is on meta", "x on cpu"),
-    "no dt": (dict(dt=None), "dt must be (2, 4, 3)", "None"),
-    "Mamba's A transposed": (dict(A=torch.zeros(2, 3)), "A must be (3, 2)", "(2, 3)"),
-    "Mamba's A missing": (dict(A=None), "A must be"),
-    "Mamba's B of another size": (dict(k=torch.zeros(2, 4, 4)), "C must be (2, 4, 4)", "(2, 4, 2)"),
-}
+# of (B, T, D, N) = (2, 4, 3, 2): the update, an argument, what is made of it, words of the refusal
+sized = lambda *shape, **kw: lambda a: torch.zeros(*shape, **kw)
+BAD = [("longhorn", "x", sized(4, 3), "x must be (B, T, D)", "(4, 3)"),
+       ("longhorn", "x", sized(2, 0, 3), "at least 1", "(2, 0, 3)"),
+       ("longhorn", "dt", sized(2, 5, 3), "dt must be (2, 4, 3)", "(2, 5, 3)"),
+       ("longhorn", "dt", lambda a: None, "dt must be (2, 4, 3)", "None"),
+       ("longhorn", "k", sized(1, 4, 2), "k must be (2, 4, 2)", "(1, 4, 2)"),
+       ("longhorn", "q", sized(2, 4, 7), "q must be (2, 4, 2)", "(2, 4, 7)"),
+       ("longhorn", "z", sized(2, 4, 1), "z must be (2, 4, 3)", "(2, 4, 1)"),
+       ("longhorn", "D", sized(1, 3), "D must be (3,)", "(1, 3)"),
+       ("longhorn", "dt_bias", sized(1, 3), "dt_bias must be (3,)", "(1, 3)"),
+       ("longhorn", "h0", sized(2, 2, 3), "h0 must be (2, 3, 2)", "(2, 2, 3)"),
+       ("longhorn", "k", sized(2, 4, 2, device="meta"), "k is on meta", "x on cpu"),
+       ("longhorn", "dt", lambda a: a.long(), "dt must be floating point", "torch.int64"),
+       ("longhorn", "q", lambda a: a.to(torch.float8_e4m3fn), "q must be floating point", "float8"),
+       ("longhorn", "h0", lambda a: a.numpy(), "h0 must be a torch.Tensor", "ndarray"),
+       ("longhorn", "z", lambda a: a.to_sparse(), "z must be a strided tensor", "sparse"),
+       ("longhorn", "x", lambda a: torch.nested.nested_tensor(list(a)), "x must be a strided tensor", "nested"),
+       ("mamba", "A", sized(2, 3), "A must be (3, 2)", "(2, 3)"), ("mamba", "A", lambda a: None, "A must be"),
+       ("mamba", "dt", lambda a: a.tolist(), "delta must be a torch.Tensor", "list"),
+       ("mamba", "k", sized(2, 4, 4), "C must be (2, 4, 4)", "(2, 4, 2)")]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_misfits_are_one_line(case):
-    change, *words = BAD[case]
-    update = "mamba" if "Mamba" in case else "longhorn"
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, on nested and sparse tensors
+@pytest.mark.parametrize("update,name,change,words", [(*row[:3], row[3:]) for row in BAD])
+def test_misfits_are_one_line(update, name, change, words):
     a = inputs_of(update, 2, 4, 3, 2)
     for f in SCANS[update]:
         f(**a)  # what has passed is not checked again
         with pytest.raises(ValueError) as error:
-            f(**{**a, **change})
+            f(**{**a, name: change(a[name])})
         assert "\n" not in str(error.value) and all(w in str(error.value) for w in words), error.value
-
-
-NO_TENSORS = {
-    "numpy": lambda a: a.numpy(), "list": lambda a: a.tolist(), "number": lambda a: 1.0,
-    "sparse": lambda a: a.to_sparse(), "mkldnn": lambda a: a.to_mkldnn(),
-    "nested": lambda a: torch.nested.nested_tensor(list(torch.zeros(a.shape if a.dim() > 1 else (1, 1)))),
-    "quantised": lambda a: torch.quantize_per_tensor(a, 0.1, 0, torch.qint8),
-    "float8": lambda a: a.to(torch.float8_e4m3fn)}
-
-
-@pytest.mark.filterwarnings("ignore")  # PyTorch's, on nested, sparse and quantised tensors
-@pytest.mark.parametrize("kind", NO_TENSORS)
-def test_what_is_no_tensor_of_floats_is_one_line(kind):
-    a, A = inputs(2, 4, 3, 2), -torch.ones(3, 2)
-    longhorn_scan(**a)
-    for name in a:
-        for f in (longhorn_scan, longhorn_scan_ref):
-            with pytest.raises(ValueError, match=rf"^scan: {name} must be [^\n]*$"):
-                f(**{**a, name: NO_TENSORS[kind](a[name])})
-    for f in (scan.selective_scan, scan.selective_scan_ref):
-        with pytest.raises(ValueError, match=r"^scan: A must be [^\n]*$"):
-            f(a["x"], a["dt"], NO_TENSORS[kind](A), a["k"], a["q"])
-        with pytest.raises(ValueError, match=r"^scan: delta must be [^\n]*$"):
-            f(a["x"], NO_TENSORS[kind](a["dt"]), A, a["k"], a["q"])
-
-
-@pytest.mark.parametrize("to,words", [("meta", "the tensors are on meta"),
-                                      (torch.float64, "float32, bfloat16, float16, got float64: use")])
-def test_cpu_backend_of_tensors_elsewhere_and_of_float64(to, words):
-    with pytest.raises(RuntimeError, match=words):
-        longhorn_scan(**{n: v.to(to) for n, v in inputs(1, 2, 3, 2).items()}, backend="cpu")
 
 
 def test_meta_tensors_have_shapes():

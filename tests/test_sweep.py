@@ -37,11 +37,17 @@ STAND_IN = textwrap.dedent("""
     (out / "env").write_text(json.dumps({k: os.environ.get(k) for k in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}))
     if settings.get("fail"):
         print("Traceback ..."); print("out of luck with " + settings["fail"]); sys.exit(3)
-    for i in range(at, int(settings.get("steps", 1))):
-        time.sleep(0.05)
-        if asked:
-            time.sleep(0.5)  # a large checkpoint on a slow disk
-            (out / "at").write_text(str(i)); note("saved"); sys.exit(0)
+    if gate := settings.get("gate"):  # wait for the test, or until asked to stop
+        (out / "held").touch()
+        while not pathlib.Path(gate).exists() and not asked:
+            time.sleep(0.01)
+        if asked:  # a large checkpoint on a slow disk
+            (out / "saving").touch()
+            while not pathlib.Path(gate).exists():
+                time.sleep(0.01)
+            (out / "at").write_text("1"); note("saved"); sys.exit(0)
+    while len(list(out.parent.glob("*/pid"))) < int(settings.get("together", 0)):
+        time.sleep(0.01)
     (out / "result.json").write_text(json.dumps({"val_loss": 1.0, "steps": 1})); note("ended")
 """)
 
@@ -75,7 +81,7 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
 
 
 def test_so_many_at_a_time(tmp_path, stand_in):
-    cells = [Cell(f"c{i}", ["--steps=10"]) for i in range(5)]
+    cells = [Cell(f"c{i}", ["--together=3"]) for i in range(5)]
     assert runner.run_cells(cells, tmp_path, jobs=3, script=stand_in, gpus=[]) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
     assert max(sum(began <= t < ended for began, ended in spans) for t, _ in spans) == 3
@@ -85,21 +91,21 @@ def test_so_many_at_a_time(tmp_path, stand_in):
 
 def test_a_cell_waits_for_the_one_it_branches_from(tmp_path, stand_in):
     cells = [Cell("branch", [], after="trunk"), Cell("lost", [], after="bad"), Cell("free", []),
-             Cell("trunk", ["--steps=6"]), Cell("bad", ["--fail=b"]), Cell("later", [], after="not there")]
+             Cell("trunk", []), Cell("bad", ["--fail=b"]), Cell("later", [], after="not there")]
     assert list(runner.run_cells(cells, tmp_path, jobs=2, script=stand_in, gpus=[])) == ["bad"]
     began, ended = (float(notes(tmp_path, name)[i][1]) for name, i in (("branch", 0), ("trunk", -1)))
     assert began >= ended and is_finished(tmp_path / "lost") and is_finished(tmp_path / "later")
 
 
 def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
-    cells = [Cell(f"c{i}", ["--steps=8"]) for i in range(4)]
+    cells = [Cell(f"c{i}", ["--together=2"]) for i in range(4)]
     runner.run_cells(cells, tmp_path, jobs=2, script=stand_in, gpus=["4", "7"])
     devices = lambda c: json.loads((tmp_path / c.name / "env").read_text())["CUDA_VISIBLE_DEVICES"]
     assert {*map(devices, cells[:2])} == {*map(devices, cells)} == {"4", "7"}
     command = cells[0].command(REPO / "out/x", nproc=8)
     assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8"]
-    assert command[-4:] == ["train.py", "--steps=8", "--out_dir=out/x/c0", "--resume=auto"]
-    cells = [Cell(f"t{i}", ["--steps=8"]) for i in range(2)]
+    assert command[-4:] == ["train.py", "--together=2", "--out_dir=out/x/c0", "--resume=auto"]
+    cells = [Cell(f"t{i}", ["--together=6"]) for i in range(2)]
     alone = lambda c, folder, *_: [sys.executable, stand_in, *c.argv, f"--out_dir={folder / c.name}"]
     monkeypatch.setattr(Cell, "command", alone)
     runner.run_cells(cells, tmp_path, jobs=2, nproc=2, script=stand_in, gpus=["0", "1", "2", "3"])
@@ -111,7 +117,7 @@ import sys; sys.path.insert(0, {repo!r})
 from experiments.sweeps import claims
 from experiments.sweeps import runner
 claims.HEARTBEAT, claims.MACHINE = {heartbeat}, {machine!r} or claims.MACHINE
-cells = [runner.Cell(f"c{{i}}", [f"--steps={{n}}"]) for i, n in enumerate({steps!r})]
+cells = [runner.Cell(f"c{{i}}", [f"--gate={gate}"] if i < 2 else []) for i in range({cells})]
 try:
     print("failed", runner.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
 except KeyboardInterrupt as stopped:
@@ -119,13 +125,14 @@ except KeyboardInterrupt as stopped:
 """
 
 
-def start(folder, script, steps=(20, 20, 1, 1), machine="", heartbeat=0.1):  # the first two to be disturbed
-    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=script, steps=steps, machine=machine,
+def start(folder, script, gate, cells=4, machine="", heartbeat=0.1):
+    """A sweep whose first two cells wait until there is a file `gate`."""
+    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=script, gate=gate, cells=cells, machine=machine,
                          heartbeat=heartbeat)
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def until(true, seconds=20):
+def until(true, seconds=120):
     end = time.time() + seconds
     while not true():
         assert time.time() < end, "it did not happen in time"
@@ -136,17 +143,21 @@ def until(true, seconds=20):
 def test_killed_at_any_moment_it_resumes(tmp_path, stand_in, how):
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
-    begin = lambda: start(tmp_path, stand_in, heartbeat=1)  # another machine would wait for 24 s
+    begin = lambda: start(tmp_path, stand_in, tmp_path / "gate", heartbeat=1)  # another machine would wait for 24 s
+    until_all = lambda name: until(lambda: all((tmp_path / cell / name).exists() for cell in ("c0", "c1")))
     runner = begin()
-    until(lambda: (tmp_path / "c1" / "env").exists() and (tmp_path / "c0" / "env").exists())
-    time.sleep(0.2)
+    until_all("held")
     runner.send_signal(how)
-    again = begin() if how == signal.SIGKILL else None  # at once, while the cells still save
-    said = runner.communicate(timeout=20)[0]
+    until_all("saving")
+    if how == signal.SIGKILL:
+        again = begin()  # while the cells still save
+        until(lambda: (tmp_path / "c3" / "result.json").exists())
+    (tmp_path / "gate").touch()
+    said = runner.communicate(timeout=120)[0]
     if how != signal.SIGKILL:
         assert "stopped: 4 of 4 cells are left" in said
         again = begin()
-    assert "failed {}" in again.communicate(timeout=20)[0]
+    assert "failed {}" in again.communicate(timeout=120)[0]
     for name in ("c0", "c1"):
         what = [n[0] for n in notes(tmp_path, name)]
         assert what == ["began", "from0", "saved", "began", what[4], "ended"]  # it resumed, and never two at once
@@ -162,19 +173,21 @@ def test_two_machines_share_a_sweep_and_one_is_lost(tmp_path, stand_in, how):
     disk.mkdir()
     for mount in mounts:
         mount.symlink_to(disk)
-    steps = (80, 80, *[4] * 6)
-    lost = start(mounts[0], stand_in, steps, "one")
-    until(lambda: (disk / "c1" / "env").exists() and (disk / "c0" / "env").exists())
-    other = start(mounts[1], stand_in, steps, "two")
+    lost = start(mounts[0], stand_in, disk / "gate", 8, "one")
+    until(lambda: (disk / "c1" / "held").exists() and (disk / "c0" / "held").exists())
+    other = start(mounts[1], stand_in, disk / "gate", 8, "two")
     until(lambda: (disk / "c3" / "result.json").exists())
     gone = time.time()
     pids = [lost.pid, *(int((disk / name / "pid").read_text()) for name in ("c0", "c1"))]
     for pid in pids:
         os.kill(pid, how)
+    until(lambda: all([n[0] for n in notes(disk, name)].count("began") == 2 for name in ("c0", "c1")))
     if how == signal.SIGSTOP:
-        until(lambda: "began" in [n[0] for n in notes(disk, "c0")][1:])
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))  # the machine that is back ends them
+    (disk / "gate").touch()
+    if how == signal.SIGSTOP:
         said = lost.communicate(timeout=60)[0]
         assert "failed {}" in said and "8 of 8 cells are finished" in said
     said = other.communicate(timeout=60)[0]
@@ -236,12 +249,13 @@ def test_an_old_look_takes_nothing(tmp_path, monkeypatch):
 
 def test_a_cell_that_failed_elsewhere_is_tried_by_the_next_command_only(tmp_path, stand_in):
     elsewhere = claims.Claims(tmp_path).take("c0")
-    sweep = start(tmp_path, stand_in, (1, 1))
+    (tmp_path / "gate").touch()
+    sweep = start(tmp_path, stand_in, tmp_path / "gate", 2)
     until(lambda: (tmp_path / "c1" / "result.json").exists())
     elsewhere.leave(failed="out of luck there")
-    said = sweep.communicate(timeout=20)[0]
+    said = sweep.communicate(timeout=120)[0]
     assert "failed {'c0': 'out of luck there'}" in said and not (tmp_path / "c0").exists()
-    assert "failed {}" in start(tmp_path, stand_in, (1, 1)).communicate(timeout=20)[0]
+    assert "failed {}" in start(tmp_path, stand_in, tmp_path / "gate", 2).communicate(timeout=120)[0]
     assert not list(tmp_path.glob("*.claim-*"))
 
 

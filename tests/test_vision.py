@@ -21,12 +21,12 @@ import configurator
 import export
 import sample
 from data import images
-from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
+from experiments.vision.sweep import sweep as sweep_of_images
 from experiments.vision.wrong_images import draw
 from kernels.scan import longhorn_scan_ref
 from model import Longhorn, Mamba
-from runtime import checkpoint
+from runtime import checkpoint, counting
 from runtime.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,9 +56,9 @@ def arguments(out, file="vil_digits", **changes):
     ("deit_tiny", "separate", 5_717_416), ("deit_small", "separate", 22_050_664)])  # the last two: timm's
 def test_parameters(file, directions, count):
     with torch.device("meta"):
-        parts = Vision(config_of(file, 1000, directions=directions)).parameter_count()
+        parts = counting.parameter_count(Vision(config_of(file, 1000, directions=directions)))
         task = "cifar" if directions == "shared" else "digits"  # there the families have equally many
-        equal = [Vision(config_of(f"{f}_{task}")).parameter_count()["total"] for f in ("vil", "vim", "vit")]
+        equal = [counting.parameter_count(Vision(config_of(f"{f}_{task}")))["total"] for f in ("vil", "vim", "vit")]
     assert parts["total"] == sum(n for name, n in parts.items() if name != "total") == count
     assert max(equal) < 1.02 * min(equal)
 
@@ -140,7 +140,7 @@ def test_average_drop_path_and_smoothing():
         vision.after_step()
         mean = 0.9 * mean + 0.1 * vision.head.weight.detach()
     assert torch.allclose(vision.average.module.head.weight, mean, atol=1e-6)
-    assert vision.parameter_count() == Vision(small()).parameter_count()
+    assert counting.parameter_count(vision) == counting.parameter_count(Vision(small()))
     logits, smoothed = vision(x, y)
     want = F.cross_entropy(logits, F.one_hot(y, 10) * 0.8 + 0.02)
     assert torch.isclose(smoothed, want) and not torch.equal(logits, vision(x)[0])
@@ -269,8 +269,8 @@ def test_records_pictures_and_other_programs(whole, tmp_path):
 def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
     out, parts = whole[0], tmp_path / "whole"
     argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2)
-    process = launch(argv)
-    assert process.until((parts / "checkpoint.safetensors").exists, "checkpoint")
+    process = launch(argv, hold=[("step", 5)])
+    assert process.held() and (parts / "checkpoint.safetensors").exists()
     process.send(signal.SIGKILL)
     assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
     with mock.patch("tools.wrong_images.draw"):
