@@ -458,7 +458,7 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
 def not_finite(of, how, here):
     """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
     (None)."""
-    # the first batch is before the steps, see DDP in runtime/run.py
+    # the first batch is before the steps, see DDP in runtime/distributed.py
     return test_train.poisoned({6, 7, 13}, how) if of in (None, here) else LM
 
 

@@ -112,7 +112,7 @@ def test_as_released():
         lm(idx[:, :1], state=state)
     for family in ("rwkv", "retnet", "gla"):
         lm = LM(ModelConfig(model=family, as_released=True, n_layer=2, n_head=2, n_embd=256, vocab_size=64))
-        assert set(optim.decayed(lm)) == {n for n, p in lm.named_parameters() if p.dim() >= 2}
+        assert set(optim.decayed(lm, as_released=True)) == {n for n, p in lm.named_parameters() if p.dim() >= 2}
         last = {"rwkv": "1.mixer.value", "retnet": "1.mixer.w2", "gla": "1.mixer.w2"}[family]
         assert lm.get_parameter(f"layers.0.branches.{last}.weight").std().item() == pytest.approx(0.02, rel=0.03)
     retnet = LM(ModelConfig(model="retnet", as_released=True, n_layer=1, n_head=2, n_embd=64, vocab_size=64))

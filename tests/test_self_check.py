@@ -1,4 +1,4 @@
-"""The check at every start: what you read is what runs. Functions, methods and kernels are replaced as an edit would change them.
+"""What you read is what runs: functions, methods and kernels are replaced as an edit would change them.
 
     python -m pytest tests/test_self_check.py
 
