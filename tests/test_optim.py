@@ -39,6 +39,8 @@ def test_every_parameter_is_in_one_group(family, optimizer):
     assert grouped == expected and matrices <= decayed and "embed.weight" not in matrices
     assert [group["weight_decay"] for group in groups] == [0.1] * bool(matrices) + [0.1, 0.0]
     assert {"adamw": len(optimizers) == 1, "muon": isinstance(optimizers[0], Muon)}[optimizer]
+    adamw = optimizers[-1].defaults
+    assert (adamw["lr"], adamw["betas"]) == (1e-2, (0.9, 0.95)) and groups[0]["lr"] == 1e-2
 
 
 def test_the_schedule_scales_each_groups_own_rate():

@@ -105,6 +105,9 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "half the step size in the kernel's forward": ("longhorn", {"native": ("half the step size",)}, SCANS),
     "half the step size in loop and kernel, the kernel's backward left": (
         "longhorn", {**HALF, "native": ("half the step size",)}, SCANS),
+    # nothing differs at the values that parameters start with
+    "dt_bias in the loop": ("longhorn", {"kernels.scan._loop": lambda f: lambda *args: f(
+        *args[:8], args[8] - args[8].detach(), args[9])}, SCANS),
     "gelu in the plain convolution": (
         "mamba", {"kernels.ops._conv_torch": lambda f: lambda *args: F.gelu(f(*args[:-1], False))},
         ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),
