@@ -111,8 +111,9 @@ def train(config, model, data, evaluate, schedule=None):
 
     Args:
         config: a TrainConfig, or a subclass; out_dir, dtype and the sizes filled in.
-        model: an LM, or a subclass, on its device; model(x, y, loss_only=True) -> (_, mean loss). after_step(), where
-            there is one, is called after each step of the optimiser. toy() and toy_batch(): see runtime/self_check.py.
+        model: any nn.Module on its device; model(x, y, loss_only=True) -> (_, mean loss). after_step(), where there is
+            one, is called after each step of the optimiser. Unless self_check is "off" it is an LM or has toy() and
+            toy_batch(), see runtime/self_check.py.
         data: micro_batches(step, rank, world_size, micro_batch_size) -> (x, y, weight), whose weights add up to 1;
             sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; further metrics go to the log, and the last to result.json.

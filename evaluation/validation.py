@@ -12,6 +12,7 @@ import torch
 
 from data.loader import TokenData, Tokens, document_starts, eval_windows, find_dataset
 from data.tokenizer import Text
+from evaluation import tasks
 from runtime import distributed
 from runtime.errors import ConfigError
 
@@ -40,8 +41,6 @@ class Evaluate:
             windows = eval_windows(len(other.val), block, config.eval_tokens)
             self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
         if config.eval_tasks_interval:  # now, or a mistake in them would end the run when they are due
-            from evaluation import tasks  # a change in how tasks are made is no other code of a run without them
-
             self.harness, self.scores = tasks.import_harness(), tasks.scores
             self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
             self.text = Text(data.meta["tokenizer"], data.meta.get("table"))

@@ -72,26 +72,28 @@ def forward_flops(modules, T):
 def flops_per_token(model, T=None):
     """FLOPs per token of a sequence of T (default block_size): {'forward', 'backward', 'total'}. A model whose head is
     not read at every token says so by its own forward_flops(T)."""
-    T = T or model.config.block_size
+    T = T or getattr(getattr(model, "config", None), "block_size", 1)
     if hasattr(model, "forward_flops"):
         forward = model.forward_flops(T)
     else:
-        forward = forward_flops(model.modules(), T) + 2 * model.embed.weight.numel()
+        head = 2 * model.embed.weight.numel() if hasattr(model, "embed") else 0
+        forward = forward_flops(model.modules(), T) + head
     return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
 
 def parameter_count(model):
     """Parameters by part: mixers by class, norms, positions, and the rest, which is the embedding (tied with the head)
     unless the model's `rest` names it; and their total."""
-    count = lambda module: sum(p.numel() for p in module.parameters())
+    count = lambda module: 0 if module is None else sum(p.numel() for p in module.parameters())
+    total = count(model)
+    if not hasattr(model, "branches"):
+        return {"total": total}
     parts = {"norms": count(model.norm) + count(model.embed_norm)}
-    if model.positions is not None:
-        parts["positions"] = count(model.positions)
+    parts |= {"positions": count(model.positions)} if model.positions is not None else {}
     for _, branch in model.branches():
         name = type(branch.mixer).__name__
         parts[name] = parts.get(name, 0) + count(branch.mixer)
         parts["norms"] += count(branch.norm)
-    total = count(model)
     return {getattr(model, "rest", "embedding"): total - sum(parts.values()), **parts, "total": total}
 
 
@@ -111,11 +113,17 @@ def state_size(model, T=None):
     return total
 
 
+def branches_of(model):
+    """The branches of a model; none of one that is no LM."""
+    return model.branches() if hasattr(model, "branches") else []
+
+
 def computed_by(model):
     """The operators that mix the tokens, each with where it runs: 'longhorn_scan (cpu), attention (cpu)'. Raises
     RuntimeError for a backend that cannot run here."""
-    device, words = model.embed.weight.device.type, {}
-    for _, branch in model.branches():
+    words = {}
+    for _, branch in branches_of(model):
+        device = next(model.parameters()).device.type
         operator = getattr(branch.mixer, "operator", type(branch.mixer).__name__)
         if operator in build.BODIES:
             operator += f" ({build.choose(operator, model.config.backend, device)})"
@@ -126,7 +134,7 @@ def computed_by(model):
 def left_out(model):
     """A line on each class of mixers that leaves out its state or its FLOPs, and what happens then."""
     lines = []
-    for mixer in {type(branch.mixer): branch.mixer for _, branch in model.branches()}.values():
+    for mixer in {type(branch.mixer): branch.mixer for _, branch in branches_of(model)}.values():
         operator, words = getattr(mixer, "operator", ""), []
         if not hasattr(mixer, "initial_state"):
             words.append("no initial_state: it cannot sample")

@@ -28,6 +28,11 @@ from pathlib import Path
 from runtime.errors import ConfigError, regular
 
 MOVING = "earlier-being-moved"  # see move_aside
+# Files that leave no trace in the numbers of a run: pictures, reports, scoring of tasks, and who starts runs.
+NO_TRACE = ("tools/", "tests/", "bench/", "sample.py", "evaluate.py", "export.py", "evaluation/tasks.py",
+            "evaluation/harness.py", "experiments/sweeps/", "experiments/scaling/", "experiments/recall/mqar.py",
+            "experiments/recall/report.py", "experiments/vision/sweep.py", "experiments/vision/wrong_images.py",
+            "experiments/extrapolation.py", "experiments/online_learning.py")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
 
@@ -220,18 +225,31 @@ class Log:
 
 
 def code_identity():
-    """What code this process runs: {"code": 12 hex digits, "code_files": {path: 12 hex digits}}.
+    """What code this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
 
-    By content: the project's own modules that are imported by now, and the native sources. So a comment in the README,
-    a plot script nobody imports, or another commit of the same sources is the same code; an edited mixer is not.
+    By content: every file of the project that is loaded by now, wherever it is imported, a user's own included, and the
+    native sources; except NO_TRACE. So a comment in the README, another picture, or another commit of the same sources
+    is the same code; an edited mixer is not.
     """
     root = Path(__file__).resolve().parents[1]
-    imported = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
-    own = {path.relative_to(root) for path in imported  # PyTorch has modules whose file does not exist
-           if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}
-    files = {str(path): hashlib.sha256((root / path).read_bytes()).hexdigest()[:12]
-             for path in sorted(own | set(map(Path, NATIVE_SOURCES))) if not path.parts[0].startswith(".")}  # not .venv
-    return {"code": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12], "code_files": files}
+    loaded = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
+    paths = {path.relative_to(root) for path in loaded  # PyTorch has modules whose file does not exist
+             if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}
+    names = sorted(path.as_posix() for path in paths | set(map(Path, NATIVE_SOURCES))
+                   if not path.parts[0].startswith("."))  # not .venv
+    files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest()[:12]
+             for name in names if not name.startswith(NO_TRACE)}
+    return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
+            "code_files": files}
+
+
+def mixed_identities(codes):
+    """A line for a report over runs of these codes, where some of them are of before November 2026; else None."""
+    older = sorted(code for code in codes if not code.startswith("v2"))
+    if not older or len(older) == len(set(codes)):
+        return None
+    return (f"The code of {', '.join(older)} was identified as before November 2026, by other files: it cannot be told "
+            "whether it differs from the others'.")
 
 
 def code_version():

@@ -42,7 +42,7 @@ from runtime.records import write_json
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(checkpoint.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 LONG_FORM = pytest.mark.skipif(not CHAOS, reason="make chaos only")
 KILLS = 50 if CHAOS else 2

@@ -155,15 +155,19 @@ def test_a_key_set_to_its_default_is_an_override_and_a_branch_not_taken_is_none(
     assert load(Config, [file("def f():\n    global n_layer\n    n_layer = 3\nf()")]).overrides == {"n_layer": 3}
 
 
-def test_help_has_the_values_and_the_settings_that_a_config_file_chooses(file, capsys):
-    @dataclasses.dataclass
-    class Images:
-        task: str = "images"  # what is trained
-        patch: int = 3  # pixels
-
+def test_help_has_the_values_of_a_config_file(file, capsys):
     with pytest.raises(SystemExit):
-        load(Config, [file("task = 'images'\npatch = 7"), "--help"], "train.py", {"images": lambda: Images})
-    assert re.search(r"--patch +int +7 +pixels", out := capsys.readouterr().out) and "--n_layer" not in out
+        load(Config, [file("n_layer = 7"), "--help"], "train.py")
+    assert re.search(r"--n_layer +int +7 +layers", capsys.readouterr().out)
+
+
+def test_a_config_file_of_another_program_names_it(file, monkeypatch):
+    monkeypatch.setattr(Config, "PROGRAMS", {"images": "classify.py"}, raising=False)
+    path = file("task = 'images'\npatch = 7")
+    with pytest.raises(ConfigError, match=f"task = 'images': python classify.py {re.escape(str(path))} '--a=b c'"):
+        load(Config, [path, "--a=b c"])
+    with pytest.raises(ConfigError, match="unknown key 'task'"):
+        load(Config, [file("task = 'sounds'", "sounds")])
 
 
 def test_help_names_every_key_with_type_default_and_meaning(capsys, monkeypatch):
@@ -185,7 +189,7 @@ def test_help_names_every_key_with_type_default_and_meaning(capsys, monkeypatch)
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said():
-    code = "import configurator\nwith errors.main_error('train.py'): raise errors.ConfigError('no')"
+    code = "from runtime import errors\nwith errors.main_error('train.py'): raise errors.ConfigError('no')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "train.py: error: no\n")
     with open("/dev/full", "w") as full:
@@ -215,7 +219,7 @@ def test_a_mistake_in_the_code_keeps_its_traceback(error):
 def test_names_and_output_that_are_not_utf8():
     with pytest.raises(ConfigError, match="--out_dir=.*: expected a string of UTF-8"):
         load(Config, ["--out_dir=\udcff"])  # as Python reads the byte ff
-    code = "import configurator\nwith errors.main_error('p'): print('\u00b1'); raise OSError('no \u00b1')"
+    code = "from runtime import errors\nwith errors.main_error('p'): print('\u00b1'); raise OSError('no \u00b1')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.stdout, done.stderr) == ("\\xb1\n", "p: error: no \\xb1\n")
@@ -230,10 +234,10 @@ def with_nobody_reading(*command, **environment):
                               env=os.environ | environment)
 
 
-@pytest.mark.parametrize("errors, unbuffered", [("", ""), (", OSError", ""), ("", "1")])
-def test_a_reader_that_has_gone_is_no_stack(errors, unbuffered):
+@pytest.mark.parametrize("more, unbuffered", [("", ""), (", OSError", ""), ("", "1")])
+def test_a_reader_that_has_gone_is_no_stack(more, unbuffered):
     def after(text, end=""):
-        code = f"import configurator, sys\nwith errors.main_error('p'{errors}): {text}{end}"
+        code = f"import sys\nfrom runtime import errors\nwith errors.main_error('p'{more}): {text}{end}"
         done = with_nobody_reading(sys.executable, "-c", code, PYTHONUNBUFFERED=unbuffered)
         return done.returncode, done.stderr
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from test_sample import VOCAB, byte_level_bpe
 
-from data import loader, tokenizer, writer
+from data import loader, mixture, tokenizer, writer
 from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n_windows, step_windows
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
@@ -846,15 +846,15 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shares", ["a:0.8,b:0.2", "a:1/3,b:2/3", "a:0.5,b:0.25,c:0.25"])
 def test_a_mixture_is_exact_and_stateless(folder_1000, shares):
     """Every cycle has its shares, every epoch of a set each of its windows once, whatever the ranks."""
-    parts = [(Tokens(folder_1000), share) for _, share in loader.parse_mixture(shares)]
-    data = loader.MixtureData(parts, 16, 16 * 24, 7)
+    parts = [(Tokens(folder_1000), share) for _, share in mixture.parse_mixture(shares)]
+    data = mixture.MixtureData(parts, 16, 16 * 24, 7)
     windows, cycle = np.concatenate([data.windows(step) for step in range(240)]), sum(data.counts)
     for start in range(0, len(windows) - cycle + 1, cycle):
         assert np.bincount(windows[start:start + cycle, 0]).tolist() == data.counts
     for k, n in enumerate(data.n_windows):
         own = windows[windows[:, 0] == k, 1]
         assert all(sorted(own[i:i + n]) == list(range(n)) for i in range(0, len(own) - n + 1, n)) and len(own) > n
-    step = loader.MixtureData(parts, 16, 16 * 24, 7).windows(200)  # asked first
+    step = mixture.MixtureData(parts, 16, 16 * 24, 7).windows(200)  # asked first
     assert np.array_equal(step, windows[200 * 24:201 * 24])
     assert np.array_equal(step, np.concatenate([data.windows(200, rank, 3) for rank in range(3)]))
     x, y, _ = next(data.micro_batches(200, 0, 1, 24))
@@ -865,4 +865,4 @@ def test_a_mixture_is_exact_and_stateless(folder_1000, shares):
 @pytest.mark.parametrize("text", ["a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:1.2,b:-0.2", ":0.5,b:0.5",
                                   "a:0.12345,b:0.87655"])
 def test_a_mixture_that_does_not_add_up(text):
-    refused(lambda: loader.parse_mixture(text), f"dataset={text}: ")
+    refused(lambda: mixture.parse_mixture(text), f"dataset={text}: ")

@@ -307,10 +307,10 @@ def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(fami
 
 def test_a_compiled_model_reads_on():
     lm, idx = tiny("llama", n_layer=1), tokens(2, 12)
-    compiled, rooms = torch.compile(lm, backend="eager", dynamic=True), len(mixers.ROOMS)
+    compiled, rooms = torch.compile(lm, backend="eager", dynamic=True), len(model.ROOMS)
     with torch.no_grad():
         close(in_chunks(compiled, idx, [8, 4])[0], lm(idx)[0])
-        assert len(mixers.ROOMS) == rooms  # a graph holds torch.cat
+        assert len(model.ROOMS) == rooms  # a graph holds torch.cat
 
 
 def test_a_token_does_not_copy_the_cache():
@@ -339,9 +339,9 @@ def with_caches(state, change):
 @torch.no_grad()
 def test_a_cache_of_keys_with_other_values():
     new = lambda: (torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5))
-    keys, values = mixers.append_to_cache(new(), *new())
+    keys, values = model.append_to_cache(new(), *new())
     (k, v), others = new(), torch.randn_like(values)
-    after = mixers.append_to_cache((keys, others), k, v)
+    after = model.append_to_cache((keys, others), k, v)
     assert torch.equal(after[0], torch.cat([keys, k], 2)) and torch.equal(after[1], torch.cat([others, v], 2))
 
 

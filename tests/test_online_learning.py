@@ -119,10 +119,10 @@ def test_mixer_is_the_update_of_its_row(family):
 
 
 def test_a_changed_mixer_is_seen(monkeypatch):
-    longhorn, retention, delta_rule = model.longhorn_scan, model.retention, mixers.delta_rule
+    longhorn, retention, delta_rule = model.longhorn_scan, mixers.retention, mixers.delta_rule
     for family, module, name, changed in (
             ("longhorn", model, "longhorn_scan", lambda x, dt, *a, **kw: longhorn(x, dt + 0.01, *a, **kw)),
-            ("retnet", model, "retention", lambda q, k, v, g, *a, **kw: retention(q, k, v, 1.01 * g, *a, **kw)),
+            ("retnet", mixers, "retention", lambda q, k, v, g, *a, **kw: retention(q, k, v, 1.01 * g, *a, **kw)),
             ("deltanet", mixers, "delta_rule", lambda q, k, v, b, *a, **kw: delta_rule(q, k, v, 0.99 * b, *a, **kw))):
         update = next(row.update for row in UPDATES if family in row.mixers)
         with monkeypatch.context() as m:

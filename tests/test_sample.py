@@ -5,7 +5,6 @@ import functools
 import io
 import os
 import re
-import runpy
 import sys
 from collections import namedtuple
 from dataclasses import asdict
@@ -18,13 +17,12 @@ import pytest
 import tokenizers
 import torch
 
-import model
 import sample
 import train
 from data.loader import DataError
 from data.shakespeare_char import prepare as shakespeare
 from model import LM, ModelConfig
-from runtime import checkpoint
+from runtime import checkpoint, errors
 from sample import Text
 
 TABLE = "".join(sorted(set("hello wörld\n")))
@@ -79,7 +77,12 @@ def run_program(start, *argv, stdin=b"", **settings):
     return Result(code, out.getvalue(), err.getvalue())
 
 
-run = functools.partial(run_program, functools.partial(runpy.run_path, sample.__file__, run_name="__main__"))
+def start():
+    with errors.main_error("sample.py", ValueError):
+        sample.main(sys.argv[1:])
+
+
+run = functools.partial(run_program, start)
 
 
 def refused(result, *words):
@@ -97,12 +100,12 @@ def says(monkeypatch, tokens):
     """Models say these tokens, whatever they are asked; returns the prompts, and the screen before each token."""
     prompts, screens = [], []
 
-    def stream(self, idx, max_new_tokens, **sampling):
+    def stream(lm, idx, max_new_tokens, **sampling):
         prompts.append(idx[0].tolist())
         for token in tokens[:max_new_tokens]:
             screens.append(sys.stdout.getvalue())
             yield torch.tensor([token])
-    monkeypatch.setattr(model.LM, "stream", stream)
+    monkeypatch.setattr(sample, "stream", stream)
     return prompts, screens
 
 

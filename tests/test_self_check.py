@@ -130,8 +130,8 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
         0, last - first, n, device)}, ("model.py: Attention.forward", *STATE)),
     "a cache that grows in place": ("llama", {"model.append_to_cache": lambda f: lambda cache, k, v: f(
         cache, k, v if torch.is_grad_enabled() else v / 2)}, ("model.py: Attention.forward", *STATE)),
-    "the token before": ("rwkv", {"model.token_shift": lambda f: lambda x, last: f(x, None)},
-                         ("model.py: RWKVTimeMix.forward", "model.py: RWKVChannelMix.forward", *STATE)),
+    "the token before": ("rwkv", {"mixers.token_shift": lambda f: lambda x, last: f(x, None)},
+                         ("mixers.py: RWKVTimeMix.forward", "mixers.py: RWKVChannelMix.forward", *STATE)),
 }
 
 
@@ -235,6 +235,6 @@ def test_unedited_all_agrees(pattern, backend):
 
 def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
     lm = LM(ModelConfig(n_layer=1, n_embd=32, vocab_size=64))
-    monkeypatch.setattr(LM, "toy", lambda self, backend: LM(ModelConfig(n_head=0)))
+    monkeypatch.setattr("runtime.self_check.toy_of", lambda model, backend: LM(ModelConfig(n_head=0)))
     with pytest.raises(ConfigError, match="^self-check: a small model [^\n]*n_head 0[^\n]*--self_check=off[^\n]*$"):
         self_check(lm)

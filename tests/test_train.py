@@ -76,15 +76,15 @@ def no_picture(folder):
     (Path(folder) / "loss.png").touch()
 
 
-def run(argv, LM=LM, draw_loss=no_picture, err=None):
+def run(argv, LM=LM, draw_loss=no_picture, err=None, program="train.py"):
     """`python train.py ARGV` in this process: its exit code, out, err. `LM` stands in for the model's class."""
     out, err, code = io.StringIO(), err or io.StringIO(), 0
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with (mock.patch.object(sys, "argv", ["train.py", *argv]), mock.patch.object(model, "LM", LM),
+        with (mock.patch.object(sys, "argv", [program, *argv]), mock.patch.object(model, "LM", LM),
               mock.patch("runtime.telemetry.draw_loss", draw_loss), contextlib.redirect_stdout(out),
               contextlib.redirect_stderr(err)):
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / program), run_name="__main__")
     except SystemExit as stop:
         code = stop.code or 0
     finally:
@@ -99,9 +99,9 @@ def succeed(argv, LM=LM, **how):
     return result
 
 
-def refuse(argv, *words, LM=LM):
+def refuse(argv, *words, LM=LM, **how):
     """The run ends with exit code 2 and one line that holds all the words; returns the line."""
-    result = run(argv, LM)
+    result = run(argv, LM, **how)
     lines = [line for line in result.err.splitlines() if not line.startswith(("scan:", "native kernels:"))]
     assert result.code == 2 and len(lines) == 1, f"exit code {result.code}: {result.err}"
     for word in words:
@@ -679,7 +679,8 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
 
 
 IDENTITY = """
-import pathlib, sys, records, train
+import pathlib, sys, train
+from runtime import records
 edited = [records.code_identity()]
 for name in sys.argv[1:]:
     with open(name, "a") as f:
@@ -856,7 +857,7 @@ def test_out_of_memory_says_how_to_go_on(data, out):
     assert "--micro_batch_size=12" not in line
     refuse(argv(micro_batch_size=1), "1 x 32", "block_size", LM=small_memory(0))
     refuse(argv(auto_micro_batch=True), "1 x 32", "block_size", LM=small_memory(0))
-    for place, error in (("validation.Evaluate.loss", MemoryError),
+    for place, error in (("evaluation.validation.Evaluate.loss", MemoryError),
                          ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."))):
         with mock.patch(place, side_effect=error):
             refuse(argv(), *asks)
@@ -949,9 +950,6 @@ def test_wandb_that_is_not_there_is_said_before_anything_is_moved(data, out, tmp
 
 class Line(torch.nn.Module):
     """y = a x + noise, and what `train` needs of a model."""
-
-    decayed, defaults, computed_by = lambda self: ["a"], lambda self: [], lambda self: "nothing"
-    parameter_count, flops_per_token = lambda self: {"total": 1}, lambda self: {"total": 2}
 
     def __init__(self):
         super().__init__()

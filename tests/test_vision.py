@@ -1,7 +1,9 @@
 """Images: parameters, directions against flips, ViT against PyTorch's layer,
 images from a folder that the test makes, bad input, a run killed and resumed, and the report."""
 
+import functools
 import json
+import runpy
 import shutil
 import signal
 import sys
@@ -10,28 +12,35 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import test_train
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
 from test_chaos import LONG_FORM, log_lines
-from test_train import events, no_picture, record, refuse, succeed
+from test_train import events, no_picture, record
 
 import configurator
 import export
 import sample
 from data import images
+from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
-from experiments.vision.sweep import sweep as sweep_of_images
 from experiments.vision.wrong_images import draw
 from kernels.scan import longhorn_scan_ref
 from model import Longhorn, Mamba
 from runtime import checkpoint, counting
 from runtime.errors import ConfigError
 
+succeed, refuse = (functools.partial(f, program="experiments/vision/classify.py")
+                   for f in (test_train.succeed, test_train.refuse))
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "d_state": 4, "max_iters": 12, "eval_interval": 5, "log_interval": 1,
          "device": "cpu", "dtype": "float32"}
+
+
+def classify(argv):
+    runpy.run_path("experiments/vision/classify.py", run_name="__main__")
 
 
 def config_of(file="vil_digits", classes=10, **changes):
@@ -269,11 +278,11 @@ def test_records_pictures_and_other_programs(whole, tmp_path):
 def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
     out, parts = whole[0], tmp_path / "whole"
     argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2)
-    process = launch(argv, hold=[("step", 5)])
+    process = launch(argv, hold=[("step", 5)], main=classify)
     assert process.held() and (parts / "checkpoint.safetensors").exists()
     process.send(signal.SIGKILL)
     assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
-    with mock.patch("tools.wrong_images.draw"):
+    with mock.patch("experiments.vision.wrong_images.draw"):
         succeed([*argv, "--resume=auto"])
     assert log_lines(parts) == log_lines(out)
     a, b = (checkpoint.load(folder / "checkpoint.safetensors")[0] for folder in (parts, out))
@@ -284,7 +293,7 @@ def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
 @LONG_FORM
 def test_two_processes_train_as_one_does(tmp_path, launch):
     argv = lambda out, size: arguments(tmp_path / out, batch_images=63, micro_batch_size=size)  # 32 and 31
-    process = launch(argv("two", 63), 2)
+    process = launch(argv("two", 63), 2, main=classify)
     succeed(argv("one", 20), draw_loss=no_picture)
     assert process.end() == [0, 0], process.said()
     one, two = ([e["train_loss"] for e in events(tmp_path / name).values()] for name in ("one", "two"))
@@ -296,7 +305,7 @@ def test_sweep_and_its_report(tmp_path):
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
     sweep_of_images.runner.write_plan(tmp_path, cells)
-    with mock.patch("tools.wrong_images.draw"):
+    with mock.patch("experiments.vision.wrong_images.draw"):
         for c in (cells[5], cells[4]):  # ViL's second seed, ViT's first
             succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])
     assert sweep_of_images.main(["report", str(tmp_path)]) == 0

@@ -25,7 +25,7 @@ from evaluation.tasks import table
 from experiments.scaling.compare import welch
 from experiments.sweeps import runner
 from runtime.errors import ConfigError
-from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
+from runtime.records import BadRecord, fields, finished_records, mixed_identities, read_json, read_log, replacing
 from tools.loss_curve import save_figure
 
 # Runs are compared where these agree. A length has its own number of pairs and batch, a seed its own examples.
@@ -201,6 +201,7 @@ def markdown(record, points):
     lines = ["# Multi-query associative recall", "", *([record["note"], ""] if record.get("note") else []),
              f"{len(record['runs'])} runs, {', '.join(record['machines'])}, code {' and '.join(record['code'])}. "
              + "; ".join(f"{key} {value}" for key, value in record["settings"].items()) + ".",
+             *filter(None, [mixed_identities(record["code"])]),
              "Recall in percent of examples that chose nothing, at the learning rate that was best on the test; \"all "
              "rates\" are of that test. A run stops where it reaches stop_at, so differences above it mean nothing."]
     rows = []

@@ -26,7 +26,7 @@ from experiments.scaling import compare, figures, fit
 from experiments.scaling.figures import family_order, name_of
 from experiments.scaling.runs import halves, read_sweep, save
 from runtime.errors import ConfigError
-from runtime.records import write_json
+from runtime.records import mixed_identities, write_json
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -214,6 +214,7 @@ def numbers_of(sweep, entries, accepted, bootstrap):
         "paper": plan.get("paper"), "machine": plan.get("machine"), "cores": plan.get("cores"),
         "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
         "left_out": reasons, "code": sweep.code, "accepted_code": accepted,
+        "mixed_identities": mixed_identities(c["code"] for c in sweep.code),
         "files": max((len(r.documents[0]) for r in runs), default=0), "table": table, "pairs": pairs,
         "sentences": sentences(pairs), "cosines": cosines(sweep, entries), "winners": winners,
         "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(runs)},

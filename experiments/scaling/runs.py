@@ -19,7 +19,7 @@ import numpy as np
 from experiments.sweeps import runner
 from experiments.sweeps.runner import code_of
 from runtime.errors import ConfigError
-from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
+from runtime.records import BadRecord, fields, finished_records, mixed_identities, read_json, read_log, replacing
 
 # Settings that make two runs comparable: where they differ, more was changed than the cell's coordinates.
 SAME_IN_A_SWEEP = ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
@@ -128,6 +128,9 @@ def read_sweep(source, accept_code=()):
         code.append({"code": each, "commit": where[each].get("commit"), "runs": versions[each],
                      "used": sum(r.code == each for r in used),
                      "changed_files": runner.changed_files(here, there) if here and there else None})
+    mixed = mixed_identities(r.code for r in runs)
+    if mixed:
+        print(mixed)
     return Sweep(Path(source), plan, used, left_out, code)
 
 

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import configurator  # noqa: E402
 import train  # noqa: E402
 from data.images import ImageData  # noqa: E402
+from experiments.vision import wrong_images  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
 from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
 from runtime import checkpoint, counting, distributed  # noqa: E402
@@ -365,9 +366,7 @@ def main(config):
     metrics = train.train(config, model, data, evaluate)
     if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
         try:
-            from experiments.vision.wrong_images import draw  # only now: drawing is no code of the run
-
-            draw(config.out_dir, data.val, data.classes, evaluate.predicted)
+            wrong_images.draw(config.out_dir, data.val, data.classes, evaluate.predicted)
         except Exception as error:  # no picture is worth a run
             print(f"no wrong.png: {error}", flush=True)
 
