@@ -10,9 +10,9 @@ is one more entry in the list that `build_optimizers` returns.
 
 import torch
 import torch.nn as nn
-from torch.optim._muon import muon  # the step of torch.optim.Muon, as a function of tensors
 
 from runtime import distributed
+from runtime.torch_private import muon
 
 
 def build_optimizers(model, config):

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from lm_eval import evaluator, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
-from torch.utils._pytree import tree_map_only
 
 from model import tensors_of
 from runtime import distributed
 from runtime.counting import state_size
 from runtime.errors import ConfigError
+from runtime.torch_private import map_tensors
 from sample import stream
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -214,7 +214,7 @@ class HarnessLM(TemplateLM):
 
 def on_rows(state, rows):
     """A state with some of its rows: a slice or an index tensor; in any nesting of lists and tuples."""
-    return tree_map_only(torch.Tensor, lambda a: a[rows], state)
+    return map_tensors(lambda a: a[rows], state)
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from kernels import cuda, fused
+from runtime.torch_private import constant_when_compiled, transformed
 
 ROOT = Path(__file__).resolve().parent.parent
 SCAN = ROOT / "longhorn_scan.cu"
@@ -78,36 +79,6 @@ def plain(*ops):
         yield
     finally:
         _forced_plain.difference_update(added)
-
-
-def constant_when_compiled(function):
-    """torch.compiler.assume_constant_result without importing torch._dynamo, which takes 2 s of CPU at every start."""
-    function._dynamo_marked_constant = True
-    return function
-
-
-def not_compiled(function):
-    """torch.compiler.disable, applied only once torch._dynamo has been imported, for the same reason."""
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not hasattr(function, "disabled"):
-            function.disabled = torch.compiler.disable(function)
-        return function.disabled(*args, **kwargs)
-
-    run._torchdynamo_disable = True  # a graph that reaches this function breaks here
-    return run
-
-
-def transformed():
-    """Whether a transform of torch.func or forward-mode AD is active: the kernels have no rules for these."""
-    return torch.autograd.forward_ad._current_level >= 0 or _in_torch_func()
-
-
-@constant_when_compiled  # inside torch.func the tensors are of another kind, so that torch.compile makes a new graph
-def _in_torch_func():
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels import build, fused
+from runtime import torch_private
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states that its backward starts from
@@ -51,14 +52,15 @@ def check_shapes(op, beside, device, wanted, optional=()):
             raise ValueError(f"{op}: {name} is on {a.device}, {beside.split()[0]} on {device}: move them to one device")
 
 
-@build.not_compiled  # unrolled over time, a graph of it would have thousands of nodes per layer
+@torch_private.not_compiled  # unrolled over time, a graph of it would have thousands of nodes per layer
 def in_pieces(loop, timed, state):
     """loop(*timed, state) -> (y, state after it), in pieces of PIECE steps; the backward recomputes one at a time.
 
     timed: tensors (B, T, ...) or None. Kept for the backward are the inputs and the states between the pieces.
     """
     T, ys = timed[0].shape[1], []
-    recompute = torch.is_grad_enabled() and T > PIECE and not build.transformed()  # torch.func has no checkpoints
+    # torch.func has no checkpoints
+    recompute = torch.is_grad_enabled() and T > PIECE and not torch_private.transformed()
     for t in range(0, T, PIECE):
         part = [None if a is None else a[:, t:t + PIECE] for a in timed]
         y, state = checkpoint(loop, *part, state, use_reentrant=False) if recompute else loop(*part, state)
@@ -113,7 +115,7 @@ def documents_of(x):
     return _documents
 
 
-@build.not_compiled
+@torch_private.not_compiled
 def by_document(f, tensors, found):
     """f of each document's tensors (1, its length, ...), joined again; None stays. The plain way, and slow where
     documents are short."""
@@ -175,7 +177,7 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
 
         backward = staticmethod(gradient)
 
-    apply = super(torch.autograd.Function, Eager).apply  # without Function.apply's Python, which is for transforms
+    apply = torch_private.fast_apply(Eager)
 
     def run(*args):
         if not is_plain(args[0]):
@@ -186,9 +188,9 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
 
 
 def is_plain(a):
-    """Whether a is an ordinary tensor, and no compiler, mode or transform of PyTorch watches what is done to it."""
+    """Whether a is an ordinary tensor in plain eager mode (no compile, modes or transforms)."""
     return (type(a) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-            and not torch._C._len_torch_dispatch_stack() and not torch._C._functorch.is_batchedtensor(a))
+            and not torch_private.dispatch_modes() and not torch_private.is_batched(a))
 
 
 def tensors_only(like, found):
@@ -243,7 +245,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     return y if found is None or state is not None else _conv_anew(y, x, weight, bias, silu, found)
 
 
-@build.not_compiled  # how many documents there are differs from batch to batch
+@torch_private.not_compiled  # how many documents there are differs from batch to batch
 def _conv_anew(y, x, weight, bias, silu, found):
     """y, with the first W - 1 tokens of each document computed again from its own."""
     W = weight.shape[1]
@@ -266,7 +268,7 @@ def _conv_torch(x, weight, bias, state, silu):
     return F.silu(y) if silu else y
 
 
-@build.not_compiled  # a C++ extension, opaque to the compiler
+@torch_private.not_compiled  # a C++ extension, opaque to the compiler
 def _conv_fused(x, weight, bias, silu):
     y = fused.call("causal_conv1d", x.transpose(1, 2), weight, bias, activation="silu" if silu else None)
     return y.transpose(1, 2)

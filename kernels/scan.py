@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import build, fused, ops
+from runtime import torch_private
 
 _passed = set()  # kinds of arguments: see _check
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; there eps is 0 anyway
@@ -163,7 +164,7 @@ def selective_scan_ref(*args, **kwargs):
     return selective_scan(*args, **{**kwargs, "backend": "torch"})
 
 
-@build.not_compiled  # a C++ extension, opaque to the compiler
+@torch_private.not_compiled  # a C++ extension, opaque to the compiler
 def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
     dtype = build.compute_dtype(u)
     u, delta, B, C, z = (None if a is None else a.to(dtype).transpose(1, 2) for a in (u, delta, B, C, z))  # (B, D, T)
@@ -240,7 +241,7 @@ def _check_cu_seqlens(cu, B, T, device):
         raise ValueError("scan: cu_seqlens is on meta, where it has no values: the scan needs them")
     right = (cu[0] == 0) & (cu[-1] == T) & (cu[1:] >= cu[:-1]).all()
     if cu.is_cuda:
-        torch._assert_async(right, f"scan: cu_seqlens must rise from 0 to T = {T}")
+        torch_private.assert_async(right, f"scan: cu_seqlens must rise from 0 to T = {T}")
     elif not right:
         values = f"{cu.tolist()[:8]}{' ...' if len(cu) > 8 else ''}"
         raise ValueError(f"scan: cu_seqlens must rise from 0 to T = {T}, got {values}")

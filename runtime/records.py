@@ -237,8 +237,8 @@ def code_identity():
              if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}
     names = sorted(path.as_posix() for path in paths | set(map(Path, NATIVE_SOURCES))
                    if not path.parts[0].startswith("."))  # not .venv
-    files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest()[:12]
-             for name in names if not name.startswith(NO_TRACE)}
+    contents = {name: (root / name).read_bytes() for name in names if not name.startswith(NO_TRACE)}
+    files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
     return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
             "code_files": files}
 
