@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.ops import same_documents
 from runtime.errors import ConfigError, env_int, is_out_of_memory, main_error
+from runtime.torch_private import average_gradients
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
@@ -321,7 +322,7 @@ def micro_batches(forward, config, data, step):
         if config.parallel == "hsdp":  # shards are summed after every one: whole gradients are large
             forward.set_requires_all_reduce(following is None)
         elif config.parallel == "ddp" and world_size() > 1:
-            forward.require_backward_grad_sync = following is None
+            average_gradients(forward, following is None)
         yield batch
         batch = following
 
