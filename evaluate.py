@@ -83,11 +83,11 @@ def main(argv):
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
     dtype = distributed.pick_dtype(config.dtype, device)
     adapter, start = harness.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype), time.perf_counter()
-    found = harness.evaluate(adapter, loaded, config.limit)
+    output = harness.evaluate(adapter, loaded, config.limit)
     longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
-    if found is None:
+    if output is None:
         return
-    results, block = found["results"], lm.config.block_size
+    results, block = output["results"], lm.config.block_size
     print(tasks.results_table(results))
     if set(tasks.PAPER) <= results.keys():
         print("\n" + tasks.table2(Path(config.out_dir).name, results))
@@ -97,7 +97,7 @@ def main(argv):
     write(Path(config.out_dir) / "eval_tasks.json", {
         "step": meta.get("step"), "tokens": meta.get("tokens"), "limit": config.limit, "max_length": config.max_length,
         "dtype": str(dtype).removeprefix("torch."), "tokenizer": text.name, "longest": max(longest),
-        "seconds": round(time.perf_counter() - start, 1), **found, "harness": harness.VERSION,
+        "seconds": round(time.perf_counter() - start, 1), **output, "harness": harness.VERSION,
         "environment": environment()})
 
 

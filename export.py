@@ -97,7 +97,7 @@ RWKV_NAMES = {"ln1.weight": "0.norm.weight", "ln1.bias": "0.norm.bias", "attenti
                  for name in ("key", "value", "receptance", "output")},
               **{f"feed_forward.{name}.weight": f"1.mixer.{name}.weight" for name in ("key", "value", "receptance")}}
 # family: (name of layer i, {name in it: name here}, [(name of a part there, name here of the whole, the parts)])
-LAYERS = {"llama": ("model.layers.{}.", {f"{there}.weight": f"{here}.weight" for there, here in LLAMA_NAMES.items()},
+LAYERS = {"llama": ("model.layers.{}.", {f"{there}.weight": f"{ours}.weight" for there, ours in LLAMA_NAMES.items()},
                     [("self_attn.{}_proj.weight", "0.mixer.qkv.weight", "qkv")]),  # rotated as halves on both sides
           "mamba": ("backbone.layers.{}.", MAMBA_NAMES, []),
           "rwkv4": ("rwkv.blocks.{}.", RWKV_NAMES,
@@ -119,15 +119,16 @@ def names(config):
     kind = family(config)
     if kind not in ENDS:
         return {name: (name, None) for name in skeleton(config).state_dict()}
-    found = {name: (here, None) for name, here in ENDS[kind].items()}
+    mapping = {name: (prefix, None) for name, prefix in ENDS[kind].items()}
     layer, whole_names, fused = LAYERS[kind]
     for i in range(2 * config.n_layer if kind == "mamba" else config.n_layer):
         there = layer.format(i)
-        here = f"layers.{i // 2}.branches.{i % 2}." if kind == "mamba" else f"layers.{i}.branches."
+        prefix = f"layers.{i // 2}.branches.{i % 2}." if kind == "mamba" else f"layers.{i}.branches."
         for name, whole_name, parts in fused:
-            found |= {there + name.format(part): (here + whole_name, (k, len(parts))) for k, part in enumerate(parts)}
-        found |= {there + name: (here + own, None) for name, own in whole_names.items()}
-    return found
+            mapping |= {there + name.format(part): (prefix + whole_name, (k, len(parts)))
+                        for k, part in enumerate(parts)}
+        mapping |= {there + name: (prefix + our_name, None) for name, our_name in whole_names.items()}
+    return mapping
 
 
 def skeleton(config):
@@ -139,8 +140,8 @@ def skeleton(config):
 def as_in_file(state, config):
     """{name in the file: tensor} of a state_dict of ours; views where they can be."""
     tensors = {}
-    for name, (here, part) in names(config).items():
-        tensors[name] = state[here] if part is None else state[here].chunk(part[1])[part[0]]
+    for name, (our_name, part) in names(config).items():
+        tensors[name] = state[our_name] if part is None else state[our_name].chunk(part[1])[part[0]]
         if name.endswith("conv1d.weight"):
             tensors[name] = tensors[name].unsqueeze(1)  # (d_inner, 1, d_conv)
         if ".time_mix_" in name:
@@ -204,11 +205,12 @@ def from_hf(config, tensors):
     check_tensors(expected, tensors, ours.model)
     dtype = functools.reduce(torch.promote_types, (tensors[name].dtype for name in expected), torch.float32)
     parts = {}
-    for name, (here, _) in names(ours).items():
+    for name, (our_name, _) in names(ours).items():
         t = tensors[name].detach().to("cpu", dtype)
-        parts.setdefault(here, []).append(1 - t if ".time_mix_" in name else t)
-    state = {here: torch.cat(pieces) for here, pieces in parts.items()}  # copies
-    lm.load_state_dict({here: t.reshape(lm.get_parameter(here).shape) for here, t in state.items()}, assign=True)
+        parts.setdefault(our_name, []).append(1 - t if ".time_mix_" in name else t)
+    state = {our_name: torch.cat(pieces) for our_name, pieces in parts.items()}  # copies
+    shaped = {our_name: t.reshape(lm.get_parameter(our_name).shape) for our_name, t in state.items()}
+    lm.load_state_dict(shaped, assign=True)
     return lm.eval()
 
 
@@ -220,9 +222,9 @@ def check_tensors(expected, tensors, kind):
     for name, t in expected.items():
         if name not in tensors:
             raise ConfigError(f"the tensor {name} is missing: the weights are not those of a {kind} of this config")
-        found, dtype = tuple(tensors[name].shape), tensors[name].dtype
-        if found != t.shape:
-            raise ConfigError(f"the tensor {name} is {found} where the config asks for {tuple(t.shape)}")
+        shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
+        if shape != t.shape:
+            raise ConfigError(f"the tensor {name} is {shape} where the config asks for {tuple(t.shape)}")
         if dtype not in FLOATS:
             raise ConfigError(f"the tensor {name} is {dtype}: only float64, float32, bfloat16 and float16 are "
                               "supported, no quantised weights")
@@ -380,7 +382,7 @@ def tokenizer_files(meta, vocab=None):
     """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
-        own = text.tokenizer_json()
+        tokenizer_json = text.tokenizer_json()
     except (ValueError, KeyError) as error:
         if meta.get("tokenizer"):
             print(f"without tokenizer files: {error}", file=sys.stderr)
@@ -390,7 +392,7 @@ def tokenizer_files(meta, vocab=None):
     end = text.end_of_text
     if end:
         settings |= {"bos_token": end, "eos_token": end}
-    texts = json.dumps(own, ensure_ascii=False), json.dumps(settings, indent=1)
+    texts = json.dumps(tokenizer_json, ensure_ascii=False), json.dumps(settings, indent=1)
     return dict(zip(TOKENIZER, texts, strict=True)), text.eot_token if end else None
 
 
@@ -459,9 +461,9 @@ def export_run(config):
     files, end_of_text = tokenizer_files(meta, config.vocab)
     there, tensors = to_hf(lm, getattr(torch, config.dtype), end_of_text)
     there["run"] = {key: meta.get(key) for key in ("tokenizer", "table", "step", "tokens", "data")}
-    own = there["model_type"] == "longhorn"
-    write(config.to, there, tensors, config.overwrite, files | ({CODE: modelling_code()} if own else {}))
-    count, trust = sum(t.numel() for t in tensors.values()), ", trust_remote_code=True" if own else ""
+    is_ours = there["model_type"] == "longhorn"
+    write(config.to, there, tensors, config.overwrite, files | ({CODE: modelling_code()} if is_ours else {}))
+    count, trust = sum(t.numel() for t in tensors.values()), ", trust_remote_code=True" if is_ours else ""
     print(f"wrote {config.to}: {count:,} parameters; load it with AutoModelForCausalLM.from_pretrained({config.to!r}"
           f"{trust})")
     if config.push:

@@ -70,8 +70,8 @@ def token_shift(x, last):
     """The token before each: x (B, T, d) shifted by one step, with `last` (B, d), or zeros, in front, and
     zeros where a document begins."""
     first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
-    before, found = torch.cat([first, x[:, :-1]], 1), documents_of(x) if last is None else None  # (B, T, d)
-    return before if found is None else before.masked_fill(found.starts[..., None], 0)
+    before, packed = torch.cat([first, x[:, :-1]], 1), documents_of(x) if last is None else None  # (B, T, d)
+    return before if packed is None else before.masked_fill(packed.starts[..., None], 0)
 
 
 def ramp(n):

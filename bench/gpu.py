@@ -56,7 +56,7 @@ class Stage(NamedTuple):
     name: str
     limit_s: float
     command: object                           # (context) -> [argument, ...]; may raise Skip
-    summary: object = lambda found, text: ""  # (records, output) -> the numbers that matter, in one line
+    summary: object = lambda rows, text: ""  # (records, output) -> the numbers that matter, in one line
     verdict: object = by_exit_status          # (exit status, output) -> (status, reason)
 
 
@@ -99,13 +99,13 @@ def run_limited(command, limit_s, log):
 
 def read_records(path):
     """The JSON lines of a file; a torn last line is dropped."""
-    found = []
+    rows = []
     for line in Path(path).read_text(errors="replace").splitlines() if Path(path).exists() else []:
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return rows
 
 
 def run_stage(stage, context, limit_s, log):
@@ -128,7 +128,7 @@ def run_stage(stage, context, limit_s, log):
         with open(log, "rb") as file:
             file.seek(begin)
             text = file.read().decode(errors="replace")
-        found = read_records(context.record)
+        rows = read_records(context.record)
     if status is None:
         verdict = "over time", f"killed at its limit of {limit_s:.0f} s; what it had found by then is kept"
     elif status < 0:
@@ -136,10 +136,10 @@ def run_stage(stage, context, limit_s, log):
     else:
         verdict = stage.verdict(status, text)
     try:
-        summary = stage.summary(found, text)
+        summary = stage.summary(rows, text)
     except Exception as error:  # the records are there all the same
         summary = f"no summary ({type(error).__name__}: {error})"
-    return result | {"command": shown, "exit_status": status, "seconds": round(seconds, 2), "records": found,
+    return result | {"command": shown, "exit_status": status, "seconds": round(seconds, 2), "records": rows,
                      "status": verdict[0], "reason": verdict[1], "summary": summary}
 
 
@@ -213,9 +213,9 @@ def tool(name):
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join([*folders, "/usr/local/cuda/bin"]))
 
 
-def environment_summary(found, text):
-    gpu = found[0]["device"]
-    missing = [r.get("tool") or r["package"] for r in found[1:] if r.get("missing") or not r.get("path", True)]
+def environment_summary(rows, text):
+    gpu = rows[0]["device"]
+    missing = [r.get("tool") or r["package"] for r in rows[1:] if r.get("missing") or not r.get("path", True)]
     return f"{gpu['name']}, torch {gpu['torch']}, CUDA {gpu.get('cuda')}; not found: {', '.join(missing) or 'nothing'}"
 
 
@@ -256,16 +256,16 @@ def build(emit, dry_run, budget_s):
     first, *arguments = next(iter(wanted))
     emit(first_kernel_seconds=first(*arguments)[1])
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        jobs = {what: pool.submit(*what) for what in wanted}
-    failed = [f"{what[1:]}: {in_one_line(job.exception())}" for what, job in jobs.items() if job.exception()]
+        jobs = {job_key: pool.submit(*job_key) for job_key in wanted}
+    failed = [f"{job_key[1:]}: {in_one_line(job.exception())}" for job_key, job in jobs.items() if job.exception()]
     emit(kernels=len(jobs) - len(failed), seconds=time.perf_counter() - start)
     if failed:
         sys.exit(f"{len(failed)} of {len(jobs)} kernels did not compile: {failed[0]}")
 
 
-def build_summary(found, text):
-    first = "".join(f", the first in {r['first_kernel_seconds']:.1f} s" for r in found if "first_kernel_seconds" in r)
-    return f"{found[-1]['kernels']} kernels in {found[-1]['seconds']:.1f} s{first} (0.0: compiled before)"
+def build_summary(rows, text):
+    first = "".join(f", the first in {r['first_kernel_seconds']:.1f} s" for r in rows if "first_kernel_seconds" in r)
+    return f"{rows[-1]['kernels']} kernels in {rows[-1]['seconds']:.1f} s{first} (0.0: compiled before)"
 
 
 def small(emit, dry_run, budget_s):
@@ -337,8 +337,8 @@ def variants(emit, dry_run, budget_s):
             command = [sys.executable, __file__, "--stage=timed", f"--record={record}", *["--dry_run"] * dry_run]
             run = subprocess.run(command, capture_output=True, text=True,
                                  env=os.environ | {"LONGHORN_CUDA_DEFINES": defines})
-            for found in read_records(record):
-                emit(defines=defines, **found)
+            for row in read_records(record):
+                emit(defines=defines, **row)
         if run.returncode:
             failed.append(f"{defines or 'as it is'}: {last_line(run.stdout + run.stderr)}")
             emit(defines=defines, failed=failed[-1])
@@ -346,13 +346,13 @@ def variants(emit, dry_run, budget_s):
         sys.exit(failed[0])
 
 
-def times_summary(found, text):
+def times_summary(rows, text):
     """The times of each variant or contender at the first shape."""
-    rows = [r for r in found if "forward" in r]
+    rows = [r for r in rows if "forward" in r]
     words = []
     for r in rows:
         if all(r.get(n) == rows[0].get(n) for n in "BTDN"):
-            times = " / ".join(f"{1e3 * r[what]['median_seconds']:.2f}" for what in ("forward", "backward"))
+            times = " / ".join(f"{1e3 * r[direction]['median_seconds']:.2f}" for direction in ("forward", "backward"))
             words.append(f"{r.get('defines', r['contender']) or 'as it is'} {times}")
     return f"ms forward / backward: {', '.join(words)}"
 
@@ -373,8 +373,8 @@ def convolution(emit, dry_run, budget_s):
         a = {"x": both[..., :D], "weight": torch.randn(D, 4, device=gpu.name), "bias": torch.randn(D, device=gpu.name)}
         dy = torch.randn(B, T, D, device=gpu.name).bfloat16()
         true = conv_results({n: v.double() for n, v in a.items()}, dy, "torch")
-        found = measure.compare(conv_results(a, dy, gpu.backend), true, 64 * measure.EPS)
-        failed += [f"wrong at B={B} T={T} D={D}: {n}" for n, r in found.items() if not r["right"]]
+        errors = measure.compare(conv_results(a, dy, gpu.backend), true, 64 * measure.EPS)
+        failed += [f"wrong at B={B} T={T} D={D}: {n}" for n, r in errors.items() if not r["right"]]
         del true
 
         def contender(backend, a=a, dy=dy):
@@ -383,8 +383,9 @@ def convolution(emit, dry_run, budget_s):
 
         contenders = {backend: functools.partial(contender, backend) for backend in (gpu.backend, "torch", "fused")}
         for row in scan_cuda.time_contenders(contenders, gpu, 3 if dry_run else 20):
-            for what, passes in (("forward", 2), ("backward", 3)) if "reason" not in row else ():
-                row[what]["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / row[what]["median_seconds"]
+            for direction, passes in (("forward", 2), ("backward", 3)) if "reason" not in row else ():
+                times = row[direction]
+                times["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / times["median_seconds"]
             emit(B=B, T=T, D=D, **row)
     if failed:
         sys.exit(failed[0])
@@ -415,7 +416,7 @@ def tests(context):
             "-k", "test_gpu", *["--collect-only"] * context.dry_run]
 
 
-def tests_summary(found, text):
+def tests_summary(rows, text):
     counts = re.findall(r".*\d+ (?:passed|failed|errors?|skipped|tests? collected).*", text)
     return counts[-1].strip("= ") if counts else ""
 
@@ -447,7 +448,7 @@ def training(name, limit_s, T, *options):
     return Stage(name, limit_s, command, in_short)
 
 
-def in_short(found, text):
+def in_short(rows, text):
     return "; ".join(re.findall(r"^in short: (.*)", text, re.M))
 
 
@@ -494,7 +495,7 @@ def preset(name, *command_line):
             return "ok", "its time is over: the same command goes on with it"
         return by_exit_status(status, text)
 
-    return Stage(name, 150, command, lambda found, text: last_line(text), verdict)
+    return Stage(name, 150, command, lambda rows, text: last_line(text), verdict)
 
 
 FUNCTIONS = {f.__name__: f for f in (environment, build, convolution, small, profiled, timed, variants)}

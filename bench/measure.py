@@ -91,14 +91,14 @@ def values_and_gradients(f, a, dtype=None):
 def compare(got, true, slack):
     """{name: {"relative_error", "tolerance", "right"}}; the tolerance is `slack` plus half a unit of the result's
     dtype."""
-    found = {}
+    comparisons = {}
     for name, want in true.items():
         have = got[name]
         rounding = 0.0 if have.dtype == torch.float32 else torch.finfo(have.dtype).eps / 2
         error = ((have.double() - want).norm() / (want.norm() + TINY)).item()
         tolerance = slack + rounding
-        found[name] = {"relative_error": error, "tolerance": tolerance, "right": error <= tolerance}  # NaN is not right
-    return found
+        comparisons[name] = {"relative_error": error, "tolerance": tolerance, "right": error <= tolerance}  # NaN: no
+    return comparisons
 
 
 # ------------------------------------------------------------------------------------------------------ time and memory
@@ -109,10 +109,10 @@ def in_turn(timed, rounds):
     Whatever else the machine does then falls on all of them alike. `rounds` is a number, or {name: number}.
     """
     times = {name: [] for name in timed}
-    each = rounds if isinstance(rounds, dict) else dict.fromkeys(timed, rounds)
-    for round_ in range(max(each.values(), default=0)):
+    rounds_of = rounds if isinstance(rounds, dict) else dict.fromkeys(timed, rounds)
+    for round_ in range(max(rounds_of.values(), default=0)):
         for name, f in timed.items():
-            if round_ < each[name]:
+            if round_ < rounds_of[name]:
                 times[name].append(f())
     return times
 
@@ -162,9 +162,9 @@ def kept_bytes(forward):
 
 def state_bytes(state):
     """(bytes of the numbers in a nested state, bytes of the storages that they keep alive)."""
-    found = tensors(state)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
-    return sum(t.numel() * t.element_size() for t in found), sum(storages.values())
+    state_tensors = tensors(state)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors}
+    return sum(t.numel() * t.element_size() for t in state_tensors), sum(storages.values())
 
 
 def tensors(state):

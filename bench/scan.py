@@ -77,14 +77,14 @@ def check(a):
     """Errors and tolerances of the native kernels, printed; exits if one is above its tolerance."""
     true = measure.values_and_gradients(lambda **kw: longhorn_scan_ref(**kw, return_state=True), a, torch.float64)
     got = measure.values_and_gradients(lambda **kw: longhorn_scan(**kw, return_state=True, backend="cpu"), a)
-    found = measure.compare(got, true, slack=16 * EPS)
-    errors = ", ".join(f"{n} {r['relative_error']:.1e}" for n, r in found.items())
+    comparisons = measure.compare(got, true, slack=16 * EPS)
+    errors = ", ".join(f"{n} {r['relative_error']:.1e}" for n, r in comparisons.items())
     print(f"relative error against the loop in float64: {errors}")
-    wrong = [f"{n} (at most {r['tolerance']:.1e})" for n, r in found.items() if not r["right"]]
+    wrong = [f"{n} (at most {r['tolerance']:.1e})" for n, r in comparisons.items() if not r["right"]]
     if wrong:
         sys.exit(f"bench/scan.py: the native kernels are wrong in {', '.join(wrong)}, so nothing was timed. "
                  "Look closer: python -m pytest tests/test_scan.py")
-    return {what: {n: r[what] for n, r in found.items()} for what in ("relative_error", "tolerance")}
+    return {key: {n: r[key] for n, r in comparisons.items()} for key in ("relative_error", "tolerance")}
 
 
 def time_bodies(B, T, D, N, dtype, extras, repeats, slow_repeats):
@@ -97,42 +97,44 @@ def time_bodies(B, T, D, N, dtype, extras, repeats, slow_repeats):
     dy = torch.randn(B, T, D, generator=torch.Generator().manual_seed(2)).to(dtype)
     graded = leaves(a)
 
-    def once(name, what, a=a, graded=graded, dy=dy):
+    def once(name, direction, a=a, graded=graded, dy=dy):
         start = time.perf_counter()
-        if what == "forward":
+        if direction == "forward":
             BODIES[name](**a)
         else:
             torch.autograd.grad(BODIES[name](**graded), list(graded.values()), dy)
         return time.perf_counter() - start
 
-    def timed(name, what):
+    def timed(name, direction):
         gc.collect()
-        return [once(name, what) for _ in range(repeats if name == "cpu" else 1)]
+        return [once(name, direction) for _ in range(repeats if name == "cpu" else 1)]
 
     few = {n: v[:, :4] if v.dim() == 3 else v for n, v in a.items()}
     for name in BODIES:
         once(name, "forward_backward", graded=leaves(few), dy=dy[:, :4])  # warm-up
     timed("cpu", "forward_backward")
-    rounds = {(name, what): slow_repeats for name in BODIES for what in PASSES}
+    rounds = {(name, direction): slow_repeats for name in BODIES for direction in PASSES}
     rounds |= {key: min(2, slow_repeats) for key in rounds if key[0] == "loop over Eq. 1"}  # tens of seconds each
     times = measure.in_turn({key: lambda key=key: timed(*key) for key in rounds}, rounds)
-    seconds = {name: {what: measure.spread(sum(times[name, what], [])) for what in PASSES} for name in BODIES}
-    best = {what: t["median_seconds"] for what, t in seconds["cpu"].items()}
-    ratios = {name: {what: t["median_seconds"] / best[what] for what, t in s.items()} for name, s in seconds.items()}
+    seconds = {name: {direction: measure.spread(sum(times[name, direction], [])) for direction in PASSES}
+               for name in BODIES}
+    best = {direction: t["median_seconds"] for direction, t in seconds["cpu"].items()}
+    ratios = {name: {direction: t["median_seconds"] / best[direction] for direction, t in s.items()}
+              for name, s in seconds.items()}
     moved = measure.bytes_moved(B, T, D, N, dtype.itemsize, extras)
     return {"B": B, "T": T, "D": D, "N": N, "dtype": str(dtype).removeprefix("torch."), "with_D_z_dt_bias": extras,
             **accuracy, "seconds": seconds, "times_the_native_kernels": ratios,
             "native": {"tokens_per_second": B * T / best["forward_backward"],
-                       "bytes_per_second": {what: moved[what] / best[what] for what in PASSES}}}
+                       "bytes_per_second": {direction: moved[direction] / best[direction] for direction in PASSES}}}
 
 
 def print_times(row):
     print(f"{'':20}{'forward':>12}{'quartiles':>22}{'x cpu':>8}{'fwd + bwd':>13}{'quartiles':>22}{'x cpu':>8}    (ms)")
     for name, seconds in row["seconds"].items():
         line = f"  {name:18}"
-        for what, width in zip(PASSES, (12, 13), strict=True):
-            t = seconds[what]
-            ratio = row["times_the_native_kernels"][name][what]
+        for direction, width in zip(PASSES, (12, 13), strict=True):
+            t = seconds[direction]
+            ratio = row["times_the_native_kernels"][name][direction]
             line += f"{1e3 * t['median_seconds']:{width}.2f}{measure.quartiles(t, 2):>22}{ratio:8.0f}"
         print(line)
     native = row["native"]

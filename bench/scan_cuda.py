@@ -238,10 +238,10 @@ def cases(tiny=False):
     the paper's shapes, the last with few rows, so that T is split into segments."""
     extremes = (dict(key=1000.0), dict(logit=1000.0), dict(key=1000.0, logit=1000.0))
     B, T, D = (2, 40, 24) if tiny else (2, 257, 200)
-    found = [(family, (B, T, D, N), dtype, {}) for family in ("longhorn", "mamba") for N, dtype in (
+    some = [(family, (B, T, D, N), dtype, {}) for family in ("longhorn", "mamba") for N, dtype in (
         (16, "bfloat16"), (16, "float32"), (16, "float16"), (64, "bfloat16"), (64, "float32"))]
-    found += [("longhorn", (1, T, 72, 16), dtype, extreme) for dtype in ("float32", "bfloat16") for extreme in extremes]
-    return found if tiny else found + [
+    some += [("longhorn", (1, T, 72, 16), dtype, extreme) for dtype in ("float32", "bfloat16") for extreme in extremes]
+    return some if tiny else some + [
         ("longhorn", PAPER, "bfloat16", {}), ("longhorn", PAPER, "float32", {}), ("mamba", PAPER, "bfloat16", {}),
         ("longhorn", PAPER, "bfloat16", extremes[2]), ("longhorn", PAPER, "float32", extremes[0]),
         ("longhorn", (16, 4096, 1536, 16), "bfloat16", {}), ("longhorn", (64, 1024, 1536, 64), "bfloat16", {}),
@@ -276,11 +276,11 @@ def check_case(family, shape, dtype, extreme, device):
         slack = 2e-5 if extreme else 64 * EPS + 2 * shape[1] * EPS * (family == "mamba")
         if family == "mamba_ssm":  # fast math, and sums by atomics: in another order in each run
             slack, same = 1e-3, None
-        found = measure.compare(got, true, slack)
+        comparisons = measure.compare(got, true, slack)
     except Exception as error:
         return {**row, "right": False, "reason": in_one_line(error)}
-    right = same is not False and all(r["right"] for r in found.values())
-    return {**row, "right": right, "two_runs_agree": same, "results": found}
+    right = same is not False and all(r["right"] for r in comparisons.values())
+    return {**row, "right": right, "two_runs_agree": same, "results": comparisons}
 
 
 def check(device, tiny=False, budget_s=math.inf):
@@ -374,7 +374,7 @@ def time_contenders(contenders, device, rounds=10, without=None):
         attempt(warm_up, name)
     times = measure.in_turn({name: lambda name=name: attempt(one_round, name) for name in runs}, runs)
     for name in ready:
-        rows[name] |= {what: measure.spread(seconds) for what, seconds in
+        rows[name] |= {direction: measure.spread(seconds) for direction, seconds in
                        zip(PASSES, zip(*times[name], strict=True), strict=True)}
     return list(rows.values())
 
@@ -389,9 +389,9 @@ def measure_shape(shape, dtype, device, bandwidth, rounds, without):
     moved = measure.bytes_moved(*shape, dtype.itemsize)
     moved["backward"] = moved["forward_backward"] - moved["forward"] - measure.chunk_state_bytes(*shape)
     for row in rows:
-        for what in PASSES if "reason" not in row else ():
-            share = moved[what] / bandwidth / row[what]["median_seconds"]
-            row[what]["share_of_bandwidth"] = share if row["contender"] in SCANS else None
+        for direction in PASSES if "reason" not in row else ():
+            share = moved[direction] / bandwidth / row[direction]["median_seconds"]
+            row[direction]["share_of_bandwidth"] = share if row["contender"] in SCANS else None
     return rows
 
 

@@ -131,27 +131,28 @@ def peer_model(package, config):
     d, layers, V = config.n_embd, config.n_layer, config.vocab_size
     if package == "mambapy":
         Mamba, MambaConfig = imported("mambapy.mamba", "Mamba"), imported("mambapy.mamba", "MambaConfig")
-        own = MambaConfig(d_model=d, n_layers=config.n_branches, dt_rank=config.dt_rank or "auto",
+        settings = MambaConfig(d_model=d, n_layers=config.n_branches, dt_rank=config.dt_rank or "auto",
                           d_state=config.d_state, expand_factor=config.expand, d_conv=config.d_conv)
-        module = nn.ModuleDict({"embed": nn.Embedding(V, d), "mamba": Mamba(own), "norm": nn.RMSNorm(d, eps=1e-5)})
+        module = nn.ModuleDict({"embed": nn.Embedding(V, d), "mamba": Mamba(settings), "norm": nn.RMSNorm(d, eps=1e-5)})
         weight = nn.init.normal_(module["embed"].weight, 0.0, 0.02)
         return module, lambda idx: F.linear(module["norm"](module["mamba"](module["embed"](idx))), weight)
     kind = {"llama": "Llama", "mamba": "Mamba", "rwkv4": "Rwkv"}[config.model]
     Config, Model = imported("transformers", f"{kind}Config"), imported("transformers", f"{kind}ForCausalLM")
     imported("transformers.utils.logging", "set_verbosity_error")()
-    own = dict(vocab_size=V, hidden_size=d, tie_word_embeddings=True, use_cache=False)
+    settings = dict(vocab_size=V, hidden_size=d, tie_word_embeddings=True, use_cache=False)
     with torch.device("meta"):
         mlp = LM(config).layers[0].branches[1].mixer
     if kind == "Llama":
-        own |= dict(num_hidden_layers=layers, intermediate_size=mlp.w1.out_features, num_attention_heads=config.n_head,
-                    max_position_embeddings=config.block_size, rms_norm_eps=1e-5)
+        settings |= dict(num_hidden_layers=layers, intermediate_size=mlp.w1.out_features,
+                         num_attention_heads=config.n_head, max_position_embeddings=config.block_size,
+                         rms_norm_eps=1e-5)
     elif kind == "Mamba":
-        own |= dict(num_hidden_layers=config.n_branches, state_size=config.d_state, expand=config.expand,
+        settings |= dict(num_hidden_layers=config.n_branches, state_size=config.d_state, expand=config.expand,
                     conv_kernel=config.d_conv, time_step_rank=config.dt_rank or "auto", use_mambapy=False)
     else:
-        own |= dict(num_hidden_layers=layers, attention_hidden_size=d, intermediate_size=mlp.key.out_features,
+        settings |= dict(num_hidden_layers=layers, attention_hidden_size=d, intermediate_size=mlp.key.out_features,
                     context_length=config.block_size, rescale_every=0)
-    module = Model(Config(**own))
+    module = Model(Config(**settings))
     return module, lambda idx: module(input_ids=idx).logits
 
 

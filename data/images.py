@@ -46,8 +46,8 @@ def load(name):
     """
     source = digits if name == "digits" else hub if name.startswith("hf:") else folder
     train, val, classes, about = source(name)
-    for here, there, splits in ((val, train, ("validation", "training")), (train, val, ("training", "validation"))):
-        missing = np.setdiff1d(there.labels, here.labels)
+    for split, there, splits in ((val, train, ("validation", "training")), (train, val, ("training", "validation"))):
+        missing = np.setdiff1d(there.labels, split.labels)
         if len(missing):
             raise DataError(f"{name}: {splits[0]} has no image of the class {classes[missing[0]]!r}, which "
                             f"{splits[1]} has: add some, or remove the class")
@@ -75,11 +75,11 @@ def folder(name):
         root = Path(name) / part
         if not root.is_dir():
             raise DataError(f"there is no folder {root}: {LAYOUT}; other data sets are digits and hf:NAME")
-        found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        classes = sorted({*found, *(classes or found)})
-        if not found:
+        folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        classes = sorted({*folders, *(classes or folders)})
+        if not folders:
             raise DataError(f"{root} has no folders of classes: {LAYOUT}")
-        files = [(path, c) for c in found for path in sorted((root / c).iterdir())
+        files = [(path, c) for c in folders for path in sorted((root / c).iterdir())
                  if path.suffix.lower() in Image.registered_extensions()]
         about += [f"{path.relative_to(name)} {path.stat().st_size}\n" for path, _ in files]
         splits.append(files)

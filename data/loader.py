@@ -90,8 +90,8 @@ class Tokens:
                 raise DataError(f"{file} is missing: {again}")
             size, expected = file.stat().st_size, entry["tokens"] * dtype.itemsize
             if size != expected:
-                what = "truncated" if size < expected else "longer than recorded"
-                raise DataError(f"{file} is {what}: {size:,} bytes where meta.json says {expected:,}: {again}")
+                problem = "truncated" if size < expected else "longer than recorded"
+                raise DataError(f"{file} is {problem}: {size:,} bytes where meta.json says {expected:,}: {again}")
         if n_tokens == 0:
             raise DataError(f"{path} is empty: prepare more data ({_prepare_command(self.folder, force=True)})")
         if block_size is not None and n_tokens < block_size + 1:
@@ -161,8 +161,9 @@ def _read_meta(folder):
     path = folder / "meta.json"
     how = _prepare_command(folder)
     if not folder.is_dir():
-        here = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
-        raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(here)}; or check the path")
+        recipes = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
+        raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(recipes)}; or check "
+                        "the path")
     if not path.exists():
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
@@ -444,14 +445,14 @@ class TokenData:
             if now == before:
                 continue
             if isinstance(now, str):
-                what = now
+                change = now
             elif now[1] != before[1]:
-                what = f"{before[1]:,} bytes then, {now[1]:,} now"
+                change = f"{before[1]:,} bytes then, {now[1]:,} now"
             else:
-                what = "replaced" if now[0] != before[0] else "written to"
+                change = "replaced" if now[0] != before[0] else "written to"
             name = getattr(split, "filename", self.tokens.folder)
             raise DataError(
-                f"{name} changed during the run ({what}): put the old file back, or prepare it again, and "
+                f"{name} changed during the run ({change}): put the old file back, or prepare it again, and "
                 "continue from the last checkpoint with --resume=auto"
             )
 

@@ -33,7 +33,7 @@ class MixtureData(TokenData):
 
     def windows(self, step, rank=0, world_size=1):
         """(windows_per_step / world_size, 2) int64: (set, its window) of this process in a step."""
-        own, per_step, cycle = self.rank_slice(rank, world_size), self.windows_per_step, sum(self.counts)
+        rank_part, per_step, cycle = self.rank_slice(rank, world_size), self.windows_per_step, sum(self.counts)
         out = np.empty((per_step, 2), dtype=np.int64)
         members = np.repeat(np.arange(len(self.counts)), self.counts)  # (cycle,)
         for c in range(step * per_step // cycle, ((step + 1) * per_step - 1) // cycle + 1):
@@ -46,7 +46,7 @@ class MixtureData(TokenData):
                 k, at = int(order[n - c * cycle]), int(place[n - c * cycle])
                 epoch, at = divmod(at, self.n_windows[k])
                 out[n - step * per_step] = k, permutation(self.n_windows[k], self.seed, epoch)[at]
-        return out[own]
+        return out[rank_part]
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
         """As TokenData's."""
@@ -78,13 +78,13 @@ def parse_mixture(text):
         return [(text, Fraction(1))]
     parts = [part.rpartition(":") for part in text.split(",")]
     try:
-        found = [(name.strip(), Fraction(share)) for name, _, share in parts]
+        sets = [(name.strip(), Fraction(share)) for name, _, share in parts]
     except (ValueError, ZeroDivisionError):
-        found = []
-    total = sum(share for _, share in found)
-    if not found or total != 1 or min(share for _, share in found) <= 0 or not all(name for name, _ in found):
+        sets = []
+    total = sum(share for _, share in sets)
+    if not sets or total != 1 or min(share for _, share in sets) <= 0 or not all(name for name, _ in sets):
         raise DataError(f"dataset={text}: give each set its share, as fineweb_edu:0.8,code:0.2, adding up to 1 (these "
                         f"add up to {float(total):g})")
-    if math.lcm(*(share.denominator for _, share in found)) > 10_000:
+    if math.lcm(*(share.denominator for _, share in sets)) > 10_000:
         raise DataError(f"dataset={text}: shares of at most four digits")
-    return found
+    return sets

@@ -140,8 +140,8 @@ def learn_bpe(texts, n_vocab):
 
 def add_tokenizer(parser, default, more=""):
     """The arguments --tokenizer and --vocab of a prepare.py."""
-    what = f"bytes, chars, {more}tiktoken:NAME, hf:NAME of the hub, or hf:FOLDER"
-    parser.add_argument("--tokenizer", default=default, metavar="KIND", help=f"{what} (default {default})")
+    choices = f"bytes, chars, {more}tiktoken:NAME, hf:NAME of the hub, or hf:FOLDER"
+    parser.add_argument("--tokenizer", default=default, metavar="KIND", help=f"{choices} (default {default})")
     parser.add_argument("--vocab", metavar="FOLDER", help="with a tiktoken encoding's files: no network is needed")
 
 
@@ -201,10 +201,10 @@ class Text:
         if self.kind == "tiktoken":
             return self.encoding.eot_token
         if self.kind == "hf":
-            found = [self.encoding.token_to_id(name) for name in END_OF_TEXT]
-            if not any(token is not None for token in found):
+            ids = [self.encoding.token_to_id(name) for name in END_OF_TEXT]
+            if not any(token is not None for token in ids):
                 raise DataError(f"{self.name} has no token that ends a text: one of {', '.join(END_OF_TEXT)}")
-            return next(token for token in found if token is not None)
+            return next(token for token in ids if token is not None)
         return 0 if self.kind == "bytes" else next((self.ids[c] for c in "\0\n" if c in self.ids), 0)
 
     def encode(self, text):

@@ -204,9 +204,9 @@ class HarnessLM(TemplateLM):
                 if not done[i]:
                     done[i] = token == self.eot_token_id
                     texts[i] += "" if done[i] else decoders[i].decode(token)
-                    found = [texts[i].find(stop) for stop in stops if stop and stop in texts[i]]
-                    if found:
-                        texts[i], done[i] = texts[i][: min(found)], True
+                    places = [texts[i].find(stop) for stop in stops if stop and stop in texts[i]]
+                    if places:
+                        texts[i], done[i] = texts[i][: min(places)], True
             if all(done):
                 break
         return texts
@@ -238,11 +238,11 @@ def load_tasks(names, include=None):
     loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         try:
-            found = manager.load([name])
+            loaded_task = manager.load([name])
         except Exception as error:  # of the data's library there are a dozen, and a task file may hold anything
             raise ConfigError(f"task {name if name in words else name['task']}: its data or its file cannot be read "
                               f"({type(error).__name__}: {' '.join(str(error).split())[:200]})") from None
-        for key, value in found.items():
+        for key, value in loaded_task.items():
             loaded[key].update(value)
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
@@ -258,14 +258,14 @@ def evaluate(lm, tasks, limit=None):
     """
     for task in tasks["tasks"].values():
         task._instances = None
-    found = evaluator.evaluate(lm, tasks, limit=limit or None, bootstrap_iters=1000)
-    if found is None:
+    output = evaluator.evaluate(lm, tasks, limit=limit or None, bootstrap_iters=1000)
+    if output is None:
         return None
     results = {name: {key.removesuffix(",none").replace(",", "_"): value for key, value in values.items()
-                      if isinstance(value, (int, float))} for name, values in found["results"].items()}
-    for name, samples in found["samples"].items():
+                      if isinstance(value, (int, float))} for name, values in output["results"].items()}
+    for name, samples in output["samples"].items():
         results[name] |= right_answers(lm, tasks["tasks"][name], samples)
-    return {"results": results, "versions": {name: v for name, v in found["versions"].items() if v is not None}}
+    return {"results": results, "versions": {name: v for name, v in output["versions"].items() if v is not None}}
 
 
 def right_answers(lm, task, samples):
@@ -280,7 +280,7 @@ def right_answers(lm, task, samples):
             context, answer = sample["arguments"][gold]
             nats.append(-sample["resps"][gold][0][0])
             tokens += len(lm._encode_pair(context, answer)[1] if context else lm.tok_encode(answer))
-    found = {"documents": len(samples)}
+    scores = {"documents": len(samples)}
     if kind == "multiple_choice":
-        found["chance"] = math.fsum(1 / len(task.doc_to_choice(sample["doc"])) for sample in samples) / len(samples)
-    return {**found, "perplexity": math.exp(math.fsum(nats) / tokens)} if tokens else found
+        scores["chance"] = math.fsum(1 / len(task.doc_to_choice(sample["doc"])) for sample in samples) / len(samples)
+    return {**scores, "perplexity": math.exp(math.fsum(nats) / tokens)} if tokens else scores

@@ -118,15 +118,15 @@ def embedded(folder, n=QUESTIONS):
 
     texts, tasks = held_out_files(folder), []
     for task, make in zip(EMBEDDED, (continuation, identifier), strict=True):
-        rng, found = random.Random(task), []
+        rng, questions = random.Random(task), []
         for _ in range(100 * n if texts else 0):
             text = rng.choices(texts, [len(t) for t in texts])[0]
-            found += filter(None, [make(rng, text)])
-            if len(found) == n:
+            questions += filter(None, [make(rng, text)])
+            if len(questions) == n:
                 break
-        if not found:
+        if not questions:
             raise DataError(f"{folder}: its held-out files are too few or too short for questions: prepare more data")
-        split = {"test": datasets.Dataset.from_list(found)}
+        split = {"test": datasets.Dataset.from_list(questions)}
         tasks.append({"task": task, "custom_dataset": lambda split=split, **_: split, "test_split": "test",
                       "num_fewshot": 0, "output_type": "multiple_choice", "doc_to_text": "context",
                       "doc_to_choice": "choices", "doc_to_target": "answer", "target_delimiter": "",
@@ -188,10 +188,10 @@ def results_table(results):
 
 def table2(name, results):
     """The paper's Table 2 with a row for this model: percent, and standard errors."""
-    found = [100 * results[task][metric] for task, (_, metric) in PAPER.items()]
+    percents = [100 * results[task][metric] for task, (_, metric) in PAPER.items()]
     errors = [100 * results[task].get(f"{metric}_stderr", math.nan) for task, (_, metric) in PAPER.items()]
     rows = [["", *(f"{column} {metric}" for column, metric in PAPER.values()), "mean"]]
-    for model, row in [*((f"{model} (paper)", row) for model, row in TABLE2.items()), (name, found)]:
+    for model, row in [*((f"{model} (paper)", row) for model, row in TABLE2.items()), (name, percents)]:
         rows.append([model, *(f"{x:.2f}" for x in row), f"{sum(row) / 8:.2f}"])
     return table([*rows, ["standard error", *(f"{x:.2f}" for x in errors), ""]]) + "\n" + FAULTS
 
@@ -207,8 +207,8 @@ def scores(results):
 
 def mean_perplexity(results):
     """The mean over tasks of their perplexities of right answers; None where no task has one."""
-    found = [values["perplexity"] for values in results.values() if "perplexity" in values]
-    return math.fsum(found) / len(found) if found else None
+    perplexities = [values["perplexity"] for values in results.values() if "perplexity" in values]
+    return math.fsum(perplexities) / len(perplexities) if perplexities else None
 
 
 def curve(run):
@@ -238,7 +238,7 @@ def report(runs, figure=None):
     last = {run: read_log(run, "tasks")[-1] for run in curves}
     sets = {run: {e["set"]: e["val_loss"] for e in read_log(run, "eval_set")} for run in curves}
     scores = dict.fromkeys(key for e in last.values() for key in e if key.endswith(("_acc", "_acc_norm")))
-    losses = dict.fromkeys(name for found in sets.values() for name in found)
+    losses = dict.fromkeys(name for metrics in sets.values() for name in metrics)
     rows = [["run", "tokens", "perplexity", *scores, *(f"val_loss {name}" for name in losses)]]
     for run, e in last.items():
         shown = [f"{100 * e[key]:.1f} +- {100 * e.get(key + '_stderr', math.nan):.1f}" if key in e else ""

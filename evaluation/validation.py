@@ -56,7 +56,7 @@ class Evaluate:
             metrics["compare_loss"] = self.loss(model, self.data, self.windows)[0]
         if final:
             metrics |= {"val_document_tokens": tokens, "val_document_losses":
-                        [round(each, 6) if math.isfinite(each) else None for each in losses]}
+                        [round(document_loss, 6) if math.isfinite(document_loss) else None for document_loss in losses]}
             metrics |= bits_per_byte(metrics["val_loss"], self.data)
             if "val_bits_per_byte" in metrics and self.data.meta.get("xz9_bits_per_byte"):
                 metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
@@ -72,9 +72,9 @@ class Evaluate:
         dtype = getattr(torch, self.config.dtype)
         tokens = max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)
         model.eval()
-        found = self.harness.evaluate(self.harness.HarnessLM(model, self.text, tokens, dtype=dtype), self.loaded)
+        output = self.harness.evaluate(self.harness.HarnessLM(model, self.text, tokens, dtype=dtype), self.loaded)
         model.train()
-        return found and self.scores(found["results"])
+        return output and self.scores(output["results"])
 
     @torch.no_grad()
     def loss(self, model, data, windows, by_document=False):

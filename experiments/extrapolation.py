@@ -124,13 +124,13 @@ def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
     inside = [(i, d["start"] + i * longest, d["name"])
               for d in documents or () for i in range((d["tokens"] - 1) // longest)]
     across = [(i, i * longest, None) for i in range((n_tokens - 1) // longest)]
-    found = sorted(inside) or across
-    n = min(len(found), eval_tokens // longest) if eval_tokens else len(found)
+    places = sorted(inside) or across
+    n = min(len(places), eval_tokens // longest) if eval_tokens else len(places)
     if n < 1:
         raise ConfigError(f"--eval_tokens={eval_tokens} is less than one sequence of the longest length, {longest}")
     if not inside:
         return [across[i * len(across) // n][1] for i in range(n)], None  # evenly over the split
-    _, starts, names = zip(*sorted(found[:n], key=lambda s: s[1]), strict=True)  # each document's first, then ...
+    _, starts, names = zip(*sorted(places[:n], key=lambda s: s[1]), strict=True)  # each document's first, then ...
     return list(starts), list(names)
 
 
@@ -202,19 +202,19 @@ def state_norms(lm, rows, positions, chunk):
 
     rms: the root mean square of a row's state, its mean over the rows.
     """
-    found, device, branches = {}, lm.embed.weight.device, [branch for _, branch in lm.branches()]
+    norms, device, branches = {}, lm.embed.weight.device, [branch for _, branch in lm.branches()]
     for end, _, state in read(lm, rows[:, :-1].to(device), rows[:, 1:].to(device), chunk, positions):
         if end not in positions:
             continue
         for i, (branch, s) in enumerate(zip(branches, sum(state, []), strict=True)):
             s = recurrent(branch, s)
             if s is not None:
-                entry = found.setdefault(f"{i} {type(branch.mixer).__name__}", {"positions": [], "rms": []})
+                entry = norms.setdefault(f"{i} {type(branch.mixer).__name__}", {"positions": [], "rms": []})
                 entry["positions"].append(end)
                 entry["rms"].append(s.double().flatten(1).square().mean(1).sqrt().mean().item())
-        if not found:
+        if not norms:
             break  # attention keeps a cache only
-    return found
+    return norms
 
 
 # --------------------------------------------------------------------------------------------------------- a checkpoint
@@ -234,14 +234,14 @@ def with_error(name, values):
 
 def summary(losses, T, reference=None):
     """The record of one length from its losses (K, M); reference: (length, losses there) to compare with."""
-    (K, M), each = losses.shape, losses.mean(1)
+    (K, M), means = losses.shape, losses.mean(1)
     by_position = in_bins(losses.reshape(-1, T)).reshape(K, M // T, -1).mean(1)
-    out = {"length": T, "sequences": K * (M // T), "tokens": K * M, **with_error("loss", each),
-           "perplexity": float(np.exp(each.mean())), "losses_of_longest_sequences": each.tolist(),
+    out = {"length": T, "sequences": K * (M // T), "tokens": K * M, **with_error("loss", means),
+           "perplexity": float(np.exp(means.mean())), "losses_of_longest_sequences": means.tolist(),
            "by_position": {"edges": bins(T), **with_error("loss", by_position)}}
     if reference:
         against, before = reference
-        out |= {"against": against, **with_error("difference", each - before.mean(1)), "difference_by_place": {
+        out |= {"against": against, **with_error("difference", means - before.mean(1)), "difference_by_place": {
             "edges": bins(M), **with_error("difference", in_bins(losses) - in_bins(before))}}
     return out
 
@@ -251,7 +251,7 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
 
     A length for which memory runs out, and what is longer, has only 'left_out', the reason.
     """
-    found, reference, device, longest = [], None, lm.embed.weight.device, lengths[-1]
+    measured, reference, device, longest = [], None, lm.embed.weight.device, lengths[-1]
     few = min(chunk, lengths[0])
     read_length(lm, rows[:1, : few + 1], few, chunk, 1)  # what is built, loaded and started once is not in the times
     for T in lengths:
@@ -264,19 +264,19 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
             reason = (f"memory ran out at {T} tokens ({in_one_line(error)}): take a smaller --batch_size "
                       f"({batch_size}) or --chunk ({chunk})")
             print(f"  {T:7} left out: {reason}")
-            return found + [{"length": left, "left_out": reason} for left in lengths if left >= T], {}
+            return measured + [{"length": left, "left_out": reason} for left in lengths if left >= T], {}
         row = summary(losses, T, reference)
-        if T == trained or not found and trained not in lengths:
+        if T == trained or not measured and trained not in lengths:
             reference = T, losses
         seconds = time.perf_counter() - began
         row |= {"state_bytes_per_sequence": held, "seconds": seconds, "tokens_per_second": row["tokens"] / seconds,
                 "peak_bytes": peak.bytes()}
-        found.append(row)
+        measured.append(row)
         print(f"  {T:7}  loss {row['loss']:.4f} +- {row['loss_standard_error']:.4f}, "
               f"perplexity {row['perplexity']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
     # separately, in other pieces: what was measured above is of whole chunks
     at = sorted(p for p in {longest, trained, *(16 << i for i in range(24))} if p <= longest)
-    return found, state_norms(lm, rows[:: -(-len(rows) // NORM_SEQUENCES)], at, chunk)
+    return measured, state_norms(lm, rows[:: -(-len(rows) // NORM_SEQUENCES)], at, chunk)
 
 
 def limited(lm, window):
@@ -341,9 +341,9 @@ def read_records(path):
     """The records of a file. Raises ConfigError where it holds none, or a table of them cannot be made."""
     try:
         with fields():
-            found = read_json(path)["extrapolation"]
-            table(found)
-            return found
+            records = read_json(path)["extrapolation"]
+            table(records)
+            return records
     except BadRecord as error:
         raise ConfigError(f"{path} is no record of this experiment ({error}): give the .json that eval or run wrote, "
                           "or move it away and run the same command") from None
@@ -357,10 +357,10 @@ def mib(n_bytes, digits=3):
     return f"{np.float64(n_bytes) / 2**20:.{digits}f}"  # None is NaN
 
 
-def by_name(found):
+def by_name(records):
     """{name: its records, one per seed}: a run's name without its seed."""
     groups = {}
-    for r in found:
+    for r in records:
         groups.setdefault(re.sub(r", seed \d+", "", r["run"]), []).append(r)
     return groups
 
@@ -383,13 +383,13 @@ def differences(groups, lengths):
     return ["", head, "|---" * (1 + len(lengths)) + "|", *rows] if rows else []
 
 
-def table(found):
+def table(records):
     """The records as Markdown: perplexity at each length, the paired difference of the loss, the cost of reading."""
-    lengths = sorted({x["length"] for r in found for x in r["lengths"]})
+    lengths = sorted({x["length"] for r in records for x in r["lengths"]})
     lines = [row_of("run", "trained at", *(f"T = {T}" for T in lengths)), "|---" * (2 + len(lengths)) + "|"]
     notes = [f"Left out: {r['run']} at {x['length']}: {x['left_out']}."
-             for r in found for x in r["lengths"] if "left_out" in x]
-    costs, groups = [], by_name(found)
+             for r in records for x in r["lengths"] if "left_out" in x]
+    costs, groups = [], by_name(records)
     for name, seeds in groups.items():
         cells, trained = [], seeds[0]["checkpoint"]["block_size"]
         for T in lengths:
@@ -412,8 +412,8 @@ def table(found):
             costs.append(row_of(name, last["length"], mib(read[0]["state_bytes_per_sequence"]),
                                 mib(last["state_bytes_per_sequence"]), mib(last["peak_bytes"], 0),
                                 f"{last['tokens_per_second']:,.0f}", *rms))
-    r, texts, most = found[0], {x["text"]["sha256"] for x in found}, max(map(len, groups.values()))
-    codes = sorted({x["checkpoint"]["code"] for x in found})
+    r, texts, most = records[0], {x["text"]["sha256"] for x in records}, max(map(len, groups.values()))
+    codes = sorted({x["checkpoint"]["code"] for x in records})
     return "\n".join([
         *lines, "", "Perplexity; in brackets the loss minus that at the training length, in nats, paired, with its "
         f"standard error over {'sequences' if most == 1 else 'seeds, as the loss has it'}.", *notes,
@@ -433,7 +433,7 @@ def loudest(record):
     return dict(zip(branches[0]["positions"], rms.max(0).tolist(), strict=True)) if branches else {}
 
 
-def draw(found, path):
+def draw(records, path):
     """Perplexity against T (Figure 1, right); loss by position; what the longer past gains; the RMS of the state."""
     from matplotlib.figure import Figure
 
@@ -446,7 +446,7 @@ def draw(found, path):
         axis.plot(x, shown(y), **style)
         axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
 
-    for i, (name, seeds) in enumerate(by_name(found).items()):
+    for i, (name, seeds) in enumerate(by_name(records).items()):
         for r in seeds:
             style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
             if read := [x for x in r["lengths"] if "left_out" not in x]:
@@ -466,23 +466,23 @@ def draw(found, path):
         axis.set_xscale("log", base=2)
         axis.set(xlabel=x, ylabel=y, yscale="log" if axis in (length, norm) else "linear")
         axis.grid(alpha=0.3)
-        for trained in sorted({r["checkpoint"]["block_size"] for r in found}):
+        for trained in sorted({r["checkpoint"]["block_size"] for r in records}):
             axis.axvline(trained, color="black", ls="--", lw=0.9)
     for set_formatter in (length.yaxis.set_minor_formatter, length.yaxis.set_major_formatter):
         set_formatter(lambda y, _: f"{y:g}")
     length.legend(fontsize=8)
-    about, ran = in_words(found[0]["text"]), f"{found[0]['device']}, {found[0]['date'][:10]}"
+    about, ran = in_words(records[0]["text"]), f"{records[0]['device']}, {records[0]['date'][:10]}"
     figure.suptitle(f"trained at the dashed length; {about}; {ran}", fontsize=10)
     figure.tight_layout()
     save_figure(figure, path)
 
 
 def report(path):
-    found, text, picture = read_records(path), Path(path).with_suffix(".md"), Path(path).with_suffix(".png")
-    text.write_text(table(found), encoding="utf-8")
+    records, text, picture = read_records(path), Path(path).with_suffix(".md"), Path(path).with_suffix(".png")
+    text.write_text(table(records), encoding="utf-8")
     with fields(path):
-        draw(found, picture)
-    print(f"{table(found)}\npicture: {picture}, table: {text}")
+        draw(records, picture)
+    print(f"{table(records)}\npicture: {picture}, table: {text}")
 
 
 # ----------------------------------------------------------------------------------------------------------------- main

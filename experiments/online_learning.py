@@ -306,9 +306,10 @@ def check(row, count, seed):
         offs.append(((got - least).abs().max() / max(got.abs().max(), least.abs().max(), 1e-300)).item())
         curvatures.append(low)
         steps.append(step)
-    found = min(curvatures) > 1e-13 and max(steps) <= HOLDS
+    minimised = min(curvatures) > 1e-13 and max(steps) <= HOLDS
     return {"off": max(offs), "off_ordinary": max(offs[:math.ceil(count / 3)]), "smallest_curvature": min(curvatures),
-            "largest_last_step": max(steps), "draws": count, "found": found, "minimises": found and max(offs) <= HOLDS}
+            "largest_last_step": max(steps), "draws": count, "found": minimised,
+            "minimises": minimised and max(offs) <= HOLDS}
 
 
 def answer(row, S_prev, k, x, p):
@@ -366,7 +367,7 @@ def recall_rows(rows, correlation, streams, seed):
     """
     data = [make_pairs(max(PAIRS), D_STATE, N_STATE, correlation, torch.Generator().manual_seed(seed + s))
             for s in range(streams)]  # keys (n, N) and values (n, d) each
-    found = []
+    recalled = []
     for row in rows:
         tried, shares = [{}, *row.tune], []
         for setting in tried:
@@ -379,8 +380,8 @@ def recall_rows(rows, correlation, streams, seed):
             of = torch.stack([shares[s, :, which, i] for i, s in enumerate(at)])  # (len(PAIRS), streams)
             entry[name] = of.mean(1).tolist()
             entry[name + "_quartiles"] = of.quantile(torch.tensor([0.25, 0.75], dtype=of.dtype), 1).T.tolist()
-        found.append(entry)
-    return found
+        recalled.append(entry)
+    return recalled
 
 
 def least_squares_floor(n):
@@ -514,19 +515,19 @@ def read_update(path):
     """The row that a file describes: objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and if it likes name,
     note, L, S and tune. Raises ConfigError, one line."""
     path = regular(path)
-    found = runpy.run_path(str(path))
+    module = runpy.run_path(str(path))
     for name, wanted in (("objective", "S, S_prev, k, x, p"), ("update", "S_prev, k, x, p")):
-        if not callable(found.get(name)):
+        if not callable(module.get(name)):
             raise ConfigError(f"--add={path}: defines no function {name}({wanted})")
-    name, tune = str(found.get("name", path.stem)), found.get("tune", LENGTHS)
+    name, tune = str(module.get("name", path.stem)), module.get("tune", LENGTHS)
     if name in ROW:
         raise ConfigError(f"--add={path}: there is a row named {name!r} already: give yours another name = \"...\"")
     known = ["key", *vars(settings(1, 1))]
     if not all(isinstance(t, dict) and set(t) <= set(known) for t in tune):
         raise ConfigError(f"--add={path}: tune must be a list of settings such as [{{'beta': 0.9, 'key': 2.0}}], with "
                           f"numbers for {', '.join(known)}")
-    formulas = (str(found.get(name, f"{what} in {path.name}")) for name, what in (("L", "objective"), ("S", "update")))
-    return Update(name, *formulas, found["objective"], found["update"], "you", note=str(found.get("note", "")),
+    formulas = (str(module.get(name, f"{role} in {path.name}")) for name, role in (("L", "objective"), ("S", "update")))
+    return Update(name, *formulas, module["objective"], module["update"], "you", note=str(module.get("note", "")),
                   tune=tuple(tune), added=True)
 
 
@@ -536,12 +537,12 @@ def wrapped(text, indent=""):
     return textwrap.wrap(" ".join(text.split()), 120, subsequent_indent=indent)
 
 
-def verdict(found):
-    if found["minimises"]:
+def verdict(check):
+    if check["minimises"]:
         return "yes"
-    if found["found"]:
+    if check["found"]:
         return "NO"
-    return "NO: no one minimum" if found["smallest_curvature"] <= 1e-13 else "not known: no minimum was found"
+    return "NO: no one minimum" if check["smallest_curvature"] <= 1e-13 else "not known: no minimum was found"
 
 
 def report(record, rows):
@@ -554,10 +555,10 @@ def report(record, rows):
         off: the largest relative difference from a numerical minimiser, for draws of ordinary size and for all; yes: at
         most {HOLDS:g}. Mixers: how far the states of the mixers that train are off the update, in float32."""), ""]
     cells = [["family", "claimed by", "minimises it?", "off", "with extremes", "mixers of model.py"]]
-    for row, found in zip(rows, record["checks"], strict=True):
-        trained = ", ".join(f"{family} {off:.0e}" for family, off in found["mixers"].items()) or "-"
-        off = (f"{found[name]:.0e}" for name in ("off_ordinary", "off"))
-        cells.append([row.name, row.source, verdict(found), *off, trained])
+    for row, check in zip(rows, record["checks"], strict=True):
+        trained = ", ".join(f"{family} {off:.0e}" for family, off in check["mixers"].items()) or "-"
+        off = (f"{check[name]:.0e}" for name in ("off_ordinary", "off"))
+        cells.append([row.name, row.source, verdict(check), *off, trained])
     lines += [table(cells), ""]
     lines += [*(line for row in rows if row.note for line in wrapped(f"- {row.name}: {row.note}.", "  ")), ""]
     wide = max(high - low for rows in record["recall"].values() for r in rows for name in ("start", "best", "newest")
@@ -665,12 +666,12 @@ def measure(rows, draw_count, streams, seed):
 def unexpected(record, rows):
     """What differs from the claims of this file, one line each: an update or a mixer was changed."""
     lines = []
-    for row, found in zip(rows, record["checks"], strict=True):
-        if found["minimises"] != row.holds and not row.added:
-            lines.append(f"{row.name}: the update {'is' if found['minimises'] else 'is not'} the minimiser (off by "
-                         f"{found['off']:.1e}), contrary to what this file says of it")
+    for row, check in zip(rows, record["checks"], strict=True):
+        if check["minimises"] != row.holds and not row.added:
+            lines.append(f"{row.name}: the update {'is' if check['minimises'] else 'is not'} the minimiser (off by "
+                         f"{check['off']:.1e}), contrary to what this file says of it")
         lines += [f"{family}: its mixer is {off:.1e} off the update of {row.name}, more than {MIXER_HOLDS:g}"
-                  for family, off in found["mixers"].items() if not off <= MIXER_HOLDS]  # NaN is not right
+                  for family, off in check["mixers"].items() if not off <= MIXER_HOLDS]  # NaN is not right
     return lines
 
 

@@ -71,24 +71,24 @@ def translate(ptx, left_out=()):
     ptx = re.sub(r"//[^\n]*", "", ptx.rstrip("\0"))
     out, at, size = [], 0, None
     while ptx[at:].strip():
-        found = MODULE.match(ptx, at)
-        if not found:
+        match = MODULE.match(ptx, at)
+        if not match:
             raise ValueError(f"PTX that is not known here: {ptx[at:].strip()[:100]!r}")
-        if found["bytes"]:
-            out.append(f"alignas({found['align']}) unsigned char {found['name']}[{found['size']}] = {found['values']};")
-        elif found["shared"]:
-            out.append(f"constexpr uint32_t {found['shared']} = SHARED;")
-        elif found["kernel"]:
+        if match["bytes"]:
+            out.append(f"alignas({match['align']}) unsigned char {match['name']}[{match['size']}] = {match['values']};")
+        elif match["shared"]:
+            out.append(f"constexpr uint32_t {match['shared']} = SHARED;")
+        elif match["kernel"]:
             if size is None:
-                size = found["args"]
+                size = match["args"]
                 out.append(f"struct alignas(8) PtxArgs {{ char bytes[{size}]; }};\ntypedef PtxArgs ScanArgs, ConvArgs;")
-            if found["args"] != size:
-                raise ValueError(f"{found['kernel']} takes {found['args']} bytes of arguments, those before it {size}")
-            body = "\n".join(statements(found["body"], 1 + ptx.count("\n", 0, found.start("body")), found["param"]))
-            if found["kernel"] in left_out:
-                body = f'shim_trap("{found["kernel"]} was left out");'
-            out.append(f"void {found['kernel']}(const PtxArgs args) {{\nbegin();\n{body}\n}}")
-        at = found.end()
+            if match["args"] != size:
+                raise ValueError(f"{match['kernel']} takes {match['args']} bytes of arguments, those before it {size}")
+            body = "\n".join(statements(match["body"], 1 + ptx.count("\n", 0, match.start("body")), match["param"]))
+            if match["kernel"] in left_out:
+                body = f'shim_trap("{match["kernel"]} was left out");'
+            out.append(f"void {match['kernel']}(const PtxArgs args) {{\nbegin();\n{body}\n}}")
+        at = match.end()
     return "\n".join([f'#include "{SHIM}"', "using namespace ptx;", *out])
 
 
@@ -96,20 +96,20 @@ def statements(body, line, param):
     """The C++ of a kernel's instructions; `line` of the PTX is where they begin, `param` the name of its argument."""
     at = source = 0
     while body[at:].strip():
-        found = STATEMENT.match(body, at)
-        if not found:
+        match = STATEMENT.match(body, at)
+        if not match:
             raise ValueError(f"PTX that is not known here: {body[at:].strip()[:100]!r}")
-        line, at = line + body.count("\n", at, found.end()), found.end()
-        if found["source"]:
+        line, at = line + body.count("\n", at, match.end()), match.end()
+        if match["source"]:
             # other files are the compiler's own headers
-            source = int(found["source"]) if found["file"] == "1" else source
-        elif found["label"]:
-            yield name(found["label"]) + ":;"
-        elif found["brace"]:
-            yield found["brace"]
+            source = int(match["source"]) if match["file"] == "1" else source
+        elif match["label"]:
+            yield name(match["label"]) + ":;"
+        elif match["brace"]:
+            yield match["brace"]
         else:
-            text = instruction(found["text"].strip(), f"{{{line}, {source}}}", param)
-            yield f"if ({'!' * bool(found['unless'])}{name(found['guard'])}) {{ {text} }}" if found["guard"] else text
+            text = instruction(match["text"].strip(), f"{{{line}, {source}}}", param)
+            yield f"if ({'!' * bool(match['unless'])}{name(match['guard'])}) {{ {text} }}" if match["guard"] else text
 
 
 def name(text):
@@ -118,8 +118,8 @@ def name(text):
 
 def value(text, kind):
     """The C++ of an operand that is read as a `kind`."""
-    if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
-        text = f"0x{found[1]}u"
+    if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
+        text = f"0x{match[1]}u"
     elif re.fullmatch(r"-?\d+", text):
         text += "ll"
     elif text in ("%tid.x", "%ctaid.x"):
@@ -139,9 +139,9 @@ def instruction(text, at, param):
         if kind is None:
             raise ValueError(f"PTX registers of a type that is not known here: {text}")
         ranged = re.fullmatch(r"%(\w+)<(\d+)>", names.strip())
-        each = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))] if ranged else [name(n.strip())
+        registers = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))] if ranged else [name(n.strip())
                                                                                   for n in names.split(",")]
-        return f"{kind} " + ", ".join(f"{register} = {initial}" for register in each) + ";"
+        return f"{kind} " + ", ".join(f"{register} = {initial}" for register in registers) + ";"
     if opcode == ".pragma":
         return ""
     if opcode == "ret":
@@ -152,7 +152,7 @@ def instruction(text, at, param):
         return f"block_barrier({at});"
     if opcode == "bar.warp.sync":
         return f"warp_barrier({at}, {value(rest, 'b32')});"
-    if found := re.fullmatch(r"cp\.async\.c[ag]\.shared\.global", opcode):
+    if match := re.fullmatch(r"cp\.async\.c[ag]\.shared\.global", opcode):
         to, source = (re.fullmatch(r"\[(%\w+)\]", operand)[1] for operand in operands[:2])
         return f"copy_async<{operands[2]}>({at}, {name(to)}, {name(source)});"
     if opcode == "cp.async.commit_group":
@@ -162,8 +162,8 @@ def instruction(text, at, param):
     if opcode == "shfl.sync.bfly.b32":
         to, *values = operands
         return f"{name(to.split('|')[0])} = shuffle_xor({at}, {', '.join(value(v, 'b32') for v in values)});"
-    if found := MEMORY.fullmatch(opcode):
-        return access(found, operands, at, param)
+    if match := MEMORY.fullmatch(opcode):
+        return access(match, operands, at, param)
     for pattern, rule in RULES:
         if pattern.fullmatch(opcode):
             return computed(opcode.split("."), rule, operands, param)
@@ -189,25 +189,25 @@ def computed(words, rule, operands, param):
     return f"{name(to)} = {cast}({result});"
 
 
-def access(found, operands, at, param):
+def access(match, operands, at, param):
     """The C++ of a load or store of one number or of a vector of them."""
-    loads, count, kind = found["way"] == "ld", int(found["count"] or 1), found["kind"]
+    loads, count, kind = match["way"] == "ld", int(match["count"] or 1), match["kind"]
     address, registers = operands if not loads else operands[::-1]
     registers = [r.strip() for r in registers.strip("{}").split(",")]
     where = re.fullmatch(r"\[(%?\w+)(?:\+(-?\d+))?\]", address)
     if not where or len(registers) != count:
-        raise ValueError(f"PTX {found[0]} {', '.join(operands)}: an address or a vector that is not known here")
+        raise ValueError(f"PTX {match[0]} {', '.join(operands)}: an address or a vector that is not known here")
     base = "(uint64_t)&args" if where[1] == param else name(where[1])
     # a generic address: of shared memory none is ever made, for cvta.shared is not known here
-    space = found["space"] or "global"
+    space = match["space"] or "global"
     element = KINDS[kind].replace("float", "uint32_t")
-    way = "STORE" if not loads else "LOAD_CACHED" if found["nc"] else "LOAD"
+    way = "STORE" if not loads else "LOAD_CACHED" if match["nc"] else "LOAD"
     last = {"param": "&args, sizeof args", "shared": str(not loads).lower(), "global": way}[space]
     pointer = f"auto memory = {space}<{element}, {count}>({at}, {base} + {where[2] or 0}, {last});"
     kind = kind.replace("f", "b")
-    each = [f"{name(r)} = memory[{i}];" if loads else f"memory[{i}] = {value(r, kind)};" for i,
+    assignments = [f"{name(r)} = memory[{i}];" if loads else f"memory[{i}] = {value(r, kind)};" for i,
             r in enumerate(registers)]
-    return f"{{ {pointer} {' '.join(each)} }}"
+    return f"{{ {pointer} {' '.join(assignments)} }}"
 
 
 def compiled(macros, source, architecture="sm_90"):

@@ -58,7 +58,7 @@ NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__", ".git", ".hg",
 def source_files(root, extensions):
     """[(path relative to root with slashes, Path)] of the regular files below it, sorted, and how many were left out:
     linked folders, links that lead outside, and what may not be read. Raises DataError for a root that may not be."""
-    found, left_out, top = [], [], Path(root).resolve()
+    files, left_out, top = [], [], Path(root).resolve()
 
     def unreadable(error):
         if Path(error.filename) == Path(root) and not isinstance(error, FileNotFoundError):
@@ -73,10 +73,10 @@ def source_files(root, extensions):
             if path.suffix not in extensions:
                 continue
             if path.is_file() and path.resolve().is_relative_to(top):
-                found.append((path.relative_to(root).as_posix(), path))
+                files.append((path.relative_to(root).as_posix(), path))
             else:
                 left_out.append(name)
-    return sorted(found), len(left_out)
+    return sorted(files), len(left_out)
 
 
 def collect(roots, text_only=False):
@@ -127,9 +127,9 @@ def split_by_name(items, val_fraction, shortest=0):
         else:
             train.append(item)
     if not val or not train:
-        what = f"documents, held out from {shortest:,} bytes on," if shortest else "files"
+        unit = f"documents, held out from {shortest:,} bytes on," if shortest else "files"
         raise DataError(
-            f"{len(items)} {what} with {sum(item[2] for item in items):,} bytes do not give a train and a validation "
+            f"{len(items)} {unit} with {sum(item[2] for item in items):,} bytes do not give a train and a validation "
             f"set at --val_fraction {val_fraction:g}: choose another fraction, or add --roots"
         )
     return train, val

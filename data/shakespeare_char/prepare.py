@@ -37,10 +37,10 @@ def download(url=URL, seconds=30):
 
 def check(content, where, sha256=SHA256):
     """Raises DataError unless `content` is the known text."""
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != sha256:
         raise DataError(
-            f"{where} ({len(content):,} bytes) is not Tiny Shakespeare: sha256 {found[:12]}... where {sha256[:12]}... "
+            f"{where} ({len(content):,} bytes) is not Tiny Shakespeare: sha256 {actual[:12]}... where {sha256[:12]}... "
             "is expected: fetch it again, or say --any_text with --file to use another text"
         )
 

@@ -221,7 +221,7 @@ def token_arrays(text, pieces):
     if text.kind == "char":
         return [text.encode_ordinary(piece) for piece in pieces]
     if text.kind == "hf":
-        return [found.ids for found in text.encoding.encode_batch_fast(pieces, add_special_tokens=False)]
+        return [encoding.ids for encoding in text.encoding.encode_batch_fast(pieces, add_special_tokens=False)]
     try:
         return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
     except UnicodeEncodeError:  # half a pair of surrogates, which this function of tiktoken's does not replace
@@ -230,12 +230,12 @@ def token_arrays(text, pieces):
 
 def encode(text, batch, dtype):
     """Per split (its tokens, bytes, documents), and how many items the batch had."""
-    eot, found = [text.eot_token], {split: ([np.empty(0, dtype)], 0, 0) for split in SPLITS}
+    eot, encoded = [text.eot_token], {split: ([np.empty(0, dtype)], 0, 0) for split in SPLITS}
     for (split, piece, end), ids in zip(batch, token_arrays(text, [piece for _, piece, _ in batch]), strict=True):
-        arrays, size, n = found[split]
+        arrays, size, n = encoded[split]
         arrays += [np.asarray(part, dtype) for part in (ids, eot)[:1 + end]]
-        found[split] = arrays, size + len(piece.encode("utf-8", "surrogatepass")), n + end
-    return {split: (np.concatenate(arrays), size, n) for split, (arrays, size, n) in found.items()}, len(batch)
+        encoded[split] = arrays, size + len(piece.encode("utf-8", "surrogatepass")), n + end
+    return {split: (np.concatenate(arrays), size, n) for split, (arrays, size, n) in encoded.items()}, len(batch)
 
 
 def encode_unit(folder, number, unit, text, column, fraction, workers, progress):
@@ -353,10 +353,10 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
     Raises DataError, one line.
     """
     try:
-        own, parts = map(int, part.split("/"))
+        part_number, parts = map(int, part.split("/"))
     except ValueError:
-        own = parts = 0
-    if not 1 <= own <= parts:
+        part_number = parts = 0
+    if not 1 <= part_number <= parts:
         raise DataError(f"--part={part}: give it as 3/16, the third of sixteen")
     if force and parts > 1:
         raise DataError(f"--force with --part={part} would remove the shards of other parts: remove {out} by hand")
@@ -385,7 +385,7 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
               "text_column": text_column, "val_fraction": val_fraction, "shuffle": shuffle}
     inputs = [stamps, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
     inputs = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-    with preparing(Path(out) / f"part-{own}-of-{parts}"):
+    with preparing(Path(out) / f"part-{part_number}-of-{parts}"):
         folder = Path(out)
         plan, meta = folder / "plan.json", folder / "meta.json"
         if force:
@@ -401,7 +401,7 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
             units = shuffled_units(source, subset, units, text_column, val_fraction, shuffle)
         from tqdm import tqdm
 
-        todo = list(enumerate(units))[own - 1::parts]
+        todo = list(enumerate(units))[part_number - 1::parts]
         with tqdm(unit=" tokens", unit_scale=True) as bar:
             for k, (number, unit) in enumerate(todo):
                 bar.set_description(f"file {k + 1} of {len(todo)}")

@@ -140,11 +140,11 @@ class RecallData:
         epoch, at = divmod(step, config.steps_per_epoch)
         order = epoch_order(config.seed, epoch, config.train_examples)
         rows = order[at * config.batch_examples:(at + 1) * config.batch_examples]
-        own = rows[rank::world_size]
-        if not len(own):  # fewer examples are left than processes, and each takes part in the gradient's mean
+        rank_rows = rows[rank::world_size]
+        if not len(rank_rows):  # fewer examples are left than processes, and each takes part in the gradient's mean
             yield *self.train.batch(rows[:1], self.device), 0.0
-        for i in range(0, len(own), micro_batch_size):
-            part = own[i:i + micro_batch_size]
+        for i in range(0, len(rank_rows), micro_batch_size):
+            part = rank_rows[i:i + micro_batch_size]
             yield *self.train.batch(part, self.device), len(part) * world_size / len(rows)
 
 

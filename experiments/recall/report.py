@@ -59,8 +59,8 @@ def read_run(folder, at, accept_code=()):
         for key, setting in COORDINATES.items():
             if config[setting] != at[key]:
                 raise BadRecord(f"another run's records: {key} is {config[setting]}, {at[key]} in the plan")
-        own = [code for code in codes if code not in accept_code] or codes[-1:]
-        if len(own) > 1:
+        versions = [code for code in codes if code not in accept_code] or codes[-1:]
+        if len(versions) > 1:
             raise BadRecord(f"its code changed while it was down: {', then '.join(codes)}")
         accuracy, events = result["accuracy"], read_log(folder, "eval")
         if not isinstance(accuracy, (int, float)) or not 0 <= accuracy <= 1:
@@ -71,7 +71,7 @@ def read_run(folder, at, accept_code=()):
                **{key: result[key] for key in OUTCOME}, **{key: config[key] for key in SAME_AT_A_LENGTH},
                "epochs": result["steps"] / record["derived"]["steps_per_epoch"], "data": record["data"]["sha256"],
                "curve": [[e["step"], e["accuracy"], e["val_loss"]] for e in events], "time": record["time"],
-               "code": own[0], "machine": ran_in["gpu"] or ran_in["cpu"],
+               "code": versions[0], "machine": ran_in["gpu"] or ran_in["cpu"],
                "settings": {key: config[key] for key in SAME}}
         markdown({"machines": [], "code": [], "settings": {}, "left_out": {}, "runs": [run]}, summarise([run]))
         return run
@@ -99,8 +99,9 @@ def read_sweep(folder, accept_code=()):
         for r in runs.values():
             kinds.setdefault(group(r), Counter())[json.dumps(values(r))] += 1
         for name, r in list(runs.items()):
-            most, own = json.loads(kinds[group(r)].most_common(1)[0][0]), values(r)
-            if other := [f"{key} {own[key]} where most have {most[key]}" for key in own if own[key] != most[key]]:
+            most, settings_of = json.loads(kinds[group(r)].most_common(1)[0][0]), values(r)
+            if other := [f"{key} {value} where most have {most[key]}" for key, value in settings_of.items()
+                         if value != most[key]]:
                 left_out[name] = "not comparable: " + ", ".join(other)
                 del runs[name]
     settings, machines, codes = ([r.pop(key) for r in runs.values()] for key in ("settings", "machine", "code"))
@@ -174,9 +175,9 @@ def mann_whitney(a, b):
         return None
     rank = rankdata([*a, *b])
     off = lambda chosen: abs(sum(rank[i] for i in chosen) - len(a) * (len(rank) + 1) / 2)
-    own = off(range(len(a)))
+    observed = off(range(len(a)))
     ways = [off(chosen) for chosen in combinations(range(len(rank)), len(a))]
-    return sum(way >= own - 1e-9 for way in ways) / len(ways)
+    return sum(way >= observed - 1e-9 for way in ways) / len(ways)
 
 
 def pooled(runs, key, label):
@@ -232,11 +233,12 @@ def markdown(record, points):
                   table([["T", "width", "mixers", "points of recall", "p"], *pairs])]
     for T in dict.fromkeys(p["T"] for p in points):
         width = min(p["n_embd"] for p in points if p["T"] == T)
-        here = [p for p in points if (p["T"], p["n_embd"]) == (T, width)]
+        group = [p for p in points if (p["T"], p["n_embd"]) == (T, width)]
         for key, title in (("by_distance", "by the tokens from a key to its query"),
-                           ("by_pairs", f"by the number of pairs (trained with {here[0]['pairs']})")):
-            columns = list(dict.fromkeys(c for p in sorted(here, key=lambda p: -len(p[key])) for c in p[key]))
-            rows = [[name_of(p["mixer"]), *(percent(p[key][c]) if c in p[key] else "-" for c in columns)] for p in here]
+                           ("by_pairs", f"by the number of pairs (trained with {group[0]['pairs']})")):
+            columns = list(dict.fromkeys(c for p in sorted(group, key=lambda p: -len(p[key])) for c in p[key]))
+            rows = [[name_of(p["mixer"]), *(percent(p[key][c]) if c in p[key] else "-" for c in columns)]
+                    for p in group]
             lines += ["", f"T = {T}, width {width}, {title}:", "", table([["mixer", *columns], *rows])]
     if record["left_out"]:
         lines += ["", f"Left out, {len(record['left_out'])} of {record['planned']} planned runs:", "",
@@ -259,19 +261,19 @@ def draw(points, path):
     colours = {mixer: COLOURS.get(mixer) or next(spare) for mixer in mixers}
     figure = Figure(figsize=(max(6.0, 4.1 * len(lengths)), 4.4), dpi=120)
     for T, a in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
-        here = [p for p in points if p["T"] == T]
-        widths = sorted({p["n_embd"] for p in here})
-        states = {w: {p["state_size"] for p in here if p["n_embd"] == w} for w in widths}
-        for i, mixer in enumerate(dict.fromkeys(p["mixer"] for p in here)):
-            own = [p for p in here if p["mixer"] == mixer]
-            y = [p["accuracy"] for p in own]
-            spread = [[p["accuracy"] - p["lowest"] for p in own], [p["highest"] - p["accuracy"] for p in own]]
+        group = [p for p in points if p["T"] == T]
+        widths = sorted({p["n_embd"] for p in group})
+        states = {w: {p["state_size"] for p in group if p["n_embd"] == w} for w in widths}
+        for i, mixer in enumerate(dict.fromkeys(p["mixer"] for p in group)):
+            line = [p for p in group if p["mixer"] == mixer]
+            y = [p["accuracy"] for p in line]
+            spread = [[p["accuracy"] - p["lowest"] for p in line], [p["highest"] - p["accuracy"] for p in line]]
             if len(widths) > 1:
-                a.errorbar([p["n_embd"] for p in own], y, spread, color=colours[mixer], capsize=2, marker="o", ms=4,
+                a.errorbar([p["n_embd"] for p in line], y, spread, color=colours[mixer], capsize=2, marker="o", ms=4,
                            lw=2.4 if mixer == "longhorn" else 1.3, label=name_of(mixer))
             else:
                 a.barh(-i, y, xerr=spread, color=colours[mixer], alpha=0.6)
-                words = f"{name_of(mixer)} {percent(y[0])}, state {own[0]['state_size']:,}"
+                words = f"{name_of(mixer)} {percent(y[0])}, state {line[0]['state_size']:,}"
                 a.text(0.02, 0.2 - i, words, va="center", fontsize=8)
         if len(widths) > 1:
             a.set(xscale="log", xlabel="width", ylabel="recall", ylim=(-0.03, 1.03))
@@ -281,7 +283,7 @@ def draw(points, path):
             a.legend(fontsize=8)
         else:
             a.set(xlabel="recall", xlim=(0, 1.03), yticks=[], ylim=(0.5 - len(colours), 0.5))
-        a.set_title(f"T = {T}, {here[0]['pairs']} pairs" + (f", width {widths[0]}" if len(widths) == 1 else ""))
+        a.set_title(f"T = {T}, {group[0]['pairs']} pairs" + (f", width {widths[0]}" if len(widths) == 1 else ""))
         a.grid(alpha=0.3)
     figure.tight_layout()
     save_figure(figure, path)

@@ -29,12 +29,12 @@ Winner = namedtuple("Winner", "family reason p")  # name or None; sentence; {oth
 CONFIDENCE = 0.95
 
 
-def best_rate(found):
+def best_rate(losses_by_rate):
     """The vertex of a parabola in log rate through the lowest rate and its neighbours; BestRate, or None without a run.
 
     found {rate: losses over seeds}; inf where a run diverged, which makes its rate the worst of all.
     """
-    means = {rate: float(np.mean(losses)) for rate, losses in sorted(found.items()) if len(losses)}
+    means = {rate: float(np.mean(losses)) for rate, losses in sorted(losses_by_rate.items()) if len(losses)}
     tried, losses = list(means), list(means.values())
     if not any(map(math.isfinite, losses)):
         return None
@@ -215,8 +215,8 @@ def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0
     law = {b: 1.4 + 60 * ((b * 1024.0) ** -0.35 - (main * 1024.0) ** -0.35) for b in budgets}
 
     def family(tokens, level):
-        own = sd * rng.standard_normal((seeds, 1)) + document_sd * rng.standard_normal((seeds, len(tokens)))
-        runs = {b: law[b] + level + own + 0.3 * sd * rng.standard_normal((seeds, 1)) * (b != main) for b in budgets}
+        noise = sd * rng.standard_normal((seeds, 1)) + document_sd * rng.standard_normal((seeds, len(tokens)))
+        runs = {b: law[b] + level + noise + 0.3 * sd * rng.standard_normal((seeds, 1)) * (b != main) for b in budgets}
         return runs[main], Curve({b: dict(enumerate(x)) for b, x in runs.items()}, main, tokens)
 
     for _ in range(simulations):

@@ -42,8 +42,8 @@ def in_words(entries, pairs):
     """A sentence per panel, for who cannot see the figure."""
     sizes, known = panels_of(entries, pairs)
     said = []
-    for size, here in sizes.items():
-        ends = ", ".join(f"{name_of(e.model)} {e.mean:.3f}" for e in sorted(here, key=lambda e: e.mean))
+    for size, of_size in sizes.items():
+        ends = ", ".join(f"{name_of(e.model)} {e.mean:.3f}" for e in sorted(of_size, key=lambda e: e.mean))
         said.append(f"Loss of runs that ended at so many tokens, {size}: {ends}")
     if known:
         times = ", ".join(f"{name_of(p['b'])} {p['size']} {p['tokens']['value']:.2f}" for p in known)
@@ -70,8 +70,8 @@ def draw(entries, pairs, path, style=None):
         for i, axes in enumerate(grid.flat):
             x, y = i % columns / columns, 1 - (i // columns + 1) / rows
             axes.set_position([x + 0.13 / columns, y + 0.15 / rows, 0.52 / columns, 0.75 / rows])
-        for axes, (size, here) in zip(grid.flat, sizes.items(), strict=False):
-            draw_losses(axes, size, here, looks)
+        for axes, (size, of_size) in zip(grid.flat, sizes.items(), strict=False):
+            draw_losses(axes, size, of_size, looks)
         if known:
             draw_multipliers(grid.flat[len(sizes)], known, looks)
         for axes in grid.flat[count:]:
@@ -86,8 +86,8 @@ def draw_losses(axes, size, entries, looks):
     for e in sorted(entries, key=lambda e: family_order(e.model)):
         name, colour, marker = looks[e.model]
         losses = [[r.half(1) for r in seeds.values()] for _, seeds in sorted(e.runs.items())]
-        x, y = np.array(sorted(e.runs), float), np.array([np.mean(each) for each in losses])
-        band = np.array([np.std(each, ddof=1) if len(each) > 1 else 0.0 for each in losses])
+        x, y = np.array(sorted(e.runs), float), np.array([np.mean(seed_losses) for seed_losses in losses])
+        band = np.array([np.std(seed_losses, ddof=1) if len(seed_losses) > 1 else 0.0 for seed_losses in losses])
         axes.plot(x, y, color=colour, lw=1.3, marker=marker, ms=5, markeredgecolor="white")
         axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, lw=0)
         ends.append((x[-1], y[-1], colour, f"{name} {e.mean:.3f}"))

@@ -179,7 +179,7 @@ def _outliers(M, y, theta):
     """Indices of runs that normal noise does not explain: each run against the fit of the others, the worst one taken
     out, and again, so that one bad run cannot hide another (Rosner's generalised ESD, one false alarm in 10,000
     fits)."""
-    (n, p), kept, found, bad = M.shape[1:], np.arange(len(y)), [], 0
+    (n, p), kept, outliers, bad = M.shape[1:], np.arange(len(y)), [], 0
     for k in range(1, min(n // 6, n - p - 2) + 1):
         m, without = len(kept), 1 - np.eye(len(kept))
         fits, _ = _solve(M[:, kept], y[kept], np.repeat(theta[None], m, 0), keep=without)
@@ -187,15 +187,15 @@ def _outliers(M, y, theta):
         J = np.einsum("stn,tnp->snp", share, M[:, kept])
         error = y[kept] - mean
         noise = np.sqrt((without * error**2).sum(1) / (m - 1 - p)) + 1e-9
-        own = J[range(m), range(m)]
+        left_out = J[range(m), range(m)]
         others = np.linalg.pinv((J * without[..., None]).transpose(0, 2, 1) @ J, hermitian=True)
-        t = np.abs(np.diag(error)) / noise / np.sqrt(1 + np.einsum("sp,spq,sq->s", own, others, own))
+        t = np.abs(np.diag(error)) / noise / np.sqrt(1 + np.einsum("sp,spq,sq->s", left_out, others, left_out))
         worst = t.argmax()
-        found.append((kept[worst], np.expm1(error[worst, worst])))
+        outliers.append((kept[worst], np.expm1(error[worst, worst])))
         if t[worst] > stats.t.ppf(1 - 0.5e-4 / m, m - 1 - p):
             bad = k
         theta, kept = fits[worst], np.delete(kept, worst)
-    return found[:bad]
+    return outliers[:bad]
 
 
 def _spread(M, y, theta, N, D):
@@ -206,8 +206,8 @@ def _spread(M, y, theta, N, D):
     n, p = M.shape[1:]
     off, df, sizes = np.zeros(n), np.zeros(n), np.unique(N)
     for cell in {(a, b) for a, b in zip(N, D, strict=True)}:
-        here = (N == cell[0]) & (D == cell[1])
-        off[here], df[here] = y[here] - np.median(y[here]), 1 - 1 / here.sum()
+        cell_runs = (N == cell[0]) & (D == cell[1])
+        off[cell_runs], df[cell_runs] = y[cell_runs] - np.median(y[cell_runs]), 1 - 1 / cell_runs.sum()
     if min(df[N == size].sum() for size in sizes) >= 3:
         groups = [(N == size) & (df > 0) for size in sizes]
     else:
@@ -227,12 +227,12 @@ def _resampled(model, y, theta, names, bootstrap, confidence, rng):
     runs, draws = len(y), 20 * bootstrap  # the ends of percentiles scatter more than the critical share does
     counts = rng.multinomial(runs, np.full(runs, 1 / runs), draws).astype(float)
     fits, _ = _solve(model.terms, y, np.repeat(theta[None], draws, 0), keep=counts, iterations=300, tolerance=1e-8)
-    found = {name: fits @ c for name, c in model.quantities().items()}
-    found = {name: x if name in ("alpha", "beta") else np.exp(x) for name, x in found.items()}
+    quantities = {name: fits @ c for name, c in model.quantities().items()}
+    quantities = {name: x if name in ("alpha", "beta") else np.exp(x) for name, x in quantities.items()}
     if "a" in names:
-        found["a"] = found["beta"] / (found["alpha"] + found["beta"])
+        quantities["a"] = quantities["beta"] / (quantities["alpha"] + quantities["beta"])
     ends = [(1 - confidence) / 2, (1 + confidence) / 2]
-    return {name: tuple(map(float, np.quantile(found[name], ends))) for name in names}
+    return {name: tuple(map(float, np.quantile(quantities[name], ends))) for name in names}
 
 
 def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng):
@@ -417,9 +417,9 @@ def _constants(model, y, theta, warn):
             shaky.add(factor)
             warn(f"{factor} ran to 0: the loss does not fall with {d}, and {power} means nothing")
         elif values[power] is not None and not 0.02 <= steepness <= 8:
-            what = "the term matters at the smallest {} only" if steepness > 8 else (
+            reason = "the term matters at the smallest {} only" if steepness > 8 else (
                 "the loss rises with {}" if steepness < 0 else "no power law of {}")
-            warn(f"{power} ran to {values[power]:.3g}: {what.format(d)}")
+            warn(f"{power} ran to {values[power]:.3g}: {reason.format(d)}")
     if values.get("alpha") is not None and values.get("beta") is not None and min(values["alpha"], values["beta"]) > 0:
         values["a"] = values["beta"] / (values["alpha"] + values["beta"])
     return values, shaky
@@ -437,11 +437,11 @@ def coverage(N, D, constants, spread, draws=100, bootstrap=100, outlier=0.0):
     for i in range(draws):
         off = spread * rng.standard_normal(len(N))
         off[rng.integers(len(N))] += outlier * np.mean(spread)
-        found = fit_loss(N, D, law(N, D, **constants) * np.exp(off), bootstrap=bootstrap, starts=3, seed=i)
-        for name, bounds in found.intervals.items():
+        fitted = fit_loss(N, D, law(N, D, **constants) * np.exp(off), bootstrap=bootstrap, starts=3, seed=i)
+        for name, bounds in fitted.intervals.items():
             if bounds and name in truth:
                 held.setdefault(name, []).append(bounds[0] <= truth[name] <= bounds[1])
-    return {name: sum(each) / len(each) for name, each in held.items() if len(each) >= draws / 2}
+    return {name: sum(hits) / len(hits) for name, hits in held.items() if len(hits) >= draws / 2}
 
 
 def law(N, D, E, A, alpha, B, beta):
@@ -472,21 +472,21 @@ def isoflop(N, L, C, tolerance=0.2):
     sizes that do not lie symmetrically around it move the vertex.
     """
     N, L, C = _positive(N=N, L=L, C=C)
-    order, found = np.argsort(C, kind="stable"), []
+    order, vertices = np.argsort(C, kind="stable"), []
     for budget in np.split(order, np.flatnonzero(np.diff(np.log(C[order])) > math.log1p(tolerance)) + 1):
         x, centre = np.log(N[budget]), np.log(N[budget]).mean()
         if len(set(x)) > 2:
             curvature, slope, _ = np.polyfit(x - centre, L[budget] / L[budget].mean(), 2)
             vertex = centre - slope / (2 * curvature) if curvature > 1e-9 else math.nan
             if x.min() <= vertex <= x.max():
-                found.append((np.log(C[budget]).mean(), vertex))
-    return float(stats.linregress(*zip(*found, strict=True)).slope) if len(found) > 2 else None
+                vertices.append((np.log(C[budget]).mean(), vertex))
+    return float(stats.linregress(*zip(*vertices, strict=True)).slope) if len(vertices) > 2 else None
 
 
 if __name__ == "__main__":
     for name, sizes in DESIGNS.items():
         N, D, spread = design(sizes)
         for words, outlier in (("", 0.0), (", one run 8 SDs off", 8.0)):
-            found = coverage(N, D, BYTES, spread, 200, 200, outlier)
+            covered = coverage(N, D, BYTES, spread, 200, 200, outlier)
             print(f"{name}, noise by size{words}: 90% intervals cover " + ", ".join(
-                f"{key} {share:.1%}" for key, share in found.items()), flush=True)
+                f"{key} {share:.1%}" for key, share in covered.items()), flush=True)

@@ -85,23 +85,23 @@ def collect(sweep):
     order = list(dict.fromkeys([*sweep.plan.get("models", ()), *sorted((e.model for e in entries), key=family_order)]))
     parameters = {}
     for e in entries:
-        here = [o for o in entries if o.size == e.size and o.runs]
-        common = set.intersection(*(set(o.runs) for o in here)) if here else ()
-        e.main = max(common, key=lambda t: (min(len(o.runs[t]) for o in here), t), default=None)
-        if here and not common:
+        of_size = [o for o in entries if o.size == e.size and o.runs]
+        common = set.intersection(*(set(o.runs) for o in of_size)) if of_size else ()
+        e.main = max(common, key=lambda t: (min(len(o.runs[t]) for o in of_size), t), default=None)
+        if of_size and not common:
             e.notes.append("the families of this size have no budget in common: nothing is compared")
-        counts = [r.parameters for o in here for seeds in o.runs.values() for r in seeds.values()]
+        counts = [r.parameters for o in of_size for seeds in o.runs.values() for r in seeds.values()]
         parameters[e.size] = statistics.median(counts) if counts else math.inf
     return sorted(entries, key=lambda e: (parameters[e.size], e.size, order.index(e.model)))
 
 
 def fill(entry, search, seeds):
     """Rates and reported runs of an Entry, of its cells [(place in the plan, Run or None, why it was left out)]."""
-    found = {}
+    losses_by_rate = {}
     for at, run, why in search:
         if run or "diverged" in why:
-            found.setdefault(at["learning_rate"], []).append(run.half(0) if run else math.inf)
-    best = compare.best_rate(found)
+            losses_by_rate.setdefault(at["learning_rate"], []).append(run.half(0) if run else math.inf)
+    best = compare.best_rate(losses_by_rate)
     if best:
         entry.tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()}
         if best.beyond:
@@ -131,18 +131,18 @@ def compared(entries):
     [dict] of who is below every other family, at each size)."""
     pairs, winners = [], []
     for size in dict.fromkeys(e.size for e in entries):
-        here = {name_of(e.model): e for e in entries if e.size == size and e.losses}
-        pooled = compare.pooled_sd([np.array(e.losses) for e in here.values()])
+        of_size = {name_of(e.model): e for e in entries if e.size == size and e.losses}
+        pooled = compare.pooled_sd([np.array(e.losses) for e in of_size.values()])
 
-        def differ(a, b, here=here, pooled=pooled):
-            return compare.difference(here[a].matrix, here[b].matrix, here[a].weights, pooled)
+        def differ(a, b, of_size=of_size, pooled=pooled):
+            return compare.difference(of_size[a].matrix, of_size[b].matrix, of_size[a].weights, pooled)
 
-        won = compare.winner({name: e.mean for name, e in here.items()}, lambda a, b: (d := differ(a, b)) and d.p)
-        winners.append({"size": size, "winner": won.family and here[won.family].model, "reason": won.reason,
-                        "p": {here[name].model: p for name, p in won.p.items()}})
+        won = compare.winner({name: e.mean for name, e in of_size.items()}, lambda a, b: (d := differ(a, b)) and d.p)
+        winners.append({"size": size, "winner": won.family and of_size[won.family].model, "reason": won.reason,
+                        "p": {of_size[name].model: p for name, p in won.p.items()}})
         first = name_of(entries[0].model)
-        for other in list(here)[1:] if next(iter(here), None) == first else ():
-            a, b, d = here[first], here[other], differ(first, other)
+        for other in list(of_size)[1:] if next(iter(of_size), None) == first else ():
+            a, b, d = of_size[first], of_size[other], differ(first, other)
             m = compare.multiplier(d, a.curve(), b.curve())
             flops = math.log((a.first.flops / a.first.tokens) / (b.first.flops / b.first.tokens))
             (at_a, se_a), (at_b, se_b) = a.log_seconds(), b.log_seconds()
@@ -156,12 +156,12 @@ def compared(entries):
 
 def laws(entries, bootstrap):
     """[dict] per family: the law of its decayed runs, on all sizes, budgets and seeds; "cannot" where there is none."""
-    found, constants = [], ("E", "A", "alpha", "B", "beta")
+    rows, constants = [], ("E", "A", "alpha", "B", "beta")
     for model in dict.fromkeys(e.model for e in entries if e.runs):
         runs = [r for e in entries if e.model == model for seeds in e.runs.values() for r in seeds.values()]
         row = {"model": model, "cannot": None, "warnings": [], "coverage": None, "isoflop": None}
         N, D, L = np.array([(r.parameters, r.tokens, r.half(1)) for r in runs], float).T
-        found.append(row)
+        rows.append(row)
         try:
             law = fit.fit_loss(N, D, L, [r.name for r in runs], bootstrap=bootstrap)
         except fit.CannotFit as error:
@@ -170,20 +170,20 @@ def laws(entries, bootstrap):
         row |= {key: getattr(law, key) for key in (*constants, *"a floors noise points intervals warnings".split())}
         row["outliers"] = {runs[i].name: off for i, off in law.outliers.items()}
         row["isoflop"] = fit.isoflop(N, L, [r.flops for r in runs])
-        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in found):  # one is enough
+        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in rows):  # one is enough
             row["coverage"] = fit.coverage(N, D, {k: row[k] for k in constants}, law.spread, COVERAGE_DRAWS, 60)
-    return found
+    return rows
 
 
 def cosines(sweep, entries):
     """[{"model", "size", "cosine", "wsd"}]: the loss of a cosine run beside that of the same seed, rate and budget."""
     by = {(e.model, e.size): e.runs for e in entries}
-    found = []
+    lines = []
     for r in sweep.runs:
         twin = by[r.model, r.size].get(r.tokens, {}).get(r.seed) if r.at["stage"] == "cosine" else None
         if twin and twin.learning_rate == r.learning_rate:
-            found.append({"model": r.model, "size": r.size, "cosine": r.half(1), "wsd": twin.half(1)})
-    return found
+            lines.append({"model": r.model, "size": r.size, "cosine": r.half(1), "wsd": twin.half(1)})
+    return lines
 
 
 def hours_of(runs):
@@ -209,7 +209,7 @@ def numbers_of(sweep, entries, accepted, bootstrap):
                  "flops": e.first.flops, "tokens_per_second": math.exp(-e.log_seconds()[0])} if e.losses else {})
              for e in entries]
     pairs, winners = compared(entries)
-    found = {
+    numbers = {
         "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"),
         "paper": plan.get("paper"), "machine": plan.get("machine"), "cores": plan.get("cores"),
         "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
@@ -222,12 +222,12 @@ def numbers_of(sweep, entries, accepted, bootstrap):
         "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in runs}),
         "versions": {key: sorted({str(r.environment[key]) for r in runs if r.environment.get(key)})
                      for key in ("torch", "python")}}
-    return json.loads(json.dumps(found), parse_constant=lambda name: None)  # what is not finite is null
+    return json.loads(json.dumps(numbers), parse_constant=lambda name: None)  # what is not finite is null
 
 
 def sentences(pairs):
     """A sentence per pair of families: what the sweep was made for."""
-    found = []
+    texts = []
     for a, b in dict.fromkeys((p["a"], p["b"]) for p in pairs):
         parts, ends = [], []
         for p in (p for p in pairs[::-1] if (p["a"], p["b"]) == (a, b)):  # the largest size first
@@ -245,8 +245,8 @@ def sentences(pairs):
         equal = all(e and e[0] <= 1 <= e[1] for e in ends)
         within = f"{max(max(1 - low, high - 1) for low, high in ends):.0%}" if equal else ""
         tail = f"; they cannot be told apart, and are equal within {within}" * equal
-        found.append(f"{name_of(a)} {'; '.join(parts)}{tail}.")
-    return found or ["No two families have usable runs at a common budget: there is nothing to compare."]
+        texts.append(f"{name_of(a)} {'; '.join(parts)}{tail}.")
+    return texts or ["No two families have usable runs at a common budget: there is nothing to compare."]
 
 
 def span(m):
@@ -329,9 +329,9 @@ def points(sweep, path):
         out.writerow(["run", *keys, *columns, "loss_of_reported_files", "loss_of_choosing_files", "commit", "status"])
         for name, at in sweep.plan["cells"].items():
             r = by.get(name)
-            own = [getattr(r, c) for c in columns] + [r.half(1), r.half(0), r.environment.get("commit")] if r else (
+            values = [getattr(r, c) for c in columns] + [r.half(1), r.half(0), r.environment.get("commit")] if r else (
                 [""] * (len(columns) + 3))
-            out.writerow([name, *(at.get(k, "") for k in keys), *own, "used" if r else sweep.left_out.get(name, "")])
+            out.writerow([name, *(at.get(k, "") for k in keys), *values, "used" if r else sweep.left_out.get(name, "")])
 
 
 # ---------------------------------------------------------------------------------------------------------------- pages
@@ -371,9 +371,9 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
     source = Path(source)
     if style and not Path(style).is_file():
         raise ConfigError(f"--style={style}: there is no such file")
-    found = read_sweep(source, accept_code)
-    entries = collect(found)
-    numbers = numbers_of(found, entries, list(accept_code), bootstrap)
+    sweep = read_sweep(source, accept_code)
+    entries = collect(sweep)
+    numbers = numbers_of(sweep, entries, list(accept_code), bootstrap)
     out = Path(out or (REPO / "out" / f"{numbers['name']}_report" if source.is_file() else source))
     alt = figures.in_words(entries, numbers["pairs"])
     names = ("report.json", "points.csv", "table.tex", *["figure.png"] * bool(alt), "report.md", "report.html")
@@ -381,7 +381,7 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
     values = {"numbers": numbers, "alt": "; ".join(alt), "losses": loss_rows(numbers), "pairs": pair_rows(numbers)}
     out.mkdir(parents=True, exist_ok=True)
     write_json(paths["report.json"], numbers)
-    points(found, paths["points.csv"])
+    points(sweep, paths["points.csv"])
     paths["table.tex"].write_text(tex(numbers), encoding="utf-8")
     if alt:
         figures.draw(entries, numbers["pairs"], paths["figure.png"], style)

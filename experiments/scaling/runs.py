@@ -123,11 +123,11 @@ def read_sweep(source, accept_code=()):
             left_out[run.name] = "not comparable: " + ", ".join(other)
     used = [r for r in comparable if r.name not in left_out]
     code = []
-    for each in sorted(versions, key=lambda code: (code != first, -versions[code])):
-        here, there = (where[version].get("code_files") for version in (first, each))
-        code.append({"code": each, "commit": where[each].get("commit"), "runs": versions[each],
-                     "used": sum(r.code == each for r in used),
-                     "changed_files": runner.changed_files(here, there) if here and there else None})
+    for version_code in sorted(versions, key=lambda code: (code != first, -versions[code])):
+        first_files, there = (where[version].get("code_files") for version in (first, version_code))
+        code.append({"code": version_code, "commit": where[version_code].get("commit"), "runs": versions[version_code],
+                     "used": sum(r.code == version_code for r in used),
+                     "changed_files": runner.changed_files(first_files, there) if first_files and there else None})
     mixed = mixed_identities(r.code for r in runs)
     if mixed:
         print(mixed)

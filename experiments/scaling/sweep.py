@@ -210,15 +210,15 @@ def searched(folder, model, size, rates):
 
     Rates that another process has tried beyond them do not count, so all processes of a sweep choose the same.
     """
-    found = {}
+    losses_by_rate = {}
     for name, at in runner.read_plan(folder)["cells"].items():
         if (at["stage"], at["model"], at["size"]) == ("search", model, size) and at["learning_rate"] in rates:
             try:
-                found.setdefault(at["learning_rate"], []).append(read_run(folder / name, at).half(0))
+                losses_by_rate.setdefault(at["learning_rate"], []).append(read_run(folder / name, at).half(0))
             except BadRecord as reason:
                 if "diverged" in str(reason):
-                    found.setdefault(at["learning_rate"], []).append(float("inf"))
-    return best_rate(found)
+                    losses_by_rate.setdefault(at["learning_rate"], []).append(float("inf"))
+    return best_rate(losses_by_rate)
 
 
 def find_rates(preset, folder, go):
@@ -353,7 +353,7 @@ def chosen(args, extra=()):
     preset = PRESETS[args.command]
     if args.command == "duel" and len(args.models) < 2:
         raise ConfigError("duel: give two families, as in: duel longhorn mamba")
-    given = {label: argv for each in args.sizes or () for label, argv in each.items()}
+    given = {label: argv for size_argv in args.sizes or () for label, argv in size_argv.items()}
     for label, argv in given.items():
         if (argv is None) != (label in preset.sizes):
             raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; give one of "
@@ -363,7 +363,7 @@ def chosen(args, extra=()):
         if key := next((key for key in runner.settings(asked) if key in SET_BY_THE_SWEEP), None):
             raise ConfigError(f"{' '.join(asked)}: the sweep sets {key}; see FAMILY, --seeds, --budgets, --out")
     first = next(iter(preset.sizes.values()))
-    found = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
+    sizes = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
              for label, argv in given.items()} or preset.sizes
     for key in ("seeds", "steps", "nproc", "slurm"):
         value = getattr(args, key)
@@ -371,12 +371,12 @@ def chosen(args, extra=()):
             raise ConfigError(f"--{key}={value}: 1 or more")
     changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets}
     changes = {key: value for key, value in changes.items() if value is not None}
-    found = {label: dataclasses.replace(size, **changes) for label, size in found.items()}
-    smallest = next(iter(found))  # of the sizes left out, the rates would be missing
-    found[smallest] = dataclasses.replace(found[smallest], search=found[smallest].search or first.search)
+    sizes = {label: dataclasses.replace(size, **changes) for label, size in sizes.items()}
+    smallest = next(iter(sizes))  # of the sizes left out, the rates would be missing
+    sizes[smallest] = dataclasses.replace(sizes[smallest], search=sizes[smallest].search or first.search)
     extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e
              for e in extra]
-    return dataclasses.replace(preset, sizes=found, models=models, args=(*preset.args, *extra))
+    return dataclasses.replace(preset, sizes=sizes, models=models, args=(*preset.args, *extra))
 
 
 def run(args, extra):
@@ -477,13 +477,13 @@ def check_settings(cells):
     """Raises ConfigError where train.py would, and where configs differ in what must not differ within a sweep."""
     from train import check
 
-    found = {}
+    problems = {}
     for c in cells:
         config = load(c.argv)
         check(config)
         for key in SAME_IN_A_SWEEP if c.at["stage"] != "cosine" else ():
             value = getattr(config, key, None)
-            other, known = found.setdefault(key, (c.at["model"], value))
+            other, known = problems.setdefault(key, (c.at["model"], value))
             if value != known:
                 raise ConfigError(f"{key} is {known} in {other}'s config and {value} in {c.at['model']}'s: such runs "
                                   f"are not compared; give --{key}=... for all, or change a config")

@@ -46,12 +46,12 @@ class Claims:
 
     def numbers(self):
         """{name: [numbers]} of all claims."""
-        found = {}
+        claimed = {}
         for file in self.folder.glob("*.claim-*"):
             name, _, number = file.name.rpartition(".claim-")
             if number.isdecimal():
-                found.setdefault(name, []).append(int(number))
-        return found
+                claimed.setdefault(name, []).append(int(number))
+        return claimed
 
     def look(self):
         """{name: Seen} of every cell that has a claim. Looks count once per HEARTBEAT, however often this is called."""

@@ -96,8 +96,8 @@ def write_plan(folder, cells, **about):
 
 def settings(argv, without=()):
     """{setting: text} of the --key=value in argv, the later one of two; config files under their own name."""
-    found = dict(a[2:].split("=", 1) if a.startswith("--") and "=" in a else (a, "") for a in argv)
-    return {key: text for key, text in found.items() if key not in without}
+    values = dict(a[2:].split("=", 1) if a.startswith("--") and "=" in a else (a, "") for a in argv)
+    return {key: text for key, text in values.items() if key not in without}
 
 
 def read_plan(folder, new=False):
@@ -294,14 +294,14 @@ def stop_with_parent(parent):
 
 def stop_group(pid, number):
     """Send a signal to a cell's process group; SIGKILL also to its children's: torchrun gives them their own."""
-    found = [pid]
+    pids = [pid]
     if number == signal.SIGKILL:
         for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
             with contextlib.suppress(OSError):
-                found += map(int, path.read_text().split())
-    for each in found:
+                pids += map(int, path.read_text().split())
+    for group in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(each, number)
+            os.killpg(group, number)
 
 
 def last_words(path, code):
@@ -329,10 +329,10 @@ def numbers(kind, least=None):
 
 def names(text):
     """A parser of names joined by commas."""
-    found = tuple(dict.fromkeys(n for n in text.split(",") if n))
-    if not found:  # an empty shell variable is not a wish for the preset
+    parts = tuple(dict.fromkeys(n for n in text.split(",") if n))
+    if not parts:  # an empty shell variable is not a wish for the preset
         raise argparse.ArgumentTypeError("a name is expected, or names joined by commas")
-    return found
+    return parts
 
 
 def hours(seconds):

@@ -302,14 +302,14 @@ class Evaluate:
         model.eval()
         size, dtype = self.config.micro_batch_size, getattr(torch, self.config.dtype)
         rank, world = distributed.rank(), distributed.world_size()
-        found = torch.zeros(2, len(self.data.val.labels), dtype=torch.float64)
-        for rows, x, y in self.data.eval_batches(np.arange(rank, found.shape[1], world), size):
+        answers = torch.zeros(2, len(self.data.val.labels), dtype=torch.float64)
+        for rows, x, y in self.data.eval_batches(np.arange(rank, answers.shape[1], world), size):
             with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
                 logits, _ = model(x)
-            found[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
-            found[1, rows] = logits.argmax(-1).double().cpu()
+            answers[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
+            answers[1, rows] = logits.argmax(-1).double().cpu()
         model.train()
-        losses, predicted = distributed.sum_over_ranks(found, self.data.device).cpu().numpy()
+        losses, predicted = distributed.sum_over_ranks(answers, self.data.device).cpu().numpy()
         return losses, predicted.astype(np.int64)
 
 

@@ -98,7 +98,7 @@ def speed(cells, rounds=7):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock, threads = (time.perf_counter if device.type == "cuda" else time.process_time), torch.get_num_threads()
     torch.set_num_threads(1)
-    steps, found = {}, {}
+    steps, speeds = {}, {}
     for cell in {variant_of(c.at): c for c in cells}.values():
         config = configurator.load(VisionConfig, cell.argv)
         config.vocab_size = 10
@@ -113,9 +113,9 @@ def speed(cells, rounds=7):
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:
-                found.setdefault(name, []).append(clock() - began)
+                speeds.setdefault(name, []).append(clock() - began)
     torch.set_num_threads(threads)
-    return {name: round(len(x) / statistics.median(seconds)) for name, seconds in found.items()}
+    return {name: round(len(x) / statistics.median(seconds)) for name, seconds in speeds.items()}
 
 
 def variant_of(at):
@@ -165,8 +165,8 @@ def draw(rows, path):
     left.set_yticks([-i for i in range(len(full))], [r["name"].rsplit(", ", 1)[0] for r in full])
     left.set(xlabel="held-out accuracy (%), dots: seeds", title="full depth")
     for way, colour in COLOURS.items():
-        own = [r for r in rows if (r["model"], r["directions"]) == ("vil", way)]
-        line = sorted((r["n_layer"], r["mean"], r["spread"]) for r in own)
+        line = sorted((r["n_layer"], r["mean"], r["spread"]) for r in rows
+                      if (r["model"], r["directions"]) == ("vil", way))
         if line:
             right.errorbar(*zip(*line, strict=True), marker="o", capsize=2, color=colour, label=way)
     right.set(xlabel="layers", title="ViL by depth and direction",
@@ -224,8 +224,8 @@ def run(args, extra):
 
 def main(argv):
     args, extra = parser().parse_known_args(argv)
-    own = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
-    return runner.run_or_report("sweep.py", args, extra, run, write, own, "--config, --seeds, --out")
+    fixed = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
+    return runner.run_or_report("sweep.py", args, extra, run, write, fixed, "--config, --seeds, --out")
 
 
 if __name__ == "__main__":
