@@ -140,13 +140,13 @@ def torchrun_env(rank, world, port):
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
 
 
-def until(process, condition, what, timeout=240):
+def until(process, condition, event, timeout=240):
     """Wait for the condition; False if a process ended before."""
     deadline = time.time() + timeout
     while not condition():
         if not process.alive():
             return bool(condition())
-        assert time.time() < deadline, f"no {what} after {timeout} s: {process.said()[-3000:]}"
+        assert time.time() < deadline, f"no {event} after {timeout} s: {process.said()[-3000:]}"
         time.sleep(0.002)
     return True
 
@@ -291,7 +291,7 @@ def test_several_processes_killed_once(undisturbed, launch, data, out, tmp_path,
     assert_bit_for_bit(out, tmp_path / "whole")
 
 
-def holding(here):
+def holding(rank):
     """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects
     unasked, and a destroy_process_group that says how much of DistributedDataParallel there still is."""
     gc.disable()
@@ -455,11 +455,11 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
     assert_same_run(out, undisturbed(2))
 
 
-def not_finite(of, how, here):
+def not_finite(of, how, rank):
     """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
     (None)."""
     # the first batch is before the steps, see DDP in runtime/distributed.py
-    return test_train.poisoned({6, 7, 13}, how) if of in (None, here) else LM
+    return test_train.poisoned({6, 7, 13}, how) if of in (None, rank) else LM
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"] if CHAOS else ["loss"])

@@ -79,8 +79,8 @@ def test_what_was_loaded_is_no_window_onto_the_file(tmp_path):
     meta = {"step": 3, "x": [1.5, None, "ü\n\"\\"], "crc32": "\"crc32\":\"00000000\"", "inf": math.inf}
     tensors = {"ü \"": torch.randn(3), "crc32": torch.ones(2, 2), "": torch.zeros(1), "x": torch.ones(4096)}
     save(tmp_path / "c", tensors, meta)
-    loaded, found = load(tmp_path / "c")
-    assert found == meta
+    loaded, loaded_meta = load(tmp_path / "c")
+    assert loaded_meta == meta
     assert same(dict(sorted(safetensors.torch.load_file(tmp_path / "c").items())), dict(sorted(tensors.items())))
     with open(tmp_path / "c", "r+b") as f:
         f.write(b"\0" * os.path.getsize(tmp_path / "c"))

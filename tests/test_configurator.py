@@ -73,8 +73,8 @@ def file(tmp_path, monkeypatch):
     ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
     ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
 def test_command_line_value(argument, key, expected):
-    found = getattr(load(Config, [argument]), key)
-    assert found == expected and type(found) is type(expected)
+    value = getattr(load(Config, [argument]), key)
+    assert value == expected and type(value) is type(expected)
 
 
 @pytest.mark.parametrize("argument, expected", [

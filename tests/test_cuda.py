@@ -360,8 +360,8 @@ def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- for real GPUs
 
 COMPILERS = {"nvcc": cuda.nvcc(), "nvrtc": cuda.nvrtc()}
-CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(found is None, reason=f"no {name} here"))
-                  for name, found in COMPILERS.items()]
+CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(path is None, reason=f"no {name} here"))
+                  for name, path in COMPILERS.items()]
 
 
 @pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="no nvcc here: nothing was compiled for a GPU with a report")

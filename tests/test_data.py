@@ -175,13 +175,13 @@ def test_windows_with_replacement(folder_1000):
 @pytest.mark.parametrize("processes", [1, 2, 5])
 @pytest.mark.parametrize("batch, block, limit", [(1, 60, 0), (4, 7, 0), (3, 7, 100), (9, 1, 25), (2, 199, 0)])
 def test_eval_batches_hold_each_window_once(folder_1000, processes, batch, block, limit):
-    data, windows, found = token_data(folder_1000), eval_windows(200, block, limit), []
+    data, windows, rows = token_data(folder_1000), eval_windows(200, block, limit), []
     for rank in range(processes):
         batches = list(data.eval_batches(windows, rank, processes, batch))
         assert all(x.dtype == torch.int64 and x.shape == y.shape and len(x) <= batch for x, y in batches)
         assert sum(len(x) < batch for x, _ in batches) <= 2  # the rest of the whole windows, and a shorter one
-        found += [(*x.tolist(), y[-1].item()) for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
-    assert sorted(found) == sorted(tuple(data.tokens.val[s : s + n + 1].tolist()) for s, n in windows)
+        rows += [(*x.tolist(), y[-1].item()) for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
+    assert sorted(rows) == sorted(tuple(data.tokens.val[s : s + n + 1].tolist()) for s, n in windows)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused(folder_1000):
@@ -435,10 +435,11 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
     text = Text(tokens.meta["tokenizer"], tokens.meta["table"])  # as a checkpoint knows it: no file is read
     assert new and not prepare("a")[1] and tokens.vocab_size == text.n_vocab == 300
     whole, _ = pystdlib.prepare(tmp_path / "bytes", stdlib=library, val_fraction=0.2)
-    for found, true in ((tokens.train, whole.train), (tokens.val, whole.val)):
+    for tokens_of_split, true in ((tokens.train, whole.train), (tokens.val, whole.val)):
         text.begin()
-        written = "".join(text.decode(int(token)) for token in found[:])
-        assert written.encode() == text_of(true).replace(b"\0", b"<|endoftext|>") and len(found) < 0.8 * len(true)
+        written = "".join(text.decode(int(token)) for token in tokens_of_split[:])
+        assert written.encode() == text_of(true).replace(b"\0", b"<|endoftext|>")
+        assert len(tokens_of_split) < 0.8 * len(true)
     held_out = text_of(whole.val).decode().split("\0")[:-1]
     for path in library.rglob("*.py"):
         if path.read_text() in held_out:  # as long as before: the split stays
@@ -488,8 +489,8 @@ def test_a_folder_of_one_byte_too_many_is_a_shelf(monkeypatch):
     files = [("p/a.py", None, 40, ""), ("p/q/b.py", None, 58, ""), ("c.py", None, 500, "")]
     for limit, names in ((100, ["c.py", "p/"]), (99, ["c.py", "p/a.py", "p/q/"]), (58, ["c.py", "p/a.py", "p/q/b.py"])):
         monkeypatch.setattr(pystdlib, "SHELF_BYTES", limit)  # each file counts the byte that ends it
-        found = pystdlib.join_packages(files)
-        assert [d[0] for d in found] == names and sum(d[2] for d in found) == 601
+        joined = pystdlib.join_packages(files)
+        assert [d[0] for d in joined] == names and sum(d[2] for d in joined) == 601
 
 
 def test_packages_are_another_recipe_than_files(shelf, tmp_path, capsys):
@@ -628,13 +629,13 @@ def write_jsonl(path, texts):
 
 def reference(units, text):
     """{split: tokens} of units of documents, straight from the description."""
-    found = {"train": [], "val": []}
+    splits = {"train": [], "val": []}
     for unit, texts in enumerate(units):
         for i, document in enumerate(texts):
             digest = hashlib.blake2b(f"{unit}/{i}".encode(), digest_size=8).digest()
             split = "val" if int.from_bytes(digest, "big") / 2**64 < 0.2 else "train"
-            found[split] += [*text.encode_ordinary(document), text.eot_token]
-    return found
+            splits[split] += [*text.encode_ordinary(document), text.eot_token]
+    return splits
 
 
 def nanogpt_order(texts, text, fraction, seed=2357):
@@ -852,8 +853,9 @@ def test_a_mixture_is_exact_and_stateless(folder_1000, shares):
     for start in range(0, len(windows) - cycle + 1, cycle):
         assert np.bincount(windows[start:start + cycle, 0]).tolist() == data.counts
     for k, n in enumerate(data.n_windows):
-        own = windows[windows[:, 0] == k, 1]
-        assert all(sorted(own[i:i + n]) == list(range(n)) for i in range(0, len(own) - n + 1, n)) and len(own) > n
+        of_set = windows[windows[:, 0] == k, 1]
+        assert all(sorted(of_set[i:i + n]) == list(range(n)) for i in range(0, len(of_set) - n + 1, n))
+        assert len(of_set) > n
     step = mixture.MixtureData(parts, 16, 16 * 24, 7).windows(200)  # asked first
     assert np.array_equal(step, windows[200 * 24:201 * 24])
     assert np.array_equal(step, np.concatenate([data.windows(200, rank, 3) for rank in range(3)]))

@@ -42,9 +42,9 @@ def direct(lm, context, answer):
     return logp[range(len(answer)), answer].sum().item(), logp.argmax(-1).tolist() == answer
 
 
-def assert_same(found, expected):
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], rel=1e-5)
+def assert_same(scores, expected):
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
+    assert [nats for nats, _ in scores] == pytest.approx([nats for nats, _ in expected], rel=1e-5)
 
 
 def requests(*arguments):
@@ -175,10 +175,10 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
         norm = [s / len(c) for s, c in zip(scores, row["choices"], strict=True)]
         right_norm += norm.index(max(norm)) == row["answer"]
         nats, tokens = nats - scores[row["answer"]], tokens + 1 + len(row["choices"][row["answer"]])
-    found = record["results"]["my_choice"]
-    assert (found["acc"], found["acc_norm"]) == (right / 13, right_norm / 13) and found["documents"] == 13
-    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5) and found["chance"] == 1 / 3
-    assert found["acc_stderr"] == pytest.approx(math.sqrt(right / 13 * (1 - right / 13) / 12))
+    chosen = record["results"]["my_choice"]
+    assert (chosen["acc"], chosen["acc_norm"]) == (right / 13, right_norm / 13) and chosen["documents"] == 13
+    assert chosen["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5) and chosen["chance"] == 1 / 3
+    assert chosen["acc_stderr"] == pytest.approx(math.sqrt(right / 13 * (1 - right / 13) / 12))
     texts = [json.loads(line)["text"].encode() for line in (folder / "my_text.jsonl").read_text().splitlines()]
     nats = sum(direct(lm, [0], list(text))[0] for text in texts)
     assert record["results"]["my_text"]["bits_per_byte"] == pytest.approx(
@@ -200,8 +200,8 @@ def score_in_group(store, folder, rank):
 
 def test_two_processes_score_as_one(folder, tmp_path):
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-        found = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=120)
-        (first, second), one = found, score(folder)
+        outputs = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=120)
+        (first, second), one = outputs, score(folder)
     assert second is None and first["versions"] == one["versions"]
     for name, values in one["results"].items():
         assert first["results"][name] == pytest.approx(values, rel=1e-6)
@@ -299,8 +299,8 @@ def test_training_scores_tasks_and_the_report_reads_them(folder, tmp_path, libra
     lines = read_log(tmp_path / "scored", "tasks")
     assert [(e["step"], e["tokens"]) for e in lines] == [(2, 128), (4, 256), (5, 320)]
     adapter = harness.HarnessLM(sample.load_model(tmp_path / "scored")[0], Text("bytes"))
-    found = harness.evaluate(adapter, harness.load_tasks([str(folder / "my_choice.yaml")]))
-    expected = tasks.scores(found["results"])
+    output = harness.evaluate(adapter, harness.load_tasks([str(folder / "my_choice.yaml")]))
+    expected = tasks.scores(output["results"])
     assert {key: lines[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert "my_choice_acc" in tasks.report([tmp_path / "scored"])[0]
     with pytest.raises(ConfigError, match="no scores of tasks: train with --eval_tasks_interval"):

@@ -413,9 +413,9 @@ def test_a_folder_continues_a_prompt_where_this_repository_is_not(tmp_path):
                           env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"})
     assert said.returncode == 0, said.stderr
     for family, line, (loss, written) in zip(families, said.stdout.split("found ")[1:], expected, strict=True):
-        backend, nats, *found = line.split("\n")[0].split()
+        backend, nats, *tokens = line.split("\n")[0].split()
         assert backend == "torch" and float(nats) == pytest.approx(loss, rel=1e-5), family
-        assert list(map(int, found)) == written, family
+        assert list(map(int, tokens)) == written, family
 
 
 def test_the_native_kernels_serve_where_the_repository_is_importable(tmp_path, monkeypatch):

@@ -104,21 +104,21 @@ def test_chunks_give_the_loss_of_whole_sequences(family):
 
 
 def measure(lm, rows, lengths, trained=16):
-    found, states = ex.measure(lm, rows, lengths, trained, 16, 1)
-    return json.loads(json.dumps(found)), states
+    lengths_read, states = ex.measure(lm, rows, lengths, trained, 16, 1)
+    return json.loads(json.dumps(lengths_read)), states
 
 
 def test_a_planted_loss_that_grows_with_position_is_seen(capsys):
     rows = torch.zeros(4, 129, dtype=torch.long)
-    found, _ = measure(Planted(lambda p: 1 + 0.01 * p), rows, [16, 64, 128])
-    for row, T in zip(found, (16, 64, 128), strict=True):
+    lengths_read, _ = measure(Planted(lambda p: 1 + 0.01 * p), rows, [16, 64, 128])
+    for row, T in zip(lengths_read, (16, 64, 128), strict=True):
         assert row["loss"] == pytest.approx(1 + 0.01 * (T - 1) / 2, abs=1e-5) and row["tokens"] == 4 * 128
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["sequences"] == 4 * 128 // T
         edges = row["by_position"]["edges"]
         middles = [(a + b - 1) / 2 for a, b in zip(edges[:-1], edges[1:], strict=True)]
         assert row["by_position"]["loss"] == pytest.approx([1 + 0.01 * p for p in middles], abs=1e-5)
-    last = found[-1]
-    assert "difference" not in found[0] and last["against"] == 16
+    last = lengths_read[-1]
+    assert "difference" not in lengths_read[0] and last["against"] == 16
     assert last["difference"] == pytest.approx(0.56, abs=1e-5)
     assert last["difference_standard_error"] < 1e-6  # all sequences change alike
     by_place = dict(zip(last["difference_by_place"]["edges"], last["difference_by_place"]["difference"], strict=False))
@@ -128,9 +128,10 @@ def test_a_planted_loss_that_grows_with_position_is_seen(capsys):
 
 def test_a_loss_that_is_not_finite_is_a_hole_in_the_numbers():
     height = lambda p: torch.where(p < 40, torch.ones(()), torch.tensor(math.nan))
-    found, _ = measure(Planted(height), torch.zeros(3, 65, dtype=torch.long), [16, 64])
-    assert found[0]["loss"] == pytest.approx(1) and math.isnan(found[1]["loss"]) and math.isnan(found[1]["difference"])
-    assert found[1]["by_position"]["loss"][:6] == pytest.approx([1] * 6) and finite(found)[1]["loss"] is None
+    lengths_read, _ = measure(Planted(height), torch.zeros(3, 65, dtype=torch.long), [16, 64])
+    short, long = lengths_read
+    assert short["loss"] == pytest.approx(1) and math.isnan(long["loss"]) and math.isnan(long["difference"])
+    assert long["by_position"]["loss"][:6] == pytest.approx([1] * 6) and finite(lengths_read)[1]["loss"] is None
 
 
 def test_differences_are_paired():
@@ -152,9 +153,10 @@ def test_an_allocation_that_fails_ends_the_length_only(error, capsys):
             return 0.01 * p
         return measure(Planted(height), torch.zeros(2, 65, dtype=torch.long), [16, 32, 64])
 
-    found, states = planted(error)
-    assert "loss" in found[0] and "memory ran out at 32 tokens" in found[1]["left_out"] and states == {}
-    assert found[2]["left_out"] == found[1]["left_out"] and len(capsys.readouterr().out.splitlines()) == 2
+    lengths_read, states = planted(error)
+    assert "loss" in lengths_read[0] and "memory ran out at 32 tokens" in lengths_read[1]["left_out"] and states == {}
+    assert lengths_read[2]["left_out"] == lengths_read[1]["left_out"]
+    assert len(capsys.readouterr().out.splitlines()) == 2
     with pytest.raises(RuntimeError, match="shapes"):  # what is no lack of memory is an error
         planted(RuntimeError("shapes do not fit"))
 
@@ -166,13 +168,13 @@ def test_an_allocation_that_fails_ends_the_length_only(error, capsys):
     ("rwkv", lambda s: s[1]), ("deltanet", lambda s: s[1]), ("rwkv4", lambda s: s[1] / s[2])])
 def test_norms_are_those_of_the_state(family, pick):
     lm, rows, at = tiny(family), some_rows(), [4, 16, 40, 64]
-    found = ex.state_norms(lm, rows, at, 24)
+    norms = ex.state_norms(lm, rows, at, 24)
     both = family in ("longhorn", "mamba")  # families of two mixers a layer
-    assert [int(name.split()[0]) for name in found] == ([0, 1, 2, 3] if both else [0, 2])
+    assert [int(name.split()[0]) for name in norms] == ([0, 1, 2, 3] if both else [0, 2])
     for j, p in enumerate(at):
         with torch.no_grad():
             states = sum(lm(rows[:, :p], state=lm.initial_state(3))[2], [])
-        for name, entry in found.items():
+        for name, entry in norms.items():
             s = pick(states[int(name.split()[0])]).double()
             assert entry["positions"][j] == p
             rms = np.mean([math.sqrt((one**2).mean()) for one in s.numpy()])
@@ -236,7 +238,7 @@ def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 64, 256])
     with monkeypatch.context() as m:
-        m.setattr(ex, "draw", lambda found, path: None)  # a picture takes a second: the next one is enough
+        m.setattr(ex, "draw", lambda records, path: None)  # a picture takes a second: the next one is enough
         ex.main(["--checkpoint", str(save_run(tmp_path / "longhorn", "longhorn", corpus)), f"--out={out}"])
     assert [x["length"] for x in ex.read_records(out)[0]["lengths"]] == [16, 32, 64, 128, 256]  # the default
     argv = ["run", "--preset=laptop", "--chunk=32", f"--out={out}"]
@@ -314,8 +316,8 @@ def test_other_steps_families_and_patterns_take_part():
     assert {(c.step, c.normalize_keys, c.seed) for c in configs.values()} == set(itertools.product(
         ("explicit", "implicit", "exact"), (True, False), (1, 2, 3))) and len(configs) == 18
     assert {c.model for c in configs.values()} == {"deltanet"}
-    hybrid, own = ex.plan("laptop", ["longhorn,swa", "longhorn@n_layer=4"], [7])
-    configs = configs_of([hybrid, own]).values()
+    hybrid, deep = ex.plan("laptop", ["longhorn,swa", "longhorn@n_layer=4"], [7])
+    configs = configs_of([hybrid, deep]).values()
     assert [(c.pattern, c.n_layer, c.seed) for c in configs] == [("longhorn,swa", 3, 7), ("", 4, 7)]
     assert hybrid.name == "longhorn_swa_seed_7" and hybrid.at == {"run": "longhorn,swa, seed 7"}
     with pytest.raises(ConfigError, match="config/nothing_laptop.py does not exist"):

@@ -35,10 +35,10 @@ def quick(*args, **options):
 
 @pytest.mark.parametrize("sizes,counts", [(5, 5), (3, 3), (3, 4)])
 def test_without_noise_the_constants_come_back(sizes, counts):
-    found = quick(*runs(sizes, counts))
+    fitted = quick(*runs(sizes, counts))
     for name, value in TRUE.items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
-    assert found.huber < 1e-20 and found.points == sizes * counts and "no noise" in found.warnings[0]
+        assert getattr(fitted, name) == pytest.approx(value, rel=1e-3), name
+    assert fitted.huber < 1e-20 and fitted.points == sizes * counts and "no noise" in fitted.warnings[0]
 
 
 def test_the_gradient_is_that_of_finite_differences():
@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_finite_differences():
 @pytest.mark.parametrize("noise,seed", [(0.01, 0), (0.01, 1), (0.003, 2)])
 def test_no_other_minimiser_finds_a_lower_loss(noise, seed):
     N, D, L = runs(noise=noise, seed=seed)
-    found = quick(N, D, L)
+    fitted = quick(N, D, L)
 
     def huber(c):  # written once more, with scipy's Huber function, in other coordinates
         with np.errstate(all="ignore"):
@@ -63,26 +63,26 @@ def test_no_other_minimiser_finds_a_lower_loss(noise, seed):
             r = np.log(made) - np.log(L)
         return special.huber(1e-3, r).sum() if np.isfinite(r).all() else 1e3
 
-    assert found.huber == pytest.approx(huber([found.E, math.log(found.A * 3e7**-found.alpha), found.alpha,
-                                               math.log(found.B * 3e9**-found.beta), found.beta]))
+    assert fitted.huber == pytest.approx(huber([fitted.E, math.log(fitted.A * 3e7**-fitted.alpha), fitted.alpha,
+                                               math.log(fitted.B * 3e9**-fitted.beta), fitted.beta]))
     rng = np.random.default_rng(0)
     for _ in range(3):
         start = np.array([1.5, 0.0, 0.3, 0.0, 0.3]) * rng.uniform(0.7, 1.3, 5)
         best = optimize.minimize(huber, start, method="Nelder-Mead", options=dict(maxiter=3000, adaptive=True))
-        assert found.huber <= best.fun * (1 + 1e-6)
+        assert fitted.huber <= best.fun * (1 + 1e-6)
 
 
 def test_the_order_of_the_runs_and_the_unit_of_n_change_nothing():
     N, D, L = runs(noise=0.01)
-    found, order = quick(N, D, L), np.random.default_rng(0).permutation(25)
+    fitted, order = quick(N, D, L), np.random.default_rng(0).permutation(25)
     again = quick(N[order], D[order], L[order])
-    assert again.beta == pytest.approx(found.beta, rel=1e-4) and again.huber == pytest.approx(found.huber, rel=1e-6)
+    assert again.beta == pytest.approx(fitted.beta, rel=1e-4) and again.huber == pytest.approx(fitted.huber, rel=1e-6)
     scaled = quick(N * 1e-6, D, L)  # the unit of N only rescales A
-    assert scaled.alpha == pytest.approx(found.alpha, rel=1e-3)
-    assert scaled.A == pytest.approx(found.A * 1e-6**found.alpha, rel=1e-2)
+    assert scaled.alpha == pytest.approx(fitted.alpha, rel=1e-3)
+    assert scaled.A == pytest.approx(fitted.A * 1e-6**fitted.alpha, rel=1e-2)
     squares = lambda c: ((np.log(fit.law(N * 1e-6, D * 1e-8, *c)) - np.log(L)) ** 2).sum()
     best = optimize.minimize(squares, [1.7, 3.7, 0.34, 2.4, 0.28], method="Nelder-Mead", options=dict(maxiter=4000))
-    assert found.noise == pytest.approx(math.sqrt(best.fun / 20), rel=1e-3)
+    assert fitted.noise == pytest.approx(math.sqrt(best.fun / 20), rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------ intervals
@@ -91,12 +91,12 @@ def test_intervals_hold_the_truth_nine_times_of_ten():
     """Each constant in 27 draws of 30."""
     inside, widths = dict.fromkeys(TRUE, 0), []
     for seed in range(30):
-        found = fit_loss(*runs(3, 3, 0.005, seed), bootstrap=59, seed=seed)
+        fitted = fit_loss(*runs(3, 3, 0.005, seed), bootstrap=59, seed=seed)
         for name, value in TRUE.items():
-            low, high = found.intervals[name]
-            assert low <= getattr(found, name) <= high
+            low, high = fitted.intervals[name]
+            assert low <= getattr(fitted, name) <= high
             inside[name] += low <= value <= high
-        widths.append(found.intervals["alpha"][1] - found.intervals["alpha"][0])
+        widths.append(fitted.intervals["alpha"][1] - fitted.intervals["alpha"][0])
     assert min(inside.values()) >= 27, inside
     assert np.median(widths) < 0.06  # an interval that says nothing would hold the truth as well
 
@@ -107,18 +107,18 @@ def test_intervals_of_many_runs_are_percentiles_over_resampled_runs():
     N, D, _ = runs(12, 10)
     rng = np.random.default_rng(0)
     L = law(N, D) * np.exp(np.where(D < 1e9, 0.04, 0.004) * rng.standard_normal(len(N)))
-    found = fit_loss(N, D, L)
+    fitted = fit_loss(N, D, L)
     model = fit._Model(N, D)
     M, betas = model.terms, []
-    start = [math.log(found.E), math.log(found.A) - found.alpha * model.centre["N"], found.alpha,
-             math.log(found.B) - found.beta * model.centre["D"], found.beta]
+    start = [math.log(fitted.E), math.log(fitted.A) - fitted.alpha * model.centre["N"], fitted.alpha,
+             math.log(fitted.B) - fitted.beta * model.centre["D"], fitted.beta]
     for _ in range(60):
         drawn = rng.integers(len(N), size=len(N))
         best = optimize.minimize(fit.objective, start, args=(M[:, drawn], np.log(L[drawn])), jac=True)
         betas.append(best.x[4])
-    low, high = found.intervals["beta"]
+    low, high = fitted.intervals["beta"]
     assert high - low == pytest.approx(np.ptp(np.quantile(betas, [0.05, 0.95])), rel=0.25)
-    assert low == pytest.approx(np.quantile(betas, 0.05), rel=0.1) and low < found.beta < high
+    assert low == pytest.approx(np.quantile(betas, 0.05), rel=0.1) and low < fitted.beta < high
 
 
 def test_intervals_repeat_and_grow_with_noise_and_confidence():
@@ -131,8 +131,8 @@ def test_intervals_repeat_and_grow_with_noise_and_confidence():
 
 def test_too_few_runs_for_an_interval():
     N, D, L = (v[[0, 2, 4, 6, 8]] for v in runs(3, 3, 0.01))
-    found = fit_loss(N, D, L)
-    assert "as many as the constants" in " ".join(found.warnings) and not any(found.intervals.values())
+    fitted = fit_loss(N, D, L)
+    assert "as many as the constants" in " ".join(fitted.warnings) and not any(fitted.intervals.values())
 
 
 # ------------------------------------------------------------------------------------------------ what cannot be fitted
@@ -162,8 +162,8 @@ def test_each_size_at_one_budget_cannot_be_fitted():
 
 def test_a_size_and_a_count_that_meet_only_each_other():
     # four corners and a fifth run that shares neither N nor D with them: five runs, five constants, four of them told
-    found = fit_loss([1e6, 1e6, 1e7, 1e7, 1e9], [1e8, 1e9, 1e8, 1e9, 1e11], [5, 4.2, 4.4, 3.6, 2.5])
-    assert None in (found.E, found.A, found.alpha) and "cannot be told from these runs" in " ".join(found.warnings)
+    fitted = fit_loss([1e6, 1e6, 1e7, 1e7, 1e9], [1e8, 1e9, 1e8, 1e9, 1e11], [5, 4.2, 4.4, 3.6, 2.5])
+    assert None in (fitted.E, fitted.A, fitted.alpha) and "cannot be told from these runs" in " ".join(fitted.warnings)
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -171,15 +171,15 @@ def test_a_size_and_a_count_that_meet_only_each_other():
 def test_one_or_two_sizes_leave_a_floor_for_each(few, levels):
     N, D, _ = runs(levels, 6) if few == "N" else runs(6, levels)
     noise = np.exp(0.002 * np.random.default_rng(0).standard_normal(6 * levels))
-    found = fit_loss(N, D, law(N, D) * noise, bootstrap=39)
+    fitted = fit_loss(N, D, law(N, D) * noise, bootstrap=39)
     exact = quick(N, D, law(N, D))
     factor, power, floor = ("B", "beta", lambda v: 1.69 + 406.4 / v**0.34) if few == "N" else (
         "A", "alpha", lambda v: 1.69 + 410.7 / v**0.28)
     assert (getattr(exact, factor), getattr(exact, power)) == pytest.approx((TRUE[factor], TRUE[power]), rel=1e-3)
     assert exact.floors == pytest.approx({v: floor(v) for v in np.unique(N if few == "N" else D)}, rel=1e-3)
-    known = {name for name in TRUE if getattr(found, name) is not None}
-    assert known == {factor, power} and {n for n in TRUE if found.intervals[n]} == known
-    assert "cannot be told apart" in found.warnings[0]
+    known = {name for name in TRUE if getattr(fitted, name) is not None}
+    assert known == {factor, power} and {n for n in TRUE if fitted.intervals[n]} == known
+    assert "cannot be told apart" in fitted.warnings[0]
 
 
 @pytest.mark.parametrize("bad", [{6: 9.5}, {24: 3.0}, {0: 2.0, 13: 7.0}, {12: 4.0, 17: 4.0}])
@@ -188,11 +188,11 @@ def test_outliers_are_named_and_stay(bad):
     N, D, L = runs(noise=0.005)
     for i, factor in bad.items():
         L[i] *= factor
-    found = fit_loss(N, D, L, bootstrap=59)
-    assert sorted(found.outliers) == sorted(bad) and found.points == 25
-    assert sum("stays in the fit" in w and "above what the others predict" in w for w in found.warnings) == len(bad)
-    low, high = found.intervals["alpha"]
-    assert found.alpha == pytest.approx(0.34, abs=0.06) and high - low < 0.2
+    fitted = fit_loss(N, D, L, bootstrap=59)
+    assert sorted(fitted.outliers) == sorted(bad) and fitted.points == 25
+    assert sum("stays in the fit" in w and "above what the others predict" in w for w in fitted.warnings) == len(bad)
+    low, high = fitted.intervals["alpha"]
+    assert fitted.alpha == pytest.approx(0.34, abs=0.06) and high - low < 0.2
 
 
 def test_normal_noise_is_rarely_called_an_outlier():
@@ -208,10 +208,10 @@ def test_normal_noise_is_rarely_called_an_outlier():
 ])
 def test_constants_at_a_boundary_are_said(L, words, name):
     N, D, _ = runs()
-    found = fit_loss(N, D, L(N, D) * np.exp(1e-4 * np.random.default_rng(0).standard_normal(25)), bootstrap=39)
-    assert re.search(words, " ".join(found.warnings))
+    fitted = fit_loss(N, D, L(N, D) * np.exp(1e-4 * np.random.default_rng(0).standard_normal(25)), bootstrap=39)
+    assert re.search(words, " ".join(fitted.warnings))
     if name == "E":
-        assert found.E is None and found.intervals["E"] is None
+        assert fitted.E is None and fitted.intervals["E"] is None
 
 
 FUZZ = dict(deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])  # shrinking a fit takes minutes
@@ -223,14 +223,14 @@ POSITIVE = st.one_of(st.floats(1e-3, 1e3), st.floats(1e-300, 1e300), st.sampled_
 def test_any_positive_numbers_give_a_fit_or_cannot_fit(points, intervals):
     N, D, L = ([p[i] for p in points] for i in range(3))
     try:
-        found = fit_loss(N, D, L, bootstrap=29 * intervals, starts=2)
+        fitted = fit_loss(N, D, L, bootstrap=29 * intervals, starts=2)
     except CannotFit as error:
         assert "\n" not in str(error)
         return
-    told = [found.E, found.A, found.alpha, found.B, found.beta, found.a, *(found.floors or {}).values()]
-    assert all(v is None or math.isfinite(v) for v in told) and math.isfinite(found.huber)
-    assert found.warnings or None not in told
-    for low, high in filter(None, found.intervals.values()):
+    told = [fitted.E, fitted.A, fitted.alpha, fitted.B, fitted.beta, fitted.a, *(fitted.floors or {}).values()]
+    assert all(v is None or math.isfinite(v) for v in told) and math.isfinite(fitted.huber)
+    assert fitted.warnings or None not in told
+    for low, high in filter(None, fitted.intervals.values()):
         assert low <= high
 
 
@@ -293,12 +293,12 @@ def test_a_difference_is_welchs_or_the_pooled_t_where_documents_agree():
 def test_documents_that_disagree_widen_a_difference():
     """Against the variance over many draws of documents; equal weights, so that a textbook's formula holds as well."""
     rng, w = np.random.default_rng(0), np.ones(40)
-    found = []
+    errors = []
     for _ in range(300):
         effect = 0.02 * rng.standard_normal(40)
         a, b = (0.01 * rng.standard_normal((5, 40)) for _ in range(2))
-        found.append(compare.document_variance(a + effect, b, w)[0])
-    assert np.mean(found) == pytest.approx(0.02**2 / 40, rel=0.1)
+        errors.append(compare.document_variance(a + effect, b, w)[0])
+    assert np.mean(errors) == pytest.approx(0.02**2 / 40, rel=0.1)
     assert compare.document_variance(a, b, w)[1] == pytest.approx(39)
     d = compare.difference(a + effect, b, w, (1e-9, 8))
     clustered = np.std((a + effect - b).mean(0), ddof=1) / math.sqrt(40)
@@ -349,9 +349,9 @@ def test_winner_needs_to_beat_every_other():
     p = {"near": 0.03, "far": 0.001, "other": 0.02}
     told = lambda a, b: p[b]
     assert compare.winner({"x": 3.0, "far": 3.5}, told).family == "x"
-    found = compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told)
+    best = compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told)
     # Holm by hand: 3 x 0.001, 2 x 0.02, and 0.03, which may not be below the one before
-    assert found.p == pytest.approx({"far": 0.003, "other": 0.04, "near": 0.04}) and found.family == "x"
+    assert best.p == pytest.approx({"far": 0.003, "other": 0.04, "near": 0.04}) and best.family == "x"
     p["other"] = 0.03
     assert compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told).family is None
     assert "1 families with a loss" in compare.winner({"x": 3.0}, told).reason

@@ -468,19 +468,19 @@ def shake(lm):
 def agrees_with(theirs, lm, names, tolerance):
     """A model of transformers with our weights gives our logits and gradients; names: theirs -> (ours, which rows)."""
     ours, params = dict(lm.named_parameters()), dict(theirs.named_parameters())
-    assert set(params) == set(names) and {here for here, _ in names.values()} == set(ours)
+    assert set(params) == set(names) and {ours_name for ours_name, _ in names.values()} == set(ours)
     with torch.no_grad():
-        for name, (here, rows) in names.items():
-            params[name].copy_(ours[here][rows].reshape(params[name].shape))
+        for name, (ours_name, rows) in names.items():
+            params[name].copy_(ours[ours_name][rows].reshape(params[name].shape))
     idx, targets = (tokens(2, lm.config.block_size, lm.config.vocab_size, seed=seed) for seed in (1, 2))
     logits, loss = lm(idx, targets)
     expected = theirs(idx).logits
     close(logits, expected, tolerance)
     loss.backward()
     F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
-    for name, (here, rows) in names.items():
-        got, true = ours[here].grad[rows], params[name].grad.reshape(ours[here][rows].shape)
-        assert (got - true).norm() < 2e-4 * true.norm() + 1e-7, here
+    for name, (ours_name, rows) in names.items():
+        got, true = ours[ours_name].grad[rows], params[name].grad.reshape(ours[ours_name][rows].shape)
+        assert (got - true).norm() < 2e-4 * true.norm() + 1e-7, ours_name
 
 
 def test_rwkv4_is_transformers_rwkv():
@@ -495,10 +495,10 @@ def test_rwkv4_is_transformers_rwkv():
     for module, _, name in [n.rpartition(".") for n, _ in theirs.named_parameters() if "time_mix" in n]:
         torch.nn.utils.parametrize.register_parametrization(theirs.get_submodule(module), name, OneMinus())
     names = {"rwkv.embeddings.weight": ("embed.weight", ...)}
-    for theirs_norm, here in [("ln_out", "norm"), ("blocks.0.pre_ln", "embed_norm"),
+    for theirs_norm, our_norm in [("ln_out", "norm"), ("blocks.0.pre_ln", "embed_norm"),
                               *((f"blocks.{i}.ln{j + 1}", f"layers.{i}.branches.{j}.norm")
                                 for i in range(L) for j in range(2))]:
-        names.update({f"rwkv.{theirs_norm}.{p}": (f"{here}.{p}", ...) for p in ("weight", "bias")})
+        names.update({f"rwkv.{theirs_norm}.{p}": (f"{our_norm}.{p}", ...) for p in ("weight", "bias")})
     for i in range(L):
         time, channel = (f"layers.{i}.branches.{j}.mixer" for j in (0, 1))
         there = f"rwkv.blocks.{i}.attention"
@@ -689,8 +689,8 @@ def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
     c = configurator.load(train.TrainConfig, [str(tmp_path / "mean.py"), "--vocab_size=64", "--dtype=float32"])
     torch.manual_seed(0)
     lm = train.build_model(c, "cpu")
-    drawn, own = torch.nn.Linear(32, 32).weight.std().item(), lm.layers[1].branches[0].mixer.linear.weight
-    assert own.std().item() == pytest.approx(drawn, rel=0.1), "PyTorch's own initialisation"
+    drawn, weight = torch.nn.Linear(32, 32).weight.std().item(), lm.layers[1].branches[0].mixer.linear.weight
+    assert weight.std().item() == pytest.approx(drawn, rel=0.1), "PyTorch's own initialisation"
     idx, targets = tokens(4, 16), tokens(4, 16, seed=2)
     c.learning_rate = 1e-2
     optimizers, losses = build_optimizers(lm, c), []
@@ -738,13 +738,13 @@ def test_a_hybrid_is_its_layers(pattern):
     """Counts, FLOPs and state are the sums of its layers'; it reads in chunks and samples as one family does."""
     families = config("longhorn", pattern=pattern, n_layer=3).families
     hybrid = tiny("longhorn", pattern=pattern, n_layer=3)
-    each = [tiny(family, n_layer=1) for family in families]
+    layers = [tiny(family, n_layer=1) for family in families]
     layers_flops = lambda lm: counting.flops_per_token(lm, 20)["forward"] - 2 * 64 * 32  # without the head
-    assert layers_flops(hybrid) == sum(map(layers_flops, each))
-    assert counting.state_size(hybrid, 20) == sum(counting.state_size(lm, 20) for lm in each)
+    assert layers_flops(hybrid) == sum(map(layers_flops, layers))
+    assert counting.state_size(hybrid, 20) == sum(counting.state_size(lm, 20) for lm in layers)
     skeleton = ("embedding", "norms", "total")
     mixers_only = lambda lm: sum(n for part, n in counting.parameter_count(lm).items() if part not in skeleton)
-    assert mixers_only(hybrid) == sum(map(mixers_only, each))
+    assert mixers_only(hybrid) == sum(map(mixers_only, layers))
     assert counting.parameter_count(hybrid)["total"] == sum(p.numel() for p in hybrid.parameters())
     assert (hybrid.embed_norm.__class__ is not torch.nn.Identity) == pattern.startswith("rwkv4")
     idx = tokens(2, 24)

@@ -31,11 +31,11 @@ def draw(N=4, d=3, seed=0, **given):
 @pytest.mark.parametrize("name", ROW)
 def test_the_claim_is_as_the_table_says_and_a_millionth_is_seen(name):
     row = ROW[name]
-    found = ol.check(row, DRAWS, seed=1)
-    assert found["found"] and found["smallest_curvature"] > 0
-    assert found["minimises"] == row.holds and (found["off"] <= 1e-8) == row.holds
+    checked = ol.check(row, DRAWS, seed=1)
+    assert checked["found"] and checked["smallest_curvature"] > 0
+    assert checked["minimises"] == row.holds and (checked["off"] <= 1e-8) == row.holds
     if not row.holds:
-        assert found["off_ordinary"] > 0.01 and row.note
+        assert checked["off_ordinary"] > 0.01 and row.note
     else:
         wrong = replace(row, update=lambda *a: row.update(*a) * (1 + 1e-6))
         assert not ol.check(wrong, 3, seed=1)["minimises"]
@@ -89,8 +89,8 @@ def test_minimiser_finds_a_minimum_that_is_known():
     (lambda S, S_prev, k, x, p: (S - S_prev).pow(3).sum(), "NO"),
     (lambda S, S_prev, k, x, p: (S - S_prev).abs().sum() + 0.1 * S.square().sum(), "no")])
 def test_objectives_without_a_minimum_to_find_are_not_passed(loss, says):
-    found = ol.check(replace(ROW["linear attention"], objective=loss), 4, seed=0)
-    assert not found["minimises"] and not found["found"] and says in ol.verdict(found)
+    checked = ol.check(replace(ROW["linear attention"], objective=loss), 4, seed=0)
+    assert not checked["minimises"] and not checked["found"] and says in ol.verdict(checked)
 
 
 def test_draws_reach_the_extremes():

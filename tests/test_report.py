@@ -151,9 +151,9 @@ def pair_of(numbers, b, size):
 def test_a_clean_sweep_is_read_whole(tmp_path):
     names = make_sweep(tmp_path)
     change(tmp_path / VICTIM / "config.json", environment__commit="0" * 40)  # of the same sources
-    found = runs.read_sweep(tmp_path)
-    assert len(names) == 6 * 3 * 10 + 3 and [r.name for r in found.runs] == names and found.left_out == {}
-    run = next(r for r in found.runs if r.name == "mamba_460K_256steps_lr0.004_seed1001")
+    sweep = runs.read_sweep(tmp_path)
+    assert len(names) == 6 * 3 * 10 + 3 and [r.name for r in sweep.runs] == names and sweep.left_out == {}
+    run = next(r for r in sweep.runs if r.name == "mamba_460K_256steps_lr0.004_seed1001")
     assert (run.model, run.size, run.context, run.tokens, run.learning_rate, run.seed) == (
         "mamba", "460K", 256, 262144, 4e-3, 1001)
     assert (run.parameters, run.embedding, run.flops, run.code) == (460_000, 16384, 6 * 460_000 * 262144, CODE)
@@ -211,9 +211,9 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, how):
     damage(tmp_path / VICTIM)
     runs.save(tmp_path, tmp_path / "saved.json")
     for source in (tmp_path, tmp_path / "saved.json"):
-        found = runs.read_sweep(source)
-        assert list(found.left_out) == [VICTIM] and reason in found.left_out[VICTIM]
-        assert "\n" not in found.left_out[VICTIM] and [r.name for r in found.runs] == [n for n in names if n != VICTIM]
+        sweep = runs.read_sweep(source)
+        assert list(sweep.left_out) == [VICTIM] and reason in sweep.left_out[VICTIM]
+        assert "\n" not in sweep.left_out[VICTIM] and [r.name for r in sweep.runs] == [n for n in names if n != VICTIM]
 
 
 @pytest.mark.parametrize("text", [
@@ -242,10 +242,10 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
     assert versions == {CODE: (n - 4, n - 4, []), "cafe": (2, 0, ["train.py"]), "beef": (1, 0, ["model.py"])}
     assert list(versions)[0] == CODE and "| beef | ffffffffffff | 1 | 0 | model.py |" in text
     assert "only runs of one version are compared" in text and len(numbers["left_out"]) == 3
-    found = json.loads(report.write(tmp_path, bootstrap=0, accept_code=("beef",))["report.json"].read_text())
-    assert {c["code"]: c["used"] for c in found["code"]} == {CODE: n - 3, "cafe": 0, "beef": 1}
+    sweep = json.loads(report.write(tmp_path, bootstrap=0, accept_code=("beef",))["report.json"].read_text())
+    assert {c["code"]: c["used"] for c in sweep["code"]} == {CODE: n - 3, "cafe": 0, "beef": 1}
     assert "those of beef are compared with the others because --accept" in (tmp_path / "report.md").read_text()
-    assert "cafe" in str(found["left_out"]) and "beef" not in str(found["left_out"])
+    assert "cafe" in str(sweep["left_out"]) and "beef" not in str(sweep["left_out"])
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         report.write(tmp_path, accept_code=("f00d",))
 
@@ -270,10 +270,10 @@ def test_a_saved_sweep_gives_the_same_report_of_the_same_records(told, tmp_path,
 
 def test_losses_are_of_seeds_and_files_that_chose_nothing(whole):
     folder, paths, numbers, page = whole
-    own = [json.loads((folder / f"longhorn_1.5M_1024steps_lr0.004_seed{s}/result.json").read_text())
+    results = [json.loads((folder / f"longhorn_1.5M_1024steps_lr0.004_seed{s}/result.json").read_text())
            for s in (1001, 1002, 1003)]
     losses = [sum(w * x for w, x in zip(WEIGHTS[4:], r["val_document_losses"][4:], strict=True)) / sum(WEIGHTS[4:])
-              for r in own]
+              for r in results]
     cell = cell_of(numbers, "longhorn", "1.5M")
     assert list(cell["losses"].values()) == pytest.approx(losses) and cell["learning_rate"] == BEST
     assert cell["mean_loss"] == pytest.approx(fmean(losses)) and cell["sd_loss"] == pytest.approx(stdev(losses))
@@ -333,10 +333,10 @@ def test_one_seed_or_noise_make_no_winner(told, seeds, noise, said):
 def test_the_law_is_recovered_and_its_coverage_said(whole):
     numbers = whole[2]
     for model in LAWS:
-        (found,) = (f for f in numbers["fits"] if f["model"] == model)
-        assert found["beta"] == pytest.approx(0.35, abs=0.2), model
-        low, high = found["intervals"]["beta"]
-        assert low <= found["beta"] <= high and f"{found['beta']:.3g} ({low:.3g} .. {high:.3g})" in whole[3]
+        (law_fit,) = (f for f in numbers["fits"] if f["model"] == model)
+        assert law_fit["beta"] == pytest.approx(0.35, abs=0.2), model
+        low, high = law_fit["intervals"]["beta"]
+        assert low <= law_fit["beta"] <= high and f"{law_fit['beta']:.3g} ({low:.3g} .. {high:.3g})" in whole[3]
     assert sum(f["coverage"] is not None for f in numbers["fits"]) == 1 and "intervals of this plan cover" in whole[3]
 
 
@@ -374,8 +374,8 @@ def test_a_hole_is_a_dash_with_its_reason(told):
     assert cell_of(numbers, "mamba", "460K")["mean_loss"] is None and "| Mamba | 460K | \u2013 |" in text
     assert "460K, Mamba: no usable run, see below" in text and "5.545: it diverged (10)" in text
     assert "460K: 1 families with a loss: nothing to compare" in text
-    (found,) = (f for f in numbers["fits"] if f["model"] == "mamba")
-    assert "2 values of N" in " ".join(found["warnings"]) and found["alpha"] is None
+    (law_fit,) = (f for f in numbers["fits"] if f["model"] == "mamba")
+    assert "2 values of N" in " ".join(law_fit["warnings"]) and law_fit["alpha"] is None
 
 
 @pytest.mark.parametrize("sizes, others, said", [

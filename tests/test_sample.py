@@ -133,12 +133,12 @@ def test_gpt2_tokens_that_split_a_character(monkeypatch):
 
 def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path):
     """From a local file into meta.json and checkpoint, which then need it no more; text streams as it decodes."""
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer, own.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer, trained.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["</s>"], show_progress=False,
                                               initial_alphabet=list("</>"))
-    own.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
-    own.save(str(tmp_path / "tokenizer.json"))
+    trained.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
+    trained.save(str(tmp_path / "tokenizer.json"))
     words = "the cat sat </s> on the mat " * 40
     (tmp_path / "my.txt").write_text(words)
     prepare = lambda kind, **how: shakespeare.prepare(tmp_path / kind.partition(":")[0], tmp_path / "my.txt", True,
@@ -146,11 +146,11 @@ def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path):
     data = prepare(f"hf:{tmp_path}")
     (tmp_path / "tokenizer.json").unlink()
     text = Text(data.meta["tokenizer"], data.meta["table"])
-    assert own.decode(data.val.tolist()) in words and text.n_vocab == data.vocab_size
+    assert trained.decode(data.val.tolist()) in words and text.n_vocab == data.vocab_size
     assert 0 not in data.train and 0 in text.encode("the </s>") and text.eot_token == 0  # a document's </s> is text
     ids = text.encode("the cat") + text.encode(" sat")
     text.begin(ids[:2])
-    assert "the cat"[:len(own.decode(ids[:2]))] + "".join(map(text.decode, ids[2:])) == own.decode(ids)
+    assert "the cat"[:len(trained.decode(ids[:2]))] + "".join(map(text.decode, ids[2:])) == trained.decode(ids)
     make_run(tmp_path / "run", tokenizer=text.name, table=text.table)
     assert run(out_dir=tmp_path / "run", prompt="the cat", max_new_tokens=20).out.startswith("the cat")
     ranks = Text("gpt2", vocab=VOCAB).encoding._mergeable_ranks

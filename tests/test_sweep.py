@@ -159,9 +159,9 @@ def test_killed_at_any_moment_it_resumes(tmp_path, stand_in, how):
         again = begin()
     assert "failed {}" in again.communicate(timeout=120)[0]
     for name in ("c0", "c1"):
-        what = [n[0] for n in notes(tmp_path, name)]
-        assert what == ["began", "from0", "saved", "began", what[4], "ended"]  # it resumed, and never two at once
-        assert what[4].startswith("from") and what[4] != "from0"
+        noted = [n[0] for n in notes(tmp_path, name)]
+        assert noted == ["began", "from0", "saved", "began", noted[4], "ended"]  # it resumed, and never two at once
+        assert noted[4].startswith("from") and noted[4] != "from0"
     assert (tmp_path / "c2" / "result.json").exists() and (tmp_path / "c3" / "result.json").exists()
 
 
@@ -193,7 +193,7 @@ def test_two_machines_share_a_sweep_and_one_is_lost(tmp_path, stand_in, how):
     said = other.communicate(timeout=60)[0]
     assert "failed {}" in said and "8 of 8 cells are finished" in said and "waiting for 2 cells that others run" in said
     for i in range(8):
-        began = [float(when) for what, when in notes(disk, f"c{i}") if what == "began"]
+        began = [float(when) for event, when in notes(disk, f"c{i}") if event == "began"]
         assert [n[0] for n in notes(disk, f"c{i}")].count("ended") == 1
         assert len(began) == (2 if i < 2 else 1) and (i > 1 or began[1] > gone + 24 * 0.1)
     assert not list(disk.glob("*.claim-*"))

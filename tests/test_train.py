@@ -444,9 +444,9 @@ def test_batches_do_not_change_the_validation_loss(data, monkeypatch):
     for size in (1, 2, 3, 4):
         with mock.patch("evaluation.validation.BATCH_TOKENS", 0):
             config.micro_batch_size = size
-            mean, each, of = evaluate.loss(lm, tokens, evaluate.windows, by_document=True)
+            mean, nats, of = evaluate.loss(lm, tokens, evaluate.windows, by_document=True)
             losses += [mean, evaluate.loss(lm, tokens, evaluate.windows)[0]]
-            assert len(of) == 2 and of[1] in (4, 36) and mean == pytest.approx(np.average(each, weights=of))
+            assert len(of) == 2 and of[1] in (4, 36) and mean == pytest.approx(np.average(nats, weights=of))
     assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
     assert lm.training
 

@@ -84,8 +84,8 @@ def test_separate_directions_are_two_blocks_of_which_one_reads_the_flipped_image
     c = small(model=model, backend="torch")
     mixer, u = Vision(c).double().layers[0].mixer, torch.randn(2, 37, 32, dtype=torch.float64, requires_grad=True)
 
-    def one(own, u):
-        plain, weights = block(c, 0).double(), dict(mixer.there.named_parameters()) | dict(own.named_parameters())
+    def one(way, u):
+        plain, weights = block(c, 0).double(), dict(mixer.there.named_parameters()) | dict(way.named_parameters())
         plain.out_proj = nn.Identity()
         del weights["out_proj.weight"]
         return torch.func.functional_call(plain, weights, (u,))[0]
@@ -119,8 +119,8 @@ def test_vit_is_pytorchs_encoder():
         for i, layer in enumerate(reference.layers):
             (n1, at), (n2, mlp) = ((b.norm, b.mixer) for b in vit.layers[2 * i:2 * i + 2])
             theirs = [layer.norm1, layer.norm2, layer.self_attn.out_proj, layer.linear1, layer.linear2]
-            for to, own in zip(theirs, (n1, n2, at.out_proj, mlp.up, mlp.down), strict=True):
-                to.load_state_dict(own.state_dict())
+            for to, module in zip(theirs, (n1, n2, at.out_proj, mlp.up, mlp.down), strict=True):
+                to.load_state_dict(module.state_dict())
             layer.self_attn.in_proj_weight.copy_(at.qkv.weight), layer.self_attn.in_proj_bias.copy_(at.qkv.bias)
         reference.norm.load_state_dict(vit.norm.state_dict())
         pixels = torch.stack([x[:, 0, i:i + 2, j:j + 2].flatten(1) for i in (0, 2, 4, 6) for j in (0, 2, 4, 6)], 1)
