@@ -105,10 +105,10 @@ def _run_file(path, values):
         raise
     except (Exception, SystemExit) as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-        line, what = (lines or [1])[-1], f"{type(error).__name__}: {error}"
+        line, message = (lines or [1])[-1], f"{type(error).__name__}: {error}"
         if isinstance(error, SyntaxError) and error.filename == path:
-            line, what = error.lineno or 1, error.msg
-        raise ConfigError(f"{path}:{line}: {what}") from error
+            line, message = error.lineno or 1, error.msg
+        raise ConfigError(f"{path}:{line}: {message}") from error
     helper = lambda n: n.startswith("_") or isinstance(names[n], types.ModuleType) or callable(names[n])
     return {n: value for n, value in names.items() if n in values or not helper(n)}
 

@@ -54,8 +54,8 @@ class TrainConfig(ModelConfig):
     # --- run
     out_dir: str = ""  # folder of the records; empty: out/ and the name of the last config file
     resume: Literal["never", "auto", "must"] = "never"  # continue from the checkpoint in out_dir; auto: if there is one
-    branch: str = ""  # RUN@STEP: begin as that run stood after STEP, to end at another max_iters; see keep_steps
-    init_from: str = ""  # a run's folder, or a checkpoint: begin with its weights (fine-tuning), everything else anew
+    branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
+    init_from: str = ""  # a run's folder, or a checkpoint: start from its weights (fine-tuning), all else anew
     seed: int = 1337  # of the weights and of the data's order
     self_check: Literal["on", "off"] = "on"  # at the start: kernels against plain loops, states against sequences
     # --- data
@@ -79,25 +79,25 @@ class TrainConfig(ModelConfig):
     max_bad_steps: int = 10  # stop after this many steps in a row whose loss or gradient is not finite
     # --- evaluation and records
     eval_interval: int = 250  # steps between evaluations; 0: only at the end
-    eval_tokens: int = 0  # validation tokens of one, by which best_val_loss compares; 0: all of them
-    final_eval_tokens: int = 0  # validation tokens of the last one, whose loss is the result's; 0: all of them
+    eval_tokens: int = 0  # validation tokens per evaluation (best_val_loss uses these); 0: all
+    final_eval_tokens: int = 0  # validation tokens for the final evaluation, reported in result.json; 0: all
     eval_block_size: int = 0  # tokens of a validation window; 0: block_size
-    eval_sets: str = ""  # further prepared folders, name:folder,name:folder: their validation splits are evaluated too
-    eval_tasks_interval: int = 0  # steps between scores of tasks (evaluate.py); 0: none
-    eval_tasks: str = "embedded"  # which, see evaluate.py --help
+    eval_sets: str = ""  # more validation sets, name:folder,name:folder, of prepared folders
+    eval_tasks_interval: int = 0  # steps between scores on tasks (evaluate.py); 0: none
+    eval_tasks: str = "embedded"  # which ones: see evaluate.py --help
     log_interval: int = 10  # steps between lines of the log
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
-    keep_checkpoints: int = 2  # how many of the last are kept, beside the best
-    keep_steps: str = ""  # steps,steps: checkpoints made after these and kept, for --branch
+    keep_checkpoints: int = 2  # the latest kept, beside the best
+    keep_steps: str = ""  # steps,steps: save after these and keep them, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # its project
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if fast
     compile: bool = False  # torch.compile: slower to start, faster per step
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # processes have copies, shards, or shards inside a machine
-    recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations the backward makes again
-    timeout_minutes: float = 10.0  # how long processes wait for one another before they give up
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # copies, shards, or shards within a machine
+    recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
+    timeout_minutes: float = 10.0  # how long processes wait for one another before giving up
 
     RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend",
                "eval_datasets": "eval_sets"}  # old key -> new key
@@ -229,7 +229,7 @@ def check(config):
     if not 0 < c.timeout_minutes <= 1e6:
         raise ConfigError(f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million")
     if not all(part.isdecimal() for part in filter(None, c.keep_steps.split(","))):
-        raise ConfigError(f"keep_steps {c.keep_steps}: give steps joined by commas")
+        raise ConfigError(f"keep_steps {c.keep_steps}: expected comma-separated step numbers")
     if c.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise ConfigError("resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto")
 
@@ -261,17 +261,17 @@ def build_model(config, device):
 def load_weights(model, config, data):
     """Begin with the weights of another run or an imported model; returns the line that says so. Raises ConfigError."""
     place = Path(config.init_from)
-    found = checkpoint.candidates(place) if place.is_dir() else [place]
-    if not found:
+    paths = checkpoint.candidates(place) if place.is_dir() else [place]
+    if not paths:
         raise ConfigError(f"init_from={place}: there is no checkpoint in this folder")
-    if found[0].parent.resolve() == Path(config.out_dir).resolve():
+    if paths[0].parent.resolve() == Path(config.out_dir).resolve():
         raise ConfigError(f"init_from={place} lies in out_dir, where this run's checkpoints go: choose another out_dir")
-    origin, weights, meta, damaged = checkpoint.load_first(found, weights=True)
+    origin, weights, meta, damaged = checkpoint.load_first(paths, weights=True)
     for key in ("tokenizer", "table"):
-        there, here = meta.get(key), data.meta.get(key)
-        if there and here and there != here:
-            raise ConfigError(f"{origin}: its {key} is not that of {config.dataset} ({str(there)[:80]!r}, "
-                              f"{str(here)[:80]!r}): the weights know other tokens")
+        trained, given = meta.get(key), data.meta.get(key)
+        if trained and given and trained != given:
+            raise ConfigError(f"{origin}: its {key} is not that of {config.dataset} ({str(trained)[:80]!r}, "
+                              f"{str(given)[:80]!r}): these weights were trained with a different vocabulary")
     with checkpoint.fitting(origin):
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(ModelConfig)}
         changed = [f"{key} was {old!r}, is {getattr(config, key)!r}" for key, old in before.items()

@@ -7,9 +7,9 @@
     state = unflatten(tensors, meta["skeleton"])
 
 A checkpoint is a safetensors file: tensors as bytes, the rest as JSON in its header, with the length and a CRC-32 of
-the whole file (its own 8 digits read as zeros). CRC-32 because the enemy is a torn write or a bad disk; it runs at
-4 GB/s on one core. It is not a signature: protect the folder. The library reads the file but does not write it: after a
-kill it leaves a file of a random name, and a full disk is not an OSError there.
+the whole file (computed with its 8 digits as zeros). CRC-32 guards against torn writes and bad disks, at 4 GB/s on one
+core. It is not a signature: protect the folder. The library reads the file but does not write it: after a kill it
+leaves a file with a random name, and it does not report a full disk as an OSError.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ def load(path, prefix=""):
             while chunk := f.read(1 << 22):
                 actual = zlib.crc32(chunk, actual)
         if version != VERSION:
-            wrong = f"format version {version} is unknown here (this code reads {VERSION}): use the code that wrote it"
+            wrong = f"format version {version} is unknown (this code reads {VERSION}): use the code that wrote it"
         elif size != total:
             wrong = f"{'cut short' if size < total else 'too long'}: {size} bytes, {total} by its header"
         elif f"{actual:08x}" != crc:
@@ -123,15 +123,15 @@ def _earlier(folder):
 
 def steps(folder):
     """{step: path} of the checkpoints in a run's folder."""
-    found = {step: path for step, path in _earlier(folder)}
+    paths = {step: path for step, path in _earlier(folder)}
     with contextlib.suppress(CheckpointError):
-        found[load(Path(folder) / NEWEST, prefix="no tensor")[1]["step"]] = Path(folder) / NEWEST
-    return found
+        paths[load(Path(folder) / NEWEST, prefix="no tensor")[1]["step"]] = Path(folder) / NEWEST
+    return paths
 
 
 def candidates(folder):
-    """The checkpoints that a run can be resumed from, best first: the newest, those before it, the lowest loss."""
-    if (Path(folder) / MOVING).exists():  # a kill interrupted move_aside: what is left here is no run
+    """The checkpoints that a run can resume from, best first: the newest, those before it, the one of lowest loss."""
+    if (Path(folder) / MOVING).exists():  # a kill interrupted move_aside: the files left are not a run
         return []
     paths = [Path(folder) / NEWEST, *(path for _, path in _earlier(folder)), Path(folder) / BEST]
     return [path for path in paths if path.exists()]
@@ -274,9 +274,9 @@ def misfit(weights, model):
     """Where a state_dict does not fit a model: a line about the first tensor that differs; None where it fits."""
     expected = model.state_dict()
     for name in {**expected, **weights}:
-        there, here = (str(tuple(sd[name].shape)) if name in sd else "missing" for sd in (weights, expected))
-        if there != here:
-            return f"{name} is {there} there, {here} here"
+        saved, wanted = (str(tuple(sd[name].shape)) if name in sd else "missing" for sd in (weights, expected))
+        if saved != wanted:
+            return f"{name} is {saved} in the checkpoint, {wanted} in the model"
 
 
 def rng_state():

@@ -1,4 +1,5 @@
-"""The processes of a run: devices, torchrun's process group, and what happens when one of them does not answer.
+"""The processes of a run: devices, torchrun's process group, the training step spread over them, and what happens when
+one of them does not answer.
 
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_1b3.py --parallel=fsdp --recompute=every_other
@@ -157,21 +158,21 @@ def new_store_prefix(store, rank, world, wait):
     process that reads before another has written would connect to a dead one. So every process asks under a new name of
     its own, and rank 0 answers each of them until all that are alive have read its answer.
     """
-    own, until = uuid.uuid4().hex, time.monotonic() + wait.total_seconds()
-    store.set(f"longhorn/asks/{rank}", own)
+    name, until = uuid.uuid4().hex, time.monotonic() + wait.total_seconds()
+    store.set(f"longhorn/asks/{rank}", name)
     if rank:
-        prefix = store.get(f"longhorn/{own}").decode()
+        prefix = store.get(f"longhorn/{name}").decode()
         store.set(f"longhorn/{prefix}/{rank}", "here")
         return dist.PrefixStore(prefix, store)
-    while missing := [r for r in range(1, world) if not store.check([f"longhorn/{own}/{r}"])]:
+    while missing := [r for r in range(1, world) if not store.check([f"longhorn/{name}/{r}"])]:
         if time.monotonic() > until:
             raise Lost(f"no answer from rank {', '.join(map(str, missing))} within {wait}: start it, or raise "
                        "timeout_minutes")
         for r in missing:
             if store.check([f"longhorn/asks/{r}"]):
-                store.set(f"longhorn/{store.get(f'longhorn/asks/{r}').decode()}", own)
+                store.set(f"longhorn/{store.get(f'longhorn/asks/{r}').decode()}", name)
         time.sleep(0.02)
-    return dist.PrefixStore(own, store)
+    return dist.PrefixStore(name, store)
 
 
 # ------------------------------------------------------------------------------------------- applied to a plain model
@@ -215,17 +216,17 @@ def open_mesh(config, device):
     """The processes as fully_shard takes them: (all), or for hsdp (machines, processes of a machine)."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    world, here = world_size(), env_int("LOCAL_WORLD_SIZE", world_size(), least=1)
+    world, local = world_size(), env_int("LOCAL_WORLD_SIZE", world_size(), least=1)
     if world == 1:
         raise ConfigError(f"parallel={config.parallel} needs several processes: start train.py with torchrun "
                           "--nproc_per_node=8, or leave --parallel=ddp, with which one process trains as it is")
     ranks = torch.arange(world)
     if config.parallel == "fsdp":
         return DeviceMesh.from_group(dist.group.WORLD, device.type)
-    if world == here or world % here:
-        raise ConfigError(f"parallel=hsdp needs several machines of as many processes each, not {world} processes, "
-                          f"{here} of them here: use --parallel=fsdp")
-    ranks, wait = ranks.view(-1, here), datetime.timedelta(minutes=config.timeout_minutes)
+    if world == local or world % local:
+        raise ConfigError(f"parallel=hsdp needs several machines with the same number of processes, not "
+                          f"{world} processes, {local} of them on this one: use --parallel=fsdp")
+    ranks, wait = ranks.view(-1, local), datetime.timedelta(minutes=config.timeout_minutes)
     groups = [dist.new_subgroups_by_enumeration(lists.tolist(), timeout=wait)[0] for lists in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
 
@@ -351,11 +352,11 @@ def is_communication_error(error):
 
 def who_is_missing(error):
     """One line on a collective that failed: which rank says it, and which did not answer. Takes a few seconds."""
-    own, world, present, reached = rank(), world_size(), {rank()}, []
+    this_rank, world, present, reached = rank(), world_size(), {rank()}, []
 
     def call():
         with contextlib.suppress(RuntimeError):
-            STORE.set(f"here/{own}", "")
+            STORE.set(f"here/{this_rank}", "")
             while len(present) < world:
                 present.update(r for r in range(world) if STORE.check([f"here/{r}"]))
                 reached.append(True)
@@ -367,8 +368,8 @@ def who_is_missing(error):
     missing = [r for r in range(world) if r not in present] if reached else [0]  # rank 0, or torchrun, holds the store
     who = (f"no answer from rank {', '.join(map(str, missing))} within {ROLL_CALL_SECONDS:g} s" if missing else
            "all others answer by now")
-    return (f"rank {own} on {platform.node()}: {who} ({first_line(error)}); continue from the last checkpoint with the "
-            "same line and --resume=auto; torchrun --max-restarts does that by itself")
+    return (f"rank {this_rank} on {platform.node()}: {who} ({first_line(error)}); continue from the last checkpoint "
+            "with the same line and --resume=auto; torchrun --max-restarts does that by itself")
 
 
 def first_line(error, limit=200):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class ConfigError(ValueError):
-    """What a user can mend: a setting, a file, the data, a checkpoint. The message is always one line."""
+    """Something the user can fix: a setting, a file, the data, a checkpoint. The message is always one line."""
 
     def __init__(self, message):
         super().__init__(" ".join(str(message).split()))
@@ -22,11 +22,11 @@ class Stopped(ConfigError):
 
 @contextlib.contextmanager
 def main_error(prog, *errors):
-    """`with main_error('train.py'): main()`: what a user can mend becomes one line. Every program runs inside.
+    """`with main_error('train.py'): main()`: what the user can fix becomes one line. Every program runs inside it.
 
     That is `train.py: error: ...` on stderr, with exit code 2, for a ConfigError, a file or folder that the system
-    refuses, a size for which there is no memory, and `errors`. Any other error keeps its traceback. Where the reader of
-    our output has gone (`| head`) the program ends with exit code 130 and without a word.
+    refuses, a size for which there is no memory, and `errors`. Any other error keeps its traceback. If the reader of
+    our output has gone (`| head`) the program ends silently with exit code 130.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a locale that lacks a character shows its code
@@ -56,7 +56,7 @@ def main_error(prog, *errors):
 
 
 def is_out_of_memory(error):
-    """Whether memory ran out: PyTorch has an exception of its own for a GPU, and only words for a CPU."""
+    """Whether memory ran out: PyTorch has an exception class for a GPU, and only words for a CPU."""
     words = ("not enough memory", "can't allocate memory", "out of memory")
     return (isinstance(error, MemoryError)
             or isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words))
@@ -70,7 +70,7 @@ def regular(path):
 
 
 def env_int(name, default, least=0, most=2**31 - 1):
-    """The environment's whole number `name`. Raises ConfigError where it is none, or not in least .. most."""
+    """The environment variable `name` as a whole number. Raises ConfigError if it is not one in least .. most."""
     text = os.environ.get(name) or str(default)
     if not re.fullmatch(r"-?\d{1,12}", text) or not least <= int(text) <= most:
         raise ConfigError(f"the environment has {name}={text!r}: it must be a whole number in {least} .. {most}")
@@ -78,7 +78,7 @@ def env_int(name, default, least=0, most=2**31 - 1):
 
 
 def _reader_has_gone(last=""):
-    """Whether nobody reads our output any more, which only a write shows; what is still buffered is then discarded."""
+    """True if stdout's reader has gone away (detected by writing); what is still buffered is then discarded."""
     try:
         print(end=last, flush=True)
     except BrokenPipeError:

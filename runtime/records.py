@@ -62,14 +62,14 @@ def read_json(path):
 
 
 @contextlib.contextmanager
-def fields(what="its records"):
-    """`with fields(): record["config"]["seed"] + 1`: what is missing, or of another kind, raises BadRecord."""
+def fields(subject="its records"):
+    """`with fields(): record["config"]["seed"] + 1`: a missing key, or a value of another type, raises BadRecord."""
     try:
         yield
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise BadRecord(f"{what} {'lack' if isinstance(error, KeyError) else 'are damaged:'} {error}") from None
+        raise BadRecord(f"{subject} {'lack' if isinstance(error, KeyError) else 'are damaged:'} {error}") from None
 
 
 def finished_records(folder):
@@ -173,12 +173,12 @@ def read_log(folder, event=None):
     events = []
     for line in regular(path).read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
             break
-        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             break
-        events.append(found)
+        events.append(record)
     return [e for e in events if event in (None, e.get("event"))]
 
 

@@ -55,8 +55,8 @@ def self_check(model):
                               "without the check") from error
         finally:
             torch.set_float32_matmul_precision(precision)
-    what = f"{', '.join(agreed)} agree to {worst:.0e}" if agreed else "nothing to compare"
-    return f"self-check: {what}{left_out} ({1000 * (time.perf_counter() - began):.0f} ms)"
+    outcome = f"{', '.join(agreed)} agree to {worst:.0e}" if agreed else "nothing to compare"
+    return f"self-check: {outcome}{left_out} ({1000 * (time.perf_counter() - began):.0f} ms)"
 
 
 def toy_of(model, backend):
@@ -166,7 +166,7 @@ def which_operator(toy, run, dtype):
 def which_mixer(toy, batch, autocast, dtype):
     """The mixers that differ through the state, as 'model.py: ScanBlock.forward (Mamba)', or else the model."""
     x = torch.randn(2, batch[0].shape[1], toy.config.n_embd, device=batch[0].device, requires_grad=True)
-    found = {}
+    differing = {}
     for (_, branch), graded in itertools.product(toy.branches(), (True, False)):
         with torch.set_grad_enabled(graded), autocast:
             state, parts = branch.initial_state(len(x), x.device), []
@@ -177,8 +177,8 @@ def which_mixer(toy, batch, autocast, dtype):
         if graded:
             ys += [torch.autograd.grad(y.square().sum(), x)[0] for y in ys]
         if any((a - b).norm() > TOLERANCE[dtype] / 2 * b.norm() for a, b in zip(ys[::2], ys[1::2], strict=True)):
-            found[f"{place(type(branch.mixer).forward)} ({type(branch.mixer).__name__})"] = None
-    return ", ".join(found) or place(type(toy).forward)
+            differing[f"{place(type(branch.mixer).forward)} ({type(branch.mixer).__name__})"] = None
+    return ", ".join(differing) or place(type(toy).forward)
 
 
 def place(function):
