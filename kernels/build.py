@@ -341,8 +341,8 @@ def cuda_module(update, dtype, shape, architecture, device):
     return _first_that_works(architecture, make)
 
 
-def _announce(where, what, seconds):
-    say_once(f"native kernels: {where}, {what} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
+def _announce(where, words, seconds):
+    say_once(f"native kernels: {where}, {words} ({f'built in {seconds:.1f} s' if seconds else 'cached'})")
 
 
 # ---------------------------------------------------------------------------------------------------- shapes on a GPU

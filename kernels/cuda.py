@@ -36,7 +36,7 @@ def nvcc():
         return None
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
     candidates = [os.environ.get("NVCC"), "nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes)]
-    return next((found for found in map(shutil.which, filter(None, candidates)) if found), None)
+    return next((path for path in map(shutil.which, filter(None, candidates)) if path), None)
 
 
 @functools.cache
@@ -49,9 +49,9 @@ def nvrtc():
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
     patterns = [packages / "nvidia/*/lib/libnvrtc.so*", packages / "torch/lib/libnvrtc*.so*",
                 *(Path(home) / "lib64/libnvrtc.so*" for home in homes)]
-    found = [path for pattern in patterns for path in sorted(glob.glob(str(pattern))) if "builtins" not in path]
+    paths = [path for pattern in patterns for path in sorted(glob.glob(str(pattern))) if "builtins" not in path]
     libraries = []
-    for path in filter(None, [*found, ctypes.util.find_library("nvrtc")]):
+    for path in filter(None, [*paths, ctypes.util.find_library("nvrtc")]):
         with contextlib.suppress(OSError):
             libraries.append(ctypes.CDLL(path))
             libraries[-1].nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -86,7 +86,7 @@ def ways(architecture):
     A driver older than nvcc may not load its cubin, but that of PyTorch's own NVRTC. An architecture that neither
     compiler knows takes PTX of an older one, which the driver compiles. Raises OSError where there is no compiler.
     """
-    compilers = [name for name, found in (("nvcc", nvcc()), ("nvrtc", nvrtc())) if found]
+    compilers = [name for name, available in (("nvcc", nvcc()), ("nvrtc", nvrtc())) if available]
     if not compilers:
         raise OSError(missing())
     older = "compute_90" if int(architecture.removeprefix("sm_")) >= 90 else "compute_80"
@@ -136,11 +136,11 @@ def compile_kernels(source, to, compiler, kind, architecture, macros):
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _nvrtc_text(lib, program, what):
+def _nvrtc_text(lib, program, part):
     size = ctypes.c_size_t()
-    getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    getattr(lib, f"nvrtcGet{part}Size")(program, ctypes.byref(size))
     text = ctypes.create_string_buffer(size.value)
-    getattr(lib, f"nvrtcGet{what}")(program, text)
+    getattr(lib, f"nvrtcGet{part}")(program, text)
     return text.raw
 
 
@@ -188,12 +188,12 @@ class Module:
         if args_size_there != args_size:
             raise OSError(DISAGREE)
 
-    def check(self, code, what):
+    def check(self, code, action):
         if code:
             text = ctypes.c_char_p()
             self.lib.cuGetErrorString(code, ctypes.byref(text))
             message = text.value.decode() if text.value else "unknown error"
-            raise RuntimeError(f"scan: {what} failed: {message} (CUDA error {code})")
+            raise RuntimeError(f"scan: {action} failed: {message} (CUDA error {code})")
 
     def attribute(self, which, device):
         value = ctypes.c_int()

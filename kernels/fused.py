@@ -38,10 +38,10 @@ def load(op):
         return getattr(importlib.import_module(module), name), None
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        what = "is not installed" if missing == module.split(".")[0] else f"does not find {missing}"
+        problem = "is not installed" if missing == module.split(".")[0] else f"does not find {missing}"
     except Exception as error:  # these packages import Triton, which asks for a driver: any error can come out
-        what = f"does not import ({' '.join(str(error).split())[:200]})"
-    return None, f"{package} {what}"
+        problem = f"does not import ({' '.join(str(error).split())[:200]})"
+    return None, f"{package} {problem}"
 
 
 def call(op, *args, **kwargs):

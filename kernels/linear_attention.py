@@ -288,17 +288,17 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
 
 def _run(op, backend, loop, chunks, timed, constants, state, library=None, library_cannot=None):
     """loop and chunks take (*timed, *constants, state), of which `timed` are (B, T, ...)."""
-    v, found = timed[1], ops.documents_of(timed[1]) if state is None else None
+    v, packed = timed[1], ops.documents_of(timed[1]) if state is None else None
     chosen = build.choose(op, backend, v.device.type, build.compute_dtype(v), library_cannot=library_cannot)
-    if found is not None and chosen == "torch":
+    if packed is not None and chosen == "torch":
         with ops.documents(None):
-            each = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
-            return ops.by_document(each, timed, found), None
-    if found is not None:  # the library's kernels are left aside
+            one_document = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
+            return ops.by_document(one_document, timed, packed), None
+    if packed is not None:  # the library's kernels are left aside
         chosen = v.device.type
         if len(timed) > 3:  # a closed gate is a document's beginning
             gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # beta (B, T, H) beside no gate
-            starts = found.starts[(..., *[None] * (gates.dim() - 2))]
+            starts = packed.starts[(..., *[None] * (gates.dim() - 2))]
             timed = (*timed[:-1], gates.masked_fill(starts, CLOSED))
     if v.shape[1] == 1:  # a step of generation
         return loop(*timed, *constants, state)
@@ -424,8 +424,8 @@ def _gated_retention(q, k, v, log_decay, state):
         v_c = v_c.unflatten(2, (M, V))  # (B G, n, M, V)
         before, between, after = (a.unflatten(0, (-1, M)) for a in _decays(g_c.mT.flatten(0, 1)[..., None]))
         before, after = before.transpose(1, 2), after.transpose(1, 2)  # (B G, n, M, 1)
-        own = ((q_c @ k_c.mT)[:, None] * between) @ v_c.transpose(1, 2)  # (B G, M, n, V)
-        os.append((own.transpose(1, 2) + before * (q_c @ S).unflatten(2, (M, V))).flatten(2))
+        within = ((q_c @ k_c.mT)[:, None] * between) @ v_c.transpose(1, 2)  # (B G, M, n, V)
+        os.append((within.transpose(1, 2) + before * (q_c @ S).unflatten(2, (M, V))).flatten(2))
         decay = before[:, -1:].expand(-1, -1, -1, V).flatten(2)  # (B G, 1, M V)
         S = torch.baddbmm(decay * S, k_c.mT, (v_c * after).flatten(2))  # (B G, K, M V)
     o = torch.cat([o.unflatten(0, (B, G)).transpose(1, 2) for o in os], 1)  # (B, T, G, M V)
@@ -437,11 +437,11 @@ def _of_documents(v, state):
     """For each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors: 1 where two of its tokens are of one
     document (B H, n, n), of that of the token before the chunk (B H, n, 1), of that of its last token (B H, n, 1), and
     whether all is one (B H, 1, 1). None where there are no documents."""
-    found = ops.documents_of(v) if state is None else None
-    if found is None:
+    packed = ops.documents_of(v) if state is None else None
+    if packed is None:
         return itertools.repeat((None,) * 4)
     heads = lambda mask: mask.to(v.dtype).repeat_interleave(v.shape[2], 0)
-    chunks = found.starts.cumsum(1).split(CHUNK, 1)  # number of its document, (B, n) each
+    chunks = packed.starts.cumsum(1).split(CHUNK, 1)  # number of its document, (B, n) each
     before = [torch.zeros_like(chunks[0][:, :1]), *(c[:, -1:] for c in chunks)]
     return [(heads(c[:, :, None] == c[:, None]), heads((c == b)[..., None]), heads((c == c[:, -1:])[..., None]),
              heads((b == c[:, -1:])[..., None])) for c, b in zip(chunks, before, strict=False)]
@@ -569,14 +569,14 @@ def _wkv4(k, v, decay, bonus, state):
     The running maximum comes first and without gradients; given it, num and den are linear. Where a document begins the
     maximum before is NOTHING, so that what it divides weighs nothing."""
     T, C = k.shape[1], 1 << k.shape[1].bit_length() // 2
-    found = ops.documents_of(v) if state is None else None
-    starts = k.new_zeros(*k.shape[:2], dtype=torch.bool) if found is None else found.starts  # (B, T)
+    packed = ops.documents_of(v) if state is None else None
+    starts = k.new_zeros(*k.shape[:2], dtype=torch.bool) if packed is None else packed.starts  # (B, T)
     num, den, top = _start4(k, state)
     k, v = (F.pad(a, (0, 0, 0, -T % C), value=fill) for a, fill in ((k, NOTHING), (v, 0.0)))
     starts = F.pad(starts, (0, -T % C))[..., None]  # (B, T, 1)
     chunks = lambda a: a.unflatten(1, (-1, C))  # (B, n, C, D)
     begun = chunks(starts).cumsum(2) > 0  # (B, n, C, 1): a document begins at or before the step, in its chunk
-    cut = lambda a, where: a if found is None else a.masked_fill(where, NOTHING)
+    cut = lambda a, where: a if packed is None else a.masked_fill(where, NOTHING)
 
     with torch.no_grad():
         m, ms, tops, first = torch.full_like(chunks(k)[:, :, 0], NOTHING), [], [], top
@@ -645,5 +645,5 @@ def _fused_retention(q, k, v, log_decay, bonus, state):
     first = torch.zeros_like(o[:, :1])
     if state is not None:
         first = (q[:, 0, ..., None].float() * state.float()).sum(-2)[:, None].to(o.dtype)  # (B, 1, H, V)
-    own = (q.float() * k.float()).sum(-1, keepdim=True) * bonus.float()[:, None] * v.float()  # (B, T, H, V)
-    return (torch.cat([first, o[:, :-1]], 1) + own).to(v.dtype), S
+    bonus_part = (q.float() * k.float()).sum(-1, keepdim=True) * bonus.float()[:, None] * v.float()  # (B, T, H, V)
+    return (torch.cat([first, o[:, :-1]], 1) + bonus_part).to(v.dtype), S

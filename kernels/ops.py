@@ -116,13 +116,13 @@ def documents_of(x):
 
 
 @torch_private.not_compiled
-def by_document(f, tensors, found):
+def by_document(f, tensors, packed):
     """f of each document's tensors (1, its length, ...), joined again; None stays. The plain way, and slow where
     documents are short."""
-    lengths = found.cu_seqlens.diff().tolist()
+    lengths = packed.cu_seqlens.diff().tolist()
     parts = [[None] * len(lengths) if a is None else a.flatten(0, 1).split(lengths) for a in tensors]
     ys = [f(*(None if a is None else a[None] for a in part)) for part in zip(*parts, strict=True)]
-    return torch.cat(ys, 1).unflatten(1, found.starts.shape)[0]
+    return torch.cat(ys, 1).unflatten(1, packed.starts.shape)[0]
 
 
 def differentiable(name, forward, backward, fake, tensors, results=1):
@@ -155,9 +155,9 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
         inputs = [a if other is None else other for a, other in zip(saved, ctx.others, strict=False)]
         dy = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
         eager = is_plain(dy) and not torch.is_grad_enabled()
-        found = (backward if eager else op_backward)(dy, *grads[1:results], *inputs, *saved[n:])
-        found = [None if a is None else g for a, g in zip(inputs, found, strict=False)]
-        return *found, *[None] * (n - tensors)
+        gradients = (backward if eager else op_backward)(dy, *grads[1:results], *inputs, *saved[n:])
+        gradients = [None if a is None else g for a, g in zip(inputs, gradients, strict=False)]
+        return *gradients, *[None] * (n - tensors)
 
     def refuse(ctx, *grads):
         raise RuntimeError(f"{name}: the kernels are differentiable once: use backend='torch'")
@@ -193,10 +193,10 @@ def is_plain(a):
             and not torch_private.dispatch_modes() and not torch_private.is_batched(a))
 
 
-def tensors_only(like, found):
+def tensors_only(like, tensors):
     """A custom op returns tensors: empty ones for None."""
     empty = lambda a: torch.empty(0, device=like.device) if a is None else a
-    return found if isinstance(found, Tensor) else tuple(map(empty, found))
+    return tensors if isinstance(tensors, Tensor) else tuple(map(empty, tensors))
 
 
 def flip(a, reverse, *dims):
@@ -233,23 +233,23 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     if backend == "fused" and (state is not None or not 2 <= W <= 4):
         backend = None
     cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
-    chosen, found = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot), documents_of(x)
-    if found is not None and state is None and chosen == "torch":
-        return by_document(lambda x: _conv_torch(x, weight, bias, None, silu), [x], found)
+    chosen, packed = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot), documents_of(x)
+    if packed is not None and state is None and chosen == "torch":
+        return by_document(lambda x: _conv_torch(x, weight, bias, None, silu), [x], packed)
     if chosen == "torch":
         return flip(_conv_torch(flip(x, reverse, 1), weight, bias, state, silu), reverse, 1)
     if chosen == "fused":
         y = flip(_conv_fused(flip(x, reverse, 1), weight, bias, silu), reverse, 1)
     else:
         y = _conv_op(x, *map(build.cast, (weight, bias, state)), silu, reverse)
-    return y if found is None or state is not None else _conv_anew(y, x, weight, bias, silu, found)
+    return y if packed is None or state is not None else _conv_anew(y, x, weight, bias, silu, packed)
 
 
 @torch_private.not_compiled  # how many documents there are differs from batch to batch
-def _conv_anew(y, x, weight, bias, silu, found):
+def _conv_anew(y, x, weight, bias, silu, packed):
     """y, with the first W - 1 tokens of each document computed again from its own."""
     W = weight.shape[1]
-    position, offset = found.head(W - 1)  # (n,), (n,)
+    position, offset = packed.head(W - 1)  # (n,), (n,)
     back = torch.arange(W - 1, -1, -1, device=x.device)  # of the taps: W - 1 tokens before, ... 0
     source = (position[:, None] - back).clamp(min=0)  # (n, W)
     rows = x.flatten(0, 1).index_select(0, source.flatten()).unflatten(0, source.shape)  # (n, W, D)
@@ -394,12 +394,12 @@ def attention(q, k, v, window=None, backend=None):
                          f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"attention: window must be at least 1, got {window}")
-    found = documents_of(q.transpose(1, 2)) if q.shape == k.shape else None
-    if found is not None:
+    packed = documents_of(q.transpose(1, 2)) if q.shape == k.shape else None
+    if packed is not None:
         swap = lambda *tensors: [a.transpose(1, 2) for a in tensors]
         with documents(None):
-            each = lambda *rows: attention(*swap(*rows), window=window, backend=backend).transpose(1, 2)
-            return by_document(each, swap(q, k, v), found).transpose(1, 2)
+            one_document = lambda *rows: attention(*swap(*rows), window=window, backend=backend).transpose(1, 2)
+            return by_document(one_document, swap(q, k, v), packed).transpose(1, 2)
     chosen = build.choose("attention", backend, q.device.type, q.dtype)
     if chosen == "torch":
         return _softmax_attention(q, k, v, window)

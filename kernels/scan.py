@@ -173,10 +173,10 @@ def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
 
 
 def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend):
-    found = ops.documents_of(x) if h0 is None and cu_seqlens is None else None
-    if found is not None:  # rows end to end; of the states only that of the last row's last document would be of use
+    packed = ops.documents_of(x) if h0 is None and cu_seqlens is None else None
+    if packed is not None:  # rows end to end; of the states only that of the last row's last document would be of use
         flat = [None if a is None else a.flatten(0, 1)[None] for a in (x, dt, k, q, z)]
-        y, _ = _run(update, *flat[:4], A, D, flat[4], dt_bias, None, found.cu_seqlens, reverse, backend)
+        y, _ = _run(update, *flat[:4], A, D, flat[4], dt_bias, None, packed.cu_seqlens, reverse, backend)
         return y.view_as(x), None
     rows = [x, dt, k, q, z]
     common = functools.reduce(torch.promote_types, {a.dtype for a in rows if a is not None})

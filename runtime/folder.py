@@ -185,7 +185,7 @@ class Folder:
                 **vars(self.progress), "seconds": telemetry.seconds(), "data": self.data.identity,
                 "file_times": getattr(self.data, "file_times", None),
                 "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
-        telemetry.sync()  # no checkpoint is on disk before the log that leads to it
+        telemetry.log_file.sync()  # no checkpoint is on disk before the log that leads to it
         try:
             self.manager.save(state, meta, telemetry.compared_loss, values)
             self.saved_step = done

@@ -88,19 +88,8 @@ class Telemetry:
                 progress.wandb_id = progress.wandb_id or uuid.uuid4().hex[:8]  # a run that continues keeps its id
                 self.wandb.init(project=config.wandb_project, name=self.out.name, mode=config.wandb, dir=self.out,
                                 config={**settings, **self.derived}, id=progress.wandb_id, resume="allow")
-            if sys.stderr.isatty():
-                from tqdm import tqdm
-
-                self.bar = tqdm(total=config.max_iters, initial=step, dynamic_ncols=True, smoothing=0.05,
-                                bar_format="{percentage:3.0f}% <{remaining}{postfix}")  # with the metrics, 80 columns
-            micro_batches = math.ceil(self.data.sequences_per_step / self.world_size / config.micro_batch_size)
-            for line in [
-                f"{config.pattern or config.model}: {self.derived['parameters']['total']:,} parameters; {device_name} "
-                f"x {self.world_size}, {config.dtype}; tokens mixed by {counting.computed_by(model)}",
-                *counting.left_out(model),
-                f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} tokens"
-                + (f" = {self.derived['epochs']:.2f} epochs" if "epochs" in self.derived else "")
-                + f", {micro_batches} micro-batches per step", *lines]:
+            self.bar = progress_bar(config.max_iters, step)
+            for line in [*about_run(config, model, self.data, self.derived), *lines]:
                 self.say(line)
         self.began = self.last_log_time = self.picture_time = time.perf_counter()
 
@@ -185,10 +174,6 @@ class Telemetry:
             self.write("tasks", step + 1, tokens=(step + 1) * self.config.batch_tokens, **scores)
             self.say("  ".join([f"step {step + 1:6d}", *in_words(scores)]))
 
-    def sync(self):
-        """See the log to the disk."""
-        self.log_file.sync()
-
     def write(self, event, step, **values):
         """A line of log.jsonl. A disk that refuses it does not end the run: it is tried again with the next."""
         if not self.is_main:
@@ -226,14 +211,9 @@ class Telemetry:
 
     def write_result(self):
         """result.json and loss.png."""
-        config, progress, derived = self.config, self.progress, self.derived
-        seconds, tokens = self.seconds(), self.done * config.batch_tokens
-        result = {"model": config.pattern or config.model, **self.metrics, "best_val_loss": progress.best_val_loss,
-                  "steps": self.done, "skipped_steps": progress.skipped, "tokens": tokens, "seconds": seconds,
-                  "tokens_per_second": round(tokens / seconds), "parameters": derived["parameters"]["total"],
-                  "flops": derived["flops_per_token"] * tokens, "memory_bytes": peak_memory(self.device),
-                  "processes": self.world_size, "device_name": derived["device_name"], "dtype": config.dtype,
-                  "code": progress.code_versions[-1], "commit": self.environment["commit"], "seed": config.seed}
+        seconds, tokens = self.seconds(), self.done * self.config.batch_tokens
+        result = {**outcome(self.config, self.metrics, self.progress, self.derived, self.done, seconds),
+                  "memory_bytes": peak_memory(self.device), "commit": self.environment["commit"]}
         with writing_to(self.out):
             self.log_file.flush()
             write_json(self.out / "result.json", result)
@@ -247,6 +227,38 @@ class Telemetry:
             self.wandb.summary.update(result)
             self.wandb.finish()
         self.say(f"finished: {tokens:,} tokens in {seconds:.0f} s; records in {self.out}/")
+
+
+def outcome(config, metrics, progress, derived, steps, seconds):
+    """What result.json says of a run, beside its memory and commit."""
+    tokens = steps * config.batch_tokens
+    return {"model": config.pattern or config.model, **metrics, "best_val_loss": progress.best_val_loss,
+            "steps": steps, "skipped_steps": progress.skipped, "tokens": tokens, "seconds": seconds,
+            "tokens_per_second": round(tokens / seconds), "parameters": derived["parameters"]["total"],
+            "flops": derived["flops_per_token"] * tokens, "processes": derived["processes"],
+            "device_name": derived["device_name"], "dtype": config.dtype, "code": progress.code_versions[-1],
+            "seed": config.seed}
+
+
+def progress_bar(total, step):
+    """A tqdm bar on a terminal, else None."""
+    if not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=total, initial=step, dynamic_ncols=True, smoothing=0.05,
+                bar_format="{percentage:3.0f}% <{remaining}{postfix}")  # with the metrics, 80 columns
+
+
+def about_run(config, model, data, derived):
+    """What is worth saying before the first step, as lines."""
+    micro_batches = math.ceil(data.sequences_per_step / derived["processes"] / config.micro_batch_size)
+    return [f"{config.pattern or config.model}: {derived['parameters']['total']:,} parameters; "
+            f"{derived['device_name']} x {derived['processes']}, {config.dtype}; tokens mixed by "
+            f"{counting.computed_by(model)}", *counting.left_out(model),
+            f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} tokens"
+            + (f" = {derived['epochs']:.2f} epochs" if "epochs" in derived else "")
+            + f", {micro_batches} micro-batches per step"]
 
 
 def open_wandb(config):
