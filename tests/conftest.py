@@ -15,6 +15,14 @@ def pytest_configure():
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending the tests shows what failed so far
 
 
+def pytest_collection():
+    """transformers looks for these packages and lets out any error of their import: without a GPU none is needed."""
+    import torch  # not at the top: with -n the process that only hands out tests does not come to here
+
+    if not torch.cuda.is_available():
+        sys.modules.update(dict.fromkeys(("causal_conv1d", "fla", "flash_attn", "mamba_ssm")))
+
+
 def pytest_collection_finish():
     gc.freeze()  # PyTorch and the tests need not be searched: gc.collect() then takes 0.02 s, not 0.3
 

@@ -379,6 +379,7 @@ def test_an_index_stays_in_its_folder(weight_map, tmp_path):
 ELSEWHERE = """
 import sys
 import torch
+sys.modules["flash_attn"] = None  # transformers lets out any error of its import
 import transformers
 assert not any("longhorn" in path for path in sys.path), sys.path
 prompt = torch.arange(40, 52)[None]

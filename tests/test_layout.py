@@ -18,9 +18,9 @@ def tracked():
                              capture_output=True, text=True)
     if listing.returncode == 0:
         return sorted(name for name in listing.stdout.split("\n") if name and (ROOT / name).exists())
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()
-                  and not path.relative_to(ROOT).parts[0].startswith(".")
-                  and path.relative_to(ROOT).parts[0] not in ("out", "build") and "__pycache__" not in path.parts)
+    names = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return sorted(str(name) for name in names if not name.parts[0].startswith(".")
+                  and name.parts[0] not in ("out", "build", "wheels") and "__pycache__" not in name.parts)
 
 
 def imports(path, modules):

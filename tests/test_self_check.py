@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import mixers  # noqa: F401  all families
 import model
 from kernels import build
 from model import FAMILIES, LM, ModelConfig
