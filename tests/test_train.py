@@ -15,6 +15,7 @@ import json
 import math
 import os
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -246,7 +247,8 @@ def test_peak_flops_by_the_drivers_name():
 @pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)
 def test_config_files(file):
     if 'task = "images"' in file.read_text() or file.stem.startswith(("vi", "deit")):
-        refuse([str(file), "--seed=2"], "task = 'images'", f"python experiments/vision/classify.py {file} --seed=2")
+        command = shlex.join(["python", "experiments/vision/classify.py", str(file), "--seed=2"])
+        refuse([str(file), "--seed=2"], "task = 'images'", command)
         return classify.check(configurator.load(classify.VisionConfig, [str(file)]))
     config = configurator.load(TrainConfig, [str(file)])
     train.check(config)
@@ -738,9 +740,11 @@ def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, da
 def test_weights_that_do_not_fit_get_one_line(whole, data, out, tmp_path):
     refused = lambda *words, **changes: refuse(arguments(data, out, **{"init_from": whole, **changes}), *words)
     newest = str(whole / "checkpoint.safetensors")
-    refused(newest, "embed.weight is (256, 32) there, (256, 64) here", "n_embd was 32, is 64", n_embd=64)
-    refused(newest, "layers.1.branches.0.norm.weight is missing there, (32,) here; n_layer was 1, is 2", n_layer=2)
-    refused(newest, "missing there", "model was 'longhorn', is 'llama'", model="llama")
+    refused(newest, "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model",
+            "n_embd was 32, is 64", n_embd=64)
+    refused(newest, "layers.1.branches.0.norm.weight is missing in the checkpoint, (32,) in the model",
+            "n_layer was 1, is 2", n_layer=2)
+    refused(newest, "missing in the checkpoint", "model was 'longhorn', is 'llama'", model="llama")
     (tmp_path / "empty").mkdir()
     refused("empty", "there is no checkpoint in this folder", init_from=tmp_path / "empty")
     refused("nowhere", "no checkpoint was saved here", init_from=tmp_path / "nowhere")
@@ -753,7 +757,7 @@ def test_weights_that_do_not_fit_get_one_line(whole, data, out, tmp_path):
         checkpoint.save(source / "checkpoint.safetensors", tensors, {**meta, "skeleton": skeleton, **changes})
 
     write({**old, "model": {**old["model"], "more": torch.ones(5)}})
-    refused("do not fit this model: more is (5,) there, missing here", init_from=source)
+    refused("do not fit this model: more is (5,) in the checkpoint, missing in the model", init_from=source)
     write(tokenizer="gpt2")
     refused("checkpoint.safetensors: its tokenizer is not that of", str(data), "('gpt2', 'bytes')", init_from=source)
     characters = write_data(tmp_path / "characters", table="abc")
