@@ -50,23 +50,27 @@ FLOPS = {
 
 def mixing_flops(mixer, T):
     """Forward FLOPs per token of a mixer beside its linear maps: its own `flops`, a number or a function of T, or by
-    its operator; 0 where neither is known."""
+    its operator; None where neither says."""
     flops = getattr(mixer, "flops", None)
     if flops is not None:
         return flops(T) if callable(flops) else flops
     rule = FLOPS.get(getattr(mixer, "operator", None))
     if rule is None:
-        return 0
-    states = tensors_of(mixer.initial_state(1, "meta"))
-    S = max(enumerate(states), key=lambda item: (item[1].dim(), item[0]))[1].numel()  # of most dimensions, the last
-    return rule(mixer, T, S) + (2 * mixer.conv_weight.numel() if hasattr(mixer, "conv_weight") else 0)
+        return None
+    S = None
+    if hasattr(mixer, "initial_state"):  # of the tensor of most dimensions, the last of them
+        S = max(enumerate(tensors_of(mixer.initial_state(1, "meta"))), key=lambda a: (a[1].dim(), a[0]))[1].numel()
+    try:
+        return rule(mixer, T, S) + (2 * mixer.conv_weight.numel() if hasattr(mixer, "conv_weight") else 0)
+    except (AttributeError, TypeError):  # a user's mixer that keeps no state, or names its sizes otherwise
+        return None
 
 
 def forward_flops(modules, T):
     """Of the linear maps among `modules`, and of the mixing in the branches among them, per token."""
     modules = list(modules)
     linear = sum(2 * m.weight.numel() for m in modules if isinstance(m, nn.Linear))
-    return linear + sum(mixing_flops(m.mixer, T) for m in modules if isinstance(m, Branch))
+    return linear + sum(mixing_flops(m.mixer, T) or 0 for m in modules if isinstance(m, Branch))
 
 
 def flops_per_token(model, T=None):
@@ -138,7 +142,8 @@ def left_out(model):
         operator, words = getattr(mixer, "operator", ""), []
         if not hasattr(mixer, "initial_state"):
             words.append("no initial_state: it cannot sample")
-        if operator is not None and operator not in FLOPS and not hasattr(mixer, "flops"):  # None: linear maps only
-            words.append("no operator of kernels/ and no flops: FLOPs count its linear maps only")
+        if operator is not None and mixing_flops(mixer, 1) is None:  # operator = None: linear maps only
+            lacks = "sizes by which its operator is counted" if operator in FLOPS else "operator of kernels/"
+            words.append(f"no {lacks} and no flops: FLOPs count its linear maps only")
         lines += [f"{where_is(type(mixer))} has {'; '.join(words)}"] if words else []
     return lines

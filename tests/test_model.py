@@ -857,6 +857,23 @@ def test_a_mixer_of_ones_own_is_refused_in_a_line(mixer, documents, words, monke
         LM(config("own", documents=documents))
 
 
+def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
+    """Counted where its sizes are known; else a line says that only the linear maps are, and the run goes on."""
+    class Windowed(Mean):
+        operator, H, n = "attention", 2, 16
+
+    class Stateless(Mean):
+        operator = "gated_linear_attention"
+
+    linear = 2 * 64 * 32 + 2 * 2 * 32 * 32  # the head, and two maps
+    for mixer, mixing in ((Windowed, 2 * 4 * 2 * 16 * counting.visible(7, None)), (Stateless, 0)):
+        monkeypatch.setitem(FAMILIES, "own", [mixer])
+        lm = LM(config("own", vocab_size=64))
+        assert counting.flops_per_token(lm, 7)["forward"] == linear + mixing
+        line, = counting.left_out(lm)
+        assert ("linear maps only" in line) == (mixing == 0)
+
+
 @EACH_FAMILY
 def test_what_no_sequence_can_be_is_refused_in_a_line(family):
     lm, idx = tiny(family, n_layer=1), tokens(2, 5)

@@ -120,7 +120,7 @@ class TwoWays(nn.Module):
         return there.out_proj(y)
 
     def flops(self, T):
-        return counting.mixing_flops(self.there, T) * (1 if self.directions == "forward" else 2)
+        return (counting.mixing_flops(self.there, T) or 0) * (1 if self.directions == "forward" else 2)
 
 
 class LonghornTwoWays(TwoWays):
