@@ -121,16 +121,17 @@ def train(config, model, data, evaluate, schedule=None):
             With eval_tasks_interval also tasks(model) -> scores (see Evaluate).
         schedule: (step, config) -> factor of the peak rate; learning_rate_factor unless given.
 
-    Returns the final metrics, or None where the run was stopped before its end. Raises ConfigError, run.Stopped, ...
+    Returns the final metrics, or None where the run was stopped before its end. Raises ConfigError, and Stopped where
+    the run cannot continue (runtime/errors.py).
     """
     schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
-    with (Folder(config, model, data) as folder, Signals() as signals,  # an error leaves as one line
-          Telemetry(config, model, data, folder, signals) as telemetry):
+    with (Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry,
+          Signals() as signals):  # an error leaves as one line
         telemetry.say(self_check(model) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
-        folder.resume(optimizers, schedule, telemetry)  # from the newest good checkpoint, if there is one
-        for step in telemetry.steps():  # ends early, and saves, when asked to stop
+        folder.resume(optimizers, schedule, telemetry)  # from the newest intact checkpoint, if there is one
+        for step in telemetry.steps(signals):  # ends early, and saves, when asked to stop
             set_learning_rate(optimizers, schedule(step, config))
             loss = 0.0
             for x, y, weight in distributed.micro_batches(forward, config, data, step):
@@ -156,7 +157,7 @@ def train(config, model, data, evaluate, schedule=None):
                 telemetry.log_evaluation(step, evaluate(model, final=step + 1 == config.max_iters))
             if config.eval_tasks_interval and is_due(step, config.eval_tasks_interval, config):
                 telemetry.log_tasks(step, evaluate.tasks(model))
-            folder.save_if_due(step, telemetry)
+            folder.save_if_due(step, telemetry, signals)
         return telemetry.finish(evaluate)
 
 

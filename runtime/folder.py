@@ -1,10 +1,11 @@
-"""A run's folder: locked while the run lives, an earlier run's files moved aside, resumed from, saved to.
+"""A run's folder: who may write to it, where the run continues, what is saved.
 
-    lock            two runs in one folder would mix their records: the second is refused
-    resume          from the newest checkpoint that is whole, bit for bit
-    checkpoints     after evaluations, every checkpoint_interval steps, at the end, and when asked to stop
+    lock         two runs in one folder would mix their records: the second is refused
+    move aside   the records of an earlier run go to earlier-1, earlier-2 ... where another begins
+    resume       from the newest intact checkpoint; a resumed run is bit-identical to one never interrupted
+    save         after evaluations, every checkpoint_interval steps, at the end, and when asked to stop
 
-Nothing here knows what is trained.
+Nothing in this file knows what is trained.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 from runtime import checkpoint, distributed, records
 from runtime.errors import ConfigError, Stopped, is_out_of_memory
 
-# Settings that may change on resume: nothing here changes a loss beyond rounding. Everything else is refused.
+# Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
@@ -67,7 +68,7 @@ class Folder:
                              else "choose a smaller block_size or model, or --dtype=bfloat16")) from None
 
     def resume(self, optimizers, schedule, telemetry):
-        """Restore the newest good checkpoint, if the run is to continue, and open the records.
+        """Restore the newest intact checkpoint, if the run is to continue, and open the records.
 
         Raises ConfigError where the checkpoint belongs to another run.
         """
@@ -96,7 +97,7 @@ class Folder:
             raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
                               "the same on every node")
         self.saved_step = step
-        if step > 0 and telemetry.at_end(step) and records.is_finished(out):
+        if step > 0 and self.at_end(step) and records.is_finished(out):
             telemetry.is_complete(step)
             return
         if self.is_main:
@@ -134,7 +135,7 @@ class Folder:
             refusal = f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another out_dir"
         elif step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step * longer)):
             refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} "
-                       "steps that are done: a run goes on longer with --schedule=constant, or with --schedule=wsd "
+                       "steps that are done: a run can be extended with --schedule=constant, or with --schedule=wsd "
                        "before its decay (--branch)")
         elif meta["data"] != self.data.identity:
             refusal = (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as "
@@ -159,10 +160,14 @@ class Folder:
             self.manager.on_resume(path, meta)
         return meta["step"]
 
-    def save_if_due(self, step, telemetry):
+    def at_end(self, done):
+        """Whether the run is over after this many steps."""
+        return done >= self.config.max_iters or self.progress.ended
+
+    def save_if_due(self, step, telemetry, signals):
         """Save by checkpoint_interval or after an evaluation, at the end, and when asked to stop."""
         interval, done = self.config.checkpoint_interval, step + 1
-        last = telemetry.at_end(done) or telemetry.signals.stopping
+        last = self.at_end(done) or signals.stopping
         due = last or done in self.kept_steps or (done % interval == 0 if interval else telemetry.evaluated)
         if due:
             self.data.check_unchanged()
@@ -223,7 +228,7 @@ def writing_to(out):
 
 
 def resume_command(*changes):
-    """The command line that continues from here with some settings changed."""
+    """The command line that continues this run with some settings changed."""
     names = tuple(change.partition("=")[0] for change in changes)
     if distributed.world_size() > 1:
         return "the same torchrun line with " + " ".join(changes)

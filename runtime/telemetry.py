@@ -1,4 +1,4 @@
-"""What a run tells: the log, the screen, its speed, the loss curve, Weights & Biases, the result (see records.py)."""
+"""What a run reports: log.jsonl, the screen, its speed, loss.png, Weights & Biases, the result (see records.py)."""
 
 import contextlib
 import datetime
@@ -28,13 +28,13 @@ PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 9
 
 
 class Telemetry:
-    """`with Telemetry(config, model, data, folder, signals) as telemetry`: the records of a run, written on rank 0.
+    """`with Telemetry(config, model, data, folder) as telemetry`: the records of a run, written on rank 0.
 
     evaluated, compared_loss: whether the step under way was evaluated, and the loss by which checkpoints compare.
     """
 
-    def __init__(self, config, model, data, folder, signals):
-        self.config, self.model, self.data, self.signals = config, model, data, signals
+    def __init__(self, config, model, data, folder):
+        self.config, self.model, self.data = config, model, data
         self.folder, self.out, self.progress = folder, folder.out, folder.progress
         self.device = next(model.parameters()).device
         self.is_main, self.world_size = distributed.rank() == 0, distributed.world_size()
@@ -55,7 +55,7 @@ class Telemetry:
             (say if self.bar is None else self.bar.write)(text)
 
     def is_complete(self, step):
-        """The run has ended before: there is nothing to do but to say so."""
+        """The run finished earlier: there is nothing to do but to say so."""
         self.done, self.complete = step, True
 
     def open(self, step, settings, lines):
@@ -95,18 +95,14 @@ class Telemetry:
 
     # ---------------------------------------------------------------------------------------------------- the step
 
-    def steps(self):
+    def steps(self, signals):
         """The steps that are left; ends early where the run is asked to stop, or an evaluation says "stop"."""
-        while not (self.at_end(self.done) or self.signals.stopping):
+        while not (self.folder.at_end(self.done) or signals.stopping):
             yield self.done
             self.done += 1
             self.paused_seconds += time.perf_counter() - self.logged_at  # evaluating and saving
             if self.bar is not None:
                 self.bar.update()
-
-    def at_end(self, done):
-        """Whether the run is over after so many steps."""
-        return done >= self.config.max_iters or self.progress.ended
 
     def log(self, step, **metrics):
         """A line of the log and the screen every log_interval steps: the metrics given, speed, memory and time."""
@@ -138,7 +134,8 @@ class Telemetry:
         self.say(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
         self.write("skipped", step + 1, train_loss=loss, grad_norm=grad_norm)
         if progress.bad >= self.config.max_bad_steps:
-            where = f"; {self.data.where(step, distributed.rank(), self.world_size)}" * hasattr(self.data, "where")
+            where = getattr(self.data, "where", None)
+            where = f"; {where(step, distributed.rank(), self.world_size)}" if where else ""
             saved = f"{newest}, step {self.folder.saved_step}" if newest.exists() else "none"
             raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row"
                           f"{where}; the last good checkpoint is {saved}; try a lower learning_rate")
@@ -191,7 +188,7 @@ class Telemetry:
             self.wandb.log(values, step=step)
 
     def seconds(self):
-        """Training time so far, in seconds, over all stretches of the run."""
+        """Training time so far, in seconds, over all processes that the run was resumed in."""
         return round(self.progress.seconds + time.perf_counter() - self.began, 3)
 
     def finish(self, evaluate):
@@ -199,7 +196,7 @@ class Telemetry:
         if self.complete:
             self.say(f"{self.out} is finished already; to train again use --resume=never")
             return None
-        if not self.at_end(self.done):
+        if not self.folder.at_end(self.done):
             self.say(f"stopped after step {self.done} of {self.config.max_iters} and saved "
                      f"{self.out / checkpoint.NEWEST}; continue with: {resume_command('--resume=auto')}")
             return None
@@ -272,8 +269,8 @@ def open_wandb(config):
             wandb.login()
         return wandb
     except Exception as error:  # not installed, no key, no network
-        raise ConfigError(f"wandb={config.wandb}: {error}; pip install wandb, --wandb=offline keeps the curves here, "
-                          "or disable it with --wandb=off") from None
+        raise ConfigError(f"wandb={config.wandb}: {error}; pip install wandb, --wandb=offline to log locally, or "
+                          "disable it with --wandb=off") from None
 
 
 def say(text):

@@ -76,8 +76,7 @@ def again(argv):
     device = distributed.open_device(config)
     tokens = train.Tokens(train.find_dataset(config.dataset))
     data, model = train.TokenData(tokens, 32, config.batch_tokens, 0), train.build_model(config, device)
-    with (Folder(config, model, data) as folder, Signals() as signals,
-          Telemetry(config, model, data, folder, signals) as telemetry):
+    with Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry, Signals():
         distributed.parallelize(model, config, data)
         optimizers = build_optimizers(model, config)
         folder.resume(optimizers, train.learning_rate_factor, telemetry)
