@@ -58,7 +58,7 @@ from runtime.errors import (  # noqa: E402
     is_out_of_memory,  # noqa: E402
     main_error,
 )
-from runtime.records import BadRecord, fields, read_json  # noqa: E402
+from runtime.records import BadRecord, fields, mixed_identities, read_json  # noqa: E402
 from sample import load_model  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
@@ -423,7 +423,8 @@ def table(records):
         in_words(r["text"]) + ("" if len(texts) == 1 else "; NOT all curves are of the same text: do not compare them")
         + f". {r['device']}, {r['threads']} threads, {r['dtype']}, torch {r['environment']['torch']}, "
         f"{r['date'][:10]}, commit {(r['environment']['commit'] or 'none')[:10]}; "
-        f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, code {', '.join(codes)}.", ""])
+        f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, code {', '.join(codes)}.",
+        *filter(None, [mixed_identities(code for code in codes if code != "unknown")]), ""])
 
 
 def loudest(record):

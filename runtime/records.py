@@ -28,8 +28,8 @@ from pathlib import Path
 from runtime.errors import ConfigError, regular
 
 MOVING = "earlier-being-moved"  # see move_aside
-# Files that leave no trace in the numbers of a run: pictures, reports, scoring of tasks, and who starts runs.
-NO_TRACE = ("tools/", "tests/", "bench/", "sample.py", "evaluate.py", "export.py", "evaluation/tasks.py",
+# Files that leave no trace in the numbers of a run: pictures, reports, scoring of tasks, and programs that start runs.
+NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py", "export.py", "evaluation/tasks.py",
             "evaluation/harness.py", "experiments/sweeps/", "experiments/scaling/", "experiments/recall/mqar.py",
             "experiments/recall/report.py", "experiments/vision/sweep.py", "experiments/vision/wrong_images.py",
             "experiments/extrapolation.py", "experiments/online_learning.py")
@@ -227,9 +227,9 @@ class Log:
 def code_identity():
     """What code this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
 
-    By content: every file of the project that is loaded by now, wherever it is imported, a user's own included, and the
-    native sources; except NO_TRACE. So a comment in the README, another picture, or another commit of the same sources
-    is the same code; an edited mixer is not.
+    By content: every file of the project that is loaded by now, wherever it is imported, a user's file too, and the
+    native sources; except NO_TRACE and empty files. So a comment in the README, another picture, or another commit of
+    the same sources is the same code; an edited mixer is not.
     """
     root = Path(__file__).resolve().parents[1]
     loaded = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
@@ -245,8 +245,9 @@ def code_identity():
 
 def mixed_identities(codes):
     """A line for a report over runs of these codes, where some of them are of before November 2026; else None."""
+    codes = set(codes)
     older = sorted(code for code in codes if not code.startswith("v2"))
-    if not older or len(older) == len(set(codes)):
+    if not older or len(older) == len(codes):
         return None
     return (f"The code of {', '.join(older)} was identified as before November 2026, by other files: it cannot be told "
             "whether it differs from the others'.")

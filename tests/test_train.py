@@ -681,9 +681,10 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
 
 
 IDENTITY = """
-import pathlib, sys, train
+import sys, train, my_loss
 from runtime import records
 edited = [records.code_identity()]
+import experiments.recall.report, experiments.sweeps.runner, experiments.vision.wrong_images  # moves no identity
 for name in sys.argv[1:]:
     with open(name, "a") as f:
         f.write("# edited")
@@ -693,16 +694,60 @@ print(*(e["code"] for e in edited), *edited[0]["code_files"], "torch._dynamo" in
 
 
 def test_the_identity_of_the_code(tmp_path):
-    """By content of what a process imports, and of the kernels: a README, or a script beside it, is not in it."""
+    """By content of what a process imports, a user's file too, and of the kernels. A README, a script beside it,
+    pictures, reports and scores of tasks are not in it, whether they are imported or not."""
     ignore = shutil.ignore_patterns(".*", "out", "tests", "results", "*.bin")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignore)
-    edits = ["README.md", "plots.py", "mixers.py", "kernels/lanes.h"]
+    (copy / "my_loss.py").write_text("# mine")
+    without = ["README.md", "plots.py", "tools/loss_curve.py", "evaluation/tasks.py", "experiments/recall/report.py",
+               "experiments/vision/wrong_images.py"]
+    edits = [*without, "mixers.py", "kernels/lanes.h", "optim.py", "data/loader.py", "my_loss.py"]
     said = subprocess.check_output([sys.executable, "-c", IDENTITY, *edits], cwd=copy, text=True)
-    first, readme, script, mixer, kernel, *files, dynamo = said.split()
-    assert first == readme == script and len({first, mixer, kernel}) == 3
-    assert {"train.py", "runtime/folder.py", "model.py", "data/loader.py", "longhorn_scan.cu"} <= set(files)
-    assert "sample.py" not in files
+    codes, (*files, dynamo) = said.split()[:len(edits) + 1], said.split()[len(edits) + 1:]
+    same, others = codes[:len(without) + 1], codes[len(without) + 1:]
+    assert len(set(same)) == 1 and len({same[0], *others}) == len(others) + 1
+    assert {"train.py", "runtime/folder.py", "model.py", "my_loss.py", "longhorn_scan.cu"} <= set(files)
     assert dynamo == "False", "importing train takes a second longer with it"
+
+
+WATCHED = """
+import json, pathlib, runpy, sys
+from runtime import records
+
+def watched(identity=records.code_identity):
+    result = identity()
+    files = [getattr(m, "__file__", None) for m in list(sys.modules.values())]
+    paths = {pathlib.Path(f).resolve() for f in files if f}
+    print(json.dumps({"loaded": [str(p) for p in paths if p.is_file()], "hashed": list(result["code_files"])}))
+    return result
+
+records.code_identity, sys.argv = watched, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("changes, needs", [
+    ({}, "model.py"), ({"pattern": "longhorn,gated_deltanet", "n_layer": 2, "optimizer": "muon"}, "mixers.py"),
+    (None, "experiments/vision/classify.py")], ids=["plain", "hybrid with muon", "images"])
+def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out, changes, needs):
+    images = [needs, "config/vil_digits.py", "--n_layer=1", "--n_embd=24", "--max_iters=1", f"--out_dir={out}"]
+    argv = images if changes is None else ["train.py", *arguments(data, out, max_iters=2, **changes)]
+    said = subprocess.check_output([sys.executable, "-c", WATCHED, *argv], cwd=ROOT, text=True)
+    lists = json.loads(next(line for line in said.splitlines() if line.startswith('{"loaded"')))
+    inside = [Path(p).relative_to(ROOT) for p in lists["loaded"] if Path(p).is_relative_to(ROOT)]
+    loaded = {p.as_posix() for p in inside if not p.parts[0].startswith(".") and (ROOT / p).stat().st_size}
+    hashed = lists["hashed"]
+    assert {needs, "kernels/scan.py"} <= set(hashed) & loaded
+    assert {name for name in loaded - set(hashed) if not name.startswith(records.NO_TRACE)} == set()
+    assert not any(name.startswith(records.NO_TRACE) for name in hashed)
+
+
+def test_codes_of_both_schemes_are_told_apart():
+    """An older record keeps its identity; a report over both says in one line that they cannot be compared."""
+    assert records.code_identity()["code"].startswith("v2") and len(records.code_identity()["code"]) == 12
+    line = records.mixed_identities(["v2aa", "v2bb", "0123456789ab"])
+    assert "0123456789ab" in line and "v2" not in line
+    assert records.mixed_identities(["v2aa", "v2bb"]) is None and records.mixed_identities(["01", "23", "01"]) is None
 
 
 # ------------------------------------------------------------------------------------------ beginning with old weights
@@ -818,7 +863,8 @@ def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
     tensors, meta = saved(out)
     assert f"step {meta['step']};" in line
     assert all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
-    refuse(arguments(data, out, max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
+    with mock.patch.object(loader.TokenData, "where", None):  # images and recall do not say where a batch begins
+        refuse(arguments(data, out, max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
 
 
 @pytest.mark.parametrize("change, words", [
