@@ -7,7 +7,7 @@
 
 LLaMA, Mamba and RWKV-4 take the names and the config of Hugging Face transformers, which is not needed to write or read
 them. All other families, and patterns of several, keep our own names, under the model_type "longhorn"; their folder
-holds the modelling code (tools/modeling_longhorn.py and the sources that model.py imports), so that transformers loads
+holds the modelling code (tools/modeling_longhorn.py and the sources that mixers.py imports), so that transformers loads
 it without this repository. Every folder of a model whose tokenizer is known holds it too, for AutoTokenizer.
 
     here                                           LLaMA there                          Mamba there

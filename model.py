@@ -380,7 +380,7 @@ class Branch(nn.Module):
         super().__init__()
         self.norm, self.mixer = norm, mixer
         for method, instead in REPLACED.items():
-            if hasattr(mixer, method):
+            if hasattr(type(mixer), method):  # its own numbers and modules may have these names
                 raise ValueError(f"{where_is(type(mixer))} defines {method}, which nothing calls any more: {instead}")
 
     def forward(self, h, state=None):

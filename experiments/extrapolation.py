@@ -53,11 +53,7 @@ from experiments.sweeps.runner import Cell, numbers, run_cells, say_failed, writ
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
-from runtime.errors import (  # noqa: E402
-    ConfigError,
-    is_out_of_memory,  # noqa: E402
-    main_error,
-)
+from runtime.errors import ConfigError, is_out_of_memory, main_error  # noqa: E402
 from runtime.records import BadRecord, fields, mixed_identities, read_json  # noqa: E402
 from sample import load_model  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402

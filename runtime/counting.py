@@ -7,6 +7,7 @@ computed. The backward is twice the forward; recomputation is not counted.
 
 import math
 
+import torch
 import torch.nn as nn
 
 from kernels import build
@@ -57,13 +58,20 @@ def mixing_flops(mixer, T):
     rule = FLOPS.get(getattr(mixer, "operator", None))
     if rule is None:
         return None
-    S = None
-    if hasattr(mixer, "initial_state"):  # of the tensor of most dimensions, the last of them
-        S = max(enumerate(tensors_of(mixer.initial_state(1, "meta"))), key=lambda a: (a[1].dim(), a[0]))[1].numel()
+    tensors = initial_tensors(mixer)
+    S = max(reversed(tensors), key=torch.Tensor.dim).numel() if tensors else None  # the last of most dimensions
     try:
         return rule(mixer, T, S) + (2 * mixer.conv_weight.numel() if hasattr(mixer, "conv_weight") else 0)
     except (AttributeError, TypeError):  # a user's mixer that keeps no state, or names its sizes otherwise
         return None
+
+
+def initial_tensors(mixer):
+    """The tensors of a mixer's state before the first token of one sequence; none of one that keeps no state."""
+    if not hasattr(mixer, "initial_state"):
+        return []
+    device = next((p.device for p in mixer.parameters()), "meta")  # a state that is learned lies there
+    return tensors_of(mixer.initial_state(1, device))
 
 
 def forward_flops(modules, T):
@@ -112,8 +120,10 @@ def state_size(model, T=None):
             total += mixer.inputs_kept(T) if hasattr(mixer, "inputs_kept") else 0
             continue
         length = min(T, getattr(mixer, "window", None) or T)
-        for a in tensors_of(mixer.initial_state(1, "meta")):
-            total += math.prod(n or length for n in a.shape)
+        conv = getattr(mixer, "conv_weight", None)  # of width 1 it remembers nothing, which is no cache
+        before = None if conv is None else (1, conv.shape[1] - 1, conv.shape[0])
+        for a in initial_tensors(mixer):
+            total += a.numel() if a.shape == before else math.prod(n or length for n in a.shape)
     return total
 
 

@@ -290,7 +290,7 @@ def test_paper_models_are_table_5s_and_train_alike(family, size):
 @EACH_FAMILY
 @torch.no_grad()
 def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(family):
-    for changes in ({"d_state": 4}, {"n_layer": 1}):
+    for changes in ({"d_state": 4}, {"n_layer": 1}, {"d_conv": 1}):
         lm = tiny(family, **changes)
         assert counting.state_size(lm) == counting.state_size(lm, 24)
         assert numel(lm(tokens(3, 10), state=lm.initial_state(3))[2]) == 3 * counting.state_size(lm, 10)
@@ -711,6 +711,31 @@ def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
     assert counting.computed_by(lm) == mixer.__name__
     with pytest.raises(ValueError, match=rf"^{mixer.__name__} \([^\n]*keeps no state[^\n]*initial_state[^\n]*$"):
         sample.generate(lm, idx, 3)
+
+
+class Learned(Mean):
+    """A state that starts from a parameter, and names that mixers' methods once had."""
+
+    operator = "retention"
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.start, self.state_size = torch.nn.Parameter(torch.ones(config.n_embd)), config.n_embd
+        self.projections = torch.nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, state=None):
+        state = self.initial_state(len(x), x.device) if state is None else state
+        return self.projections(x) + state[:, None], state
+
+    def initial_state(self, batch_size, device):
+        return self.start + torch.zeros(batch_size, self.state_size, device=device)
+
+
+def test_a_state_that_is_learned_is_counted(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "learned", [Learned])
+    lm = tiny("learned")
+    assert counting.state_size(lm) == len(lm.branches()) * lm.config.n_embd
+    assert counting.flops_per_token(lm)["forward"] > 0 and not counting.left_out(lm)
 
 
 # ------------------------------------------------------------------------------------------------------------- patterns

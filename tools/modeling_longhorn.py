@@ -3,8 +3,8 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model.generate(**AutoTokenizer.from_pretrained(folder)("def main():", return_tensors="pt"), max_new_tokens=40)
 
-SOURCES holds model.py and everything that it imports from its repository, as it was when the folder was written. They
-run in plain PyTorch, which reads a prompt slowly; where the repository itself is importable (on sys.path) and its
+SOURCES holds model.py, mixers.py and all that they import from their repository, as it was when the folder was written.
+They run in plain PyTorch, which reads a prompt slowly; where the repository itself is importable (on sys.path) and its
 native kernels are those of then, they are compiled and used. The cache of generation is the model's own state.
 """
 

@@ -11,7 +11,7 @@ Arora et al. 2024 (Based), Poli et al. 2023 (Hyena).
 Based's attention is linear because w = phi(q) . phi(k) with 1 + 8 + 64 features: it is retention without decay. A
 column of ones among the values adds up the weights, so the same call gives the denominator.
 
-A mixer's methods are listed in model.py. Add your own with a row in MIXERS.
+What a mixer is stands in model.py. Add your own with a row in MIXERS.
 """
 
 import itertools
@@ -73,13 +73,13 @@ class Filter(nn.Module):
     def forward(self):
         with torch.autocast(self.features.device.type, enabled=False):
             a = self.features
-            for linear in self.hidden:
-                a = F.relu(linear(a)) if self.frequency is None else torch.sin(self.frequency * linear(a))
+            for hidden in self.hidden:
+                a = F.relu(hidden(a)) if self.frequency is None else torch.sin(self.frequency * hidden(a))
             return self.out(a) if self.decay is None else self.out(a) * self.decay
 
     def flops(self, T):
         """Per token: two transforms of 2 T and a product in every channel; minus the network, which
-        LM.flops_per_token counts per token although it runs once per batch."""
+        runtime/counting.py counts per token although it runs once per batch."""
         network = sum(2 * m.weight.numel() for m in [*self.hidden, self.out])
         return self.out.out_features * (2 * 10 * math.log2(2 * T) + 6) - network
 
