@@ -45,6 +45,7 @@ from torch import outer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import mixers  # noqa: E402, F401  all families
 import model  # noqa: E402
 from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
@@ -650,8 +651,8 @@ def measure(rows, draw_count, streams, seed):
     """Everything that the tables and the picture show, as a record."""
     checks = []
     for row in rows:
-        mixers = {family: mixer_off(family, row.update) for family in row.mixers}
-        checks.append({"name": row.name, "claimed_by": row.source, "expected": row.holds, "mixers": mixers,
+        off = {family: mixer_off(family, row.update) for family in row.mixers}
+        checks.append({"name": row.name, "claimed_by": row.source, "expected": row.holds, "mixers": off,
                        **check(row, draw_count, seed)})
     recalled = [row for row in rows if row.tune is not None]
     sizes = itertools.product((1, 4, 16, 64), (1 / 3, 0.9), (0.0, 0.25, 0.5, 0.75, 0.95))

@@ -6,6 +6,8 @@ Most tests here are about what must not hold: a comparison that compares nothing
 import inspect
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -116,6 +118,12 @@ def test_mixer_is_the_update_of_its_row(family):
     others = {"longhorn": ol.longhorn_exact, "longhorn_exact": ol.longhorn,
               "rwkv4": lambda S, k, x, p: 0.5 * S + 0.5 * x}
     assert ol.mixer_off(family, others.get(family, ol.linear_attention)) > 100 * ol.MIXER_HOLDS
+
+
+def test_all_families_are_there_in_a_process_of_its_own():
+    """The tests import mixers.py themselves; the program must too."""
+    code = "from experiments import online_learning as ol; ol.operator_call('rwkv4', 'torch')"
+    subprocess.run([sys.executable, "-c", code], cwd=ol.ROOT, check=True)
 
 
 def test_a_changed_mixer_is_seen(monkeypatch):
