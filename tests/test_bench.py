@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -271,7 +272,7 @@ def test_results_take_no_record_of_an_uncommitted_tree(monkeypatch, main, argume
     (scan.main, "--device=cuda --dry_run --save", "does not belong in results/"),
     (scan.main, "--device=cuda --dry_run --without=rnn", "--without=rnn: no such contender; they are longhorn_scan"),
     (scan.main, "--device=cuda", "PyTorch sees no GPU (use --device=cpu"),
-    (gpu.main, f"--dry_run --out={ROOT}/results", "do not belong in results/"),
+    (gpu.main, f"--dry_run --out='{ROOT}/results'", "do not belong in results/"),
     (gpu.main, "--out=never", "sees no GPU here; nothing was run and nothing written"),
     (scan.parse, "--memory --device=cuda", "--memory is for --device=cpu"),
     (scan.parse, "--rounds=0", "--rounds=0: must be at least 1"),
@@ -286,6 +287,6 @@ def test_results_take_no_record_of_an_uncommitted_tree(monkeypatch, main, argume
 def test_refusals(call, argument, words, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises((SystemExit, ConfigError)) as end:
-        call(argument.split())
+        call(shlex.split(argument))
     line = str(end.value) if isinstance(end.value, ConfigError) else capsys.readouterr().err.strip().splitlines()[-1]
     assert words in line and "\n" not in line and not (ROOT / "never").exists()
