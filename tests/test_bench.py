@@ -92,7 +92,7 @@ def test_step(tmp_path, capsys):
     out = tmp_path / "step.json"
     assert step.main([*TINY, "--n_head=3", "--families=llama,longhorn", "--rounds=2", f"--out={out}"]) == 1
     llama, longhorn = json.loads(out.read_text())["rows"]
-    assert llama["reason"].startswith("ValueError: n_embd 32 is no multiple of n_head 3") and "seconds" not in llama
+    assert llama["reason"].startswith("ValueError: n_embd 32 is not a multiple of n_head 3") and "seconds" not in llama
     lm = LM(ModelConfig(n_layer=1, n_embd=32, n_head=2, block_size=16, vocab_size=64))
     assert longhorn["parameters"] == counting.parameter_count(lm)["total"] and longhorn["seconds"]["runs"] == 2
     assert longhorn["last_loss"] < longhorn["first_loss"] < 5

@@ -301,7 +301,7 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path):
     run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "imported"}
     assert run(**into).code == 0
-    words = rf"imported from {tmp_path}/hf, weights without .*another out_dir$"
+    words = rf"imported from {tmp_path}/hf, so it has weights .*another out_dir$"
     with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
     refused(run(**into), "imported is not empty", "--overwrite")
@@ -309,7 +309,7 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path):
     assert run(**into, overwrite="true").code == 0
     assert sorted(os.listdir(tmp_path / "imported")) == [".lock", "checkpoint.safetensors"]
     with lock_run_dir(tmp_path / "imported"):
-        refused(run(**into, overwrite="true"), "another run writes to")
+        refused(run(**into, overwrite="true"), "another run is writing to")
     (tmp_path / "imported" / "log.jsonl").touch()
     refused(run(**into, overwrite="true"), "log.jsonl", "never overwritten")
 

@@ -325,7 +325,7 @@ def test_a_run_and_its_records(tmp_path, capsys):
     assert record["data"]["sha256"]["test"] == generate(Task(16, 2, 32), 50, 3, "test").sha256()
     assert (tmp_path / "a/loss.png").exists() and (tmp_path / "a/checkpoint.safetensors").exists()
     assert small_run(tmp_path / "a", *settings, "--resume=auto") == result
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
 
 
 def test_it_learns_and_stops_at_the_accuracy_asked_for(tmp_path):

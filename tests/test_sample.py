@@ -239,7 +239,7 @@ def test_mistakes_get_one_line(out, tmp_path):
     if not torch.cuda.is_available():
         refused(run(out_dir=out, device="cuda"), "cuda", "--device=cpu")
     for device in ("foo", "meta", "cpu:x", ""):
-        refused(run(out_dir=out, device=device), f"device {device!r} is unknown or not there")
+        refused(run(out_dir=out, device=device), f"device {device!r} is unknown or missing")
     for key, value in (("temperature", -1.0), ("top_k", -2), ("top_p", 0.0), ("seed", -1), ("max_new_tokens", 0),
                        ("num_samples", 0)):  # before anything is said
         refused(run(out_dir=out, prompt="P", **{key: value}), f"{key} {value}")
