@@ -891,7 +891,7 @@ def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, mon
     folder = shutil.copytree(data, tmp_path / "data")
     succeed(arguments(folder, out), LM=stops_at(5))
     (folder / "train.bin").write_bytes(b"a" + (data / "train.bin").read_bytes()[1:])
-    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file meta.json describes")
+    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file that meta.json describes")
     shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
     verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
     monkeypatch.setattr(loader.Tokens, "verify", verified)
