@@ -38,7 +38,7 @@ def load(op):
         return getattr(importlib.import_module(module), name), None
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        problem = "is not installed" if missing == module.split(".")[0] else f"needs {missing}, which is missing"
+        problem = "is not installed" if missing == module.split(".")[0] else f"needs {missing}"
     except Exception as error:  # these packages import Triton, which asks for a driver: any error is possible
         problem = f"cannot be imported ({' '.join(str(error).split())[:200]})"
     return None, f"{package} {problem}"
