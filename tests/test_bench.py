@@ -161,7 +161,7 @@ def test_a_model_with_a_wrong_state_is_not_timed(monkeypatch):
     monkeypatch.setattr(Longhorn, "forward", forgets)
     assert generate.check(lm)[0].startswith("the state is wrong: logits")
     monkeypatch.setattr(Longhorn, "forward", lambda self, u, state=None: (u * math.nan, state))
-    assert generate.check(lm)[0].startswith("the state is wrong: logits nan")
+    assert generate.check(lm)[0].startswith("the state is wrong: logits differ by nan")
 
 
 # ------------------------------------------------------------------------------------------------------- bench/gpu.py
@@ -280,7 +280,7 @@ def test_results_take_no_record_of_an_uncommitted_tree(monkeypatch, main, argume
     (gpu.parse, "--budget_s=nan", "--budget_s=nan: must be at least 1"),
     (step.parse, "--families=llama,rnn", "--families=rnn: no such family; they are longhorn, mamba"),
     (step.parse, "--batch_size=0", "--batch_size=0: must be at least 1"),
-    (step.parse, "--save --n_embd=64", "--save with --n_embd: results/ holds the named sizes only"),
+    (step.parse, "--save --n_embd=64", "--save with --n_embd: results/ is for the named sizes only"),
     (step.parse, "--device=cuda", "PyTorch sees no GPU; use --device=cpu"),
     (generate.parse, "--contexts=1K", "--contexts=1K: must be whole numbers"),
     (generate.parse, "--new_tokens=0", "--new_tokens=0: must be at least 1")])
