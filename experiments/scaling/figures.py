@@ -44,7 +44,7 @@ def in_words(entries, pairs):
     said = []
     for size, of_size in sizes.items():
         ends = ", ".join(f"{name_of(e.model)} {e.mean:.3f}" for e in sorted(of_size, key=lambda e: e.mean))
-        said.append(f"Loss of runs that ended at so many tokens, {size}: {ends}")
+        said.append(f"Final loss by token budget, {size}: {ends}")
     if known:
         times = ", ".join(f"{name_of(p['b'])} {p['size']} {p['tokens']['value']:.2f}" for p in known)
         said.append(f"Times the tokens of another family that {name_of(known[0]['a'])} needs: {times}")
