@@ -261,7 +261,10 @@ def build_model(config, device):
 
 
 def load_weights(model, config, data):
-    """Load the weights of another run or an imported model; returns a line that says so. Raises ConfigError."""
+    """Load the weights that init_from names, unless there are none or the run resumes, and print a line that says so.
+    Raises ConfigError."""
+    if not config.init_from or config.resume != "never" and checkpoint.candidates(config.out_dir):
+        return
     place = Path(config.init_from)
     paths = checkpoint.candidates(place) if place.is_dir() else [place]
     if not paths:
@@ -283,7 +286,9 @@ def load_weights(model, config, data):
         raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed]))
     with checkpoint.fitting(origin):
         model.load_state_dict(weights)
-    return "; ".join([*(f"skipped: {line}" for line in damaged), f"weights from {origin} (step {step})", *changed])
+    if distributed.rank() == 0:
+        lines = [*(f"skipped: {line}" for line in damaged), f"weights from {origin} (step {step})", *changed]
+        print("; ".join(lines), flush=True)
 
 
 def main(argv):
@@ -315,9 +320,7 @@ def main(argv):
         data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device, config.as_released)
     seed_all(config.seed)
     model = build_model(config, device)
-    if config.init_from and not (config.resume != "never" and checkpoint.candidates(config.out_dir)):
-        line = load_weights(model, config, data)
-        print(line, flush=True) if distributed.rank() == 0 else None
+    load_weights(model, config, data)
     train(config, model, data, Evaluate(config, data))
 
 

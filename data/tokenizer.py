@@ -7,6 +7,7 @@
 """
 
 import codecs
+import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +26,23 @@ VOCAB_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
+
+
+@contextlib.contextmanager
+def tiktoken_cache(files):
+    """In this context tiktoken's cache holds copies of `files`, {URL: path}; it deletes cached files that it finds
+    damaged."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cache:
+        for url, path in files.items():
+            shutil.copy(path, Path(cache) / hashlib.sha1(url.encode()).hexdigest())
+        os.environ["TIKTOKEN_CACHE_DIR"] = cache
+        try:
+            yield
+        finally:
+            os.environ.pop("TIKTOKEN_CACHE_DIR")
+            if before is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
 def gpt2_encoding(vocab=None):
@@ -49,22 +67,14 @@ def gpt2_encoding(vocab=None):
             ) from None
     from tiktoken_ext import openai_public  # part of tiktoken
 
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:  # holds copies: tiktoken deletes cached files that it finds damaged
-        for name, sha256 in VOCAB_SHA256.items():
-            path = Path(vocab) / name
-            if not path.is_file():
-                raise DataError(f"--vocab {vocab} has no {name}: it needs {' and '.join(VOCAB_SHA256)}")
-            if file_sha256(path) != sha256:
-                raise DataError(f"{path} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
-            shutil.copy(path, Path(cache) / hashlib.sha1((VOCAB_URL + name).encode()).hexdigest())
-        os.environ["TIKTOKEN_CACHE_DIR"] = cache
-        try:
-            return tiktoken.Encoding(**openai_public.gpt2())  # not tiktoken's shared object: workers get it by value
-        finally:
-            os.environ.pop("TIKTOKEN_CACHE_DIR")
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
+    for name, sha256 in VOCAB_SHA256.items():
+        path = Path(vocab) / name
+        if not path.is_file():
+            raise DataError(f"--vocab {vocab} has no {name}: it needs {' and '.join(VOCAB_SHA256)}")
+        if file_sha256(path) != sha256:
+            raise DataError(f"{path} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
+    with tiktoken_cache({VOCAB_URL + name: Path(vocab) / name for name in VOCAB_SHA256}):
+        return tiktoken.Encoding(**openai_public.gpt2())  # not tiktoken's shared object: workers get it by value
 
 
 def tiktoken_encoding(name, vocab=None):
@@ -81,22 +91,14 @@ def tiktoken_encoding(name, vocab=None):
     names = openai_public.ENCODING_CONSTRUCTORS
     if name not in names:
         raise DataError(f"tiktoken has no encoding {name!r}: choose one of {', '.join(names)}")
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:
-        if vocab is not None:
-            for path in Path(vocab).glob("*.tiktoken"):
-                shutil.copy(path, Path(cache) / hashlib.sha1((BPE_URL + path.name).encode()).hexdigest())
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
-        try:
+    files = {} if vocab is None else {BPE_URL + path.name: path for path in Path(vocab).glob("*.tiktoken")}
+    try:
+        with contextlib.nullcontext() if vocab is None else tiktoken_cache(files):
             return tiktoken.Encoding(**names[name]())
-        except Exception as error:  # as in gpt2_encoding
-            reason = " ".join(str(error).split())[:100]
-            raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): "
-                            "set TIKTOKEN_CACHE_DIR, or pass a folder with its .tiktoken file as --vocab") from None
-        finally:
-            os.environ.pop("TIKTOKEN_CACHE_DIR", None)
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
+    except Exception as error:  # as in gpt2_encoding
+        reason = " ".join(str(error).split())[:100]
+        raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): "
+                        "set TIKTOKEN_CACHE_DIR, or pass a folder with its .tiktoken file as --vocab") from None
 
 
 def hf_tokenizer(name, table=None):

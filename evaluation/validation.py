@@ -83,8 +83,7 @@ class Evaluate:
         model.eval()
         tokens = max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)
         batch = max(1, tokens // int(windows[0, 1]))
-        rank, world = distributed.rank(), distributed.world_size()
-        device, dtype = next(model.parameters()).device, getattr(torch, self.config.dtype)
+        rank, world, device = distributed.rank(), distributed.world_size(), next(model.parameters()).device
         parts = [windows]
         if by_document:  # a batch holds windows of one document: more and smaller batches
             document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
@@ -93,7 +92,7 @@ class Evaluate:
         for i, part in enumerate(parts):
             batches = data.eval_batches(part, rank, world, batch)
             for x, y, counts in distributed.in_step(batches, device, sharded=self.config.parallel != "ddp"):
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                with distributed.autocast(self.config, device):
                     loss = model(x, y, loss_only=True)[1]
                 if counts:
                     total[i] += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)

@@ -175,11 +175,11 @@ class Evaluate:
     def answers(self, model, examples):
         """((n, P) float64, 1.0 for right answers, in the order of query positions; the mean loss in nats)."""
         model.eval()
-        right, total, dtype = [], 0.0, getattr(torch, self.config.dtype)
+        right, total = [], 0.0
         for i in range(0, len(examples), self.config.micro_batch_size):
             rows = np.arange(i, min(i + self.config.micro_batch_size, len(examples)))
             idx, targets = examples.batch(rows, self.device)
-            with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            with distributed.autocast(self.config, self.device):
                 logits, loss = model(idx, targets)  # (queries, vocab_size)
             right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(rows), -1).double().cpu())
             total += loss.item() * len(rows)
@@ -221,6 +221,5 @@ def main(argv):
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     train.seed_all(config.seed)
     model, data = build_model(config, device), RecallData(config, device)
-    if config.init_from:
-        print(train.load_weights(model, config, data), flush=True)
+    train.load_weights(model, config, data)
     train.train(config, model, data, Evaluate(config, data), rate_factor)

@@ -36,7 +36,7 @@ from data.images import ImageData  # noqa: E402
 from experiments.vision import wrong_images  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
 from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
-from runtime import checkpoint, counting, distributed  # noqa: E402
+from runtime import counting, distributed  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.parameters import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 
@@ -300,11 +300,10 @@ class Evaluate:
     def answers(self, model):
         """(n,) losses in nats and (n,) predicted classes of the validation images, on every process."""
         model.eval()
-        size, dtype = self.config.micro_batch_size, getattr(torch, self.config.dtype)
-        rank, world = distributed.rank(), distributed.world_size()
+        size, rank, world = self.config.micro_batch_size, distributed.rank(), distributed.world_size()
         answers = torch.zeros(2, len(self.data.val.labels), dtype=torch.float64)
         for rows, x, y in self.data.eval_batches(np.arange(rank, answers.shape[1], world), size):
-            with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+            with distributed.autocast(self.config, x.device):
                 logits, _ = model(x)
             answers[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
             answers[1, rows] = logits.argmax(-1).double().cpu()
@@ -360,8 +359,7 @@ def main(config):
     train.check(config)
     train.seed_all(config.seed)
     model = build_model(config, device)
-    if config.init_from and not (config.resume != "never" and checkpoint.candidates(config.out_dir)):
-        print(train.load_weights(model, config, data), flush=True)
+    train.load_weights(model, config, data)
     evaluate = Evaluate(config, data)
     metrics = train.train(config, model, data, evaluate)
     if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
