@@ -146,7 +146,7 @@ class ScanBlock(nn.Module):
         x = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
         r, k, q = self.x_proj(x).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
         dt = self.dt_proj(r)  # (B, T, d_inner)
-        return self.scan(x, dt, k, q, z, h0, reverse)
+        return self.scan(x, dt, k, q, z, h0, **({"reverse": True} if reverse else {}))
 
     def initial_state(self, batch_size, device):
         return (torch.zeros(batch_size, self.W - 1, self.d_inner, device=device),

@@ -115,7 +115,7 @@ class TwoWays(nn.Module):
         y_back, _ = self.back.mix(x, z, reverse=True)
         return (y + y_back) / 2, None
 
-    def shared(self, x, dt, k, q, z, h0, reverse):
+    def shared(self, x, dt, k, q, z, h0):
         y, y_back = (self.block.scan(self.there, x, dt, k, q, None, None, reverse)[0] for reverse in (False, True))
         y = rms_norm(y, self.norm_weight[0], backend=self.backend)
         y_back = rms_norm(y_back, self.norm_weight[1], backend=self.backend)
