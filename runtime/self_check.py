@@ -190,7 +190,9 @@ class Tally:
         """Raises ConfigError if two {name: tensor} differ; places() then says where they come from."""
         excess, error, allowed, usual, name = self.excess(got, wanted)
         if excess > 1:
-            raise ConfigError(f"self-check: {places()} disagree by {error:.0e} in {original(self.toy, name)} "
+            where = places()
+            way_out += POSITIONS * (way_out == STATE and where.startswith(place(type(self.toy).forward)))
+            raise ConfigError(f"self-check: {where} disagree by {error:.0e} in {original(self.toy, name)} "
                               f"({usual:.0e} is usual, {allowed:.0e} allowed): {way_out}")
         self.worst = max(self.worst, (error, usual))
         self.agreed += [] if words in self.agreed else [words]
@@ -204,14 +206,17 @@ class Tally:
 def compare(toy, plain, batch, packed, least):
     """A line on what agreed. Raises ConfigError for the first pair that differs."""
     rows = packed_batch(toy, batch) if packed else batch
-    with packing(packed, toy, plain):
-        trains, tally = compare_training(toy, plain, rows, least)
     toy.eval()
     with torch.no_grad():
         once, twice = ({"the output": toy(batch[0])[0]} for _ in range(2))
-        refuse_noise(once, twice, least, "in eval mode", "draw random numbers and change buffers only if "
-                     "self.training, as F.dropout(x, p, self.training) does")
-        if not hasattr(toy, "toy_batch"):
+    refuse_noise(once, twice, least, "in eval mode", "draw random numbers and change buffers only if self.training, as "
+                 "F.dropout(x, p, self.training) does")
+    toy.train()
+    with packing(packed, toy, plain):
+        trains, tally = compare_training(toy, plain, rows, least)
+    toy.eval()
+    if not hasattr(toy, "toy_batch"):
+        with torch.no_grad():
             compare_reading(toy, batch, rows if packed else None, tally)
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without:
@@ -247,8 +252,8 @@ def compare_training(toy, plain, batch, least):
         for_evaluation = [{"the loss": loss(toy, *batch)} for loss in (loss_of_logits, loss_alone)]
         toy.train()
     tally.agree("the loss alone and from logits", *for_evaluation, lambda: f"in eval mode {ways()}", LOGITS)
-    tally.agree(f"{backend or 'native'} and plain operators", slow, trains, lambda: which_operator(toy, batch, tally),
-                TORCH)
+    tally.agree(f"{backend or 'native'} and plain operators", slow, trains,
+                lambda: which_operator(toy, plain, batch, tally), TORCH)
     scans = {type(b.mixer): b for _, b in toy.branches() if getattr(b.mixer, "operator", None) in SCANS}
     for branch in scans.values():  # their chunks are compiled
         x, op = random_rows(toy, 4 * build.CHUNK + 1)[:1], branch.mixer.operator
@@ -261,7 +266,7 @@ def compare_training(toy, plain, batch, least):
 
 
 def compare_reading(toy, batch, packed_rows, tally):
-    """In eval mode: the same tokens twice, the last position only, another last token, and each document alone."""
+    """In eval mode: another last token, the last position only, and each document alone."""
     x, _ = batch
     forward = place(type(toy).forward)
     logits = toy(x)[0]
@@ -371,8 +376,8 @@ def rounding(plain, batch, slow):
             usual = differences(slow, gradients(copy.deepcopy(plain).double(), loss_of_logits, batch))
     except Exception:  # code that mixes dtypes, or cannot be copied
         return {"typical": 2e-5}
-    branch = lambda name: name.partition(".mixer.")[0]
-    largest = {}
+    usual = {name: min(error, 1e-2) if math.isfinite(error) else 0.0 for name, error in usual.items()}
+    branch, largest = lambda name: name.partition(".mixer.")[0], {}
     for name, error in usual.items():
         largest[branch(name)] = max(error, largest.get(branch(name), 0.0))
     usual = {name: error if slow[name].numel() >= 64 else largest[branch(name)] for name, error in usual.items()}
@@ -393,9 +398,9 @@ def differences(got, wanted):
 # --------------------------------------------------------------------------------------------------- where they differ
 
 def refuse_noise(got, wanted, least, when, way_out):
-    """Raises ConfigError if two runs on the same tokens differ."""
+    """Raises ConfigError if two runs on the same tokens differ. If both are nan, another line says so."""
     error, name = max((error, name) for name, error in differences(got, wanted).items())
-    if error > least:
+    if error > least and not (got[name].isnan().any() and wanted[name].isnan().any()):
         raise ConfigError(f"self-check: the model is not deterministic: two runs on the same tokens, {when}, differ by "
                           f"{error:.0e} in {name}: {way_out}, or {OFF}")
 
@@ -414,15 +419,19 @@ def first_nan(toy, batch):
     return f"first behind {bad[0]}" if bad else f"no branch makes it: see {place(type(toy).forward)}"
 
 
-def which_operator(toy, batch, tally):
-    """The operator whose two versions differ, with their places; the model itself if no operator differs."""
+def which_operator(toy, plain, batch, tally):
+    """The operator whose two versions differ, with their places; else the mixers that differ, or the model."""
     trains = gradients(toy, loss_alone, batch)
     for op in build.BODIES:
         with build.plain(op):
             slow = gradients(toy, loss_alone, batch)
         if tally.excess(slow, trains)[0] > 0.5:
             return operator_places(toy, op)
-    return f"{place(type(toy).forward)} with --backend={toy.config.backend or '(empty)'} and with --backend=torch"
+    pairs, x = zip(toy.branches(), plain.branches(), strict=True), random_rows(toy)
+    mixers = [of_mixer(a) for (_, a), (_, b) in pairs
+              if max(differences(output_and_gradients(a, x), output_and_gradients(b, x)).values()) > LEAST]
+    return (f"{', '.join(dict.fromkeys(mixers)) or place(type(toy).forward)} with "
+            f"--backend={toy.config.backend or '(empty)'} and with --backend=torch")
 
 
 def operator_places(toy, op):
@@ -446,9 +455,10 @@ def operator_places(toy, op):
         if file.endswith(".cu"):
             places.append(table.replace("Longhorn", "Exact") if exact else table)
             continue
-        known = [name for name in names.split(", ") if f"{file}: {name}" in mine] or names.split(", ")
-        more = [f for f in mine if f not in others and f not in [f"{file}: {name}" for name in known]]
-        places.append(", ".join([f"{file}: {', '.join(known)}", *(f.removeprefix(f"{file}: ") for f in more)]))
+        more = [f for f in mine if f not in others and f.partition(": ")[2] not in names.split(", ")]
+        known = [name for name in names.split(", ") if f"{file}: {name}" in mine or not more]
+        words = [*known, *(f.removeprefix(f"{file}: ") for f in reversed(more))]
+        places.append(f"{file}: {', '.join(words)}")
     return f"{places[0]} and {places[1]} ({op})"
 
 
