@@ -351,11 +351,11 @@ def gradients(model, loss_of, batch):
 def repeated(model):
     """In this context the model draws the same random numbers every time; then its buffers are as they were."""
     torch.manual_seed(1)
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
     yield
     with torch.no_grad():
         for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer.copy_(value)
+            setattr(module, name, buffer.copy_(value))
 
 
 @contextlib.contextmanager

@@ -119,7 +119,8 @@ def test_what_cannot_be_sharded_gets_one_line(launch, data, out):
     refuse(arguments(data, out, parallel="fsdp"), "parallel=fsdp needs several processes", "torchrun")
     for changes, how, words in [({"parallel": "hsdp"}, {}, "hsdp needs several machines"),
                                 ({"parallel": "fsdp", "auto_micro_batch": "true"}, {}, "auto_micro_batch"),
-                                ({"parallel": "fsdp"}, {"LM": scalar}, "temperature")]:
+                                ({"parallel": "fsdp"}, {"LM": scalar}, "temperature"),
+                                ({}, {"LM": scalar}, "the loss does not depend on the parameters temperature:")]:
         shutil.rmtree(out, ignore_errors=True)
         r = launch(arguments(data, out, micro_batch_size=6, **changes), 2, **how)
         assert set(r.end()) <= {2, distributed.EXIT_RETRYABLE} and 2 in r.end(), r.said()

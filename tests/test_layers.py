@@ -1,5 +1,5 @@
-"""Whole layers against transformers' own, with the same weights: outputs and every gradient, in float64. And Mesa, which
-it lacks: the gradient of its initial state.
+"""Whole layers against transformers' own, with the same weights: outputs and every gradient, in float64. And the
+gradient of the initial state of Mesa, which it lacks.
 
 transformers casts to float32 inside these layers; here that is lifted, so that all but rotary angles (LLaMA) compute in
 float64. Its weights are made from ours by differentiable functions, so the gradients of both are those of our tensors.
