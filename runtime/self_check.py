@@ -5,8 +5,9 @@ through its state, and its loss is computed with or without logits. Editing only
 and sample another. So train.py builds a toy from the same code, with the first and the last layer of each family, and
 compares the loss and every gradient:
 
-    loss alone   the loss that training computes, and the loss computed from logits, in training and in eval mode
+    loss alone   the loss that training computes, and the loss computed from logits
     operators    the training backend, and --backend=torch
+    mode         training and eval mode, unless the model draws random numbers in training
     state        whole sequences, and the same tokens in chunks and single steps
     documents    with --documents=pack: packed documents, and each document alone
 
@@ -47,6 +48,7 @@ FACTOR, LEAST = 10, 1e-5
 TORCH = "edit both, or train with --backend=torch, which runs plain PyTorch everywhere"
 LOGITS = "edit both, or --loss_from_logits=true, which trains on the loss of the logits (at more memory)"
 STATE = "edit both paths, or what is sampled is not what was trained"
+MODES = "edit both modes, or what is evaluated and sampled is not what was trained"
 POSITIONS = "; if positions are added, count the tokens in the state, as RWKVTimeMix of mixers.py does"
 OFF = "--self_check=off trains without the check"
 
@@ -99,10 +101,10 @@ def toys(model, device):
     for sizes in sizes_to_try(model):
         try:
             pair = []
-            for backend in (model.config.backend, "torch"):
+            for backend in dict.fromkeys((model.config.backend, "torch")):
                 torch.manual_seed(0)  # what the constructors draw, other than parameters, is the same in both
                 pair.append(toy_of(model, backend, **sizes).to(device))
-            toy, plain = pair
+            toy, plain = pair[0], pair[-1]
             scatter(toy)
             with torch.no_grad():
                 for a, b in itertools.chain(*(zip(getattr(plain, kind)(), getattr(toy, kind)(), strict=True)
@@ -214,9 +216,9 @@ def compare(toy, plain, batch, packed, least):
     toy.train()
     with packing(packed, toy, plain):
         trains, tally = compare_training(toy, plain, rows, least)
-    toy.eval()
-    if not hasattr(toy, "toy_batch"):
-        with torch.no_grad():
+    with torch.no_grad():
+        compare_modes(toy, batch[0], tally)
+        if not hasattr(toy, "toy_batch"):
             compare_reading(toy, batch, rows if packed else None, tally)
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without:
@@ -230,7 +232,8 @@ def compare_training(toy, plain, batch, least):
     backend = toy.config.backend
     trains = gradients(toy, loss_alone, batch)
     slow = trains if backend == "torch" else gradients(plain, loss_of_logits, batch)
-    if not any(all(a.isfinite().all() for a in run.values()) for run in (trains, slow)):
+    finite = [all(a.isfinite().all() for a in run.values()) for run in (trains, slow)]
+    if not any(finite):
         raise ConfigError(f"self-check: the loss of a small version of this model is {float(trains['the loss'])}, or "
                           f"its gradient has no numbers: {first_nan(toy, batch)}: correct that, or {OFF}")
     tally = Tally(toy, rounding(plain, batch, slow), least)
@@ -240,6 +243,10 @@ def compare_training(toy, plain, batch, least):
                  "draw random numbers from PyTorch only, and keep no state in the model")
     if backend == "torch":
         return trains, tally
+    operators = f"{backend or 'native'} and plain operators"
+    of_operator = lambda: which_operator(toy, plain, batch, tally)
+    if not finite[0]:
+        tally.agree(operators, slow, trains, of_operator, TORCH)
     ways = lambda: (f"{place(type(toy).forward)} and kernels/ops.py: cross_entropy, the loss from logits, and "
                     "kernels/ops.py: _LinearCrossEntropy, the loss alone,")
     tally.agree("the loss alone and from logits", gradients(toy, loss_of_logits, batch), trains, ways, LOGITS)
@@ -252,17 +259,31 @@ def compare_training(toy, plain, batch, least):
         for_evaluation = [{"the loss": loss(toy, *batch)} for loss in (loss_of_logits, loss_alone)]
         toy.train()
     tally.agree("the loss alone and from logits", *for_evaluation, lambda: f"in eval mode {ways()}", LOGITS)
-    tally.agree(f"{backend or 'native'} and plain operators", slow, trains,
-                lambda: which_operator(toy, plain, batch, tally), TORCH)
+    tally.agree(operators, slow, trains, of_operator, TORCH)
     scans = {type(b.mixer): b for _, b in toy.branches() if getattr(b.mixer, "operator", None) in SCANS}
     for branch in scans.values():  # their chunks are compiled
         x, op = random_rows(toy, 4 * build.CHUNK + 1)[:1], branch.mixer.operator
         fast = output_and_gradients(branch, x)
         with build.plain(op), constants(IN_ONE):
             slow = output_and_gradients(branch, x)
-        tally.agree(f"{backend or 'native'} and plain operators", slow, fast, lambda op=op: operator_places(toy, op),
-                    TORCH)
+        tally.agree(operators, slow, fast, lambda op=op: operator_places(toy, op), TORCH)
     return trains, tally
+
+
+def compare_modes(toy, x, tally):
+    """Training and eval mode, which it leaves on: the same logits, unless training draws random numbers or changes
+    buffers."""
+    before = [b.clone() for b in toy.buffers()]
+    with repeated(toy):
+        trains = toy(x)[0]
+        changed = any(not torch.equal(a, b) for a, b in zip(toy.buffers(), before, strict=True))
+        torch.manual_seed(2)
+        changed = changed or not torch.equal(toy(x)[0], trains)
+    toy.eval()
+    if not changed:
+        places = lambda: who(toy, lambda branch: differs_by_mode(branch, random_rows(toy)))
+        tally.agree("training and eval mode", {"the logits": toy(x)[0]}, {"the logits": trains},
+                    lambda: f"{places()} in training and in eval mode", MODES)
 
 
 def compare_reading(toy, batch, packed_rows, tally):
@@ -520,6 +541,12 @@ def differs_by_state(branch, x):
         if max(differences(*ys).values()) > LEAST:
             return True
     return False
+
+
+def differs_by_mode(branch, x):
+    """Whether training and eval mode, in which it leaves the branch, differ."""
+    trains = {"": branch.train()(x)[0].double().cpu()}
+    return max(differences({"": branch.eval()(x)[0].double().cpu()}, trains).values()) > LEAST
 
 
 def looks_ahead(branch, x):

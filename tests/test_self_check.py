@@ -233,7 +233,8 @@ def test_unedited_all_agrees(pattern, backend):
     lm = LM(ModelConfig(pattern=pattern, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend))
     weights, random = [p.clone() for p in lm.parameters()], torch.get_rng_state()
     line = self_check(lm)
-    assert line.startswith("self-check: ") and "whole sequences and states agree to " in line and "\n" not in line
+    assert line.startswith("self-check: ") and "\n" not in line
+    assert "training and eval mode, whole sequences and states agree to " in line
     assert ("plain operators" in line) == (backend != "torch")
     assert float(line.split("agree to ")[1].split()[0]) < 5e-5 and " is usual)" in line
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), weights, strict=True))
@@ -326,6 +327,8 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
     "the last position only": ("gla", {"model.LM.forward": lambda f: lambda self, *args, last_only=False, **kw: (
         halved if last_only else tuple)(f(self, *args, last_only=last_only, **kw))},
                                ("model.py: LM.forward with and without last_only",), {}),
+    "evaluation only": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
+        self, x if self.training else 0.9 * x, state)}, ("model.py: GLA.forward (GLA) in training and in eval",), {}),
     "one operator in training": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: (
         halved if self.training and self.backend != "torch" else tuple)(f(self, x, state))},
                                  ("model.py: GLA.forward (GLA) with --backend=(empty)",), {}),
@@ -333,6 +336,8 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
                        ("ops.py: linear_cross_entropy", "ops.py: _LinearCrossEntropy"), {}),
     "the exact form's loop": ("longhorn_exact", {"kernels.scan.STEPS": lambda steps: {**steps, "exact": lambda *args: (
         1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact and", "_exact_step"), {}),
+    "no numbers from the kernel": ("llama", {"kernels.ops._rms_norm_op": lambda f: lambda *args: tuple(
+        a * math.nan for a in f(*args))}, ("norm_forward_rows and kernels/ops.py: rms_norm",), {}),
     "the plain loop's own part": ("mamba", {"kernels.scan._loop": lambda f: lambda update, x, *rest: f(
         update, 0.9 * x, *rest)}, ("longhorn_scan.cu: Mamba and", "_mamba_step", "_loop"), {}),
     # neither names a place that was not edited

@@ -252,8 +252,8 @@ class Vision(LM):
 
     def toy(self, backend):
         """A small model of the same code, for runtime/self_check.py: 37 tokens, more than one chunk of the scan."""
-        return type(self)(replace(self.config, n_layer=1, n_embd=32, n_head=2, image_size=6 * self.config.patch_size,
-                                  vocab_size=10, backend=backend))
+        return type(self)(replace(self.config, n_layer=min(2, self.config.n_layer), n_embd=32, n_head=2, vocab_size=10,
+                                  image_size=6 * self.config.patch_size, backend=backend))
 
     def toy_batch(self):
         size = self.config.image_size
