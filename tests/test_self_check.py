@@ -364,6 +364,15 @@ def test_what_is_reached_stops_with_the_cause(edit, probe):
     assert "_longhorn_step" not in answer.line
 
 
+def test_noise_in_training_hides_nothing(probe):
+    """It draws other numbers in float64, which the tolerance must not take for rounding."""
+    noise = in_training(F=SimpleNamespace(**{**vars(F), "silu": lambda x: F.dropout(F.silu(x), 0.2)}))
+    assert not probe(noise, "gla").stopped
+    answer = probe(noise | {"kernels.linear_attention._gla": lambda f: lambda q, k, v, g, state: f(
+        q, k, v, 1.01 * g, state)}, "gla")
+    assert answer.stopped and "linear_attention.py: _gla" in answer.line, answer.line
+
+
 def test_a_failure_says_tensor_disagreement_and_tolerance(probe):
     line = probe(*reversed(STOPS["decay of GLA's chunks"][:2])).line
     found = re.search(r"disagree by (\S+) in the gradient of layers\.[01]\.\S+ \((\S+) is usual, (\S+) allowed\)", line)
