@@ -77,6 +77,8 @@ class ModelConfig:
     loss_from_logits: bool = False  # train on the loss of LM.forward's logits: for editing them; needs more memory
     backend: str = ""  # which operators run: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
+    places = range(1024)  # layers that are built: all; the toys of runtime/self_check.py have fewer
+
     @property
     def families(self):
         """The family of each layer. Raises ValueError for a pattern that cannot be parsed."""
@@ -469,7 +471,8 @@ class LM(nn.Module):
 
     def build_layers(self, config):
         """The layers of the config's pattern."""
-        return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)]
+        return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)
+                if i in config.places]
 
     def check_documents(self):
         """Raises ValueError if a mixer or learned positions would carry over from one packed document to the next."""

@@ -136,12 +136,15 @@ def toy_of(model, backend, whole=False, **sizes):
         toy = model.toy(backend)
         toy.kept = range(len(getattr(toy, "layers", [])))
         return toy
-    toy = type(model)(replace(model.config, **sizes, backend=backend, documents="join", end_of_text=0))
+    config = replace(model.config, **sizes, backend=backend, documents="join", end_of_text=0)
     places = {}
-    for i, family in enumerate(model.config.families):
+    for i, family in enumerate(config.families):
         places.setdefault(family, [i, i])[1] = i
-    toy.kept = range(len(toy.layers)) if whole else sorted({i for ends in places.values() for i in ends})
-    toy.layers = torch.nn.ModuleList(toy.layers[i] for i in toy.kept)
+    config.places = range(config.n_layer) if whole else sorted({i for ends in places.values() for i in ends})
+    toy = type(model)(config)
+    toy.kept = config.places
+    if len(toy.layers) > len(toy.kept):  # built by code that does not look at `places`
+        toy.layers = torch.nn.ModuleList(toy.layers[i] for i in toy.kept)
     return toy
 
 
@@ -210,7 +213,7 @@ def compare(toy, plain, batch, packed, least):
     rows = packed_batch(toy, batch) if packed else batch
     toy.eval()
     with torch.no_grad():
-        once, twice = ({"the output": toy(batch[0])[0]} for _ in range(2))
+        once, twice = ({"the logits": toy(batch[0])[0]} for _ in range(2))
     refuse_noise(once, twice, least, "in eval mode", "draw random numbers and change buffers only if self.training, as "
                  "F.dropout(x, p, self.training) does")
     toy.train()
@@ -220,41 +223,45 @@ def compare(toy, plain, batch, packed, least):
     toy.eval()
     with torch.no_grad():
         if not varies:
-            compare_modes(toy, batch[0], tally)
+            compare_modes(toy, batch[0], once, tally)
         if not hasattr(toy, "toy_batch"):
-            compare_reading(toy, batch, rows if packed else None, tally)
+            compare_reading(toy, batch[0], once["the logits"], rows if packed else None, tally)
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without:
         return f"{tally}; state left out: {', '.join(dict.fromkeys(without))} keeps none"
-    compare_states(toy, batch, tally, None if packed else trains)
+    compare_states(toy, batch, once["the logits"], tally, None if packed else trains)
     return str(tally)
 
 
 @torch.no_grad()
 def varies_in_training(toy, x):
     """Whether the model draws random numbers or changes buffers in training mode."""
-    before = [b.clone() for b in toy.buffers()]
+    state = lambda: [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else []),
+                     *(b.clone() for b in toy.buffers())]
     with repeated(toy):
-        once = toy(x)[0]
-        changed = any(not torch.equal(a, b) for a, b in zip(toy.buffers(), before, strict=True))
-        torch.manual_seed(2)
-        return changed or not torch.equal(toy(x)[0], once) and bool(once.isfinite().all())
+        before = state()
+        toy(x)
+        return any(not torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
 def compare_training(toy, plain, batch, varies, least):
-    """(the loss and gradients of training, a Tally): the loss alone and from logits, fast and plain operators."""
+    """(the loss and gradients, a Tally): the loss alone and from logits, fast and plain operators. Gradients are
+    compared in training mode, or in eval mode if `varies`: float32 and float64 do not draw the same random numbers."""
     backend = toy.config.backend
+    with repeated(toy), torch.no_grad():
+        once = {"the loss": loss_alone(toy.train(), *batch)}
+    with repeated(toy), torch.no_grad():
+        again = {"the loss": loss_alone(toy, *batch)}
+    refuse_noise(again, once, least, "in training mode and from the same random state",
+                 "draw random numbers from PyTorch only, and keep no state in the model")
+    toy.train(not varies), plain.train(not varies)
     trains = gradients(toy, loss_alone, batch)
     slow = trains if backend == "torch" else gradients(plain, loss_of_logits, batch)
     finite = [all(a.isfinite().all() for a in run.values()) for run in (trains, slow)]
     if not any(finite):
         raise ConfigError(f"self-check: the loss of a small version of this model is {float(trains['the loss'])}, or "
                           f"its gradient has no numbers: {first_nan(toy, batch)}: correct that, or {OFF}")
-    tally = Tally(toy, rounding(plain, batch, None if varies else slow), least)
-    with repeated(toy), torch.no_grad():
-        again = {"the loss": loss_alone(toy, *batch)}
-    refuse_noise(again, trains, least, "in training mode and from the same random state",
-                 "draw random numbers from PyTorch only, and keep no state in the model")
+    tally = Tally(toy, rounding(plain, batch, slow), least)
     if backend == "torch":
         return trains, tally
     operators = f"{backend or 'native'} and plain operators"
@@ -269,11 +276,15 @@ def compare_training(toy, plain, batch, varies, least):
             got = {"the loss": loss_alone(toy, *batch)}
         both = " and ".join(reversed(build.BODIES["linear_cross_entropy"]))
         tally.agree("the loss alone and from logits", got, trains, lambda: both, LOGITS)
-        toy.eval()
-        for_evaluation = [{"the loss": loss(toy, *batch)} for loss in (loss_of_logits, loss_alone)]
-        toy.train()
-    tally.agree("the loss alone and from logits", *for_evaluation, lambda: f"in eval mode {ways()}", LOGITS)
     tally.agree(operators, slow, trains, of_operator, TORCH)
+    toy.train(varies), plain.train(varies)  # the other mode
+    runs = []
+    for model, loss in ((toy, loss_alone), (toy, loss_of_logits), (plain, loss_of_logits))[:3 if varies else 2]:
+        with repeated(model), torch.no_grad():
+            runs.append({"the loss": loss(model, *batch)})
+    mode = f"in {'training' if varies else 'eval'} mode"
+    tally.agree("the loss alone and from logits", runs[1], runs[0], lambda: f"{mode} {ways()}", LOGITS)
+    tally.agree(operators, runs[-1], runs[1], lambda: f"{mode} {of_operator()}", TORCH)
     scans = {type(b.mixer): b for _, b in toy.branches() if getattr(b.mixer, "operator", None) in SCANS}
     for branch in scans.values():  # their chunks are compiled
         x, op = random_rows(toy, 4 * build.CHUNK + 1)[:1], branch.mixer.operator
@@ -284,19 +295,18 @@ def compare_training(toy, plain, batch, varies, least):
     return trains, tally
 
 
-def compare_modes(toy, x, tally):
-    """The same logits in training and in eval mode, in which it leaves the toy."""
+def compare_modes(toy, x, evaluated, tally):
+    """The logits in training mode, and those in eval mode, in which it leaves the toy."""
     trains = {"the logits": toy.train()(x)[0]}
     places = lambda: who(toy, lambda branch: differs_by_mode(branch, random_rows(toy)))
-    tally.agree("training and eval mode", {"the logits": toy.eval()(x)[0]}, trains,
+    tally.agree("training and eval mode", evaluated, trains,
                 lambda: f"{places()} in training and in eval mode", MODES)
+    toy.eval()
 
 
-def compare_reading(toy, batch, packed_rows, tally):
+def compare_reading(toy, x, logits, packed_rows, tally):
     """In eval mode: another last token, the last position only, and each document alone."""
-    x, _ = batch
     forward = place(type(toy).forward)
-    logits = toy(x)[0]
     other = toy(torch.cat([x[:, :-1], (x[:, -1:] + 1) % toy.config.vocab_size], 1))[0]
     error = max(differences({"": other[:, :-1]}, {"": logits[:, :-1]}).values())
     if error > tally.least:
@@ -317,16 +327,15 @@ def compare_reading(toy, batch, packed_rows, tally):
             "start each document empty, as token_shift of mixers.py does, or use --documents=join")
 
 
-def compare_states(toy, batch, tally, trains):
-    """In eval mode: whole sequences, and the same tokens through the state. trains: the loss and gradients of the whole
-    in training mode, which are not computed again if the loss is the same; None if packed documents are trained on, so
-    that the rounding of these gradients is not known: then only the loss is compared."""
+def compare_states(toy, batch, logits, tally, trains):
+    """In eval mode: whole sequences, and the same tokens through the state. trains: loss and gradients of the whole
+    that are known already, and used if the loss is the same; None if packed documents are trained on, so that the
+    rounding of gradients without packing is not known: then only the loss is compared."""
     x, y = batch
-    differing = lambda: who(toy, lambda branch: differs_by_state(branch, random_rows(toy)))
-    places = lambda: f"{differing()} over the whole sequence and through the state"
+    places = lambda: f"{which_state(toy, x)} over the whole sequence and through the state"
     last = {"last_only": True} if "last_only" in inspect.signature(toy.forward).parameters else {}
     with torch.no_grad():
-        logits, state, steps = toy(x)[0], toy.initial_state(len(x)), []
+        state, steps = toy.initial_state(len(x)), []
         for part in x.split(CUTS, 1):  # as in sampling, where a cache grows in place
             step, _, state = toy(part, state=state, **last)
             steps.append(step[:, -1])
@@ -396,18 +405,14 @@ def packing(packed, *toys):
 
 
 def rounding(plain, batch, slow):
-    """{name: error} of the plain operators in float32 against float64, and their median as "typical". A tensor of few
-    numbers may agree by chance: it gets the largest error in its branch. slow: the gradients in float32, or None if the
-    two draw different random numbers: then both are those of eval mode."""
+    """{name: error} of the plain operators in float32 (`slow`) against float64, and their median as "typical". A tensor
+    of few numbers may agree by chance: it gets the largest error in its branch."""
     try:
-        if slow is None:
-            slow = gradients(plain.eval(), loss_of_logits, batch)
         with constants(IN_ONE):
-            usual = differences(slow, gradients(copy.deepcopy(plain).double(), loss_of_logits, batch))
+            wide = [a.double() if a.is_floating_point() else a for a in batch]
+            usual = differences(slow, gradients(copy.deepcopy(plain).double(), loss_of_logits, wide))
     except Exception:  # code that mixes dtypes, or cannot be copied
         return {"typical": 2e-5}
-    finally:
-        plain.train()
     usual = {name: min(error, 1e-3) if math.isfinite(error) else 0.0 for name, error in usual.items()}
     branch, largest = lambda name: name.partition(".mixer.")[0], {}
     for name, error in usual.items():
@@ -538,6 +543,20 @@ def who(toy, differs):
     mixers = [of_mixer(branch) for _, branch in toy.branches() if differs(branch)]
     layers = [place(type(layer).forward) for layer in toy.layers if not mixers and differs(layer)]
     return ", ".join(dict.fromkeys(mixers or layers)) or place(type(toy).forward)
+
+
+def which_state(toy, x):
+    """The operator whose plain version keeps the right state, else the mixers that differ through the state."""
+    for op in dict.fromkeys(getattr(b.mixer, "operator", None) for _, b in toy.branches()):
+        if op in build.BODIES and toy.config.backend != "torch":
+            with build.plain(op), torch.no_grad():
+                state, parts = toy.initial_state(len(x)), []
+                for part in x.split(CUTS, 1):
+                    logits, _, state = toy(part, state=state)
+                    parts.append(logits)
+                if max(differences({"": torch.cat(parts, 1)}, {"": toy(x)[0]}).values()) < LEAST:
+                    return f"{' and '.join(build.BODIES[op])} ({op})"
+    return who(toy, lambda branch: differs_by_state(branch, random_rows(toy)))
 
 
 def differs_by_state(branch, x):
