@@ -56,7 +56,7 @@ $(VENV)/main: requirements.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/test: requirements-test.txt requirements-eval.txt $(VENV)/main
+$(VENV)/test: requirements-test.txt requirements-eval.txt requirements-experiments.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
