@@ -338,7 +338,7 @@ def mib(n_bytes, digits=3):
 
 
 def by_name(runs):
-    """{name: its rows, one per seed}: a run's name without its seed."""
+    """{run's name without the seed: its rows, one per seed}"""
     groups = {}
     for r in runs.itertuples():
         groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)
@@ -346,13 +346,13 @@ def by_name(runs):
 
 
 def read_at(seeds, T):
-    """What was measured at a length, of the runs of those seeds that were read at it."""
+    """The measurements at length T, for the seeds that were read that far."""
     return [x for r in seeds for x in r.lengths if x["length"] == T and "left_out" not in x]
 
 
 def perplexity(measured):
-    """A cell: perplexity of the seeds at a length, their loss where they are several, and the loss minus that at the
-    training length."""
+    """A table cell: perplexity over the seeds at a length, the loss if there are several, and the loss minus that at
+    the training length."""
     loss, error = mean_and_error([x["loss"] for x in measured])
     cell = f"{np.exp(loss):.3f}" + f", loss {loss:.3f} \u00b1 {error:.3f}" * (len(measured) > 1)
     if all("against" in x for x in measured):
@@ -375,7 +375,7 @@ def differences(groups, lengths):
 
 
 def cost(name, run):
-    """A row of the table of what reading costs, at the longest length that was read; [] where none was."""
+    """[row] of the table of costs, at the longest length that was read; [] if none was."""
     measured, loud = [x for x in run.lengths if "left_out" not in x], loudest(run.state_norms)
     return [{"run": name, "T": x["length"],
              "state at the shortest T, MiB per sequence": mib(measured[0]["state_bytes_per_sequence"]),
@@ -387,7 +387,7 @@ def cost(name, run):
 
 
 def page(runs, groups, picture):
-    """The page as blocks of Markdown: perplexity at each length, differences over seeds, the cost of reading."""
+    """The page as blocks of Markdown: perplexity at each length, differences over seeds, memory and speed."""
     lengths = sorted({x["length"] for lengths in runs.lengths for x in lengths})
     table = [{"run": name, "trained at": seeds[0].block_size} | {
         f"T = {T}": perplexity(at) if len(at := read_at(seeds, T)) == len(seeds) else "-" for T in lengths}
@@ -395,8 +395,8 @@ def page(runs, groups, picture):
     first, most, texts = next(runs.itertuples()), max(map(len, groups.values())), {text["sha256"] for text in runs.text}
     return [
         "# Extrapolation", picture, pages.table(table),
-        "Perplexity; in brackets the loss minus that at the training length, in nats, paired, with its standard error "
-        f"over {'sequences' if most == 1 else 'seeds, as the loss has it'}.",
+        "Perplexity; in brackets the loss minus the loss at the training length, in nats, paired, with its standard "
+        f"error over {'sequences' if most == 1 else 'seeds, as for the loss'}.",
         *(pages.escaped(f"Left out: {r.run} at {x['length']}: {x['left_out']}.")
           for r in runs.itertuples() for x in r.lengths if "left_out" in x),
         pages.table(differences(groups, lengths)),
@@ -410,14 +410,14 @@ def page(runs, groups, picture):
 
 
 def loudest(state_norms):
-    """{position: the largest RMS among the branches' states, NaN where one is not finite}."""
+    """{position: largest RMS of the branches' states, NaN if one is not finite}."""
     branches = list(state_norms.values())
     rms = np.array([branch["rms"] for branch in branches], float)
     return dict(zip(branches[0]["positions"], rms.max(0).tolist(), strict=True)) if branches else {}
 
 
 def draw(groups, path):
-    """Perplexity against T (Figure 1, right); loss by position; what the longer past gains; the RMS of the state."""
+    """Perplexity against T (Figure 1, right); loss by position; gain from the longer past; RMS of the state."""
     from matplotlib.ticker import LogFormatter
 
     plain = lambda value, _: f"{value:.6g}"
@@ -454,7 +454,7 @@ def draw(groups, path):
                 axis.axvline(trained, color="black", ls="--", lw=0.9)
             axis.xaxis.set_major_formatter(plain)
         length.yaxis.set_minor_formatter(plain)
-        norm.yaxis.set_minor_formatter(LogFormatter())  # of those that have room
+        norm.yaxis.set_minor_formatter(LogFormatter())  # only where there is room
         for axis in (length, norm):
             axis.yaxis.set_major_formatter(plain)
         length.legend(fontsize=8)
@@ -464,7 +464,7 @@ def draw(groups, path):
 
 
 def report(path):
-    """Print the page of a file of records, and write it beside it, with the figure."""
+    """Print the page for a file of records, and write it beside the file, with the figure."""
     paths = pages.report("extrapolation", by_name, page, draw, "perplexity, loss by position, states", path)
     print(f"{paths['md'].read_text(encoding='utf-8')}\npicture: {paths['png']}, table: {paths['md']}")
 

@@ -1,8 +1,7 @@
-"""Pages of reports: Markdown first, one HTML page made from the same; tables by pandas; figures in one style."""
+"""Report pages: Markdown, and one HTML page made from the same text. Tables are by pandas, figures in one style."""
 
 import base64
 import contextlib
-import importlib.util
 import re
 from pathlib import Path
 from urllib.parse import quote
@@ -32,25 +31,19 @@ th:first-child, td:first-child {{ text-align: left }} img {{ max-width: 100% }}
 """
 
 
-def check_packages():
-    """Raises ConfigError, with the command to type, where a package that reports need is not installed."""
-    for module in ("pandas", "tabulate", "jinja2", "markdown_it"):
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"a report needs {module}: pip install -r requirements-experiments.txt")
-
-
 def after_sweep(write, folder, script):
-    """What write(folder) wrote at the end of a sweep; {} without the packages, and a line says how to draw it later."""
+    """Write the report at the end of a sweep: what write(folder) returns. If a package is missing, print the commands
+    that make it later and return {}."""
     try:
-        check_packages()
+        records.check_packages()
     except ConfigError as error:
-        print(f"the records are kept, but {error}; then: python {script} report {folder}")
+        print(f"the records are kept, but there is no report: {error}; then: python {script} report {folder}")
         return {}
     return write(folder)
 
 
 def escaped(value):
-    """A value as Markdown shows it literally: no name in a record becomes a tag or a column."""
+    """A value as literal text in Markdown, so that no name in a record becomes a tag or a table column."""
     text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([|*\[\]`\\])", r"\\\1", text)
 
@@ -60,48 +53,48 @@ def bold(text):
 
 
 def listed(lines):
-    """A list in Markdown; "" of nothing."""
+    """A list in Markdown; "" if there are no lines."""
     return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
 def frame_of(rows, show):
-    """Rows {column: cell} as a DataFrame of text: `show` of each cell; a missing one is a dash."""
+    """Rows {column: cell} as a DataFrame of text, show(cell); missing cells are a dash."""
     import pandas
 
     return pandas.DataFrame(rows, dtype=object).map(lambda cell: DASH if cell != cell else show(str(cell)))
 
 
 def table(rows):
-    """Rows as a table in Markdown, "" of none; ** begins a cell that is bold."""
+    """Rows as a Markdown table, "" if there are none. A cell that begins with ** becomes bold."""
     frame = frame_of(rows, lambda cell: bold(cell[2:]) if cell.startswith("**") else escaped(cell))
     return frame.rename(columns=escaped).to_markdown(index=False, tablefmt="github", disable_numparse=True) * bool(rows)
 
 
 def latex(rows):
-    """The same for a paper, in booktabs' rules."""
+    """The same table for LaTeX, with booktabs."""
     text = frame_of(rows, lambda cell: cell.removeprefix("**")).to_latex(
         index=False, escape=True, column_format="ll" + "r" * (len(rows and rows[0]) - 2))
     return text.replace("\u00b1", r"$\pm$").replace(DASH, "--").replace(" .. ", r" \,..\, ") * bool(rows)
 
 
 def titled(text, rows):
-    """Blocks: a table below its text, none without rows."""
+    """Blocks: a text and its table, or none if there are no rows."""
     return [text, table(rows)] if rows else []
 
 
 def left_out(runs):
-    """Blocks: the runs that are left out, with the reasons."""
+    """Blocks: the runs that were left out, with reasons."""
     reasons = [f"{r.run}: {r.left_out}" for r in runs[runs.left_out != ""].itertuples()]
     return [f"Left out, {len(reasons)} of {len(runs)} planned runs:", listed(reasons)] if reasons else []
 
 
 def write(path, blocks, picture=None):
-    """Write a page, blocks of Markdown, to `path` (.md), and the same beside it as HTML, with the picture (a .png that
-    they show) inside. Returns {kind: path}."""
+    """Write blocks of Markdown to `path` (.md), and the same page as .html with the picture (a .png that the blocks
+    show) embedded. Returns {kind: path}."""
     from markdown_it import MarkdownIt
 
     text, page = "\n\n".join(filter(None, blocks)) + "\n", Path(str(path).removesuffix(".md") + ".html")
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)  # a tag in a record stays text
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)  # tags in records stay text
     title = re.sub("<[^>]+>", "", body.split("\n")[0])
     if picture:
         inline = base64.b64encode(Path(picture).read_bytes()).decode()
@@ -112,39 +105,42 @@ def write(path, blocks, picture=None):
 
 
 def shown(picture, alt):
-    """A picture beside the page, in Markdown."""
+    """The Markdown that shows a picture in the page's folder."""
     return f"![{escaped(alt)}]({quote(Path(picture).name)})"
 
 
 def report(kind, summarise, page, draw, alt, source, out=None, accept_code=()):
-    """Pages and picture of a sweep's folder, and its records in one file; or of such a file. Returns {kind: path}.
+    """Write pages and figure from a sweep's folder, and its records in one file; or from such a file.
 
-    kind, accept_code: see records.read; summarise(runs): what page(runs, summary, picture) describes in blocks of
-    Markdown and draw(summary, path) draws; picture: the line that shows it, and `alt` what it shows; out: path of the
-    files without their endings (default: `report` in the folder, or beside the file). Raises ConfigError.
+    Args:
+        kind, accept_code: see records.read.
+        summarise: summarise(runs) returns the points, of which page(runs, points, picture) makes blocks of Markdown and
+            draw(points, path) the figure; `picture` is the line that shows it, with `alt` as its text.
+        out: path of the files without extension (default: `report` in the folder, or beside the file).
+    Returns {kind: path}. Raises ConfigError.
     """
-    check_packages()
+    records.check_packages()
     source = Path(source)
     out, paths = Path(out or (source.with_suffix("") if source.is_file() else source / "report")), {}
     runs, picture = records.read(source, accept_code, kind), Path(f"{out}.png")
     with fields(f"{source}: its records"):
-        summary = summarise(runs)
-        blocks = page(runs, summary, shown(picture, alt) if summary else "")
+        points = summarise(runs)
+        blocks = page(runs, points, shown(picture, alt) if points else "")
     out.parent.mkdir(parents=True, exist_ok=True)
     if not source.is_file():
         paths["json"] = Path(f"{out}.json")
         records.save(source, paths["json"])
-    if summary:
-        draw(summary, picture)
+    if points:
+        draw(points, picture)
         paths["png"] = picture
     return paths | write(f"{out}.md", blocks, paths.get("png"))
 
 
 @contextlib.contextmanager
 def figure(path, rows, columns, width, height, style=None, **layout):
-    """Yield (figure, axes (rows, columns)), panels of width x height inches, and write what is drawn there to `path`.
+    """Yields (figure, axes (rows, columns)) with panels of width x height inches, then writes the figure to `path`.
 
-    style: a .mplstyle file over ours; layout: of plt.subplots.
+    style: a .mplstyle file applied over STYLE; layout: arguments of plt.subplots.
     """
     import matplotlib
 

@@ -4,13 +4,14 @@
     runs = records.read("results/scaling_laptop.json")      # or the folder of a sweep: "out/scaling_laptop"
     runs[runs.stage == "seed"].groupby(["size", "model", "tokens"]).val_loss.agg(["mean", "std", "count"])
 
-A folder has plan.json, and config.json, log.jsonl and result.json of each run; a file is what save() wrote of one, the
-same records without repetition. A run counts only if its records are whole, agree with one another and with the plan,
-and have the code, data and common settings that most runs of the sweep have. Of every other run the table has its place
-in the plan and `left_out`, the reason. `accept_code` joins runs of code that did change, where the change is known to
-be harmless.
+A folder contains plan.json, and config.json, log.jsonl and result.json of each run; a file is what save() makes of a
+folder: the same records, with what runs share written once. A run counts only if its records are complete, agree with
+each other and with the plan, and have the code, data and common settings of most runs in the sweep. For other runs the
+table has only their place in the plan and, in `left_out`, the reason. `accept_code` admits runs of other versions of
+the code, if the changes are known to be harmless.
 """
 
+import importlib.util
 import json
 import math
 from collections import Counter, namedtuple
@@ -23,15 +24,15 @@ from experiments.sweeps.runner import code_of
 from runtime.errors import ConfigError
 from runtime.records import BadRecord, fields, finished_records, mixed_identities, read_json, read_log, replacing
 
-# What tells the runs of a sweep apart, by its names in the plan; some have others in config.json
+# What identifies a run within its sweep, as named in the plan; SETTING has other names in config.json
 PLACE = {"scaling": ("model", "size", "stage", "seed", "learning_rate", "steps", "from"),
          "recall": ("mixer", "T", "n_embd", "learning_rate", "seed"),
          "images": ("model", "directions", "n_layer", "seed"), "extrapolation": ("run",)}
 SETTING = {"mixer": "model", "T": "block_size", "context": "block_size", "steps": "max_iters"}
-MEASURE = {"scaling": "val_loss", "recall": "accuracy", "images": "val_accuracy"}  # which the log has to end with
+MEASURE = {"scaling": "val_loss", "recall": "accuracy", "images": "val_accuracy"}  # the log must end with it
 
-# Settings that make two runs comparable: where they differ, more was changed than the place in the plan. In recall a
-# length has its own number of pairs and batch.
+# Settings that all runs of a sweep must share to be comparable. In recall each length has its own number of pairs and
+# batch size.
 SAME = {"scaling": ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
                     "vocab_size", "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from",
                     "optimizer", "schedule"),
@@ -42,32 +43,43 @@ SAME = {"scaling": ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip
                    "eval_crop", "ema", "dtype")}
 SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
 
-Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, of log.jsonl
+Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, evals of log.jsonl
+
+
+def check_packages(modules=("pandas", "tabulate", "jinja2", "markdown_it")):
+    """Raises ConfigError, with the command to type, if a package is not installed. Default: those of the reports."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{module} is not installed: pip install -r requirements-experiments.txt")
 
 
 def stem(model):
-    """The family or pattern behind a name of the plan."""
+    """The family or pattern of a model's name in the plan, without what follows the @."""
     return model.partition("@")[0]
 
 
 def own_settings(model):
-    """[--key=value] of NAME@key=value,key=value, which only this family's runs have; of NAME@WORD none."""
+    """[--key=value] of NAME@key=value,key=value, settings of this family's runs only; empty for NAME@WORD."""
     changes = model.partition("@")[2]
     return [f"--{change}" for change in changes.split(",")] if "=" in changes else []
 
 
 def read(source, accept_code=(), kind=None):
-    """The table of a sweep's folder or saved file, in the order of the plan.
+    """The records of a sweep's folder or saved file as a DataFrame, in the order of the plan.
 
-    Columns are what result.json and config.json say, by their names, and: run, left_out ("" of a run that counts),
-    device (the GPU's or the processor's name), code, commit, cpu, torch, python, time (when it began), and those that
-    of_scaling, recalled and of_extrapolation add. attrs: kind, name, what the plan says of the whole sweep, `settings`
-    that its runs share, and `code`, a dict per version of the code, that of most runs first, with its commit, how many
-    `runs` finished and are `used`, and `changed_files`, those that differ from the first's; None: not recorded.
+    Columns are the keys of result.json and config.json, and: run, left_out ("" if the run counts), device (name of the
+    GPU or CPU), code, commit, cpu, torch, python, time (when it began), and those that of_scaling, recalled and
+    of_extrapolation add. attrs: kind, name, the plan's entries about the whole sweep, `settings` that its runs share,
+    and `code`: a dict per version of the code, the most frequent first, with its commit, how many `runs` finished, how
+    many are `used`, and `changed_files`, which differ from the first version (None: not recorded).
 
-    accept_code: versions of the code whose runs count too; kind: a key of PLACE, where no other will do.
-    Raises ConfigError where there is no sweep, or one of another kind, or accept_code names no code of it.
+    Args:
+        accept_code: versions of the code whose runs also count.
+        kind: a key of PLACE, if only this kind is wanted.
+    Raises ConfigError if there is no sweep, it is of another kind, accept_code is not a version of its code, or pandas
+    is not installed.
     """
+    check_packages(["pandas"])
     import pandas
 
     source = Path(source)
@@ -83,16 +95,16 @@ def read(source, accept_code=(), kind=None):
                 {*place} - {"from"} <= at.keys() for at in plan["cells"].values())), None)
             if this is None:
                 raise ConfigError(f"{source}: the plan does not say what its cells are: give the folder of a sweep")
-            if this == "extrapolation":  # trained to be read at longer texts, which is recorded beside the folder
+            if this == "extrapolation":  # the folder has the training runs; the evaluations are in a file beside it
                 return read(source.with_name(f"{source.name}.json"), kind=kind)
             rows, about = compared(this, plan, records, source, accept_code)
     if kind not in (None, this) and rows:
-        raise ConfigError(f"{source} holds records of {this}, not of {kind}: give it to the report of {this}")
+        raise ConfigError(f"{source} contains records of {this}, not of {kind}: use the report of {this}")
     this = kind or this
     columns = dict.fromkeys(["run", *PLACE[this], "left_out", "device", "code", *(key for row in rows for key in row)])
     is_whole = lambda value: value is None or type(value) is int and value < 2**63
     whole = [key for key in columns if all(is_whole(row.get(key)) for row in rows)]
-    runs = pandas.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(whole, "Int64"))  # whole beside gaps too
+    runs = pandas.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(whole, "Int64"))  # ints beside gaps
     runs.attrs = {"name": source.resolve().name.removesuffix(".json"), "kind": this, **about}
     if mixed := mixed_identities(version["code"] for version in about["code"]):
         print(mixed)
@@ -100,7 +112,7 @@ def read(source, accept_code=(), kind=None):
 
 
 def compared(kind, plan, records, source, accept_code):
-    """(rows, attrs) of a sweep's Records: which of its runs may be compared, and why the others may not."""
+    """(rows, attrs) from the Records of a sweep: which runs are comparable, and why the others are not."""
     rows, known, votes, code = {}, set(), {}, []
     finished = lambda: {name: row for name, row in rows.items() if isinstance(row, dict)}
     for name, at in plan["cells"].items():
@@ -143,21 +155,21 @@ def compared(kind, plan, records, source, accept_code):
 
 
 def codes_of(record):
-    """Every version of the code that a part of a run was trained with, of its config.json; the oldest name the last."""
+    """The versions of the code that a run was trained with, in order, by its config.json."""
     return [code[:12] for code in record.get("code_versions") or [code_of(record["environment"])]]
 
 
 # ------------------------------------------------------------------------------------------------------------- one run
 
 def read_run(folder, at):
-    """The row of a scaling sweep's run. Raises BadRecord where a file is missing or torn, or contradicts another or
-    `at`, its place in the plan."""
+    """The row of a run of a scaling sweep. Raises BadRecord if a file is missing or damaged, or contradicts another
+    file or `at`, the run's place in the plan."""
     return checked("scaling", Path(folder).name, at, Records(*finished_records(folder), read_log(folder, "eval")))
 
 
 def checked(kind, name, at, records, accept_code=()):
-    """The row of a finished run at its place in the plan, and in it `same`, {group: values} that it must have in common
-    with others. Raises BadRecord."""
+    """The row of a finished run at its place in the plan, with `same`, {group: values} that comparable runs share.
+    Raises BadRecord."""
     result, record, evaluations = records
 
     def is_number(value):  # NaN is none
@@ -191,7 +203,7 @@ def checked(kind, name, at, records, accept_code=()):
         if not evaluations or any(evaluations[-1][key] != result[key] for key in ("tokens", MEASURE[kind])):
             raise BadRecord(f"log.jsonl does not end with the {MEASURE[kind]} in result.json")
         settings = {key: config.get(key) for key in SAME[kind]
-                    if key != "schedule" or at.get("stage") != "cosine"}  # a cosine is there to differ
+                    if key != "schedule" or at.get("stage") != "cosine"}  # a cosine run differs on purpose
         row = {**config, **result, **{key: at.get(key, 0) for key in PLACE[kind]},
                "device": environment["cpu"] if result["device_name"] == "cpu" else result["device_name"],
                **{key: environment.get(key) for key in ("commit", "cpu", "torch", "python")}, "code": codes[-1],
@@ -200,8 +212,8 @@ def checked(kind, name, at, records, accept_code=()):
 
 
 def of_scaling(row, record, evaluations):
-    """Tokens and losses of the held-out files as arrays, of older records one of all; the loss of the half that chooses
-    rates, and of the half that is reported."""
+    """The row with tokens and losses per held-out file as arrays (older records: one entry for all), and the losses on
+    the half that chooses learning rates and on the half that is reported."""
     tokens = np.array(row.get("val_document_tokens", [row["val_tokens"]]), float)
     losses = np.array(row.get("val_document_losses", [row["val_loss"]]), float)
     if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - row["val_loss"]) > 1e-4:
@@ -216,12 +228,12 @@ def of_scaling(row, record, evaluations):
 
 
 def reported(values):
-    """Of values of the held-out files, those of the half that is reported; a single one is in both halves."""
+    """The values of the reported half of the held-out files; a single file is in both halves."""
     return values[len(values) // 2:]
 
 
 def of_recall(row, record, evaluations):
-    """The epochs that it ran, and what `recalled` says. Its examples are its seed's."""
+    """The row with the epochs it ran and the columns of `recalled`. Runs of a seed share their examples."""
     row["same"] |= {f"T = {row['T']}": {key: row[key] for key in SAME_AT_A_LENGTH},
                     f"T = {row['T']}, seed {row['seed']}": record["data"]["sha256"]}
     curve = [[e["step"], e["accuracy"], e["val_loss"]] for e in evaluations]
@@ -229,8 +241,8 @@ def of_recall(row, record, evaluations):
 
 
 def recalled(run):
-    """The row with `recall`, on examples that chose nothing; `steps_to_half` of the test's queries; and, in place of
-    by_distance and by_pairs, {label: (queries, right ones)}."""
+    """The row with `recall`, on examples that chose nothing; `steps_to_half`; and by_distance and by_pairs as
+    {label: (queries, correct answers)}."""
     share = {part["pairs"]: part["accuracy"] for part in run["by_pairs"]}
     right = lambda part: (part["queries"], part["accuracy"] * part["queries"])
     return run | {"recall": float(share[run["pairs"]]), "steps_to_half": steps_to_half(run["curve"]),
@@ -239,7 +251,7 @@ def recalled(run):
 
 
 def steps_to_half(curve, level=0.5):
-    """Steps until the test's accuracy first is `level`, between two evaluations linearly; inf: never.
+    """Steps until test accuracy first reaches `level`, interpolated between evaluations; inf: never.
 
     curve: [[step, accuracy, loss]].
     """
@@ -259,7 +271,7 @@ def of_images(row, record, evaluations):
 # --------------------------------------------------------------------------------------------- files with a row per run
 
 def of_extrapolation(saved):
-    """(rows, attrs) of models that were read at several lengths: what was recorded, and loss_T of each length T."""
+    """(rows, attrs) of models evaluated at several lengths: the recorded keys, and loss_T for each length T."""
     rows = [{**r["checkpoint"], **r, "time": r["date"], "left_out": "", "commit": r["environment"]["commit"],
              "torch": r["environment"]["torch"], **{f"loss_{x['length']}": x.get("loss") for x in r["lengths"]}}
             for r in saved]
@@ -267,7 +279,7 @@ def of_extrapolation(saved):
 
 
 def of_older_file(saved):
-    """(kind, rows, attrs) of a file of recall or images from before save()."""
+    """(kind, rows, attrs) of a file of recall or images in the format before save()."""
     kind = "recall" if all("mixer" in run for run in saved["runs"]) else "images"
     codes = saved["code"] if isinstance(saved["code"], dict) else {saved["code"]: len(saved["runs"])}
     shared = {"code": " and ".join(codes), "commit": saved.get("commit"), "time": saved.get("time"), "left_out": "",
@@ -281,13 +293,13 @@ def of_older_file(saved):
 
 # ------------------------------------------------------------------------------------------------------ the saved sweep
 
-# sections of config.json, with what is not kept of each
+# sections of config.json, and the keys that are not kept
 SECTIONS = {"config": (), "environment": ("command", "code_files"), "derived": ("decayed",), "data": ()}
 KEPT_OF_LOG = ("step", "tokens", "val_loss", "accuracy", "val_accuracy", "seconds")
 
 
 def load(source):
-    """(plan, {name: Records or BadRecord}) of each cell in a folder, or a file of save(). Raises ConfigError."""
+    """(plan, {name: Records or BadRecord}) of a sweep's folder, or of a file from save(). Raises ConfigError."""
     source, records = Path(source), {}
     if not source.is_file():
         plan = runner.read_plan(source)
@@ -305,7 +317,7 @@ def load(source):
                 continue
             config = {k: v for k, v in cell.items() if k not in ("at", "result", "eval", "train")}  # train: older files
             config |= {s: saved["shared"][s] | cell[s] for s in SECTIONS}
-            config["config"].setdefault("out_dir", name)  # older files leave it out
+            config["config"].setdefault("out_dir", name)  # missing in older files
             config["environment"]["code_files"] = saved["code_files"][code_of(config["environment"])]
             evaluations = [dict(zip(cell["eval"], v, strict=True)) for v in zip(*cell["eval"].values(), strict=True)]
             records[name] = Records(saved["shared"]["result"] | cell["result"], config, evaluations)
@@ -313,10 +325,10 @@ def load(source):
 
 
 def save(source, path):
-    """Write a sweep's records to one file: what all runs share once, then a line per run with what differs.
+    """Write a sweep's records to one file: what all runs share, once, then a line per run with what differs.
 
-    Plan, settings, results and evaluations are kept exactly. Dropped are the command line, which the plan has, the list
-    of tensors with weight decay, and the training losses along the way.
+    Plan, settings, results and evaluations are kept exactly. The command line (the plan has it), the list of tensors
+    with weight decay, and the training losses are dropped.
     """
     plan, records = load(source)
     cells, files = {}, {}

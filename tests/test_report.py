@@ -252,7 +252,7 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
     assert "only runs of one version are compared" in text and len(numbers["left_out"]) == 3
     sweep = json.loads(report.write(tmp_path, bootstrap=0, accept_code=("beef",))["report.json"].read_text())
     assert {c["code"]: c["used"] for c in sweep["code"]} == {CODE: n - 3, "cafe": 0, "beef": 1}
-    assert "those of beef are compared with the others because --accept" in (tmp_path / "report.md").read_text()
+    assert "those of beef are compared with the others because of --accept" in (tmp_path / "report.md").read_text()
     assert "cafe" in str(sweep["left_out"]) and "beef" not in str(sweep["left_out"])
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         report.write(tmp_path, accept_code=("f00d",))
@@ -328,7 +328,7 @@ def test_files_of_every_kind_are_read_also_older_ones(name, kind, rows, used, co
     counting = runs[runs.left_out == ""]
     assert (runs.attrs["kind"], len(runs), len(counting)) == (kind, rows, used) and set(counting.code) == {code}
     assert counting.seed.notna().all() and counting.parameters.gt(1000).all()
-    with pytest.raises(ConfigError, match=f"holds records of {kind}, not of"):
+    with pytest.raises(ConfigError, match=f"contains records of {kind}, not of"):
         records.read(RESULTS / f"{name}.json", kind="recall" if kind != "recall" else "images")
 
 
@@ -336,7 +336,8 @@ def test_runs_of_both_schemes_of_identities_stand_side_by_side(tmp_path, capsys)
     make_sweep(tmp_path, models=("longhorn",), others=())
     other_code(tmp_path / VICTIM, "v2beefbeef00")
     runs = records.read(tmp_path, ("v2beefbeef00",))
-    assert set(runs.code) == {CODE, "v2beefbeef00"} and f"The code of {CODE} was identified" in capsys.readouterr().out
+    assert set(runs.code) == {CODE, "v2beefbeef00"}
+    assert f"The code of {CODE} was hashed as before" in capsys.readouterr().out
 
 
 def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records(tmp_path, monkeypatch, capsys):
@@ -345,7 +346,7 @@ def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records
     with pytest.raises(SystemExit) as stopped:
         sweep.main(["report", str(tmp_path)])
     line = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and "needs tabulate: pip install -r requirements-experiments.txt" in line
+    assert stopped.value.code == 2 and "tabulate is not installed: pip install -r requirements-experiments.txt" in line
     assert "\n" not in line and not (tmp_path / "report.md").exists()
     assert pages.after_sweep(report.write, tmp_path, "x.py") == {}
     assert f"experiments.txt; then: python x.py report {tmp_path}" in capsys.readouterr().out
@@ -424,7 +425,7 @@ def test_the_law_is_recovered_and_its_coverage_said(whole):
         assert law_fit["beta"] == pytest.approx(0.35, abs=0.2), model
         low, high = law_fit["intervals"]["beta"]
         assert low <= law_fit["beta"] <= high and f"{law_fit['beta']:.3g} ({low:.3g} .. {high:.3g})" in whole[3]
-    assert sum(f["coverage"] is not None for f in numbers["fits"]) == 1 and "intervals of this plan cover" in whole[3]
+    assert sum(f["coverage"] is not None for f in numbers["fits"]) == 1 and "coverage of the 90% intervals" in whole[3]
 
 
 # -------------------------------------------------------------------------------------------------- what cannot be told

@@ -1,15 +1,16 @@
 """Figure 4 from the records of experiments/recall/mqar.py: recall against width, for each T.
 
-    recall of a point = mean over the seeds at the learning rate whose mean is best; its bar: from worst seed to best
-    time to half      = steps until half of the test's queries are right, between two evaluations linearly; a run that
-                        never gets there is censored: later than all. Two mixers: Mann and Whitney's test, exact
-    difference        = of the recalls of two mixers, with Welch's 95% interval over the seeds
+    recall of a point = mean over the seeds at the learning rate with the best mean; its bar: from worst to best seed
+    steps to half     = steps until half of the test queries are answered, interpolated between evaluations; a run that
+                        never gets there is censored, later than all others. Compared by the exact Mann-Whitney test
+    difference        = between the recalls of two mixers, with Welch's 95% interval over the seeds
 
-The rate is chosen on the test set that also says when to stop; recall is of other examples, drawn for the report alone.
+The learning rate is chosen on the test set that also decides when to stop; recall is measured on other examples, drawn
+for the report alone.
 
 `mqar.py report FOLDER` reads a sweep and writes report.json (its records in one file), report.md, report.html and
-report.png; `mqar.py report RECORD.json` makes the pages from such a file alone. The paper's Figure 4 gives no numbers,
-so none of the paper's are here.
+report.png; `mqar.py report FILE.json` makes the pages from such a file. The paper's Figure 4 has no numbers, so none
+are compared with here.
 """
 
 import functools
@@ -31,7 +32,7 @@ NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": 
          "deltanet_free": "free keys", "deltanet_implicit": "implicit", "deltanet_implicit_free": "implicit, free keys",
          "gated_deltanet": "Gated DeltaNet", "kda": "KDA", "mamba2": "Mamba-2", "mesa": "Mesa", "swa": "Window"}
 COLOURS = dict(zip(NAMES, ("#222222", "tab:brown", "tab:pink", "tab:olive", "tab:gray", "tab:purple", "tab:red",
-                           "tab:green", "tab:orange", "tab:blue"), strict=False))  # the others take what is left
+                           "tab:green", "tab:orange", "tab:blue"), strict=False))  # other mixers take unused colours
 
 
 def name_of(mixer):
@@ -41,9 +42,9 @@ def name_of(mixer):
 # ----------------------------------------------------------------------------------------------------------- summarise
 
 def summarise(runs):
-    """The points of Figure 4: one for each T, width and mixer, in this order, at its best learning rate.
+    """The points of Figure 4: one per T, width and mixer, in this order, at its best learning rate.
 
-    A rate that fewer seeds have finished than another does not compete with it.
+    Only rates that the largest number of seeds have finished compete.
     """
     order, points = list(NAMES), []
     for (T, n_embd, mixer), group in runs[runs.left_out == ""].groupby(["T", "n_embd", "mixer"]):
@@ -63,9 +64,9 @@ def summarise(runs):
 
 
 def mann_whitney(a, b):
-    """Two-sided p that two samples of times are of one law, from all ways to divide them; inf ties with inf.
+    """Two-sided p that two samples have the same distribution, by exact enumeration; inf ties with inf.
 
-    None where a sample has fewer than two times.
+    None if a sample has fewer than two values.
     """
     if min(len(a), len(b)) < 2:
         return None
@@ -77,7 +78,7 @@ def mann_whitney(a, b):
 
 
 def pooled(shares):
-    """{label: accuracy} of {label: (queries, right ones)} of several seeds."""
+    """{label: accuracy} over several seeds' {label: (queries, correct answers)}."""
     queries, right = Counter(), Counter()
     for label, (n, n_right) in (item for of_seed in shares for item in of_seed.items()):
         queries[label] += n
@@ -118,7 +119,7 @@ def page(runs, points, picture):
             chance = mann_whitney(p["half"][p["learning_rate"]], q["half"][q["learning_rate"]])
             more = "{} ({} .. {})".format(*map(percent, welch(q["recalls"], p["recalls"])[:3]))
             pairs.append({"T": p["T"], "width": p["n_embd"], "mixers": f"{name_of(q['mixer'])} minus "
-                          f"{name_of(p['mixer'])}", "points of recall": more, "p": f"{chance:.2g}"})
+                          f"{name_of(p['mixer'])}", "recall, points": more, "p": f"{chance:.2g}"})
     for T in dict.fromkeys(p["T"] for p in points):
         width = min(p["n_embd"] for p in points if p["T"] == T)
         group = [p for p in points if (p["T"], p["n_embd"]) == (T, width)]
@@ -132,19 +133,20 @@ def page(runs, points, picture):
         "# Multi-query associative recall", escaped(about.get("note", "")),
         escaped(f"{len(used)} runs, {', '.join(used.device.unique())}, code {' and '.join(codes)}. {settings}."),
         mixed_identities(codes),
-        "Recall in percent of examples that chose nothing, at the learning rate that was best on the test; \"all "
-        "rates\" are of that test. A run stops where it reaches stop_at, so differences above it mean nothing.",
+        "Recall in percent, on examples that chose nothing, at the learning rate that was best on the test set; \"all "
+        "rates\" are on that test set. A run stops when it reaches stop_at, so differences above it mean nothing.",
         picture, table(recalls),
-        *titled("Steps to half of the test's queries, each seed's, at every learning rate:", times),
-        *titled("Two mixers, each at its best rate: the difference of their recalls in points with Welch's 95% "
-                "interval, and p that they need equally long to half of the queries (Mann and Whitney, exact):", pairs),
+        *titled("Steps to answering half of the test queries, per seed, at every learning rate:", times),
+        *titled("Pairs of mixers, each at its best rate: the difference in recall in percentage points with Welch's "
+                "95% interval, and p that they need equally many steps to half of the queries (exact Mann-Whitney):",
+                pairs),
         *parts, *left_out(runs)]
 
 
 # -------------------------------------------------------------------------------------------------------------- figure
 
 def draw(points, path):
-    """Figure 4: recall for each T, against width; as bars, with the size of the state, where there is one width."""
+    """Figure 4: recall against width, a panel per T; if there is one width, bars with the state size."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -160,7 +162,7 @@ def draw(points, path):
 
 
 def draw_length(axes, group, colours):
-    """One T: its points, recall against width, or a bar for each mixer."""
+    """The panel of one T: recall against width, or a bar per mixer."""
     widths = sorted({p["n_embd"] for p in group})
     states = {w: {p["state_size"] for p in group if p["n_embd"] == w} for w in widths}
     for i, mixer in enumerate(dict.fromkeys(p["mixer"] for p in group)):
@@ -176,7 +178,7 @@ def draw_length(axes, group, colours):
             axes.text(0.02, 0.2 - i, words, va="center", fontsize=8)
     if len(widths) > 1:
         axes.set(xscale="log", xlabel="width", ylabel="recall", ylim=(-0.03, 1.03))
-        one = all(len(s) == 1 for s in states.values())  # then it is the state that is compared
+        one = all(len(s) == 1 for s in states.values())  # then the state size can be given per width
         axes.set_xticks(widths, [f"{w}\nstate {min(states[w]):,}" for w in widths] if one else widths)
         axes.minorticks_off()
         axes.legend(fontsize=8)

@@ -1,10 +1,10 @@
-"""The report of a sweep: who learns from fewer tokens, by how much, how sure. Needs no GPU.
+"""The report of a sweep: who learns from fewer tokens, by how much, and how sure can we be? Needs no GPU.
 
-    report.json    every number                       points.csv    every run, a line each
+    report.json    every number                       points.csv    a line per run
     report.md      the page, beside figure.png        table.tex     losses and multipliers, for a paper
     report.html    the same page, with the figure inside
 
-Learning rates are judged on the first half of the held-out files; every other number is of the second half and of seeds
+Learning rates are chosen on the first half of the held-out files; all other numbers are on the second half, from seeds
 that chose nothing.
 """
 
@@ -30,7 +30,7 @@ from runtime.records import mixed_identities, write_json
 
 REPO = Path(__file__).resolve().parents[2]
 
-# The paper's Table 1: family -> size of preset paper -> loss, nats per token of OpenWebText
+# The paper's Table 1: family -> size in preset paper -> loss in nats per token of OpenWebText
 PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M at 4096": 3.227},
          "gla": {"120M": 3.381, "120M at 4096": 3.364, "350M": 3.018, "350M at 4096": 3.001},
          "rwkv": {"120M": 3.291, "120M at 4096": 3.276, "350M": 2.983, "350M at 4096": 2.931},
@@ -38,7 +38,7 @@ PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M a
          "llama": {"120M": 3.247, "120M at 4096": 3.273, "350M": 2.891, "350M at 4096": 2.883},
          "longhorn": {"120M": 3.225, "120M at 4096": 3.192, "350M": 2.888, "350M at 4096": 2.859}}
 COVERAGE_DRAWS = 40  # simulated sweeps behind "intervals of this plan cover"
-# Columns of points.csv, and what else is read here
+# Columns of points.csv, and other columns used here
 POINTS = ("run", *records.PLACE["scaling"], "parameters", "embedding", "tokens", "flops", "seconds", "val_loss",
           "val_bits_per_byte", "block_size", "device", "processes", "code", "time", "loss_of_reported_files",
           "loss_of_choosing_files", "commit", "left_out")
@@ -49,14 +49,14 @@ READ = ("val_document_tokens", "val_document_losses", "cpu", "torch", "python")
 
 @dataclass
 class Entry:
-    """A family at a size: its reported runs at its rate, budget by budget, and how the rate was found."""
+    """A family at a size: its reported runs at its learning rate, budget by budget, and how that rate was found."""
 
     model: str
     size: str
     runs: pandas.DataFrame
-    main: int = 0  # tokens of the budget that is compared, the same for every family of the size
+    main: int = 0  # tokens of the budget that is compared, the same for all families of the size
     rate: float = None
-    tried: dict = field(default_factory=dict)  # {rate: mean loss on the files that choose}; None: diverged
+    tried: dict = field(default_factory=dict)  # {rate: mean loss on the choosing files}; None: diverged
     notes: list = field(default_factory=list)
 
     at_main = functools.cached_property(lambda self: self.runs[self.runs.tokens == self.main].sort_values("seed"))
@@ -69,7 +69,7 @@ class Entry:
         [reported(losses) for losses in self.at_main.val_document_losses]))
 
     def by_seed(self, column, show=float):
-        """{tokens: {seed: a value of the column}}"""
+        """{tokens: {seed: value in the column}}"""
         return {int(tokens): {int(seed): show(value) for seed, value in zip(group.seed, group[column], strict=True)}
                 for tokens, group in self.runs.sort_values("seed").groupby("tokens")}
 
@@ -77,13 +77,13 @@ class Entry:
         return compare.Curve(self.by_seed("val_document_losses", reported), self.main, self.weights)
 
     def log_seconds(self):
-        """(mean, standard error) of the log of seconds per token."""
+        """(mean, standard error) of log(seconds per token)."""
         values = [math.log(r.seconds / r.tokens) for r in self.at_main.itertuples()]
         return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if values[1:] else 0.0
 
 
 def collect(runs):
-    """[Entry] of every family and size in the plan."""
+    """[Entry], one per family and size in the plan."""
     entries = [entry_of(model, size, cells) for (model, size), cells in runs.groupby(["model", "size"], sort=False)]
     models = [*runs.attrs.get("models", ()), *sorted((e.model for e in entries), key=family_order)]
     order, parameters = list(dict.fromkeys(models)), {}
@@ -98,7 +98,7 @@ def collect(runs):
 
 
 def entry_of(model, size, cells):
-    """The Entry of a family's runs at a size, without the budget that is compared."""
+    """The Entry of a family's runs at a size; `main` is set by collect."""
     losses_by_rate, notes = {}, []
     for run in cells[cells.stage == "search"].itertuples():
         if not run.left_out or "diverged" in run.left_out:
@@ -126,8 +126,8 @@ def entry_of(model, size, cells):
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 def compared(entries):
-    """([dict] of the first family against every other one, at each size: difference and multipliers, with intervals;
-    [dict] of who is below every other family, at each size)."""
+    """([dict] of the first family against every other one per size: difference and multipliers, with intervals;
+    [dict] of which family is below all others, per size)."""
     pairs, winners = [], []
     for size in dict.fromkeys(e.size for e in entries):
         of_size = {name_of(e.model): e for e in entries if e.size == size and e.losses}
@@ -154,7 +154,7 @@ def compared(entries):
 
 
 def laws(entries, bootstrap):
-    """[dict] per family: the law of its decayed runs, on all sizes, budgets and seeds; "cannot" where there is none."""
+    """[dict] per family: the law fitted to its runs of all sizes, budgets and seeds; "cannot": why there is none."""
     rows, constants = [], ("E", "A", "alpha", "B", "beta")
     for model in dict.fromkeys(e.model for e in entries if len(e.runs)):
         runs = pandas.concat([e.runs for e in entries if e.model == model and len(e.runs)])
@@ -169,13 +169,13 @@ def laws(entries, bootstrap):
         row |= {key: getattr(law, key) for key in (*constants, *"a floors noise points intervals warnings".split())}
         row["outliers"] = {runs.run.iloc[i]: off for i, off in law.outliers.items()}
         row["isoflop"] = fit.isoflop(N, L, runs.flops.tolist())
-        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in rows):  # one is enough
+        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in rows):  # once is enough
             row["coverage"] = fit.coverage(N, D, {k: row[k] for k in constants}, law.spread, COVERAGE_DRAWS, 60)
     return rows
 
 
 def cosines(runs, entries):
-    """[{"model", "size", "cosine", "wsd"}]: the loss of a cosine run beside that of the same seed, rate and budget."""
+    """[{"model", "size", "cosine", "wsd"}]: losses of both schedules with the same seed, rate and budget."""
     same = ["model", "size", "tokens", "seed", "learning_rate"]
     lines = runs[(runs.left_out == "") & (runs.stage == "cosine")].merge(
         pandas.concat([runs[:0], *(e.runs for e in entries)]), on=same, suffixes=("", "_wsd"))
@@ -184,7 +184,7 @@ def cosines(runs, entries):
 
 
 def hours_of(used):
-    """{'GPU hours' or 'CPU hours': processes x hours}; a branch counts from where it left its trunk."""
+    """{'GPU hours' or 'CPU hours': processes x hours}; a branch counts from the step it branched at."""
     hours = (1 - used["from"] / used.steps) * used.seconds * used.processes / 3600
     return hours.groupby(np.where(used.device == used.cpu, "CPU hours", "GPU hours")).sum().to_dict()
 
@@ -218,11 +218,11 @@ def numbers_of(runs, entries, accepted, bootstrap):
 
 
 def sentences(pairs):
-    """A sentence per pair of families: what the sweep was made for."""
+    """A sentence per pair of families: the result of the sweep."""
     texts = []
     for a, b in dict.fromkeys((p["a"], p["b"]) for p in pairs):
         parts, ends = [], []
-        for p in (p for p in pairs[::-1] if (p["a"], p["b"]) == (a, b)):  # the largest size first
+        for p in (p for p in pairs[::-1] if (p["a"], p["b"]) == (a, b)):  # largest size first
             d, m = p["difference"], p["tokens"]
             ends.append(m and (m["low"], m["high"]))
             if d is None:
@@ -250,14 +250,14 @@ def span(m):
 # --------------------------------------------------------------------------------------------------------------- tables
 
 def human(n, digits=3):
-    """1485888 as 1.49M."""
+    """1485888 as '1.49M'."""
     n = float(f"{n:.{digits}g}")
     unit, scale = next((u for u in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if n >= u[1]), ("", 1))
     return f"{n / scale:g}{unit}"
 
 
 def interval(row, name):
-    """'0.35 (0.31 .. 0.39)'; what the runs do not determine is said to be so."""
+    """'0.35 (0.31 .. 0.39)', or 'undetermined' if the runs do not show it."""
     if row[name] is None:
         return "undetermined" if name in ("E", "A", "alpha") and not row["floors"] else DASH
     bounds = ["inf" if b is None else f"{b:.3g}" for b in row["intervals"].get(name) or ()]
@@ -265,7 +265,7 @@ def interval(row, name):
 
 
 def loss_table(numbers):
-    """Rows of the table of losses; ** begins one that is significantly below every other family's of its size."""
+    """Rows of the table of losses; ** marks a loss significantly below all other families of its size."""
     won, rows = {w["size"]: w["winner"] for w in numbers["winners"]}, []
     for e in numbers["table"]:
         rows.append({"family": name_of(e["model"]), "size": e["size"]})
@@ -311,34 +311,34 @@ def code_table(numbers):
 # ----------------------------------------------------------------------------------------------------------------- page
 
 LOSSES = """\
-Nats per token, mean \u00b1 standard deviation over seeds (how many), on the second half of the {files} held-out files:
-the first half chose the learning rates, and so did other seeds. Every run ended with its rate at 0. Bold: significantly
-below every other family of its size (Holm's correction, 5%)."""
+Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on the second half of the {files} held-out
+files; the learning rates were chosen on the first half, with other seeds. Every run decayed its learning rate to 0.
+Bold: significantly below all other families of its size (5%, with Holm's correction)."""
 DIFFERENCES = """\
-In brackets 95% intervals, over seeds and over held-out files. Tokens: how many times the other's tokens the first needs
-for the loss that the other has at the budget of the table, read off the curve over budgets of the better one; below 1
-the first is better. FLOPs and seconds: the same, with what a token costs each; seconds compare only runs on a quiet
-machine. An interval that holds 1 means: not told apart, and equal within its ends. Intervals are of one pair each,
-without correction for their number."""
+In brackets: 95% intervals, over seeds and held-out files. Tokens: the first family needs this many times the other's
+tokens to reach the other's loss at the budget in the table, read off the better one's curve over budgets; below 1 the
+first is better. FLOPs and seconds: the same, times the cost per token of each; compare seconds only between runs on an
+otherwise idle machine. If the interval contains 1, the two cannot be told apart and are equal within its ends. The
+intervals are per pair, without correction for multiple comparisons."""
 LAW = """\
-L(N, D) = E + A / N^alpha + B / D^beta by the summed Huber loss (delta 0.001) of log L over runs that ended with their
-rate at 0; in brackets 90% intervals. N counts matrices and head (the embedding is tied). a: N_opt ~ C^a. Outliers stay
-in."""
+L(N, D) = E + A / N^alpha + B / D^beta, fitted to log L with the summed Huber loss (delta 0.001) over runs that decayed
+their learning rate to 0; in brackets 90% intervals. N counts matrices and head (the embedding is tied). a: N_opt ~ C^a.
+Outliers are kept."""
 
 
 def page(numbers, picture):
     """The page as blocks of Markdown; `picture`: the line that shows the figure, if there is one."""
     accepted, n = ", ".join(numbers["accepted_code"]), len(numbers["code"])
-    code = "Code is identified by the content of the files that training imported."
+    code = "A run's code is identified by the content of the files that it imported."
     if accepted:
-        code += f" Runs of {escaped(accepted)} are compared with the first because --accept_code joins them."
+        code += f" Runs of {escaped(accepted)} are compared with the first because of --accept_code."
     short, notes, laws = [f"{numbers['runs_used']} of {numbers['planned']} runs are used"
-                          + ("; the others are named below with the reason." if numbers["left_out"] else ".")], [], []
+                          + ("; the others are listed below with the reason." if numbers["left_out"] else ".")], [], []
     if numbers["mixed_identities"]:
         short.append(numbers["mixed_identities"])
     if n > 1:
         short.append(f"The runs have {n} versions of the code, listed below; " + (
-            f"those of {accepted} are compared with the others because --accept_code joins them." if accepted
+            f"those of {accepted} are compared with the others because of --accept_code." if accepted
             else "only runs of one version are compared."))
     short += [f"{w['size']}: {w['reason']}." for w in numbers["winners"]]
     short += [f"All used runs together took {hours:.2f} {kind}." for kind, hours in numbers["cost"]["hours"].items()]
@@ -348,8 +348,8 @@ def page(numbers, picture):
                           for rate, loss in e["learning_rates_tried"].items())
         notes += [f"{at}: {note}." for note in e["notes"]]
         if tried:
-            notes.append(f"{at}: rates tried at half the budget, with the loss on the files that choose: {tried}.")
-    notes += [f"{c['size']}, {name_of(c['model'])}: a cosine to 0 of the same length, seed and rate ends at "
+            notes.append(f"{at}: learning rates tried at half the budget, with the loss on the first half: {tried}.")
+    notes += [f"{c['size']}, {name_of(c['model'])}: a cosine to 0 with the same length, seed and rate ends at "
               f"{c['cosine']:.4f}, this schedule at {c['wsd']:.4f}." for c in numbers["cosines"]]
     for f in numbers["fits"]:
         name = name_of(f["model"])
@@ -357,7 +357,7 @@ def page(numbers, picture):
         laws += [f"{name}: {warning}." for warning in f["warnings"]]
         if f["coverage"]:
             shares = ", ".join(f"{constant} {100 * share:.0f}%" for constant, share in f["coverage"].items())
-            laws.append(f"90% intervals of this plan cover, in simulated sweeps of it: {shares}.")
+            laws.append(f"coverage of the 90% intervals in simulations of this sweep: {shares}.")
         if f["isoflop"] is not None:
             laws.append(f"{name}: isoFLOP parabolas, which are biased even without noise, give N_opt ~ "
                         f"C^{f['isoflop']:.2f}.")
@@ -375,23 +375,23 @@ def page(numbers, picture):
         *titled(f"## Differences and multipliers\n\n{DIFFERENCES}", pair_table(numbers)),
         *(["## The law L(N, D)", LAW, table(law_table(numbers)), listed(laws)] * bool(numbers["fits"])),
         "## Code and runs left out", code, table(code_table(numbers)),
-        "These runs enter no mean, fit or figure of this report." if left_out else "No run was left out.",
+        "These runs enter no mean, fit or figure in this report." if left_out else "No run was left out.",
         listed(left_out),
         "## To repeat it", listed(repeat)]
 
 
 def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=None):
-    """Write the report of a sweep's folder or saved file, print its sentences. Returns {name: path} of what it wrote.
+    """Write the report on a sweep's folder or saved file and print its sentences. Returns {name: path}.
 
     Args:
-        out: where to; default: the sweep's folder, or out/<name>_report of a saved file.
-        bootstrap: simulated sweeps behind the intervals of the fits.
-        accept_code: versions of the code to compare with that of most runs.
+        out: output folder (default: the sweep's folder, or out/<name>_report for a saved file).
+        bootstrap: simulated sweeps for the intervals of the fits.
+        accept_code: versions of the code that are compared with the most frequent one.
         save_it: also write results/<name>.json, and page, tables and figure to results/<name>/.
-        style: a .mplstyle file for the figures, over ours.
-    Raises ConfigError where there is no sweep, OSError where `out` cannot be written.
+        style: a .mplstyle file applied over pages.STYLE.
+    Raises ConfigError if there is no sweep, OSError if `out` cannot be written.
     """
-    pages.check_packages()
+    records.check_packages()
     source = Path(source)
     if style and not Path(style).is_file():
         raise ConfigError(f"--style={style}: there is no such file")

@@ -32,7 +32,7 @@ sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
 from experiments import pages  # noqa: E402
-from experiments.records import SAME, own_settings, read_run, stem  # noqa: E402
+from experiments.records import SAME, check_packages, own_settings, read_run, stem  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.claims import Claims  # noqa: E402
@@ -493,7 +493,7 @@ def check_settings(cells):
 
 
 def write_report(folder, out, args):
-    pages.check_packages()  # report.py imports them
+    check_packages()  # before report.py imports them
     from experiments.scaling import report
 
     return report.write(folder, out, accept_code=args.accept_code, save_it=getattr(args, "save", False),

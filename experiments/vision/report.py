@@ -1,4 +1,4 @@
-"""The report of experiments/vision/sweep.py: accuracy by family, direction and depth, beside the paper's Table 3."""
+"""The report of experiments/vision/sweep.py: accuracy by family, direction and depth, next to the paper's Table 3."""
 
 import functools
 import statistics
@@ -18,7 +18,7 @@ def variant_of(at):
 
 
 def summarise(runs):
-    """A row per variant: its name, parameters, accuracies in percent by seed, their mean and spread."""
+    """A dict per variant: its name, parameters, accuracies in percent by seed, their mean and standard deviation."""
     rows = []
     for _, group in runs[runs.left_out == ""].groupby(["model", "directions", "n_layer"], sort=False):
         first, accuracy = group.iloc[0], [100 * share for share in group.sort_values("seed").val_accuracy]
@@ -49,7 +49,7 @@ def page(runs, rows, picture):
 
 
 def draw(rows, path):
-    """Accuracy by family at full depth, one dot per seed; and ViL's against depth, by direction."""
+    """Accuracy by family at full depth, a dot per seed; and ViL's against depth, by direction."""
     deep = max(r["n_layer"] for r in rows)
     with pages.figure(path, 1, 2, 4, 3.2, width_ratios=(5, 4)) as (figure, ((left, right),)):
         full = [r for r in rows if r["model"] != "vil" or r["n_layer"] == deep]
