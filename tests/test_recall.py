@@ -470,6 +470,9 @@ def test_the_report_of_a_sweep_and_of_its_record(swept, tmp_path):
     paths = report.write(swept, tmp_path / "x")
     runs = records.read(paths["json"])
     assert len(runs) == 4 and set(runs.left_out) == {""} and runs.attrs["settings"]["train_examples"] == 600
+    for run in runs.itertuples():
+        events = map(json.loads, (swept / run.run / "log.jsonl").read_text().splitlines())
+        assert run.curve == [[e["step"], e["accuracy"], e["val_loss"]] for e in events if e["event"] == "eval"]
     points = report.summarise(runs)
     assert [p["mixer"] for p in points] == ["based", "longhorn"]
     for point in points:
