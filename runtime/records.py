@@ -23,6 +23,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from runtime.errors import ConfigError, regular
@@ -88,21 +89,35 @@ def is_finished(folder):
     return False
 
 
-def lock_folder(folder):
+def lock_folder(folder, wait=0.0):
     """Make `folder`, lock it, and delete what a killed process left half written there. Whoever writes to one does so.
 
     Returns the lock, an open file: closing it or the end of the process, however it ends, unlocks. It lies in the
-    folder, so two names of one folder have one lock. Raises BlockingIOError where another process has it, and OSError.
+    folder, so two names of one folder have one lock, and says who has it. Raises BlockingIOError, whose strerror names
+    the other process, where that still has it after `wait` seconds; and OSError.
     """
     os.makedirs(folder, exist_ok=True)
     no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    lock = open(os.path.join(folder, ".lock"), "a", opener=no_link)
+    lock = open(os.path.join(folder, ".lock"), "a+", opener=no_link, errors="replace")
+    began = time.monotonic()
     try:
         import fcntl  # not on Windows
 
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read(200) or "another process"
+                if time.monotonic() >= began + wait:
+                    raise BlockingIOError(errno.EWOULDBLOCK, holder, os.fspath(folder)) from None
+            time.sleep(0.1)
         for kind in ("safetensors", "json", "jsonl", "bin"):
             remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), f"*.{kind}"))
+        with contextlib.suppress(OSError):  # a full disk
+            os.truncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
     except BlockingIOError:
         raise
     except (ImportError, OSError) as error:  # some network file systems have no locks
