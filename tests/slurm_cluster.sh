@@ -10,7 +10,7 @@ STATE=/tmp/slurm_cluster NODE=$(hostname -s)
 fail() { echo "tests/slurm_cluster.sh: error: $*" >&2; exit 2; }
 
 [ "$(id -u)" = 0 ] || fail "only root can set up a cluster: run it as root, in a container say"
-[ ! -e /etc/slurm/slurm.conf ] || fail "/etc/slurm/slurm.conf: there is a cluster here; run the tests on it, or in a container"
+[ ! -e /etc/slurm/slurm.conf ] || fail "/etc/slurm/slurm.conf: this machine is in a cluster already; take a container"
 if ! command -v slurmctld slurmd munged > /dev/null; then
     command -v apt-get > /dev/null || fail "no slurmctld, slurmd and munged, and no apt-get to install them"
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge
@@ -43,7 +43,7 @@ SlurmdPort=16818
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$STATE/munge/socket
+AuthInfo=socket=$STATE/munge/socket,cred_expire=5
 StateSaveLocation=$STATE/state
 SlurmdSpoolDir=$STATE/spool
 SlurmctldPidFile=$STATE/slurmctld.pid
@@ -59,7 +59,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=20
 MinJobAge=60
-SchedulerParameters=sched_min_interval=200000,batch_sched_delay=0,requeue_delay=1
+SchedulerParameters=sched_interval=1,sched_min_interval=200000,batch_sched_delay=0
 GresTypes=gpu
 NodeName=$NODE NodeAddr=127.0.0.1 CPUs=4 Gres=gpu:2 State=UNKNOWN
 PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP

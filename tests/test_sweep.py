@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -44,11 +43,13 @@ STAND_IN = textwrap.dedent(f"""
     note(f"from{{at}}")
     (out / "pid").write_text(str(os.getpid()))
     (out / "env").write_text(json.dumps(dict(os.environ)))
+    if "needs" in settings:
+        __import__(settings["needs"])
     if settings.get("fail"):
         print("Traceback ..."); print("out of luck with " + settings["fail"]); sys.exit(3)
     if gate := settings.get("gate"):  # wait for the test, or until asked to stop
         (out / "held").touch()
-        while not pathlib.Path(gate).exists() and not asked:
+        while not pathlib.Path(gate).exists() and (not asked or "deaf" in settings):
             time.sleep(0.01)
         if asked:  # a large checkpoint on a slow disk
             (out / "saving").touch()
@@ -132,17 +133,16 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     assert {*map(devices, cells)} == {"0,1", "2,3"}
 
 
-# A driver of a sweep whose first two cells wait until there is a file `gate`.
 DRIVER = """
-import os, sys; sys.path.insert(0, {repo!r})
+import sys; sys.path.insert(0, {repo!r})
 from types import SimpleNamespace
 from experiments.sweeps import engines, runner
 from runtime.errors import main_error
 engines.Slurm.poll_seconds = 0.5
-cells = [runner.Cell(f"c{{i}}", [*{argv!r}, f"--gate={folder}/gate"] if i < 2 else {argv!r}) for i in range({cells})]
+cells = [runner.Cell(name, argv) for name, argv in {cells!r}.items()]
 with main_error("driver"):
-    args = SimpleNamespace(cluster={cluster!r}, cluster_args={cluster_args!r})
     try:
+        args = SimpleNamespace(cluster={cluster!r}, cluster_args={cluster_args!r})
         with runner.driver(args, {folder!r}, {jobs}) as engine:
             print("failed", runner.run_cells(cells, {folder!r}, engine, {script!r}))
     except KeyboardInterrupt as stopped:
@@ -150,11 +150,16 @@ with main_error("driver"):
 """
 
 
-def drive(start, folder, script, cells=4, argv=(), cluster="", cluster_args="", jobs=2, **how):
-    """A process that drives a sweep; `start` of conftest.py."""
+def drive(start, folder, script, cells, cluster="", cluster_args="", jobs=2):
+    """A process that drives a sweep of cells {name: argv}; start: of conftest.py."""
     return start([sys.executable, "-c", DRIVER.format(
-        repo=str(REPO), folder=str(folder), script=str(script), cells=cells, argv=list(argv), cluster=cluster,
-        cluster_args=cluster_args, jobs=jobs)], **how)
+        repo=str(REPO), folder=str(folder), script=str(script), cells=cells, cluster=cluster, cluster_args=cluster_args,
+        jobs=jobs)])
+
+
+def gated(folder, n=4):
+    """Cells of which the first two wait until there is a file `gate`."""
+    return {f"c{i}": [f"--gate={folder}/gate"] if i < 2 else [] for i in range(n)}
 
 
 def until(true, seconds=120):
@@ -173,18 +178,18 @@ def test_killed_at_any_moment_it_resumes(start, tmp_path, stand_in, how):
     """Also while the cells of the killed driver still save: those of the next one wait for them."""
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
-    driver = drive(start, tmp_path, stand_in)
+    driver = drive(start, tmp_path, stand_in, gated(tmp_path))
     until(both_have(tmp_path, "held"))
     driver.send_signal(how)
     until(both_have(tmp_path, "saving"))
     if how == signal.SIGKILL:
         driver.wait()
-        again = drive(start, tmp_path, stand_in)
+        again = drive(start, tmp_path, stand_in, gated(tmp_path))
         until(lambda: all(events(tmp_path, name).count("started") == 2 for name in ("c0", "c1")))
     (tmp_path / "gate").touch()
     if how == signal.SIGTERM:
         assert driver.wait(120) == 0 and "stopped: 4 of 4 cells are left" in driver.said()
-        again = drive(start, tmp_path, stand_in)
+        again = drive(start, tmp_path, stand_in, gated(tmp_path))
     assert again.wait(120) == 0 and "failed {}" in again.said()
     for name in ("c0", "c1"):
         waited = ["started", "saved"] if how == signal.SIGKILL else ["saved", "started"]
@@ -193,7 +198,7 @@ def test_killed_at_any_moment_it_resumes(start, tmp_path, stand_in, how):
 
 
 def test_a_second_signal_does_not_wait_for_cells_that_save(start, tmp_path, stand_in):
-    driver = drive(start, tmp_path, stand_in)
+    driver = drive(start, tmp_path, stand_in, gated(tmp_path))
     until(both_have(tmp_path, "held"))
     driver.send_signal(signal.SIGINT)
     until(both_have(tmp_path, "saving"))
@@ -204,20 +209,20 @@ def test_a_second_signal_does_not_wait_for_cells_that_save(start, tmp_path, stan
 
 def test_a_sweep_has_one_driver(start, tmp_path, stand_in):
     """The second is refused in a line that names the first; a killed one leaves nothing behind."""
-    first = drive(start, tmp_path, stand_in)
+    first = drive(start, tmp_path, stand_in, gated(tmp_path))
     until(both_have(tmp_path, "held"))
-    second = drive(start, tmp_path, stand_in)
+    second = drive(start, tmp_path, stand_in, gated(tmp_path))
     assert second.wait(60) == 2 and len(second.said().splitlines()) == 1
     assert f"is driven by process {first.pid} on {platform.node()}" in second.said() and "--cluster" in second.said()
     (tmp_path / "gate").touch()
     first.kill()
     first.wait()
-    assert drive(start, tmp_path, stand_in).wait(60) == 0
+    assert drive(start, tmp_path, stand_in, gated(tmp_path)).wait(60) == 0
 
 
 def test_a_killed_cell_goes_on_if_it_got_further(start, tmp_path, stand_in):
     """Else it failed: what kills it would do so for ever."""
-    driver = drive(start, tmp_path, stand_in, cells=2)
+    driver = drive(start, tmp_path, stand_in, gated(tmp_path, 2))
     until(both_have(tmp_path, "held"))
     (tmp_path / "c0" / "checkpoint-0.safetensors").touch()
     for name in ("c0", "c1"):

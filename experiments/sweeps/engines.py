@@ -3,16 +3,15 @@
 A cell locks its folder, resumes bit for bit, and is finished when its result.json exists. So an engine may kill,
 requeue and move it, and keeps no list of what is done. Each has these doors:
 
-    adopt(names, total)     which of these cells an earlier driver started and still wait or run
+    adopt(names, total)     which of these cells, of so many, still wait or run for an earlier driver
     start(name, command)    raises ConfigError where the cluster refuses
-    look()                  {name: (state, again)}: "queued", "running", why it waits, or how it ended (told once); again:
-                            None, and at the end whether another start may help. Raises ConfigError
-    stop(kill)              withdraw what waits, ask what runs to save and stop; or kill it
+    look()                  {name: (state, again)}: "queued", "running", why it waits, or how it ended, (told once).
+                            again: None before that, then if another start may help. Raises ConfigError
+    stop(kill)              withdraw what waits, and ask what runs to save and stop, or kill it
     close()
 """
 
 import contextlib
-import importlib
 import io
 import itertools
 import logging
@@ -107,7 +106,8 @@ class Local:
 
     def stop(self, kill):
         for cell in self.cells.values():
-            signal_group(cell.pid, signal.SIGKILL if kill else signal.SIGTERM)
+            if not cell.code.done():
+                signal_group(cell.pid, signal.SIGKILL if kill else signal.SIGTERM)
 
     def close(self):
         self.stop(kill=False)  # after an error; the pool then waits for them
@@ -115,14 +115,6 @@ class Local:
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
-
-def import_engine(name):
-    """The module submitit or ray. Raises ConfigError where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"{name} is needed ({error}): pip install -r requirements-cluster.txt") from None
-
 
 def mark(folder):
     """What the names of a sweep's jobs end with, so that a later driver knows them."""
@@ -140,12 +132,10 @@ class Slurm:
              '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK')  # srun forgets it
 
     def __init__(self, folder, options, nproc=1):
+        import submitit
+
         self.folder, self.mark, self.nproc, self.ids, self.stopping = folder, mark(folder), nproc, {}, False
-        submitit = import_engine("submitit")
-        try:
-            self.executor = submitit.SlurmExecutor(folder / "slurm")
-        except RuntimeError:
-            raise ConfigError("--cluster=slurm: there is no srun here: start this on a login node") from None
+        self.executor = submitit.SlurmExecutor(folder / "slurm")
         self.executor.update_parameters(time=None, setup=[f"NPROC={nproc}", *self.SETUP], additional_parameters={
             "requeue": True, "chdir": REPO, "signal": "TERM@120", **options})  # no time: the partition's
 
@@ -183,7 +173,7 @@ class Slurm:
             elif state in self.ENDED:
                 states[name] = f"job {job} is {state.lower()}", state not in ("CANCELLED", "DEADLINE", "OUT_OF_MEMORY")
             elif state == "PENDING":
-                states[name] = "queued" if reason in ("None", "Priority", "Resources") else reason, None
+                states[name] = "queued" if reason in ("None", "Priority", "Resources", "BeginTime") else reason, None
             else:
                 states[name] = "running", None
         self.ids = {name: job for name, job in self.ids.items() if states[name][1] is None}
@@ -213,9 +203,10 @@ class RayCell:
 
     def leave(self):
         """Free the node, also where no driver looks."""
+        import ray
+
         self.process.wait()
         time.sleep(60)
-        ray = importlib.import_module("ray")
         ray.kill(ray.get_runtime_context().current_actor)
 
     def code(self):
@@ -234,22 +225,20 @@ class Ray:
     poll_seconds = 1.0
 
     def __init__(self, folder, address, options, nproc=1):
-        self.folder, self.mark, self.cells, self.ray = folder, mark(folder), {}, import_engine("ray")
-        options = {"num_cpus": nproc, "num_gpus": 0, **{
-            key: float(value) if str(value).isdecimal() else value for key, value in options.items()}}
+        import ray
+
+        self.folder, self.mark, self.ray, self.cells, self.actor = folder, mark(folder), ray, {}, ray.remote(RayCell)
+        options = {key: float(value) if str(value).isdecimal() else value for key, value in options.items()}
+        options = {"num_cpus": nproc, "num_gpus": 0, **options}
         self.options = {**options, "lifetime": "detached", "max_restarts": -1}
-        try:
-            if address:  # where nothing listens Ray would try for hours
-                host, _, port = address.removeprefix("ray://").rpartition(":")
-                socket.create_connection((host, int(port)), timeout=10).close()
-            self.ray.init(address or None, namespace="sweeps", log_to_driver=False, logging_level=logging.ERROR)
-            self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no node has to import it
-            self.actor = self.ray.remote(RayCell)
-            self.actor.options(**self.options)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--cluster=ray: {str(error)[:300]}") from None
+        self.actor.options(**self.options)
+        if address:  # where nothing listens Ray would try for hours
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address or None, namespace="sweeps", log_to_driver=False, logging_level=logging.ERROR)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no node has to import it
         wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-        fits = any(all(node["Resources"].get(kind, 0) >= n for kind, n in wanted.items()) for node in self.ray.nodes())
+        fits = any(all(node["Resources"].get(kind, 0) >= n for kind, n in wanted.items()) for node in ray.nodes())
         self.queued = "queued" if fits else f"Ray has no node with {wanted}"
         self.threads = str(max(1, int(options["num_cpus"]) // nproc))
 
@@ -310,7 +299,12 @@ def open_engine(cluster, cluster_args, folder, jobs, nproc=1, gpus=()):
     if kind not in ("", "slurm", "ray") or bool(options) != bool(kind and cluster_args):
         raise ConfigError(f"--cluster={cluster} --cluster_args={cluster_args}: slurm, ray or ray:HOST:PORT, and its "
                           "options as key=value,key=value")
-    engine = (Local(folder, jobs, nproc, gpus) if not kind else
-              Slurm(folder, options, nproc) if kind == "slurm" else Ray(folder, address, options, nproc))
+    try:
+        engine = (Local(folder, jobs, nproc, gpus) if not kind else
+                  Slurm(folder, options, nproc) if kind == "slurm" else Ray(folder, address, options, nproc))
+    except ImportError as error:
+        raise ConfigError(f"--cluster={cluster}: {error}: pip install -r requirements-cluster.txt") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"--cluster={cluster}: {str(error)[:300]}") from None
     engine.jobs, engine.nproc = jobs or math.inf, nproc
     return engine
