@@ -99,7 +99,7 @@ def lock_folder(folder, wait=0.0):
     os.makedirs(folder, exist_ok=True)
     no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     lock = open(os.path.join(folder, ".lock"), "a+", opener=no_link, errors="replace")
-    began = time.monotonic()
+    began, is_waiting = time.monotonic(), False
     try:
         import fcntl  # not on Windows
 
@@ -112,6 +112,9 @@ def lock_folder(folder, wait=0.0):
                 holder = lock.read(200) or "another process"
                 if time.monotonic() >= began + wait:
                     raise BlockingIOError(errno.EWOULDBLOCK, holder, os.fspath(folder)) from None
+            if not is_waiting:
+                print(f"{folder} is in use by {holder}: waiting up to {wait:.0f} s for it to end", flush=True)
+            is_waiting = True
             time.sleep(0.1)
         for kind in ("safetensors", "json", "jsonl", "bin"):
             remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), f"*.{kind}"))

@@ -1,19 +1,19 @@
-"""Where the cells of a sweep run: as processes of this machine, as jobs of Slurm (submitit), or on the nodes of Ray.
+"""Where the cells of a sweep run: as processes on this machine, as Slurm jobs (through submitit), or on Ray.
 
-A cell locks its folder, resumes bit for bit, and is finished when its result.json exists. So an engine may kill,
-requeue and move it, and keeps no list of what is done. Each has these doors:
+A cell locks its folder, resumes bit for bit, and is finished once its result.json exists. So an engine may kill,
+requeue or move a cell, and keeps no list of finished ones. Every engine has these methods:
 
-    adopt(names, total)     which of these cells, of so many, still wait or run for an earlier driver
-    start(name, command)    raises ConfigError where the cluster refuses
-    look()                  {name: (state, again)}: "queued", "running", why it waits, or how it ended, (told once).
-                            again: None before that, then if another start may help. Raises ConfigError
-    stop(kill)              withdraw what waits, and ask what runs to save and stop, or kill it
-    close()
+    adopt(names, total)     the names whose jobs, submitted by an earlier driver, still wait or run; total: of all cells
+    start(name, command)    submit a cell. Raises ConfigError if the cluster refuses it
+    look()                  {name: (state, retry)} of the submitted cells. Until a cell ends, retry is None and state is
+                            "queued", "running" or the reason why it waits. Then state says how it ended and retry
+                            whether another try may help, and later calls leave it out. Raises ConfigError
+    stop(kill)              withdraw queued cells; running ones save and stop, or are killed
+    close()                 let go of the cluster, where jobs continue
 """
 
 import contextlib
 import io
-import itertools
 import logging
 import math
 import os
@@ -32,8 +32,8 @@ from types import SimpleNamespace
 from runtime.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
-# Runs a command that receives SIGTERM when the thread that started it ends, however it ends (Linux).
-WITH_PARENT = """
+# Runs a command that receives SIGTERM when the thread that started it dies (Linux).
+UNTIL_PARENT_DIES = """
 import ctypes, os, signal, sys
 pr_set_pdeathsig, parent, *command = 1, *sys.argv[1:]
 if sys.platform == "linux":
@@ -45,15 +45,15 @@ os.execvp(command[0], command)
 
 
 def new_process(output, command, **env):
-    """A Popen of a cell's command, which stops with us; what it prints is added to a file."""
+    """Popen of a cell's command, which stops when we die; its output is appended to a file."""
     env = {"PYTHONUNBUFFERED": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", **os.environ, **env}
     with open(output, "a") as out:
-        return subprocess.Popen([sys.executable, "-c", WITH_PARENT, str(os.getpid()), *command], cwd=REPO, env=env,
-                                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen([sys.executable, "-c", UNTIL_PARENT_DIES, str(os.getpid()), *command], cwd=REPO,
+                                env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
 
 
 def signal_group(pid, number):
-    """Send a signal to a cell's process group; SIGKILL also to its children's: torchrun gives them their own."""
+    """Send a signal to a cell's process group; SIGKILL also to those of its children, as torchrun gives them."""
     pids = [pid]
     if number == signal.SIGKILL:
         for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
@@ -65,7 +65,7 @@ def signal_group(pid, number):
 
 
 def ended(code):
-    """(how, again) of an exit code; below 0 or above 128 it is a signal, and 75 says that another process was lost."""
+    """(state, retry) for an exit code. Below 0 or above 128 it is a signal; 75: another process of the run was lost."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
     how = f"signal {number}" if number else f"exit {code}" if code else "stopped before its end"
     return how, bool(number) or code in (0, 75)
@@ -76,7 +76,7 @@ def cores():
 
 
 class Local:
-    """Processes of this machine, each with its share of the GPUs (ids for CUDA_VISIBLE_DEVICES) or cores."""
+    """Processes on this machine, each with its share of the GPUs (ids for CUDA_VISIBLE_DEVICES) or cores."""
 
     poll_seconds = 0.2
 
@@ -85,12 +85,12 @@ class Local:
         self.pool, self.cells = ThreadPoolExecutor(jobs), {}
 
     def adopt(self, names, total):
-        """None: cells stop with their driver. As many threads after a kill as before it, for the same bits."""
+        """None: cells stop with their driver. Threads per cell depend on `total`, so a restart does not change them."""
         self.threads = max(1, cores() // min(self.jobs, total) // self.nproc)
         return []
 
     def start(self, name, command):
-        slot = next(s for s in itertools.count() if all(s != cell.slot for cell in self.cells.values()))
+        slot = min({*range(len(self.cells) + 1)} - {cell.slot for cell in self.cells.values()})
         env = {} if self.gpus else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads))}
         if self.gpus:
             devices = dict.fromkeys(self.gpus[(slot * self.nproc + i) % len(self.gpus)] for i in range(self.nproc))
@@ -110,26 +110,26 @@ class Local:
                 signal_group(cell.pid, signal.SIGKILL if kill else signal.SIGTERM)
 
     def close(self):
-        self.stop(kill=False)  # after an error; the pool then waits for them
+        self.stop(kill=False)  # after an error; shutdown waits for them
         self.pool.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
 
 def mark(folder):
-    """What the names of a sweep's jobs end with, so that a later driver knows them."""
+    """The suffix of a sweep's job names, by which a later driver recognises them."""
     return f"@{zlib.crc32(str(folder).encode()):08x}"
 
 
 class Slurm:
-    """A job per cell. options: of sbatch. <folder>/slurm/ has its scripts, and what sbatch and srun said."""
+    """One job per cell; options: of sbatch. <folder>/slurm/ holds the scripts, and the output of sbatch and srun."""
 
     poll_seconds = 10.0
     ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY",
              "PREEMPTED", "TIMEOUT")
     SETUP = ("export PYTHONUNBUFFERED=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300",
              "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_ON_NODE + NPROC - 1) / NPROC))}",
-             '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK')  # srun forgets it
+             '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK')  # srun drops it
 
     def __init__(self, folder, options, nproc=1):
         import submitit
@@ -137,10 +137,10 @@ class Slurm:
         self.folder, self.mark, self.nproc, self.ids, self.stopping = folder, mark(folder), nproc, {}, False
         self.executor = submitit.SlurmExecutor(folder / "slurm")
         self.executor.update_parameters(time=None, setup=[f"NPROC={nproc}", *self.SETUP], additional_parameters={
-            "requeue": True, "chdir": REPO, "signal": "TERM@120", **options})  # no time: the partition's
+            "requeue": True, "chdir": REPO, "signal": "TERM@120", **options})  # without time: the partition's
 
     def jobs_by_cell(self):
-        """{cell: (id, state, reason, exit status)} of the newest job of each. Raises ConfigError."""
+        """{cell: (id, state, reason, exit status)} of each cell's newest job. Raises ConfigError."""
         columns = ",".join(f"{column}:|" for column in ("JobID", "State", "Reason", "exit_code", "Name"))
         squeue = subprocess.run(["squeue", "--me", "--states=all", "--noheader", f"--Format={columns}"],
                                 capture_output=True, text=True)
@@ -159,9 +159,9 @@ class Slurm:
         self.executor.update_parameters(job_name=name + self.mark, srun_args=[
             "--nodes=1", "--ntasks=1", "--open-mode=append", f"--output={output}", f"--error={output}"])
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # the error has it too
+            with contextlib.redirect_stderr(io.StringIO()):  # the exception repeats it
                 self.ids[name] = self.executor.submit(os.execvp, command[0], command).job_id
-        except Exception as error:  # sbatch refuses, or its answer has no number
+        except Exception as error:  # sbatch refused, or its answer has no job number
             raise ConfigError(str(error).replace("sbatch: error: ", "")) from None
 
     def look(self):
@@ -171,13 +171,13 @@ class Slurm:
             if state in ("COMPLETED", "FAILED"):
                 states[name] = ended(os.waitstatus_to_exitcode(int(status)))
             elif state in self.ENDED:
-                states[name] = f"job {job} is {state.lower()}", state not in ("CANCELLED", "DEADLINE", "OUT_OF_MEMORY")
+                states[name] = f"job {job}: {state}", state not in ("CANCELLED", "DEADLINE", "OUT_OF_MEMORY")
             elif state == "PENDING":
                 states[name] = "queued" if reason in ("None", "Priority", "Resources", "BeginTime") else reason, None
             else:
                 states[name] = "running", None
         self.ids = {name: job for name, job in self.ids.items() if states[name][1] is None}
-        if self.stopping and self.nproc == 1:  # again: a job that has no step yet did not hear it
+        if self.stopping and self.nproc == 1:  # repeated: a job whose step has not begun missed it
             self.scancel("--signal=TERM")
         return states
 
@@ -191,18 +191,18 @@ class Slurm:
             subprocess.run(["scancel", "--quiet", how, *self.ids.values()], capture_output=True)
 
     def close(self):
-        """What waits or runs goes on."""
+        """Nothing to close."""
 
 
 class RayCell:
-    """An actor, which outlives its driver and is made again where its node is lost: the process of a cell."""
+    """A cell's process, in an actor that outlives the driver and is restarted elsewhere if its node is lost."""
 
     def __init__(self, *process, **env):
         self.process = new_process(*process, **env)
         threading.Thread(target=self.leave, daemon=True).start()
 
     def leave(self):
-        """Free the node, also where no driver looks."""
+        """Free the node, even if no driver looks any more."""
         import ray
 
         self.process.wait()
@@ -217,9 +217,9 @@ class RayCell:
 
 
 class Ray:
-    """An actor per cell. options: of actors, such as num_cpus and num_gpus.
+    """One actor per cell; options: of actors, such as num_cpus and num_gpus.
 
-    address: HOST:PORT or ray://HOST:PORT; "": the cluster of this machine, or where there is none this machine alone.
+    address: HOST:PORT or ray://HOST:PORT; "": the cluster that this machine is in, or else this machine alone.
     """
 
     poll_seconds = 1.0
@@ -232,11 +232,11 @@ class Ray:
         options = {"num_cpus": nproc, "num_gpus": 0, **options}
         self.options = {**options, "lifetime": "detached", "max_restarts": -1}
         self.actor.options(**self.options)
-        if address:  # where nothing listens Ray would try for hours
+        if address:  # Ray would try for hours if nothing listens there
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address or None, namespace="sweeps", log_to_driver=False, logging_level=logging.ERROR)
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no node has to import it
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no node has to import it
         wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
         fits = any(all(node["Resources"].get(kind, 0) >= n for kind, n in wanted.items()) for node in ray.nodes())
         self.queued = "queued" if fits else f"Ray has no node with {wanted}"
@@ -250,7 +250,7 @@ class Ray:
         return list(self.cells)
 
     def start(self, name, command):
-        full_name = f"{name}{self.mark}{time.time_ns()}"  # Ray frees a name some time after its actor
+        full_name = f"{name}{self.mark}{time.time_ns()}"  # Ray frees names late
         self.watch(name, self.actor.options(name=full_name, **self.options).remote(
             self.folder / f"{name}.txt", command, OMP_NUM_THREADS=self.threads))
 
@@ -258,14 +258,14 @@ class Ray:
         self.cells[name] = SimpleNamespace(actor=actor, state=(self.queued, None), answer=actor.code.remote())
 
     def look(self):
-        """A cell that does not answer is as it was."""
+        """A cell that does not answer keeps its state."""
         states, errors = {}, self.ray.exceptions
         for name, cell in list(self.cells.items()):
             if self.ray.wait([cell.answer], timeout=0)[0]:
                 try:
                     code = self.ray.get(cell.answer)
                     cell.state = ("running", None) if code is None else ended(code)
-                except errors.ActorUnavailableError:  # its node is lost; the actor is made again
+                except errors.ActorUnavailableError:  # its node is lost; the actor restarts elsewhere
                     cell.state = ("queued", None)
                 except errors.RayError as error:
                     cell.state = (str(error).strip().splitlines()[-1], True)
@@ -287,11 +287,11 @@ class Ray:
 
 
 def open_engine(cluster, cluster_args, folder, jobs, nproc=1, gpus=()):
-    """The engine of --cluster; jobs: cells at a time, on a cluster 0: all.
+    """The engine for --cluster; jobs: cells at a time, on a cluster 0: all.
 
-    cluster_args: "partition=gpu,nodelist=n1,n2,exclusive=true"; true stands for an option without a value.
+    cluster_args: "partition=gpu,nodelist=n1,n2,exclusive=true", where true stands for an option without a value.
 
-    Raises ConfigError where there is no such cluster.
+    Raises ConfigError if the cluster is not there.
     """
     (kind, _, address), folder = cluster.partition(":"), Path(folder).resolve()
     options = dict(part.lstrip("-").split("=", 1) for part in re.split(",(?=[^,]*=)", cluster_args) if "=" in part)

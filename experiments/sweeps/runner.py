@@ -6,10 +6,10 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
     out/scaling_laptop/<cell>/       the records that train.py writes (runtime/records.py)
     out/scaling_laptop/<cell>.txt    what it printed
 
-One process drives a sweep; its cells run on this machine, under Slurm or on Ray (engines.py). No list is kept of what
-is done: a cell is finished when its result.json exists, and its process renames that file into place as its last act.
-So whatever was killed, the same command resumes the cells from their checkpoints, and later ones add to the plan.
-sweep.py plans runs and runs.py reads them back; recall, images and extrapolation use this module too.
+One process drives a sweep: it plans, submits, waits and reports. The cells run on this machine, under Slurm or on Ray
+(engines.py). A cell is finished once its result.json exists, which its process renames into place as its last act; no
+list is kept beside it. So after any kill the same command resumes the cells from their checkpoints, and later ones add
+to the plan. sweep.py plans runs and runs.py reads them back; recall, images and extrapolation use this module too.
 """
 
 import argparse
@@ -143,9 +143,9 @@ def say_changed_code(folder):
 
 @contextlib.contextmanager
 def driver(args, folder, jobs, nproc=1, gpus=()):
-    """`with driver(args, folder, jobs) as engine`: no other process drives the sweep; the engine is that of --cluster.
+    """`with driver(args, folder, jobs) as engine`: the engine for --cluster, while no other process drives the sweep.
 
-    Raises ConfigError where another does, or the cluster is not there.
+    Raises ConfigError if another one does, or the cluster is not there.
     """
     try:
         lock = lock_folder(folder)
@@ -168,31 +168,33 @@ def placement(args, nproc=1, per_gpu=1):
 
 
 def run_cells(cells, folder, engine, script="train.py"):
-    """Run every unfinished cell, engine.jobs at a time; return {name: why} of those that failed.
+    """Run every unfinished cell, engine.jobs at a time; return {name: reason} of those that failed.
 
-    A cell that was interrupted resumes from its checkpoint. One that is killed, or whose machine is, is started again
-    if it got further than the time before. A failure does not stop the others, and is tried again by a later call only.
-    SIGINT or SIGTERM ask the cells to save and stop, and raise KeyboardInterrupt when they have; a second kills them.
+    A cell that was interrupted resumes from its checkpoint. One that was killed, or lost its machine, is submitted
+    again if it has saved since it was submitted. Others go on when a cell fails; a later call tries that one again. On
+    SIGINT or SIGTERM the cells save and stop, and KeyboardInterrupt is raised; a second signal kills them.
     """
-    folder, work = Path(folder), lambda some: sum(c.seconds or 1.0 for c in some)
+    folder = Path(folder)
     waiting = [c for c in cells if not is_finished(folder / c.name)]
     if not waiting:
         return {}
-    running, failed, signals, told, said, woken = {}, {}, [], 0, set(), threading.Event()
+    running, failed, signals, handled, printed, wake = {}, {}, [], 0, set(), threading.Event()
+    work = lambda some: sum(c.seconds or 1.0 for c in some)
     total, began = work(waiting), time.perf_counter()
     bar = tqdm(total=len(cells), disable=None, dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar} {postfix}")
 
     def say(line):
-        if line not in said:  # why cells wait, say
-            said.add(line)
+        if line not in printed:  # the same answer of a cluster, time and again
+            printed.add(line)
             with tqdm.external_write_mode():
                 print(line, flush=True)
 
     def counts():
         left, now = work(waiting) + work(job.cell for job in running.values()), time.perf_counter()
-        bar.n, busy = len(cells) - len(waiting) - len(running) - len(failed), [j.state for j in running.values()]
-        return (f"{len(waiting) + len(busy) - busy.count('running')} queued, {busy.count('running')} running, "
-                f"{bar.n} done, {len(failed)} failed"
+        n_running = sum(job.state == "running" for job in running.values())
+        bar.n = len(cells) - len(waiting) - len(running) - len(failed)
+        return (f"{len(waiting) + len(running) - n_running} queued, {n_running} running, {bar.n} done, "
+                f"{len(failed)} failed"
                 + (f", about {hours(left * (now - began) / (total - left))} left" if left < total else ""))
 
     def watch(cell):
@@ -216,7 +218,7 @@ def run_cells(cells, folder, engine, script="train.py"):
                 return say(f"no more can be submitted now: {error}")
             watch(cell)
 
-    def end(job, how, again):
+    def end(job, state, retry):
         cell = job.cell
         with contextlib.suppress(FileNotFoundError):
             os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
@@ -226,18 +228,18 @@ def run_cells(cells, folder, engine, script="train.py"):
             say(f"{cell.name}: {words}, {time.time() - job.began:.0f} s ({counts()})")
         elif signals:
             waiting.append(cell)
-        elif again and saved(folder, cell) != job.saved:
+        elif retry and saved(folder, cell) != job.saved:
             waiting.insert(0, cell)
-            say(f"{cell.name}: {how} after {time.time() - job.began:.0f} s: it goes on from its checkpoint")
+            say(f"{cell.name}: {state} after {time.time() - job.began:.0f} s: it resumes from its checkpoint")
         else:
-            failed[cell.name] = last_words(folder / f"{cell.name}.txt", how)
+            failed[cell.name] = last_words(folder / f"{cell.name}.txt", state)
             say(f"{cell.name}: FAILED: {failed[cell.name]}")
 
     def stop(number, frame):
         signals.append(number)
-        woken.set()
+        wake.set()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for name in engine.adopt([c.name for c in waiting], len(cells)):
             watch(next(c for c in waiting if c.name == name))
@@ -248,24 +250,24 @@ def run_cells(cells, folder, engine, script="train.py"):
             submit()
             try:
                 states = engine.look()
-            except ConfigError as error:  # the cluster does not answer now
+            except ConfigError as error:
                 states = say(f"{error}; asking again") or {}
-            for name, (state, again) in states.items():
+            for name, (state, retry) in states.items():
                 job = running[name]
-                if again is not None:
-                    end(running.pop(name), state, again)
+                if retry is not None:
+                    end(running.pop(name), state, retry)
                 elif state != job.state:
                     job.state, job.began = state, time.time()
                     if state not in ("queued", "running"):
                         say(f"waiting: {state}")
-            if len(signals) > told:
-                told = len(signals)
-                engine.stop(kill=told > 1)
+            if len(signals) > handled:
+                handled = len(signals)
+                engine.stop(kill=handled > 1)
             bar.set_postfix_str(counts())
-            woken.wait(engine.poll_seconds)
-            woken.clear()
+            wake.wait(engine.poll_seconds)
+            wake.clear()
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         bar.close()
     if signals:
@@ -275,7 +277,7 @@ def run_cells(cells, folder, engine, script="train.py"):
 
 
 def saved(folder, cell):
-    """When a cell last saved: a later time tells that it got further."""
+    """When a cell last saved a checkpoint, by which we see that it got further."""
     return max((path.stat().st_mtime_ns for path in (folder / cell.name).glob("checkpoint*.safetensors")), default=0)
 
 
@@ -287,12 +289,12 @@ def visible_gpus():
     return named.split(",") if named and torch.cuda.is_available() else list(range(torch.cuda.device_count()))
 
 
-def last_words(path, how):
-    """Why a cell failed: the last line it printed, an error's line first, and how it ended."""
+def last_words(path, state):
+    """Why a cell failed: the last line that it printed, preferably an error's, and how it ended (state)."""
     lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
     began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
     lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
-    return f"{lines[-1][:240] if lines else 'it printed nothing'} ({how}; all of it in {path})"
+    return f"{lines[-1][:240] if lines else 'it printed nothing'} ({state}; all of it in {path})"
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -310,9 +312,9 @@ def numbers(kind, least=None):
 
 
 def add_options(parser, jobs):
-    """The options of every sweep; jobs: what --jobs is on this machine unless given."""
+    """Options that all sweeps have; jobs: the default of --jobs on this machine, in words."""
     parser.add_argument("--jobs", type=int, default=0, help=f"runs at a time (default: {jobs}; on a cluster: all)")
-    parser.add_argument("--cluster", default="", metavar="slurm|ray|ray:HOST:PORT", help="run them there")
+    parser.add_argument("--cluster", default="", metavar="slurm|ray|ray:HOST:PORT", help="where (this machine)")
     parser.add_argument("--cluster_args", "--cluster-args", default="", metavar="KEY=VALUE,...", help="options of "
                         "sbatch (partition=gpu,gpus=1,time=240), or of Ray's actors (num_cpus=4,num_gpus=1)")
 
