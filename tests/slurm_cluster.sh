@@ -65,6 +65,7 @@ NodeName=$NODE NodeAddr=127.0.0.1 CPUs=4 Gres=gpu:2 State=UNKNOWN
 PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 END
 export SLURM_CONF=$STATE/slurm.conf
+trap 'scancel --user=root; while [ -n "$(squeue -h)" ]; do sleep 0.2; done; stop' EXIT  # jobs of tests that failed
 slurmctld
 slurmd
 for _ in $(seq 60); do

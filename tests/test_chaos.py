@@ -530,8 +530,9 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
     """Run sweeps of two held runs, one after the other, until they have been disturbed `kills` times.
 
-    acts: functions of (process of a life that is held, the driver, that life's folder), taken in turn; how: of
-    test_sweep.drive. Every cell must end once, with the bits of one that nobody disturbed.
+    acts: functions of (process of a life that is held, the driver, that life's folder), taken in turn; one that returns
+    something true did nothing and is tried again. how: of test_sweep.drive. Every cell must end once, with the bits of
+    one that nobody disturbed.
     """
     from test_sweep import drive
 
@@ -564,8 +565,7 @@ def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
                     lives = held(sweep)
                     if done < kills and lives:
                         life = chance.choice(lives)
-                        acts[done % len(acts)](pid_of(life), driver, life)
-                        done += 1
+                        done += not acts[done % len(acts)](pid_of(life), driver, life)
                         lives = [life] if driver.alive() else held(sweep)
                     elif done == kills:
                         (sweep / "lives").mkdir(exist_ok=True)
@@ -591,7 +591,7 @@ def kill_driver(pid, driver, life):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells cells that their driver died")
 def test_a_sweep_whose_driver_and_cells_are_killed(start, launch, data, tmp_path):
     kill_cell = lambda pid, *_: os.kill(pid, signal.SIGKILL)
-    acts = [kill_driver, kill_cell, lambda *at: (kill_driver(*at), kill_cell(*at)),
+    acts = [kill_driver, kill_cell, lambda *at: kill_driver(*at) or kill_cell(*at),
             lambda pid, driver, life: driver.send_signal(signal.SIGTERM), kill_cell]
     disturb_a_sweep(start, launch, data, tmp_path, KILLS, acts)
 

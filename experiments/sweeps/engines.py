@@ -228,8 +228,9 @@ class Ray:
         import ray
 
         self.folder, self.mark, self.ray, self.cells, self.actor = folder, mark(folder), ray, {}, ray.remote(RayCell)
-        options = {key: float(value) if str(value).isdecimal() else value for key, value in options.items()}
         options = {"num_cpus": nproc, "num_gpus": 0, **options}
+        for key in ("num_cpus", "num_gpus"):
+            options[key] = float(options[key])
         self.options = {**options, "lifetime": "detached", "max_restarts": -1}
         self.actor.options(**self.options)
         if address:  # Ray would try for hours if nothing listens there
@@ -246,7 +247,8 @@ class Ray:
         for full_name in self.ray.util.list_named_actors():
             name, known, _ = full_name.partition(self.mark)
             if known and name in names:
-                self.watch(name, self.ray.get_actor(full_name))
+                with contextlib.suppress(ValueError):  # the actor has just gone
+                    self.watch(name, self.ray.get_actor(full_name))
         return list(self.cells)
 
     def start(self, name, command):
