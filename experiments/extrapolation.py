@@ -50,7 +50,8 @@ from data.loader import Tokens, find_dataset  # noqa: E402
 from experiments import pages  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.compare import welch  # noqa: E402
-from experiments.sweeps.runner import Cell, numbers, run_cells, say_failed, write_plan  # noqa: E402
+from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps.runner import Cell, numbers  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
@@ -485,7 +486,7 @@ def parse(argv):
                          "also with settings of its own, as in deltanet@step=implicit")
     several.add_argument("--preset", choices=list(PRESETS), required=True)
     several.add_argument("--seeds", type=numbers(int, least=0), default=(), help="one run for each (the preset's)")
-    several.add_argument("--jobs", type=int, help="training runs at a time (the preset's)")
+    runner.add_options(several, "the preset's")
     for p, name in ((one, "extrapolation"), (several, "extrapolation_PRESET")):
         p.add_argument("--out", help=f"the record file (out/{name}.json)")
         p.add_argument("--save", action="store_true", help=f"write it to results/{name}.json")
@@ -493,9 +494,9 @@ def parse(argv):
         p.add_argument("--batch_size", type=int, help="sequences at a time (1, on a GPU 8)")
         p.add_argument("--device", default="auto", help="cpu or cuda (a GPU if there is one)")
     again.add_argument("file", help="the record that eval or run wrote")
-    parser.set_defaults(chunk=None, batch_size=None, jobs=None)
+    parser.set_defaults(chunk=None, batch_size=None)
     args = parser.parse_args(argv)
-    check_numbers(parser, args, "chunk", "batch_size", "jobs")
+    check_numbers(parser, args, "chunk", "batch_size")
     return args
 
 
@@ -527,9 +528,11 @@ def run(args):
     cells = plan(args.preset, args.families, args.seeds)
     out, runs = record_file(args, name), ROOT / "out" / name
     prepare(ROOT / "data" / CORPUS, documents="package")
-    write_plan(runs, cells, preset=args.preset)  # refuses other arguments than a run began with
-    failed = run_cells(cells, runs, args.jobs or preset["jobs"])
-    code = say_failed(failed, cells)
+    jobs, gpus, _ = runner.placement(args)
+    with runner.driver(args, runs, args.jobs or preset["jobs"] * (not args.cluster), gpus=gpus) as engine:
+        runner.write_plan(runs, cells, preset=args.preset)  # refuses other arguments than a run began with
+        failed = runner.run_cells(cells, runs, engine)
+    code = runner.say_failed(failed, cells)
     args.lengths, args.eval_tokens, args.dataset = preset["lengths"], preset["eval_tokens"], ""
     read_runs({c.at["run"]: runs / c.name for c in cells if c.name not in failed}, args, out)
     return code

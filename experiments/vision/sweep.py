@@ -91,7 +91,7 @@ def parser():
     run = commands.add_parser("run", help="run what has no final record yet, then report", allow_abbrev=False)
     run.add_argument("--config", choices=("digits", "cifar", "tiny"), default="digits", help="config/*_CONFIG.py")
     run.add_argument("--seeds", type=numbers(int, least=0), default=(1, 2, 3))
-    run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core or GPU)")
+    runner.add_options(run, "one per core or GPU")
     run.add_argument("--out", type=Path, help="folder of the sweep (default: out/vision_CONFIG)")
     show = commands.add_parser("report", help="pages and figure again, from the records alone", allow_abbrev=False)
     show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/vision_digits",
@@ -105,11 +105,13 @@ def parser():
 def run(args, extra):
     folder = args.out or REPO / "out" / f"vision_{args.config}"
     cells = cells_of(args.config, args.seeds, extra)
-    runner.say_changed_code(folder)
-    runner.write_plan(folder, cells)
-    failed = runner.run_cells(cells, folder, args.jobs, script="experiments/vision/classify.py")
-    runner.write_plan(folder, cells, speed=speed(cells))
-    runner.say_written(pages.after_sweep(report.write, folder, SCRIPT))
+    jobs, gpus, _ = runner.placement(args)
+    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
+        runner.say_changed_code(folder)
+        runner.write_plan(folder, cells)
+        failed = runner.run_cells(cells, folder, engine, "experiments/vision/classify.py")
+        runner.write_plan(folder, cells, speed=speed(cells))
+        runner.say_written(pages.after_sweep(report.write, folder, SCRIPT))
     return runner.say_failed(failed, cells)
 
 
