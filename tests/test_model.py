@@ -1,8 +1,8 @@
-"""model.py and mixers.py: every family the same questions, then each against an implementation of its own.
+"""model.py and mixers.py: every family the same questions, then most against their equations, token by token.
 
-RWKV-4 against transformers, as LLaMA and Mamba in test_export.py; the others against their equations in float64, token
-by token. Counts, FLOPs and initialisation of the families here are written down a second time, by hand; a new
-family in FAMILIES is asked all the other questions.
+LLaMA, Mamba and RWKV-4 are held against transformers in test_export.py, Mamba-2 in test_newer_families.py. Counts,
+FLOPs and initialisation of the families here are written down a second time, by hand; a new family in FAMILIES is asked
+all the other questions.
 """
 
 import copy
@@ -29,7 +29,6 @@ from experiments.scaling import parameters
 from experiments.scaling.parameters import SIZES
 from kernels import build
 from model import FAMILIES, LM, ModelConfig
-from optim import build_optimizers
 from runtime import counting
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -229,6 +228,15 @@ MIXING = {
     "rwkv4": lambda H, d, T, N: 23 * d,
     # k S, S +=, q S = 2 + 2 + 2; the error and beta = 2 per value; three convolutions
     "deltanet": lambda H, d, T, N: 6 * d * (d // H) + 2 * d + 3 * d * 2 * 4,
+    # and a S or diag(a) S; values twice as wide as keys, which are half as wide as the model
+    "gated_deltanet": lambda H, d, T, N: 7 * d * (d // H) // 2 + 2 * d + 2 * d * 2 * 4,
+    "kda": lambda H, d, T, N: 7 * d * (d // H) + 2 * d + 3 * d * 2 * 4,
+    # H and U decay and take in a token, 3 each, and x U is 2; 30 steps of 2 per number of H, of 10 per channel of k
+    "mesa": lambda H, d, T, N: d * (d // H) * (3 + 3 + 2 + 30 * 2) + 30 * 10 * d + 3 * d * 2 * 4,
+    # a S, S +=, C S of 8 N numbers per channel; step size, skip, gate = 5 per channel; the convolution; two branches
+    "mamba2": lambda H, d, T, N: 2 * (2 * d * (5 * 8 * N + 5) + 2 * (2 * d + 2 * 8 * N) * 4),
+    # half of block_size, 12: the first 12 see all before them
+    "swa": lambda H, d, T, N: 2 * 2 * d * (12 * 13 / 2 + (T - 12) * 12) / T,
 }
 
 
@@ -245,7 +253,7 @@ def test_flops_per_token(family):
     if family in MIXING:
         assert mixing == 2 * MIXING[family](2, 64, T, 16)
         longer = counting.flops_per_token(lm, 100)["forward"] - flops["forward"]
-        assert longer == 2 * (MIXING[family](2, 64, 100, 16) - MIXING[family](2, 64, T, 16))
+        assert longer == pytest.approx(2 * (MIXING[family](2, 64, 100, 16) - MIXING[family](2, 64, T, 16)))
     # what PyTorch counts: linear maps are mm, forward once and backward twice; mixing is everything else
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the fused attention is not counted
         loss = lm(tokens(B, T, 96), tokens(B, T, 96, seed=2))[1]
@@ -465,64 +473,8 @@ def shake(lm):
     return lm
 
 
-def agrees_with(theirs, lm, names, tolerance):
-    """A model of transformers with our weights gives our logits and gradients; names: theirs -> (ours, which rows)."""
-    ours, params = dict(lm.named_parameters()), dict(theirs.named_parameters())
-    assert set(params) == set(names) and {ours_name for ours_name, _ in names.values()} == set(ours)
-    with torch.no_grad():
-        for name, (ours_name, rows) in names.items():
-            params[name].copy_(ours[ours_name][rows].reshape(params[name].shape))
-    idx, targets = (tokens(2, lm.config.block_size, lm.config.vocab_size, seed=seed) for seed in (1, 2))
-    logits, loss = lm(idx, targets)
-    expected = theirs(idx).logits
-    close(logits, expected, tolerance)
-    loss.backward()
-    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
-    for name, (ours_name, rows) in names.items():
-        got, true = ours[ours_name].grad[rows], params[name].grad.reshape(ours[ours_name][rows].shape)
-        assert (got - true).norm() < 2e-4 * true.norm() + 1e-7, ours_name
-
-
-def test_rwkv4_is_transformers_rwkv():
-    import transformers  # in requirements-test.txt: without it these tests fail, they are not left out
-
-    d, L, V, T = 32, 3, 96, 30
-    lm = shake(tiny("rwkv4", n_embd=d, n_layer=L, vocab_size=V, block_size=T, mlp_multiple=1))
-    theirs = transformers.RwkvForCausalLM(transformers.RwkvConfig(
-        hidden_size=d, attention_hidden_size=d, intermediate_size=4 * d, num_hidden_layers=L, vocab_size=V,
-        context_length=T, layer_norm_epsilon=1e-5, rescale_every=0, tie_word_embeddings=True, use_cache=False)).eval()
-    # theirs weigh the present by time_mix, ours the past by mu = 1 - time_mix: the token before is x + (before - x) mu
-    for module, _, name in [n.rpartition(".") for n, _ in theirs.named_parameters() if "time_mix" in n]:
-        torch.nn.utils.parametrize.register_parametrization(theirs.get_submodule(module), name, OneMinus())
-    names = {"rwkv.embeddings.weight": ("embed.weight", ...)}
-    for theirs_norm, our_norm in [("ln_out", "norm"), ("blocks.0.pre_ln", "embed_norm"),
-                              *((f"blocks.{i}.ln{j + 1}", f"layers.{i}.branches.{j}.norm")
-                                for i in range(L) for j in range(2))]:
-        names.update({f"rwkv.{theirs_norm}.{p}": (f"{our_norm}.{p}", ...) for p in ("weight", "bias")})
-    for i in range(L):
-        time, channel = (f"layers.{i}.branches.{j}.mixer" for j in (0, 1))
-        there = f"rwkv.blocks.{i}.attention"
-        for n in ("receptance", "key", "value", "output"):
-            names[f"{there}.{n}.weight"] = (f"{time}.{n}.weight", ...)
-        names.update({f"{there}.time_decay": (f"{time}.decay", ...), f"{there}.time_first": (f"{time}.bonus", ...)})
-        for j, n in enumerate(("receptance", "key", "value")):
-            names[f"{there}.parametrizations.time_mix_{n}.original"] = (f"{time}.mu", j)
-        there = f"rwkv.blocks.{i}.feed_forward"
-        names.update({f"{there}.{n}.weight": (f"{channel}.{n}.weight", ...) for n in ("receptance", "key", "value")})
-        for j, n in enumerate(("receptance", "key")):
-            names[f"{there}.parametrizations.time_mix_{n}.original"] = (f"{channel}.mu", j)
-    agrees_with(theirs, lm, names, 1e-4)
-
-
-class OneMinus(torch.nn.Module):
-    def forward(self, mu):
-        return 1 - mu
-
-    right_inverse = forward
-
-
 heads = lambda x: x.unflatten(-1, (4, -1))
-rms = lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+rms = lambda x, eps=1e-5: x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 unit = lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
@@ -534,6 +486,9 @@ def gla_by_hand(x, linear, p, config):
     q, k = (heads(a) for a in linear("qk", x).chunk(2, -1))
     log_decay = heads(F.logsigmoid(linear("forget2", linear("forget1", x))) / 16)
     o, _ = by_hand(q / math.sqrt(q.shape[3]), k, heads(linear("v", x)), log_decay)
+    if config.as_released:  # keys as short as queries, which the norm sees by its eps alone, and means taken off
+        o = o / math.sqrt(q.shape[3])
+        o = o - o.mean(-1, keepdim=True)
     return linear("out_proj", F.silu(linear("gate", x)) * rms(o).flatten(2))
 
 
@@ -545,7 +500,7 @@ def retention_by_hand(x, linear, p, config):
     q, k = (torch.view_as_real(torch.view_as_complex(a.unflatten(-1, (-1, 2))) * turn).flatten(-2) for a in (q, k))
     v, g = linear("vg", x).chunk(2, -1)
     o, _ = by_hand(q, k / math.sqrt(n), heads(v), (1 - 2.0 ** (-5 - torch.arange(4).double())).log())
-    return linear("out_proj", F.silu(g) * rms(o).flatten(2))
+    return linear("out_proj", F.silu(g) * rms(o, 1e-6 if config.as_released else 1e-5).flatten(2))
 
 
 def rwkv_time_by_hand(x, linear, p, config):
@@ -609,6 +564,7 @@ EQUATIONS = {"gla": [gla_by_hand], "retnet": [retention_by_hand], "rwkv": [rwkv_
 @pytest.mark.parametrize("family, changes", [
     *((family, {}) for family in EQUATIONS),
     *((family, {"backend": "torch"}) for family in ("longhorn", "longhorn_exact")),
+    *((family, {"as_released": True}) for family in ("gla", "retnet")),
     *(("deltanet", {"step": step, "normalize_keys": unit}) for step in mixers.STEPS for unit in (True, False)),
     ("gated_deltanet", {"step": "implicit", "normalize_keys": False})], ids=str)
 @torch.no_grad()
@@ -683,7 +639,7 @@ class MeanOrState(Mean):
 
 @pytest.mark.parametrize("mixer", [Mean, MeanOrState])
 def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
-    """One class, one row in FAMILIES, a config of three lines: it trains, and says what it leaves out."""
+    """One class, one row in FAMILIES, a config of three lines; what it leaves out is said."""
     monkeypatch.setitem(FAMILIES, "mean", [mixer])
     (tmp_path / "mean.py").write_text('model = "mean"\nn_layer = 2\nn_embd = 32\n')
     c = configurator.load(train.TrainConfig, [str(tmp_path / "mean.py"), "--vocab_size=64", "--dtype=float32"])
@@ -691,17 +647,6 @@ def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
     lm = train.build_model(c, "cpu")
     drawn, weight = torch.nn.Linear(32, 32).weight.std().item(), lm.layers[1].branches[0].mixer.linear.weight
     assert weight.std().item() == pytest.approx(drawn, rel=0.1), "PyTorch's own initialisation"
-    idx, targets = tokens(4, 16), tokens(4, 16, seed=2)
-    c.learning_rate = 1e-2
-    optimizers, losses = build_optimizers(lm, c), []
-    for _ in range(20):
-        loss = lm(idx, targets, loss_only=True)[1]
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.5
     line, = counting.left_out(lm)
     assert line.startswith(f"{mixer.__name__} (") and "\n" not in line
     assert all(word in line for word in ("initial_state", "cannot sample", "flops", "linear maps"))
@@ -710,7 +655,7 @@ def test_a_mixer_is_its_forward(mixer, monkeypatch, capsys, tmp_path):
                                     "total": sum(p.numel() for p in lm.parameters())}
     assert counting.computed_by(lm) == mixer.__name__
     with pytest.raises(ValueError, match=rf"^{mixer.__name__} \([^\n]*keeps no state[^\n]*initial_state[^\n]*$"):
-        sample.generate(lm, idx, 3)
+        sample.generate(lm, tokens(4, 16), 3)
 
 
 class Learned(Mean):
@@ -738,6 +683,23 @@ def test_a_state_that_is_learned_is_counted(monkeypatch):
     assert counting.flops_per_token(lm)["forward"] > 0 and not counting.left_out(lm)
 
 
+def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
+    """Counted where its sizes are known; else a line says that only the linear maps are, and the run goes on."""
+    class Windowed(Mean):
+        operator, H, n = "attention", 2, 16
+
+    class Stateless(Mean):
+        operator = "gated_linear_attention"
+
+    linear = 2 * 64 * 32 + 2 * 2 * 32 * 32  # the head, and two maps
+    for mixer, mixing in ((Windowed, 2 * 4 * 2 * 16 * counting.visible(7, None)), (Stateless, 0)):
+        monkeypatch.setitem(FAMILIES, "own", [mixer])
+        lm = LM(config("own", vocab_size=64))
+        assert counting.flops_per_token(lm, 7)["forward"] == linear + mixing
+        line, = counting.left_out(lm)
+        assert ("linear maps only" in line) == (mixing == 0)
+
+
 # ------------------------------------------------------------------------------------------------------------- patterns
 
 @pytest.mark.parametrize("pattern, families", [
@@ -751,14 +713,7 @@ def test_a_pattern_is_repeated_to_n_layer(pattern, families):
     assert [[type(b.mixer) for b in layer.branches] for layer in lm.layers] == [FAMILIES[f] for f in families]
 
 
-@pytest.mark.parametrize("pattern", [",", "longhorn,", "longhorn*0", "longhorn*-1", "longhorn*x", "longhorn**2",
-                                     "longhorn llama", "*3", "longhorn*99999"])
-def test_a_pattern_that_cannot_be_read_is_refused_in_a_line(pattern):
-    with pytest.raises(ValueError, match=r"^pattern '[^\n]*longhorn\*3,llama$"):
-        LM(config("longhorn", pattern=pattern))
-
-
-@pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba", "gla,retnet,rwkv"])
+@pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba,gla", "gla,retnet,rwkv"])
 def test_a_hybrid_is_its_layers(pattern):
     """Counts, FLOPs and state are the sums of its layers'; it reads in chunks and samples as one family does."""
     families = config("longhorn", pattern=pattern, n_layer=3).families
@@ -771,7 +726,8 @@ def test_a_hybrid_is_its_layers(pattern):
     mixers_only = lambda lm: sum(n for part, n in counting.parameter_count(lm).items() if part not in skeleton)
     assert mixers_only(hybrid) == sum(map(mixers_only, layers))
     assert counting.parameter_count(hybrid)["total"] == sum(p.numel() for p in hybrid.parameters())
-    assert (hybrid.embed_norm.__class__ is not torch.nn.Identity) == pattern.startswith("rwkv4")
+    assert [type(b.norm) for _, b in hybrid.branches()] == [type(b.norm) for lm in layers for _, b in lm.branches()]
+    assert (type(hybrid.embed_norm), type(hybrid.norm)) == (type(layers[0].embed_norm), type(layers[-1].norm))
     idx = tokens(2, 24)
     with torch.no_grad():
         logits, state = in_chunks(hybrid, idx, [5, 1, 18])
@@ -839,67 +795,48 @@ def test_top_k_and_top_p_cut_the_tail():
             draw(**nonsense)
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-
-@pytest.mark.parametrize("changes, words", [
-    ({"model": "longhron"}, ["unknown model 'longhron': choose one of longhorn, "]),
-    ({"pattern": "llama,longhron"}, ["unknown model 'longhron': choose one of longhorn, "]),
-    ({"model": "swa", "window": -1}, ["window -1 must be at least 1"]),
-    ({"model": "deltanet", "step": "midpoint"}, ["unknown step 'midpoint'"]),
-    *(({"model": family, "n_head": n}, [f"n_head {n}"]) for family, n in (
-        ("mamba2", 3), ("gated_deltanet", 32), ("kda", 5))),
-    ({"n_embd": 0}, ["n_embd 0"]), ({"n_layer": -1}, ["n_layer -1"]), ({"vocab_size": 0}, ["vocab_size 0"]),
-    ({"d_state": 0}, ["d_state 0"]), ({"d_conv": 0}, ["d_conv 0"]), ({"dt_rank": -1}, ["dt_rank -1"]),
-    ({"model": "llama", "n_head": 0}, ["n_head 0"]),
-    ({"model": "llama", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
-    ({"model": "llama", "n_head": 32}, ["n_embd 32", "n_head 32"]),  # one channel per head has no pair to rotate
-    ({"model": "gla", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 16"]),
-    ({"model": "retnet", "n_head": 32}, ["n_embd 32", "n_head 32", "divides 16"]),
-    ({"model": "rwkv", "n_head": 3}, ["n_embd 32", "n_head 3", "divides 32"]),
-    ({"model": "gla", "mlp_multiple": 0}, ["mlp_multiple 0"]),
-    ({"backend": "fsued"}, ["fsued", "torch", "fused"])], ids=str)
-def test_impossible_models_are_refused_in_a_line(changes, words):
-    with pytest.raises(ValueError) as caught:
-        LM(config(**{"family": changes.pop("model", "longhorn"), **changes}))
-    line = str(caught.value)
-    assert "\n" not in line and all(word in line for word in words), line
-
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 def with_method(name):
     """A mixer written for the version before November 2026."""
     return type("Older", (Mean,), {name: lambda self, T: 0})
 
 
-@pytest.mark.parametrize("mixer, documents, words", [
-    (with_method("init_table"), "join", r"Older \([^\n]*init_table[^\n]*linear\([^\n]*start=[^\n]*"),
-    (with_method("projections"), "join", r"Older \([^\n]*projections[^\n]*parts=[^\n]*"),
-    (with_method("mixing_flops"), "join", r"Older \([^\n]*mixing_flops[^\n]*`flops`[^\n]*"),
-    (with_method("state_size"), "join", r"Older \([^\n]*state_size[^\n]*initial_state[^\n]*"),
-    (Mean, "pack", r"documents=pack: Mean \(test_model.py\) [^\n]*--documents=join[^\n]*")])
-def test_a_mixer_of_ones_own_is_refused_in_a_line(mixer, documents, words, monkeypatch):
-    monkeypatch.setitem(FAMILIES, "own", [mixer])
-    with pytest.raises(ValueError, match=f"^{words}$"):
-        LM(config("own", documents=documents))
+@pytest.mark.parametrize("changes, words", [
+    ({"model": "longhron"}, "unknown model 'longhron': choose one of longhorn, .*"),
+    ({"pattern": "llama,longhron"}, "unknown model 'longhron': choose one of longhorn, .*"),
+    *(({"pattern": pattern}, r"pattern '.*longhorn\*3,llama") for pattern in (
+        ",", "longhorn,", "longhorn*0", "longhorn*-1", "longhorn*x", "longhorn**2", "longhorn llama", "*3",
+        "longhorn*99999")),
+    ({"model": "swa", "window": -1}, "window -1 must be at least 1.*"),
+    ({"model": "deltanet", "step": "midpoint"}, "unknown step 'midpoint'.*"),
+    *(({"model": family, "n_head": n}, f".*n_head {n}.*") for family, n in (
+        ("mamba2", 3), ("gated_deltanet", 32), ("kda", 5))),
+    *(({name: value}, f"{name} {value} must be .*") for name, value in (
+        ("n_embd", 0), ("n_layer", -1), ("vocab_size", 0), ("d_state", 0), ("d_conv", 0), ("dt_rank", -1))),
+    ({"model": "llama", "n_head": 0}, "n_head 0 .*"),
+    ({"model": "llama", "n_head": 3}, "n_embd 32 is no multiple of n_head 3 times 2: .* that divides 16"),
+    ({"model": "llama", "n_head": 32}, "n_embd 32 .*n_head 32.*"),  # one channel per head has no pair to rotate
+    ({"model": "gla", "n_head": 3}, "n_embd 32 .*n_head 3 .*divides 16"),
+    ({"model": "retnet", "n_head": 32}, "n_embd 32 .*n_head 32 .*divides 16"),
+    ({"model": "rwkv", "n_head": 3}, "n_embd 32 .*n_head 3: .*divides 32"),
+    ({"model": "gla", "mlp_multiple": 0}, "mlp_multiple 0 .*"),
+    ({"backend": "fsued"}, "unknown backend 'fsued': choose one of torch, .*fused, .*"),
+    ({"model": with_method("init_table")}, r"Older \(.*init_table.*linear\(.*start=.*"),
+    ({"model": with_method("projections")}, r"Older \(.*projections.*parts=.*"),
+    ({"model": with_method("mixing_flops")}, r"Older \(.*mixing_flops.*`flops`.*"),
+    ({"model": with_method("state_size")}, r"Older \(.*state_size.*initial_state.*"),
+    ({"model": Mean, "documents": "pack"}, r"documents=pack: Mean \(test_model.py\) .*--documents=join.*"),
+    ({"model": "rwkv", "documents": "pack", "as_released": True}, "documents=pack: positions .*")], ids=str)
+def test_impossible_models_are_refused_in_a_line(changes, words, monkeypatch):
+    if isinstance(changes.get("model"), type):
+        monkeypatch.setitem(FAMILIES, "own", [changes["model"]])
+        changes = {**changes, "model": "own"}
+    with pytest.raises(ValueError, match=rf"^{words}\Z"):
+        LM(config(**{"family": "longhorn", **{"family" if n == "model" else n: v for n, v in changes.items()}}))
 
 
-def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
-    """Counted where its sizes are known; else a line says that only the linear maps are, and the run goes on."""
-    class Windowed(Mean):
-        operator, H, n = "attention", 2, 16
-
-    class Stateless(Mean):
-        operator = "gated_linear_attention"
-
-    linear = 2 * 64 * 32 + 2 * 2 * 32 * 32  # the head, and two maps
-    for mixer, mixing in ((Windowed, 2 * 4 * 2 * 16 * counting.visible(7, None)), (Stateless, 0)):
-        monkeypatch.setitem(FAMILIES, "own", [mixer])
-        lm = LM(config("own", vocab_size=64))
-        assert counting.flops_per_token(lm, 7)["forward"] == linear + mixing
-        line, = counting.left_out(lm)
-        assert ("linear maps only" in line) == (mixing == 0)
-
-
-@EACH_FAMILY
+@pytest.mark.parametrize("family", ["longhorn", "llama"])
 def test_what_no_sequence_can_be_is_refused_in_a_line(family):
     lm, idx = tiny(family, n_layer=1), tokens(2, 5)
     for wrong, words in ((idx[:, :0], r"\(2, 0\)"), (idx[0], r"\(5,\)"), (idx[:0], r"\(0, 5\)"), (idx * 1.0, "float")):

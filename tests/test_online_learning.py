@@ -46,26 +46,6 @@ def test_the_claim_is_as_the_table_says_and_a_millionth_is_seen(name):
         assert ol.check(other_sign, DRAWS, seed=1)["minimises"]
 
 
-@pytest.mark.parametrize("name,update", [
-    ("Longhorn, Eq. 6", ol.deltanet), ("DeltaNet", ol.longhorn_exact),
-    ("RetNet", ol.linear_attention), ("GLA", lambda S, k, x, p: S * p.alpha - torch.outer(x, k)),
-    ("Longhorn, Eq. 7, its own", ol.longhorn_exact), ("HGRN2", ol.gla),
-    ("Griffin", lambda S, k, x, p: p.a * S + (1 - p.a**2).sqrt() * p.i * x)])
-def test_another_update_does_not_pass(name, update):
-    assert not ol.check(replace(ROW[name], update=update), 3, seed=1)["minimises"]
-
-
-def test_deltanet_is_a_gradient_step_and_longhorn_of_one_beta():
-    S, k, x, p = draw(rate=0.3)
-    at = S.clone().requires_grad_()
-    gradient, = torch.autograd.grad(0.5 * (at @ k - x).square().sum(), at)
-    torch.testing.assert_close(ol.deltanet(S, k, x, p), S - 0.3 * gradient, rtol=1e-13, atol=1e-13)
-    beta = torch.tensor(0.7, dtype=torch.float64)
-    as_longhorn, as_deltanet = ol.settings(3, 4, beta=beta), ol.settings(3, 4, rate=beta / (1 + beta * (k @ k)))
-    got, want = ol.longhorn_exact(S, k, x, as_longhorn), ol.deltanet(S, k, x, as_deltanet)
-    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-
-
 def test_where_eq7_is_the_minimiser():
     S, k, x, p = draw()
     along = torch.tensor([0.0, 2.0, 0.0, 0.0], dtype=torch.float64)
@@ -240,19 +220,18 @@ def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
     (("    return (S - p.gamma", "    return (S / 0 - p.gamma"), "objective must be one number, and it and the"),
     (("def objective(", "def loss("), r"defines no function objective\(S, S_prev, k, x, p\)"),
     (('"Longhorn that forgets"', '"RetNet"'), "there is a row named 'RetNet' already"),
-    (('{"gamma": 1.0,', '{"gama": 1.0,'), "tune must be a list of settings such as")])
-def test_mistakes_in_an_added_file_are_one_line(tmp_path, change, says):
+    (('{"gamma": 1.0,', '{"gama": 1.0,'), "tune must be a list of settings such as"),
+    (["--out=a.png"], "such as a.json"), (["--save", "--add=a.py"], "choose a file with --out")])
+def test_mistakes_are_one_line(tmp_path, capsys, change, says):
+    """In an added file, or on the command line."""
+    if isinstance(change, list):
+        with pytest.raises(SystemExit):
+            ol.main(change)
+        assert says in capsys.readouterr().err.splitlines()[-1]
+        return
     assert change[0] in FILE
     path = tmp_path / "added.py"
     path.write_text(FILE.replace(*change))
     with pytest.raises(ConfigError, match=says) as error:
         ol.check(ol.read_update(path), 12, 0)
     assert "\n" not in str(error.value)
-
-
-def test_command_line_mistakes(capsys):
-    for arguments, says in ((["--out=a.png"], "such as a.json"),
-                            (["--save", "--add=a.py"], "choose a file with --out")):
-        with pytest.raises(SystemExit) as stop:
-            ol.main(arguments)
-        assert stop.value.code == 2 and says in capsys.readouterr().err

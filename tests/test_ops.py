@@ -8,8 +8,6 @@ unit of the type (0.29 on average) for what is rounded to bfloat16 or float16.
 
 import functools
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -17,17 +15,15 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scan import SCANS, distance, inputs_of, tolerance, views
+from test_scan import SCANS, distance, inputs, tolerance, views
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import build, fused, ops
+from kernels import ops
 from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan_ref
 
 EPS = torch.finfo(torch.float32).eps
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-property_test = settings(max_examples=40, deadline=None, derandomize=True)
-
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -134,7 +130,7 @@ def test_gpu_conv_of_more_than_two_to_the_31_elements():
 
 @given(T=st.integers(1, 20), W=st.integers(1, 9), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True),
        start=st.booleans())
-@property_test
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_conv_in_pieces_equals_the_whole(T, W, cuts, start):
     """conv_state carries what the next call needs, also through pieces shorter than W - 1."""
     a = conv_inputs(2, T, 5, W, state=start)
@@ -218,49 +214,35 @@ def attention_inputs(T, past, dtype=F32):
     return {name: torch.randn(2, 3, n, 8, generator=g).to(dtype) for name, n in steps.items()}
 
 
-def attention_true(q, k, v):
+def attention_true(q, k, v, window=None):
     """One query at a time."""
-    past = k.shape[2] - q.shape[2]
-    rows = []
+    past, rows = k.shape[2] - q.shape[2], []
     for t in range(q.shape[2]):
-        scores = torch.einsum("bhn,bhsn->bhs", q[:, :, t], k[:, :, :past + t + 1]) / math.sqrt(q.shape[3])
-        rows.append(torch.einsum("bhs,bhsn->bhn", scores.softmax(-1), v[:, :, :past + t + 1]))
+        seen = slice(max(0, past + t + 1 - (window or past + t + 1)), past + t + 1)
+        scores = torch.einsum("bhn,bhsn->bhs", q[:, :, t], k[:, :, seen]) / math.sqrt(q.shape[3])
+        rows.append(torch.einsum("bhs,bhsn->bhn", scores.softmax(-1), v[:, :, seen]))
     return torch.stack(rows, 2)
 
 
-@pytest.mark.parametrize("T,past", ((1, 0), (7, 0), (1, 5), (6, 3)))
-def test_attention(T, past):
-    a = attention_inputs(T, past)
-    true = graded(attention_true, double(a))
+@pytest.mark.parametrize("T,past,window", [
+    (1, 0, None), (7, 0, None), (1, 5, None), (6, 3, None), (1, 0, 1), (130, 0, 5), (200, 70, 64), (150, 9, 100),
+    (3, 90, 8)])
+def test_attention(T, past, window, monkeypatch):
+    a, seen, plain = attention_inputs(T, past), [], F.scaled_dot_product_attention
+    true = graded(attention_true, double(a), window=window)
+    monkeypatch.setattr(F, plain.__name__, lambda *a, **kw: seen.append(a[1].shape[2]) or plain(*a, **kw))
     for backend in ("", "cpu", "torch"):
-        got = graded(attention, a, backend=backend)
+        got = graded(attention, a, window=window, backend=backend)
         assert all(agree(got[n], true[n], true["y"].norm().item()) for n in true)
-    half = {n: v.to(BF16) for n, v in a.items()}
-    for backend in ("", "torch"):
-        y = attention(**half, backend=backend)
-        assert y.dtype == BF16 and (y.double() - true["y"]).norm() < 0.02 * true["y"].norm()
-    with torch.autocast("cpu", BF16):
-        assert attention(**a).dtype == attention(**a, backend="torch").dtype == BF16
+        half = attention(**{n: v.to(BF16) for n, v in a.items()}, window=window, backend=backend)
+        assert half.dtype == BF16 and (half.double() - true["y"]).norm() < 0.02 * true["y"].norm()
+        with torch.autocast("cpu", BF16):
+            assert attention(**a, window=window, backend=backend).dtype == BF16
+    if window:  # it never looks at the whole text
+        assert max(seen) < window + max(window, ops.WINDOW_QUERIES)
 
 
 # ----------------------------------------------------------------------------------------------- other people's kernels
-
-@pytest.fixture
-def library(monkeypatch):
-    """library(op, function): a stand-in for the package with that operator, which runs on the CPU."""
-    monkeypatch.setattr(fused, "GPU", "cpu")
-    monkeypatch.setattr(build, "say_once", lambda line: None)
-
-    def put(op, function):
-        _, module, name, _ = fused.LIBRARIES[op]
-        for i in range(1, module.count(".") + 2):
-            monkeypatch.setitem(sys.modules, ".".join(module.split(".")[:i]), types.ModuleType(module))
-        setattr(sys.modules[module], name, function)
-        fused.load.cache_clear()
-
-    yield put
-    fused.load.cache_clear()
-
 
 def test_fused_convolution_is_causal_conv1ds_in_its_own_layout(library):
     seen = []
@@ -292,7 +274,7 @@ def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
         return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
 
     library("selective_scan", selective_scan_fn)
-    a = inputs_of("mamba", 2, 9, 5, 3, without=("h0",))
+    a = inputs("mamba", 2, 9, 5, 3, without=("h0",))
     fast, slow = SCANS["mamba"]
     got, true = graded(fast, a, backend="fused"), graded(slow, double(a))
     assert all(agree(got[n], true[n], true["y"].norm().item()) for n in true)
@@ -568,7 +550,7 @@ def test_two_runs_agree_to_the_bit(threads):
 
 def scan_case(update):
     """The kernels and the loop of a scan, y and hT as one vector, and their arguments."""
-    a = inputs_of(update, 2, 5, 3, 2)
+    a = inputs(update, 2, 5, 3, 2)
     flat = lambda y, hT: torch.cat([y.flatten(), hT.flatten()])
     run = lambda f: lambda *v, **kw: flat(*f(**dict(zip(a, v, strict=True)), return_state=True, **kw))
     return *map(run, SCANS[update]), a

@@ -13,8 +13,7 @@ import sys
 
 import pytest
 from test_cuda import BF16, COMPILER, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
-from test_scan import failures, failures_of, inputs, inputs_of, results, source_text, with_mistake
-from test_updates import packed
+from test_scan import failures, inputs, packed, results, source_text, with_mistake
 
 from kernels import build, cuda
 from tools import ptx
@@ -65,32 +64,26 @@ def run(monkeypatch, module, segments=1):
     monkeypatch.setattr(build, "point", tell)
 
 
-@pytest.mark.parametrize("dtype,shape,B,T,D,N", [
-    (BF16, PAIRS, 1, 64, 128, 16), (BF16, PAIRS, 2, 37, 150, 13)])
-def test_agrees_with_the_loop(emitted, monkeypatch, dtype, shape, B, T, D, N):
-    run(monkeypatch, emitted("longhorn", dtype, *shape))
-    assert not failures(inputs(B, T, D, N, dtype))
-
-
-@pytest.mark.parametrize("update,T,D,N,segments", [
-    ("mamba", 35, 70, 13, 1), ("mamba without softplus", 32, 128, 16, 1),
-    ("mamba", 192, 128, 16, 3)])
-def test_other_updates_and_segments_of_T(emitted, monkeypatch, update, T, D, N, segments):
-    run(monkeypatch, emitted(update.split()[0], F32, *PAIRS), segments)
-    assert not failures_of(update, inputs_of(update, 1, T, D, N))
+@pytest.mark.parametrize("update,dtype,B,T,D,N,segments", [
+    ("longhorn", BF16, 1, 64, 128, 16, 1), ("longhorn", BF16, 2, 37, 150, 13, 1), ("mamba", F32, 1, 35, 70, 13, 1),
+    ("mamba without softplus", F32, 1, 32, 128, 16, 1), ("mamba", F32, 1, 192, 128, 16, 3)])
+def test_agrees_with_the_loop(emitted, monkeypatch, update, dtype, B, T, D, N, segments):
+    run(monkeypatch, emitted(update.split()[0], dtype, *PAIRS), segments)
+    assert not failures(update, inputs(update, B, T, D, N, dtype))
 
 
 def test_packed_sequences(emitted, monkeypatch):
     run(monkeypatch, emitted("mamba", F32, *PAIRS))
     a, cu = packed("mamba", [3, 0, 40, 32, 0], 130, 16)
-    assert not failures_of("mamba", a, cu_seqlens=cu)
+    assert not failures("mamba", a, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("kw", [dict(logit=300.0), dict(key=1e6, logit=1000.0)])
 def test_extreme_values(emitted, monkeypatch, kw):
     run(monkeypatch, emitted("longhorn", BF16, *PAIRS))
-    a = inputs(1, 40, 17, 16, BF16, **kw)
-    assert not failures(a, slack=dict.fromkeys(["y", "hT", *(f"d{n}" for n in a)], 2e-5))  # what is not finite fails
+    a = inputs("longhorn", 1, 40, 17, 16, BF16, **kw)
+    slack = dict.fromkeys(["y", "hT", *(f"d{n}" for n in a)], 2e-5)
+    assert not failures("longhorn", a, slack=slack)  # what is not finite fails
 
 
 def test_convolution(emitted, monkeypatch):
@@ -117,7 +110,7 @@ def costs(monkeypatch, module, a):
 
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
     T, D, N = 64, 128, 16
-    spent = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs(1, T, D, N, BF16))
+    spent = costs(monkeypatch, emitted("longhorn", BF16, *PAIRS), inputs("longhorn", 1, T, D, N, BF16))
     lines = source_text().splitlines()
     bytes_of = lambda all: 32 * sum(c.units for c in all) / (T * D)  # of sectors, a token and channel
     # rows written; fetched: by the forward a tile of 8 beyond T, the last again; by the backward x and dt twice, but
@@ -143,4 +136,4 @@ def test_broken_kernels_are_caught(tmp_path, monkeypatch, place):
     source = with_mistake(source_of(key[0]), place, mistake)
     run(monkeypatch, load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING)))
     with pytest.raises(RuntimeError, match=said):
-        conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else failures(inputs(1, 40, 33, 8))
+        conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else results(native_scan, inputs("longhorn", 1, 40, 33, 8))

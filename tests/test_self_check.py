@@ -7,7 +7,9 @@ both places.
 """
 
 import contextlib
+import ctypes
 import functools
+import os
 import pkgutil
 from types import SimpleNamespace
 from unittest import mock
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from test_scan import source_text, with_mistake
 
 import mixers  # noqa: F401  all families
 import model
@@ -63,8 +66,12 @@ def scan_of(change):
     return {"model.longhorn_scan": lambda f: lambda *args, **kw: f(*change(*args[:6]), *args[6:], **kw)}
 
 
-# An edit is {the name of a function, method or class: what makes its replacement of it}. "native": kernels of
-# test_updates.py that compute something else.
+# Of the kernels: the place in longhorn_scan.cu, and what is written there.
+KERNELS = {"half the step size": ("step", "if (BROKEN) { Step<V> s = longhorn_step(x, dt, bias, kk); "
+                                  "s.size = 0.5f * s.size; return s; }"),
+           "twice the gradient of the step size": ("step gradients", "if (BROKEN) de = 2.0f * de;")}
+
+# An edit is {the name of a function, method or class: what makes its replacement of it}. "native": of KERNELS.
 normed = lambda f: lambda x, *rest, **kw: f(F.rms_norm(x, x.shape[-1:]), *rest, **kw)
 half = lambda f: lambda *args, **kw: 0.5 * f(*args, **kw)
 K_HALVED = scan_of(lambda x, dt, k, *rest: (x, dt, k / 2, *rest))
@@ -154,6 +161,25 @@ def read(lm):
             parts.append(logits)
         whole = lm(x)[0]
         return torch.stack(losses).tolist(), ((torch.cat(parts, 1) - whole).norm() / whole.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def broken(builds):
+    """broken(*names): the CPU library with these edits of KERNELS switched on."""
+    text = source_text()
+    for i, (place, edit) in enumerate(KERNELS.values()):
+        text = with_mistake(text, place, edit.replace("BROKEN", f"(broken >> {i} & 1)"))
+    builds.mkdir(exist_ok=True)
+    source = builds / f"broken.{os.getpid()}.cu"
+    source.write_text('extern "C" { int broken = 0; }\n' + text)
+    with mock.patch.object(build, "_flags", lambda openmp, f=build._flags: [*f(openmp), "-O1"]):  # half of -O3's time
+        lib = build.load(build.build([source, build.CONV], builds)[0])
+    switch = ctypes.c_int.in_dll(lib, "broken")
+
+    def broken(*names):
+        switch.value = sum(1 << list(KERNELS).index(name) for name in names)
+        return lib
+    return broken
 
 
 @pytest.fixture
