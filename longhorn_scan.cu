@@ -704,7 +704,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     };
     auto arrived = [&]() {                                               // the last stage begun: for the whole warp
         copy_wait<0>();  // test: backward waits
-        __syncwarp();  // test: backward barrier
+        __syncwarp();
         stage ^= 1;
     };
     auto begin_states = [&](Four (*to)[THREADS], int t0) {

@@ -32,40 +32,6 @@ def no_search(monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
-# ----------------------------------------------------------------------------------------------------- pure functions
-
-def test_bytes_by_hand():
-    # B=2, T=64, D=8, N=4, bfloat16: a wide tensor has 2*64*8*2 = 2048 bytes, a narrow one 1024, the states of 2 chunks
-    # 4*2*2*8*4 = 512
-    moved = measure.bytes_moved(2, 64, 8, 4, 2)
-    assert moved["forward"] == 4 * 2048 + 2 * 1024  # x, dt, z in, y out; k, q
-    backward = 7 * 2048 + 4 * 1024 + 512  # x, dt, z, dy in, dx, ddt, dz out; k, q, dk, dq; states read
-    assert moved["forward_backward"] == moved["forward"] + backward + 512  # states written
-    assert measure.bytes_moved(2, 64, 8, 4, 2, extras=False)["forward"] == 3 * 2048 + 2 * 1024
-
-
-def test_comparison():
-    true = {"y": torch.ones(4, dtype=torch.float64), "dk": torch.zeros(3, dtype=torch.float64)}
-    assert all(r["right"] for r in measure.compare({"y": torch.ones(4), "dk": torch.zeros(3)}, true, 1e-6).values())
-    wrong = measure.compare({"y": torch.full((4,), 1.01), "dk": torch.full((3,), torch.nan)}, true, 1e-6)
-    assert not wrong["y"]["right"] and not wrong["dk"]["right"]
-    assert wrong["y"]["relative_error"] == pytest.approx(0.01, rel=1e-3)
-    in_bf16 = measure.compare({"y": torch.ones(4, dtype=torch.bfloat16)}, {"y": true["y"]}, 1e-6)
-    assert in_bf16["y"]["tolerance"] == 1e-6 + 2**-8
-
-
-def test_contenders_take_turns_and_ratios_are_of_medians():
-    calls = []
-    timed = {name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}
-    assert measure.in_turn(timed, {"a": 3, "b": 1, "c": 2}) == {"a": [1, 4, 6], "b": [2], "c": [3, 5]}
-    assert measure.spread([3.0, 1.0, 2.0]) == {"median_seconds": 2.0, "quartile_seconds": [1.5, 2.5],
-                                               "fastest_seconds": 1.0, "runs": 3}
-    llama, mamba = ({"name": name, "seconds": {"median_seconds": seconds}, "flops_per_token": 1e6,
-                     "tokens_per_second": 1e3 / seconds} for name, seconds in (("llama", 0.01), ("mamba", 0.015)))
-    rows = step.derive([llama, mamba, {"name": "gla", "reason": "no"}], peak=1e12)
-    assert rows[0]["mfu"] == pytest.approx(0.1) and rows[1]["times_llama"] == pytest.approx(1.5)
-
-
 # ---------------------------------------------------------------------------------------------------------- smoke runs
 
 def test_scan(tmp_path, monkeypatch):

@@ -1,12 +1,10 @@
-// Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. Two ways to run the threads of a
-// block:
-//   as fibers that hand over at every barrier and shuffle (the default: fast, and the same order each time), or
-//   as threads of the machine (-DSHIM_THREADS), so that ThreadSanitizer names a missing __syncthreads as a data race.
-// Shared memory starts as NaN either way: what is read before it was written shows in the result. Fibers of which none
-// gets any further, since some lanes never come to a barrier or shuffle, end the launch with an error; threads would
-// hang.
+// Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. The threads of a block are fibers that
+// hand over at every barrier and shuffle: fast, and the same order each time. Shared memory starts as NaN: what is read
+// before it was written shows in the result. Fibers of which none gets any further, since some lanes never come to a
+// barrier or shuffle, end the launch with an error.
 //
-// What this cannot show: speed, coalescing, and lanes of a warp that diverge between shuffles in ways of a GPU.
+// What this cannot show: speed, coalescing, lanes of a warp that diverge between shuffles in ways of a GPU, and a missing
+// barrier, which ptx_shim.h finds.
 // tests/test_cuda.py includes it before the kernels, and behind them cuda_driver_shim.h, the driver's functions.
 
 #pragma once
@@ -20,10 +18,6 @@
 #include <deque>
 #include <memory>
 #include <vector>
-#ifdef SHIM_THREADS                                    // the slowest headers to compile
-#include <barrier>
-#include <thread>
-#endif
 
 #define __global__
 #define __device__
@@ -34,15 +28,6 @@ struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z 
 
 inline char shim_words[256];                           // why the launch ended early, as it does for a fiber that traps
 
-#ifdef SHIM_THREADS
-inline thread_local dim3 threadIdx, blockIdx;
-inline void shim_leave() { fprintf(stderr, "%s\n", shim_words); abort(); }
-struct ShimBarrier {
-    std::barrier<> barrier;
-    ShimBarrier(unsigned n) : barrier(n) {}
-    void wait() { barrier.arrive_and_wait(); }
-};
-#else
 inline dim3 threadIdx, blockIdx;
 inline ucontext_t shim_scheduler, *shim_fiber;
 inline unsigned long shim_steps;                       // arrivals at barriers and ends of fibers
@@ -62,7 +47,6 @@ struct ShimBarrier {
         while (round == mine) shim_yield();
     }
 };
-#endif
 
 inline void shim_trap(const char *format, ...) {
     va_list values;
@@ -144,11 +128,6 @@ inline float minimum(float v, float high) { return v > high ? high : v; }
 #define SHARED_MEMORY shim_block->shared.data()
 
 template <class Body> void shim_run_block(unsigned threads, Body body) {
-#ifdef SHIM_THREADS
-    std::vector<std::thread> lanes;
-    for (unsigned t = 0; t < threads; t++) lanes.emplace_back([=] { body(t); });
-    for (auto &lane : lanes) lane.join();
-#else
     static Body *current;
     static unsigned running;
     static bool done;
@@ -179,7 +158,6 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
             return;
         }
     }
-#endif
 }
 
 template <class Kernel, class... Args> void shim_launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes,
