@@ -296,7 +296,7 @@ CALLS = {  # operator: a call of it that takes `backend`
     "selective_scan": lambda **kw: selective_scan(*scan_inputs()[:2], -torch.ones(3, 2), *scan_inputs()[2:],
                                                   delta_softplus=True, **kw),
     "causal_conv1d": lambda **kw: ops.causal_conv1d(scan_inputs()[0], torch.ones(3, 4) / 7, **kw),
-    "rms_norm": lambda **kw: ops.rms_norm(heads()[0].flatten(1), torch.ones(560), **kw),
+    "rms_norm": lambda **kw: ops.rms_norm(heads()[0].mT, torch.ones(70), **kw),
     "linear_cross_entropy": lambda **kw: ops.linear_cross_entropy(heads()[0], torch.eye(4),
                                                                   torch.zeros(1, 2, 70).long(), **kw),
     "attention": lambda **kw: ops.attention(*heads(), **kw),
