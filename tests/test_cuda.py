@@ -86,7 +86,8 @@ def use(monkeypatch, module, segments=1):
             self.launch(function, None)
 
     monkeypatch.setattr(build, "Kernels", ShimKernels)
-    monkeypatch.setattr(build, "kept_states", lambda x, N: -(-N // 4) * 4)
+    kept_states = build.kept_states
+    monkeypatch.setattr(build, "kept_states", lambda x, N: kept_states(mock.Mock(is_cuda=True), N))
 
 
 PAIRS = (8, 2)  # P, L: what a GPU runs at N = 16
@@ -180,7 +181,7 @@ SEGMENTS = ("segment_state_kernel", "combine_kernel", WHOLE[0], "segment_grad_ke
 @pytest.mark.parametrize("segments,T,D,N,without,odd,expected", [
     (1, 64, 128, 16, (), None, WHOLE), (1, 63, 64, 16, (), None, PLAIN), (1, 64, 63, 16, (), None, PLAIN),
     (1, 64, 64, 15, (), None, PLAIN), (1, 64, 64, 16, ("z",), None, PLAIN), (2, 64, 64, 16, (), None, SEGMENTS),
-    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "z", "k"))])  # rows that cannot be fetched in pieces
+    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "dt", "z", "k", "q"))])  # rows not to be fetched in pieces
 def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, shim, segments, T, D, N, without, odd,
                                                                   expected):
     names, a = launched(shim("longhorn", F32, *PAIRS), segments), inputs("longhorn", 1, T, D, N, without=without)
@@ -369,6 +370,17 @@ def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypat
     monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=RuntimeError("no image")))
     with pytest.raises(OSError, match="nvcc cubin sm_86: no image; nvrtc cubin sm_86: no image$"):
         build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_86", 0)
+    assert tried[-1] == ("nvrtc", "ptx", "compute_80")
+
+
+def test_of_several_nvrtcs_pytorchs_own_version_is_taken(monkeypatch):
+    """A driver that is as old as PyTorch's CUDA may not load what a newer one compiles."""
+    monkeypatch.setattr(cuda.glob, "glob", lambda pattern: ["libnvrtc.so.13.8", "libnvrtc.so.12.8"])
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: mock.Mock(path=path))
+    monkeypatch.setattr(cuda, "nvrtc_version", lambda library: library.path[-4:])
+    for own, taken in (("12.8", "libnvrtc.so.12.8"), ("13.8", "libnvrtc.so.13.8"), ("11.0", "libnvrtc.so.12.8")):
+        monkeypatch.setattr(torch.version, "cuda", own)
+        assert cuda.nvrtc.__wrapped__().path == taken
 
 
 def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):

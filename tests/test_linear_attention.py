@@ -372,7 +372,8 @@ def calls(library):
 
     def by_loop(loop):
         def function(q, k, v, scale, initial_state, output_final_state, **rest):
-            calls.append({"dtypes": {x.dtype for x in (q, k, v)}, "state": initial_state, **rest})
+            dtypes = {x.dtype for x in (q, k, v, rest.get("beta", v))}
+            calls.append({"dtypes": dtypes, "state": initial_state, **rest})
             assert scale == 1.0 and output_final_state and q.shape == k.shape and q.shape[:3] == v.shape[:3]
             return loop(q, k, v, *rest.values(), state=initial_state)
         return function
@@ -384,8 +385,9 @@ def calls(library):
 
     loops = {"gated_linear_attention": la.gated_linear_attention_ref, "retention": la.retention_ref,
              **dict.fromkeys(DELTA, la.delta_rule_ref)}
-    for op, function in {op: by_loop(loop) for op, loop in loops.items()} | {"mesa": chunk_mesa_net}.items():
-        library(op, function)
+    for op, loop in loops.items():
+        library(op, by_loop(loop))
+    library("mesa", chunk_mesa_net)
     return calls
 
 

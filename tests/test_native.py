@@ -81,11 +81,14 @@ def test_a_cached_library_that_was_cut_short_or_zeroed_is_built_again(source, tm
         path = again
 
 
-@pytest.mark.parametrize("change", ("source", "flags", "cpu", "compiler"))
+@pytest.mark.parametrize("change", ("source", "header", "flags", "cpu", "compiler"))
 def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, tmp_path, monkeypatch):
     first, _ = build.build([source], tmp_path)
     if change == "source":
         source.write_text(TINY_SOURCE % 2)
+    elif change == "header":  # which the sources include
+        monkeypatch.setattr(build, "HEADER", tmp_path / "lanes.h")
+        build.HEADER.write_text("// edited")
     elif change == "flags":
         flags = build._flags
         monkeypatch.setattr(build, "_flags", lambda openmp: [*flags(openmp), "-O0"])
@@ -273,7 +276,8 @@ REFUSED = [  # operator, backend, device, dtype, words
     ("wkv4", "fused", "cuda", F32, "no library has RWKV-4's wkv: leave backend empty"),
     ("selective_scan", "fused", "cpu", F32, "the tensors are on cpu: leave backend empty"),
     ("attention", "fused", "cuda", F32, "flash-attn takes bfloat16, float16, got float32"),
-    ("delta_rule", "fused", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32"),
+    *((op, "fused", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32")
+      for op in ("delta_rule", "gated_delta_rule", "kda", "mesa")),
     ("causal_conv1d", "fused", "cuda", torch.float64, "causal-conv1d takes float32, bfloat16, float16, got float64")]
 
 

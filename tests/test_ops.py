@@ -151,11 +151,12 @@ def test_conv_in_pieces_equals_the_whole(T, W, cuts, start):
 @pytest.mark.parametrize("f", (causal_conv1d, rms_norm))
 def test_views_equal_contiguous_to_the_bit(f, dtype):
     a = conv_inputs(2, 20, 17, 4, dtype) if f is causal_conv1d else norm_inputs((6, 8, 17), dtype)
-    want = graded(f, a)
-    for name in ("x", "state") if "state" in a else ("x",):
-        for view in views(a[name]):
-            got = graded(f, {**a, name: view})
-            assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+    for kw in ({"reverse": True}, {}) if f is causal_conv1d else ({},):
+        want = graded(f, a, **kw)
+        for n in {"x", "state"} & a.keys():
+            for view in views(a[n]):
+                got = graded(f, {**a, n: view}, **kw)
+                assert not view.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
     x = a["x"]
     one = x[:, :1].expand(x.shape)
     want, got = graded(f, {**a, "x": one.contiguous()}), graded(f, {**a, "x": one})
@@ -170,6 +171,20 @@ def test_views_equal_contiguous_to_the_bit(f, dtype):
 def test_extreme_values_stay_finite(scale):
     for f, a in ((causal_conv1d, conv_inputs(1, 10, 17, 4)), (rms_norm, norm_inputs((4, 17)))):
         assert all(v.isfinite().all() for v in graded(f, {**a, "x": a["x"] * scale}).values())
+
+
+def test_every_number_is_rounded_right():
+    """Element by element, where norms show the typical error: bfloat16 to nearest even, NaN stays NaN, exponentials to
+    a few units however small."""
+    x = torch.arange(0x3F80, 0x4000, dtype=torch.int16).view(BF16).view(1, -1, 1)  # all of [1, 2)
+    for factor in (1.5, 1.25, 1.0078125):
+        y = causal_conv1d(x, torch.full((1, 1), factor), silu=False)
+        assert torch.equal(y, (x.float() * factor).to(BF16))
+    nan = torch.tensor([-1], dtype=torch.int32).view(F32).view(1, 1)  # all bits set: rounding it up overflows
+    assert causal_conv1d(x, nan, silu=False).isnan().all()
+    x = torch.linspace(-80, 80, 4001).view(1, -1, 1)
+    y, true = causal_conv1d(x, torch.ones(1, 1)).double(), F.silu(x.double())
+    assert ((y - true).abs() <= 8 * EPS * true.abs()).all()
 
 
 # -------------------------------------------------------------------------------------------------------------- RMSNorm
@@ -281,6 +296,8 @@ def test_fused_scan_is_mamba_ssms_in_its_own_layout(library):
     assert seen == [[(2, 5, 9), (2, 3, 9), False]]
     for more in (dict(h0=torch.ones(2, 5, 3)), dict(return_state=True)):
         assert all(map(torch.equal, *(fast(**a, **more, backend=backend) for backend in ("fused", ""))))
+    with ops.documents(torch.arange(9).expand(2, 9) == 4):
+        assert torch.equal(*(fast(**a, backend=backend) for backend in ("fused", "")))
     with pytest.raises(RuntimeError, match="backend 'fused' cannot run here: mamba-ssm takes float32, bfloat16"):
         fast(**double(a), backend="fused")
     assert len(seen) == 1
@@ -515,6 +532,20 @@ def test_opcheck():
                           (torch.randn(4, 6), x.detach(), weight.detach(), 1e-5, F32, torch.rand(4)))
 
 
+def test_modes_see_the_operators():
+    """Which trace, count or choose what to recompute: so they go through the dispatcher, forward and backward."""
+    seen = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            seen.append(str(f))
+            return f(*args, **(kwargs or {}))
+
+    with Names():
+        graded(causal_conv1d, conv_inputs(1, 5, 3, 3))
+    assert {"longhorn.causal_conv1d.default", "longhorn.causal_conv1d_backward.default"} <= set(seen)
+
+
 def test_compiles_as_one_graph():
     """aot_eager, as in test_scan.py: all of torch.compile but the minute of code generation."""
     def f(x, weight, bias, state, scale):
@@ -538,6 +569,9 @@ def test_autocast_rounds_x_or_the_result_and_no_parameter(f, a):
     else:
         true = graded(norm_true, double(a))
         assert all(agree(got[n], true[n]) for n in true)
+    with torch.autocast("cpu", F16):
+        y = f(**a)
+    assert y.dtype == F16 and (y.double() - f(**double(a))).norm() < 4 * torch.finfo(F16).eps * y.double().norm()
 
 
 def test_two_runs_agree_to_the_bit(threads):

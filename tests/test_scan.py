@@ -15,6 +15,7 @@ formulas written otherwise in test_model.py, test_export.py and experiments/onli
 import ctypes
 import functools
 import inspect
+import itertools
 import math
 import re
 
@@ -329,14 +330,15 @@ def test_packed_sequences_are_separate_sequences(update, lengths):
                                           *((update, 3, 33, 16) for update in OTHERS)])
 def test_two_runs_agree_to_the_bit(update, B, D, N, threads):
     a, runs = inputs(update, B, 100, D, N), []
-    for number in (1, 1, 2, 2, 2):
+    for number in (1, 1, 2, 2, 2, 5):  # of five each has a group of channels or none
         threads(number)
         runs.append(results(SCANS[update][0], a))
     for i, j in ((0, 1), (2, 3), (2, 4)):
         assert all(torch.equal(runs[i][n], runs[j][n]) for n in runs[i])
     # between thread counts only dk and dq may differ, by the order in which splits of the channels are added
-    assert {n for n in runs[0] if not torch.equal(runs[0][n], runs[2][n])} <= {"dk", "dq"}
-    assert all(distance(runs[0][n], runs[2][n].double()) <= 4 * EPS for n in ("dk", "dq"))
+    for other in (runs[2], runs[5]):
+        assert {n for n in other if not torch.equal(runs[0][n], other[n])} <= {"dk", "dq"}
+        assert all(distance(runs[0][n], other[n].double()) <= 4 * EPS for n in ("dk", "dq"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- views
@@ -358,11 +360,12 @@ def views(v):
     *((update, F32, 33, 16) for update in OTHERS)])
 def test_views_equal_contiguous_to_the_bit(update, dtype, D, N):
     f, a = SCANS[update][0], inputs(update, 2, 35, D, N, dtype=dtype)
-    want = results(f, a)
-    for name in ("x", "dt", "k", "q", "z", "h0"):
-        for i, view in enumerate(views(a[name])):
+    for reverse in (False, True):
+        want = results(f, a, reverse=reverse)
+        for name, i in itertools.product((*ROWS, "h0"), range(6)):
+            view = list(views(a[name]))[i]
             assert torch.equal(view, a[name]) and not view.is_contiguous()
-            got = results(f, {**a, name: view})
+            got = results(f, {**a, name: view}, reverse=reverse)
             assert all(torch.equal(got[n], want[n]) for n in want), (name, i)
 
 

@@ -125,11 +125,19 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "decay of GLA's chunks": (
         "gla", {"kernels.linear_attention._gla": lambda f: lambda q, k, v, g, state: f(q, k, v, 2 * g, state)},
         ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
-    "beta of DeltaNet's chunks": (
+    "a little of beta in DeltaNet's chunks": (
         "deltanet",
-        {"kernels.linear_attention._delta_rule": lambda f: lambda q, k, v, b, *rest: f(q, k, v, 0.9 * b, *rest)},
+        {"kernels.linear_attention._delta_rule": lambda f: lambda q, k, v, b, *rest: f(q, k, v, 0.997 * b, *rest)},
         ("linear_attention.py: _delta_rule", "linear_attention.py: delta_rule_ref")),
     "x normed for the convolution, not for its state": ("longhorn", {"model.causal_conv1d": normed}, BLOCK),
+    "an operator of a hybrid's second family": (
+        HYBRID, {"kernels.ops._softmax_attention": half}, ("ops.py: attention", "ops.py: _softmax_attention")),
+    "the keys of a window": ("swa", {"kernels.ops._windowed": lambda f: lambda q, k, v, window, i: f(
+        q, k, v, window - 1, i)}, ("ops.py: attention", "ops.py: _softmax_attention")),
+    "what is not a number": ("longhorn", {"kernels.scan._step_size": lambda f: lambda *args: float("nan") * f(*args)},
+                             SCANS),
+    "the gradient through a state": ("longhorn", {"model.longhorn_scan": lambda f: lambda *args, **kw: f(
+        *args[:7], None if args[7] is None else args[7].detach(), **kw)}, BLOCK),
     "with a state only": ("mamba", {"model.Mamba.scan": lambda f: lambda self, x, dt, k, q, z, h0: f(
         self, x, dt, k, q, z if h0 is None else 0.9 * z, h0)}, BLOCK),
     "in single steps only": ("gla", {"model.gated_linear_attention": lambda f: lambda q, k, *rest, **kw: f(
@@ -252,12 +260,14 @@ def test_unedited_all_agrees(pattern, backend):
     torch.manual_seed(0)
     lm = LM(ModelConfig(pattern=pattern, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend))
     weights, random = [p.clone() for p in lm.parameters()], torch.get_rng_state()
-    line = self_check(lm)
+    torch.set_float32_matmul_precision("high")
+    line, precision = self_check(lm), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     assert line.startswith("self-check: ") and "whole sequences and states agree to " in line and "\n" not in line
     assert ("plain operators" in line) == (backend != "torch")
     assert float(line.split("agree to ")[1].split()[0]) < 1e-5
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), weights, strict=True))
-    assert torch.equal(torch.get_rng_state(), random) and lm.training
+    assert torch.equal(torch.get_rng_state(), random) and lm.training and precision == "high"
 
 
 def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
