@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,11 @@ def test_the_claim_is_as_the_table_says_and_a_millionth_is_seen(name):
     if name == "GLA, as printed":
         other_sign = replace(row, update=lambda S, k, x, p: S * p.alpha - torch.outer(x, k))
         assert ol.check(other_sign, DRAWS, seed=1)["minimises"]
+
+
+def test_an_update_that_is_wrong_for_long_keys_alone_does_not_pass():
+    update = lambda S, k, x, p: ol.longhorn_exact(S, k, x, p) * (1 + (k.norm() > 5))
+    assert not ol.check(replace(ROW["Longhorn, Eq. 6"], update=update), 24, seed=1)["minimises"]
 
 
 def test_where_eq7_is_the_minimiser():
@@ -120,6 +126,10 @@ def test_a_changed_mixer_is_seen(monkeypatch):
     monkeypatch.setattr(model.Longhorn, "scan", lambda self, x, dt, k, q, z, h0: (x, h0))  # no longer the scan
     with pytest.raises(RuntimeError, match="longhorn_scan 0 times"):
         ol.mixer_off("longhorn", ol.longhorn)
+    monkeypatch.setattr(mixers.DeltaNet, "mix", lambda self, x, q, k, v, S: [
+        mixers.delta_rule(q, k, v, self.eps(x, k), S) for _ in range(2)][0])
+    with pytest.raises(RuntimeError, match="delta_rule 2 times"):
+        ol.mixer_off("deltanet", ol.deltanet)
 
 
 def test_orthogonal_keys_are_recalled_whole_and_random_ones_as_theory_says():
@@ -171,6 +181,21 @@ def test_what_the_diagonal_costs():
     missed = lambda N, c: ol.diagonal_cost(N, c, 1 / 3, 1, 0)["missed"]
     assert abs(missed(1, 0.5)) < 1e-12
     assert 0 < missed(16, 0.0) < missed(16, 0.75) < 1 and missed(4, 0.75) < missed(16, 0.75)
+
+
+def test_the_record_in_results_is_what_this_code_gives():
+    """A part of it; ordinary rounding apart."""
+    record = json.loads((ol.ROOT / "results" / "online_learning.json").read_text())
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9)
+    names = [r["name"] for r in record["recall"]["correlated"]]
+    row, = ol.recall_rows([replace(ROW["RetNet"], tune=ROW["RetNet"].tune[:2])], 0.5, record["streams"], record["seed"])
+    want = record["recall"]["correlated"][names.index("RetNet")]
+    close(row["start"], want["start"])
+    close(row["start_quartiles"], want["start_quartiles"])
+    for entry in record["diagonal"]:
+        if entry["N"] == 4 and entry["correlation"] in (0, 0.5):
+            cost = ol.diagonal_cost(4, entry["correlation"], entry["writes"], 4, record["seed"])
+            close(cost["missed"], entry["missed"])
 
 
 FILE = """
