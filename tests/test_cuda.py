@@ -206,14 +206,14 @@ def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, 
         assert names[1] == expected[1]
 
 
-def test_two_runs_agree_to_the_bit_and_views_with_contiguous(shim, monkeypatch):
+def test_views_equal_contiguous_to_the_bit(shim, monkeypatch):
     use(monkeypatch, shim("longhorn", F32, 4, 4))
     a = inputs("longhorn", 2, 40, 33, 16)
     views = dict(a)
     views["x"], views["z"] = torch.cat([a["x"], a["z"]], -1).chunk(2, -1)
     views["k"], views["q"] = torch.cat([a["k"], a["q"]], -1).split([16, 16], -1)
-    first, again, viewed = (results(native_scan, v) for v in (a, a, views))
-    assert all(torch.equal(first[n], again[n]) and torch.equal(first[n], viewed[n]) for n in first)
+    first, viewed = (results(native_scan, v) for v in (a, views))
+    assert all(torch.equal(first[n], viewed[n]) for n in first)
 
 
 @pytest.mark.parametrize("place", ("forward waits", "backward waits"))

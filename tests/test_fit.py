@@ -138,6 +138,9 @@ def test_too_few_runs_for_an_interval():
 
 # ------------------------------------------------------------------------------------------------ what cannot be fitted
 
+SIZES = np.geomspace(1e6, 1e9, 12)
+
+
 @pytest.mark.parametrize("N,D,L,words", [
     ([], [], [], "0 usable runs with 0 value"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D and L have 2, 2, 1 values"),
     ([1e6, -1], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = -1 is not a positive number"),
@@ -147,18 +150,13 @@ def test_too_few_runs_for_an_interval():
     ([1e6] * 6, [1e9] * 6, [3.0] * 6, "1 value of N and 1 value of D"),
     ([1e6, 1e7] * 2, [1e8, 1e8, 1e9, 1e9], [4, 3, 3.5, 2.5], "2 values of N and 2 values of D"),
     ([1e6, 1e7, 1e8, 1e9], [1e8, 1e11, 1e9, 1e10], [4, 3, 3, 2], "4 distinct .* fewer than the 5 constants"),
-    ([1e6] * 2 + [1e7], [1e8, 1e9, 1e10], [4, 3, 2], "3 distinct .* fewer than the 4 constants")])
+    ([1e6] * 2 + [1e7], [1e8, 1e9, 1e10], [4, 3, 2], "3 distinct .* fewer than the 4 constants"),
+    *((SIZES, D, law(SIZES, D), "correlated.*more than one budget") for D in (  # each size at one budget
+        20 * SIZES, 1e18 / SIZES, 20 * SIZES * np.exp(0.01 * np.random.default_rng(0).standard_normal(12))))])
 def test_hopeless_input_is_one_line(N, D, L, words):
     with pytest.raises(CannotFit, match=words) as error:
         fit_loss(N, D, L)
     assert "\n" not in str(error.value)
-
-
-def test_each_size_at_one_budget_cannot_be_fitted():
-    N = np.geomspace(1e6, 1e9, 12)
-    for D in (20 * N, 1e18 / N, 20 * N * np.exp(0.01 * np.random.default_rng(0).standard_normal(12))):
-        with pytest.raises(CannotFit, match="correlated.*more than one budget"):
-            fit_loss(N, D, law(N, D))
 
 
 def test_a_size_and_a_count_that_meet_only_each_other():

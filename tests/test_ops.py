@@ -214,13 +214,6 @@ def test_rms_norm(D, dtype):
     assert norm_agrees(norm_inputs((4, D), dtype), eps=0.5) is True
 
 
-def test_rms_norm_of_float16_is_pytorchs():
-    """It rounds the weight and its gradient as well, hence a tolerance of two units for everything."""
-    a = norm_inputs((50, 33), F16)
-    got, true = graded(rms_norm, a), graded(norm_true, double(a))
-    assert all((got[n].double() - true[n]).norm() <= 2 * torch.finfo(F16).eps * true[n].norm() for n in true)
-
-
 # ------------------------------------------------------------------------------------------------------------ attention
 
 def attention_inputs(T, past, dtype=F32):
@@ -625,8 +618,3 @@ def test_second_derivative_is_refused():
             torch.autograd.grad(g.sum(), a["x"])
         (g,) = torch.autograd.grad(f(**a, backend="torch").square().sum(), a["x"], create_graph=True)
         assert torch.autograd.grad(g.sum(), a["x"])[0].norm() > 0
-
-
-def test_meta_tensors_have_shapes():
-    meta = {n: v.to("meta") for n, v in conv_inputs(1, 5, 3, 4).items()}
-    assert causal_conv1d(**meta).shape == (1, 5, 3) and rms_norm(meta["x"], meta["weight"][:, 0]).shape == (1, 5, 3)
