@@ -160,20 +160,6 @@ def kept_bytes(forward):
     return kept
 
 
-def state_bytes(state):
-    """(bytes of the numbers in a nested state, bytes of the storages that they keep alive)."""
-    state_tensors = tensors(state)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors}
-    return sum(t.numel() * t.element_size() for t in state_tensors), sum(storages.values())
-
-
-def tensors(state):
-    """All tensors of a nested state, in order."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    return [t for part in state or () for t in tensors(part)]
-
-
 class Peak:
     """Peak memory since this object was made, above what was in use then: allocated on a GPU, resident on a CPU."""
 
