@@ -938,7 +938,7 @@ def with_method(name):
     *(({name: value}, f"{name} {value} must be .*") for name, value in (
         ("n_embd", 0), ("n_layer", -1), ("vocab_size", 0), ("d_state", 0), ("d_conv", 0), ("dt_rank", -1))),
     ({"model": "llama", "n_head": 0}, "n_head 0 .*"),
-    ({"model": "llama", "n_head": 3}, "n_embd 32 is no multiple of n_head 3 times 2: .* that divides 16"),
+    ({"model": "llama", "n_head": 3}, "n_embd 32 is not a multiple of n_head 3 times 2: .* that divides 16"),
     ({"model": "llama", "n_head": 32}, "n_embd 32 .*n_head 32.*"),  # one channel per head has no pair to rotate
     ({"model": "gla", "n_head": 3}, "n_embd 32 .*n_head 3 .*divides 16"),
     ({"model": "retnet", "n_head": 32}, "n_embd 32 .*n_head 32 .*divides 16"),
@@ -970,7 +970,7 @@ def test_what_no_sequence_can_be_is_refused_in_a_line(family):
         sample.generate(lm, idx, -1)
     assert torch.equal(sample.generate(lm, idx, 0), idx)
     for state in (lm.initial_state(3), lm.initial_state(1), lm.initial_state(2)[1:]):
-        with pytest.raises(ValueError, match=r"^state is not one of 1 layers for a batch of 2: [^\n]*$"):
+        with pytest.raises(ValueError, match=r"^state does not fit 1 layers and a batch of 2: [^\n]*$"):
             lm(idx, state=state)
 
 

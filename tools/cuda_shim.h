@@ -1,11 +1,10 @@
-// Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. The threads of a block are fibers that
-// hand over at every barrier and shuffle: fast, and the same order each time. Shared memory starts as NaN: what is read
-// before it was written shows in the result. Fibers of which none gets any further, since some lanes never come to a
-// barrier or shuffle, end the launch with an error.
+// Runs the CUDA kernels of longhorn_scan.cu on a CPU, one block after another. A block's threads are fibers that switch
+// at every barrier and shuffle: fast, and always in the same order. Shared memory starts as NaN, so that reads before
+// writes show in the result. If some lanes never reach a barrier or shuffle, the launch ends with an error.
 //
-// What this cannot show: speed, coalescing, lanes of a warp that diverge between shuffles in ways of a GPU, and a missing
-// barrier, which ptx_shim.h finds.
-// tests/test_cuda.py includes it before the kernels, and behind them cuda_driver_shim.h, the driver's functions.
+// This cannot show speed, coalescing, GPU-specific divergence of a warp's lanes between shuffles, or a missing barrier,
+// which ptx_shim.h finds.
+// tests/test_cuda.py includes it before the kernels, and cuda_driver_shim.h, the driver's functions, after them.
 
 #pragma once
 #include <math.h>
@@ -26,7 +25,7 @@
 
 struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
 
-inline char shim_words[256];                           // why the launch ended early, as it does for a fiber that traps
+inline char shim_words[256];                           // the reason why the launch ended early, for example a trap
 
 inline dim3 threadIdx, blockIdx;
 inline ucontext_t shim_scheduler, *shim_fiber;
@@ -62,7 +61,7 @@ struct ShimBlock {
     struct Copies { std::vector<Copy> open; std::deque<std::vector<Copy>> groups; };
     ShimBarrier barrier;
     std::vector<std::unique_ptr<Warp>> warps;
-    std::vector<Copies> copies;                        // a thread's, begun and not awaited
+    std::vector<Copies> copies;                        // per thread, started and not awaited
     std::vector<float> shared;
     ShimBlock(unsigned threads, size_t bytes) : barrier(threads), copies(threads), shared((bytes + 3) / 4 + 4) {
         for (unsigned w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());
@@ -74,8 +73,7 @@ inline ShimBlock *shim_block;
 inline void __syncthreads() { shim_block->barrier.wait(); }
 inline void __syncwarp() { shim_block->warps[threadIdx.x / 32]->barrier.wait(); }
 
-// Asynchronous copies happen when they are awaited and not before, so that what is read too early is NaN, or what was
-// there.
+// Asynchronous copies happen only when they are awaited, so that reading too early gives NaN or old values.
 template <int BYTES> void copy_begin(void *shared, const void *global) {
     if ((uintptr_t)shared % BYTES || (uintptr_t)global % BYTES)
         shim_trap("a copy of %d bytes from %p to %p: not aligned", BYTES, global, shared);
@@ -132,7 +130,7 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
     static unsigned running;
     static bool done;
     const size_t stack = 1 << 18;
-    static std::vector<char> stacks;                   // zeroed once: 32 MB per block would be most of the time
+    static std::vector<char> stacks;                   // zeroed once: 32 MB per block would take most of the time
     stacks.resize(threads * stack);
     std::vector<ucontext_t> fibers(threads);
     std::vector<bool> finished(threads, false);
