@@ -23,7 +23,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -31,6 +30,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_sample import refused, run_program
 
 import configurator
 import model
@@ -79,19 +79,13 @@ def no_picture(folder):
 
 def run(argv, LM=LM, draw_loss=no_picture, err=None, program="train.py"):
     """`python train.py ARGV` in this process: its exit code, out, err. `LM` stands in for the model's class."""
-    out, err, code = io.StringIO(), err or io.StringIO(), 0
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with (mock.patch.object(sys, "argv", [program, *argv]), mock.patch.object(model, "LM", LM),
-              mock.patch("runtime.telemetry.draw_loss", draw_loss), contextlib.redirect_stdout(out),
-              contextlib.redirect_stderr(err)):
-            runpy.run_path(str(ROOT / program), run_name="__main__")
-    except SystemExit as stop:
-        code = stop.code or 0
+        with mock.patch.object(model, "LM", LM), mock.patch("runtime.telemetry.draw_loss", draw_loss):
+            return run_program(partial(runpy.run_path, str(ROOT / program), run_name="__main__"), *argv, err=err)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 def succeed(argv, LM=LM, **how):
@@ -102,12 +96,7 @@ def succeed(argv, LM=LM, **how):
 
 def refuse(argv, *words, LM=LM, **how):
     """The run ends with exit code 2 and one line that holds all the words; returns the line."""
-    result = run(argv, LM, **how)
-    lines = [line for line in result.err.splitlines() if not line.startswith(("scan:", "native kernels:"))]
-    assert result.code == 2 and len(lines) == 1, f"exit code {result.code}: {result.err}"
-    for word in words:
-        assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
-    return lines[0]
+    return refused(run(argv, LM, **how), *words, quiet=False)
 
 
 def record(out, name="result"):
