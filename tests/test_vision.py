@@ -361,7 +361,8 @@ def test_sweep_and_its_report(tmp_path):
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
     sweep_of_images.runner.write_plan(tmp_path, cells)
-    with mock.patch("experiments.vision.wrong_images.draw"):
+    no_git = mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
+    with mock.patch("experiments.vision.wrong_images.draw"), no_git:
         for c in (cells[5], cells[4]):  # ViL's second seed, ViT's first
             succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])
     assert sweep_of_images.main(["report", str(tmp_path)]) == 0
