@@ -10,6 +10,7 @@ of a second and not three. The fork runs train.py as `__main__`; torchrun's work
 """
 
 import contextlib
+import datetime
 import functools
 import gc
 import os
@@ -30,6 +31,7 @@ import numpy as np
 import pytest
 import test_train
 import torch
+import torch.distributed as dist
 from test_train import LONG, arguments, assert_same_run, events, log_lines, losses, record, saved
 
 import configurator
@@ -60,7 +62,7 @@ def child(argv, env, output, patches):
     with open(output, "ab") as f:
         os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
     if "hold" in patches:
-        Holding(output.parent, patches["hold"], patches.get("folder"))
+        Holding(output.parent, patches["hold"], patches.get("folder"), patches.get("patience"))
     if "memory" in patches:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + patches["memory"],) * 2)
@@ -84,11 +86,13 @@ class Holding:
         open     at the n-th opening of a file in `folder`
 
     At place i a file held-i-RANK appears in `gates`, and go-i lets go. A process that starts when go-0 is there already
-    waits at place 1, and so on: a run that was killed is held at the next place after its restart.
+    waits at place 1, and so on: a run that was killed is held at the next place after its restart. `patience`: seconds
+    that a process waits for the others from then on; before, a busy machine may take longer.
     """
 
-    def __init__(self, gates, places, folder=None):
+    def __init__(self, gates, places, folder=None, patience=None):
         self.gates, self.places, self.counts = gates, places, dict.fromkeys(("step", "write", "open"), 0)
+        self.patience = patience and datetime.timedelta(seconds=patience)
         self.next = sum((gates / f"go-{i}").exists() for i in range(len(places)))
         clip_grad_norm_, crc32 = torch.nn.utils.clip_grad_norm_, zlib.crc32
 
@@ -117,6 +121,8 @@ class Holding:
             (self.gates / f"held-{self.next - 1}-{os.environ.get('RANK', 0)}").touch()
             while not go.exists():
                 time.sleep(0.002)
+            if self.patience:
+                dist.distributed_c10d._set_pg_timeout(self.patience, dist.group.WORLD)
 
 
 def reserve_port():
@@ -295,7 +301,7 @@ def holding(rank):
     """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects
     unasked, and a destroy_process_group that says how much of DistributedDataParallel there still is."""
     gc.disable()
-    destroy = torch.distributed.destroy_process_group
+    destroy = dist.destroy_process_group
 
     def draw_loss(folder):
         try:
@@ -308,7 +314,7 @@ def holding(rank):
         print(f"\nholding: {left}", flush=True)
         destroy()
 
-    telemetry.draw_loss, torch.distributed.destroy_process_group = draw_loss, last
+    telemetry.draw_loss, dist.destroy_process_group = draw_loss, last
     return LM
 
 
@@ -318,12 +324,14 @@ def test_the_group_is_left_when_nothing_else_holds_it(launch, data, out):
 
 
 def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, data, out):
-    """Only the last rank is told to stop: all stop after the same step, and the first says so."""
+    """Only the last rank is told to stop, by two signals, as Slurm does: all stop after the same step, and the first
+    says so."""
     for world, steps in ((2, STEPS // 3), (1, STEPS // 3), (4, None)) if CHAOS else ((2, STEPS // 3), (1, None)):
         r = launch([*arguments(data, out, RUN, micro_batch_size=4 // world), "--resume=auto"], world,
                    hold=[("step", steps)])
         if steps:
             assert r.held()
+            r.send(signal.SIGUSR1, world - 1)
             r.send(signal.SIGTERM, world - 1)
             r.go()
             r.succeed()
@@ -336,16 +344,15 @@ def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, d
     assert worst < 1e-3, worst  # other batches differ by 0.1 and more
 
 
-@pytest.mark.parametrize("stopped", [1, 0] if CHAOS else [1])
+@pytest.mark.parametrize("stopped", [1, 0])  # 0 holds the list of who is alive
 def test_a_process_that_hangs_is_named(launch, data, out, stopped):
-    argv = arguments(data, out, RUN, micro_batch_size=2, eval_interval=0, timeout_minutes=0.06)
-    r = launch(argv, 2, hold=[("step", 10)])
+    r = launch(arguments(data, out, RUN, micro_batch_size=2, eval_interval=0), 2, hold=[("step", 10)], patience=1)
     assert r.held()
     r.send(signal.SIGSTOP, stopped)
-    began = time.time()
     r.go()
-    r.ranks[1 - stopped].join(120)
-    assert r.ranks[1 - stopped].exitcode == distributed.EXIT_RETRYABLE and 3 < time.time() - began < 100
+    other = r.ranks[1 - stopped]
+    other.join(120)
+    assert other.exitcode == distributed.EXIT_RETRYABLE, r.said(1 - stopped)
     line = r.said(1 - stopped).splitlines()[-1]
     assert f"rank {1 - stopped} on " in line and f"no answer from rank {stopped}" in line and "Timed out" in line, line
 
@@ -456,7 +463,7 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
 
 
 def not_finite(of, how, rank):
-    """The LM of rank `here`, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
+    """The LM of a rank, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
     (None)."""
     # the first batch is before the steps, see DDP in runtime/distributed.py
     return test_train.poisoned({6, 7, 13}, how) if of in (None, rank) else LM
@@ -478,7 +485,7 @@ def smaller_on_the_second(rank):
     return test_train.small_memory(7 - 4 * rank)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=LONG_FORM)])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=LONG_FORM)])
 def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, out, tmp_path, world):
     argv = lambda name, size, **how: arguments(data, tmp_path / name, eval_interval=0, micro_batch_size=size, **how)
     launch(argv("run", 64, auto_micro_batch=True), world, LM=smaller_on_the_second).succeed()
@@ -511,9 +518,8 @@ def test_a_second_interrupt_does_not_wait(launch, data, out, silent):
     r.send(signal.SIGINT, 0)
     r.go()
     assert silent == "process" or r.held(place=1), "the first one ended it"
-    while r.ranks[0].is_alive():  # again: two of them at once may arrive as one
-        r.send(signal.SIGINT, 0)
-        r.ranks[0].join(0.1)
+    again = lambda: r.send(signal.SIGINT, 0) or not r.ranks[0].is_alive()  # two of them at once may arrive as one
+    r.until(again, "end")
     assert r.ranks[0].exitcode == 130 and "interrupted at once" in r.said()
 
 
