@@ -328,8 +328,9 @@ def test_bits_per_byte_of_tokens_that_are_not_bytes(data, out, tmp_path, bytes_o
 
 
 def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
-    """Out of any folder, the current one included; a kill in the middle is made good, also by another command."""
-    out, once = tmp_path / "folder", {"max_iters": 1, "final_eval_tokens": 64}
+    """All of them, out of any folder, the current one included; a kill in the middle is made good, also by another
+    command."""
+    out, once = tmp_path / "folder", {"max_iters": 2, "checkpoint_interval": 1, "final_eval_tokens": 64}
     (out / "thesis").mkdir(parents=True)
     (out / "best.py").write_text("mine")
     (tmp_path / "link").symlink_to(out)
@@ -342,8 +343,12 @@ def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
     os.rename(out / "config.json", out / records.MOVING / "config.json")
     assert checkpoint.candidates(out) == []  # the rest is no run
     succeed(arguments(data, tmp_path / "link", seed=2, resume="auto", **once))
-    assert {p.name for p in (out / "earlier-1").iterdir()} >= {"config.json", "checkpoint.safetensors", "loss.png"}
+    (out / "wandb").mkdir()
     assert f"the earlier run is kept as {out / 'earlier-2'}\n" in succeed(arguments(data, out, seed=3, **once)).out
+    every = {"config.json", "log.jsonl", "result.json", "loss.png", "wandb", "best.safetensors",
+             "checkpoint.safetensors", "checkpoint-1.safetensors"}
+    assert {p.name for p in (out / "earlier-1").iterdir()} == every - {"log.jsonl", "wandb"}
+    assert {p.name for p in (out / "earlier-2").iterdir()} == every
     assert [record(p)["seed"] for p in (out / "earlier-1", out / "earlier-2", out)] == [1, 2, 3]
     assert {p.name for p in out.iterdir() if p.is_dir()} == {"thesis", "earlier-1", "earlier-2"}
     assert (out / "best.py").read_text() == "mine" and (tmp_path / "link").is_symlink()
@@ -362,27 +367,64 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, ou
 
 
 def test_the_screen_shows_what_the_log_has(data, tmp_path):
-    """On a terminal of 80 columns as in a pipe."""
-    argv = lambda name: arguments(data, tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64)
+    """On a terminal of 80 columns, where the bar of a run that continues is not at its beginning, as in a pipe."""
+    argv = lambda name: arguments(data, tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64, resume="auto")
     screen = io.StringIO()
     screen.isatty = lambda: True
     with (mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9),
           mock.patch.dict(os.environ, COLUMNS="80", LINES="24")):
-        piped, terminal = succeed(argv("pipe")).out, succeed(argv("terminal"), err=screen).err
+        piped = succeed(argv("pipe")).out
+        succeed(argv("terminal"), LM=stops_at(2))
+        terminal = succeed(argv("terminal"), err=screen).err
     e = events(tmp_path / "pipe")[3]
     words = f"loss {e['train_loss']:.4f}  lr 3.00e-04  norm {e['grad_norm']:.2f}  {e['tokens_per_second']:,} tokens/s"
     assert f"step      3  {words}  mfu {e['mfu']:.1%}\n" in piped and e["mfu"] > 0
     last = terminal.replace("\r", "\n").rstrip().splitlines()[-1]
-    assert len(last) < 80 and all(f" {word} " in f"{last} " for word in ("lr", "norm", "tokens/s", "mfu")), last
+    assert len(last) < 80, last
+    assert all(f" {word} " in f" {last} " for word in ("100%", "lr", "norm", "tokens/s", "mfu")), last
+
+
+def test_speed_is_that_of_training_alone(data, out):
+    """By a clock on which a training forward takes 2 s and one of an evaluation 100 s; float32 has no MFU."""
+    now = [0.0]
+
+    class Slow(LM):
+        def forward(self, *inputs, **how):
+            now[0] += 2.0 if self.training else 100.0
+            return super().forward(*inputs, **how)
+
+    with (mock.patch("runtime.telemetry.time.perf_counter", lambda: now[0]),
+          mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9)):
+        succeed(arguments(data, out, log_interval=2), LM=Slow)
+    assert set(losses(out, "tokens_per_second")) == {384 / 2} and "mfu" not in events(out)[2]
+    result = record(out)
+    assert result["seconds"] == now[0] > 300 and result["tokens_per_second"] == round(12 * 384 / now[0])
 
 
 def test_the_picture_is_drawn_by_another_process_and_never_worth_a_run(data, out):
-    draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))  # at the end, in this one
+    """The last one in this, when the other has ended, or that would draw over it."""
     with mock.patch("runtime.telemetry.PICTURE_SECONDS", 0), mock.patch("runtime.telemetry.subprocess") as process:
+        def draw_loss(folder):
+            assert folder == out and process.Popen.return_value.wait.called
+            raise ImportError("failed to map segment")
+
         said = succeed(arguments(data, out), draw_loss=draw_loss).out
-    draw_loss.assert_called_once_with(out)
     assert process.Popen.call_args[0][0] == [sys.executable, ROOT / "tools" / "loss_curve.py", out]
     assert said.count("no loss.png: failed to map segment") == 1 and not (out / "loss.png").exists()
+
+
+def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(data, out):
+    flushed, fsync = [], os.fsync
+
+    def note(handle):
+        flushed.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    with mock.patch("os.fsync", note):
+        succeed(arguments(data, out, max_iters=3, checkpoint_interval=1, keep_checkpoints=3))
+    log, steps = (out / "log.jsonl").stat().st_ino, sorted(checkpoint.steps(out).items())
+    places = [flushed.index(path.stat().st_ino) for _, path in steps]
+    assert len(places) == 3 and all(log in flushed[a:b] for a, b in itertools.pairwise(places))
 
 
 def test_nothing_is_read_before_the_folder_is_locked(data, out):
@@ -432,9 +474,11 @@ def test_batches_do_not_change_the_validation_loss(data, monkeypatch):
             config.micro_batch_size = size
             mean, nats, of = evaluate.loss(lm, tokens, evaluate.windows, by_document=True)
             losses += [mean, evaluate.loss(lm, tokens, evaluate.windows)[0]]
-            assert len(of) == 2 and of[1] in (4, 36) and mean == pytest.approx(np.average(nats, weights=of))
+            assert of == [96, 4] and mean == pytest.approx(np.average(nats, weights=of))
     assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
     assert lm.training
+    shorter = train.Evaluate(dataclasses.replace(config, eval_block_size=16), tokens)
+    assert shorter.windows[:, 1].tolist() == [16] * 6 + [4] and shorter.final_windows[:, 1].max() == 16
 
 
 def test_as_released_draws_its_windows(whole, data, out):
@@ -475,9 +519,9 @@ def test_further_sets_are_evaluated_too(whole, data, out, tmp_path):
                                      {"log_interval": 3}], ids=str)  # the stop leaves no line of its own
 def test_stopping_and_continuing_changes_nothing(whole, data, out, tmp_path, changes):
     succeed(arguments(data, tmp_path / "undisturbed", **changes))
-    last = succeed(arguments(data, out, **changes), LM=stops_at(7)).out.splitlines()[-1]
+    last = succeed(arguments(data, out, **changes, resume="auto"), LM=stops_at(7)).out.splitlines()[-1]
     assert last.startswith("stopped after step 7 of 12") and last.endswith(" --resume=auto")
-    assert f" --out_dir={out} " in last
+    assert f" --out_dir={out} " in last and last.count("--resume=") == 1
     assert saved(out)[1]["step"] == 7 and not (out / "result.json").exists()
     assert "at step 7" in succeed(arguments(data, out, **changes, resume="auto")).out
     assert_same_run(out, tmp_path / "undisturbed")
@@ -508,20 +552,24 @@ def test_what_may_change_when_a_run_continues(whole, data, out, tmp_path):
     argv = arguments(moved, out, resume="auto", **changes)
     assert "eval_interval was 5, is 4" in succeed(argv).out and losses(out) == losses(whole)
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
-    assert 1000 < record(out)["seconds"] < 1100
+    assert 1000 < saved(out)[1]["seconds"] <= record(out)["seconds"] < 1100
     left = {p.name: p.read_bytes() for p in out.iterdir()}
     assert "finished already" in succeed(argv).out
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
-def test_the_best_is_looked_for_anew_over_other_tokens(data, out):
-    succeed(arguments(data, out, final_eval_tokens=320, eval_tokens=64), LM=stops_at(7))
+@pytest.mark.parametrize("changes", [{"eval_tokens": 320}, {"eval_block_size": 16}], ids=str)
+def test_the_best_is_looked_for_anew_over_other_tokens(data, out, changes):
+    how = {"final_eval_tokens": 320, "eval_tokens": 64}
+    succeed(arguments(data, out, **how), LM=stops_at(7))
     tensors, meta = saved(out)
     checkpoint.save(out / "checkpoint.safetensors", tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 5]})
-    succeed(arguments(data, out, final_eval_tokens=320, eval_tokens=320, resume="auto"))
-    later = {step: e["val_loss"] for step, e in events(out, "eval").items() if e["val_tokens"] == 320}
-    assert sorted(later) == [10, 12] and record(out)["best_val_loss"] == min(later.values())
-    assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
+    succeed(arguments(data, out, **{**how, **changes}, resume="auto"))
+    later = {step: e["val_loss"] for step, e in events(out, "eval").items() if step > 7}
+    assert sorted(later) == [10, 12] and 0.1 < record(out)["best_val_loss"] <= later[10]
+    if "eval_tokens" in changes:  # all over the same tokens
+        assert record(out)["best_val_loss"] == min(later.values())
+        assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
 
 
 def test_the_best_is_the_best_on_the_same_tokens(data, tmp_path):
@@ -655,8 +703,8 @@ for sys.argv in json.loads(sys.argv[1]):
 
 def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
     """Of a hybrid with Muon, images and recall, one after the other in one process."""
-    small = ["--n_layer=1", "--n_embd=24", "--max_iters=1", f"--out_dir={out}2"]
-    recall = ["cell", "--model=based", "--train_examples=50", "--test_examples=50", *small[1:3], f"--out_dir={out}3"]
+    small = ["--self_check=off", "--max_iters=1", "--n_embd=24", "--n_layer=1", f"--out_dir={out}2"]
+    recall = ["cell", "--model=based", "--train_examples=50", "--test_examples=50", *small[:3], f"--out_dir={out}3"]
     hybrid = arguments(data, out, max_iters=2, pattern="longhorn,gated_deltanet", n_layer=2, optimizer="muon")
     programs = [
         ["train.py", *hybrid], ["experiments/vision/classify.py", "config/vil_digits.py", *small],
@@ -749,13 +797,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(data, out, how):
 
 
 def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
-    argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3)
+    argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3, seed=7)
     line = refuse(argv, LM=poisoned(range(5, 99)))
     assert not (out / "result.json").exists() and list(events(out, "skipped")) == [5, 6, 7]
-    first = loader.step_windows(loader.n_windows(4000, 32), 12, 1337, 6)[0]
+    first = loader.step_windows(loader.n_windows(4000, 32), 12, 7, 6)[0]
     tensors, meta = saved(out)
     assert f"token {first * 32:,} " in line and f"step {meta['step']};" in line
     assert all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
+    again = refuse([*argv, "--resume=auto"], LM=poisoned(range(99)))  # before it has saved anything itself
+    assert f"step {meta['step']};" in again
     with mock.patch.object(loader.TokenData, "where", None):  # images and recall do not say where a batch begins
         refuse(arguments(data, out, max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
 
@@ -773,8 +823,9 @@ def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
         if n == 7:
             change(folder / "train.bin")
 
-    refuse(arguments(folder, out), "changed during the run", "--resume=auto", *words, LM=acting(act))
-    assert saved(out)[1]["step"] == 5  # the last good one
+    argv = arguments(folder, out, checkpoint_interval=4, eval_interval=7 if words[0] == "val.bin" else 0)
+    refuse(argv, "changed during the run", "--resume=auto", *words, LM=acting(act))
+    assert saved(out)[1]["step"] == 4  # the last good one: before an evaluation, and before a checkpoint
 
 
 def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, monkeypatch):
@@ -1023,8 +1074,9 @@ class Points:
 
 
 def test_anything_can_be_trained(out, tmp_path, capsys):
-    """The same loop, resume and records; an evaluation's metrics are logged, and it ends the run."""
-    whole, asked = tmp_path / "whole", []
+    """The same loop, resume and records; an evaluation's metrics are logged, and it ends the run. Signals are the
+    caller's again, but not where an error is on its way: torchrun's SIGTERM would come before its line."""
+    whole, asked, before = tmp_path / "whole", [], signal.getsignal(signal.SIGTERM)
     config = TrainConfig(out_dir=str(whole), max_iters=40, eval_interval=5, learning_rate=0.2, min_lr=0.2,
                          warmup_iters=0, micro_batch_size=3, dtype="float32", self_check="off", log_interval=1,
                          weight_decay=0)
@@ -1050,6 +1102,13 @@ def test_anything_can_be_trained(out, tmp_path, capsys):
         assert go_on(0, config, stops) is None and saved(out)[1]["step"] in (5, 6)
         go_on(1, config, Points())  # a checkpoint has the random state
         assert_same_training(out, whole)
-        before = (out / "result.json").read_bytes()
+        content = (out / "result.json").read_bytes()
         go_on(1, config, Points(), None)
-        assert "finished already" in capsys.readouterr().out and (out / "result.json").read_bytes() == before
+        assert "finished already" in capsys.readouterr().out and (out / "result.json").read_bytes() == content
+        assert signal.getsignal(signal.SIGTERM) is before
+        try:
+            with pytest.raises(ZeroDivisionError):
+                go_on(0, dataclasses.replace(config, out_dir=str(tmp_path / "x")), Points(), lambda *_, **how: 1 / 0)
+            assert signal.getsignal(signal.SIGTERM) is not before
+        finally:
+            signal.signal(signal.SIGTERM, before)
