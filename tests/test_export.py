@@ -30,8 +30,6 @@ from runtime import checkpoint, counting
 from runtime.folder import lock_run_dir
 
 PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}
-# of the largest logit; in float64 LLaMA's rotary angles stay float32, and transformers' Mamba scans in float32
-CLOSE = {torch.float32: 1e-5, torch.float64: 1e-6}
 TOKENS = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
 run = functools.partial(run_program, functools.partial(runpy.run_path, export.__file__, run_name="__main__"))
 
@@ -60,37 +58,11 @@ def test_transformers_loads_what_is_written(family, tmp_path):
     assert not any(report.values()), report  # nothing missing, left over or of another shape
     assert type(theirs).__name__ == export.ARCHITECTURES[family] and theirs.dtype == torch.float32
     with torch.no_grad():
-        close(theirs(TOKENS).logits, lm(TOKENS)[0], CLOSE[torch.float32])
+        close(theirs(TOKENS).logits, lm(TOKENS)[0], 1e-5)
     idx = TOKENS[:1] if family == "rwkv4" else TOKENS  # transformers' RWKV mixes the rows of a batch when it generates
     written = theirs.generate(idx, max_new_tokens=40, do_sample=False)
     assert torch.equal(written, sample.generate(lm, idx, 40, temperature=0))
     assert written.shape[1] == 60  # nothing ends it
-
-
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("family", PARITY)
-def test_pure_functions_agree_with_transformers(family, dtype):
-    lm = tiny(family).to(dtype)
-    config, tensors = to_hf(lm)
-    assert {t.dtype for t in tensors.values()} == {dtype}
-    if family == "mamba":
-        config["residual_in_fp32"] = dtype == torch.float32  # theirs would round a float64 residual
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).to(dtype).eval()
-    head = "head.weight" if family == "rwkv4" else "lm_head.weight"
-    result = theirs.load_state_dict({**tensors, head: tensors[next(iter(tensors))]})
-    assert not result.missing_keys and not result.unexpected_keys
-    tolerance, targets = CLOSE[torch.float32 if family == "mamba" else dtype], TOKENS.roll(1, 1)
-    (logits, loss), expected = lm(TOKENS, targets), theirs(TOKENS).logits
-    close(logits, expected, tolerance)
-    if family != "rwkv4":  # theirs writes in place
-        torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
-        loss.backward()
-        grads = export.as_in_file({name: p.grad for name, p in lm.named_parameters()}, lm.config)
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, theirs.get_parameter(name).grad, rtol=50 * tolerance, atol=50 * tolerance)
-    back = from_hf(config, tensors)
-    close(back(TOKENS)[0], logits, 1e-6 if family == "rwkv4" else 0)  # 1 - (1 - mu) is rounded
-    assert {n: p.dtype for n, p in back.named_parameters()} == {n: dtype for n, _ in lm.named_parameters()}
 
 
 def theirs_at_random(family):
@@ -124,7 +96,7 @@ def test_a_model_of_transformers_becomes_ours(family, tmp_path):
     assert meta["tokenizer"] == "bytes" and lm.config.model == family
     assert lm.config.n_layer == {"llama": 3, "mamba": 2, "rwkv4": 3}[family]
     with torch.no_grad():
-        close(lm(TOKENS)[0], theirs(TOKENS).logits, CLOSE[torch.float32])
+        close(lm(TOKENS)[0], theirs(TOKENS).logits, 1e-5)
     theirs.generation_config.eos_token_id = None
     idx = TOKENS[:1]  # see above
     written = theirs.generate(idx, max_new_tokens=20, do_sample=False)
@@ -160,13 +132,14 @@ def test_out_and_in_again(family, tmp_path):
 
 
 def test_the_machines_own_setting_stays_behind_and_weights_are_copies():
-    lm = tiny(backend="torch")
+    lm = tiny(backend="torch").double()
     config, tensors = to_hf(lm)
     other = from_hf(config, tensors)
     assert "backend" not in config and other.config == dataclasses.replace(lm.config, backend="")
     for t in tensors.values():
         t.zero_()
     assert lm.embed.weight.all() and torch.equal(lm.embed.weight, other.embed.weight)
+    assert {p.dtype for p in other.parameters()} == {torch.float64}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
