@@ -208,7 +208,7 @@ def forge(meta, entry="", data=b""):
 FOREIGN = "not a checkpoint of this project"
 REFUSED = {  # what is wrong: (the file's content, made of a good one's and of a folder; words of the line)
     "cut short": (lambda good, _: good[:-1], "cut short"), "too long": (lambda good, _: good + b"\0", "too long"),
-    "a byte": (lambda good, _: good[:-1] + b"\xee", ": damaged (checksum ", "; use an earlier one beside it"),
+    "a byte": (lambda good, _: good[:-1] + b"\xee", ": damaged (checksum ", "; use an earlier one next to it"),
     "another version": (lambda good, _: good.replace(b'"version":"1"', b'"version":"2"'), "version 2 is unknown"),
     "not there": (lambda good, _: None, "No such file or directory", "no checkpoint was saved here"),
     "a pickle": (lambda _, folder: pickle.dumps(Malice(folder / "ran")), FOREIGN, "never opened"),

@@ -319,7 +319,7 @@ def test_a_run_and_its_records(tmp_path, capsys):
     assert config["data"]["sha256"]["test"] == generate(Task(16, 2, 32), 50, 3, "test").sha256()
     assert (tmp_path / "a/loss.png").exists() and (tmp_path / "a/checkpoint.safetensors").exists()
     assert small_run(tmp_path / "a", *settings, "--resume=auto") == result
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
 
 
 def test_it_learns_and_stops_at_the_accuracy_asked_for(tmp_path):
@@ -577,7 +577,7 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
     ("cell --pairs=5", "at least four times the pairs"), ("cell --pairs=-1", "four times"),
     ("cell --vocab_size=4", "give at least 6"), ("cell --power_a=99", "nearer to 1"),
     ("cell --learning_rate=0", "above 0"), ("cell --epochs=0", "at least 1"),
-    ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "training set too"),
+    ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "also in the training set"),
     ("cell --eval_interval=-1", "0 or more"), ("cell --mixer=x", "--model"),
     ("cell --pattern=mamba", "not for recall"), ("cell --batch_tokens=4096", "batch_examples"),
     ("cell --backend=gpu", "unknown backend")])

@@ -223,14 +223,14 @@ REFUSED = [  # settings; what differs in the checkpoint of `out`, or in its conf
     ({"out_dir": "/nothing"}, {}, "/nothing/checkpoint.safetensors", "no checkpoint"), ({"prompt": ""}, {}, "empty"),
     ({"temprature": 1}, {}, "--temperature"), ({"prompt": "@absent.txt"}, {}, "absent.txt"),
     *[({"device": "cuda"}, {}, "cuda", "--device=cpu")] * (not torch.cuda.is_available()),
-    *(({"device": name}, {}, f"device {name!r} is unknown or not there") for name in ("foo", "meta", "cpu:x", "")),
+    *(({"device": name}, {}, f"device {name!r} is unknown or missing") for name in ("foo", "meta", "cpu:x", "")),
     *(({key: value}, {}, f"{key} {value}") for key, value in {
         "temperature": -1.0, "top_k": -2, "top_p": 0.0, "seed": -1, "max_new_tokens": 0, "num_samples": 0}.items()),
     ({"prompt": "\udcff"}, {}, "expected a string of UTF-8"), ({"prompt": "Hi"}, CHARACTERS, "'H'", "vocabulary"),
     ({"prompt": "-", "stdin": b"\xff"}, CHARACTERS, "prompt ", "'utf-8' codec can't decode byte 0xff in position 0"),
     ({}, {"tokenizer": "gpt2"}, "tiktoken is missing", "pip install"),
     ({}, {"tokenizer": "tiktoken:p60k"}, "'p60k'", "gpt2, r50k_base"), ({}, {"tokenizer": "hf:/none"}, "hf:/none"),
-    *(({}, {"tokenizer": name}, repr(name), "bytes, gpt2 and char") for name in ("words", None)),
+    *(({}, {"tokenizer": name}, repr(name), "bytes, gpt2, char") for name in ("words", None)),
     *(({}, {key: odd}, "checkpoint.safetensors: does not fit") for key, odd in {
         "tokenizer": 3, "table": [], "config": [], "skeleton": {"dict": []}, "model": "mamba"}.items()),
     *(({}, {key: value}, "") for key, value in {"vocab_size": 10**12, "n_layer": 10**14, "n_embd": 10**6}.items()),
@@ -252,7 +252,7 @@ def test_mistakes_get_one_line_before_anything_is_said(out, tmp_path, monkeypatc
 
 def test_a_token_that_the_model_does_not_know(tmp_path):
     run_dir = make_run(tmp_path / "run", tiny(vocab_size=98))
-    refused(run(out_dir=run_dir, prompt="b"), "token 98, the model knows 98")
+    refused(run(out_dir=run_dir, prompt="b"), "token 98, but the model's vocab_size is 98")
     assert run(out_dir=run_dir, prompt="a").code == 0
 
 

@@ -554,7 +554,7 @@ def test_what_may_change_when_a_run_continues(whole, data, out, tmp_path):
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
     assert 1000 < saved(out)[1]["seconds"] <= record(out)["seconds"] < 1100
     left = {p.name: p.read_bytes() for p in out.iterdir()}
-    assert "finished already" in succeed(argv).out
+    assert "already finished" in succeed(argv).out
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
@@ -835,7 +835,7 @@ def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, mon
     folder = shutil.copytree(data, tmp_path / "data")
     succeed(arguments(folder, out), LM=stops_at(5))
     (folder / "train.bin").write_bytes(b"a" + (data / "train.bin").read_bytes()[1:])
-    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file meta.json describes")
+    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file that meta.json describes")
     shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
     verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
     monkeypatch.setattr(loader.Tokens, "verify", verified)
@@ -888,21 +888,21 @@ REFUSED = [
     ({"TORCHELASTIC_MAX_RESTARTS": "2"}, "resume=never", "torchrun --max-restarts", "--resume=auto"),
     # data
     ({"dataset": "pystdlob"}, "pystdlob", "pystdlib"),
-    ({"dataset": "{data}:0.5,{data}:0.5", "as_released": True}, "one dataset"),
+    ({"dataset": "{data}:0.5,{data}:0.5", "as_released": True}, "name one"),
     ({"dataset": "{data}:0.5,{gpt2}:0.5"}, "{gpt2}", "'gpt2'", "'bytes'"),
     ({"dataset": "{data}:0.5,{characters}:0.5"}, "{characters}", "vocabularies"),
     ({"eval_sets": "{gpt2}"}, "eval_sets", "'gpt2'", "'bytes'"), ({"eval_sets": "{nowhere}"}, "{nowhere}"),
     ({"eval_sets": "{characters}"}, "eval_sets", "vocabularies"),
-    ({"eval_sets": "a:{other},a:{data}"}, "name of its own", "a:{data}"),
+    ({"eval_sets": "a:{other},a:{data}"}, "needs its own name", "a:{data}"),
     # folders, and another run's checkpoint
-    ({"out_dir": "x" * 300}, "File name too long"), ({"out_dir": "{locked}"}, "another run writes to {locked}"),
+    ({"out_dir": "x" * 300}, "File name too long"), ({"out_dir": "{locked}"}, "another run is writing to {locked}"),
     ({"out_dir": "{data}/train.bin/run"}, "{data}/train.bin", "out_dir"),
     ({"resume": "must"}, "resume=must", "{out}/checkpoint.safetensors", "--resume=auto"),
     (stopped(**{key: new for key, (_, new) in OTHER.items()}), "{stopped}/checkpoint.safetensors", "another run",
      "out_dir", *(f" {key} {old!r} -> {new!r}" for key, (old, new) in OTHER.items())),
-    (stopped(dataset="{other}"), "the data", "sha256 differs", "another out_dir"),
-    (stopped(dataset="{other_val}"), "the data", "sha256 differs"),
-    (stopped(dataset="{data}:0.5,{data}:0.5"), "the data", "sha256 differs"),
+    (stopped(dataset="{other}"), "different data", "sha256 differs", "another out_dir"),
+    (stopped(dataset="{other_val}"), "different data", "sha256 differs"),
+    (stopped(dataset="{data}:0.5,{data}:0.5"), "different data", "sha256 differs"),
     ({"out_dir": "{whole}", "resume": "auto", "max_iters": 24}, "max_iters 12 -> 24", "--schedule=constant",
      "--schedule=wsd before its decay"),
     ({"out_dir": "{whole}", "resume": "auto", "max_iters": 6}, "max_iters 12 -> 6"),
@@ -913,15 +913,15 @@ REFUSED = [
     *(({**how, "resume": "auto"}, "{older}/checkpoint.safetensors", "before November 2026", "config.json")
       for how in ({"out_dir": "{older}"}, {"init_from": "{older}"})),
     # a branch
-    ({**PLAN, "branch": "{trunk}@7"}, "{trunk} keeps checkpoints of steps 4, 8, 10, 12"),
-    ({**PLAN, "branch": "there"}, "RUN@STEP keeps checkpoints of steps (none)"),
+    ({**PLAN, "branch": "{trunk}@7"}, "{trunk} has checkpoints of steps 4, 8, 10, 12"),
+    ({**PLAN, "branch": "there"}, "RUN@STEP has checkpoints of steps (none)"),
     ({**PLAN, "branch": "{trunk}@8", "max_iters": 9}, "max_iters 12 -> 9", "learning rates of the 8 steps"),
     ({**PLAN, "branch": "{trunk}@4", "seed": 2}, "belongs to another run: seed"),
     # old weights
     ({"init_from": "/dev/zero"}, "/dev/zero: not a regular file"), ({"init_from": "{empty}"}, "there is no checkpoint"),
     ({"init_from": "{nowhere}"}, "{nowhere}", "no checkpoint was saved here"),
     ({"init_from": "{data}/train.bin"}, "train.bin", "not a checkpoint of this project"),
-    ({"init_from": "{whole}", "out_dir": "{whole}"}, "init_from", "lies in out_dir"),
+    ({"init_from": "{whole}", "out_dir": "{whole}"}, "init_from", "is in out_dir"),
     ({"init_from": "{whole}", "n_embd": 64}, "{whole}/checkpoint.safetensors", "n_embd was 32, is 64",
      "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model"),
     ({"init_from": "{whole}", "n_layer": 2}, "n_layer was 1, is 2",
@@ -1103,7 +1103,7 @@ def test_anything_can_be_trained(out, tmp_path, capsys):
         assert_same_training(out, whole)
         content = (out / "result.json").read_bytes()
         go_on(1, config, Points(), None)
-        assert "finished already" in capsys.readouterr().out and (out / "result.json").read_bytes() == content
+        assert "already finished" in capsys.readouterr().out and (out / "result.json").read_bytes() == content
         assert signal.getsignal(signal.SIGTERM) is before
         try:
             with pytest.raises(ZeroDivisionError):

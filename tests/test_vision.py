@@ -277,7 +277,7 @@ REFUSED = [  # settings; what is done to the folder of images; words of the line
     ({"batch_images": 13}, None, "batch_images 13", "12 training images"), ({"channels": 2}, None, "channels 2"),
     ({"mixup": 0.6, "cutmix": 0.6}, None, "mixup 0.6", "cutmix 0.6"), ({"mixup": 0.5}, None, "kornia", "pip install"),
     ({}, rename(("val/dark", "val/dim")), "validation has no image of the class 'dark'"),
-    ({}, rename(("val/dark", "dark"), ("val/light", "light")), "has no folders of classes"),
+    ({}, rename(("val/dark", "dark"), ("val/light", "light")), "has no class folders"),
     ({}, cut, "train/light/3.png", "cannot be read as an image")]
 
 
