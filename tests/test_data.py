@@ -4,11 +4,9 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import itertools
 import json
 import lzma
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -26,6 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from test_chaos import dying
 from test_sample import VOCAB, byte_level_bpe
 
 from data import loader, mixture, tokenizer, writer
@@ -59,7 +58,7 @@ def folder_1000(tmp_path_factory):
 def run_python(*arguments, **environment):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def edit_meta(folder, **changes):
@@ -749,29 +748,12 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     refused(lambda: Tokens(tmp_path / "out"), shard.name, "is missing")
 
 
-def doomed(at, out, source):
-    """A preparation that ends itself at its n-th renaming."""
-    renamings = itertools.count(1)
-
-    def watch(event, args):
-        if event == "os.rename" and str(out) in str(args[0]) and next(renamings) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-    any_tokens.prepare(out, files=[source], tokenizer="bytes", val_fraction=0.2, workers=2)
-
-
 def test_tokens_go_on_after_kill_9(small_units, tmp_path):
     """Before the renames of the plan, of a shard's files and of records; at last with a shard that the disk lost."""
-    source, out = write_jsonl(tmp_path / "a.jsonl", documents(60)), tmp_path / "out"
-    whole, _ = any_tokens.prepare(tmp_path / "whole", files=[source], tokenizer="bytes", val_fraction=0.2)
-
-    def run(at):
-        process = multiprocessing.get_context("fork").Process(target=doomed, args=(at, out, source))
-        process.start()
-        process.join(120)
-        return process.exitcode
-
+    out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": 0.2, "workers": 2}
+    prepare = functools.partial(any_tokens.prepare, files=[write_jsonl(tmp_path / "a.jsonl", documents(60))], **how)
+    whole, _ = prepare(tmp_path / "whole")
+    run = lambda at: dying(at, lambda: prepare(out), out, events=["os.rename"])[0]
     assert [run(at) for at in (1, 3, 4, 7)] == [-signal.SIGKILL] * 4 and not (out / "meta.json").exists()
     lost = next(out.glob("00000-0001.*.bin"))
     lost.write_bytes(lost.read_bytes()[:-2])

@@ -204,7 +204,7 @@ def score_in_group(store, folder, rank):
 
 def test_two_processes_score_as_one(folder, tmp_path):
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-        outputs = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=120)
+        outputs = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=600)
         (first, second), one = outputs, score(folder)
     assert second is None and first["versions"] == one["versions"]
     for name, values in one["results"].items():

@@ -552,7 +552,7 @@ def test_what_may_change_when_a_run_continues(whole, data, out, tmp_path):
     argv = arguments(moved, out, resume="auto", **changes)
     assert "eval_interval was 5, is 4" in succeed(argv).out and losses(out) == losses(whole)
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
-    assert 1000 < saved(out)[1]["seconds"] <= record(out)["seconds"] < 1100
+    assert 1000 < saved(out)[1]["seconds"] <= record(out)["seconds"] < 2000
     left = {p.name: p.read_bytes() for p in out.iterdir()}
     assert "already finished" in succeed(argv).out
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
@@ -776,7 +776,7 @@ def test_ctrl_c_while_pytorch_is_imported(data, out, start):
         assert process.alive(), process.said()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == -signal.SIGINT and process.said() == ""
+    assert process.wait(600) == -signal.SIGINT and process.said() == ""
 
 
 # -------------------------------------------------------------------- what stops a run: numbers, data, memory, settings
