@@ -374,25 +374,6 @@ def test_ids_are_checked_before_the_cast(tmp_path, bad):
     assert entry == {"tokens": 6, "sha256": hashlib.sha256(data).hexdigest(), "max_token": 9}
 
 
-@pytest.mark.parametrize("failing", ["train.bin", "val.bin", "meta.json"])
-@pytest.mark.parametrize("again", [False, True], ids=["first time", "over a finished one"])
-def test_a_failed_rename_leaves_nothing_that_looks_finished(tmp_path, monkeypatch, failing, again):
-    if again:
-        write_folder(tmp_path, train=700)
-    rename = os.replace
-
-    def replace(source, target):
-        if target.name == failing:
-            raise OSError("disk full")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(OSError, match="disk full"):
-        write_folder(tmp_path)
-    refused(lambda: Tokens(tmp_path), "prepare")
-    assert not list(tmp_path.glob("*.tmp-*"))
-
-
 # ---- pystdlib
 
 @pytest.fixture
@@ -512,12 +493,15 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
 
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
-    """The folder of a library of modules, packages and a folder too large to be one; and its {document: [file, ...]}"""
+    """The folder of a library of modules, packages, one of them as large as may be, and folders too large to be one;
+    and its {document: [file, ...]}"""
     documents = {f"package{i}/": [f"package{i}/{name}" for name in ("a.py", "b.py", "inner/c.py")] for i in range(12)}
     documents |= {f"large/sub{i}/": [f"large/sub{i}/{name}.py" for name in "abc"] for i in range(3)}
     documents |= {name: [name] for i in range(40) for name in (f"large/test_{i}.py", f"module{i}.py")}
-    files = [file for members in documents.values() for file in members]
-    write_files(tmp_path / "shelf", {file: f"{i:4}" + "y" * (250 + 7 * i % 600) for i, file in enumerate(files)})
+    documents |= {"most/": ["most/a.py", "most/b.py"], "over/a.py": ["over/a.py"], "over/b.py": ["over/b.py"]}
+    sizes = {"most/a.py": 1499, "most/b.py": 1499, "over/a.py": 1499, "over/b.py": 1500}  # a byte more ends each
+    for i, file in enumerate(file for members in documents.values() for file in members):
+        write_files(tmp_path / "shelf", {file: f"{i:4}".ljust(sizes.get(file, 254 + 7 * i % 600), "y")})
     monkeypatch.setattr(pystdlib, "SHELF_BYTES", 3000)
     monkeypatch.setattr(pystdlib, "LONG", 700)
     return tmp_path / "shelf", documents
@@ -542,14 +526,6 @@ def test_packages_are_whole_documents_in_one_split(shelf, tmp_path):
     sizes, said = sorted(d["tokens"] for d in held), tokens.meta["splits"]["val"]["documents"]
     assert (said["count"], said["shortest"], said["longest"]) == (len(sizes), sizes[0], sizes[-1])
     assert said["longer_than_700"] == len(sizes) and said["median"] in sizes
-
-
-def test_a_folder_of_one_byte_too_many_is_a_shelf(monkeypatch):
-    files = [("p/a.py", None, 40, ""), ("p/q/b.py", None, 58, ""), ("c.py", None, 500, "")]
-    for limit, names in ((100, ["c.py", "p/"]), (99, ["c.py", "p/a.py", "p/q/"]), (58, ["c.py", "p/a.py", "p/q/b.py"])):
-        monkeypatch.setattr(pystdlib, "SHELF_BYTES", limit)  # each file counts the byte that ends it
-        joined = pystdlib.join_packages(files)
-        assert [d[0] for d in joined] == names and sum(d[2] for d in joined) == 601
 
 
 def test_packages_are_another_recipe_than_files(shelf, tmp_path, capsys):

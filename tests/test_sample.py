@@ -110,18 +110,6 @@ def says(monkeypatch, tokens):
     return prompts, screens
 
 
-@pytest.mark.parametrize("words", ["plain", "é€😀 und ñ", "\n\t"])
-def test_bytes_become_text_as_soon_as_a_character_is_whole(words):
-    text = Text("bytes")
-    tokens = text.encode(words)
-    assert tokens == list(words.encode())
-    expected = [piece for c in words for piece in ["", "", "", c][-len(c.encode()):]]  # at a character's last byte
-    assert [text.decode(token) for token in tokens] == expected
-    text = Text("bytes")  # what is no text does not stop the stream
-    assert "".join(text.decode(token) for token in [0xC3, 0x28, 0xFF, 0x61]) == "\ufffd(\ufffda"
-    assert text.decode(256) == "" and text.decode(300) == ""  # padding of the vocabulary
-
-
 def test_gpt2_tokens_that_split_a_character(monkeypatch):
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80!", b"\xc3"]
     encoding = SimpleNamespace(n_vocab=len(pieces), decode_single_token_bytes=pieces.__getitem__,
@@ -190,6 +178,8 @@ def test_text_streams_character_by_character(out, monkeypatch):
     _, screens = says(monkeypatch, list("aé😀b".encode()))
     assert run(out_dir=out, prompt="P", max_new_tokens=8).out == "Paé😀b\n"
     assert screens == ["P", "Pa", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]
+    text = Text("bytes")  # what is no text, nor a byte, does not stop the stream
+    assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
 
 
 def test_a_character_cut_off_at_the_end_does_not_reach_the_next_sample(out, monkeypatch):

@@ -239,15 +239,15 @@ def test_config_files(file):
         command = shlex.join(["python", "experiments/vision/classify.py", str(file), "--seed=2"])
         refuse([str(file), "--seed=2"], "task = 'images'", command)
         return classify.check(configurator.load(classify.VisionConfig, [str(file)]))
-    config = configurator.load(TrainConfig, [str(file)])
+    config, size = configurator.load(TrainConfig, [str(file)]), file.stem.split("_")[-1]
     train.check(config)
     assert config.batch_tokens % config.block_size == 0
-    if file.stem.endswith(("_120m", "_350m")):
-        table5 = {"120m": {"n_layer": 12, "n_embd": 768, "n_head": 12, "max_iters": 4800, "learning_rate": 6e-4},
-                  "350m": {"n_layer": 24, "n_embd": 1024, "n_head": 16, "max_iters": 13500, "learning_rate": 3e-4}}
-        table5 = {**table5[file.stem[-4:]], "block_size": 1024, "batch_tokens": 524288, "vocab_size": 50304,
-                  "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "grad_clip": 1.0, "dataset": "openwebtext",
-                  "schedule": "cosine", "optimizer": "adamw"}
+    if size in ("120m", "350m"):  # Table 5
+        named = dict(zip(("n_layer", "n_embd", "n_head", "max_iters", "learning_rate"),
+                         {"120m": (12, 768, 12, 4800, 6e-4), "350m": (24, 1024, 16, 13500, 3e-4)}[size], strict=True))
+        table5 = {**named, "block_size": 1024, "batch_tokens": 524288, "vocab_size": 50304, "beta1": 0.9, "beta2": 0.95,
+                  "weight_decay": 0.1, "grad_clip": 1.0, "dataset": "openwebtext", "schedule": "cosine",
+                  "optimizer": "adamw"}
         if config.model == "gated_deltanet":  # its own number of heads, for a state as large as Longhorn's
             del table5["n_head"]
         assert {key: getattr(config, key) for key in table5} == table5
@@ -256,17 +256,18 @@ def test_config_files(file):
         rates = [train.learning_rate_factor(step, config) for step in (0, config.max_iters // 20, config.max_iters - 1)]
         assert rates == pytest.approx([20 / config.max_iters, 1, 0.1], rel=1e-4) and rates[-1] == 0.1
         assert 64 % config.micro_batch_size == 0  # eight GPUs
-    if file.stem in (large := {  # Section 5.3, as 100B tokens in steps of 2M; and 15B in steps of 0.5M
-            "longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3": 1_298_761_728,
-            "gla_1b3": 1_300_015_104, "longhorn_340m": 351_224_832, "mamba_340m": 352_797_696,
-            "llama_340m": 341_099_520, "gla_340m": 341_726_208, "gated_deltanet_1b3": 1_299_947_904,
-            "gated_deltanet_340m": 341_692_800}):
+    if file.stem in LARGE:  # Section 5.3, as 100B tokens in steps of 2M; and 15B in steps of 0.5M
         with torch.device("meta"):
             lm = train.build_model(config, "meta")
-        assert counting.parameter_count(lm)["total"] == large[file.stem]
-        tokens, warm = {"1b3": (100e9, 1e9), "340m": (15e9, 0.5e9)}[file.stem.split("_")[-1]]
+        assert counting.parameter_count(lm)["total"] == LARGE[file.stem]
+        tokens, warm = {"1b3": (100e9, 1e9), "340m": (15e9, 0.5e9)}[size]
         assert config.max_iters * config.batch_tokens == pytest.approx(tokens, rel=2e-4)
         assert config.warmup_iters * config.batch_tokens == pytest.approx(warm, rel=2e-3)
+
+
+LARGE = {"longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3": 1_298_761_728,
+         "gla_1b3": 1_300_015_104, "longhorn_340m": 351_224_832, "mamba_340m": 352_797_696, "llama_340m": 341_099_520,
+         "gla_340m": 341_726_208, "gated_deltanet_1b3": 1_299_947_904, "gated_deltanet_340m": 341_692_800}
 
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -300,18 +301,6 @@ def test_records_of_a_finished_run(whole, data):
     assert result["code"] == where["code"] == config["code_versions"][0] and result["commit"] == where["commit"]
     assert (whole / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert state(whole)["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(3e-4)  # of the last step
-
-
-def test_the_evaluation_is_the_mean_over_every_validation_token(whole, data):
-    config = saved(whole)[1]["config"]
-    lm = LM(model.ModelConfig(**{f.name: config[f.name] for f in dataclasses.fields(model.ModelConfig)}))
-    lm.load_state_dict(state(whole)["model"])
-    val, nats = torch.from_numpy(np.fromfile(data / "val.bin", dtype=np.uint16).astype(np.int64)), 0.0
-    with torch.no_grad():
-        for i in range(0, 699, 32):
-            x, y = val[None, i:i + 32][:, :699 - i], val[None, i + 1:i + 33]
-            nats += lm(x, y)[1].item() * y.numel()
-    assert record(whole)["val_loss"] == pytest.approx(nats / 699, rel=1e-6)
 
 
 @pytest.mark.parametrize("bytes_of_val", [2100, None])
@@ -460,7 +449,7 @@ def test_evaluations_and_micro_batches_do_not_change_training(whole, data, out, 
     same(out, whole)
 
 
-def test_batches_do_not_change_the_validation_loss(data, monkeypatch):
+def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     """One window at a time, uneven batches, batches of one document; test_distributed.py has several ranks."""
     tokens = loader.TokenData(loader.Tokens(data), 32, 384, 0)
     config = TrainConfig(**{**TINY, "model": "llama", "vocab_size": 256, "eval_tokens": 100})
@@ -468,14 +457,15 @@ def test_batches_do_not_change_the_validation_loss(data, monkeypatch):
     lm, evaluate = train.build_model(config, torch.device("cpu")), train.Evaluate(config, tokens)
     assert len(evaluate.windows) == 4 and evaluate.windows[:, 1].sum() == 100  # three whole ones and a short one
     monkeypatch.setattr("evaluation.validation.document_starts", lambda tokens: np.array([0, 500]))
-    losses = []
+    val = torch.from_numpy(np.fromfile(data / "val.bin", dtype=np.uint16).astype(np.int64))[None]
+    with torch.no_grad():
+        true = sum(n * lm(val[:, i:i + n], val[:, i + 1:i + n + 1])[1].item() for i, n in evaluate.windows) / 100
     for size in (1, 2, 3, 4):
         with mock.patch("evaluation.validation.BATCH_TOKENS", 0):
             config.micro_batch_size = size
             mean, nats, of = evaluate.loss(lm, tokens, evaluate.windows, by_document=True)
-            losses += [mean, evaluate.loss(lm, tokens, evaluate.windows)[0]]
+            assert [mean, evaluate.loss(lm, tokens, evaluate.windows)[0]] == pytest.approx([true] * 2, rel=1e-6)
             assert of == [96, 4] and mean == pytest.approx(np.average(nats, weights=of))
-    assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
     assert lm.training
     shorter = train.Evaluate(dataclasses.replace(config, eval_block_size=16), tokens)
     assert shorter.windows[:, 1].tolist() == [16] * 6 + [4] and shorter.final_windows[:, 1].max() == 16
@@ -651,34 +641,29 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
     assert_same_run(out, whole)
 
 
-IDENTITY = """
-import sys, train, my_loss
-from runtime import records
-edited = [records.code_identity()]
-import experiments.recall.report, experiments.sweeps.runner, experiments.vision.wrong_images  # moves no identity
-for name in sys.argv[1:]:
-    with open(name, "a") as f:
-        f.write("# edited")
-    edited.append(records.code_identity())
-print(*(e["code"] for e in edited), *edited[0]["code_files"], "torch._dynamo" in sys.modules)
-"""
-
-
-def test_the_identity_of_the_code(tmp_path):
+def test_the_identity_of_the_code(tmp_path, monkeypatch):
     """By content of what a process imports, a user's file too, and of the kernels. A README, a script beside it,
     pictures, reports and scores of tasks are not in it, whether they are imported or not."""
-    ignore = shutil.ignore_patterns(".*", "out", "tests", "results", "*.bin")
-    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignore)
-    (copy / "my_loss.py").write_text("# mine")
-    without = ["README.md", "plots.py", "tools/loss_curve.py", "evaluation/tasks.py", "experiments/recall/report.py",
-               "experiments/vision/wrong_images.py"]
-    edits = [*without, "mixers.py", "kernels/lanes.h", "optim.py", "data/loader.py", "my_loss.py"]
-    said = subprocess.check_output([sys.executable, "-c", IDENTITY, *edits], cwd=copy, text=True)
-    codes, (*files, dynamo) = said.split()[:len(edits) + 1], said.split()[len(edits) + 1:]
-    same, others = codes[:len(without) + 1], codes[len(without) + 1:]
-    assert len(set(same)) == 1 and len({same[0], *others}) == len(others) + 1
-    assert {"train.py", "runtime/folder.py", "model.py", "my_loss.py", "longhorn_scan.cu"} <= set(files)
-    assert dynamo == "False", "importing train takes a second longer with it"
+    apart = ["README.md", ".venv/torch.py", "sample.py", "tools/loss_curve.py", "evaluation/tasks.py", "bench/scan.py",
+             "experiments/recall/report.py", "experiments/sweeps/runner.py", "experiments/vision/wrong_images.py"]
+    inside = ["train.py", "mixers.py", "my_loss.py", "data/loader.py", "longhorn_scan.cu", "kernels/conv_norm.cu",
+              "kernels/lanes.h"]
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
+    for name in ("plots.py", *apart, *inside):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+        if name.endswith(".py") and name != "plots.py":
+            monkeypatch.setitem(sys.modules, name, mock.Mock(__file__=str(tmp_path / name)))
+    codes = [records.code_identity()]
+    for name in ("plots.py", *apart, *inside):
+        (tmp_path / name).write_text("edited")
+        codes.append(records.code_identity())
+    assert len({e["code"] for e in codes[:len(apart) + 2]}) == 1 and len({e["code"] for e in codes}) == len(inside) + 1
+    assert all(e["code_files"].keys() == set(inside) for e in codes)
+    assert all(e["code"].startswith("v2") and len(e["code"]) == 12 for e in codes)  # of the scheme since November 2026
+    line = records.mixed_identities(["v2aa", "v2bb", "0123456789ab"])
+    assert "0123456789ab" in line and "v2" not in line
+    assert records.mixed_identities(["v2aa", "v2bb"]) is None and records.mixed_identities(["01", "23", "01"]) is None
 
 
 WATCHED = """
@@ -702,31 +687,24 @@ for sys.argv in json.loads(sys.argv[1]):
 
 
 def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
-    """Of a hybrid with Muon, images and recall, one after the other in one process."""
+    """Of a hybrid with Muon, images and recall, one after the other in one process. Importing train takes a second
+    longer with torch._dynamo."""
     small = ["--self_check=off", "--max_iters=1", "--n_embd=24", "--n_layer=1", f"--out_dir={out}2"]
     recall = ["cell", "--model=based", "--train_examples=50", "--test_examples=50", *small[:3], f"--out_dir={out}3"]
     hybrid = arguments(data, out, max_iters=2, pattern="longhorn,gated_deltanet", n_layer=2, optimizer="muon")
-    programs = [
-        ["train.py", *hybrid], ["experiments/vision/classify.py", "config/vil_digits.py", *small],
-        ["experiments/recall/mqar.py", *recall]]
-    said = subprocess.check_output([sys.executable, "-c", WATCHED, json.dumps(programs)], cwd=ROOT, text=True)
+    programs = {"mixers.py": ["train.py", *hybrid],
+                "experiments/vision/classify.py": ["experiments/vision/classify.py", "config/vil_digits.py", *small],
+                "experiments/recall/cell.py": ["experiments/recall/mqar.py", *recall]}
+    code = "import sys, train\nassert 'torch._dynamo' not in sys.modules\n" + WATCHED
+    said = subprocess.check_output([sys.executable, "-c", code, json.dumps([*programs.values()])], cwd=ROOT, text=True)
     lists = [json.loads(line) for line in said.splitlines() if line.startswith('{"loaded"')]
-    needed = ("mixers.py", "experiments/vision/classify.py", "experiments/recall/cell.py")
-    for needs, of_run in zip(needed, lists, strict=True):
+    for needs, of_run in zip(programs, lists, strict=True):
         inside = [Path(p).relative_to(ROOT) for p in of_run["loaded"] if Path(p).is_relative_to(ROOT)]
         loaded = {p.as_posix() for p in inside if not p.parts[0].startswith(".") and (ROOT / p).stat().st_size}
         hashed = of_run["hashed"]
         assert {needs, "kernels/scan.py"} <= set(hashed) & loaded
         assert {name for name in loaded - set(hashed) if not name.startswith(records.NO_TRACE)} == set()
         assert not any(name.startswith(records.NO_TRACE) for name in hashed)
-
-
-def test_codes_of_both_schemes_are_told_apart():
-    """An older record keeps its identity; a report over both says in one line that they cannot be compared."""
-    assert records.code_identity()["code"].startswith("v2") and len(records.code_identity()["code"]) == 12
-    line = records.mixed_identities(["v2aa", "v2bb", "0123456789ab"])
-    assert "0123456789ab" in line and "v2" not in line
-    assert records.mixed_identities(["v2aa", "v2bb"]) is None and records.mixed_identities(["01", "23", "01"]) is None
 
 
 # ------------------------------------------------------------------------------------------ beginning with old weights
@@ -1019,33 +997,28 @@ def test_help_lists_every_key():
 
 
 def test_what_wandb_is_given(data, tmp_path, monkeypatch):
-    """Only where it is wanted: the run under its folder's name, and the losses that the log has."""
+    """Only where it is wanted: the run under its folder's name, and the losses that the log has. That it is not there
+    is said before anything is moved."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    short = {**TINY, "max_iters": 4, "eval_tokens": 64, "final_eval_tokens": 64}
-    succeed(arguments(data, tmp_path / "quiet", short))
+    argv = lambda name, **how: arguments(data, tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
+    succeed(argv("quiet"))
     assert not wandb.mock_calls
-    succeed(arguments(data, tmp_path / "loud", short, wandb="offline", wandb_project="p"))
+    succeed(argv("loud", wandb="offline", wandb_project="p"))
     how = wandb.init.call_args.kwargs
     assert (how["name"], how["project"], how["mode"], how["config"]["seed"]) == ("loud", "p", "offline", 1337)
     for step, e in events(tmp_path / "loud").items():
         wandb.log.assert_any_call({key: v for key, v in e.items() if key not in ("event", "step")}, step=step)
     assert wandb.finish.called and wandb.summary == record(tmp_path / "loud")
-    twice = arguments(data, tmp_path / "twice", short, wandb="offline", resume="auto")
-    succeed(twice, LM=stops_at(3))
-    succeed(twice)
+    succeed(argv("twice", wandb="offline"), LM=stops_at(3))
+    succeed(argv("twice", wandb="offline", resume="auto"))
     other, first, again = (call.kwargs for call in wandb.init.call_args_list)
     assert first["id"] == again["id"] != other["id"] and again["resume"] == "allow"
-
-
-def test_wandb_that_is_not_there_is_said_before_anything_is_moved(data, out, tmp_path, monkeypatch):
-    succeed(arguments(data, out, max_iters=2))
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    refuse(arguments(data, out, wandb="offline"), "wandb=offline", "pip install wandb", "--wandb=off")
-    keyless = mock.Mock(login=mock.Mock(side_effect=LookupError("No API key configured.")))
-    monkeypatch.setitem(sys.modules, "wandb", keyless)
-    refuse(arguments(data, out, wandb="online"), "wandb=online: No API key configured.", "--wandb=offline")
+    for module, words in ((None, ("wandb=online", "pip install wandb", "--wandb=off")),
+                          (mock.Mock(**{"login.side_effect": LookupError("no key")}), ("no key", "--wandb=offline"))):
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        refuse(argv("loud", wandb="online"), *words)
     assert sorted(tmp_path.rglob("*")) == before
 
 
