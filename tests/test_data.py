@@ -195,8 +195,10 @@ def test_eval_batches_hold_each_window_once(folder_1000, processes, batch, block
 
 # ---- a prepared folder, opened
 
-def test_open_a_folder(tmp_path):
+def test_open_a_folder(tmp_path, monkeypatch):
     folder = write_folder(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    assert loader.find_dataset(folder.name) == Path(folder.name) != loader.find_dataset("pystdlib")
     tokens = Tokens(folder, vocab_size=256, block_size=199)
     assert (len(tokens.train), len(tokens.val), tokens.vocab_size) == (1000, 200, 256)
     assert isinstance(tokens.train, np.memmap) and tokens.train.dtype == np.uint16
@@ -576,6 +578,8 @@ def test_adopt_nanogpts_files(tmp_path):
     for name, train in (("wide", [3, 70_000]), ("narrow", [3, 64])):  # the second where our own would be uint16
         tokens = writer.adopt(nanogpt(tmp_path / name, train, dtype=np.uint32), train[1] + 1, "uint32")
         assert tokens.train.tolist() == train and tokens.train.dtype == np.uint32 and tokens.bytes_per_token is None
+    tokens = writer.adopt(nanogpt(tmp_path / "long", [9, *[1] * 2**21]), 10)  # read in two pieces
+    assert tokens.meta["splits"]["train"]["max_token"] == 9
     bare = adopt(nanogpt(tmp_path / "bare"))
     said = "loader.py: error: --adopt needs --vocab_size: 50257 for GPT-2's tokens\n"
     assert bare.returncode == 2 and bare.stderr == said

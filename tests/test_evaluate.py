@@ -301,7 +301,7 @@ def test_table_2_stands_beside_the_papers():
 def test_training_scores_tasks_and_the_report_reads_them(folder, tmp_path, library):
     weights = {}
     base = [f"--dataset={library / 'data' / 'pystdlib'}", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16",
-            "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=5", "--eval_interval=2", "--eval_tokens=64",
+            "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=5", "--eval_interval=3", "--eval_tokens=64",
             "--final_eval_tokens=64", "--device=cpu", "--dtype=float32", "--self_check=off"]
     scored = [f"--eval_tasks={folder / 'my_choice.yaml'}", "--eval_tasks_interval=2"]
     for name, more in (("scored", scored), ("plain", [])):

@@ -236,6 +236,7 @@ def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    shutil.copytree(shelf / "train", shelf / "test")  # is not read where there is val
     of = lambda data: [data[2], *((s.labels.tolist(), np.asarray(s.open(3)).tolist()) for s in data[:2])]
     assert of(images.load(str(shelf))) == of(images.load(f"hf:{shelf}"))
     with pytest.raises(images.DataError, match="^hf:[^\n]*$"):
