@@ -9,6 +9,7 @@ both places.
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import pkgutil
 from types import SimpleNamespace
@@ -110,6 +111,8 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "label smoothing of the logits' loss": ("llama", SMOOTH, LOSSES),
     "a cap of the logits": ("longhorn", CAP, LOSSES),
     "half the step size in the loop": ("longhorn", HALF, SCANS),
+    "no number in the loop": ("longhorn", {"kernels.scan._step_size": lambda f: lambda *args, **kw: math.nan * f(
+        *args, **kw)}, SCANS),
     "half the step size in the kernel's forward": ("longhorn", {"native": ("half the step size",)}, SCANS),
     "half the step size in loop and kernel, the kernel's backward left": (
         "longhorn", {**HALF, "native": ("half the step size",)}, SCANS),
