@@ -113,7 +113,9 @@ def test_a_branch_waits_and_a_failure_stops_nobody(cluster, tmp_path, stand_in):
 def test_slurm_jobs_that_are_killed_cancelled_and_requeued(start, launch, data, tmp_path):
     def node_fails(pid, driver, life):
         scontrol("update", "nodename=ALL", "state=down", "reason=test")
-        subprocess.run(["scontrol", "update", "nodename=ALL", "state=resume"], capture_output=True)
+        steps = Path(os.environ["SLURM_CONF"]).parent / "spool"  # a socket for each
+        until(lambda: not list(steps.glob("*_[0-9]*.[0-9]*")))
+        scontrol("update", "nodename=ALL", "state=resume")
 
     job = lambda act: lambda pid, driver, life: subprocess.run([*act.split(), (life / "job").read_text()]).returncode
     kill_cell = lambda pid, *_: os.kill(pid, signal.SIGKILL)
