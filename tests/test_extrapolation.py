@@ -220,14 +220,14 @@ def save_run(folder, family, corpus):
 def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path, monkeypatch, capsys):
     asked, out = {}, tmp_path / "new" / "out.json"
 
-    def run_cells(cells, folder, jobs):
-        asked.update(cells=cells, jobs=jobs)
+    def run_cells(cells, folder, engine):
+        asked.update(cells=cells, jobs=engine.jobs)
         for cell in cells:
             if cell.name in ("longhorn", "llama"):
                 save_run(Path(folder) / cell.name, cell.name, corpus)
         return {c.name: "it diverged" for c in cells if c.name not in ("longhorn", "llama")}
 
-    monkeypatch.setattr(ex, "run_cells", run_cells)
+    monkeypatch.setattr(ex.runner, "run_cells", run_cells)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: asked.update(prepared=documents))
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 64, 256])
