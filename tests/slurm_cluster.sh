@@ -56,7 +56,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=1
 KillWait=20
 MinJobAge=60
 SchedulerParameters=sched_interval=1,sched_min_interval=200000,batch_sched_delay=0

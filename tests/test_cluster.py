@@ -56,6 +56,15 @@ def scontrol(*words):
     subprocess.run(["scontrol", *words], check=True, capture_output=True)
 
 
+def set_node(state):
+    scontrol("update", "nodename=ALL", f"state={state}", "reason=test")
+
+
+def no_steps():
+    """Whether the node has no processes of jobs: each step has a socket."""
+    return not list((Path(os.environ["SLURM_CONF"]).parent / "spool").glob("*_[0-9]*.[0-9]*"))
+
+
 # -------------------------------------------------------------------------------------------------------- both clusters
 
 def test_a_driver_adopts_the_jobs_of_the_one_before(cluster, start, tmp_path, stand_in):
@@ -112,8 +121,9 @@ def test_a_branch_waits_and_a_failure_stops_nobody(cluster, tmp_path, stand_in):
 @SLURM
 def test_slurm_jobs_that_are_killed_cancelled_and_requeued(start, launch, data, tmp_path):
     def node_fails(pid, driver, life):
-        scontrol("update", "nodename=ALL", "state=down", "reason=test")
-        subprocess.run(["scontrol", "update", "nodename=ALL", "state=resume"], capture_output=True)
+        set_node("down")
+        until(no_steps)
+        set_node("resume")
 
     job = lambda act: lambda pid, driver, life: subprocess.run([*act.split(), (life / "job").read_text()]).returncode
     kill_cell = lambda pid, *_: os.kill(pid, signal.SIGKILL)
@@ -150,6 +160,22 @@ def test_a_node_of_slurm_without_its_python_is_one_line(tmp_path, stand_in):
     engine.poll_seconds, engine.executor.python = 0.5, "/nowhere/python"
     failed = runner.run_cells([Cell("a", [])], tmp_path, engine, stand_in)
     assert "/nowhere/python: No such file or directory" in failed["a"]
+
+
+@SLURM
+def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
+    """Its node failed and is back before the job's first process has ended: it cannot be started there again."""
+    cells = {"a": [f"--gate={tmp_path}/gate", "--deaf="], "b": []}
+    driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=9")
+    until(lambda: (tmp_path / "a/held").exists() and is_finished(tmp_path / "b"), 240)
+    set_node("down")
+    set_node("resume")
+    try:
+        assert driver.wait(240) == 0 and "failed {'a': 'it printed nothing (job " in driver.said(), driver.said()
+        assert ": launch failed requeued held;" in driver.said()
+    finally:
+        until(no_steps)
+        set_node("resume")  # Slurm has drained it
 
 
 @SLURM

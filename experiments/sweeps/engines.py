@@ -170,6 +170,9 @@ class Slurm:
             _, state, reason, status = jobs.get(name, (job, "FORGOTTEN", "", 0))
             if state in ("COMPLETED", "FAILED"):
                 states[name] = ended(os.waitstatus_to_exitcode(int(status)))
+            elif "requeued held" in reason.replace("_", " "):  # a node could not start it, and Slurm will not try again
+                subprocess.run(["scancel", "--quiet", job], capture_output=True)
+                states[name] = f"job {job}: {reason}", True
             elif state in self.ENDED:
                 states[name] = f"job {job}: {state}", state not in ("CANCELLED", "DEADLINE", "OUT_OF_MEMORY")
             elif state == "PENDING":
