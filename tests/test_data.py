@@ -31,6 +31,7 @@ from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
 from data.tokenizer import Text
+from data.tokens import cluster
 from data.tokens import prepare as any_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -795,6 +796,16 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     (tmp_path / "out/plan.json").write_text(json.dumps({**plan, "shards": plan["shards"][:1]}))
     source.write_text("\n" * source.stat().st_size)
     refused(lambda: prepare(force=False), "file 1 of the source has changed", "--force")
+
+
+def test_many_machines(monkeypatch, tmp_path):
+    """What was --part is another program, which says what to install; the rest is in test_data_cluster.py."""
+    helped = run_python("data/tokens/cluster.py", "--help")
+    assert helped.returncode == 0 and "--cluster_args" in helped.stdout
+    gone = run_python("data/tokens/prepare.py", "fineweb_edu", "--part=3/16")
+    assert gone.returncode == 2 and "--part is gone: " in gone.stderr and "data/tokens/cluster.py" in gone.stderr
+    monkeypatch.setitem(sys.modules, "datatrove.pipeline.tokens", None)
+    refused(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "requirements-cluster.txt")
 
 
 def test_no_network(small_units, tmp_path, monkeypatch):

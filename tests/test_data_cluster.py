@@ -182,8 +182,6 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
             refused(lambda: prepare(force=True, **changes), *words)  # noqa: B023
     prepare(force=True)
     refused(lambda: prepare(tasks=1), "other inputs", "--force")
-    monkeypatch.setitem(sys.modules, "datatrove.pipeline.tokens", None)
-    refused(prepare, "datatrove is missing", "pip install -r requirements-cluster.txt")
 
 
 def slurm(*command):

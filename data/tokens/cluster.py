@@ -52,7 +52,8 @@ class Tokenizer:
         self.text = text
 
     def encode_batch(self, pieces):
-        return [SimpleNamespace(ids=[*ids, self.text.eot_token]) for ids in token_arrays(self.text, pieces)]
+        eot = self.text.eot_token
+        return [SimpleNamespace(ids=np.append(ids, eot).tolist()) for ids in token_arrays(self.text, pieces)]
 
     def get_vocab_size(self):  # above 65,536 DocumentTokenizer writes uint32
         return self.text.n_vocab
@@ -238,7 +239,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
                 (marks / f"{rank:05d}").touch()
         task = Task(folder, units, text, meta)
         tokenizer = DocumentTokenizer(str(folder / "datatrove/tokens"), text.name, save_final_metadata=False,
-                                      batch_size=1000, shuffle_documents=False)
+                                      batch_size=100, shuffle_documents=False)
         tokenizer.tokenizer = Tokenizer(text)
         how = {"pipeline": [task.read, task.hold_out, tokenizer, task.write], "tasks": tasks,
                "logging_dir": str(folder / "datatrove")}
@@ -252,7 +253,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
         if None in shards and cluster == "ray":
             run_on_ray(workers or -1, options, **how)
         elif None in shards:
-            run_here(workers or len(os.sched_getaffinity(0)), **how)
+            run_here(workers or one_process.CORES, **how)
         shards = written(folder, tasks, text.n_vocab)
         if None in shards:
             first = shards.index(None)

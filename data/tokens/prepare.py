@@ -54,6 +54,7 @@ RECIPES = {  # name: the arguments it stands for
 }
 OWT_DOCUMENTS, OWT_TOKENS = 8_013_769, {"train": 9_035_582_198, "val": 4_434_897}  # as nanoGPT published them
 ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARD_TOKENS = 100_000_000
 UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
@@ -432,10 +433,9 @@ def say(tokens):
 
 
 def main():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle and split as nanoGPT does (seed 2357)")
-    parser.add_argument("--workers", type=int, default=cores, help=f"threads (default: one per core, {cores} here)")
+    parser.add_argument("--workers", type=int, default=CORES, help=f"threads (default: one per core, {CORES} here)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parse(parser)
     if args.pop("part"):
