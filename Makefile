@@ -1,14 +1,14 @@
-# Two commands do everything, set-up included:  make train   make test
+# Two commands do everything, including set-up:  make train   make test
 #
-#   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config, other settings (data: pystdlib)
-#   make train OUT=out/again                                            another folder
-#   make test ARGS="-k scan -x"                                         some of the tests
+#   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config and settings (data: pystdlib)
+#   make train OUT=out/again                                            another output folder
+#   make test ARGS="-k scan -x"                                         a part of the tests
 #   make chaos                                                          long fault injection; as root also a cut cable
-#   make eval                                                           what evaluate.py needs beside that
-#   make bench                                                          the scan on this CPU: checked, then timed
+#   make eval                                                           install the lm-evaluation-harness, score a model
+#   make bench                                                          check and time the scan on this CPU
 #   make gpu STAGES=correctness                                         on a GPU, 9 minutes at most; then speed, training
 #   make gpu PYTHON=python3                                             with your own interpreter; installs nothing
-#   make PYTHON=python3.12 ...                                          the interpreter that makes .venv
+#   make PYTHON=python3.12 ...                                          create .venv with this interpreter
 
 PYTHON ?= python3
 CONFIG ?= config/longhorn_bpe.py
@@ -24,16 +24,16 @@ train: $(VENV)/main
 	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
 	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
 
-# Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for one another.
+# Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for each other.
 test: $(VENV)/main $(VENV)/test lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
-# The lm-evaluation-harness, for evaluate.py; where make train has left a model, it is scored.
+# Installs the lm-evaluation-harness for evaluate.py; scores the model of `make train`, if there is one.
 eval: $(VENV)/main $(VENV)/eval
 	$(PY) data/pystdlib/prepare.py
 	$(if $(wildcard $(OUT)/checkpoint.safetensors),$(PY) evaluate.py $(OUT) $(ARGS),@echo "installed; after make train: $(PY) evaluate.py $(OUT)")
 
-# The long forms of the fault tests, one process at a time.
+# The fault tests in their long form, in one process.
 chaos: $(VENV)/main $(VENV)/test
 	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py tests/test_vision.py $(ARGS)
 
@@ -43,13 +43,13 @@ lint: $(VENV)/main $(VENV)/test
 bench: $(VENV)/main
 	$(PY) bench/scan.py --device=cpu $(ARGS)
 
-# PYTHON=... on the command line: run with that interpreter and install nothing. OUT=...: write the records there, not
-# to results/.
+# With PYTHON=... on the command line: run that interpreter and install nothing. With OUT=...: write the records there
+# instead of results/.
 GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
 	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
 
-# Install once, and again when a list of requirements changes: an empty file in .venv has the time of the installation.
+# Install once, and again when a requirements file changes: an empty file in .venv marks the time of the installation.
 $(VENV)/main: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)

@@ -8,8 +8,8 @@ assigns to keys and sees the values so far (`batch_tokens = block_size * 64`); `
 of its folder first; helpers start with `_`, modules and functions are ignored. It is executed, so run only files that
 you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is the string `a=b`.
 
-A class attribute RENAMED = {"old_key": "new_key"} makes the error for an old key name the new one; PROGRAMS =
-{"task": "program.py"} makes that for a config file with `task = "task"` name the program that reads it.
+With a class attribute RENAMED = {"old_key": "new_key"} the error for an old key names the new one; with PROGRAMS =
+{"task": "program.py"} the error for a config file that sets `task = "task"` names the program to run.
 """
 
 import builtins
@@ -40,9 +40,9 @@ def load(config_class, argv, prog=None):
     """Read `argv` (config files ending in .py and --key=value, left to right) into an instance of the dataclass.
 
     The instance gets two more attributes: `config_files`, the paths read, and `overrides`, {key: value} of every key
-    that a file or the command line set. `--help` prints all keys with the values of the config files and exits with 0.
-    Raises ConfigError for an unknown key, a wrong type or choice, an unreadable or failing file, and a ValueError of
-    the dataclass's __post_init__.
+    that a file or the command line set. `--help` prints all keys with the config files' values and exits with 0.
+    Raises ConfigError for an unknown key, a wrong type or choice, an unreadable or failing file, and a ValueError
+    raised in the dataclass's __post_init__.
     """
     fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
     kinds = typing.get_type_hints(config_class)
@@ -87,7 +87,7 @@ def load(config_class, argv, prog=None):
 
 
 def _run_file(path, values):
-    """{name: value} of what a config file assigns, helpers left out."""
+    """{name: value} of everything that a config file assigns, except helpers."""
     folder, name = os.path.split(path)
     try:
         source = regular(path).read_bytes()
@@ -95,7 +95,7 @@ def _run_file(path, values):
         files = [f for f in os.listdir(folder or ".") if f.endswith(".py")] if os.path.isdir(folder or ".") else []
         near = _nearest(name, files, os.path.join(folder, ""))
         raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{near}") from error
-    # The values are looked up as built-in names are, so that `names` holds only what the file itself assigns.
+    # The current values are built-in names for the file, so that `names` holds only what the file itself assigns.
     known = vars(builtins) | values
     names = {"__builtins__": known, "__name__": "config", "__file__": path}
     known["include"] = lambda other: names.update(_run_file(os.path.join(folder, other), values | names))
@@ -129,7 +129,7 @@ def _nearest(word, words, prefix=""):
 
 
 def _convert(kind, value, where, from_text):
-    """`value` as `kind`, or a ConfigError that opens with `where`. `from_text`: value is the command line's string."""
+    """Convert `value` to `kind`. Raises ConfigError, starting with `where`. `from_text`: a command-line string."""
     with contextlib.suppress(ValueError, OverflowError):
         return _parse(kind, value, from_text)
     shown, choices = value if from_text else repr(value)[:80], typing.get_args(kind)
@@ -138,7 +138,7 @@ def _convert(kind, value, where, from_text):
 
 
 def _parse(kind, value, from_text):
-    """`value` as one type. Raises ValueError or OverflowError where it is not of that type."""
+    """Convert `value` to `kind`. Raises ValueError or OverflowError if it is not of that type."""
     number = from_text or isinstance(value, numbers.Real) and not isinstance(value, bool)
     if isinstance(value, str) and value in typing.get_args(kind):
         return value
@@ -148,14 +148,14 @@ def _parse(kind, value, from_text):
         if kind is str and "\0" in value:
             raise ValueError
         if kind is str:
-            value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 can be written, and not read again
+            value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 could be saved but not read back
         return value
     if kind is float and number and math.isfinite(float(value)):
         return float(value)
     if kind is int and number:
         if isinstance(value, numbers.Integral) or from_text and re.fullmatch("[+-]?[0-9_]+", value):
             return int(value)
-        if float(value).is_integer() and abs(float(value)) <= 2**53:  # a float beyond is not exact
+        if float(value).is_integer() and abs(float(value)) <= 2**53:  # larger floats are not exact
             return int(float(value))
     raise ValueError
 
@@ -172,9 +172,9 @@ def _comments(config_class):
         for line in lines:
             if line.strip().startswith("# ---"):
                 heading = line.strip("#- ")
-            elif statement := re.match(r"    (\w+)(:?)", line):  # a field, or what ends the one before
+            elif statement := re.match(r"    (\w+)(:?)", line):  # a field, or the end of the one before
                 field = statement[1] if statement[2] else None
-                if field and heading and field not in meanings:  # a new default stays under the base's heading
+                if field and heading and field not in meanings:  # a redefined field keeps the base class's heading
                     headings[field], heading = heading, None
             if field:
                 comment = re.search(r"  # ((?!---).*)$", line)

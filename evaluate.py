@@ -1,18 +1,18 @@
-"""Score a checkpoint on tasks of the lm-evaluation-harness: `make eval` installs it.
+"""Score a checkpoint on tasks of the lm-evaluation-harness, which `make eval` installs.
 
     python evaluate.py out/longhorn_bpe                                        # embedded tasks, which need no download
-    python evaluate.py out/longhorn_1b3 --tasks=paper                          # the paper's Table 2, zero shots
+    python evaluate.py out/longhorn_1b3 --tasks=paper                          # the paper's Table 2, zero-shot
     python evaluate.py out/longhorn_1b3 --tasks=lambada_openai,wikitext --include=my_tasks/
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
 
-Task files of your own (*.yaml, as the harness describes them) may have local data: `dataset_path: json` and
-`data_files` under `dataset_kwargs`. Then no network is needed, nor with the embedded tasks (evaluation/tasks.py).
+Your own task files (*.yaml, in the harness's format) can use local data, with `dataset_path: json` and `data_files`
+under `dataset_kwargs`. Then no network is needed; neither is one for the embedded tasks (evaluation/tasks.py).
 
-Results go to eval_tasks.json in the run's folder, with standard errors and the versions of tasks and harness. How
-contexts and texts are read: evaluation/harness.py.
+Results go to eval_tasks.json in the run's folder, with standard errors and the versions of tasks and harness.
+evaluation/harness.py explains how contexts and texts are read.
 """
 
-if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
+if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process without a traceback
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -39,30 +39,30 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # the run's folder, with checkpoint.safetensors; or the first argument without --
-    tasks: str = "embedded"  # name,name: tasks of the harness, files of tasks; paper: Table 2's; embedded: no download
-    include: str = ""  # a folder with task files (*.yaml) of your own
-    limit: int = 0  # documents of each task, to try things out; 0: all
-    batch_tokens: int = 8192  # tokens of one forward pass
-    max_length: int = 0  # tokens that a prediction may see; 0: all, however long the training block was
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 if fast
+    out_dir: str = ""  # the run's folder, with checkpoint.safetensors; or give it as the first argument
+    tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
+    include: str = ""  # folder with your own task files (*.yaml)
+    limit: int = 0  # documents per task, to try things out; 0: all
+    batch_tokens: int = 8192  # tokens per forward pass
+    max_length: int = 0  # context limit in tokens; 0: none, even beyond the training block
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 if it is fast here
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
-    tokenizer: str = ""  # of an imported model whose checkpoint does not know it: bytes, tiktoken:NAME, hf:NAME
-    vocab: str = ""  # a tiktoken vocabulary without a network: a folder with its files
-    timeout_minutes: float = 60.0  # how long processes wait for one another
+    tokenizer: str = ""  # if the checkpoint of an imported model does not name it: bytes, tiktoken:NAME, hf:NAME
+    vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
+    timeout_minutes: float = 60.0  # how long processes wait for each other
 
 
 def tokenizer_of(meta, config):
-    """The Text of a checkpoint's meta. Raises ConfigError where --tokenizer is another, or none is known."""
+    """The Text for a checkpoint's meta. Raises ConfigError if --tokenizer contradicts it, or neither names one."""
     known, given = meta.get("tokenizer"), canonical(config.tokenizer) if config.tokenizer else None
     if known and given not in (None, known):
-        raise ConfigError(f"{config.out_dir}: its tokenizer is {known!r}, not {given!r}: leave --tokenizer out")
+        raise ConfigError(f"{config.out_dir}: its tokenizer is {known!r}, not {given!r}: drop --tokenizer")
     if not (known or given):
-        raise ConfigError(f"{config.out_dir} does not know its tokenizer: name it with --tokenizer")
+        raise ConfigError(f"{config.out_dir} does not name its tokenizer: set --tokenizer")
     text = Text(known or config.tokenizer, meta.get("table"), config.vocab or None)
     if text.n_vocab > meta["config"]["vocab_size"]:
         raise ConfigError(f"{text.name} has {text.n_vocab:,} tokens, the model {meta['config']['vocab_size']:,}: it "
-                          "was trained with another tokenizer")
+                          "was trained with a different tokenizer")
     return text
 
 
@@ -74,7 +74,7 @@ def main(argv):
         if getattr(config, name) < least:
             raise ConfigError(f"{name} {getattr(config, name)} must be at least {least}")
     if not config.out_dir:
-        raise ConfigError("give the folder of a run: python evaluate.py out/longhorn_bpe")
+        raise ConfigError("give a run's folder: python evaluate.py out/longhorn_bpe")
     if config.include and not Path(config.include).is_dir():
         raise ConfigError(f"include {config.include}: there is no such folder")
     device = distributed.open_device(config)
@@ -92,8 +92,8 @@ def main(argv):
     if set(tasks.PAPER) <= results.keys():
         print("\n" + tasks.table2(Path(config.out_dir).name, results))
     if max(longest) > block and not config.max_length:
-        print(f"{sum(longer):,} sequences are longer than the {block:,} tokens of training, up to {max(longest):,}: "
-              "read whole (--max_length cuts)")
+        print(f"{sum(longer):,} sequences are longer than the training block of {block:,} tokens, up to "
+              f"{max(longest):,}: read whole (--max_length truncates them)")
     write(Path(config.out_dir) / "eval_tasks.json", {
         "step": meta.get("step"), "tokens": meta.get("tokens"), "limit": config.limit, "max_length": config.max_length,
         "dtype": str(dtype).removeprefix("torch."), "tokenizer": text.name, "longest": max(longest),
@@ -102,7 +102,7 @@ def main(argv):
 
 
 def write(path, record):
-    """Write the record; results of other tasks that are there for the same checkpoint and settings stay."""
+    """Write the record, keeping earlier results on other tasks if they have the same checkpoint and settings."""
     same = ("step", "tokens", "limit", "max_length", "dtype", "tokenizer", "harness")
     try:
         old = json.loads(path.read_text())

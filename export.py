@@ -1,24 +1,24 @@
-"""Weights for others, and theirs for us: a folder with config.json and model.safetensors, written and read.
+"""Export to and import from Hugging Face: a folder with config.json and model.safetensors.
 
     python export.py --out_dir=out/llama_120m --to=hf_llama_120m       # then AutoModelForCausalLM.from_pretrained(...)
     python export.py --out_dir=out/longhorn_120m --to=hf_longhorn      # the same, with trust_remote_code=True
     python export.py --out_dir=out/longhorn_120m --to=hf_longhorn --overwrite --push=user/longhorn    # and to the hub
     python export.py --from_hf=hf_llama_120m --out_dir=out/imported    # then python sample.py --out_dir=out/imported
 
-LLaMA, Mamba and RWKV-4 take the names and the config of Hugging Face transformers, which is not needed to write or read
-them. All other families, and patterns of several, keep our own names, under the model_type "longhorn"; their folder
-holds the modelling code (tools/modeling_longhorn.py and the sources that mixers.py imports), so that transformers loads
-it without this repository. Every folder of a model whose tokenizer is known holds it too, for AutoTokenizer.
+LLaMA, Mamba and RWKV-4 use the names and config of Hugging Face transformers, which need not be installed. All other
+families, and patterns of several, keep our own names, under the model_type "longhorn"; their folder contains the
+modelling code (tools/modeling_longhorn.py and all sources that mixers.py imports), so that transformers can load it
+without this repository. If the tokenizer is known, the folder contains it too, for AutoTokenizer.
 
-    here                                           LLaMA there                          Mamba there
+    our name                                       LLaMA                                Mamba
     embed.weight (also the head)                   model.embed_tokens                   backbone.embeddings
     layers.i.branches.0 norm, mixer.qkv, out_proj  layers.i input_layernorm, self_attn  layers.2i norm, mixer
     layers.i.branches.1 norm, mixer.w1, w3, w2     post_attention_layernorm, mlp        layers.2i+1 norm, mixer
 
-One of our layers has two residual branches, so n_layer Mamba layers here are 2 n_layer there, and an odd number of
-layers cannot be read. RWKV-4's shifts are stored there as 1 - mu. What this skeleton cannot express (grouped queries,
-an untied head, another rotary base) is refused by field and value, never approximated. Only JSON and safetensors are
-opened; nothing is unpickled.
+One of our layers has two residual branches, so n_layer Mamba layers of ours are 2 n_layer in transformers, and an odd
+number of layers cannot be imported. Transformers stores RWKV-4's shifts as 1 - mu. Anything that our skeleton cannot
+express (grouped queries, an untied head, another rotary base) is refused by field and value, never approximated. Only
+JSON and safetensors are opened; nothing is unpickled.
 """
 
 import dataclasses
@@ -51,14 +51,14 @@ from runtime.records import NATIVE_SOURCES, sync_folder, write_json
 
 @dataclass
 class ExportConfig:
-    out_dir: str = ""  # a run's folder: read with --to; made with --from_hf, for sample.py; train.py cannot resume it
-    to: str = ""  # folder to write config.json and model.safetensors to
-    from_hf: str = ""  # folder to read them from, in place of --to
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights that --to writes
-    tokenizer: str = "auto"  # of what --from_hf reads: bytes, tiktoken:NAME, hf:NAME; auto: see its config.json
-    vocab: str = ""  # a tiktoken vocabulary without a network: a folder with its files
-    push: str = ""  # user/name: also upload the folder to Hugging Face's hub (log in first: hf auth login)
-    overwrite: bool = False  # replace what an earlier export or import wrote there
+    out_dir: str = ""  # a run's folder: exported with --to, created by --from_hf (train.py cannot resume that)
+    to: str = ""  # export: folder to write config.json and model.safetensors to
+    from_hf: str = ""  # import: folder to read them from
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # export: dtype of the weights
+    tokenizer: str = "auto"  # import: bytes, tiktoken:NAME or hf:NAME; auto: as in its config.json
+    vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
+    push: str = ""  # export: user/name, also upload the folder to Hugging Face's hub (log in first: hf auth login)
+    overwrite: bool = False  # replace an earlier export or import in that folder
 
 
 ROOT = Path(__file__).resolve().parent
@@ -68,18 +68,18 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM", "rwkv
 OWN = {"architectures": ["LonghornForCausalLM"], "model_type": "longhorn", "tie_word_embeddings": False,
        "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
                     "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
-SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # that is a machine's choice
+SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # backend depends on the machine
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-KINDS = {"llama": "llama", "mamba": "mamba", "rwkv": "rwkv4"}  # model_type of transformers: family here
-# field -> (what its absence means in transformers, what this skeleton has); other values would change the function
+KINDS = {"llama": "llama", "mamba": "mamba", "rwkv": "rwkv4"}  # model_type in transformers -> our family
+# field -> (default in transformers, value that our skeleton has); other values would change the function
 ONLY = {"llama": {"hidden_act": ("silu", "silu"), "rms_norm_eps": (1e-6, 1e-5), "tie_word_embeddings": (False, True),
                   "attention_bias": (False, False), "mlp_bias": (False, False)},
         "mamba": {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5),
                   "tie_word_embeddings": (True, True), "use_bias": (False, False), "use_conv_bias": (True, True)},
         "rwkv4": {"layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (False, True)}}
 
-# names there -> names here: of what stands before and behind the layers (the embedding first), and within a layer
+# their name -> our name, for tensors before and after the layers (the embedding first), and within a layer
 ENDS = {"llama": {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"},
         "mamba": {"backbone.embeddings.weight": "embed.weight", "backbone.norm_f.weight": "norm.weight"},
         "rwkv4": {"rwkv.embeddings.weight": "embed.weight",
@@ -96,9 +96,9 @@ RWKV_NAMES = {"ln1.weight": "0.norm.weight", "ln1.bias": "0.norm.bias", "attenti
               **{f"attention.{name}.weight": f"0.mixer.{name}.weight"
                  for name in ("key", "value", "receptance", "output")},
               **{f"feed_forward.{name}.weight": f"1.mixer.{name}.weight" for name in ("key", "value", "receptance")}}
-# family: (name of layer i, {name in it: name here}, [(name of a part there, name here of the whole, the parts)])
+# family: (prefix of layer i, {their name: our name}, [(their name of a part, our name of the whole, the parts)])
 LAYERS = {"llama": ("model.layers.{}.", {f"{there}.weight": f"{ours}.weight" for there, ours in LLAMA_NAMES.items()},
-                    [("self_attn.{}_proj.weight", "0.mixer.qkv.weight", "qkv")]),  # rotated as halves on both sides
+                    [("self_attn.{}_proj.weight", "0.mixer.qkv.weight", "qkv")]),  # both rotate by halves
           "mamba": ("backbone.layers.{}.", MAMBA_NAMES, []),
           "rwkv4": ("rwkv.blocks.{}.", RWKV_NAMES,
                     [("attention.time_mix_{}", "0.mixer.mu", ("receptance", "key", "value")),
@@ -106,15 +106,15 @@ LAYERS = {"llama": ("model.layers.{}.", {f"{there}.weight": f"{ours}.weight" for
 
 
 def family(config):
-    """The family of all layers, or "longhorn", which keeps our own names, for a pattern of several."""
+    """The family of all layers; for a pattern of several "longhorn", which keeps our own names."""
     families = set(config.families)
     return families.pop() if len(families) == 1 else "longhorn"
 
 
 def names(config):
-    """{name in the file: (name here, None or (i, n): part i of n of its rows)} of every tensor of LM(config).
+    """{name in the file: (our name, None, or (i, n) for part i of n of its rows)} for every tensor of LM(config).
 
-    A qkv matrix (3 d, d) has three names in the file, as have RWKV-4's shifts; everything else is one to one.
+    A qkv matrix (3 d, d) has three names in the file, and so have RWKV-4's shifts; everything else is one to one.
     """
     kind = family(config)
     if kind not in ENDS:
@@ -138,36 +138,36 @@ def skeleton(config):
 
 
 def as_in_file(state, config):
-    """{name in the file: tensor} of a state_dict of ours; views where they can be."""
+    """{name in the file: tensor} from one of our state_dicts; views where possible."""
     tensors = {}
     for name, (our_name, part) in names(config).items():
         tensors[name] = state[our_name] if part is None else state[our_name].chunk(part[1])[part[0]]
         if name.endswith("conv1d.weight"):
             tensors[name] = tensors[name].unsqueeze(1)  # (d_inner, 1, d_conv)
         if ".time_mix_" in name:
-            tensors[name] = 1 - tensors[name][None]  # (1, 1, d): how much of the token itself
+            tensors[name] = 1 - tensors[name][None]  # (1, 1, d): the current token's weight
     return tensors
 
 
 def to_hf(lm, dtype=None, end_of_text=None):
-    """(config.json's dict, {name: tensor on the CPU}) of a model, copies of its weights.
+    """(config.json's dict, {name: tensor on the CPU}) for a model; tensors are copies of its weights.
 
-    dtype: a torch dtype, default the model's; end_of_text: the token that ends a text, where generation may stop.
-    Raises ConfigError where float16 cannot hold a weight.
+    dtype: a torch dtype, default the model's; end_of_text: the token that ends a text, at which generation stops.
+    Raises ConfigError if float16 cannot hold a weight.
     """
     c, dtype = lm.config, dtype or lm.embed.weight.dtype
     tensors = as_in_file(lm.state_dict(), c)
     tensors = {name: t.detach().to("cpu", dtype, copy=True).contiguous() for name, t in tensors.items()}
     for name, t in tensors.items():
         if dtype == torch.float16 and t.isinf().any():
-            raise ConfigError(f"{name} does not fit into float16 (largest 65504): use bfloat16")
+            raise ConfigError(f"{name} is out of range for float16 (largest 65504): use bfloat16")
     kind, dtype = family(c), str(dtype).removeprefix("torch.")
     if kind not in ARCHITECTURES:
         settings = {name: getattr(c, name) for name in SETTINGS}
         return {**OWN, "dtype": dtype, "eos_token_id": end_of_text, "bos_token_id": end_of_text, **settings}, tensors
     config = {"architectures": [ARCHITECTURES[kind]], "model_type": {"rwkv4": "rwkv"}.get(kind, kind), "dtype": dtype,
               "vocab_size": c.vocab_size, "hidden_size": c.n_embd, "use_cache": True, "initializer_range": 0.02,
-              # all three: transformers' own defaults would end every text at token 2, or 0
+              # set all three: transformers' defaults would end every text at token 2 or 0
               "bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None,
               **{field: only for field, (_, only) in ONLY[kind].items()}}
     mixer = lm.layers[0].branches[1].mixer
@@ -187,20 +187,20 @@ def to_hf(lm, dtype=None, end_of_text=None):
 
 
 def from_hf(config, tensors):
-    """The LM in evaluation mode of a config.json's dict and its tensors, the inverse of `to_hf`.
+    """The LM, in evaluation mode, from a config.json's dict and its tensors; the inverse of `to_hf`.
 
-    The weights are copies: float64 if there is any in `tensors`, else float32. Raises ConfigError, one line, for what
-    this skeleton cannot express, and for tensors that are missing, left over or of another shape.
+    The weights are copies, in float64 if `tensors` has any, else float32. Raises ConfigError for anything that our
+    skeleton cannot express, and for tensors that are missing, left over or of the wrong shape.
     """
     ours = model_config(config)
-    if config["model_type"] == "longhorn":  # transformers saves them with a prefix
+    if config["model_type"] == "longhorn":  # transformers adds a prefix when it saves
         tensors = {name.removeprefix("model."): t for name, t in tensors.items()}
-    if ours.n_layer > len(tensors):  # before a skeleton of so many layers is made
+    if ours.n_layer > len(tensors):  # check before building a skeleton with so many layers
         raise ConfigError(f"the config has {ours.n_layer} layers, more than there are tensors ({len(tensors)})")
     try:
         lm = skeleton(ours)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"there is no such model: {error}") from None
+        raise ConfigError(f"the config describes no valid model: {error}") from None
     expected = as_in_file(lm.state_dict(), ours)
     check_tensors(expected, tensors, ours.model)
     dtype = functools.reduce(torch.promote_types, (tensors[name].dtype for name in expected), torch.float32)
@@ -215,16 +215,16 @@ def from_hf(config, tensors):
 
 
 def check_tensors(expected, tensors, kind):
-    """Raises ConfigError unless `tensors` are those of `expected`, by name, shape and a float dtype.
+    """Raises ConfigError unless `tensors` match `expected` in name and shape and have a float dtype.
 
-    What is no weight may be there too: a head that equals the embedding, and rotary frequencies of older files.
+    Extra non-weight tensors are allowed: a head that equals the embedding, and the rotary frequencies of older files.
     """
     for name, t in expected.items():
         if name not in tensors:
-            raise ConfigError(f"the tensor {name} is missing: the weights are not those of a {kind} of this config")
+            raise ConfigError(f"the tensor {name} is missing: the weights are not from a {kind} with this config")
         shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
         if shape != t.shape:
-            raise ConfigError(f"the tensor {name} is {shape} where the config asks for {tuple(t.shape)}")
+            raise ConfigError(f"the tensor {name} is {shape}, but the config needs {tuple(t.shape)}")
         if dtype not in FLOATS:
             raise ConfigError(f"the tensor {name} is {dtype}: only float64, float32, bfloat16 and float16 are "
                               "supported, no quantised weights")
@@ -233,17 +233,16 @@ def check_tensors(expected, tensors, kind):
             if not torch.equal(tensors[name], tensors[next(iter(expected))]):  # the embedding
                 raise ConfigError(f"{name} differs from the embedding: only a tied head is supported")
         elif not name.endswith("rotary_emb.inv_freq"):
-            raise ConfigError(f"the tensor {name} has no place in a {kind} here (no biases, no further norms)")
+            raise ConfigError(f"the tensor {name} does not exist in our {kind} (no biases, no further norms)")
 
 
 def model_config(config):
-    """The ModelConfig of a config.json's dict. Raises ConfigError, one line, for what it cannot express."""
+    """The ModelConfig for a config.json's dict. Raises ConfigError for anything that it cannot express."""
     kind = config.get("model_type")
     if kind == "longhorn":
         return own_config(config)
-    if kind not in list(KINDS):  # a list: what JSON holds may have no hash
-        raise ConfigError(f"model_type {kind!r} is not supported: only llama, mamba, rwkv and longhorn, this project's "
-                          "own")
+    if kind not in list(KINDS):  # a list, because values from JSON may not be hashable
+        raise ConfigError(f"model_type {kind!r} is not supported: only llama, mamba, rwkv and this project's longhorn")
     kind = KINDS[kind]
     named = [ARCHITECTURES[kind]]
     require(config, {"architectures": (named, named), "quantization_config": (None, None), **ONLY[kind]})
@@ -259,14 +258,14 @@ def model_config(config):
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # the latter in older files
         if not isinstance(rope, dict):
             raise ConfigError(f"rope_parameters {rope!r} is not supported: only the default kind")
-        rope = {"rope_type": rope.get("type"), **config, **rope}  # older files have the base beside it
+        rope = {"rope_type": rope.get("type"), **config, **rope}  # older files have the base at the top level
         require(rope, {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)})
         sizes |= {"n_head": heads, "block_size": whole(config, "max_position_embeddings", 2048),
                   "mlp_multiple": mlp_multiple(whole(config, "intermediate_size"), d, 8 * d / 3, "8/3")}
     else:
         if layers % 2:
-            raise ConfigError(f"num_hidden_layers {layers} is not supported: only an even number, two per layer of "
-                              "ours")
+            raise ConfigError(f"num_hidden_layers {layers} is not supported: only an even number, as each of our "
+                              "layers holds two")
         expand, rank = whole(config, "expand", 2), config.get("time_step_rank", "auto")
         require(config, {"intermediate_size": (expand * d, expand * d)})
         sizes |= {"n_layer": layers // 2, "d_state": whole(config, "state_size", 16), "expand": expand,
@@ -277,16 +276,16 @@ def model_config(config):
 
 
 def require(config, fields):
-    """Raises ConfigError unless each of `fields`, {name: (value where it is absent, the only one supported)}, fits."""
+    """Raises ConfigError unless each field has its only supported value. fields: {name: (default, that value)}."""
     for field, (absent, only) in fields.items():
         value = absent if config.get(field) is None else config[field]
         if value != only:
-            note = "" if field in config else " (it is absent)"
+            note = "" if field in config else " (the default)"
             raise ConfigError(f"{field} {value!r}{note} is not supported: only {only!r}")
 
 
 def mlp_multiple(hidden, d, least, times):
-    """The largest usual mlp_multiple that makes an MLP this wide; the last fits any width from `least` on."""
+    """The largest usual mlp_multiple that gives this hidden width; `hidden` itself fits any width >= `least`."""
     for multiple in (*(2**i for i in range(8, -1, -1)), hidden):
         if round_up(least, multiple) == hidden:
             return multiple
@@ -298,8 +297,8 @@ def own_config(config):
     known = {*OWN, "dtype", "run", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
     unknown = config.keys() - SETTINGS.keys() - known
     if unknown:
-        raise ConfigError(f"the setting {min(unknown)} is unknown here: a newer version may have written this")
-    if config.get("model") not in list(FAMILIES):  # a list: what JSON holds may have no hash
+        raise ConfigError(f"unknown setting {min(unknown)}: a newer version may have written this")
+    if config.get("model") not in list(FAMILIES):  # a list, because values from JSON may not be hashable
         raise ConfigError(f"model {config.get('model')!r} is not supported: only {', '.join(FAMILIES)}")
     settings = {name: config[name] for name in SETTINGS if name in config}
     for name, value in settings.items():
@@ -320,7 +319,7 @@ def whole(config, field, absent=None, least=1):
 
 
 def load(folder):
-    """The LM, in evaluation mode, of a folder that export.py or transformers wrote. Raises ConfigError, one line."""
+    """The LM, in evaluation mode, from a folder that export.py or transformers wrote. Raises ConfigError."""
     config, tensors = read(folder)
     try:
         return from_hf(config, tensors)
@@ -329,9 +328,9 @@ def load(folder):
 
 
 def read(folder):
-    """(config.json's dict, {name: tensor}) of a folder, its weights in one file or, with an index, in several.
+    """(config.json's dict, {name: tensor}) from a folder with one file of weights, or several with an index.
 
-    The tensors may be windows onto the files. Raises ConfigError, one line.
+    The tensors may be memory-mapped. Raises ConfigError.
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
@@ -340,12 +339,12 @@ def read(folder):
         where = read_json(index).get("weight_map")
         files = list(where.values()) if isinstance(where, dict) else [None]
         if any(not isinstance(file, str) or file != os.path.basename(file) for file in files):
-            raise ConfigError(f"{index}: weight_map is not a table from tensors to files of this folder")
+            raise ConfigError(f"{index}: weight_map does not map tensors to files in this folder")
     tensors = {}
     for path in (folder / file for file in sorted(set(files))):
         if not path.exists():
-            raise ConfigError(f"{path}: there are no weights to read (a pickle as pytorch_model.bin could run code "
-                              "and is not opened: save it as safetensors first)")
+            raise ConfigError(f"{path}: there are no weights to read (a pickle such as pytorch_model.bin could run "
+                              "code and is not opened: save it as safetensors first)")
         try:
             tensors |= safetensors.torch.load_file(regular(path))
         except (OSError, safetensors.SafetensorError) as error:
@@ -359,12 +358,12 @@ def read_json(path):
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give a folder with config.json and model.safetensors") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON with a table of settings: {error}") from None
+        raise ConfigError(f"{path}: not a JSON object of settings: {error}") from None
 
 
 def modelling_code():
-    """tools/modeling_longhorn.py with the sources that mixers.py reaches by imports, wherever they stand in a file."""
-    finder = modulefinder.ModuleFinder([str(ROOT)], excludes=["experiments"])  # of `python model.py` alone
+    """tools/modeling_longhorn.py with all sources that mixers.py imports, directly or indirectly."""
+    finder = modulefinder.ModuleFinder([str(ROOT)], excludes=["experiments"])  # only `python model.py` imports those
     finder.import_hook("mixers")
     files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]  # others are built in
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
@@ -376,16 +375,16 @@ def modelling_code():
 
 
 def tokenizer_files(meta, vocab=None):
-    """({name: text} of what AutoTokenizer reads, the token that ends a text or None).
+    """({name: text} of the files for AutoTokenizer, the token that ends a text or None).
 
-    Without files where the tokenizer is not known, or cannot be had (said).
+    Without files if the tokenizer is unknown, or cannot be loaded (which is printed).
     """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
         tokenizer_json = text.tokenizer_json()
     except (ValueError, KeyError) as error:
         if meta.get("tokenizer"):
-            print(f"without tokenizer files: {error}", file=sys.stderr)
+            print(f"no tokenizer files: {error}", file=sys.stderr)
         return {}, 50256 if meta.get("tokenizer") == "gpt2" else None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "model_max_length": int(1e30)}
@@ -397,27 +396,27 @@ def tokenizer_files(meta, vocab=None):
 
 
 def push(folder, name):
-    """Upload the folder to Hugging Face's hub as user/name, by its own client. Raises ConfigError, one line."""
+    """Upload the folder to Hugging Face's hub as user/name, with its own client. Raises ConfigError."""
     try:
         from huggingface_hub import HfApi
 
         HfApi().create_repo(name, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=folder)
-    except Exception as error:  # its client has a dozen for: not logged in, no network, no such name
-        raise ConfigError(f"push {name}: {' '.join(str(error).split())[:200]} (hf auth login; {folder} is written, the "
-                          "same command with --overwrite tries again)") from None
+    except Exception as error:  # the client raises a dozen kinds: not logged in, no network, no such name
+        raise ConfigError(f"push {name}: {' '.join(str(error).split())[:200]} (hf auth login; {folder} is written: "
+                          "repeat the command with --overwrite)") from None
 
 
 def write(folder, config, tensors, overwrite=False, files=()):
-    """Write config.json, model.safetensors and `files`, {name: text}; at any moment `folder` is absent, the old one or
-    the new, and whole. Raises ConfigError, one line, where `check_target` or the disk refuses."""
+    """Write config.json, model.safetensors and `files`, {name: text}; at any moment `folder` is absent, or a complete
+    old or new one. Raises ConfigError if `check_target` or the disk refuses."""
     check_target(folder, FILES, overwrite)
-    target = Path(folder).resolve()  # a link to a folder cannot be renamed over
+    target = Path(folder).resolve()  # a rename cannot replace a link to a folder
     tmp, old = (target.with_name(f".{target.name}.export.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
         tmp.mkdir(parents=True)
         write_json(tmp / "config.json", config)
-        checkpoint.save(tmp / "model.safetensors", tensors, {}, kind="pt")  # transformers reads no other kind
+        checkpoint.save(tmp / "model.safetensors", tensors, {}, kind="pt")  # the only kind that transformers reads
         for name, text in dict(files).items():
             (tmp / name).write_text(text, encoding="utf-8")
         if target.exists():
@@ -434,29 +433,30 @@ def write(folder, config, tensors, overwrite=False, files=()):
 
 
 def check_target(folder, files, overwrite):
-    """Raises ConfigError unless `folder` is absent, empty, or to be overwritten and of nothing but `files`.
+    """Raises ConfigError unless `folder` is absent, empty, or holds only `files` and may be overwritten.
 
-    Before, what a killed `write` left beside it is put back or deleted.
+    First restores or deletes whatever a killed `write` left next to it.
     """
     target = Path(folder).resolve()
-    for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.export.*-[0-9]*")):  # old-, then tmp-
+    for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.export.*-[0-9]*")):  # old- before tmp-
         if ".export.old-" in left.name and not os.path.lexists(target):
             os.rename(left, target)
         else:
             shutil.rmtree(left)
     try:
-        there = sorted({*os.listdir(folder)} - {".lock"}) if os.path.lexists(folder) else []  # the lock is a run's
+        there = sorted({*os.listdir(folder)} - {".lock"}) if os.path.lexists(folder) else []  # .lock: of a run
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}: choose another folder") from None
     other = [name for name in there if name.partition(".tmp-")[0] not in files]
     if other:
-        raise ConfigError(f"{folder} holds other files ({other[0]}), never overwritten: choose another folder")
+        raise ConfigError(f"{folder} contains other files ({other[0]}), which are never overwritten: choose another "
+                          "folder")
     if there and not overwrite:
-        raise ConfigError(f"{folder} is not empty: choose another folder, or --overwrite")
+        raise ConfigError(f"{folder} is not empty: choose another folder, or use --overwrite")
 
 
 def export_run(config):
-    check_target(config.to, FILES, config.overwrite)  # before minutes of reading
+    check_target(config.to, FILES, config.overwrite)  # check first: reading may take minutes
     lm, meta = sample.load_model(config.out_dir)
     files, end_of_text = tokenizer_files(meta, config.vocab)
     there, tensors = to_hf(lm, getattr(torch, config.dtype), end_of_text)
@@ -474,11 +474,11 @@ def export_run(config):
 def import_folder(config):
     check_target(config.out_dir, ("checkpoint.safetensors",), config.overwrite)
     lm = load(config.from_hf)
-    run = read_json(Path(config.from_hf) / "config.json").get("run") or {}  # what export.py noted, for sample.py
+    run = read_json(Path(config.from_hf) / "config.json").get("run") or {}  # written by export.py, for sample.py
     kinds = {"tokenizer": str, "table": str, "step": int, "tokens": int}
     if (not isinstance(run, dict) or any(not isinstance(run.get(key) or kind(), kind) for key, kind in kinds.items())
             or not re.fullmatch("bytes|gpt2|char|(tiktoken|hf):.+", run.get("tokenizer") or "bytes")):
-        raise ConfigError(f"{config.from_hf}/config.json: export.py would not have written run {str(run)[:200]}")
+        raise ConfigError(f"{config.from_hf}/config.json: invalid \"run\", not written by export.py: {str(run)[:200]}")
     if config.tokenizer == "auto":
         tokenizer, table = run.get("tokenizer"), run.get("table")
     else:
@@ -494,9 +494,9 @@ def import_folder(config):
             checkpoint.save(path, tensors, meta)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
-    unknown = "" if tokenizer else " (first import it again with its --tokenizer, bytes or gpt2, say)"
+    unknown = "" if tokenizer else " (first import it again with its --tokenizer, such as bytes or gpt2)"
     print(f"wrote {path}: {lm.config.model}, {sum(p.numel() for p in lm.parameters()):,} parameters; "
-          f"go on with python sample.py --out_dir={config.out_dir}{unknown}")
+          f"next: python sample.py --out_dir={config.out_dir}{unknown}")
 
 
 def main(argv):
@@ -504,9 +504,10 @@ def main(argv):
     if not config.out_dir or bool(config.to) == bool(config.from_hf):
         raise ConfigError("give --out_dir and either --to, to export its model, or --from_hf, to import one")
     if config.to and config.tokenizer != "auto" or config.from_hf and "dtype" in config.overrides:
-        raise ConfigError("tokenizer is a setting of --from_hf, dtype one of --to: a checkpoint's weights are float32")
+        raise ConfigError("--tokenizer works with --from_hf only, --dtype with --to only: a checkpoint's weights are "
+                          "float32")
     if config.push and config.from_hf:
-        raise ConfigError("push is a setting of --to")
+        raise ConfigError("--push works with --to only")
     (export_run if config.to else import_folder)(config)
 
 

@@ -1,15 +1,14 @@
-// The scans' kernels, for a GPU and for a CPU: Longhorn's, its exact form, and Mamba's.
+// The scan kernels, for GPU and CPU: Longhorn, its exact form, and Mamba.
 //
 //   Longhorn   eps_i = 1 / (1 + exp(-(dt_i + bias_i)) + |k|^2)         = beta / (1 + beta |k|^2), Eq. 6
 //              S_ij += (eps_i k_j) (x_i - k_j S_ij)                    Eq. 7
 //   Exact      S_ij += (eps_i k_j) (x_i - sum_l k_l S_il)              Eq. 6 without the diagonal approximation
-//   Mamba      S_ij  = exp(delta_i A_ij) S_ij + delta_i x_i k_j        delta = softplus(dt + bias); k, q are its B, C
+//   Mamba      S_ij  = exp(delta_i A_ij) S_ij + delta_i x_i k_j        delta = softplus(dt + bias); k, q: its B, C
 //   all three  y_i   = (sum_j S_ij q_j + D_i x_i) * silu(z_i)          Algorithm 1, Mamba's skip and gate
 //
-// One file, two compilers: a C++ compiler builds the CPU kernels from it (`c++ -x c++`), nvcc or NVRTC the CUDA
-// kernels. The three updates are written once, for a float (one lane of a GPU) and for a vector of channels (the CPU);
-// lanes.h defines both. kernels/build.py compiles this file on first use; docs/kernels.md says why it computes as it
-// does.
+// One file, two compilers: a C++ compiler builds the CPU kernels (`c++ -x c++`), nvcc or NVRTC the CUDA kernels. The
+// three updates are written once, for a float (one GPU lane) and for a vector of channels (the CPU); lanes.h defines
+// both. kernels/build.py compiles this file on first use; docs/kernels.md explains the design.
 //
 // Glossary
 //   paper    here   shape        meaning
@@ -18,54 +17,54 @@
 //   W_b x_t  dt     (B, T, D)    logit of the step size beta
 //   k_t, q_t k, q   (B, T, N)    key and query, shared by all channels; Mamba's B and C
 //   -        z      (B, T, D)    gate
-//   -        skip, bias (D,)     Mamba's D; what is added to dt
-//   S_t      S      N numbers of a channel, float32
+//   -        skip, bias (D,)     Mamba's D; the bias added to dt
+//   S_t      S      N per channel, float32
 //   eps_t    size   (B, T, D)    step size: eps, or Mamba's delta
-//   dL/dS_t  G      like S       gradient that arrives from later steps
+//   dL/dS_t  G      like S       gradient from later steps
 //   |k|^2    kk     (B, T)
-//   -        row, chunk, segment a batch row or a packed sequence; CHUNK steps of it; a part of T, on a GPU
+//   -        row, chunk, segment a batch row or a packed sequence; CHUNK steps of it; a part of T (GPU only)
 //
 // Order: arguments, updates, CUDA, CPU. To check a change:
 // python -m pytest tests/test_scan.py tests/test_cuda.py
 
 #include "kernels/lanes.h"
 
-// The forward keeps the state every CHUNK steps and the backward recomputes what lies between: 4 / 32 = 1/8 byte per
+// The forward keeps the state every CHUNK steps, and the backward recomputes those in between: 4 / 32 = 1/8 byte per
 // token, channel and state. Dividing by the forget gate instead would lose the gradient at large keys.
 #define CHUNK 32
 
 enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
 
 // Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous; absent
-// tensors are null. To read from the last step to the first, strides are negative and pointers are at the last row of
-// all: no kernel knows of it.
+// tensors are null. To run from the last step to the first, strides are negative and pointers are at the very last row:
+// the kernels need no code for it.
 struct ScanArgs {
     int64_t B, T, D, N;                               // with cu: B sequences, packed into one row of T tokens
     int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
     int64_t dtype;                                    // of x, dt, k, q, z, y and their gradients
-    int64_t splits, threads;                          // channels are split so that every thread has work
-    int64_t segments, segment_T, reverse;             // CUDA: T may be split, see combine; rows below are B x segments
+    int64_t splits, threads;                          // splits: of the channels, so that every thread has work
+    int64_t segments, segment_T, reverse;             // CUDA: T may be split, see combine; then rows = B x segments
     const int64_t *cu;                                // (B + 1,): sequence b is the tokens cu[b] .. cu[b + 1]
     const void *x, *dt, *k, *q, *z;                   // (B, T, D | N)
     int64_t x_b, x_t, dt_b, dt_t, k_b, k_t, q_b, q_t, z_b, z_t;
     const float *A, *skip, *bias, *h0;                // (D, N) Mamba's, (D,), (D,), (B, D, N)
     void *y;                                          // (B, T, D): row (b, t) at (b T + t) out_t
     int64_t out_t;
-    float *hT, *chunks;                               // (rows, D, N); (chunks of all rows, N up to fours, D), see Row
-    float *decay;                                     // (rows, D, N), with segments: the product of their forget gates
+    float *hT, *chunks;                               // (rows, D, N); (all chunks, N rounded up to fours, D), see Row
+    float *decay;                                     // (rows, D, N), with segments: products of forget gates
     // backward only
     const void *dy;                                   // (B, T, D)
     int64_t dy_b, dy_t;
     const float *dhT;                                 // (B, D, N)
     void *dx, *ddt, *dz;                              // (B, T, D), as y
-    float *dk, *dq;                                   // (splits, B, T, N), to be summed over splits
-    float *dA, *dskip, *dbias;                        // (B, D, N), (B, D), (B, D), to be summed over the rows
+    float *dk, *dq;                                   // (splits, B, T, N), the caller sums over splits
+    float *dA, *dskip, *dbias;                        // (B, D, N), (B, D), (B, D), the caller sums over rows
     float *dh0;                                       // (B, D, N)
 };
 
-// A batch row, a segment of one, or a packed sequence: where its tokens start in the contiguous order of (B, T), how
-// many there are, where its chunk states start, and where it lies in the input tensors. The chunks of packed sequences
-// leave gaps, so that no prefix sum is needed: cu[b] / CHUNK + b is at least what the sequences before b take.
+// A batch row, a segment of one, or a packed sequence: its first token in the contiguous order of (B, T), its length,
+// its first chunk state, and its place in the input tensors. The chunks of packed sequences leave gaps, so that no
+// prefix sum is needed: cu[b] / CHUNK + b is at least the number of chunks of the sequences before b.
 struct Row { int64_t start, T, chunk, b, t; };
 
 MATH Row row_of(const ScanArgs &a, int64_t r) {
@@ -79,19 +78,19 @@ MATH int64_t offset(const Row &row, int64_t stride_b, int64_t stride_t) { return
 MATH int64_t tokens(const ScanArgs &a) { return a.cu ? a.T : a.B * a.T; }
 
 // --------------------------------------------------------------------------------------------------------- the updates
-// V is a float or a vector of channels. An update says
-//   step    what a step of a channel needs, independent of the state
-//   decay   exp(delta A), Mamba's; forget: the forget gate of any update
+// V is a float or a vector of channels. An update defines
+//   step    the values of a channel's step that do not depend on the state
+//   decay   exp(delta A), for Mamba; forget: the forget gate of any update
 //   next    S_t from S_{t-1}
-//   keep    what `back` needs of S_{t-1}, which `next` computes anyway
+//   keep    the function of S_{t-1} that `back` needs, which `next` computes anyway
 //   back    dL/dS_{t-1} from G = dL/dS_t, and sums over j
 //   finish  the gradients of the step's inputs from those sums
-// and for the kernels: rates (there is A), norm (it needs |k|^2), whole (it needs a sum over j before it updates a
+// and flags for the kernels: rates (it has A), norm (it needs |k|^2), whole (it needs a sum over j before it updates a
 // state).
 
 template <class V> struct Step { V x, size, slope, residual; };   // slope: d size / d dt up to factors of size
-template <class V> struct Sums { V dx, dsize; };               // over the states of a channel
-template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: minus that of |k|^2; dk_j -= 2 k_j sum_i dkk_i
+template <class V> struct Sums { V dx, dsize; };               // over a channel's states
+template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: minus d|k|^2; dk_j -= 2 k_j sum_i dkk_i
 
 template <class V> MATH Step<V> longhorn_step(V x, V dt, V bias, float kk) {
     const V e = exp_minus(dt, bias);
@@ -110,7 +109,7 @@ struct Longhorn {
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
     template <class V> MATH V forget(const Step<V> &s, float k, V) { return 1.0f - (s.size * k) * k; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * (s.x - k * S); }
-    // `next` computes it too
+    // `next` also computes it
     template <class V> MATH V keep(const Step<V> &s, V S, float k) { return s.x - k * S; }
     template <class V> MATH V back(const Step<V> &s, V error, float k, V, V, V g, V, Sums<V> &sums, V &dk, V &) {
         const V ge = g * s.size, gek = ge * k;
@@ -142,7 +141,7 @@ struct Exact {                                                 // residual: x - 
     }
 };
 
-// log(1 + t) for t in [0, 1]: 2 artanh(t / (2 + t)), whose series is exact to a bit after 8 terms, near 0 too.
+// log(1 + t) for t in [0, 1]: 2 artanh(t / (2 + t)), whose series is exact to a bit after 8 terms, also near 0.
 template <class V> MATH V log1p_series(V t) {
     const V s = t * reciprocal(2.0f + t), w = s * s;
     V p = w * (1.0f / 15.0f) + 1.0f / 13.0f;
@@ -185,16 +184,17 @@ struct Mamba {                                                 // rates are A / 
 
 // ------------------------------------------------------------------------------------------------------ CUDA: the scan
 // One lane holds P states of C = 2 channels in registers; L lanes (a power of two, at least 2) share these channels. At
-// N = 16 two lanes hold 8 states of two channels each: compared with 16 states of one channel that halves what a lane
-// reads of k and q, and what is left to sum over channels. What a channel needs once, independent of the state, its
-// owner lane computes. More lanes share two channels where N is larger, or B x D too small to fill the GPU. A block is
-// THREADS lanes, THREADS / L * C channels of one row, and walks over all of T. k and q go through shared memory as float32, zero
-// beyond N (there a state stays zero). x, dt, z, dy are fetched ahead by asynchronous copies where T, D, N and the
-// addresses allow it (WarpRows), else read from their rows, coalesced since channels are contiguous.
+// N = 16 two lanes hold 8 states of two channels each: compared with 16 states of one channel, a lane reads half as
+// much of k and q, and half as many sums over channels remain. Values that a channel needs once, independent of the
+// state, are computed by its owner lane. More lanes share two channels if N is larger, or if B x D is too small to fill
+// the GPU. A block is THREADS lanes, THREADS / L * C channels of one row, and walks over all of T. k and q go through
+// shared memory as float32, zero beyond N (where states stay zero). x, dt, z, dy are fetched ahead by asynchronous
+// copies if T, D, N and the addresses allow it (WarpRows), else read from their rows, coalesced since channels are
+// contiguous.
 //
 // By count of instructions and bytes these kernels are bound by instructions, not memory (not measured on a GPU): hence
-// 32-bit steps and byte strides (an address is one multiply-add), and states that lie in registers in an order that
-// depends on the lane (ChannelSums).
+// 32-bit steps and byte strides (an address is one multiply-add), and an order of states in registers that depends on
+// the lane (ChannelSums).
 
 #ifndef TILE
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
@@ -203,38 +203,38 @@ struct Mamba {                                                 // rates are A / 
 #define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
 #endif
 #ifndef LONGER
-#define LONGER 2                                       // factor for both where the forward fetches: no registers needed
+#define LONGER 2                                       // factor for both if the forward fetches ahead: no registers
 #endif
-#define LONGER_ROW 128                                 // bytes of a row of keys up to which shared memory allows that
+#define LONGER_ROW 128                                 // largest row of keys, in bytes, with enough shared memory
 #ifndef SUB
 #define SUB 4                                          // steps whose states the backward keeps in registers
 #endif
-enum { C = 2 };                                        // channels of a lane
+enum { C = 2 };                                        // channels per lane
 static_assert(CHUNK % KEYS == 0 && KEYS % TILE == 0 && CHUNK % SUB == 0);
 
-// The L lanes of two channels each hold a part of a sum for every channel; each lane gets the sum of the
-// channel it owns, which is its number 0. Number 1 is its neighbour's.
+// The L lanes of two channels each hold a part of a sum per channel; each lane gets the sum of the channel that it
+// owns, its number 0. Number 1 is the neighbour's.
 template <int L> MATH float sum_states(const float (&v)[C]) {
     float own = v[0] + __shfl_xor_sync(ALL_LANES, v[1], 1);
     #pragma unroll
     for (int m = L / 2; m >= C; m /= 2) own += __shfl_xor_sync(ALL_LANES, own, m);
     return own;
 }
-MATH void share(float own, float (&all)[C]) {                            // the neighbour's, beside a lane's own
+MATH void share(float own, float (&all)[C]) {                            // all: a lane's own value, and the neighbour's
     all[0] = own;
     all[1] = __shfl_xor_sync(ALL_LANES, own, 1);
 }
 
-// Sums of P values over the lanes of a warp that are L apart: they hold the same states of other channels. A butterfly
-// that halves the values while it adds: a lane sends one half of its values to the lane m away and adds what comes back
-// to the other half. 16 values over 32 lanes take 16 shuffles instead of 80. Then v[0 .. kept) are the sums of states
-// first .. first + kept. Which half a lane sends depends on the lane, and choosing costs two selects per value. So the
-// lanes hold their states in different orders, in groups of four: register i is state i ^ order, and every lane sends
-// its upper half.
+// Sums P values over the lanes of a warp that are L apart, which hold the same states of different channels. It is a
+// butterfly that halves the values while it adds: a lane sends half of its values to the lane m away and adds the
+// values that come back to the other half. 16 values over 32 lanes take 16 shuffles instead of 80. Then v[0 .. kept)
+// are the sums of states first .. first + kept. Which half a lane sends depends on the lane, and choosing would cost
+// two selects per value. So lanes hold their states in different orders, in groups of four: register i is state i ^
+// order, and every lane sends its upper half.
 template <int P, int L> struct ChannelSums {
     static const int kept = P > 32 / L ? P * L / 32 : 1;
     int first, order;
-    bool writer;                                                         // one lane among those that hold the same sums
+    bool writer;                                                         // one of the lanes that hold the same sums
     __device__ __forceinline__ ChannelSums(int lane) {
         first = order = 0;
         writer = true;
@@ -264,12 +264,12 @@ template <int P, int L> struct ChannelSums {
     }
 };
 
-// Where state j of a channel is in a row of shared memory. A lane reads its P states four at a time, eight lanes at
-// once: if each lane's states were contiguous, those of every fourth lane would be in the same banks.
+// The place of a channel's state j in a row of shared memory. A lane reads its P states four at a time, eight lanes at
+// once: if each lane's states were contiguous, every fourth lane's would be in the same banks.
 template <int P, int L> MATH int place(int j) { return j % P / 4 * (4 * L) + j / P * 4 + j % 4; }
 template <int P, int L> MATH int state_at(int place) { return place / 4 % L * P + place / (4 * L) * 4 + place % 4; }
 
-// A lane's P numbers of such a row, in its order.
+// A lane's P numbers from such a row, in the lane's order.
 struct alignas(16) Four { float v[4]; };
 template <int L, int P> MATH void read_four(const float *row, int part, int order, float (&to)[P]) {
     #pragma unroll
@@ -280,7 +280,7 @@ template <int L, int P> MATH void read_four(const float *row, int part, int orde
     }
 }
 
-// `kept` sums of a lane that begin with its state `first` into a row of shared memory, as many at once as lie together.
+// Writes a lane's `kept` sums, from its state `first` on, to a row of shared memory, contiguous ones at once.
 template <int P, int L, int KEPT> MATH void put_sums(float *row, int part, int first, const float (&v)[P]) {
     if (KEPT == 1) row[place<P, L>(part * P + first)] = v[0];
     if (KEPT == 2) store_two(row + place<P, L>(part * P + first), v[0], v[1]);
@@ -289,7 +289,7 @@ template <int P, int L, int KEPT> MATH void put_sums(float *row, int part, int f
         *(Four *)(row + place<P, L>(part * P + first + j)) = {{v[j], v[j + 1], v[j + 2], v[j + 3]}};
 }
 
-// A lane's own numbers in shared memory, four at a time: `all` is [P / 4][THREADS].
+// A lane's private numbers in shared memory, four at a time: `all` is [P / 4][THREADS].
 template <int P> MATH void put_own(Four (*all)[THREADS], int tid, const float (&from)[P]) {
     #pragma unroll
     for (int g = 0; g < P; g += 4) all[g / 4][tid] = {{from[g], from[g + 1], from[g + 2], from[g + 3]}};
@@ -303,23 +303,23 @@ template <int P> MATH void get_own(const Four (*all)[THREADS], int tid, float (&
     }
 }
 
-// ROWS rows of k and q: `load` starts reading them, `store` puts them into shared memory, with |k|^2. An item is four
-// numbers of a row, or GROUPS times four; W items make a row. All items of k come first, then those of q.
+// ROWS rows of k and q: `load` starts reading them, `store` writes them and |k|^2 to shared memory. An item is four
+// numbers of a row, or GROUPS times four; W items make a row. All items of k come first, then all of q.
 template <class U, class E, int P, int L, int ROWS> struct KeyRows {
-    // STEP: from the columns of one of the GROUPS to the next's
+    // STEP: from the columns of one group to the next
     static const int NP = P * L, STEP = 128 / L;
     static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = ROWS * W;
     static const int PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
     struct Raw { struct alignas(4 * sizeof(E)) { E v[4]; } item[PASSES][GROUPS][THREADS]; };
-    // at this lane's row and column of k or, in its turn, of q
+    // at this lane's row and column of k, or of q in a later pass
     const E *from;
-    int stride, row, left;                                               // left: columns from this lane's on
-    const E *from_q;                                                     // where a pass reads k or q, not both
+    int stride, row, left;                                               // left: columns from this lane's on to the end
+    const E *from_q;                                                     // for passes that read either k or q, not both
     int stride_q;
     E v[PASSES][GROUPS][4];
     __device__ __forceinline__ KeyRows(const ScanArgs &a, const Row &r) {
         const int lane = opaque(threadIdx.x);
-        const int column = state_at<P, L>(lane % W * 4);                 // so that lanes store side by side
+        const int column = state_at<P, L>(lane % W * 4);                 // so that lanes store to neighbouring places
         const bool of_k = PASSES > 1 || lane < ITEMS;
         from_q = (const E *)a.q + offset(r, a.q_b, a.q_t) + column;
         stride_q = (int)(a.q_t * sizeof(E));
@@ -342,8 +342,8 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
                 for (int i = 0; i < 4; i++) v[p][g][i] = g * STEP + i < here ? at[g * STEP + i] : E{};
         }
     }
-    // The same by way of shared memory, where all ROWS rows and all columns are there: begun here, taken once they have
-    // arrived.
+    // The same by asynchronous copies through shared memory, for full ROWS and columns: `begin` starts them, `take`
+    // reads them once they have arrived.
     __device__ __forceinline__ void begin(Raw &raw, int t0) const {
         #pragma unroll
         for (int p = 0; p < PASSES; p++)
@@ -384,12 +384,12 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
     }
 };
 
-// What a lane works on. Channels beyond D are computed as a copy of the last one, and not written.
+// A lane's place in the work. Channels beyond D are computed as copies of the last one and not written.
 template <int L> struct Place {
-    int tid, lane, warp, part;                         // part: which of the L lanes that share two channels
-    int block, b;                                      // block of the row; row
+    int tid, lane, warp, part;                         // part: index among the L lanes that share two channels
+    int block, b;                                      // block within the row; row
     int channel[C];                                    // own, neighbour's
-    bool live[C], owner;                               // owner: of the lanes that own the channel, the one to write
+    bool live[C], owner;                               // owner: the lane that writes, of those that own the channel
     Row row;
     __device__ __forceinline__ Place(const ScanArgs &a) {
         tid = threadIdx.x; lane = tid & 31; warp = tid >> 5; part = tid % L;
@@ -406,7 +406,7 @@ template <int L> struct Place {
     }
 };
 
-// A tensor (B, T, D) at a lane's channel: reads step t.
+// Reads a tensor (B, T, D) at a lane's channel, step t.
 template <class E> struct Channel {
     const E *row;
     int stride;
@@ -417,17 +417,16 @@ template <class E> struct Channel {
     __device__ __forceinline__ Ahead<E> operator()(int t) const { return read(step_at(row, t, stride)); }
 };
 
-// Rows of TENSORS (B, T, D) tensors on their way to a warp, ROWS steps of its channels per stage, by asynchronous
-// copies of 16 bytes per lane. They need no registers meanwhile. And a warp has only six scoreboards, which reads into
-// registers share with everything else that takes long: an instruction that waits for a shuffle would also wait for
-// memory.
+// Fetches rows of TENSORS (B, T, D) tensors for a warp, ROWS steps of its channels per stage, by asynchronous copies of
+// 16 bytes per lane. They need no registers on the way. A warp has only six scoreboards, which reads into registers
+// share with everything else that takes long: an instruction waiting for a shuffle would also wait for memory.
 struct Source { const void *p; int64_t stride_b, stride_t; };
 template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
     static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
-    static const int EACH = ROWS * PIECES;                               // pieces of a tensor in a stage
-    static const int PASSES = EACH > 32 ? EACH / 32 : 1;                 // that it takes, of 32 / PIECES rows each
-    static const int TOGETHER = EACH > 32 ? 1 : 32 / EACH;               // tensors a pass
-    static const int SETS = (TENSORS + TOGETHER - 1) / TOGETHER;         // of tensors that are fetched together
+    static const int EACH = ROWS * PIECES;                               // pieces per tensor and stage
+    static const int PASSES = EACH > 32 ? EACH / 32 : 1;                 // passes per tensor, of 32 / PIECES rows each
+    static const int TOGETHER = EACH > 32 ? 1 : 32 / EACH;               // tensors per pass
+    static const int SETS = (TENSORS + TOGETHER - 1) / TOGETHER;         // sets of tensors that are fetched together
     static_assert(EACH <= 32 || EACH % 32 == 0);
     static const bool fits = BYTES >= 16;
     struct alignas(16) Stage { E row[TENSORS][ROWS][CHANNELS]; };
@@ -459,12 +458,12 @@ template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
     }
 };
 
-// Where the forward keeps four states of a channel before a chunk, for the backward: (chunks, N / 4, D) fours.
+// Where the forward stores four states of a channel before a chunk, for the backward: (chunks, N / 4, D) fours.
 template <int P> MATH Four *kept_states(const ScanArgs &a, int64_t chunk, int part, int g, int channel) {
     return (Four *)a.chunks + (chunk * ceil_div(a.N, 4) + (part * P + g) / 4) * a.D + channel;
 }
 
-// S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
+// S_t from S_{t-1}, states n P .. n P + P of channel n; only x and size of the neighbour's step are known before.
 template <class U, int L, int P, class R>
 MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
@@ -486,8 +485,8 @@ MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
     for (int n = 0; n < C; n++) all[n] = n ? Step<float>{x[n], size[n], 0.0f, 0.0f} : own;
 }
 
-// WHOLE, of the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a
-// gate, so that no step checks bounds. Nearly every call is so, and the checks are a tenth of the backward's
+// WHOLE, for the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a
+// gate, so that no step checks bounds. This holds for nearly every call, and the checks are a tenth of the backward's
 // instructions.
 
 #ifndef STAGES
@@ -499,18 +498,18 @@ template <class E, int P, int L> constexpr int fetched_keys = P * L * sizeof(E) 
 template <class U, class E, int P, int L> struct AsyncForwardShared
     : ForwardShared<P, L, fetched_keys<E, P, L>> {
     static const int STEPS = LONGER * TILE, BATCH = fetched_keys<E, P, L>;
-    static_assert(CHUNK % BATCH == 0 && BATCH % STEPS == 0);             // whole chunks are whole batches
-    static_assert(BATCH / STEPS >= STAGES && BATCH / STEPS % STAGES == 0);  // keys begun with a batch are there at its end
+    static_assert(CHUNK % BATCH == 0 && BATCH % STEPS == 0);             // a chunk is a whole number of batches
+    static_assert(BATCH / STEPS >= STAGES && BATCH / STEPS % STAGES == 0);  // a batch's keys have arrived at its end
     typedef WarpRows<E, L, 3, STEPS> Rows;                            // of x, dt, z
     typename Rows::Stage rows[THREADS / 32][STAGES];
     typename KeyRows<U, E, P, L, BATCH>::Raw raw;
 };
 
-// Where rows are too few to fill the GPU, T is split into segments, if WHOLE and fetched. With SEGMENT_STATE the forward computes what joins
-// them: the state after each segment as if it had begun from zero, and the product of its forget gates. `combine` turns
-// these into the state before each segment, and the forward then runs over all segments at once. The backward joins its
-// G in the same way (`scan_segment_grad`). The last segment's state, and the first one's G, are not needed: their
-// blocks return at once.
+// If rows are too few to fill the GPU, T is split into segments (only if WHOLE and fetched ahead). With SEGMENT_STATE
+// the forward computes, for each segment, its final state from a zero start and the product of its forget gates.
+// `combine` turns these into the state before each segment, and the forward then runs over all segments at once. The
+// backward joins its G in the same way (`scan_segment_grad`). The last segment's state and the first one's G are not
+// needed: their blocks return at once.
 MATH bool is_segment(const ScanArgs &a, int row, int64_t which) {
     return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which;
 }
@@ -544,7 +543,7 @@ MATH void scan_forward(const ScanArgs &a) {
         gates[i] = 1.0f;
     }
     Ahead<E> xs[STEPS], dts[STEPS], zs[STEPS];
-    auto read_rows = [&](int t0) {                                       // beyond T the last again
+    auto read_rows = [&](int t0) {                                       // beyond T: the last one again
         const int first = t0 < T - STEPS ? t0 : T - STEPS;
         #pragma unroll
         for (int i = 0; i < STEPS; i++) {
@@ -610,7 +609,7 @@ MATH void scan_forward(const ScanArgs &a) {
                 if (!SEGMENT_STATE) read_four<L>(query + i * NP, at.part, 0, q);
                 const float kk = U::norm ? s.kk[buffer][t0 - batch + i] : 0.0f;
                 Step<float> step = U::step(xf[i], dtf[i], bias, kk, a.softplus), steps[C];
-                if (U::rates && !within(t0 + i)) step.size = 0.0f;       // beyond T nothing changes: elsewhere k is 0
+                if (U::rates && !within(t0 + i)) step.size = 0.0f;       // beyond T; without rates k is 0 there
                 share_step(step, steps);
                 next_states<U, L>(steps, S, k, [&](int i) { return rates[i]; });
                 if (SEGMENT_STATE) {
@@ -626,11 +625,11 @@ MATH void scan_forward(const ScanArgs &a) {
                 write<(L > C)>(writer && within(t0 + i), step_at(y, t0 + i, out_t), out);
             }
         }
-        if constexpr (ASYNC) keys.take(async.raw);                       // begun before rows that have been awaited
+        if constexpr (ASYNC) keys.take(async.raw);                       // requested before rows that have arrived
         keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);  // test: forward stores keys
         __syncthreads();  // the other buffer is full, this one is free; test: forward barrier
     }
-    if (ASYNC) copy_wait<0>();                                           // none may arrive when the block is gone
+    if (ASYNC) copy_wait<0>();                                           // none may arrive after the block has ended
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
@@ -641,12 +640,12 @@ MATH void scan_forward(const ScanArgs &a) {
     }
 }
 
-// Shared memory of a block of the backward: keys and queries of a chunk, the states at every SUB steps of it, and what
-// the block's channels add to dk and dq over SUB steps, a row a warp, summed over warps in a fixed order.
+// Shared memory of a backward block: a chunk's keys and queries, its states every SUB steps, and the contributions of
+// the block's channels to dk and dq over SUB steps, one row per warp, summed over warps in a fixed order.
 template <class U, int P, int L, int STATES> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
     Four states[STATES][C * P / 4][THREADS];
-    // a lane's own: in registers something would spill
+    // private to a lane; in registers they would spill
     float gated[SUB][THREADS], rates[U::rates ? C * P : 1][THREADS];
     float dk[THREADS / 32][SUB][P * L], dq[THREADS / 32][SUB][P * L], dkk[THREADS / 32][SUB];
 };
@@ -691,8 +690,8 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward; test: beyond T
         share_step(step, all);
     };
-    // Stages of rows in the order of the walk below: the sub-chunks of a chunk forwards, all but the last, x and dt
-    // only; then all of them backwards. The next stage is on its way while one is in use, also that of the next chunk.
+    // Stages of rows follow the walk below: a chunk's sub-chunks forwards, except the last, with x and dt only; then
+    // all of them backwards. While one stage is in use the next one is on its way, also across chunks.
     const int own = c % Rows::CHANNELS;                                  // among the warp's channels
     const Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t},
                                                {a.dy, a.dy_b, a.dy_t}});
@@ -702,7 +701,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
         #pragma unroll
         for (int r = 0; r < CHUNK; r += KEYS) keys.begin(async.raw[r / KEYS], t0 + r);
     };
-    auto arrived = [&]() {                                               // the last stage begun: for the whole warp
+    auto arrived = [&]() {                                               // the stage requested last, for the whole warp
         copy_wait<0>();  // test: backward waits
         __syncwarp();  // test: backward barrier
         stage ^= 1;
@@ -714,9 +713,8 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
             copy_begin<16>(&to[i / 4][at.tid],
                            kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order, at.channel[i / P]));
     };
-    // Where in s.states the states before sub-chunk `sub` are. If ASYNC there is no room for the first: they are
-    // fetched again once those of later sub-chunks have been read, into their places, for this chunk and for the next
-    // one.
+    // The place in s.states of the states before sub-chunk `sub`. If ASYNC there is no room for those of the first:
+    // they are fetched again, for this chunk and the next one, into places of later sub-chunks that have been read.
     constexpr int HERE = SUBS - 2, NEXT = SUBS - 3;
     static_assert(!ASYNC || SUBS >= 4);
     auto place_of = [](int sub) { return !ASYNC ? sub : sub ? sub - 1 : HERE; };
@@ -729,7 +727,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     }
     for (int t0 = last; t0 >= 0; t0 -= CHUNK) {
         float S[C * P];
-        KeyRows<U, E, P, L, KEYS> keys(a, at.row);                         // made again for each chunk: fewer registers
+        KeyRows<U, E, P, L, KEYS> keys(a, at.row);                         // recomputed, which saves registers
         if constexpr (ASYNC) {
             copy_wait<0>();
             get_own(s.states[NEXT], at.tid, S);
@@ -807,7 +805,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
             for (int i = 0; i < SUB; i++) {
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
-                // or else steps are mixed until registers spill
+                // otherwise the compiler interleaves steps until registers spill
                 __syncwarp();
                 const float zt = ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]), sig = sigmoid(zt);
                 const float dyt = !in ? 0.0f : ASYNC ? to_float(now[3][i][own]) : to_float(dys[i]);
@@ -836,7 +834,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                     put_sums<P, L, channel_sums.kept>(s.dq[at.warp][i], at.part, channel_sums.first, dq);
             }
             #pragma unroll
-            for (int i = SUB - 1; i >= 0; i--) {                         // lanes beyond D add zeros: dy and G are zero
+            for (int i = SUB - 1; i >= 0; i--) {                         // beyond D lanes add zeros: dy and G are 0
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
                 __syncwarp();  // the same; the neighbour's s.gated is there; test: neighbour
@@ -851,7 +849,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                     if (U::whole) Gk[j / P] += G[j] * k[j % P];
                 }
                 if (U::whole) share(sum_states<L>(Gk), Gk);
-                if (i == 0) {                                            // made again: fewer registers
+                if (i == 0) {                                            // recomputed, which saves registers
                     get_own(s.states[place_of(sub)], at.tid, kept[0]);
                     #pragma unroll
                     for (int j = 0; j < C * P; j++) kept[0][j] = U::keep(steps[0][j / P], kept[0][j], k[j % P]);
@@ -884,7 +882,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 dbias += in ? d.ddt : 0.0f;
                 dskip += gated[0] * steps[i][0].x;
             }
-            if (U::norm) {                                               // SUB = 4 values a channel: too few for orders
+            if (U::norm) {                                               // 4 values per channel: too few for orders
                 const ChannelSums<SUB, 1> step_sums(at.lane);
                 step_sums(dkk, at.lane);
                 if (step_sums.writer)
@@ -909,11 +907,11 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 if (U::norm) sum -= pick(of_k, 2.0f * s.k[r][from] * sum_kk, 0.0f);
                 (of_k ? a.dk : a.dq)[(at.block * all + at.row.start + t0 + r) * N + j] = sum;
             }
-            // before the next steps overwrite what is read here
+            // before the next steps overwrite the values read here
             __syncthreads();
         }
     }
-    if (ASYNC) copy_wait<0>();                                           // none may arrive when the block is gone
+    if (ASYNC) copy_wait<0>();                                           // none may arrive after the block has ended
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + (i % P ^ order);
@@ -926,11 +924,11 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     if (live && at.owner && a.dbias) a.dbias[b * a.D + c] = dbias;
 }
 
-// A segment's own contribution to G = dL/dS before its first step, and the product of its forget gates.
+// A segment's contribution to G = dL/dS before its first step, and the product of its forget gates.
 template <class U, class E, int P, int L> MATH void scan_segment_grad(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L> Shared;
     constexpr int STEPS = Shared::STEPS, BATCH = Shared::BATCH;
-    Shared &s = *(Shared *)SHARED_MEMORY;                                // of its two buffers of keys one
+    Shared &s = *(Shared *)SHARED_MEMORY;                                // uses one of its two key buffers
     const Place<L> at(a);
     if (is_segment(a, at.b, 0)) return;
     const int T = (int)at.row.T, N = (int)a.N;
@@ -944,7 +942,7 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
         G[i] = 0.0f;
         gates[i] = 1.0f;
     }
-    auto step_back = [&](int r, float dtt, float zt, float dyt) {        // over row r of the batch of keys
+    auto step_back = [&](int r, float dtt, float zt, float dyt) {        // row r of the batch of keys
         float k[P], q[P], gated[C];
         share(dyt * (zt * sigmoid(zt)), gated);
         Step<float> steps[C];
@@ -971,8 +969,8 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
     for (int n = 1; n < STAGES; n++) begin_rows(T - n * STEPS);
     copy_wait<STAGES - 2>();
     for (int batch = T - BATCH; batch >= 0; batch -= BATCH) {
-        keys.take(s.raw);                                                // begun before rows that have been awaited
-        __syncthreads();                                                 // the batch before is read
+        keys.take(s.raw);                                                // requested before rows that have arrived
+        __syncthreads();                                                 // the previous batch has been read
         keys.store(s.k[0], s.q[0], s.kk[0]);
         __syncthreads();
         keys.begin(s.raw, batch ? batch - BATCH : 0);  // test: segment keys
@@ -997,7 +995,7 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
 }
 
 // Joins segments: hT[s] becomes the state before segment s, from the row's initial state (h0, or dhT in reverse) and
-// each segment's own hT and decay. One thread per number of the state.
+// each segment's hT and decay. One thread per number of the state.
 MATH void combine(const ScanArgs &a) {
     const int64_t blocks = ceil_div(a.D * a.N, THREADS);
     const int64_t i = blockIdx.x % blocks * THREADS + threadIdx.x, b = blockIdx.x / blocks;
@@ -1013,15 +1011,15 @@ MATH void combine(const ScanArgs &a) {
     }
 }
 
-// ------------------------------------------------------------------------------------ CUDA: what kernels/build.py loads
+// ------------------------------------------------------------------------------- CUDA: functions for kernels/build.py
 // One cubin per update, dtype, P, L and C: a few kernels compile in seconds, all combinations would take minutes.
-// `facts`: what kernels/build.py checks or needs: channels per block, states per channel, each kernel's shared memory.
+// `facts`, for kernels/build.py: channels per block, states per channel, each kernel's shared memory.
 
 typedef SCAN_UPDATE U;
 typedef SCAN_TYPE E;
 
-// Blocks per multiprocessor that the registers must leave room for. An H100's shared memory holds three of the
-// backward's, where the compiler finds the registers without spilling; elsewhere two.
+// Blocks per multiprocessor for which there must be registers. An H100's shared memory holds three of the backward's,
+// if the compiler finds the registers without spilling; otherwise two.
 #ifndef FORWARD_BLOCKS
 #define FORWARD_BLOCKS (U::rates || SCAN_L > C ? 3 : 4)
 #endif
@@ -1041,7 +1039,7 @@ KERNEL(segment_grad_kernel, 3, ScanArgs, (scan_segment_grad<U, E, SCAN_P, SCAN_L
 KERNEL(combine_kernel, 1, ScanArgs, (combine(a)))
 #define FORWARD_BYTES sizeof(ForwardShared<SCAN_P, SCAN_L, KEYS>)
 typedef AsyncForwardShared<U, E, SCAN_P, SCAN_L> AsyncForward;
-#define FITS AsyncForward::Rows::fits                                       // or else nothing is fetched
+#define FITS AsyncForward::Rows::fits                                       // otherwise nothing is fetched ahead
 #define WHOLE_BYTES (FITS ? sizeof(AsyncForward) : FORWARD_BYTES)
 #define BACKWARD_BYTES sizeof(BackwardShared<U, SCAN_P, SCAN_L, CHUNK / SUB>)
 typedef AsyncBackwardShared<U, E, SCAN_P, SCAN_L, CHUNK / SUB - 1> AsyncBackward;
@@ -1054,11 +1052,11 @@ __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L
 #else
 
 // ----------------------------------------------------------------------------------------------- CPU: the scan
-// NC is the state size known at compile time, or 0: then it is read from the arguments. A task is one batch row and a
-// range of channel groups; within it time goes chunk by chunk and the groups go through the chunk one after another,
-// so that k and q are converted once per chunk, and dk and dq summed over lanes once per chunk, not once per group.
+// NC is the state size if known at compile time, or 0 to read it from the arguments. A task is one batch row and a
+// range of channel groups. It goes through time chunk by chunk, and all its groups go through a chunk one after
+// another, so that k and q are converted, and dk and dq summed over lanes, once per chunk and not once per group.
 
-// LANES rows of LANES lanes -> their LANES sums. Each stage adds the halves of two rows into one, so that 15 additions
+// The LANES sums of LANES rows of LANES lanes. Each stage adds the halves of two rows into one, so that 15 additions
 // replace 16 horizontal sums of 4 additions each.
 template <int L> MATH vec pair_sum(vec a, vec b) {                     // segments of L lanes become segments of L / 2
     ivec low, high;
@@ -1106,8 +1104,8 @@ template <class E> static void load_keys(const ScanArgs &a, const Row &row, int6
     }
 }
 
-// One group of channels over one chunk: where its rows are. The hot loops know only full vectors; the group at the
-// tail of D is copied into padded rows first and its results are copied out after.
+// The rows of one group of channels over one chunk. The hot loops handle only full vectors; the group at the tail of D
+// is first copied into padded rows, and its results are copied out afterwards.
 template <class E> struct Tile {
     const E *x, *dt, *z, *dy;
     int64_t x_t, dt_t, z_t, dy_t, out_t;
@@ -1232,17 +1230,17 @@ template <class U, class E, int NC> static void forward_task(const ScanArgs &a, 
         store_state(a.hT + (b * a.D + g * LANES) * N, N, tail(a.D, g * LANES), state + (g - first) * N);
 }
 
-// What a group of channels has added up so far, walking backwards: N vectors of G = dL/dS_t and of dA; dD and ddt_bias.
+// A group's sums so far, walking backwards: N vectors of G = dL/dS_t and of dA; dD and ddt_bias.
 struct Backward { vec *G, *drates, *dskip, *dbias; };
-// What all groups add to in a chunk: vectors, summed over lanes when the last group is done.
+// A chunk's sums over all groups: vectors, summed over lanes after the last group.
 struct KeyGrads { vec *dk, *dq, *dkk; };
-// A chunk recomputed: the states before each step and after the last, Mamba's decays, and a step's values.
+// A recomputed chunk: the states before each step and after the last, Mamba's decays, and the steps' values.
 struct Kept { vec *S, *decays; Step<vec> *steps; vec *dy; };
 
-// Recomputes the states of a chunk, and walks it backwards. With S' the state before t and G = dL/dS_t + dy q:
+// Recomputes a chunk's states and walks it backwards. With S' the state before t and G = dL/dS_t + dy q:
 //   dq = sum dy S;  Longhorn:  dx = eps sum G k;  deps = sum G k (x - k S')
 //   dk = sum G eps (x - 2 k S') - 2 k sum deps eps^2
-//   ddt = deps eps^2 exp(-(dt + bias));  G *= 1 - eps k^2;  the other updates alike, see `back` of each.
+//   ddt = deps eps^2 exp(-(dt + bias));  G *= 1 - eps k^2;  the other updates are similar, see their `back`.
 template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in, int64_t n_state, int64_t softplus,
                                                                int steps, Keys keys,
                                                                const vec *rates, Kept kept, KeyGrads sum, Backward out) {
@@ -1365,7 +1363,7 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
     }
 }
 
-// ------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
+// -------------------------------------------------------------------------------- CPU: functions for kernels/build.py
 
 template <class U, class E, int NC> static void scan_forward(const ScanArgs &a) {
     for_tasks(a, [&](int64_t b, int64_t, int64_t first, int64_t last) { forward_task<U, E, NC>(a, b, first, last); });
@@ -1376,7 +1374,7 @@ template <class U, class E, int NC> static void scan_backward(const ScanArgs &a)
     });
 }
 
-// Picks the instance for the dtype, and for a size known at compile time where it is one that models use.
+// Picks the instance for the dtype, and for a state size that is known at compile time, if it is one that models use.
 #define DISPATCH_STATE(f, U, NC) do { if (a->dtype == BFLOAT16) f<U, bf16, NC>(*a); else f<U, float, NC>(*a); } while (0)
 #define DISPATCH_SCAN(f) do {                                                                                 \
     if (a->update == EXACT) DISPATCH_STATE(f, Exact, 0);                                                      \

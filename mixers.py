@@ -1,4 +1,4 @@
-"""All families beside Longhorn, Mamba, GLA and LLaMA. Importing this file adds them to model.py's FAMILIES.
+"""All families besides Longhorn, Mamba, GLA and LLaMA. Importing this file adds them to model.py's FAMILIES.
 
     RetNet           S = gamma S' + k^T v, one decay per head               o = q S
     RWKV             S = w S' + k^T v, one decay per head                   o = r (S' + u k^T v)
@@ -6,16 +6,17 @@
     exact Longhorn   S = (I - eps k k^T) S' + eps x k, without the diagonal approximation
     RWKV-4           wkv = (num' + e^{u + k} v) / (den' + e^{u + k}),  num = e^{-w} num' + e^k v,  den alike
     DeltaNet         S = (I - eps k^T k) S' + eps k^T v                     o = q S
-    gated DeltaNet   the same of a S', one decay per head                   o = q S
-    KDA              the same of diag(a) S', one per channel of the keys    o = q S
+    gated DeltaNet   DeltaNet on a S', one decay per head                   o = q S
+    KDA              DeltaNet on diag(a) S', a decay per channel of keys    o = q S
     Mesa             H = a H' + beta k^T k,  U = a U' + beta k^T v          o = q (H + diag(L))^-1 U
     Mamba-2          S = a S' + D B^T x                                     y = C S
 
-The error of a memory that answers k with v is dS/dt = -k^T (k S - v). A delta rule takes one step of it per token, and
-STEPS says which: eps = beta is forward Euler's, DeltaNet's own, and only keys of length 1 keep its beta |k|^2 below 2;
-backward Euler's is Longhorn's, here with one eps per head, and is stable for keys of any length; the third is the flow.
+A memory that should answer k with v follows the gradient flow dS/dt = -k^T (k S - v). A delta rule takes one step of it
+per token, chosen in STEPS. Forward Euler (eps = beta) is DeltaNet's own; it is stable for beta |k|^2 < 2, which keys of
+length 1 ensure. Backward Euler is Longhorn's, here with one eps per head, and stable for keys of any length. The third
+follows the flow exactly.
 
-What a mixer is stands in model.py.
+model.py explains what a mixer is.
 """
 
 import math
@@ -62,13 +63,12 @@ from runtime.parameters import (
 
 
 def wide(a):
-    """a in float32, float64 as it is: step sizes and decays are not rounded to 16 bits."""
+    """a in float32 at least: step sizes and decays must not be rounded to 16 bits."""
     return a.to(torch.promote_types(a.dtype, torch.float32))
 
 
 def token_shift(x, last):
-    """The token before each: x (B, T, d) shifted by one step, with `last` (B, d), or zeros, in front, and
-    zeros where a document begins."""
+    """x (B, T, d) shifted by one token: `last` (B, d), or zeros, comes first; zeros where a document begins."""
     first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
     before, packed = torch.cat([first, x[:, :-1]], 1), documents_of(x) if last is None else None  # (B, T, d)
     return before if packed is None else before.masked_fill(packed.starts[..., None], 0)
@@ -80,9 +80,9 @@ def ramp(n):
 
 
 def rwkv_mu(config, layer):
-    """How much of the token before RWKV's channels take at first: (a, {letter: mu (d,)}), a the layer's depth in 0..1.
+    """How much of the previous token RWKV's channels start with: (a, {letter: mu (d,)}), a the layer's depth in 0..1.
 
-    Peng et al. 2023, appendix: early channels and late layers look at the present, k less than r. In float64.
+    Peng et al. 2023, appendix: late channels and late layers look at the current token, k less than r. In float64.
     """
     a, c = layer / max(1, config.n_layer - 1), 1 - layer / config.n_layer
     i = torch.arange(config.n_embd, dtype=torch.float64) / config.n_embd
@@ -92,16 +92,16 @@ def rwkv_mu(config, layer):
 # ------------------------------------------------------------------------------- RetNet, RWKV, windows, exact Longhorn
 
 class Retention(nn.Module):
-    """RetNet's retention: a fixed decay per head, and rotated queries and keys (Sun et al. 2023, Eq. 5 to 8).
+    """RetNet's retention: a fixed decay per head, rotated queries and keys (Sun et al. 2023, Eq. 5 to 8).
 
-        q, k = split(W_qk x);  v, g = split(W_vg x)      v, g: int(1.8 d) wide, rounded down to a multiple of the heads
+        q, k = split(W_qk x);  v, g = split(W_vg x)            v, g: int(1.8 d) wide, rounded down to a multiple of H
         q, k rotated at position t, channel pair i of m, by t * 10000^(-i/(m-1));  k / sqrt(n)
         S = gamma_h S' + k^T v,  gamma_h = 1 - 2^(-5-h);  o = q S
         out = W_o (silu(g) * RMSNorm_head(o))
 
-    The published code also divides o by sums of absolute weights before the norm. The norm cancels that only where its
-    eps is negligible beside mean(o^2): at 1e-5 the first token differs by 24%. Left out here. As released: an eps of
-    1e-6 in all norms, every weight N(0, 0.02).
+    The published code also divides o by sums of absolute weights before the norm, which is left out here. The norm
+    cancels it only if its eps is negligible next to mean(o^2): at 1e-5 the first token differs by 24%. As released: an
+    eps of 1e-6 in all norms, every weight N(0, 0.02).
     """
 
     operator = "retention"
@@ -117,7 +117,7 @@ class Retention(nn.Module):
         self.out_proj = linear(wide, d, start=released or xavier(d, wide, 0.5))
 
     def rotate(self, x, t):
-        """Rotate the pairs (even, odd) of the last dimension of x (..., n) by t * frequency; t as x[..., 0]."""
+        """Rotate the pairs (even, odd) in the last dimension of x (..., n) by t * frequency; t broadcasts to (...)."""
         m = self.n // 2
         angle = t[..., None] * 10000.0 ** -(torch.arange(m, device=x.device) / max(1, m - 1))  # (..., m), float32
         cos, sin = angle.cos(), angle.sin()
@@ -136,7 +136,7 @@ class Retention(nn.Module):
         y = self.out_proj(F.silu(g) * head_norm(o, eps=self.norm_eps, backend=self.backend).flatten(2))
         if state is None:
             return y, None
-        # only differences of angles matter: rotate the keys in the state back by T, and the next token is at 0 again
+        # only differences of angles matter: rotate the state's keys back by T, so that the next token is at 0 again
         back = torch.full((), -T, device=x.device)
         return y, self.rotate(S.transpose(2, 3), back).transpose(2, 3)  # (B, H, n, n_v)
 
@@ -153,7 +153,7 @@ def retnet_eps(config):
 
 
 class RetNetGLU(GLAMLP):
-    """W_2 (gelu(W_1 x) * W_3 x), as wide as the values of the retention beside it: Table 1's RetNet."""
+    """W_2 (gelu(W_1 x) * W_3 x), as wide as the retention's values, as Table 1's RetNet."""
 
     activation = staticmethod(F.gelu)
 
@@ -162,7 +162,7 @@ class RetNetGLU(GLAMLP):
 
 
 class RWKVTimeMix(nn.Module):
-    """RWKV's time mix as Table 1 counts it: 5.1, Eagle's with one decay and one bonus per head (Peng et al. 2024).
+    """The time mix of RWKV 5.1, which Table 1 counts: Eagle's with one decay and one bonus per head (Peng et al. 2024).
 
         x_c = x + (x_before - x) * mu_c  for c in r, k, v, g
         r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)) per head
@@ -198,7 +198,7 @@ class RWKVTimeMix(nn.Module):
         heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
         r, k, v = heads(self.receptance(r)), heads(self.key(k)), heads(self.value(v))
         o, S = retention(r, k, v, -self.decay.exp(), self.bonus, S, backend=self.backend)  # (B, T, H, n), (B, H, n, n)
-        o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm whose groups are the heads of one token
+        o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm with one group per head
         o = torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype))
         y = self.output(o * F.silu(self.gate(g)))
         return y, None if state is None else (x[:, -1].clone(), S, *(n + x.shape[1] for n in seen))
@@ -210,9 +210,10 @@ class RWKVTimeMix(nn.Module):
 
 
 class RWKVChannelMix(nn.Module):
-    """sigmoid(W_r x_r) * W_v relu(W_k x_k)^2 of shifted tokens, hidden 3 d or the next multiple of mlp_multiple."""
+    """sigmoid(W_r x_r) * W_v relu(W_k x_k)^2 of shifted tokens; hidden width 3 d, rounded up to a multiple of
+    mlp_multiple."""
 
-    operator = None  # it mixes channels
+    operator = None  # mixes channels
     factor = 3
 
     def __init__(self, config, layer):
@@ -241,7 +242,7 @@ class RWKV4ChannelMix(RWKVChannelMix):
 
 
 class LearnedPositions(nn.Embedding):
-    """What RWKV as released adds to the embedding: (1, T, n_embd) of the T tokens after those that a state has read."""
+    """Positions that RWKV as released adds to the embedding: (1, T, n_embd), for T tokens after those in the state."""
 
     def __init__(self, config):
         super().__init__(config.block_size, config.n_embd)
@@ -252,15 +253,16 @@ class LearnedPositions(nn.Embedding):
         past = 0 if state is None else int(state[0][0][-1][0])
         if past + T > len(self.weight):
             raise ValueError(f"RWKV as released has positions up to block_size {len(self.weight)}, not {past + T}: "
-                             "leave as_released out")
+                             "drop as_released")
         return self.weight[None, past:past + T]
 
 
 class SlidingWindow(Attention):
-    """LLaMA's attention to the last `window` tokens, itself among them; 0: half of block_size. Its cache holds as many.
+    """LLaMA's attention to the last `window` tokens, the current one included; 0: half of block_size. The cache holds
+    as many.
 
-    Only differences of rotary angles matter, so the cache holds keys before their rotation, and the oldest in it is at
-    position 0: the angles stay small however long the text is.
+    Only differences of rotary angles matter, so the cache holds keys before rotation and its oldest key is at position
+    0: the angles stay small however long the text is.
     """
 
     def __init__(self, config, layer):
@@ -272,7 +274,7 @@ class SlidingWindow(Attention):
         q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
         if state is not None:
             k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
-            state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep all of them
+            state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep the older ones alive
         S = k.shape[2]
         angle = rotary_angles(0, S, self.n, x.device)  # (S, n/2)
         q, k = apply_rotary(q, angle[S - T:].cos(), angle[S - T:].sin()), apply_rotary(k, angle.cos(), angle.sin())
@@ -326,13 +328,13 @@ class RWKV4TimeMix(nn.Module):
 
     def initial_state(self, batch_size, device):
         zero = torch.zeros(batch_size, self.decay.numel(), device=device)
-        return zero, zero, zero, zero - 1e38  # last token; numerator, denominator, and the exponent common to both
+        return zero, zero, zero, zero - 1e38  # last token; numerator, denominator, their common exponent
 
 
-# --------------------------------------------------------------------------------------- the delta rule and its kindred
+# ----------------------------------------------------------------------------------------- the delta rule and relatives
 
 def share(x):
-    """(1 - e^-x) / x of x >= 0, and its gradient, without cancellation: below 1 its series, to float64's last bit."""
+    """(1 - e^-x) / x for x >= 0, without cancellation in value or gradient: its series below 1, exact in float64."""
     below, y = x.clamp(max=1), 1.0
     for n in range(18, 1, -1):
         y = 1 - below / n * y
@@ -347,17 +349,17 @@ STEPS = {  # --step: eps of S = (I - eps k^T k) S' + eps k^T v, from beta and |k
 
 
 class DeltaNet(nn.Module):
-    """The delta rule over heads, with short convolutions (Schlag et al. 2021; Yang et al. 2024).
+    """The delta rule with heads and short convolutions (Schlag et al. 2021; Yang et al. 2024).
 
         q, k, v = silu(causal_conv(W_qkv x));  q, k divided by their length;  beta = sigmoid(W_b x);  all per head
         S = (I - eps k^T k) S' + eps k^T v;  o = (q / sqrt(n)) S                   eps from beta and |k| by `step`
         out = W_o (RMSNorm_head(o) * weight)
 
-    normalize_keys=False leaves k as long as it is. The families below change `mix` and `gated`.
+    normalize_keys=False leaves k as it is. The families below override `mix` and `gated`.
     """
 
     operator = "delta_rule"
-    values = 1  # width of a value over that of a key
+    values = 1  # width of a value / width of a key
 
     def __init__(self, config, layer):
         super().__init__()
@@ -380,7 +382,7 @@ class DeltaNet(nn.Module):
         c = causal_conv1d(qkv, self.conv_weight, None, before, backend=self.backend)  # one call for all three
         qk, v = c.split([2 * self.H * self.n, self.H * self.n_v], -1)
         qk, v = qk.unflatten(-1, (2 * self.H, self.n)), v.unflatten(-1, (self.H, self.n_v))  # (B, T, H, n_v)
-        # x / sqrt(|x|^2 + 1e-6), written as RMSNorm, which has a kernel: over the root of the mean square, times n^-1/2
+        # x / sqrt(|x|^2 + 1e-6), written as RMSNorm, which has a kernel: x over its root mean square, times n^-1/2
         q, k = head_norm(qk, self.n**-0.5, 1e-6 / self.n, self.backend).chunk(2, 2)  # (B, T, H, n) each
         k = k if self.normalize_keys else qk[:, :, self.H:]
         o, S = self.mix(x, q * self.n**-0.5, k, v, S)  # (B, T, H, n_v)
@@ -403,9 +405,9 @@ class DeltaNet(nn.Module):
 
 
 class GatedDeltaNet(DeltaNet):
-    """DeltaNet whose state decays first, by one number per head and token (Yang et al. 2024b, arXiv 2412.06464).
+    """DeltaNet whose state decays first, by one factor per head and token (Yang et al. 2024b, arXiv 2412.06464).
 
-        a = exp(-exp(A_log) softplus(W_a x + b));  S = (I - eps k^T k) a S' + eps k^T v        values twice the keys
+        a = exp(-exp(A_log) softplus(W_a x + b));  S = (I - eps k^T k) a S' + eps k^T v        values twice as wide as k
         out = W_o (RMSNorm_head(o) * weight * silu(W_g x))
     """
 
@@ -428,10 +430,10 @@ class GatedDeltaNet(DeltaNet):
 
 
 class KDA(DeltaNet):
-    """Kimi delta attention: a decay per channel of the keys, gates of low rank (Kimi Team 2025, arXiv 2510.26692).
+    """Kimi delta attention: a decay per channel of the keys, low-rank gates (Kimi Team 2025, arXiv 2510.26692).
 
         a = exp(-exp(A_log) softplus(W_2 W_1 x + b));  S = (I - eps k^T k) diag(a) S' + eps k^T v   A_log per head
-        out = W_o (RMSNorm_head(o) * weight * sigmoid(W_4 W_3 x + c))                    W_1, W_3 to the width of a head
+        out = W_o (RMSNorm_head(o) * weight * sigmoid(W_4 W_3 x + c))                     W_1 x, W_3 x as wide as a head
     """
 
     operator = "kda"
@@ -456,13 +458,13 @@ class KDA(DeltaNet):
 
 
 class Mesa(DeltaNet):
-    """MesaNet: the regression on all that was seen, solved anew at every token (von Oswald et al. 2025, 2506.05233).
+    """MesaNet: the regression on all tokens so far, solved again at every token (von Oswald et al. 2025, 2506.05233).
 
         a = sigmoid(W_a x + b);  beta = sigmoid(W_b x + c);  L = softplus(ridge) + 1/4 per channel of the keys
         H = a H' + beta k^T k;  U = a U' + beta k^T v;  o = (q / sqrt(n)) (H + diag(L))^-1 U
         out = W_o (RMSNorm_head(o) * weight)
 
-    The delta rule takes one step towards this regression's solution per token and remembers no H. `step` has no part.
+    The delta rule takes one step per token towards this regression's solution and keeps no H. `step` does not apply.
     """
 
     operator = "mesa"
@@ -485,14 +487,14 @@ class Mesa(DeltaNet):
 # -------------------------------------------------------------------------------------------------------------- Mamba-2
 
 class Mamba2(nn.Module):
-    """Mamba-2: one decay per head and token, so that a chunk is matrix products (Dao & Gu 2024, arXiv 2405.21060).
+    """Mamba-2: one decay per head and token, so that chunks are matrix products (Dao & Gu 2024, arXiv 2405.21060).
 
         z, x, B, C, dt = split(W_in u);  x, B, C = silu(causal_conv(x, B, C) + b)
         D = softplus(dt + dt_bias);  S = exp(-exp(A_log) D) S' + D B^T x;  y = C S + skip * x         per head
         out = W_out (RMSNorm(y * silu(z)) * weight)
 
-    N = 8 d_state numbers per channel, where Mamba has d_state: 128, as in the paper, at the default of 16. B and C are
-    shared by all heads; a head has n_embd / n_head channels, so there are expand times n_head.
+    N = 8 d_state (Mamba: d_state): 128 at the default of 16, as in the paper. All heads share B and C. A head has
+    n_embd / n_head channels, so there are expand * n_head heads.
     """
 
     operator = "retention"
@@ -534,7 +536,7 @@ class Mamba2(nn.Module):
 FAMILIES |= {
     "retnet": [Retention, RetNetGLU],
     "rwkv": [RWKVTimeMix, RWKVChannelMix],
-    # beside Table 1
+    # not in Table 1
     "rwkv4": [RWKV4TimeMix, RWKV4ChannelMix],
     "deltanet": [DeltaNet, SwiGLU],
     "gated_deltanet": [GatedDeltaNet, SwiGLU],
@@ -544,7 +546,7 @@ FAMILIES |= {
     "swa": [SlidingWindow, SwiGLU],
     "longhorn_exact": [LonghornExact, LonghornExact],
 }
-# RWKV-4's norms have a bias in its published weights and in transformers, its reference here.
+# RWKV-4's norms have a bias in its published weights and in transformers, the reference here.
 NORMS |= {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False),
           "rwkv4": lambda config: nn.LayerNorm(config.n_embd),
           "retnet": lambda config: RMSNorm(config, retnet_eps(config))}

@@ -1,12 +1,12 @@
 """The skeleton (embedding, layers of residual branches, norm, tied head), and Longhorn, Mamba, GLA and LLaMA on it.
 
 A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's
-is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches where LLaMA has those two. To add a family:
-one class with a `forward`, one row in FAMILIES, one file in config/. All other families are in mixers.py, which adds
-its rows to FAMILIES when it is imported.
+is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches instead. To add a family: one class with a
+`forward`, one row in FAMILIES, one file in config/. All other families are in mixers.py, which adds its rows to
+FAMILIES when it is imported.
 
-A branch also takes and returns its state. So the model that trains on whole sequences generates token by token, and
-reads a long text in chunks, with the same code.
+A branch also takes and returns a state, so the code that trains on whole sequences also generates token by token and
+reads long texts in chunks.
 
     paper       here           shape
     d           n_embd         width of the residual stream
@@ -16,10 +16,10 @@ reads a long text in chunks, with the same code.
     k_t, q_t    k, q           (B, T, N)
     W_beta x_t  dt             (B, T, d_inner), through rank dt_rank
     S_t         h              (B, d_inner, N), float32
-    -           H, n           heads, and channels per head of q and k (of v too, where both are equally wide)
+    -           H, n           heads, and channels per head of q and k (and of v, if equally wide)
     S_t         S              (B, H, n, channels of v per head), float32: the state of families with heads
 
-`python model.py` prints parameters, FLOPs and state sizes beside the paper's Table 1.
+`python model.py` prints parameters, FLOPs and state sizes next to the paper's Table 1.
 """
 
 import itertools
@@ -56,33 +56,33 @@ from runtime.parameters import (
 @dataclass
 class ModelConfig:
     # --- model
-    model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv or another key of FAMILIES in model.py
-    pattern: str = ""  # families of the layers, repeated to n_layer, as longhorn*3,llama; empty: model in every layer
-    n_layer: int = 12  # layers; those of the paper's families have two residual branches each
+    model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv, or another of model.py and mixers.py
+    pattern: str = ""  # a family per layer, repeated to n_layer, as longhorn*3,llama; empty: model in every layer
+    n_layer: int = 12  # layers; two residual branches each, in the paper's families
     n_head: int = 12  # heads (families with heads)
     n_embd: int = 768  # width of the residual stream
-    block_size: int = 1024  # tokens of context in training
+    block_size: int = 1024  # context length in training, in tokens
     vocab_size: int = 50304  # GPT-2's 50257 padded to a multiple of 64
     d_state: int = 16  # state size per channel, N
     d_conv: int = 4  # width of the short causal convolution
-    expand: int = 2  # width of the scan over n_embd
+    expand: int = 2  # width of the scan, as a multiple of n_embd
     dt_rank: int = 0  # rank of the step size's projection; 0: n_embd / 16 rounded up
-    mlp_multiple: int = 256  # hidden widths of SwiGLU and of RWKV's channel mix are rounded up to a multiple of it
-    step: Literal["explicit", "implicit", "exact"] = "explicit"  # of the delta rule; see STEPS in mixers.py
-    normalize_keys: bool = True  # divide the keys of the delta rule by their length
-    window: int = 0  # tokens that swa sees; 0: half of block_size
-    as_released: bool = False  # RWKV, RetNet, GLA, weight decay and windows as in the code of the paper
-    documents: Literal["join", "pack"] = "join"  # a window's: read through, or each from an empty state (pack)
+    mlp_multiple: int = 256  # round hidden widths of SwiGLU and RWKV's channel mix up to a multiple of this
+    step: Literal["explicit", "implicit", "exact"] = "explicit"  # step of the delta rule; see STEPS in mixers.py
+    normalize_keys: bool = True  # delta rule: divide keys by their length
+    window: int = 0  # tokens that swa attends to; 0: half of block_size
+    as_released: bool = False  # RWKV, RetNet, GLA, weight decay and data windows as in the paper's code
+    documents: Literal["join", "pack"] = "join"  # pack: start each document in a window from an empty state
     end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
-    backend: str = ""  # of the operators: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
+    backend: str = ""  # which operators run: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
     @property
     def families(self):
-        """The family of every layer. Raises ValueError, one line, for a pattern that cannot be read."""
+        """The family of each layer. Raises ValueError for a pattern that cannot be parsed."""
         pattern = self.pattern or self.model
         parts = [re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part) for part in pattern.split(",")]
         if not all(parts):
-            raise ValueError(f"pattern {pattern!r}: give names of families, as longhorn*3,llama")
+            raise ValueError(f"pattern {pattern!r}: expected family names, as longhorn*3,llama")
         names = [part[1] for part in parts for _ in range(int(part[2] or 1))]
         for name in names:
             if name not in FAMILIES:
@@ -92,28 +92,28 @@ class ModelConfig:
 
     @property
     def n_branches(self):
-        """Residual branches of the whole model: the more there are, the smaller each begins (see to_residual)."""
+        """Residual branches in the whole model: the more there are, the smaller each one starts (see to_residual)."""
         return sum(len(FAMILIES[family]) for family in self.families)
 
 
-MIX_TOKENS = (None, *build.BODIES)  # what a mixer's `operator` may be for --documents=pack
+MIX_TOKENS = (None, *build.BODIES)  # values of a mixer's `operator` that work with --documents=pack
 BACKENDS = ("", "torch", "cpu", "cuda", "fused")
 
 # -------------------------------------------------------------------------------------------------------------- mixers
-# A mixer is an nn.Module, made of (config, layer's index): its constructor, where each parameter says how it starts
-# (runtime/parameters.py), and its forward. Beside these:
+# A mixer is an nn.Module built from (config, layer index). Its constructor sets how each parameter starts
+# (runtime/parameters.py). Then it has:
 #   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
-#   initial_state(batch_size, device)     what `forward` takes before the first token; without it: forward(x) -> y
-#   operator                              the operator that mixes the tokens, a key of kernels.build.BODIES; it says
-#                                         how many FLOPs that takes (runtime/counting.py), or the mixer's `flops` does
+#   initial_state(batch_size, device)     the state before the first token; mixers without it have forward(x) -> y
+#   operator                              the operator that mixes tokens, a key of kernels.build.BODIES, which also
+#                                         gives the FLOPs (runtime/counting.py); without an operator set `flops`
 
 
 class ScanBlock(nn.Module):
-    """The block of Mamba and Longhorn, which differ in the scan alone (Algorithm 1, Figure 3; Gu & Dao 2023).
+    """The block of Mamba and Longhorn, which differ only in the scan (Algorithm 1, Figure 3; Gu & Dao 2023).
 
         x, z = split(W_in u)
         x = silu(causal_conv(x))
-        r, k, q = split(W_x x);  dt = W_dt r                      Mamba calls k, q: B, C
+        r, k, q = split(W_x x);  dt = W_dt r                      Mamba calls k and q B and C
         y = scan(x, dt, k, q, z)
         out = W_out y
     """
@@ -142,7 +142,7 @@ class ScanBlock(nn.Module):
         return y, None if state is None else (conv_state(x, x_before, self.W), hT)
 
     def scanned(self, x, x_before=None, reverse=False):
-        """What the scan reads beside z: x behind the convolution, dt, k, q. Image models read in reverse too."""
+        """The scan's inputs except z: x after the convolution, dt, k, q. Image models also scan in reverse."""
         c = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
         r, k, q = self.x_proj(c).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
         return c, self.dt_proj(r), k, q  # c, dt (B, T, d_inner)
@@ -175,17 +175,17 @@ class Mamba(ScanBlock):
 
     def scan(self, x, dt, k, q, z, h0, reverse=False):
         A = -self.A_log.exp()  # (d_inner, N)
-        keep = h0 is not None  # mamba-ssm's kernel has no gradient of the last state
+        keep = h0 is not None  # mamba-ssm's kernel has no gradient for the last state
         out = selective_scan(x, dt, A, k, q, self.D, z, self.dt_bias, delta_softplus=True, return_last_state=keep,
                              h0=h0, reverse=reverse, backend=self.backend)
         return out if keep else (out, None)
 
 
 def split_heads(config, multiple=1):
-    """Channels per head. Raises ValueError where heads do not divide n_embd into multiples of `multiple`."""
+    """Channels per head. Raises ValueError unless that is a whole number and a multiple of `multiple`."""
     if config.n_embd % (config.n_head * multiple):
         times = f" times {multiple}" * (multiple > 1)
-        raise ValueError(f"n_embd {config.n_embd} is no multiple of n_head {config.n_head}{times}: choose an n_head "
+        raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}{times}: choose an n_head "
                          f"that divides {config.n_embd // multiple}")
     return config.n_embd // config.n_head
 
@@ -219,34 +219,34 @@ class Attention(nn.Module):
 
 
 def apply_rotary(x, cos, sin):
-    """RoPE on (B, H, T, n): the pairs (x_i, x_{i + n/2}) are rotated by position times frequency i."""
+    """RoPE on (B, H, T, n): rotate the pairs (x_i, x_{i + n/2}) by position times frequency i."""
     a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # float32 until here, whatever x is
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # computed in float32
 
 
 def rotary_angles(first, last, n, device):
-    """Angles (last - first, n / 2) of the positions from `first` on, base 10000, float32."""
+    """Angles (last - first, n / 2) of positions first .. last - 1, base 10000, float32."""
     frequency = 10000.0 ** -(torch.arange(0, n, 2, device=device) / n)
     return torch.arange(first, last, device=device)[:, None] * frequency
 
 
-# Keys that `append_to_cache` returned -> (buffers of keys and values with free room behind them; the values returned).
+# Keys returned by `append_to_cache` -> (buffers of keys and values with room at the end; the values returned with them)
 ROOMS = WeakIdKeyDictionary()
 
 
 def append_to_cache(cache, k, v):
     """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
 
-    They are written into free room behind it, so that a new token does not copy all before it; when the room is used
-    up, a quarter more is made. The room belongs to the very tensors that were returned, and the first caller to
-    continue them gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, begins
-    with a copy. With gradients or when compiling: torch.cat.
+    The buffers have room at the end, so that a new token does not copy the whole cache; when the room is used up, they
+    grow by a quarter. The room belongs to exactly the tensors that were returned, and the first caller to continue them
+    gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, starts with a copy.
+    With gradients, or when compiling: torch.cat.
     """
     past_k, past_v = cache
     past, T = past_k.shape[2], past_k.shape[2] + k.shape[2]
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.cat([past_k.to(k.dtype), k], 2), torch.cat([past_v.to(v.dtype), v], 2)
-    room_k, room_v, values = ROOMS.pop(past_k, (None, None, None))  # of two threads one gets it
+    room_k, room_v, values = ROOMS.pop(past_k, (None, None, None))  # only one of two threads gets it
     if not (values is past_v and T <= room_k.shape[2] and k.dtype == room_k.dtype and k.shape[:2] == room_k.shape[:2]
             and room_k.is_inference() == torch.is_inference_mode_enabled()):
         room_k, room_v = (a.new_empty(*a.shape[:2], T + max(32, T // 4), a.shape[3]) for a in (k, v))
@@ -260,7 +260,7 @@ def append_to_cache(cache, k, v):
 class SwiGLU(nn.Module):
     """W_2 (silu(W_1 x) * W_3 x), hidden width 8 d / 3 rounded up to a multiple of mlp_multiple (LLaMA)."""
 
-    operator = None  # it mixes channels, not tokens
+    operator = None  # mixes channels, not tokens
     activation = staticmethod(F.silu)
 
     def __init__(self, config, layer):
@@ -285,20 +285,20 @@ def round_up(width, multiple):
 
 
 def head_norm(x, weight=1.0, eps=1e-5, backend=None):
-    """RMSNorm over the channels of each head, without parameters: x (B, T, H, n), times a number or a weight (n,)."""
+    """RMSNorm over the channels of each head: x (B, T, H, n), times `weight`, a number or a tensor (n,)."""
     if not isinstance(weight, torch.Tensor):
         weight = torch.full(x.shape[-1:], weight, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     return rms_norm(x, weight, eps, backend)
 
 
 class GLA(nn.Module):
-    """Gated linear attention: a forget gate for every channel of the keys (Yang et al. 2023, Section 4).
+    """Gated linear attention: a forget gate per channel of the keys (Yang et al. 2023, Section 4).
 
-        q, k = split(W_qk x);  v = W_v x;  a = sigmoid(W_2 W_1 x + b)^(1/16)       q, k, a: d / 2 wide, v: d; W_1 to 16
+        q, k = split(W_qk x);  v = W_v x;  a = sigmoid(W_2 W_1 x + b)^(1/16)    widths: q, k, a: d / 2; v: d; W_1 x: 16
         S = diag(a) S' + k^T v;  o = (q / sqrt(n)) S
         out = W_o (silu(W_g x + b_g) * RMSNorm_head(o))
 
-    As released: k / sqrt(n) too, and LayerNorm per head, without parameters.
+    As released: also k / sqrt(n), and LayerNorm per head, without parameters.
     """
 
     operator = "gated_linear_attention"
@@ -331,7 +331,7 @@ class GLA(nn.Module):
 
 
 class GLAMLP(SwiGLU):
-    """SwiGLU; as released, its last map starts as large as the others."""
+    """SwiGLU; as released, its last map starts at the same scale as the others."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -344,9 +344,9 @@ FAMILIES = {  # mixers.py adds the others
     "llama": [Attention, SwiGLU],
     "gla": [GLA, GLAMLP],
 }
-NORMS = {}  # family -> its norm, made of the config; of all others: RMSNorm
-EMBEDDING_NORMS = set()  # families that norm what enters the first layer
-POSITIONS = {}  # family -> the positions that it learns as released
+NORMS = {}  # family -> function of the config that makes its norm; all others use RMSNorm
+EMBEDDING_NORMS = set()  # families that normalise the embedding
+POSITIONS = {}  # family -> its learned positions, as released
 
 
 # ------------------------------------------------------------------------------------------------------------ skeleton
@@ -364,24 +364,24 @@ class RMSNorm(nn.Module):
 
 
 REPLACED = {  # methods that mixers had until November 2026 -> what to write instead
-    "init_table": "say how a parameter starts where it is made: linear(n_in, n_out, start=normal(0.02)) or "
+    "init_table": "set how a parameter starts where you create it: linear(n_in, n_out, start=normal(0.02)) or "
                   "parameter(*shape, start=constant(0.0)), see runtime/parameters.py",
-    "projections": "say which parts a fused map has where it is made: linear(n_in, n_out, start, parts=[rows, ...])",
+    "projections": "list the parts of a fused map where you create it: linear(n_in, n_out, start, parts=[rows, ...])",
     "mixing_flops": "name the operator in `operator`, or set `flops`: a number, or a function of T",
-    "state_size": "leave it out: the tensors of initial_state are counted; a dimension of 0 is a cache that grows",
+    "state_size": "delete it: the tensors of initial_state are counted; a dimension of 0 is a cache that grows",
 }
 
 
 class Branch(nn.Module):
-    """mixer(norm(h)), what one branch adds to the residual stream. Raises ValueError for a mixer written for an earlier
+    """mixer(norm(h)), one term added to the residual stream. Raises ValueError for a mixer written for an earlier
     version."""
 
     def __init__(self, norm, mixer):
         super().__init__()
         self.norm, self.mixer = norm, mixer
         for method, instead in REPLACED.items():
-            if hasattr(type(mixer), method):  # its own numbers and modules may have these names
-                raise ValueError(f"{where_is(type(mixer))} defines {method}, which nothing calls any more: {instead}")
+            if hasattr(type(mixer), method):  # of the class: attributes set on self may have these names
+                raise ValueError(f"{where_is(type(mixer))} defines {method}, which is no longer called: {instead}")
 
     def forward(self, h, state=None):
         x = self.norm(h)
@@ -393,15 +393,15 @@ class Branch(nn.Module):
         return hasattr(self.mixer, "initial_state")
 
     def initial_state(self, batch_size, device):
-        """Raises ValueError, one line, for a mixer that keeps no state."""
+        """The mixer's state before the first token. Raises ValueError if it keeps none."""
         if not self.has_state:
             raise ValueError(f"{where_is(type(self.mixer))} keeps no state, so it cannot sample or read in chunks: "
-                             "write its initial_state(batch_size, device) and forward(x, state) -> (y, state)")
+                             "add initial_state(batch_size, device) and forward(x, state) -> (y, state)")
         return self.mixer.initial_state(batch_size, device)
 
 
 class Layer(nn.Module):
-    """The branches of one layer, one after another. For parallel branches, add up what they make of the same h here."""
+    """The branches of one layer, in sequence. For parallel branches, sum their outputs for the same h here."""
 
     def __init__(self, config, mixers, index, norm=RMSNorm):
         super().__init__()
@@ -427,14 +427,14 @@ def check_tokens(idx):
 
 
 def tensors_of(state):
-    """The tensors of a state, in any nesting of lists and tuples."""
+    """The tensors in a state, however nested in lists and tuples."""
     if isinstance(state, (list, tuple)):
         return [a for part in state for a in tensors_of(part)]
     return [state] if isinstance(state, torch.Tensor) else []
 
 
 class LM(nn.Module):
-    """Language model of any family or pattern of families: `logits, loss = LM(config)(idx, targets)`.
+    """A language model of any family or pattern of families: `logits, loss = LM(config)(idx, targets)`.
 
     Raises ValueError for an unknown family or backend or sizes that do not fit together, RuntimeError for a backend
     that is not installed.
@@ -457,7 +457,7 @@ class LM(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.embed.weight.start = normal(0.02)
         self.layers = nn.ModuleList(self.build_layers(config))
-        families = config.families  # the first and the last layer's say which norms stand before and behind all layers
+        families = config.families  # the first layer's family decides the norm before all layers, the last one's after
         norm = lambda family: NORMS.get(family, RMSNorm)(config)
         self.embed_norm = norm(families[0]) if families[0] in EMBEDDING_NORMS else nn.Identity()
         self.norm = norm(families[-1])
@@ -467,15 +467,15 @@ class LM(nn.Module):
             self.check_documents()
 
     def build_layers(self, config):
-        """The layers that the config's pattern names."""
+        """The layers of the config's pattern."""
         return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)]
 
     def check_documents(self):
-        """Raises ValueError where a mixer, or learned positions, would read on from one packed document to the next."""
+        """Raises ValueError if a mixer or learned positions would carry over from one packed document to the next."""
         for _, branch in self.branches():
             if getattr(branch.mixer, "operator", "") not in MIX_TOKENS:
-                raise ValueError(f"documents=pack: {where_is(type(branch.mixer))} names no operator of kernels/ that "
-                                 "mixes its tokens, and only those start afresh at each document: use --documents=join")
+                raise ValueError(f"documents=pack: {where_is(type(branch.mixer))} mixes tokens without an operator of "
+                                 "kernels/, and only those reset at document boundaries: use --documents=join")
         if self.positions is not None:
             raise ValueError("documents=pack: positions are counted from the window's first token, not from the "
                              "document's: use --documents=join")
@@ -484,25 +484,25 @@ class LM(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            idx: (B, T) int64 tokens; targets: (B, T) int64, -1 where no loss is wanted.
-            state: what `initial_state` or the call before returned; the tokens then continue that sequence.
-            last_only: logits of the last position only, (B, 1, vocab_size): enough to go on generating.
-            loss_only: None for the logits, which in 16 bits then take a sixth of the memory (`linear_cross_entropy`).
+            idx: (B, T) int64 tokens; targets: (B, T) int64, -1 at positions without a loss.
+            state: from `initial_state` or the previous call; the tokens then continue that sequence.
+            last_only: logits of the last position only, (B, 1, vocab_size): enough for generation.
+            loss_only: return None as logits; in 16 bits this takes a sixth of the memory (`linear_cross_entropy`).
 
         Returns:
             (logits, loss), logits (B, T, vocab_size), loss the mean cross-entropy in nats or None without targets;
             with a state (logits, loss, state).
 
-        Raises ValueError for an idx of another shape or dtype, for a state of another model or batch size, and for
-        loss_only without targets.
+        Raises ValueError for an idx of the wrong shape or dtype, a state of another model or batch size, and loss_only
+        without targets.
         """
         check_tokens(idx)
         if loss_only and targets is None:
-            raise ValueError("loss_only needs targets: give them, or leave loss_only out")
+            raise ValueError("loss_only needs targets: pass them, or drop loss_only")
         keep = state is not None
         if keep and (len(state) != len(self.layers) or {len(a) for a in tensors_of(state) if a.dim() > 1} - {len(idx)}):
-            raise ValueError(f"state is not one of {len(self.layers)} layers for a batch of {len(idx)}: start from "
-                             f"initial_state({len(idx)}), or from what the call before returned")
+            raise ValueError(f"state does not fit {len(self.layers)} layers and a batch of {len(idx)}: start from "
+                             f"initial_state({len(idx)}), or from the state that the previous call returned")
         h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
         if self.positions is not None:
             h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
@@ -515,7 +515,7 @@ class LM(nn.Module):
         logits = loss = None
         if loss_only and self.config.backend != "torch" and not torch.compiler.is_compiling():
             loss = linear_cross_entropy(h, self.embed.weight, targets, ignore_index=-1)
-        else:  # with loss_only too: torch.compile fuses these lines
+        else:  # also with loss_only, if compiling: torch.compile fuses these lines
             logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
             if targets is not None:
                 wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -524,13 +524,14 @@ class LM(nn.Module):
         return (logits, loss, after) if keep else (logits, loss)
 
     def branches(self):
-        """Every Branch with its name, in the order in which they run."""
+        """[(name, Branch)] in the order in which they run."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Branch)]
 
     def initial_state(self, batch_size):
-        """The state before the first token: per layer, per branch. Raises ValueError for a mixer that keeps none."""
+        """The state before the first token, per layer and branch. Raises ValueError for a mixer that keeps none."""
         return [[branch.initial_state(batch_size, self.embed.weight.device) for branch in layer.branches]
                 for layer in self.layers]
+
 
 if __name__ == "__main__":
     from experiments.scaling import parameters

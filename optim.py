@@ -1,11 +1,11 @@
-"""Optimisers: AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest.
+"""Optimisers: AdamW for everything, or Muon for the layers' matrices and AdamW for the rest.
 
     decayed matrices   weights of linear maps and the embedding: weight_decay
-    the rest           norms, biases, convolutions, rates of the scans: no decay
-    --optimizer=muon   Muon (Jordan et al. 2024) on the linear maps of the layers; the rest stays with AdamW
+    the rest           norms, biases, convolutions, the scans' own parameters: no decay
+    --optimizer=muon   Muon (Jordan et al. 2024) for the layers' linear maps, AdamW for the rest
 
-Each group has its own `initial_lr`, and the schedule in train.py scales all of them by one factor. So another optimiser
-is one more entry in the list that `build_optimizers` returns.
+Each group has its own `initial_lr`, and the schedule in train.py scales all of them by one factor. To add an optimiser,
+append it to the list that `build_optimizers` returns.
 """
 
 import torch
@@ -16,7 +16,7 @@ from runtime.torch_private import muon
 
 
 def build_optimizers(model, config):
-    """The list of optimisers of a model, every parameter in exactly one group.
+    """A model's optimisers, with every parameter in exactly one group.
 
     config: optimizer ("adamw" or "muon"), learning_rate, weight_decay, beta1, beta2.
     """
@@ -38,23 +38,23 @@ def build_optimizers(model, config):
 
 
 def decayed(model, as_released=False):
-    """Names of the parameters that weight decay applies to: matrices of linear maps and the embedding; as released, all
-    of two or more dimensions."""
+    """Names of the parameters with weight decay: matrices of linear maps and the embedding; with as_released, all that
+    have two or more dimensions."""
     if as_released:
         return [name for name, p in model.named_parameters() if p.dim() >= 2]
     return [f"{name}.weight" for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
 
 
 def set_learning_rate(optimizers, factor):
-    """Give every group `factor` times its own initial rate."""
+    """Set every group's rate to `factor` times its initial rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
 
 
 def muon_matrices(model):
-    """Name -> rows of its parts, of every linear map inside the layers. A fused projection, such as in_proj of x and z,
-    has several parts (runtime/parameters.py)."""
+    """{name: rows of each part} of every linear map in the layers. A fused projection, such as in_proj for x and z, has
+    several parts (runtime/parameters.py)."""
     return {f"{name}.mixer.{inner}.weight": getattr(module, "parts", None) or [module.out_features]
             for name, branch in model.branches() for inner, module in branch.mixer.named_modules()
             if isinstance(module, nn.Linear)}
@@ -63,9 +63,9 @@ def muon_matrices(model):
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with the parts of a fused projection orthogonalised separately: x|z are two maps in one matrix.
 
-    matrices: [(parameter (m, n), rows of its parts, which add up to m)]. Rates are scaled to AdamW's size of update
-    (Liu et al. 2025): one rate suits both. A sharded matrix is gathered for its step, one matrix at a time, since all
-    of it takes part in its orthogonalisation; its momentum stays sharded.
+    matrices: [(parameter (m, n), rows of its parts, which add up to m)]. Updates are scaled to AdamW's size (Liu et al.
+    2025), so that one learning rate suits both. A sharded matrix is gathered for its step, one matrix at a time,
+    because orthogonalisation needs all of it; its momentum stays sharded.
     """
 
     def __init__(self, matrices, lr, weight_decay):
@@ -75,16 +75,16 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure=None):
         (group,) = self.param_groups
-        how = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
+        settings = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
         for p, rows in zip(group["params"], self.rows, strict=True):
-            if p.grad is None:  # of a linear map that forward left out
+            if p.grad is None:  # forward did not use this linear map
                 continue
             state = self.state[p]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p.grad)
             momentum = state["momentum_buffer"]
-            p_whole, grad, momentum_whole = map(distributed.whole, (p, p.grad, momentum))  # themselves, if not sharded
-            muon(*(list(a.split(rows)) for a in (p_whole, grad, momentum_whole)), **how, has_complex=False)
+            p_whole, grad, momentum_whole = map(distributed.whole, (p, p.grad, momentum))  # unchanged if not sharded
+            muon(*(list(a.split(rows)) for a in (p_whole, grad, momentum_whole)), **settings, has_complex=False)
             if p_whole is not p:
                 p.copy_(distributed.cut_like(p_whole, p))
                 momentum.copy_(distributed.cut_like(momentum_whole, p))

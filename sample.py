@@ -7,7 +7,7 @@
 The prompt may be far longer than the training context: it is read in chunks through the state.
 """
 
-if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
+if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process without a traceback
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -32,37 +32,37 @@ from runtime.distributed import named_device
 @dataclass
 class SampleConfig:
     out_dir: str = "out/longhorn_bpe"  # the run's folder, with checkpoint.safetensors
-    prompt: str = "\n"  # text to continue; - reads standard input, @FILE a file: UTF-8, or bytes for a model of bytes
-    max_new_tokens: int = 500  # tokens to write
-    num_samples: int = 1  # how many texts, one after another
-    temperature: float = 0.8  # 0 takes the most likely token each time
-    top_k: int = 0  # only among the k most likely; 0: all
-    top_p: float = 1.0  # only among the most likely that together have this probability
+    prompt: str = "\n"  # text to continue; -: read stdin; @FILE: read a file (UTF-8; any bytes for byte models)
+    max_new_tokens: int = 500  # tokens per sample
+    num_samples: int = 1  # number of samples
+    temperature: float = 0.8  # 0: always take the most likely token
+    top_k: int = 0  # sample from the k most likely tokens only; 0: all
+    top_p: float = 1.0  # sample from the most likely tokens that together have this probability
     seed: int = 1337  # of the sampling
-    vocab: str = ""  # GPT-2's tokenizer without a network: a folder with vocab.bpe and encoder.json
+    vocab: str = ""  # folder with a tiktoken vocabulary's files (GPT-2: vocab.bpe, encoder.json), to need no network
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
 
 
 def load_model(folder, device="cpu"):
-    """(LM in evaluation mode, the checkpoint's meta) of a run's folder. Raises CheckpointError, one line."""
+    """(LM in evaluation mode, the checkpoint's meta) from a run's folder. Raises CheckpointError."""
     path = Path(folder) / "checkpoint.safetensors"
     tensors, meta = checkpoint.load(path)
     with checkpoint.fitting(path):
         task = dict(meta["config"]).get("task")
     if task == "images":
-        raise checkpoint.CheckpointError(f"{path} is an image classifier, which writes no text: wrong.png beside it "
-                                         "shows what it can do")
+        raise checkpoint.CheckpointError(f"{path} is an image classifier and cannot write text: see wrong.png in its "
+                                         "folder")
     with checkpoint.fitting(path):
         config = {k: v for k, v in meta["config"].items() if hasattr(ModelConfig, k)}
-        backend = "torch" if config.get("backend") == "torch" else ""  # an edited plain operator; this machine's choice
+        backend = "torch" if config.get("backend") == "torch" else ""  # keep torch, for edited operators; else fastest
         for key, kind in {"tokenizer": str, "table": str, "step": int, "tokens": int, "data": dict}.items():
             if not isinstance(meta.setdefault(key), (kind, type(None))):
                 raise TypeError(f"its {key} is {str(meta[key])[:80]!r}")
         for key, value in config.items():
-            if type(value) is not type(getattr(ModelConfig, key)):  # True would do for 1 here, and fail later
+            if type(value) is not type(getattr(ModelConfig, key)):  # isinstance would take True for 1
                 raise TypeError(f"its {key} is {str(value)[:80]!r}")
         sizes, weights = ModelConfig(**{**config, "backend": backend}), checkpoint.unflatten(tensors, meta["skeleton"])
-        with torch.device("meta"):  # takes no memory, whatever the sizes
+        with torch.device("meta"):  # takes no memory
             if wrong := checkpoint.misfit(weights["model"], LM(sizes)):
                 raise ValueError(wrong)
         lm = LM(sizes)
@@ -71,7 +71,7 @@ def load_model(folder, device="cpu"):
 
 
 def read_prompt(prompt, text):
-    """(the prompt as it is shown, its tokens). Bytes are tokens as they are; all other tokenizers need UTF-8."""
+    """(the prompt to print, its tokens). Byte models take any bytes; all other tokenizers need UTF-8."""
     try:
         content = (sys.stdin.buffer.read() if prompt == "-" else Path(prompt[1:]).read_bytes() if prompt.startswith("@")
                    else os.fsencode(prompt))
@@ -85,10 +85,10 @@ def read_prompt(prompt, text):
 
 @torch.no_grad()
 def stream(lm, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, chunk=4096):
-    """Yield `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), from the recurrent state.
+    """Yields `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), through the state.
 
-    The prompt is read in chunks; then time and memory per token are constant for recurrent families, and grow with
-    the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut the tail first.
+    The prompt is read in chunks; after it, time and memory per token are constant for recurrent families and grow with
+    the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut off the tail first.
     """
     check_tokens(idx)
     if max_new_tokens < 0:
@@ -104,7 +104,7 @@ def stream(lm, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, gen
 
 
 def generate(lm, idx, max_new_tokens, **sampling):
-    """idx (B, T) with `max_new_tokens` more tokens behind it; see `stream` for the sampling arguments."""
+    """idx (B, T) followed by `max_new_tokens` sampled tokens; see `stream` for the arguments."""
     return torch.cat([idx, *(token[:, None] for token in stream(lm, idx, max_new_tokens, **sampling))], 1)
 
 
@@ -114,7 +114,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
     if temperature == 0:
         return logits.argmax(-1)
-    # differences to the largest, so that a small temperature overflows to -inf, never to inf; at least `tiny`, or 0 / 0
+    # less the largest, so that a small temperature overflows to -inf, not inf; at least `tiny`, to avoid 0 / 0
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
@@ -122,7 +122,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     if top_p is not None:
         ordered, order = logits.sort(-1, descending=True)
         p = ordered.softmax(-1)
-        ordered = ordered.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)  # keeps the first that reaches top_p
+        ordered = ordered.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)  # keeps the token that reaches top_p
         logits = torch.full_like(logits, -torch.inf).scatter(-1, order, ordered)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
@@ -140,8 +140,9 @@ def main(argv):
     if not tokens:
         raise errors.ConfigError("the prompt is empty: give at least one character")
     if max(tokens) >= lm.config.vocab_size:
-        raise errors.ConfigError(f"the prompt has token {max(tokens)}, the model knows {lm.config.vocab_size}: "
-                                       f"its checkpoint's tokenizer {text.kind!r} is not the one it was trained with")
+        raise errors.ConfigError(f"the prompt has token {max(tokens)}, but the model's vocab_size is "
+                                 f"{lm.config.vocab_size}: its checkpoint's tokenizer {text.kind!r} is not the one it "
+                                 "was trained with")
     idx = torch.tensor([tokens], device=device)  # (1, T)
     generator = torch.Generator(device).manual_seed(config.seed)
     for i in range(config.num_samples):
@@ -154,7 +155,7 @@ def main(argv):
                             top_p=config.top_p, generator=generator):
             sys.stdout.write(text.decode(token.item()))
             sys.stdout.flush()
-        print(text.decoder.decode(b"", True))  # what is left of a character that was cut off
+        print(text.decoder.decode(b"", True))  # the rest of an incomplete character
         seconds = time.perf_counter() - start
         print(f"[{config.max_new_tokens} tokens after a prompt of {len(tokens)} in {seconds:.2f} s]", file=sys.stderr)
 

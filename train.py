@@ -1,4 +1,4 @@
-"""Train a language model of any family: one loop, on one CPU or on many GPUs.
+"""Train a language model of any family: one loop, on one CPU or many GPUs.
 
     python train.py config/longhorn_laptop.py
     python train.py config/longhorn_350m.py --micro_batch_size=8
@@ -7,16 +7,16 @@
     torchrun --nnodes=2 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --standalone --nproc_per_node=8 --max-restarts=9 train.py config/longhorn_350m.py --resume=auto
 
-The batch is stated in tokens. How many processes there are and what one of them holds at a time decide speed and
-memory, never the result: the windows of step s are a function of (seed, s) alone.
+The batch size is given in tokens. The micro-batch size and the number of processes change speed and memory, never the
+result: the windows of step s are a function of (seed, s) alone.
 
 `python train.py --help` lists every setting. Records go to out/<name of the config file>/, see runtime/records.py.
-What happens around a step is in runtime/: the folder (checkpoints, resuming), the telemetry (log, speed, pictures), the
-signals, the processes. Anything else that is to be trained calls `train` with its own model, data and evaluation, as
-experiments/recall/ does.
+Everything around the step is in runtime/: the folder (checkpoints, resuming), telemetry (log, speed, pictures), signals
+and processes. To train something else, call `train` with your own model, data and evaluation, as experiments/recall/
+does.
 """
 
-if __name__ == "__main__":  # Ctrl-C while PyTorch is imported ends the process without a traceback
+if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process without a traceback
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -52,52 +52,52 @@ from runtime.telemetry import Telemetry
 @dataclass
 class TrainConfig(ModelConfig):
     # --- run
-    out_dir: str = ""  # folder of the records; empty: out/ and the name of the last config file
-    resume: Literal["never", "auto", "must"] = "never"  # continue from the checkpoint in out_dir; auto: if there is one
+    out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>
+    resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: or stop
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
-    init_from: str = ""  # a run's folder, or a checkpoint: start from its weights (fine-tuning), all else anew
-    seed: int = 1337  # of the weights and of the data's order
-    self_check: Literal["on", "off"] = "on"  # at the start: kernels against plain loops, states against sequences
+    init_from: str = ""  # a run's folder or a checkpoint: start from its weights only (fine-tuning)
+    seed: int = 1337  # of the initial weights and the data order
+    self_check: Literal["on", "off"] = "on"  # at the start, compare kernels with plain loops, states with sequences
     # --- data
-    dataset: str = "pystdlib"  # a prepared folder of data/, or a path; or shares of several, as a:0.8,b:0.2
+    dataset: str = "pystdlib"  # a prepared folder in data/, or a path; a mixture: a:0.8,b:0.2
     vocab_size: int = 0  # 0: the dataset's, rounded up to a multiple of 64
-    batch_tokens: int = 524288  # tokens of one optimiser step, over all processes and micro-batches
-    micro_batch_size: int = 8  # sequences of one micro-batch on one process: as many as fit in memory
-    auto_micro_batch: bool = False  # halve micro_batch_size at the start until it fits in every process's memory
+    batch_tokens: int = 524288  # tokens per optimiser step, over all processes and micro-batches
+    micro_batch_size: int = 8  # sequences per micro-batch on each process: as many as fit in memory
+    auto_micro_batch: bool = False  # at the start, halve micro_batch_size until it fits in memory on every process
     # --- optimiser
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the layers, AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the layers' matrices, AdamW for the rest
     max_iters: int = 4800  # optimiser steps
-    learning_rate: float = 6e-4  # peak
-    min_lr: float = -1.0  # at the last step, except with schedule=constant; -1: a tenth of the peak
+    learning_rate: float = 6e-4  # peak learning rate
+    min_lr: float = -1.0  # learning rate at the last step (not with schedule=constant); -1: a tenth of the peak
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd: constant, then 1 - sqrt decay
     warmup_iters: int = -1  # steps of linear warmup; -1: 5% of max_iters
     decay_iters: int = -1  # steps of wsd's decay; -1: 20% of max_iters
-    weight_decay: float = 0.1  # on matrices of linear maps and the embedding only
+    weight_decay: float = 0.1  # on the matrices of linear maps and the embedding only
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
-    grad_clip: float = 1.0  # norm that gradients are clipped to; 0: not at all
-    max_bad_steps: int = 10  # stop after this many steps in a row whose loss or gradient is not finite
+    grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
+    max_bad_steps: int = 10  # stop after this many consecutive steps with a non-finite loss or gradient
     # --- evaluation and records
     eval_interval: int = 250  # steps between evaluations; 0: only at the end
     eval_tokens: int = 0  # validation tokens per evaluation (best_val_loss uses these); 0: all
     final_eval_tokens: int = 0  # validation tokens for the final evaluation, reported in result.json; 0: all
-    eval_block_size: int = 0  # tokens of a validation window; 0: block_size
-    eval_sets: str = ""  # more validation sets, name:folder,name:folder, of prepared folders
-    eval_tasks_interval: int = 0  # steps between scores on tasks (evaluate.py); 0: none
-    eval_tasks: str = "embedded"  # which ones: see evaluate.py --help
-    log_interval: int = 10  # steps between lines of the log
+    eval_block_size: int = 0  # tokens per validation window; 0: block_size
+    eval_sets: str = ""  # more validation sets, as name:folder,name:folder (prepared folders)
+    eval_tasks_interval: int = 0  # steps between evaluations on tasks (as in evaluate.py); 0: none
+    eval_tasks: str = "embedded"  # the tasks, see evaluate.py --help
+    log_interval: int = 10  # steps between log lines
     checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
-    keep_checkpoints: int = 2  # the latest kept, beside the best
-    keep_steps: str = ""  # steps,steps: save after these and keep them, for --branch
+    keep_checkpoints: int = 2  # how many of the latest checkpoints to keep, besides the best
+    keep_steps: str = ""  # comma-separated steps whose checkpoints are kept, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
-    wandb_project: str = "longhorn"  # its project
+    wandb_project: str = "longhorn"  # project in Weights & Biases
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if fast
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if it is fast here
     compile: bool = False  # torch.compile: slower to start, faster per step
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # copies, shards, or shards within a machine
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # replicas, shards, or shards within each machine
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
-    timeout_minutes: float = 10.0  # how long processes wait for one another before giving up
+    timeout_minutes: float = 10.0  # how long processes wait for each other before giving up
 
     RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend",
                "eval_datasets": "eval_sets"}  # old key -> new key
@@ -107,31 +107,31 @@ class TrainConfig(ModelConfig):
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 def train(config, model, data, evaluate, schedule=None):
-    """Train `model` as `config` says, from the start or from the last checkpoint, and write the run's records.
+    """Train `model` as `config` says, from scratch or from the last checkpoint, and write the run's records.
 
     Args:
-        config: a TrainConfig, or a subclass; out_dir, dtype and the sizes filled in.
-        model: any nn.Module on its device; model(x, y, loss_only=True) -> (_, mean loss). after_step(), where there is
-            one, is called after each step of the optimiser. Unless self_check is "off" it is an LM or has toy() and
+        config: a TrainConfig or a subclass, with out_dir, dtype and the sizes filled in.
+        model: any nn.Module on its device; model(x, y, loss_only=True) -> (_, mean loss). If it has after_step(), that
+            is called after each optimiser step. Unless self_check is "off", it must be an LM or have toy() and
             toy_batch(), see runtime/self_check.py.
-        data: micro_batches(step, rank, world_size, micro_batch_size) -> (x, y, weight), whose weights add up to 1;
+        data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), weights adding up to 1;
             sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
-        evaluate: (model, final) -> {"val_loss": nats, ...}; further metrics go to the log, and the last to result.json.
-            "stop": True ends the run after this step. "sets": {name: metrics} of further sets, a line of the log each.
-            With eval_tasks_interval also tasks(model) -> scores (see Evaluate).
-        schedule: (step, config) -> factor of the peak rate; learning_rate_factor unless given.
+        evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
+            result.json. "stop": True ends the run after this step. "sets": {name: metrics} of further validation sets
+            get a log line each. With eval_tasks_interval also evaluate.tasks(model) -> scores (see Evaluate).
+        schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
 
-    Returns the final metrics, or None where the run was stopped before its end. Raises ConfigError, and Stopped where
-    the run cannot continue (runtime/errors.py).
+    Returns the final metrics, or None if the run was stopped early. Raises ConfigError, or Stopped if the run cannot
+    continue (runtime/errors.py).
     """
     schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
     with (Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry,
-          Signals() as signals):  # an error leaves as one line
+          Signals() as signals):  # out of memory becomes one line here
         telemetry.say(self_check(model) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
         folder.resume(optimizers, schedule, telemetry)  # from the newest intact checkpoint, if there is one
-        for step in telemetry.steps(signals):  # ends early, and saves, when asked to stop
+        for step in telemetry.steps(signals):  # ends early when asked to stop
             set_learning_rate(optimizers, schedule(step, config))
             loss = 0.0
             for x, y, weight in distributed.micro_batches(forward, config, data, step):
@@ -144,11 +144,11 @@ def train(config, model, data, evaluate, schedule=None):
             if math.isfinite(loss) and math.isfinite(grad_norm):
                 for optimizer in optimizers:
                     optimizer.step()
-                if hasattr(model, "after_step"):  # an average of the weights, say
+                if hasattr(model, "after_step"):  # such as averaging weights
                     model.after_step()
                 folder.progress.bad = 0
             else:
-                telemetry.skip(step, loss, grad_norm)  # leaves the step out; stops after max_bad_steps in a row
+                telemetry.skip(step, loss, grad_norm)  # raises Stopped after max_bad_steps in a row
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
             telemetry.log(step, train_loss=loss, lr=schedule(step, config) * config.learning_rate, grad_norm=grad_norm)
@@ -162,17 +162,17 @@ def train(config, model, data, evaluate, schedule=None):
 
 
 def is_due(step, interval, config):
-    """Whether something follows a step: after every `interval` steps (0: none), and after the last."""
+    """True after every `interval` steps (0: never) and after the last step."""
     return step + 1 == config.max_iters or bool(interval) and (step + 1) % interval == 0
 
 
 # -------------------------------------------------------------------------------------------------------- the schedule
 
 def learning_rate_factor(step, config):
-    """Factor of the peak rate in optimiser step 0 <= step < max_iters: linear warmup from above zero, then `schedule`.
+    """Learning rate at step 0 <= step < max_iters as a fraction of the peak: a linear warmup, then `schedule`.
 
-    cosine and wsd end at min_lr in the last step; wsd is constant until its last decay_iters steps, and falls as
-    1 - sqrt(share of them that is done) (Haegele et al. 2024, arXiv 2405.18392).
+    cosine and wsd reach min_lr at the last step; wsd is constant until the last decay_iters steps, then falls as
+    1 - sqrt(fraction of the decay that is done) (Haegele et al. 2024, arXiv 2405.18392).
     """
     warmup = warmup_steps(config)
     low = 0.1 if config.min_lr < 0 else config.min_lr / config.learning_rate
@@ -182,7 +182,7 @@ def learning_rate_factor(step, config):
         progress = (step + 1 - warmup) / (config.max_iters - warmup)
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "wsd":
-        done = max(0.0, 1 - (config.max_iters - step - 1) / decay_steps(config))  # of the decay, exactly 1 at the end
+        done = max(0.0, 1 - (config.max_iters - step - 1) / decay_steps(config))  # exactly 1 at the last step
         return low + (1 - low) * (1 - math.sqrt(done))
     return 1.0
 
@@ -204,7 +204,7 @@ NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block
 
 
 def check(config):
-    """Raises ConfigError for values that cannot work, whatever the data and the machine."""
+    """Raises ConfigError for settings that cannot work with any data or machine."""
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, (int, float)) and (value != value or abs(value) > 2**48):
             shown = value if isinstance(value, float) or abs(value) < 10**20 else f"of {value.bit_length()} bits"
@@ -221,7 +221,7 @@ def check(config):
     if c.min_lr > c.learning_rate:
         raise ConfigError(f"min_lr {c.min_lr} is above learning_rate {c.learning_rate}")
     if warmup >= c.max_iters > 1:
-        raise ConfigError(f"warmup_iters {c.warmup_iters} leaves nothing of max_iters {c.max_iters}: choose fewer")
+        raise ConfigError(f"warmup_iters {c.warmup_iters} must be below max_iters {c.max_iters}")
     if c.schedule == "wsd" and warmup + decay > c.max_iters:
         raise ConfigError(f"warmup of {warmup} and decay of {decay} steps are more than max_iters {c.max_iters}: "
                           "choose smaller warmup_iters or decay_iters")
@@ -232,7 +232,8 @@ def check(config):
     if not all(part.isdecimal() for part in filter(None, c.keep_steps.split(","))):
         raise ConfigError(f"keep_steps {c.keep_steps}: expected comma-separated step numbers")
     if c.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
-        raise ConfigError("resume=never: each restart by torchrun --max-restarts would begin anew; give --resume=auto")
+        raise ConfigError("resume=never: each restart by torchrun --max-restarts would start from scratch; use "
+                          "--resume=auto")
 
 
 def seed_all(seed):
@@ -242,7 +243,7 @@ def seed_all(seed):
 
 
 def build_model(config, device):
-    """The LM of a config on its device. Raises ConfigError for sizes that do not fit and a backend that cannot run."""
+    """The config's LM on the device. Raises ConfigError for sizes that cannot work and a backend that cannot run."""
     sizes = ModelConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)})
     try:
         with torch.device("meta"):  # takes no memory
@@ -260,18 +261,21 @@ def build_model(config, device):
 
 
 def load_weights(model, config, data):
-    """Begin with the weights of another run or an imported model; returns the line that says so. Raises ConfigError."""
+    """Load the weights that init_from names, unless there are none or the run resumes, and print a line that says so.
+    Raises ConfigError."""
+    if not config.init_from or config.resume != "never" and checkpoint.candidates(config.out_dir):
+        return
     place = Path(config.init_from)
     paths = checkpoint.candidates(place) if place.is_dir() else [place]
     if not paths:
         raise ConfigError(f"init_from={place}: there is no checkpoint in this folder")
     if paths[0].parent.resolve() == Path(config.out_dir).resolve():
-        raise ConfigError(f"init_from={place} lies in out_dir, where this run's checkpoints go: choose another out_dir")
+        raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another out_dir")
     origin, weights, meta, damaged = checkpoint.load_first(paths, weights=True)
     for key in ("tokenizer", "table"):
         trained, given = meta.get(key), data.meta.get(key)
         if trained and given and trained != given:
-            raise ConfigError(f"{origin}: its {key} is not that of {config.dataset} ({str(trained)[:80]!r}, "
+            raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
                               f"{str(given)[:80]!r}): these weights were trained with a different vocabulary")
     with checkpoint.fitting(origin):
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(ModelConfig)}
@@ -282,7 +286,9 @@ def load_weights(model, config, data):
         raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed]))
     with checkpoint.fitting(origin):
         model.load_state_dict(weights)
-    return "; ".join([*(f"skipped: {line}" for line in damaged), f"weights from {origin} (step {step})", *changed])
+    if distributed.rank() == 0:
+        lines = [*(f"skipped: {line}" for line in damaged), f"weights from {origin} (step {step})", *changed]
+        print("; ".join(lines), flush=True)
 
 
 def main(argv):
@@ -303,9 +309,9 @@ def main(argv):
         config.end_of_text = tokens.meta.get("end_of_text", -1)
         if config.end_of_text < 0:
             raise ConfigError(f"documents=pack: {tokens.folder / 'meta.json'} does not say which token ends a "
-                              "document: give --end_of_text, or --documents=join")
+                              "document: give --end_of_text, or use --documents=join")
     if parts[1:] and config.as_released:
-        raise ConfigError(f"dataset={config.dataset}: as_released draws its windows from one dataset: name one")
+        raise ConfigError(f"dataset={config.dataset}: as_released cannot mix datasets: name one")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     if parts[1:]:
@@ -314,9 +320,7 @@ def main(argv):
         data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device, config.as_released)
     seed_all(config.seed)
     model = build_model(config, device)
-    if config.init_from and not (config.resume != "never" and checkpoint.candidates(config.out_dir)):
-        line = load_weights(model, config, data)
-        print(line, flush=True) if distributed.rank() == 0 else None
+    load_weights(model, config, data)
     train(config, model, data, Evaluate(config, data))
 
 

@@ -1,19 +1,19 @@
-"""What a token costs after a long text: prefill and decode from the state, the state's bytes and the peak, per family.
+"""The cost of a token after a long text: prefill and decode speed, state size and peak memory, per family.
 
     python bench/generate.py                                               # contexts of 1K, 4K, 16K and 64K tokens
     python bench/generate.py --families=llama,longhorn --contexts=1024,8192 --out=record.json
     python bench/generate.py --device=cuda --size=350M --save              # results/generate_cuda_350m.json and .png
 
-First the state of each family is checked: a short text, read in pieces and continued greedily, must give the logits,
-and so the tokens, of one forward pass over the whole. A family that fails is not timed. Then a text of random tokens is
-read in chunks and, at each context length, continued by the --new_tokens most likely tokens, a few at a time, all
-families in turn. LLaMA, whose state is the cache of all keys and values, is the contrast. A context that would take a
+First each family's state is checked: a short text, read in pieces and continued greedily, must give the same logits,
+and so the same tokens, as one forward pass over the whole text. A family that fails is not timed. Then a text of random
+tokens is read in chunks and, at each context length, continued greedily by --new_tokens tokens, a few at a time, all
+families in turn. LLaMA, whose state is a cache of all keys and values, is the contrast. A context that would take a
 family over --budget_s is left out, with a line that says so.
 
-LLaMA's cache has spare room, up to a quarter of its tokens, so that most new tokens copy nothing. While it reads,
-attention also needs a mask of (chunk, past + chunk): its peak grows with --chunk times the context.
+LLaMA's cache has spare room, up to a quarter of its tokens, so that most new tokens copy nothing. While reading,
+attention also needs a mask of (chunk, past + chunk), so its peak grows with --chunk times the context.
 
-Each family is a process of its own, as in bench/step.py. Weights are random: the cost does not depend on them.
+Each family runs in its own process, as in bench/step.py. Weights are random: the cost does not depend on them.
 """
 
 import argparse
@@ -34,20 +34,19 @@ from model import LM, ModelConfig  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
-TOLERANCE = 1e-4  # of the logits in float32, relative, 2-norm; all families stay below 1e-5
-BURSTS = 4  # turns that the new tokens of a context are divided into
-PIECES = (31, 1, 16)  # of the check's text, before one token at a time
+TOLERANCE = 1e-4  # for logits in float32, relative, 2-norm; all families stay below 1e-5
+BURSTS = 4  # the new tokens after each context are written in so many turns
+PIECES = (31, 1, 16)  # the check reads its text in these pieces, then one token at a time
 
 
 # ---------------------------------------------------------------------------------------------- one family, in a worker
 
 @torch.no_grad()
 def check(lm, dtype="float32", new_tokens=16):
-    """(why text from the state is not what a whole forward pass gives, or None; the relative error of the logits).
+    """(how text from the state differs from a whole forward pass, or None; the relative error of the logits).
 
-    Every new token must be the whole pass's most likely one, up to the tolerance. In bfloat16 the reference is the
-    whole pass in float32 with backend torch, and the state may be four times as far off as the whole pass in bfloat16
-    is.
+    Every new token must be the most likely one in the whole pass, up to the tolerance. In bfloat16 the reference is the
+    whole pass in float32 with backend torch, and the error may be four times that of the whole pass in bfloat16.
     """
     device, tolerance = lm.embed.weight.device, TOLERANCE
     with torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32"):
@@ -68,16 +67,16 @@ def check(lm, dtype="float32", new_tokens=16):
         true = plain(text[:, :-1])[0][:, -new_tokens:]
         whole, tolerance = true, max(tolerance, 4 * ((whole - true).norm() / true.norm()).item())
     error = ((got - whole).norm() / whole.norm()).item()
-    if not error <= tolerance:  # NaN is not right
-        return f"the state is wrong: logits {error:.1e} off a whole forward pass's (at most {tolerance:.0e})", error
+    if not error <= tolerance:  # `not` catches NaN
+        return f"the state is wrong: logits differ by {error:.1e} from a whole pass (at most {tolerance:.0e})", error
     chosen = whole.gather(-1, got.argmax(-1, keepdim=True))[..., 0]
     if (whole.max(-1).values - chosen > tolerance * whole.abs().amax(-1)).any():
-        return "the state is wrong: a new token is not the most likely one of a whole forward pass", error
+        return "the state is wrong: a new token is not the most likely one in a whole forward pass", error
     return None, error
 
 
 class Reader:
-    """A family and a text, in a worker. spec: name, config, batch_size, device, dtype, threads, chunk."""
+    """A family reading a text, in a worker. spec: name, config, batch_size, device, dtype, threads, chunk."""
 
     def __init__(self, spec):
         self.spec, self.device, self.B = spec, torch.device(spec["device"]), spec["batch_size"]
@@ -86,7 +85,7 @@ class Reader:
         small = dict(n_layer=2, n_embd=128, n_head=2, vocab_size=256)
         with self.device:
             tiny = LM(ModelConfig(**vars(spec["config"]) | small)).eval()
-            check(tiny, spec["dtype"])  # what is built, loaded and started once is not in the times
+            check(tiny, spec["dtype"])  # warm-up: keeps one-time builds and loads out of the times
             self.lm = LM(spec["config"]).eval()
         wrong, self.error = check(self.lm, spec["dtype"])
         if wrong:
@@ -107,8 +106,8 @@ class Reader:
 
     @torch.no_grad()
     def read(self, context):
-        """Read on until the text has `context` tokens. 'seconds' are those of all of it."""
-        self.token = self.later = None  # frees the continuation of the last context
+        """Read on until the text has `context` tokens. 'seconds' counts the whole text."""
+        self.token = self.later = None  # frees the previous context's continuation
         peak = measure.Peak(self.device)
         while self.past < context:
             size = min(self.spec["chunk"], context - self.past)
@@ -124,7 +123,7 @@ class Reader:
 
     @torch.no_grad()
     def write(self, new_tokens):
-        """Continue the text with the most likely tokens: 'seconds' of each. The state of the text itself is kept."""
+        """Continue the text greedily: 'seconds' per token. The state of the text itself is kept."""
         peak, seconds = measure.Peak(self.device), []
         for _ in range(new_tokens):
             self.token, self.later, spent = self.forward(self.token, self.later)
@@ -139,7 +138,7 @@ def run_contexts(specs, contexts, new_tokens, budget_s, worker=Worker):
     from tqdm import tqdm
 
     rows = [{"family": s["name"], "contexts": []} for s in specs]
-    readers, spent, slowest = [], [0.0] * len(specs), [0.0] * len(specs)  # seconds in all, and of the last chunk
+    readers, spent, slowest = [], [0.0] * len(specs), [0.0] * len(specs)  # seconds in total, and for the last chunk
 
     def ask(i, method, argument):
         start = time.perf_counter()
@@ -160,7 +159,7 @@ def run_contexts(specs, contexts, new_tokens, budget_s, worker=Worker):
                 for i, spec in enumerate(specs):
                     bar.set_description(f"{spec['name']} at {context} tokens")
                     bar.update()
-                    needed = slowest[i] * -(-(context - before) // spec["chunk"])  # at least: attention gets slower
+                    needed = slowest[i] * -(-(context - before) // spec["chunk"])  # a lower bound: attention slows down
                     if "reason" in rows[i]:
                         continue
                     if spent[i] + needed > budget_s or any("left_out" in c for c in rows[i]["contexts"]):
@@ -223,7 +222,7 @@ def print_rows(rows):
 
 
 def draw(record, path):
-    """Milliseconds per new token and bytes of the state against the context, log-log. False if nothing was timed."""
+    """Plot milliseconds per new token and state size against context, log-log. False if nothing was timed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,8 +261,8 @@ def draw(record, path):
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, 120.0, batch_size=1)
-    parser.add_argument("--contexts", default="1024,4096,16384,65536", help="tokens of text, by commas (%(default)s)")
-    parser.add_argument("--new_tokens", type=int, default=64, help="tokens written after each (%(default)s)")
+    parser.add_argument("--contexts", default="1024,4096,16384,65536", help="comma-separated lengths (%(default)s)")
+    parser.add_argument("--new_tokens", type=int, default=64, help="tokens written after each context (%(default)s)")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
     args = settle(parser, parser.parse_args(argv), ["new_tokens", "chunk"])
     try:
@@ -285,7 +284,7 @@ def main(argv=None):
     print_rows(record["rows"])
     finish(out, record)
     if out is not None and draw(record, out.with_suffix(".png")):
-        print(f"picture: {out.with_suffix('.png')}")
+        print(f"figure: {out.with_suffix('.png')}")
     return int(any("reason" in r for r in record["rows"]))
 
 

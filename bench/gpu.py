@@ -1,19 +1,18 @@
-"""Everything that a machine with a GPU can tell, in three calls of at most nine minutes each, without a network.
+"""All measurements for a machine with a GPU, in three calls of at most nine minutes each, without a network.
 
     make gpu STAGES=correctness          # do the kernels build, and are they right?
     make gpu STAGES=speed                # how fast are they, why, and would another tuning be faster?
-    make gpu STAGES=training             # what does that do for a training step, recall and the sweep?
-    make gpu STAGES=correctness,speed PYTHON=python3 OUT=elsewhere      # an interpreter of yours; installs nothing
-    make gpu                             # all three, one after another, as far as nine minutes reach
+    make gpu STAGES=training             # what does that mean for a training step, recall and the sweep?
+    make gpu STAGES=correctness,speed PYTHON=python3 OUT=elsewhere      # with your own interpreter; installs nothing
+    make gpu                             # all three in sequence, as far as they get in nine minutes
 
-Each stage is a process of its own with a time limit. A stage that lacks something says what and is skipped. Where the
-kernels do not build, or a test of theirs fails, the stages behind are left out: they would time what is wrong. Any
-other failure stops nothing. Written are
-gpu_<call>.json (after every stage), gpu_<call>.log (all output), or gpu.json and gpu.log, and the records of
-bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
+Each stage is a separate process with a time limit. A stage that lacks something names it and is skipped. If the kernels
+do not build, or one of their tests fails, the later stages are left out, because they would time wrong kernels. Any
+other failure stops nothing. Output: gpu_<call>.json (after every stage) and gpu_<call>.log (all output), or gpu.json
+and gpu.log, and the records of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
 
-A stage that is a function of this file hands over its numbers as JSON lines in a file, so one that is killed half way
-keeps what it had found.
+Stages that are functions of this file pass their numbers as JSON lines in a file, so a killed stage keeps the numbers
+that it had.
 """
 
 import argparse
@@ -45,7 +44,7 @@ PACKAGES = {"mamba_ssm": "mamba_ssm.ops.selective_scan_interface", "fla": "fla.o
 # ----------------------------------------------------------------------------------------------------------- the runner
 
 class Skip(Exception):
-    """Why a stage does not run here."""
+    """The reason why a stage does not run here."""
 
 
 def by_exit_status(status, text):
@@ -56,28 +55,28 @@ class Stage(NamedTuple):
     name: str
     limit_s: float
     command: object                           # (context) -> [argument, ...]; may raise Skip
-    summary: object = lambda rows, text: ""  # (records, output) -> the numbers that matter, in one line
+    summary: object = lambda rows, text: ""  # (records, output) -> a line with the main numbers
     verdict: object = by_exit_status          # (exit status, output) -> (status, reason)
 
 
 class Context(NamedTuple):
     out: Path
     dry_run: bool
-    seconds: float = 0.0  # that the stage has
-    record: str = ""      # the file that it writes its records to
-    name: str = "gpu"     # of the call's own records
+    seconds: float = 0.0  # time limit of the stage
+    record: str = ""      # file for the stage's records
+    name: str = "gpu"     # name of the call's own records
 
     def inner(self, stage):
-        """The command of a stage that is a function of this file."""
+        """The command for a stage that is a function of this file."""
         command = [sys.executable, str(Path(__file__).resolve()), f"--stage={stage}", f"--record={self.record}",
                    f"--budget_s={self.seconds:.0f}"]
         return command + ["--dry_run"] * self.dry_run
 
 
 def run_limited(command, limit_s, log):
-    """Run a command, its output appended to the file `log`; returns (exit status, or None if it was killed; seconds).
+    """Run a command, appending its output to the file `log`; returns (exit status, or None if it was killed; seconds).
 
-    At its limit the command, with all that it started, gets SIGTERM and, PATIENCE_S later, SIGKILL.
+    At the limit the command and all its children get SIGTERM and, PATIENCE_S later, SIGKILL.
     """
     start = time.monotonic()
     with open(log, "ab") as file:
@@ -109,7 +108,7 @@ def read_records(path):
 
 
 def run_stage(stage, context, limit_s, log):
-    """One stage, as a record: status (ok, failed, over time or skipped), reason, seconds, records, summary."""
+    """Run a stage; returns its record: status (ok, failed, over time or skipped), reason, seconds, records, summary."""
     with tempfile.TemporaryDirectory() as folder:
         context = context._replace(seconds=max(1.0, limit_s - 5), record=str(Path(folder) / "records.jsonl"))
         result = {"stage": stage.name, "limit_seconds": round(limit_s, 1), "seconds": 0.0, "records": []}
@@ -130,14 +129,14 @@ def run_stage(stage, context, limit_s, log):
             text = file.read().decode(errors="replace")
         rows = read_records(context.record)
     if status is None:
-        verdict = "over time", f"killed at its limit of {limit_s:.0f} s; what it had found by then is kept"
+        verdict = "over time", f"killed at its limit of {limit_s:.0f} s; its results up to then are kept"
     elif status < 0:
         verdict = "failed", f"ended by signal {-status} ({signal.Signals(-status).name})"
     else:
         verdict = stage.verdict(status, text)
     try:
         summary = stage.summary(rows, text)
-    except Exception as error:  # the records are there all the same
+    except Exception as error:  # the records are kept anyway
         summary = f"no summary ({type(error).__name__}: {error})"
     return result | {"command": shown, "exit_status": status, "seconds": round(seconds, 2), "records": rows,
                      "status": verdict[0], "reason": verdict[1], "summary": summary}
@@ -148,14 +147,14 @@ def last_line(text):
 
 
 def run_all(stages, context, budget_s, about):
-    """All stages within the budget; gpu.json is written before the first and after each. Returns their records."""
+    """Run all stages within the budget, writing gpu.json before the first and after each. Returns their records."""
     from bench.measure import write_record
 
     log, began, gate = context.out / f"{context.name}.log", time.monotonic(), None
     record = about | {"dry_run": context.dry_run, "budget_seconds": budget_s, "stages": []}
     write_record(context.out / f"{context.name}.json", record)
     log.write_text("")
-    stretch = max(1.0, budget_s / sum(stage.limit_s for stage in stages))  # a few stages alone may take longer each
+    stretch = max(1.0, budget_s / sum(stage.limit_s for stage in stages))  # with fewer stages each may take longer
     for stage in stages:
         spent = time.monotonic() - began
         limit_s = min(stage.limit_s * stretch, budget_s - spent)
@@ -191,7 +190,7 @@ def device(dry_run, **kwargs):
 
 
 def environment(emit, dry_run, budget_s):
-    """What this machine has: GPU, driver, compilers, and which optional packages import."""
+    """This machine's GPU, driver and compilers, and which optional packages can be imported."""
     from bench.measure import LeftOut, imported
 
     emit(device=device(dry_run).describe())
@@ -208,7 +207,7 @@ def environment(emit, dry_run, budget_s):
 
 
 def tool(name):
-    """The path of a program of the CUDA toolkit, or None."""
+    """The path of a program from the CUDA toolkit, or None."""
     folders = [os.path.join(os.environ[v], "bin") for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join([*folders, "/usr/local/cuda/bin"]))
 
@@ -221,14 +220,14 @@ def environment_summary(rows, text):
 
 # ------------------------------------------------------------------------------------------------- stages: build, small
 
-# (B, T, D, N) of the benchmark and of the tests on a GPU (tests/test_cuda.py): `build` compiles their kernels
+# (B, T, D, N) in the benchmark and in the GPU tests (tests/test_cuda.py): `build` compiles their kernels
 BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16), (2, 32768, 2048, 64)]
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
           (72, 40, 512, 64), (1, 3000, 100, 16), (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16),
           (1, 1024, 128, 16)]
-TINY = [(2, 64, 64, 16)]  # of a dry run
-# family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few), whole chunks and blocks or a rest;
-# whole ones of T = 256 are split into segments
+TINY = [(2, 64, 64, 16)]  # for a dry run
+# family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few rows), whole chunks and blocks or a
+# remainder; whole ones with T = 256 are split into segments
 SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 16, "float32"),
          ("longhorn", 288, 33, 20, 16, "bfloat16"), ("longhorn", 1, 300, 150, 16, "float32"),
          ("longhorn", 1, 40, 70, 64, "bfloat16"), ("mamba", 2, 70, 150, 16, "float32"),
@@ -236,8 +235,7 @@ SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 1
 
 
 def build(emit, dry_run, budget_s):
-    """Compile every kernel that the later stages use: the first one alone, which a user waits for, then all side by
-    side."""
+    """Compile every kernel that the later stages use: one by itself, as long as a user waits, then all in parallel."""
     from concurrent.futures import ThreadPoolExecutor
 
     from bench.measure import in_one_line
@@ -269,12 +267,12 @@ def build_summary(rows, text):
 
 
 def small(emit, dry_run, budget_s):
-    """A few small scans and convolutions, forward and backward: what the sanitizers watch."""
+    """A few small scans and convolutions, forward and backward, for the sanitizers."""
     import torch
 
     from bench import measure, scan_cuda
 
-    gpu = device(dry_run, flush_bytes=0)  # a buffer would be watched too
+    gpu = device(dry_run, flush_bytes=0)  # the sanitizers would watch a buffer too
     for family, B, T, D, N, dtype in SMALL:
         a = measure.make_inputs(B, T, D, N, measure.DTYPES[dtype])
         a = {n: v.to(gpu.name) for n, v in (measure.as_mamba(a) if family == "mamba" else a).items()}
@@ -295,11 +293,11 @@ def small(emit, dry_run, budget_s):
 
 TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64)]  # B, T, D, N
 VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8",
-            "LONGER=1"]  # of the constants in longhorn_scan.cu
+            "LONGER=1"]  # values for constants in longhorn_scan.cu
 
 
 def profiled(emit, dry_run, budget_s):
-    """Each shape of TIMED once, forward and backward, in bfloat16."""
+    """Run each shape of TIMED once, forward and backward, in bfloat16."""
     from bench import measure, scan_cuda
 
     gpu = device(dry_run, flush_bytes=0)
@@ -310,7 +308,7 @@ def profiled(emit, dry_run, budget_s):
 
 
 def timed(emit, dry_run, budget_s):
-    """The scan at the shapes of TIMED, checked at a small one first, as it is compiled with $LONGHORN_CUDA_DEFINES."""
+    """Time the scan at the shapes of TIMED, as compiled with $LONGHORN_CUDA_DEFINES, after a check at a small shape."""
     import torch
 
     from bench import measure, scan_cuda
@@ -327,7 +325,7 @@ def timed(emit, dry_run, budget_s):
 
 
 def variants(emit, dry_run, budget_s):
-    """`timed` for each of VARIANTS, in a process of its own."""
+    """`timed` for each of VARIANTS, in separate processes."""
     began, failed = time.monotonic(), []
     for defines in VARIANTS[:2] if dry_run else VARIANTS:
         if time.monotonic() - began > budget_s - 20:
@@ -342,12 +340,12 @@ def variants(emit, dry_run, budget_s):
         if run.returncode:
             failed.append(f"{defines or 'as it is'}: {last_line(run.stdout + run.stderr)}")
             emit(defines=defines, failed=failed[-1])
-    if failed and failed[0].startswith("as it is"):  # a variant may fail, that is what it was tried for
+    if failed and failed[0].startswith("as it is"):  # other variants may fail: they are only trials
         sys.exit(failed[0])
 
 
 def times_summary(rows, text):
-    """The times of each variant or contender at the first shape."""
+    """A line with the times of each variant or contender at the first shape."""
     rows = [r for r in rows if "forward" in r]
     words = []
     for r in rows:
@@ -360,7 +358,7 @@ def times_summary(rows, text):
 # --------------------------------------------------------------------------------------------------- stage: convolution
 
 def convolution(emit, dry_run, budget_s):
-    """The short convolution with SiLU at the models' widths: ours, PyTorch's and causal-conv1d's, in turn."""
+    """Time the short convolution with SiLU at the models' widths: ours, PyTorch's and causal-conv1d's, in turn."""
     import torch
 
     from bench import measure, scan_cuda
@@ -428,14 +426,14 @@ def benchmark(context):
 
 
 def mamba_ssm(context):
-    """mamba-ssm's kernels compared with the loop in float64."""
+    """Compare mamba-ssm's kernels with the loop in float64."""
     if context.dry_run or importlib.util.find_spec("mamba_ssm") is None:
         raise Skip("dry run" if context.dry_run else "mamba-ssm is not installed")
     return [sys.executable, "bench/scan_cuda.py"]
 
 
 def training(name, limit_s, T, *options):
-    """A stage of training steps of the 120M models on random tokens, 32K per step, as train.py does them."""
+    """A stage that times training steps of the 120M models on random tokens, 32K per step, as in train.py."""
     def command(context):
         if context.dry_run and options:
             raise Skip("dry run")
@@ -457,7 +455,7 @@ def sanitizer(name):
         path = tool("compute-sanitizer")
         if path is None:
             raise Skip("compute-sanitizer is not installed")
-        # without PyTorch's cache each tensor is an allocation of its own, and an access beyond its end is seen
+        # without PyTorch's cache each tensor is a separate allocation, so that an access beyond its end is detected
         return ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", path, "--tool", name, "--error-exitcode", "9",
                 "--report-api-errors", "no", "--print-limit", "20", *context.inner("small")]
 
@@ -474,7 +472,7 @@ def sanitizer(name):
 
 
 def profile(context):
-    """Nsight Compute on small scans: why the kernels take as long as they do."""
+    """Profile small scans with Nsight Compute, to see what limits the kernels."""
     path = tool("ncu")
     if path is None:
         raise Skip("ncu (Nsight Compute) is not installed")
@@ -484,15 +482,15 @@ def profile(context):
 
 
 def preset(name, *command_line):
-    """A stage that runs a sweep of an experiment for as long as there is time; the same command goes on with it."""
+    """A stage that runs an experiment's sweep for as long as there is time; the same command resumes it."""
     def command(context):
-        out = (ROOT / "out" if context.out == ROOT / "results" else context.out) / name  # checkpoints are no records
+        out = (ROOT / "out" if context.out == ROOT / "results" else context.out) / name  # no checkpoints in results/
         return ["timeout", f"{context.seconds:.0f}", sys.executable, *command_line, f"--out={out}",
                 *["--dry-run"] * context.dry_run]
 
     def verdict(status, text):
-        if status == 124:  # of timeout
-            return "ok", "its time is over: the same command goes on with it"
+        if status == 124:  # from timeout
+            return "ok", "its time is up: the same command resumes it"
         return by_exit_status(status, text)
 
     return Stage(name, 150, command, lambda rows, text: last_line(text), verdict)
@@ -524,13 +522,13 @@ CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [s.name for s in STAGES]
-    parser.add_argument("--out", help="folder of the records (results/; with --dry-run out/gpu_dry/)")
-    parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds of all stages together (%(default)s)")
-    parser.add_argument("--stages", default="", help=f"calls ({', '.join(CALLS)}), or stages, "
-                        f"separated by commas: {', '.join(known)}")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="tiny sizes on the CPU: no measurement")
-    parser.add_argument("--stage", choices=FUNCTIONS, help="run one stage in this process (make gpu calls it so)")
-    parser.add_argument("--record", help="with --stage: append its records to this file, JSON lines")
+    parser.add_argument("--out", help="folder for the records (results/; with --dry-run out/gpu_dry/)")
+    parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds for all stages (%(default)s)")
+    parser.add_argument("--stages", default="", help=f"comma-separated calls ({', '.join(CALLS)}) or stages "
+                        f"({', '.join(known)})")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="tiny sizes on the CPU, as a test")
+    parser.add_argument("--stage", choices=FUNCTIONS, help="run one stage in this process (used by the runner)")
+    parser.add_argument("--record", help="with --stage: append its records to this file, as JSON lines")
     args = parser.parse_args(argv)
     args.out = Path(args.out or ROOT / ("out/gpu_dry" if args.dry_run else "results")).resolve()
     args.name = "gpu" + "".join(f"_{name}" for name in args.stages.split(",") if name in CALLS)
@@ -545,13 +543,13 @@ def parse(argv=None):
 
 
 def run_function(args):
-    """One stage that is a function of this file; each of its records goes to args.record, one line each."""
+    """Run a stage that is a function of this file; its records go to args.record, one line each."""
     def emit(**record):
         line = json.dumps(record)
         if args.record:
             with open(args.record, "a") as file:
                 file.write(line + "\n")
-        print(line, flush=True)  # the file is gone if the runner is killed too
+        print(line, flush=True)  # for the log: the file is lost if the runner is killed too
 
     FUNCTIONS[args.stage](emit, args.dry_run, args.budget_s)
 
@@ -565,14 +563,14 @@ def main(argv=None):
     try:
         import torch
     except ImportError:
-        raise ConfigError(f"{sys.executable} has no torch: make gpu PYTHON=... takes another interpreter, plain make "
-                          "gpu makes .venv") from None
+        raise ConfigError(f"{sys.executable} has no torch: choose another interpreter with make gpu PYTHON=..., or let "
+                          "plain make gpu install .venv") from None
     if not args.dry_run and not torch.cuda.is_available():
         raise ConfigError(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
     from bench.measure import check_out, new_record
 
     check_out(args.out / f"{args.name}.json", "another --out (make gpu OUT=...)")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running stage is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running stage
     stages = [s for s in STAGES if s.name in args.stages]
     results = run_all(stages, Context(args.out, args.dry_run, name=args.name), args.budget_s, new_record("gpu"))
     print_summary(results, args.out / args.name)

@@ -1,8 +1,8 @@
-"""What the benchmarks share: inputs, the comparison with the float64 loop, timing in turn, peak memory, records.
+"""Shared by the benchmarks: inputs, comparison with the float64 loop, timing in turn, peak memory, records.
 
-    relative error = |got - true| / (|true| + TINY)       2-norms; NaN anywhere makes it NaN, which is never right
+    relative error = |got - true| / (|true| + TINY)       2-norms; any NaN makes it NaN, which counts as wrong
 
-TINY is there because at logits of -1000 a true gradient can be smaller than float32 can represent.
+TINY is needed because at logits of -1000 a true gradient can be smaller than float32 can represent.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kernels import build  # noqa: E402
+from model import tensors_of  # noqa: E402
 from runtime import records  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.records import code_version  # noqa: E402
@@ -34,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # ---------------------------------------------------------------------------------------------------- inputs and errors
 
 def check_numbers(parser, args, *names):
-    """Refuse, as argparse does, numbers that are not None and not in 1 .. a million; of seconds (_s) any number."""
+    """Exit with an argparse error for a number outside 1 .. a million; None, and seconds (_s) >= 1, are accepted."""
     for name in names:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= (math.inf if name.endswith("_s") else 10**6):
@@ -59,7 +60,7 @@ def make_inputs(B, T, D, N, dtype, extras=True, device="cpu", key=1.0, logit=Non
 
 
 def as_mamba(a):
-    """The same tensors as arguments of selective_scan; A is -1, ..., -N in every channel, as Mamba starts."""
+    """The same tensors as arguments of selective_scan; A is -1, ..., -N in every channel, Mamba's initial values."""
     D, N = a["x"].shape[2], a["k"].shape[2]
     A = -torch.arange(1.0, N + 1, device=a["x"].device).repeat(D, 1)  # (D, N)
     names = dict(x="u", dt="delta", k="B", q="C", D="D", z="z", dt_bias="delta_bias")
@@ -67,14 +68,14 @@ def as_mamba(a):
 
 
 def leaves(a):
-    """The same tensors, each a leaf that requires a gradient."""
+    """The same tensors as leaves that require gradients."""
     return {n: v.detach().requires_grad_() for n, v in a.items()}
 
 
 def values_and_gradients(f, a, dtype=None):
-    """y, hT and the gradient of every argument, for a fixed random linear loss; computed in `dtype` if it is given.
+    """y, hT and the gradient of every argument, for a fixed random linear loss; computed in `dtype` if given.
 
-    f(**a) returns (y, hT), y (B, T, D) and hT (B, D, N), or None for hT, which is then left out.
+    f(**a) returns (y, hT), y (B, T, D) and hT (B, D, N); if hT is None, it is left out.
     """
     x = next(iter(a.values()))
     N = next(v for n, v in a.items() if n in ("k", "B")).shape[2]
@@ -89,8 +90,8 @@ def values_and_gradients(f, a, dtype=None):
 
 
 def compare(got, true, slack):
-    """{name: {"relative_error", "tolerance", "right"}}; the tolerance is `slack` plus half a unit of the result's
-    dtype."""
+    """{name: {"relative_error", "tolerance", "right"}}; the tolerance is `slack` plus half a unit in the last place of
+    the result's dtype."""
     comparisons = {}
     for name, want in true.items():
         have = got[name]
@@ -104,9 +105,9 @@ def compare(got, true, slack):
 # ------------------------------------------------------------------------------------------------------ time and memory
 
 def in_turn(timed, rounds):
-    """{name: [what timed[name]() returned, per round]}: every function once per round.
+    """{name: [result of timed[name](), per round]}: every function runs once per round.
 
-    Whatever else the machine does then falls on all of them alike. `rounds` is a number, or {name: number}.
+    So other load on the machine affects all of them alike. `rounds` is a number, or {name: number}.
     """
     times = {name: [] for name in timed}
     rounds_of = rounds if isinstance(rounds, dict) else dict.fromkeys(timed, rounds)
@@ -118,7 +119,7 @@ def in_turn(timed, rounds):
 
 
 def spread(seconds):
-    """Median, quartiles and best of measured seconds, for a record."""
+    """Median, quartiles and minimum of measured seconds, for a record."""
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return {"median_seconds": median(seconds), "quartile_seconds": [low, high], "fastest_seconds": min(seconds),
             "runs": len(seconds)}
@@ -130,7 +131,7 @@ def quartiles(times, digits=1):
 
 
 def bytes_moved(B, T, D, N, itemsize, extras=True):
-    """{"forward", "forward_backward"}: bytes that the scan must read and write, every tensor once.
+    """{"forward", "forward_backward"}: bytes that the scan must read and write, counting every tensor once.
 
     With autograd the forward also writes one state per chunk, in float32, and the backward reads them.
     """
@@ -142,12 +143,12 @@ def bytes_moved(B, T, D, N, itemsize, extras=True):
 
 
 def chunk_state_bytes(B, T, D, N):
-    """Bytes of the states that the scan's forward keeps for its backward."""
+    """Bytes of the states that the scan's forward keeps for the backward."""
     return 4 * B * math.ceil(T / build.CHUNK) * D * N
 
 
 def kept_bytes(forward):
-    """{address: bytes} of the storages that autograd keeps for the backward of forward()."""
+    """{address: bytes} of the storages that autograd keeps for the backward pass of forward()."""
     kept = {}
 
     def pack(v):
@@ -161,21 +162,15 @@ def kept_bytes(forward):
 
 
 def state_bytes(state):
-    """(bytes of the numbers in a nested state, bytes of the storages that they keep alive)."""
-    state_tensors = tensors(state)
+    """(bytes of the tensors in a nested state, bytes of the storages that they keep alive)."""
+    state_tensors = tensors_of(state)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors}
     return sum(t.numel() * t.element_size() for t in state_tensors), sum(storages.values())
 
 
-def tensors(state):
-    """All tensors of a nested state, in order."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    return [t for part in state or () for t in tensors(part)]
-
 
 class Peak:
-    """Peak memory since this object was made, above what was in use then: allocated on a GPU, resident on a CPU."""
+    """Peak memory above the usage when this object was created: allocated on a GPU, resident on a CPU."""
 
     def __init__(self, device="cpu"):
         self.cuda = torch.device(device).type == "cuda"
@@ -187,13 +182,13 @@ class Peak:
         else:
             try:
                 ctypes.CDLL(None).malloc_trim(0)
-                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the resident size
                 self.before = self._resident()
             except (AttributeError, OSError):
                 self.before = None
 
     def bytes(self):
-        """The peak in bytes, or None where the system does not report it."""
+        """The peak in bytes, or None if the system does not report it."""
         peak = torch.cuda.max_memory_allocated() if self.cuda else self._resident()
         return None if peak is None or self.before is None else peak - self.before
 
@@ -208,10 +203,10 @@ class Peak:
 # -------------------------------------------------------------------------------------------------------------- records
 
 def check_out(out, instead="another --out"):
-    """Make the folder of a record before anything is measured. Raises ConfigError where `out` cannot be written, or
-    lies in results/ while the code differs from its commit.
+    """Create a record's folder before anything is measured. Raises ConfigError if `out` cannot be written, or is in
+    results/ while there are uncommitted changes.
 
-    out: a file, or None; instead: the way out that the message names. Where git does not know, nothing is refused.
+    out: a file, or None; instead: the alternative that the message suggests. Without git, results/ is not refused.
     """
     if out is None:
         return
@@ -223,7 +218,7 @@ def check_out(out, instead="another --out"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         if Path(out).is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        tmp = Path(f"{out}.tmp-{os.getpid()}")  # the name that write_record begins with
+        tmp = Path(f"{out}.tmp-{os.getpid()}")  # the temporary name that write_record uses
         tmp.touch()
         tmp.unlink()
     except OSError as error:
@@ -231,26 +226,26 @@ def check_out(out, instead="another --out"):
 
 
 def new_record(benchmark, **about):
-    """The beginning of a record: what was measured, when, on what and with which code."""
+    """The start of a record: the benchmark, date, machine and code."""
     date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     return {"benchmark": benchmark, "finished": False, "date": date, "environment": records.environment(), **about}
 
 
 def headline(record, device=None):
-    """One line of a record's machine, versions, date and commit."""
+    """A line with a record's machine, versions, date and commit."""
     ran = record["environment"]
     return (f"{device or ran['cpu']}, {torch.get_num_threads()} threads, torch {ran['torch']}, {record['date'][:10]}, "
             f"commit {(ran['commit'] or 'none')[:10]}")
 
 
 def write_record(out, record):
-    """Write a record to the file `out`, making its folder; numbers that are not finite become null."""
+    """Write a record to the file `out`, creating its folder; non-finite numbers become null."""
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     records.write_json(out, finite(record))
 
 
 def finite(record):
-    """The record with null for every number that is not finite: JSON has no NaN."""
+    """The record with None for every non-finite number, because JSON has no NaN."""
     if isinstance(record, dict):
         return {k: finite(v) for k, v in record.items()}
     if isinstance(record, (list, tuple)):
@@ -261,11 +256,11 @@ def finite(record):
 # ------------------------------------------------------------------------------------------------------ what cannot run
 
 class LeftOut(Exception):
-    """Why a contender or model does not run here."""
+    """The reason why a contender or model does not run here."""
 
 
 def imported(module, name):
-    """`name` of an optional package. Raises LeftOut, saying what is missing."""
+    """The attribute `name` of an optional module. Raises LeftOut, naming what is missing."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -276,7 +271,7 @@ def imported(module, name):
 
 
 def in_one_line(error, limit=240):
-    """An exception for a record: its kind and the first line of its message."""
+    """An exception as one line for a record: its type and the first line of its message."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

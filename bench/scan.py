@@ -1,16 +1,16 @@
-"""How fast the scan is and how much memory it keeps: each implementation of longhorn_scan, and two plain loops.
+"""Speed and memory of the scan: each implementation of longhorn_scan, and two plain loops.
 
-    python bench/scan.py --device=cpu              # time: a minute or two, most of it the plain loops
+    python bench/scan.py --device=cpu              # time: a minute or two, mostly the plain loops
     python bench/scan.py --device=cpu --memory     # memory: bytes kept and peak at T = 1024, 4096, 16384
     python bench/scan.py --T=1024 --B=4 --dtype=bfloat16 --out=record.json
-    python bench/scan.py --device=cuda --save      # a GPU, beside Mamba's scan, GLA and attention: see scan_cuda.py
+    python bench/scan.py --device=cuda --save      # on a GPU, with Mamba's scan, GLA and attention: see scan_cuda.py
 
 First the native kernels are compared with the loop in float64; if they are wrong, nothing is timed. After a warm-up all
-implementations take turns, round after round, so that whatever else the machine does falls on all of them alike.
+implementations take turns, round after round, so that other load on the machine affects all of them alike.
 
-The plain loops are slow for a reason that is easy to overlook. Indexing x[:, t] makes autograd write a zero tensor
-(B, T, D) in every step, which is quadratic in T; indexing precomputed A_t and B_t (Eq. 1) writes one of (B, T, D, N).
-`longhorn_scan_ref` differs from the former by an unbind, and is linear.
+The plain loops are slow for a reason that is easy to miss. Indexing x[:, t] makes autograd write a zero tensor
+(B, T, D) at every step, which is quadratic in T; indexing precomputed A_t and B_t (Eq. 1) writes one of (B, T, D, N).
+`longhorn_scan_ref` uses unbind instead, and is linear.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PASSES = ("forward", "forward_backward")
 # ------------------------------------------------------------------------------------------------------ implementations
 
 def plain_loop(x, dt, k, q, D=None, z=None, dt_bias=None):
-    """Algorithm 1 as one would write it: index the step, update the state, append."""
+    """Algorithm 1 written the obvious way: index the step, update the state, append."""
     S = torch.zeros(x.shape[0], x.shape[2], k.shape[2])  # (B, D, N)
     ys = []
     for t in range(x.shape[1]):
@@ -54,7 +54,7 @@ def plain_loop(x, dt, k, q, D=None, z=None, dt_bias=None):
 
 
 def loop_over_eq1(x, dt, k, q, D=None, z=None, dt_bias=None):
-    """S_t = A_t * S_{t-1} + B_t (Eq. 1) as reference implementations of SSMs write it: A and B of all steps first."""
+    """S_t = A_t * S_{t-1} + B_t (Eq. 1) as in reference implementations of SSMs: A and B of all steps come first."""
     beta = torch.sigmoid(dt if dt_bias is None else dt + dt_bias)  # (B, T, D)
     eps = (beta / (1 + beta * (k * k).sum(-1, keepdim=True)))[..., None]  # (B, T, D, 1)
     decay = 1 - eps * (k * k)[:, :, None]  # (B, T, D, N)
@@ -74,7 +74,7 @@ BODIES = {"loop over Eq. 1": loop_over_eq1, "plain loop": plain_loop, "longhorn_
 # ----------------------------------------------------------------------------------------------------------------- time
 
 def check(a):
-    """Errors and tolerances of the native kernels, printed; exits if one is above its tolerance."""
+    """Compute and print the native kernels' errors; exits if one is above its tolerance."""
     true = measure.values_and_gradients(lambda **kw: longhorn_scan_ref(**kw, return_state=True), a, torch.float64)
     got = measure.values_and_gradients(lambda **kw: longhorn_scan(**kw, return_state=True, backend="cpu"), a)
     comparisons = measure.compare(got, true, slack=16 * EPS)
@@ -83,14 +83,14 @@ def check(a):
     wrong = [f"{n} (at most {r['tolerance']:.1e})" for n, r in comparisons.items() if not r["right"]]
     if wrong:
         sys.exit(f"bench/scan.py: the native kernels are wrong in {', '.join(wrong)}, so nothing was timed. "
-                 "Look closer: python -m pytest tests/test_scan.py")
+                 "For details run python -m pytest tests/test_scan.py")
     return {key: {n: r[key] for n, r in comparisons.items()} for key in ("relative_error", "tolerance")}
 
 
 def time_bodies(B, T, D, N, dtype, extras, repeats, slow_repeats):
-    """Every implementation, forward alone and forward + backward, in turn.
+    """Time every implementation in turn, forward alone and forward + backward.
 
-    The loops run `slow_repeats` times, the slowest of them at most twice; the kernels run `repeats` times per round.
+    The loops run `slow_repeats` times, the slowest at most twice; the kernels run `repeats` times per round.
     """
     a = make_inputs(B, T, D, N, dtype, extras)
     accuracy = check(a)
@@ -139,13 +139,13 @@ def print_times(row):
         print(line)
     native = row["native"]
     rates = " and ".join(f"{rate / 1e9:.1f} GB/s" for rate in native["bytes_per_second"].values())
-    print(f"  cpu: {rates} of the bytes that must move; {native['tokens_per_second']:,.0f} tokens/s\n")
+    print(f"  cpu: {rates}, counting the bytes that must move; {native['tokens_per_second']:,.0f} tokens/s\n")
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
 def measure_memory(B, T, D, N, dtype):
-    """What the native scan keeps for its backward (inputs and chunk states), and the peak of both passes."""
+    """Bytes that the native scan keeps for the backward (inputs and chunk states), and the peak over both passes."""
     a = leaves(make_inputs(B, T, D, N, dtype, extras=False))
     dy, ys = torch.ones(B, T, D, dtype=dtype), []
     peak = measure.Peak()
@@ -179,24 +179,24 @@ def parse(argv=None):
     parser.add_argument("--T", type=int, help="steps (256; 1024, 4096 and 16384 with --memory; cuda: 1024 to 32768)")
     parser.add_argument("--D", type=int, help="channels (512; cuda: 1536 and 2048)")
     parser.add_argument("--N", type=int, help="state size per channel (16; cuda: 16 and 64)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of x, dt, k, q, z (float32; cuda: bfloat16)")
-    parser.add_argument("--out", help="write the record, JSON, to this file")
-    parser.add_argument("--save", action="store_true", help="write it to results/scan_cpu.json, "
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of x, dt, k, q, z (float32; cuda: bfloat16)")
+    parser.add_argument("--out", help="write the record to this JSON file")
+    parser.add_argument("--save", action="store_true", help="write the record to results/scan_cpu.json, "
                         "results/scan_cpu_memory.json or results/scan_cuda.json")
     cpu = parser.add_argument_group("with --device=cpu")
     cpu.add_argument("--repeats", type=int, default=30, help="runs of the native kernels per round (%(default)s)")
     cpu.add_argument("--slow_repeats", type=int, default=5, help="rounds, and runs of the loops (%(default)s)")
-    cpu.add_argument("--threads", type=int, help="of PyTorch and the kernels (PyTorch's choice)")
+    cpu.add_argument("--threads", type=int, help="threads of PyTorch and the kernels (PyTorch's choice)")
     cpu.add_argument("--memory", action="store_true", help="measure memory instead of time")
     gpu = parser.add_argument_group("with --device=cuda")
     gpu.add_argument("--rounds", type=int, default=10, help="rounds of all contenders in turn (%(default)s)")
-    gpu.add_argument("--budget_s", type=float, default=math.inf, help="start no shape after this many seconds")
-    gpu.add_argument("--without", default="", help="contenders to leave out, separated by commas")
-    gpu.add_argument("--dry_run", action="store_true", help="the same code on the CPU at tiny sizes: no measurement")
+    gpu.add_argument("--budget_s", type=float, default=math.inf, help="start no new shape after this many seconds")
+    gpu.add_argument("--without", default="", help="comma-separated contenders to leave out")
+    gpu.add_argument("--dry_run", action="store_true", help="run the same code on the CPU at tiny sizes, as a test")
     args = parser.parse_args(argv)
     measure.check_numbers(parser, args, "B", "T", "D", "N", "repeats", "slow_repeats", "threads", "rounds", "budget_s")
     if args.memory and args.device == "cuda":
-        parser.error("--memory is for --device=cpu: with --device=cuda the peak stands beside every time")
+        parser.error("--memory is for --device=cpu: with --device=cuda every time comes with the peak memory")
     return args
 
 
@@ -219,7 +219,7 @@ def main(argv=None):
     print(measure.headline(record))
     if args.memory:
         measure_memory(B, 64, D, N, dtype)  # warm-up
-        print(f"\nB={B} D={D} N={N} {dtype}: what the scan keeps for its backward, and the peak of both passes")
+        print(f"\nB={B} D={D} N={N} {dtype}: memory that the scan keeps for the backward, and the peak of both passes")
         record["rows"] = [measure_memory(B, T, D, N, dtype) for T in ([args.T] if args.T else (1024, 4096, 16384))]
         print_memory(record["rows"])
     else:

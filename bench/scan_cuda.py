@@ -1,18 +1,18 @@
-"""The scan on a GPU, beside what does the same job or takes its place: what `bench/scan.py --device=cuda` runs.
+"""The scan on a GPU, compared with other scans and with GLA and attention; `bench/scan.py --device=cuda` runs this.
 
     python bench/scan.py --device=cuda --save                    # the paper's 24 shapes, results/scan_cuda.json
-    python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # a shape of your own
+    python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # your own shape
 
-First every result and gradient is compared with the loop in float64 on the same GPU: at odd sizes, at keys of 1000 and
-logits of +-1000, and at the paper's shapes. What is wrong is not timed. mamba-ssm, where it is installed,
-is compared likewise (`python bench/scan_cuda.py` does that alone). Then, shape by shape, all contenders take turns,
-round after round, between CUDA events: the forward without autograd, then forward and backward with it.
+First every result and gradient is compared with the loop in float64 on the same GPU: at odd sizes, with keys of 1000
+and logits of +-1000, and at the paper's shapes. Wrong kernels are not timed. mamba-ssm, if installed, is compared in
+the same way (`python bench/scan_cuda.py` does only that). Then, for each shape, all contenders take turns, round after
+round, between CUDA events: the forward without autograd, then forward and backward with it.
 
-Beside the times of the scans stands a share of the copy bandwidth, measured on the same device: the bytes that a scan
-must move (measure.bytes_moved) over the time. GLA and attention do another job and have none.
+The times of scans come with a share of the copy bandwidth, measured on the same device: the bytes that a scan must move
+(measure.bytes_moved) over the time. GLA and attention do a different job and have none.
 
-Before every timed pass gigabytes are written. That empties the cache, and it keeps the device busy for so long that the
-host has queued the whole pass before the clock starts: otherwise a short kernel is timed with Python's overhead.
+Gigabytes are written before every timed pass. That empties the cache, and keeps the device busy until the host has
+queued the whole pass: otherwise the time of a short kernel would include Python's overhead.
 """
 
 import functools
@@ -38,7 +38,7 @@ from runtime.errors import ConfigError, main_error  # noqa: E402
 
 SAVED = ROOT / "results" / "scan_cuda.json"
 PASSES = ("forward", "backward", "forward_backward")
-CONTENDER_SECONDS = 2.0  # of timed passes per shape and contender, beyond the first three rounds
+CONTENDER_SECONDS = 2.0  # time limit of passes per shape and contender, after the first three rounds
 
 
 class Shape(NamedTuple):
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
 
 def shapes(tokens=(65536, 524288), lengths=(1024, 4096, 32768), widths=(1536, 2048), states=(16, 64)):
-    """All shapes, most telling first: the paper's width and state, then more tokens, more states, more width."""
+    """All shapes, most important first: the paper's width and state, then more tokens, more states, more width."""
     return [Shape(n // T, T, D, N) for D in widths for N in states for n in tokens for T in lengths]
 
 
@@ -73,7 +73,7 @@ class Gpu:
         self.flushed = torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def laps(self, *steps):
-        """Seconds of each step on the device, one after the other, starting from an empty cache."""
+        """Seconds of each step on the device, in sequence, starting from an empty cache."""
         self.flushed.zero_()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
         events[0].record()
@@ -84,13 +84,13 @@ class Gpu:
         return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
 
     def copy_bandwidth(self):
-        """Bytes read and written per second, by the median of 20 large copies."""
+        """Bytes read and written per second: the median of 20 large copies."""
         source = torch.randint(0, 256, self.flushed.shape, dtype=torch.uint8, device=self.name)
         seconds = [self.laps(lambda: self.flushed.copy_(source))[0] for _ in range(23)][3:]
         return 2 * source.numel() / measure.spread(seconds)["median_seconds"]
 
     def peak_above(self, step):
-        """Peak of the allocated bytes during the step, above what was allocated before."""
+        """Peak of allocated bytes during the step, above the bytes allocated before."""
         peak = measure.Peak("cuda")
         step()
         torch.cuda.synchronize()
@@ -100,7 +100,7 @@ class Gpu:
         gc.collect()
         try:
             torch.cuda.empty_cache()
-        except RuntimeError:  # the context is lost: `alive` says so
+        except RuntimeError:  # the context is lost; `alive` reports that
             pass
 
     def alive(self):
@@ -119,7 +119,7 @@ class Gpu:
 
 
 class DryRun(Gpu):
-    """Stands in for a GPU where there is none. Its numbers mean nothing, and no record of them goes to results/."""
+    """Stands in for a missing GPU. Its numbers mean nothing and never go to results/."""
 
     name, backend = "cpu", "cpu"
 
@@ -144,7 +144,7 @@ class DryRun(Gpu):
 
 
 def nvidia_smi(*fields):
-    """{field: text} of the first GPU, or None where nvidia-smi does not answer."""
+    """{field: text} for the first GPU, or None if nvidia-smi does not answer."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
@@ -157,7 +157,7 @@ def nvidia_smi(*fields):
 
 class Pass(NamedTuple):
     call: object      # () -> y
-    wanted: list      # the tensors whose gradients the backward computes
+    wanted: list      # tensors whose gradients the backward computes
     dy: torch.Tensor
 
 
@@ -185,8 +185,8 @@ def time_last(v):
 
 
 def check_mamba_ssm():
-    """(what is timed as mamba-ssm, why it is not timed): it is compared with the loop in float64, in a process of its
-    own, because an error in kernels makes a process's GPU unusable."""
+    """Compare mamba-ssm with the loop in float64: (description, or None; the reason why it is not timed, or None). Runs
+    in a separate process, because a kernel error makes the GPU unusable for its process."""
     command = [sys.executable, __file__]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=90)
@@ -197,7 +197,7 @@ def check_mamba_ssm():
 
 
 def fla_chunk_gla(shape, a, dy, device):
-    """D / 128 heads with keys of N and values of 128 channels: a state of D N numbers, as the scan's."""
+    """D / 128 heads with keys of N and values of 128 channels: a state of D N numbers, like the scan's."""
     f, H = imported("fla.ops.gla", "chunk_gla"), max(1, shape.D // 128)
     if shape.D % H:
         raise LeftOut(f"D {shape.D} is not a whole number of heads of 128")
@@ -209,7 +209,7 @@ def fla_chunk_gla(shape, a, dy, device):
 
 
 def attention(shape, a, dy, device):
-    """Causal flash attention of PyTorch, D channels in heads of 64; x, dt and z serve as q, k and v."""
+    """PyTorch's causal flash attention, D channels in heads of 64; x, dt and z serve as q, k and v."""
     if shape.D % 64:
         raise LeftOut(f"D {shape.D} is not a whole number of heads of 64")
     heads = lambda v: v.view(shape.B, shape.T, shape.D // 64, 64).transpose(1, 2)  # (B, H, T, 64)
@@ -234,8 +234,8 @@ PAPER = (64, 1024, 1536, 16)
 
 
 def cases(tiny=False):
-    """[(family, (B, T, D, N), dtype, extremes)]: sizes that are no multiples of a block or chunk, extreme values, and
-    the paper's shapes, the last with few rows, so that T is split into segments."""
+    """[(family, (B, T, D, N), dtype, extremes)]: sizes that are not multiples of a block or chunk, extreme values, and
+    the paper's shapes; the last one has few rows, so that T is split into segments."""
     extremes = (dict(key=1000.0), dict(logit=1000.0), dict(key=1000.0, logit=1000.0))
     B, T, D = (2, 40, 24) if tiny else (2, 257, 200)
     some = [(family, (B, T, D, N), dtype, {}) for family in ("longhorn", "mamba") for N, dtype in (
@@ -250,7 +250,7 @@ def cases(tiny=False):
 
 
 def scans(family, backend):
-    """f(**a) -> (y, hT) of longhorn, exact (Eq. 6) or mamba; (y, None) of mamba_ssm, whose hT has no gradient."""
+    """f(**a) -> (y, hT) for longhorn, exact (Eq. 6) or mamba; (y, None) for mamba_ssm, whose hT has no gradient."""
     if family == "mamba_ssm":
         if backend == "torch":
             return lambda **a: (selective_scan(**a, delta_softplus=True, backend=backend), None)
@@ -262,7 +262,7 @@ def scans(family, backend):
 
 
 def check_case(family, shape, dtype, extreme, device):
-    """One comparison with the loop in float64, as a record: errors and tolerances of y, hT and every gradient, and
+    """A comparison with the loop in float64, as a record: errors and tolerances for y, hT and every gradient, and
     whether two runs agree to the bit; or {'reason'} if it did not run."""
     row = {"family": family, **dict(zip("BTDN", shape, strict=True)), "dtype": dtype, **extreme}
     try:
@@ -270,11 +270,11 @@ def check_case(family, shape, dtype, extreme, device):
         a = as_mamba(a) if family.startswith("mamba") else a
         got, again = (measure.values_and_gradients(scans(family, device.backend), a) for _ in range(2))
         same = all(torch.equal(again.pop(n), v) for n, v in got.items())
-        # the torch backend recomputes from time to time in its backward, so that float64 fits
+        # the torch backend recomputes pieces in its backward, so that float64 fits in memory
         true = measure.values_and_gradients(scans(family, "torch"), a, torch.float64)
-        # a decay near 1 that is 2 ulp off is so T times: Mamba's, by an exponential that the hardware approximates
+        # an error of 2 ulp in a decay near 1 counts T times: Mamba's, whose exponential the hardware approximates
         slack = 2e-5 if extreme else 64 * EPS + 2 * shape[1] * EPS * (family == "mamba")
-        if family == "mamba_ssm":  # fast math, and sums by atomics: in another order in each run
+        if family == "mamba_ssm":  # fast math, and atomic sums whose order changes from run to run
             slack, same = 1e-3, None
         comparisons = measure.compare(got, true, slack)
     except Exception as error:
@@ -284,11 +284,11 @@ def check_case(family, shape, dtype, extreme, device):
 
 
 def check(device, tiny=False, budget_s=math.inf):
-    """Run all cases that fit into budget_s seconds, printed; returns (records, {contender: why it is not timed})."""
+    """Run and print all cases that fit in budget_s seconds; returns (records, {contender: why it is not timed})."""
     rows, wrong, began = [], {}, time.perf_counter()
     for case in cases(tiny):
         if time.perf_counter() - began > budget_s:
-            print(f"  {len(cases(tiny)) - len(rows)} more comparisons are left out: {budget_s:.0f} s are spent")
+            print(f"  {len(cases(tiny)) - len(rows)} more comparisons are left out: {budget_s:.0f} s are used up")
             break
         row = check_case(*case, device)
         rows.append(row)
@@ -317,16 +317,16 @@ def describe_case(row):
 # ----------------------------------------------------------------------------------------------------------------- time
 
 class Lost(Exception):
-    """A contender left the GPU's context unusable: nothing more can be measured in this process."""
+    """A contender made the GPU's context unusable: nothing more can be measured in this process."""
 
 
 def runs_for(pass_seconds, rounds):
-    """Rounds that a contender takes part in: all, or as many as CONTENDER_SECONDS allow, but at least three."""
+    """The number of rounds for a contender: all, or as many as fit in CONTENDER_SECONDS, but at least three."""
     return max(min(3, rounds), min(rounds, int(CONTENDER_SECONDS / max(pass_seconds, 1e-9))))
 
 
 def time_contenders(contenders, device, rounds=10, without=None):
-    """Every contender's passes in turn: a list with one row per contender, either times or a 'reason'.
+    """Time every contender's passes in turn: a list with one row per contender, either times or a 'reason'.
 
     contenders: {name: function () -> Pass, which may raise LeftOut}; without: {contender: why it is left out}. Raises
     Lost, naming the contender.
@@ -345,7 +345,7 @@ def time_contenders(contenders, device, rounds=10, without=None):
         if name in without:
             raise LeftOut(without[name])
         p = contenders[name]()
-        with_autograd(p)  # whatever the first call builds, loads or tunes
+        with_autograd(p)  # the first call may build, load or tune
         rows[name]["peak_bytes_above_inputs"] = device.peak_above(lambda: with_autograd(p))
         without_autograd(p)
         runs[name] = runs_for(sum(with_autograd(p)), rounds)
@@ -364,11 +364,11 @@ def time_contenders(contenders, device, rounds=10, without=None):
             words = str(reason)
         except Exception as error:
             words = in_one_line(error)
-        ready.pop(name, None)  # after `except`, whose traceback keeps the tensors of the failed call alive
+        ready.pop(name, None)  # outside `except`, whose traceback keeps the failed call's tensors alive
         rows[name] = {"contender": name, "reason": words}
         device.free()
         if not device.alive():
-            raise Lost(f"{name} made the GPU unusable ({words}): go on with --without='{name}'")
+            raise Lost(f"{name} made the GPU unusable ({words}): continue with --without='{name}'")
 
     for name in contenders:
         attempt(warm_up, name)
@@ -414,8 +414,8 @@ def print_shape(entry):
 
 
 def in_short(record):
-    """How many comparisons were right, and forward + backward of every contender at the first two shapes, one line
-    each."""
+    """Yields lines: the number of right comparisons, and every contender's forward + backward at the first two
+    shapes."""
     rows = record["correctness"]
     yield f"{sum(r['right'] for r in rows)} of {len(rows)} comparisons with the loop in float64 are right"
     for entry in record["shapes"][:2]:
@@ -439,7 +439,7 @@ def chosen_shapes(args):
 
 
 def main(args):
-    """What bench/scan.py --device=cuda runs; returns the exit status. Raises ConfigError if nothing can be measured."""
+    """Run for bench/scan.py --device=cuda; returns the exit status. Raises ConfigError if nothing can be measured."""
     began = time.perf_counter()
     out = Path(args.out) if args.out else SAVED if args.save else None
     without = dict.fromkeys(filter(None, args.without.split(",")), "left out by --without")
@@ -450,7 +450,7 @@ def main(args):
         raise ConfigError("--dry_run measures nothing, so its record does not belong in results/: choose another --out")
     if not args.dry_run and not torch.cuda.is_available():
         raise ConfigError("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
-    if not args.out:  # bench/gpu.py gives one, and has checked before its first stage
+    if not args.out:  # bench/gpu.py passes --out and has checked it before its first stage
         measure.check_out(out)
     try:
         device = DryRun() if args.dry_run else Gpu()
@@ -483,12 +483,12 @@ def main(args):
         spent = time.perf_counter() - began
         entry = {"shape": {**shape._asdict(), "name": str(shape)}, "tokens": shape.tokens, "dtype": record["dtype"]}
         if lost or spent > args.budget_s:
-            reason = lost or f"{spent:.0f} of {args.budget_s:g} s are spent (--budget_s)"
+            reason = lost or f"{spent:.0f} of {args.budget_s:g} s are used up (--budget_s)"
             record["left_out"].append({"shape": str(shape), "reason": reason})
             continue
         try:
             entry["rows"] = measure_shape(shape, dtype, device, bandwidth, args.rounds, without)
-        except Exception as error:  # the inputs do not fit, for example
+        except Exception as error:  # for example, the inputs do not fit in memory
             lost = str(error) if isinstance(error, Lost) else None
             record["left_out"].append({"shape": str(shape), "reason": lost or in_one_line(error)})
         device.free()
@@ -512,7 +512,7 @@ def main(args):
 
 
 def compare_mamba_ssm():
-    """mamba-ssm's kernels against the loop in float64, at two shapes. Raises ConfigError for the first that differs."""
+    """Compare mamba-ssm's kernels with the loop in float64 at two shapes. Raises ConfigError if they differ."""
     try:
         imported(*MAMBA_SSM)
     except LeftOut as reason:
@@ -525,7 +525,7 @@ def compare_mamba_ssm():
         print(describe_case(row))
         if not row["right"]:
             raise ConfigError(describe_case(row))
-    print(f"in short: mamba_ssm {sys.modules['mamba_ssm'].__version__}, as the loop in float64 at 2 shapes")
+    print(f"in short: mamba_ssm {sys.modules['mamba_ssm'].__version__}, agrees with the loop in float64 at 2 shapes")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""What a training step of every family costs: time, tokens/s, MFU and memory, beside other people's models.
+"""The cost of a training step of every family: time, tokens/s, MFU and memory, compared with other projects' models.
 
-    python bench/step.py                                                # a CPU: 4 layers of 256, T = 512, batch 4
+    python bench/step.py                                                # CPU: 4 layers of width 256, T = 512, batch 4
     PYTHONPATH=/tmp/peers python bench/step.py --with_peers --save      # results/step_cpu.json
     python bench/step.py --device=cuda --size=120M --compile --save     # results/step_cuda_120m.json
     python bench/step.py --families=llama,mamba --rounds=3
 
-A step is train.py's: forward, backward, clipping, AdamW. The peers are transformers' LLaMA, Mamba and RWKV-4 of the
-same shape and optimizer, and mambapy's Mamba. Install what is missing outside the project, for this comparison only:
+A step is that of train.py: forward, backward, clipping, AdamW. The peers are transformers' LLaMA, Mamba and RWKV-4 with
+the same shape and optimizer, and mambapy's Mamba. Install missing ones outside the project, for this comparison only:
     pip install transformers;  pip install --no-deps --target /tmp/peers mambapy
 
-Each model lives in a process of its own, and they take turns, round after round: whatever else the machine does falls
-on all of them alike, and no model's memory is counted as another's. The batch is the same in every step, its tokens as
-unevenly distributed as words are, so that a working model must learn: one whose loss does not fall gets no time.
+Each model runs in its own process, and they take turns, round after round: other load on the machine affects all of
+them alike, and their memory is counted separately. The batch is the same in every step, with tokens distributed as
+unevenly as words, so that a working model must learn: a model whose loss does not fall gets no time.
 
-One layer of ours is two residual branches, so 4 layers of Mamba are 8 of transformers' or mambapy's, whose published
-figures count each as a layer. The peers get 8 here: the same number of parameters.
+One of our layers has two residual branches, so 4 layers of Mamba are 8 in transformers and mambapy, whose published
+figures count each as a layer. The peers get 8 here, and so the same number of parameters.
 """
 
 import argparse
@@ -46,17 +46,17 @@ from runtime.telemetry import peak_flops  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4, "block_size": 512, "vocab_size": 256, "batch_size": 4}
-PAPER = {"block_size": 1024, "vocab_size": 50304, "batch_size": 8}  # beside SIZES
+PAPER = {"block_size": 1024, "vocab_size": 50304, "batch_size": 8}  # in addition to SIZES
 PEERS = {"llama": ["transformers"], "mamba": ["mambapy", "transformers"], "rwkv4": ["transformers"]}
 STEPS = {"cpu": (0, 1), "cuda": (1, 5)}  # untimed and timed steps per turn; between turns a GPU's cache is emptied
-START_S = 600  # limit for building the kernels, and for torch.compile
+START_S = 600  # time limit for building the kernels, and for torch.compile
 
 
 # ------------------------------------------------------------------------------------------------ one process per model
 
 def serve(pipe, make, spec):
-    """The main function of a worker: make(spec), then answer (method, arguments) until the pipe closes."""
-    output = io.StringIO()  # which kernels were chosen: for the record, not between the lines of a table
+    """A worker's main function: make(spec), then answer (method, arguments) until the pipe closes."""
+    output = io.StringIO()  # says which kernels were chosen: goes to the record, not between the lines of the table
     try:
         with contextlib.redirect_stderr(output):
             worker = make(spec)
@@ -74,13 +74,13 @@ def serve(pipe, make, spec):
 
 
 class Worker:
-    """A process that holds make(spec). `begun` is its about(); that and every answer are dicts.
+    """A process that holds make(spec). `begun` is its about(); about() and every answer are dicts.
 
-    An answer with 'reason' says what failed; the process is then gone.
+    An answer with 'reason' says what failed; the process has then ended.
     """
 
     def __init__(self, make, spec, limit_s=START_S):
-        # forked from a process that has imported torch and run nothing: quick, and neither CUDA nor OpenMP have started
+        # fork from a process that has only imported torch: quick, and neither CUDA nor OpenMP has started there
         ways = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in ways else "spawn")
         if "forkserver" in ways:
@@ -92,7 +92,7 @@ class Worker:
         self.begun = self.listen(limit_s)
 
     def ask(self, method, *arguments, limit_s):
-        with contextlib.suppress(OSError):  # `listen` says how it ended
+        with contextlib.suppress(OSError):  # `listen` then says how the process ended
             self.pipe.send((method, *arguments))
         return self.listen(limit_s)
 
@@ -112,7 +112,7 @@ class Worker:
         return answer
 
     def end(self, patience_s=5):
-        self.pipe.close()  # the process sees this, and ends
+        self.pipe.close()  # the process sees this and ends
         self.process.join(patience_s)
         if self.process.is_alive():
             self.process.kill()
@@ -122,12 +122,12 @@ class Worker:
 # --------------------------------------------------------------------------------------------------------------- models
 
 def model_config(family, args):
-    """ModelConfig of a family at the size that args ask for."""
+    """The ModelConfig of a family at the size given by args."""
     return ModelConfig(model=family, backend=args.backend, **{n: getattr(args, n) for n in SHAPE if n != "batch_size"})
 
 
 def peer_model(package, config):
-    """(module, idx -> logits) of `package` in the shape of our config, its head tied as ours is. Raises LeftOut."""
+    """(module, idx -> logits) from `package` in the shape of our config, with a tied head like ours. Raises LeftOut."""
     d, layers, V = config.n_embd, config.n_layer, config.vocab_size
     if package == "mambapy":
         Mamba, MambaConfig = imported("mambapy.mamba", "Mamba"), imported("mambapy.mamba", "MambaConfig")
@@ -157,7 +157,7 @@ def peer_model(package, config):
 
 
 class Trial:
-    """One model in training, in a worker. spec: name, config, peer (a package or None), batch_size, device, dtype,
+    """A model in training, in a worker. spec: name, config, peer (a package or None), batch_size, device, dtype,
     compile, threads."""
 
     def __init__(self, spec):
@@ -168,7 +168,7 @@ class Trial:
             torch.set_float32_matmul_precision("high")  # as train.py does
         else:
             keep_freed_memory()
-        # A tiny model first, so that what is built, loaded and started once is not in the peak.
+        # Run a tiny model first, so that one-time builds, loads and start-ups are not in the peak.
         small = dict(n_layer=2, n_embd=128, n_head=2, block_size=64, vocab_size=256)
         self.build(ModelConfig(**vars(self.config) | small), 1, False)
         self.step()
@@ -218,7 +218,7 @@ class Trial:
         peak = self.peak.bytes()
         if self.device.type == "cuda":
             if not timed:
-                torch.cuda.reset_peak_memory_stats()  # what a compiler tries out is no part of a step
+                torch.cuda.reset_peak_memory_stats()  # the compiler's trials are not part of a step
             torch.cuda.empty_cache()
         return {"losses": losses, "seconds": seconds, "peak_bytes": peak}
 
@@ -226,7 +226,7 @@ class Trial:
 # --------------------------------------------------------------------------------------------------------------- rounds
 
 def verdict(losses):
-    """Why these losses, in the order of the steps, are not those of a model that learns; or None."""
+    """The reason why these losses, in order of steps, show that the model does not learn; or None."""
     wrong = [loss for loss in losses if not math.isfinite(loss)]
     if wrong:
         return f"the loss became {wrong[0]}"
@@ -234,10 +234,10 @@ def verdict(losses):
 
 
 def run_rounds(specs, rounds, budget_s, worker=Worker):
-    """One row per spec, in order: all start, then each takes a turn, round after round.
+    """One row per spec, in order. All models start, then take turns, round after round.
 
-    A model that has used up `budget_s` seconds takes no further turn; one that takes longer than that for a turn is
-    ended.
+    A model that has used up `budget_s` seconds gets no further turn; one that takes longer than that for a single turn
+    is stopped.
     """
     from tqdm import tqdm
 
@@ -287,12 +287,12 @@ def run_rounds(specs, rounds, budget_s, worker=Worker):
         row |= {"seconds": measure.spread(seconds[name]), "first_loss": losses[name][0], "last_loss": losses[name][-1]}
         row["tokens_per_second"] = spec["batch_size"] * spec["config"].block_size / row["seconds"]["median_seconds"]
         if turns[name] < rounds:
-            row["cut"] = f"{turns[name]} of {rounds} rounds: another would take it over {budget_s:g} s (--budget_s)"
+            row["cut"] = f"{turns[name]} of {rounds} rounds: another one would exceed {budget_s:g} s (--budget_s)"
     return list(rows.values())
 
 
 def derive(rows, peak):
-    """Add what follows from the times: FLOP/s by count, MFU where the peak (FLOP/s) is known, the ratio to LLaMA's
+    """Add the values that follow from the times: FLOP/s, MFU if the peak (FLOP/s) is known, the ratio to LLaMA's
     step."""
     llama = next((r["seconds"]["median_seconds"] for r in rows if r["name"] == "llama" and "seconds" in r), None)
     for row in rows:
@@ -322,14 +322,15 @@ def print_rows(rows, peak):
     for r in rows:
         if "cut" in r:
             print(f"  {r['name']}: {r['cut']}")
-    print("  FLOPs by model.py's count, also for the peers; the peak includes weights, gradients and optimizer state")
+    print("  FLOPs as counted for our models, also for the peers; the peak includes weights, gradients and optimizer "
+          "state")
     mfu = lambda r: f" (MFU {r['mfu']:.1%})" if r["mfu"] else ""
     speeds = [f"{r['name']} {r['tokens_per_second']:,.0f}{mfu(r)}" for r in rows if "seconds" in r]
     print(f"in short: tokens/s: {', '.join(speeds) or 'none'}")
 
 
 def start(args, benchmark, **about):
-    """(where the record goes, or None; its beginning). Prints machine and shape. Raises ConfigError, see measure.py."""
+    """(path for the record, or None; the new record). Prints machine and shape. Raises ConfigError, see measure.py."""
     size = f"_{args.size.lower()}" if args.size else ""
     saved = ROOT / "results" / f"{benchmark}_{args.device}{size}.json" if args.save else None
     out = Path(args.out) if args.out else saved
@@ -343,13 +344,13 @@ def start(args, benchmark, **about):
     shape = ", ".join(f"{name} {value}" for name, value in record["shape"].items())
     print(f"{measure.headline(record, record['device'])}\n{args.size or 'shape'}: {shape}; {args.dtype}")
     if record["load_average_before"] > 0.5:
-        print(f"the machine is busy already (load average {record['load_average_before']:.1f} on {os.cpu_count()} "
+        print(f"the machine is already busy (load average {record['load_average_before']:.1f} on {os.cpu_count()} "
               "cores): times will be too long")
     return out, record
 
 
 def finish(out, record):
-    """Write the finished record to `out` unless that is None, and print where. Raises ConfigError."""
+    """Write the finished record to `out`, unless that is None, and print the path. Raises ConfigError."""
     record |= {"finished": True, "load_average_after": os.getloadavg()[0]}
     if out is not None:
         measure.write_record(out, record)
@@ -359,27 +360,27 @@ def finish(out, record):
 # ----------------------------------------------------------------------------------------------------------------- main
 
 def add_options(parser, budget_s, **shape):
-    """The options that bench/generate.py shares; `shape` overrides the defaults of SHAPE."""
-    parser.add_argument("--families", default="all", help=f"all, or some of {', '.join(FAMILIES)}, separated by commas")
+    """Add the options shared with bench/generate.py; `shape` overrides the defaults in SHAPE."""
+    parser.add_argument("--families", default="all", help=f"all, or a comma-separated list of {', '.join(FAMILIES)}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of matrix products (float32; cuda: bfloat16)")
-    parser.add_argument("--size", choices=SIZES, default="", help="a size of the paper, instead of this shape:")
+    parser.add_argument("--size", choices=SIZES, default="", help="one of the paper's sizes, instead of this shape:")
     for name, value in SHAPE.items():
         paper = SIZES["120M"] | PAPER
         words = f"({shape[name]})" if name in shape else f"({value}; with --size=120M: {paper[name]})"
         parser.add_argument(f"--{name}", type=int, default=shape.get(name), help=words)
     parser.add_argument("--backend", default="", choices=("torch", "cpu", "cuda", "fused"), help="(the fastest)")
-    parser.add_argument("--threads", type=int, help="of PyTorch and the kernels (PyTorch's choice)")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch and the kernels (PyTorch's choice)")
     parser.add_argument("--budget_s", type=float, default=budget_s, help="seconds per family (%(default)g)")
-    parser.add_argument("--out", help="write the record, JSON, to this file")
-    parser.add_argument("--save", action="store_true", help="write it to results/, named after device and size")
+    parser.add_argument("--out", help="write the record to this JSON file")
+    parser.add_argument("--save", action="store_true", help="write the record to results/, named by device and size")
 
 
 def settle(parser, args, least_one):
-    """Fill in what was not given; refuse in one line what cannot work. least_one: options that must be 1 or more."""
+    """Fill in missing options; exits with one line for invalid ones. least_one: options that must be 1 or more."""
     given = [name for name in SHAPE if getattr(args, name) != parser.get_default(name)]
     if args.save and not args.out and given:
-        parser.error(f"--save with --{given[0]}: results/ holds the named sizes only; choose a file with --out")
+        parser.error(f"--save with --{given[0]}: results/ is for the named sizes only; choose a file with --out")
     for name, value in (SHAPE | (SIZES[args.size] | PAPER if args.size else {})).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -400,8 +401,8 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, 60.0)
     parser.add_argument("--compile", action="store_true", help="torch.compile our models; the peers run as published")
-    parser.add_argument("--with_peers", action="store_true", help="also other people's models of the same shape")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each model (%(default)s)")
+    parser.add_argument("--with_peers", action="store_true", help="also time other projects' models of the same shape")
+    parser.add_argument("--rounds", type=int, default=10, help="turns per model (%(default)s)")
     return settle(parser, parser.parse_args(argv), ["rounds"])
 
 

@@ -1,4 +1,4 @@
-# CIFAR-10 from the hub: meant for 20 minutes of one GPU, not yet run.
+# CIFAR-10 from the hub: meant for 20 minutes on one GPU, not run yet.
 task = "images"
 dataset = "hf:uoft-cs/cifar10"
 image_size = 32

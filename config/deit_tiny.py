@@ -1,4 +1,4 @@
-# DeiT's sizes and its own decay and drop path (Touvron et al. 2021).
+# DeiT's sizes, weight decay and drop path (Touvron et al. 2021).
 include("imagenet.py")
 model = "vit"
 n_layer = 12

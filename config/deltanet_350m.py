@@ -1,3 +1,3 @@
 include("paper_350m.py")
 model = "deltanet"
-mlp_multiple = 736  # SwiGLU 2944 wide: as many parameters as Longhorn
+mlp_multiple = 736  # SwiGLU 2944 wide, to match Longhorn's parameter count

@@ -1,4 +1,4 @@
-# 1.50M parameters to Longhorn's 1.49M.
+# 1.50M parameters; Longhorn has 1.49M.
 include("laptop.py")
 model = "deltanet"
-mlp_multiple = 192  # SwiGLU 576 wide: as many parameters as Longhorn
+mlp_multiple = 192  # SwiGLU 576 wide, to match Longhorn's parameter count

@@ -1,5 +1,5 @@
-# Handwritten digits of 8 x 8 pixels, scikit-learn's: a minute of one CPU core. ViL, unless a file that includes this
-# one says otherwise.
+# scikit-learn's handwritten digits, 8 x 8 pixels: a minute on one CPU core. The model is ViL unless a file that
+# includes this one changes it.
 task = "images"
 dataset = "digits"
 channels = 1
@@ -17,8 +17,8 @@ learning_rate = 2e-3  # peak
 min_lr = 0.0
 beta2 = 0.999
 weight_decay = 0.05
-# 1,347 images are few: without the next two ViL ends two percent lower. Crops look closer than whole images do, so
-# validation looks closer too, by the fraction that is usual on ImageNet.
+# There are only 1,347 images: without the next two settings ViL ends two percent lower. Training crops are zoomed in,
+# so validation zooms in too, by the fraction that is usual on ImageNet.
 min_crop = 0.5
 smoothing = 0.1
 eval_crop = 0.875

@@ -1,5 +1,5 @@
-# ImageNet-1K with Vision Mamba's recipe for its smallest model (Zhu et al. 2024): 300 epochs, batches of 1024. Give the
-# unpacked images (--dataset=FOLDER), or log in to the hub for the name below.
+# ImageNet-1K with Vision Mamba's recipe for its smallest model (Zhu et al. 2024): 300 epochs, batches of 1024. Pass the
+# unpacked images as --dataset=FOLDER, or log in to the hub for the dataset below.
 task = "images"
 dataset = "hf:ILSVRC/imagenet-1k"
 image_size = 224
@@ -16,12 +16,12 @@ min_lr = 1e-5
 warmup_iters = 5 * 1251  # 5 epochs of 1,281,167 images
 weight_decay = 0.1
 beta2 = 0.999
-grad_clip = 0.0  # not at all
+grad_clip = 0.0  # no clipping
 
 min_crop = 0.08
 mirror = True
 rand_augment = 9
-mixup = 0.5  # blended with a uniform weight, where timm draws it from Beta(0.8, 0.8)
+mixup = 0.5  # blends with a uniform weight; timm draws it from Beta(0.8, 0.8)
 cutmix = 0.5
 erasing = 0.25
 repeats = 3

@@ -1,5 +1,5 @@
-# 1.49M parameters, as Longhorn. It validates at 256, the length it was trained at: to compare, give both that length.
+# 1.49M parameters, like Longhorn. It validates at its training length of 256: to compare models, use that for both.
 include("laptop.py")
 model = "llama"
-mlp_multiple = 192  # SwiGLU 576 wide: as many parameters as Longhorn
+mlp_multiple = 192  # SwiGLU 576 wide, to match Longhorn's parameter count
 eval_block_size = 256

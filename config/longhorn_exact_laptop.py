@@ -1,3 +1,3 @@
-# The whole transition of Eq. 6: what differs from longhorn_laptop.py is the cost of the diagonal approximation.
+# The full transition of Eq. 6: any difference from longhorn_laptop.py is due to the diagonal approximation.
 include("laptop.py")
 model = "longhorn_exact"

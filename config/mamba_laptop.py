@@ -1,3 +1,3 @@
-# 1.50M parameters to Longhorn's 1.49M, which has no A.
+# 1.50M parameters; Longhorn, which has no A, has 1.49M.
 include("laptop.py")
 model = "mamba"

@@ -10,7 +10,7 @@ dataset = "openwebtext"
 batch_tokens = 524288
 micro_batch_size = 32
 max_iters = 4800
-learning_rate = 6e-4  # peak; warmup 5%, cosine to a tenth
+learning_rate = 6e-4  # peak; 5% warmup, then a cosine to a tenth
 
 eval_interval = 250
 eval_tokens = 524288

@@ -1,4 +1,4 @@
-# The 340M at which others publish, on 15B tokens: the shape of paper_350m.py, 28,611 steps of 0.5M tokens.
+# The 340M size used in other papers, on 15B tokens: the shape of paper_350m.py, 28,611 steps of 0.5M tokens.
 n_layer = 24
 n_head = 16
 n_embd = 1024
@@ -9,7 +9,7 @@ dataset = "slimpajama"
 batch_tokens = 2**19
 micro_batch_size = 16
 max_iters = 28611
-learning_rate = 1e-3  # peak; cosine to a tenth
+learning_rate = 1e-3  # peak; cosine to a tenth of it
 warmup_iters = 954  # 0.5B tokens
 
 eval_interval = 500

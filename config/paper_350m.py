@@ -10,7 +10,7 @@ dataset = "openwebtext"
 batch_tokens = 524288
 micro_batch_size = 16
 max_iters = 13500
-learning_rate = 3e-4  # peak; warmup 5%, cosine to a tenth
+learning_rate = 3e-4  # peak; 5% warmup, then a cosine to a tenth
 
 eval_interval = 500
 eval_tokens = 524288

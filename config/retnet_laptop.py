@@ -1,3 +1,3 @@
-# 1.46M parameters to Longhorn's 1.49M.
+# 1.46M parameters; Longhorn has 1.49M.
 include("laptop.py")
 model = "retnet"

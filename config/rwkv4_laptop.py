@@ -1,3 +1,3 @@
-# 1.49M parameters, as Longhorn.
+# 1.49M parameters, like Longhorn.
 include("laptop.py")
 model = "rwkv4"

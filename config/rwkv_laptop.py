@@ -1,4 +1,4 @@
-# 1.49M parameters, as Longhorn.
+# 1.49M parameters, like Longhorn.
 include("laptop.py")
 model = "rwkv"
-mlp_multiple = 224  # channel mix 672 wide: as many parameters as Longhorn
+mlp_multiple = 224  # channel mix 672 wide, to match Longhorn's parameter count

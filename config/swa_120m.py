@@ -1,3 +1,3 @@
 include("paper_120m.py")
 model = "swa"
-mlp_multiple = 736  # SwiGLU 2208 wide: as many parameters as Longhorn
+mlp_multiple = 736  # SwiGLU 2208 wide, to match Longhorn's parameter count

@@ -1,4 +1,4 @@
-# 1.49M parameters, as Longhorn; a window of 128.
+# 1.49M parameters, like Longhorn; a window of 128.
 include("laptop.py")
 model = "swa"
-mlp_multiple = 192  # SwiGLU 576 wide: as many parameters as Longhorn
+mlp_multiple = 192  # SwiGLU 576 wide, to match Longhorn's parameter count

@@ -1,3 +1,3 @@
 include("cifar.py")
 model = "vim"
-n_embd = 188  # 3.28M parameters, as ViL with 192
+n_embd = 188  # 3.28M parameters, like ViL with 192

@@ -1,3 +1,3 @@
 include("digits.py")
 model = "vim"
-n_embd = 62  # 133 thousand parameters, as ViL with 64
+n_embd = 62  # 133 thousand parameters, like ViL with 64

@@ -1,4 +1,4 @@
-# Two residual branches per layer: with 3 layers of 60, 134 thousand parameters, as ViL and ViM.
+# Two residual branches per layer: 3 layers of width 60 have 134 thousand parameters, like ViL and ViM.
 include("digits.py")
 model = "vit"
 n_layer = 3

@@ -1,1 +1,1 @@
-"""Datasets: loader.py reads them, writer.py writes them, and each folder has a prepare.py."""
+"""Datasets: loader.py reads them, writer.py writes them, and each folder has its prepare.py."""

@@ -1,11 +1,11 @@
-"""Labelled images: where they come from, in which order they are seen, how they are read and augmented.
+"""Labelled images: sources, training order, reading and augmentation.
 
-    digits        scikit-learn's 1,797 handwritten digits of 8 x 8, inside the package; a quarter is held out
-    FOLDER        train/CLASS/*.jpg and val/CLASS/*.jpg, as ImageNet is unpacked
-    hf:NAME       a data set of Hugging Face datasets, such as hf:uoft-cs/cifar10; validation, or else test, is held out
+    digits        scikit-learn's 1,797 handwritten digits of 8 x 8, which come with the package; a quarter is held out
+    FOLDER        train/CLASS/*.jpg and val/CLASS/*.jpg, the layout of ImageNet
+    hf:NAME       a Hugging Face dataset, such as hf:uoft-cs/cifar10; held out is its validation split, or else test
 
-Images are decoded and cropped by Pillow in threads, a step ahead. RandAugment, mixup, cutmix and erasing are kornia's,
-on the device of the model, one draw per micro-batch. Which images step s has, and their crops, follow from (seed, s).
+Pillow decodes and crops images in threads, one step ahead. RandAugment, mixup, cutmix and erasing come from kornia and
+run on the model's device, with one draw per micro-batch. The images of step s and their crops depend only on (seed, s).
 """
 
 import functools
@@ -26,23 +26,23 @@ from data.loader import DataError
 from runtime.errors import ConfigError
 
 LAYOUT = "an image folder has train/CLASS/*.jpg and val/CLASS/*.jpg"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue; of grey images 0.5
-RAND_AUGMENT_GROUP = 16  # images that share the operations of RandAugment, which kornia draws once per call
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue; grey images use 0.5
+RAND_AUGMENT_GROUP = 16  # images that share RandAugment's operations, which kornia draws once per call
 
 
 @dataclass
 class Split:
-    """Images with labels, i in 0 .. n - 1."""
+    """Labelled images 0 .. n - 1."""
 
     labels: np.ndarray  # (n,) int64
     open: Callable  # i -> PIL image
-    name: Callable  # i -> what an error calls it
+    name: Callable  # i -> its name in error messages
 
 
 def load(name):
-    """(training Split, validation Split, names of the classes, sha256 of what tells another data set from this one).
+    """(training Split, validation Split, class names, sha256 that identifies the dataset).
 
-    Raises DataError, one line, for what is no data set of images.
+    Raises DataError if `name` is not an image dataset.
     """
     source = digits if name == "digits" else hub if name.startswith("hf:") else folder
     train, val, classes, about = source(name)
@@ -60,7 +60,7 @@ def digits(name):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise DataError("dataset=digits is scikit-learn's: pip install scikit-learn") from None
+        raise DataError("dataset=digits comes with scikit-learn: pip install scikit-learn") from None
     data = load_digits()
     images = np.rint(data.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8)
     parts = train_test_split(np.arange(len(images)), test_size=0.25, stratify=data.target, random_state=0)
@@ -74,11 +74,11 @@ def folder(name):
     for part in ("train", "val"):
         root = Path(name) / part
         if not root.is_dir():
-            raise DataError(f"there is no folder {root}: {LAYOUT}; other data sets are digits and hf:NAME")
+            raise DataError(f"there is no folder {root}: {LAYOUT}; other datasets are digits and hf:NAME")
         folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         classes = sorted({*folders, *(classes or folders)})
         if not folders:
-            raise DataError(f"{root} has no folders of classes: {LAYOUT}")
+            raise DataError(f"{root} has no class folders: {LAYOUT}")
         files = [(path, c) for c in folders for path in sorted((root / c).iterdir())
                  if path.suffix.lower() in Image.registered_extensions()]
         about += [f"{path.relative_to(name)} {path.stat().st_size}\n" for path, _ in files]
@@ -95,11 +95,12 @@ def hub(name):
     try:
         data = datasets.load_dataset(name.removeprefix("hf:"))
         parts = [data["train"], data["validation" if "validation" in data else "test"]]
-    except Exception as error:  # no network, no such name, a gate, no such split
+    except Exception as error:  # no network, no such name, access refused, no such split
         raise DataError(f"{name}: {' '.join(str(error).split())[:200]}") from None
     kinds = {type(kind): key for key, kind in reversed(parts[0].features.items())}  # the first of each kind
     if not {datasets.Image, datasets.ClassLabel} <= kinds.keys():
-        raise DataError(f"{name}: its columns are {', '.join(parts[0].features)}, an image and a class are needed")
+        raise DataError(f"{name}: needs an image and a class label column, but its columns are "
+                        f"{', '.join(parts[0].features)}")
     image, label = kinds[datasets.Image], kinds[datasets.ClassLabel]
     split = lambda part: Split(np.array(part[label], np.int64), lambda i: part[int(i)][image], lambda i: f"{name} {i}")
     return *map(split, parts), parts[0].features[label].names, name.encode()
@@ -108,8 +109,8 @@ def hub(name):
 # ------------------------------------------------------------------------------------------------------- one image
 
 def read(split, i, config, draw=None):
-    """Image i as uint8 (channels, image_size, image_size): in training (`draw`, what seeds it) a random crop, perhaps
-    mirrored; else the middle `eval_crop` of its shorter side. Raises DataError, one line, for what is no image."""
+    """Image i as uint8 (channels, image_size, image_size): for training (`draw` is the seed) a random crop, perhaps
+    mirrored; otherwise the centre crop, `eval_crop` of the shorter side. Raises DataError for unreadable images."""
     size, random = config.image_size, None if draw is None else np.random.default_rng(draw)
     try:
         image = split.open(i).convert({1: "L", 3: "RGB"}[config.channels])
@@ -130,8 +131,8 @@ def middle(width, height, part):
 
 
 def random_box(width, height, least, random):
-    """A box of a random area, at least `least` of the image's, and a random shape, 3:4 to 4:3 (Inception's crop); the
-    middle where ten draws do not fit. least = 1: the middle always."""
+    """A box of random area, at least `least` of the image's, and random aspect ratio, 3:4 to 4:3 (Inception's crop);
+    the centre if ten draws do not fit. least = 1: always the centre."""
     for _ in range(10 if least < 1 else 0):
         area = random.uniform(least, 1) * width * height
         shape = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -146,18 +147,19 @@ def random_box(width, height, least, random):
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed, epoch, n, repeats):
-    """The rows of an epoch, n of them. repeats > 1: each `repeats` times in a row, so that a batch holds several crops
-    of an image, and only n / repeats images are seen (repeated augmentation, Hoffer et al. 2020)."""
+    """The n rows of an epoch. repeats > 1: each comes `repeats` times in a row, so that a batch has several crops of an
+    image, and an epoch only n / repeats images (repeated augmentation, Hoffer et al. 2020)."""
     return np.repeat(np.random.default_rng([seed, 3, epoch]).permutation(n), repeats)[:n]
 
 
 class ImageData:
-    """A run's images, as train.py's loop takes them. config: a vision.VisionConfig. Raises DataError, ConfigError."""
+    """A run's images, for train.py's loop. config: a VisionConfig (experiments/vision/classify.py). Raises DataError,
+    ConfigError."""
 
     def __init__(self, config, device):
         self.config, self.device, self.sequences_per_step = config, device, config.batch_images
         self.train, self.val, self.classes, sha256 = load(config.dataset)
-        self.steps_per_epoch = len(self.train.labels) // config.batch_images  # the rest of an epoch is left out
+        self.steps_per_epoch = len(self.train.labels) // config.batch_images  # the remainder is dropped
         if not self.steps_per_epoch:
             raise ConfigError(f"batch_images {config.batch_images} is more than the {len(self.train.labels)} training "
                               f"images of {config.dataset}: choose a smaller one")
@@ -171,17 +173,17 @@ class ImageData:
         return {"steps_per_epoch": self.steps_per_epoch, "epochs": config.max_iters / self.steps_per_epoch}
 
     def check_unchanged(self):
-        """Images on disk are not watched: one that goes missing is an error where it is read."""
+        """Does nothing: images on disk are not watched, and a missing one is an error when it is read."""
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """(images, labels, weight) of a step on one process; the weights add up to its share times world_size.
+        """Yields one process's (images, labels, weight) of a step; the weights add up to its share times world_size.
 
-        Also seeds PyTorch, which draws augmentation and drop path: a run that resumes draws the same.
+        Also seeds PyTorch, for augmentation and drop path, so that a resumed run draws the same.
         """
         torch.manual_seed(int(np.random.SeedSequence([self.config.seed, 4, step, rank]).generate_state(1)[0]))
         batch, last = self.config.batch_images, self.config.max_iters - 1
         if batch < world_size:
-            raise ConfigError(f"batch_images {batch} is less than one for each of {world_size} processes")
+            raise ConfigError(f"batch_images {batch} is less than one per process ({world_size} processes)")
         self.asked = {s: self.asked.get(s) or self.ask(s, rank, world_size) for s in (step, min(step + 1, last))}
         asked = self.asked[step]
         for i in range(0, len(asked), micro_batch_size):
@@ -190,7 +192,7 @@ class ImageData:
             yield *self.augment(self.pixels([f for _, f in part]), y), len(part) * world_size / batch
 
     def ask(self, step, rank, world_size):
-        """Begin to read what this process needs of a step: [(label, image to come)]."""
+        """Start reading this process's images of a step: [(label, future of the image)]."""
         config, (epoch, at) = self.config, divmod(step, self.steps_per_epoch)
         order = epoch_order(config.seed, epoch, len(self.train.labels), config.repeats)
         places = range(at * config.batch_images + rank, (at + 1) * config.batch_images, world_size)
@@ -198,7 +200,7 @@ class ImageData:
                                                                [config.seed, 5, epoch, p])) for p in places]
 
     def eval_batches(self, rows, size):
-        """(rows, normalised images, labels) of the validation split, the next batch on its way."""
+        """Yields (rows, normalised images, labels) of the validation split, reading one batch ahead."""
         parts = [rows[i:i + size] for i in range(0, len(rows), size)]
         ask = lambda part: [self.pool.submit(read, self.val, i, self.config) for i in part]
         coming = ask(parts[0]) if parts else []
@@ -207,7 +209,7 @@ class ImageData:
             yield part, normalise(self.pixels(now)), torch.from_numpy(self.val.labels[part]).to(self.device)
 
     def pixels(self, asked):
-        """float32 (n, channels, size, size) in 0 .. 1 of images to come."""
+        """float32 (n, channels, size, size) in 0 .. 1, from futures of images."""
         return torch.from_numpy(np.stack([f.result() for f in asked])).to(self.device).float() / 255
 
 
@@ -218,8 +220,8 @@ def normalise(x):
 
 
 class Augment:
-    """Images in 0 .. 1 and labels (n,) -> normalised images and labels; (n, classes) probabilities where images are
-    mixed. Raises ConfigError where kornia is needed and missing."""
+    """Images in 0 .. 1 and labels (n,) -> normalised images and labels, or (n, classes) probabilities if images are
+    mixed. Raises ConfigError if kornia is needed but missing."""
 
     def __init__(self, config, classes):
         self.config, self.classes = config, classes
@@ -229,12 +231,12 @@ class Augment:
             import kornia.augmentation as K
             from kornia.augmentation.auto import RandAugment
         except ImportError:
-            raise ConfigError("rand_augment, mixup, cutmix and erasing are kornia's: pip install kornia, or set all "
+            raise ConfigError("rand_augment, mixup, cutmix and erasing need kornia: pip install kornia, or set all "
                               "four to 0") from None
         keys = {"data_keys": ["input", "class"]}
         self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # m of 30
         self.erase = K.RandomErasing(p=config.erasing)
-        self.mix = [(config.mixup, K.RandomMixUpV2(**keys), False),  # last: whether it returns the first label's share
+        self.mix = [(config.mixup, K.RandomMixUpV2(**keys), False),  # last: True if it returns the first label's share
                     (config.cutmix, K.RandomCutMixV2(**keys, use_correct_lambda=True), True)]
 
     def __call__(self, x, y):

@@ -1,13 +1,13 @@
-"""A prepared dataset: its files checked, its windows in order, the batches that training and evaluation read.
+"""A prepared dataset: checks its files, orders its windows, and makes the batches for training and evaluation.
 
-A prepared folder holds train.bin and val.bin (token ids end to end, uint16 or uint32, no header), or shards of them,
-and meta.json, which describes them. It is written last, so a folder that has one is finished (data/writer.py).
+A prepared folder holds train.bin and val.bin (token ids, uint16 or uint32, without a header), or shards of them, and
+meta.json, which describes them. meta.json is written last, so a folder that has one is complete (data/writer.py).
 
     window w of a split reads tokens [w B, w B + B] : x the first B of them, y the last B     (B = block_size)
     step s of training reads windows permutation(epoch)[s W : (s + 1) W]                       (W = windows per step)
 
 Training order has no state: `step_windows` is a pure function of (seed, step). Every window comes once per epoch, and
-neither the number of processes nor the micro-batch changes the order, so resuming needs only the step.
+neither the number of processes nor the micro-batch size changes the order, so resuming needs only the step.
 
     python data/loader.py data/pystdlib     # describe a prepared folder and check its sha256
     python data/loader.py FOLDER --adopt --vocab_size=50257 --tokenizer=gpt2     # use nanoGPT's train.bin and val.bin
@@ -27,18 +27,18 @@ if __name__ == "__main__":
 from data.shards import Shards, file_stamp  # noqa: E402
 from runtime.errors import ConfigError, regular  # noqa: E402
 
-# torch is imported where a batch is made: it takes seconds, and `prepare.py --help` should not.
+# torch is imported only when a batch is made: importing it takes seconds, and `prepare.py --help` should be quick.
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 SEPARATORS = {"bytes": 0, "gpt2": 50256}  # tokenizer: the token that ends a document
-FULL_CHECK_TOKENS = 200_000_000  # splits up to here are read whole when opened (a tenth of a second or two)
-MAX_WINDOWS = 2**24  # per step: beyond, the indices of a step alone would take hundreds of MB
-SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # of longer ones: this many evenly spaced slices of this length
+FULL_CHECK_TOKENS = 200_000_000  # splits up to this size are read whole when opened (a tenth of a second or two)
+MAX_WINDOWS = 2**24  # per step; the indices of more would take hundreds of MB
+SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # of longer splits, so many evenly spaced slices of this length are read
 
 
 class DataError(ConfigError):
-    """A problem the user can solve, in one line: the value, the limit, the way out."""
+    """A problem with data that the user can fix. The message is one line: the value, the limit, what to do."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,23 +49,23 @@ class Tokens:
     """A prepared dataset, opened and checked.
 
     Args:
-        folder: holds train.bin, val.bin and meta.json, as a prepare.py wrote them.
+        folder: holds train.bin, val.bin and meta.json, written by a prepare.py.
         vocab_size: the model's; the dataset's may not be larger.
-        block_size: tokens that a window predicts; both splits must hold one window (block_size + 1 tokens).
+        block_size: tokens predicted per window; both splits must hold at least one window (block_size + 1 tokens).
 
     Attributes:
         meta: dict, the content of meta.json.
         vocab_size: int, the dataset's.
-        train, val: read-only np.memmap, (tokens of the split,), uint16 or uint32.
-        bytes_per_token: 1.0 where tokens are bytes; else {"train": float, "val": float} where meta.json counts the
+        train, val: read-only np.memmap or Shards, (tokens of the split,), uint16 or uint32.
+        bytes_per_token: 1.0 if tokens are bytes; else {"train": float, "val": float} if meta.json has the number of
             bytes of each split; else None.
         sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
 
-    Raises DataError, one line, for: folder, bin or meta.json missing, a file whose size is not the recorded one, an
+    Raises DataError for: a missing folder, bin or meta.json, a file whose size differs from the recorded one, an
     unknown dtype, an empty split, a block longer than a split, a vocabulary larger than the model's, token ids outside
-    the dataset's own vocabulary, content that is not what was prepared. For the last two a split is read whole up to
-    200M tokens; of a longer one (OpenWebText has 9 billion) 256 evenly spaced slices of 65,536 tokens are checked for
-    such ids, and the rest is trusted as prepare.py recorded it; `verify()` reads everything.
+    the dataset's own vocabulary, content that differs from what was prepared. The last two are checked on whole splits
+    of up to 200M tokens. For longer ones (OpenWebText has 9 billion) only the ids are checked, in 256 evenly spaced
+    slices of 65,536 tokens; the rest is trusted as prepare.py recorded it. `verify()` reads everything.
     """
 
     def __init__(self, folder, vocab_size=None, block_size=None):
@@ -91,7 +91,7 @@ class Tokens:
             size, expected = file.stat().st_size, entry["tokens"] * dtype.itemsize
             if size != expected:
                 problem = "truncated" if size < expected else "longer than recorded"
-                raise DataError(f"{file} is {problem}: {size:,} bytes where meta.json says {expected:,}: {again}")
+                raise DataError(f"{file} is {problem}: {size:,} bytes, but meta.json says {expected:,}: {again}")
         if n_tokens == 0:
             raise DataError(f"{path} is empty: prepare more data ({_prepare_command(self.folder, force=True)})")
         if block_size is not None and n_tokens < block_size + 1:
@@ -115,7 +115,7 @@ class Tokens:
         return tokens
 
     def _files(self, split):
-        """[(Path, its entry in meta.json), ...] of a split: train.bin, or its shards."""
+        """[(Path, entry in meta.json)] of a split's files: train.bin, or the shards."""
         entries = self.meta["splits"][split].get("shards", [self.meta["splits"][split]])
         return [(self.folder / entry.get("file", f"{split}.bin"), entry) for entry in entries]
 
@@ -128,7 +128,7 @@ class Tokens:
         return None
 
     def verify(self):
-        """Reads both files whole and compares their sha256 with meta.json's; DataError where they differ."""
+        """Read both splits whole and compare their sha256 with meta.json. Raises DataError if they differ."""
         for split in SPLITS:
             self._check_content(split)
 
@@ -136,7 +136,7 @@ class Tokens:
         for path, entry in self._files(split):
             if entry.get("sha256") and file_sha256(path) != entry["sha256"]:
                 raise DataError(
-                    f"{path} is not the file meta.json describes (its sha256 differs): prepare it again "
+                    f"{path} is not the file that meta.json describes (its sha256 differs): prepare it again "
                     f"({_prepare_command(self.folder, force=True)})"
                 )
 
@@ -179,9 +179,9 @@ def _read_meta(folder):
 
 
 def _well_formed(meta):
-    """Whether every field that is used later has the right type, so that no run fails hours later or logs nonsense.
+    """True if every field that is used later has the right type, so that no run fails hours later or logs nonsense.
 
-    Raises KeyError, TypeError or AttributeError where one cannot be reached.
+    Raises KeyError, TypeError or AttributeError if a field cannot be reached.
     """
     count = lambda n, least=0: type(n) is int and least <= n < 2**63  # not isinstance: a bool is not a count
     ratio = lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max
@@ -198,7 +198,7 @@ def _well_formed(meta):
 
 
 def _largest(tokens):
-    """The largest id of a split (read whole up to FULL_CHECK_TOKENS, else in evenly spaced slices)."""
+    """The largest token id in a split (read whole up to FULL_CHECK_TOKENS, else in evenly spaced slices)."""
     n = len(tokens)
     if n <= FULL_CHECK_TOKENS:
         return int(tokens[:].max())
@@ -215,17 +215,17 @@ def n_windows(n_tokens, block_size):
     return (n_tokens - 1) // block_size
 
 
-@functools.lru_cache(maxsize=16)  # a step may straddle two epochs, of each set of a mixture
+@functools.lru_cache(maxsize=16)  # a step may straddle two epochs, in each dataset of a mixture
 def permutation(n, seed, epoch):
     """The order of n windows in an epoch, (n,) int32 or int64, read-only."""
     order = np.random.default_rng([seed, epoch]).permutation(n)
-    order = order.astype(np.int32 if n <= 2**31 else np.int64)  # 8.8M windows: 35 MB rather than 70
-    order.flags.writeable = False  # it is shared through the cache
+    order = order.astype(np.int32 if n <= 2**31 else np.int64)  # for 8.8M windows, 35 MB instead of 70
+    order.flags.writeable = False  # shared through the cache
     return order
 
 
 def step_windows(n_windows, windows_per_step, seed, step):
-    """The training windows of one optimiser step, for all processes together.
+    """The training windows of one optimiser step, over all processes.
 
     A pure function of its arguments: consecutive steps read consecutive parts of
     `default_rng([seed, epoch]).permutation(n_windows)` for epoch 0, 1, ...; a step may straddle two epochs.
@@ -233,7 +233,7 @@ def step_windows(n_windows, windows_per_step, seed, step):
     Args:
         n_windows: windows in the split; windows_per_step: batch_tokens // block_size; seed, step: from 0.
     Returns: (windows_per_step,) int64 window indices.
-    Raises: DataError on no windows, or a negative seed or step.
+    Raises: DataError without windows, or for a negative seed or step.
     """
     if n_windows < 1:
         raise DataError(f"{n_windows} windows to train on: choose a smaller block or prepare more data")
@@ -252,28 +252,28 @@ def step_windows(n_windows, windows_per_step, seed, step):
 
 
 def random_starts(n_tokens, block_size, windows_per_step, seed, step):
-    """Where the windows of a step begin when they are drawn at random with replacement, as in nanoGPT; the arguments
-    and errors are those of `step_windows`, n_tokens the split's. (windows_per_step,) int64."""
+    """First tokens of a step's windows, (windows_per_step,) int64, drawn at random with replacement as in nanoGPT.
+    Arguments and errors are as for `step_windows`; n_tokens: length of the split."""
     if n_tokens <= block_size:
         raise DataError(f"{n_tokens} tokens hold no window of {block_size}: choose a smaller block, or more data")
     return np.random.default_rng([seed, step]).integers(0, n_tokens - block_size, windows_per_step)
 
 
 def get_batch(tokens, starts, block_size, device="cpu"):
-    """Inputs and targets of some windows.
+    """Inputs and targets for some windows.
 
     Args:
-        tokens: (n_tokens,) memmap or array; starts: (W,) their first tokens, each with block_size tokens behind it;
-        device: a torch device or its name; to CUDA the copy is pinned and asynchronous.
+        tokens: (n_tokens,) memmap, Shards or array; starts: (W,) first tokens, each followed by block_size more;
+        device: a torch device or its name; copies to CUDA are pinned and asynchronous.
     Returns: x, y: (W, block_size) int64 torch tensors; y is x shifted by one token.
-    Raises: DataError for a window outside the split (a negative one would silently read from the end).
+    Raises: DataError for a window outside the split (a negative start would silently read from the end).
     """
     starts = np.asarray(starts, dtype=np.int64)
     last = len(tokens) - block_size - 1
     if starts.size and (starts.min() < 0 or starts.max() > last):
         bad = starts.min() if starts.min() < 0 else starts.max()
-        raise DataError(f"the window from token {bad:,} on is outside the split ({len(tokens):,} tokens, windows of "
-                        f"{block_size} begin at 0 .. {last:,}): check the data order")
+        raise DataError(f"the window starting at token {bad:,} is outside the split ({len(tokens):,} tokens, windows "
+                        f"of {block_size} start at 0 .. {last:,}): check the data order")
     if isinstance(tokens, Shards):
         rows = np.stack([tokens[start:start + block_size + 1] for start in starts.tolist()])
     else:
@@ -297,12 +297,12 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
     """The fixed windows of an evaluation: non-overlapping, in order, the same for every model, batch and process count.
 
     Args:
-        n_tokens: of the split; block_size: tokens that a window predicts;
-        limit_tokens: 0 for all of the split, the last shorter window included (every token but the first is predicted
-            once); else this many predicted tokens, in windows evenly spaced over the split.
-    Returns: (n, 2) int64 array of (start, length): inputs [start, start + length), targets one further. Only the last
-        length may be below block_size. The lengths sum to n_tokens - 1, or to min(limit_tokens, n_tokens - 1).
-    Raises: DataError when there is nothing to predict.
+        n_tokens: length of the split; block_size: tokens predicted per window;
+        limit_tokens: 0 for the whole split, including a shorter last window (every token but the first is predicted
+            once); otherwise the number of predicted tokens, in windows evenly spaced over the split.
+    Returns: (n, 2) int64 array of (start, length): inputs [start, start + length), targets shifted by one. Only the
+        last length may be below block_size. The lengths sum to n_tokens - 1, or to min(limit_tokens, n_tokens - 1).
+    Raises: DataError if there is nothing to predict.
     """
     predicted = n_tokens - 1
     if predicted < 1:
@@ -318,10 +318,10 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
 
 
 def document_starts(tokens, most=64):
-    """Where the documents of the validation split begin, (documents,) int64: what an interval over texts resamples.
+    """First tokens of the validation split's documents, (documents,) int64: the units that intervals resample.
 
-    As meta.json lists them, or after each separator; neighbours are joined until there are at most `most`. Where
-    nothing marks eight documents, eight equal stretches stand for them.
+    Documents are those in meta.json, or end at separators; neighbours are joined until there are at most `most`. With
+    fewer than eight documents, eight equal stretches stand in for them.
     """
     listed = (tokens.meta.get("documents") or {}).get("val")
     ends = np.flatnonzero(tokens.val[:] == SEPARATORS.get(tokens.meta["tokenizer"], -1)) + 1
@@ -332,21 +332,21 @@ def document_starts(tokens, most=64):
 
 
 class TokenData:
-    """A prepared dataset as training reads it: the micro-batches of each step, batches of an evaluation, its identity.
+    """A prepared dataset for training: the micro-batches of each step, the batches of an evaluation, its identity.
 
     Args:
-        tokens: Tokens, opened with this block_size; block_size: tokens that a training window predicts;
-        batch_tokens: tokens of one optimiser step over all processes, a multiple of block_size;
-        seed: of the order of the windows; device: where batches go, a torch device or its name;
-        with_replacement: windows begin at random tokens, instead of each of them coming once per epoch.
+        tokens: Tokens, opened with this block_size; block_size: tokens predicted per training window;
+        batch_tokens: tokens per optimiser step over all processes, a multiple of block_size;
+        seed: of the order of windows; device: where batches go, a torch device or its name;
+        with_replacement: windows start at random tokens, instead of each coming once per epoch.
 
     Attributes:
-        windows_per_step: int, batch_tokens / block_size; n_train_windows: int, windows of the training split;
-        identity: {"train": hex, "val": hex}, the sha256 of the two files: the same data has the same identity;
-        meta: dict, meta.json; sequences_per_step: int, of all processes together;
-        file_times: [[bytes, mtime in ns] of train.bin, of val.bin] as they were when this was made.
+        windows_per_step: int, batch_tokens / block_size; n_train_windows: int, windows in the training split;
+        identity: {"train": hex, "val": hex}, the sha256 of both splits: equal data has equal identity;
+        meta: dict, meta.json; sequences_per_step: int, over all processes;
+        file_times: [[bytes, mtime in ns] of train.bin, of val.bin] at construction.
 
-    Raises DataError, one line, for a batch that is no whole number of windows, or of more than 2^24 of them.
+    Raises DataError for a batch that is not a whole number of windows, or has more than 2^24 of them.
     """
 
     def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu", with_replacement=False):
@@ -369,18 +369,19 @@ class TokenData:
         self.file_times = [list(stamp[1:]) for stamp in self._stamps]
 
     def rank_slice(self, rank, world_size):
-        """The part of a step's windows that one process reads. Raises DataError where they cannot be shared equally."""
+        """The slice of a step's windows that one process reads. Raises DataError if they cannot be shared equally."""
         if self.windows_per_step % world_size:
             more = -(-self.windows_per_step // world_size) * world_size * self.block_size
             raise DataError(
                 f"batch_tokens {self.batch_tokens} is {self.windows_per_step} windows of {self.block_size}, which "
-                f"{world_size} processes cannot share equally: choose batch_tokens {more} or another number of them"
+                f"{world_size} processes cannot share equally: choose batch_tokens {more} or another number of "
+                "processes"
             )
         per_rank = self.windows_per_step // world_size
         return slice(rank * per_rank, (rank + 1) * per_rank)
 
     def starts(self, step, rank=0, world_size=1):
-        """(windows_per_step / world_size,) int64: first tokens of this process's windows in a step counted from 0."""
+        """(windows_per_step / world_size,) int64: first tokens of this process's windows in a step (from 0)."""
         if self.with_replacement:
             starts = random_starts(len(self.tokens.train), self.block_size, self.windows_per_step, self.seed, step)
         else:
@@ -388,11 +389,11 @@ class TokenData:
         return starts[self.rank_slice(rank, world_size)]
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """The micro-batches of a step on one process, in order, as (x, y, weight).
+        """Yields one process's micro-batches of a step, in order, as (x, y, weight).
 
         x, y: (at most micro_batch_size, block_size) int64 on the device; weight: float, the micro-batch's share of this
-        process's windows. The weights of a step add up to 1, so the sum of weight x mean loss is the mean over the step
-        however it is cut, a smaller last micro-batch included.
+        process's windows. A step's weights add up to 1, so the sum of weight x mean loss is the mean over the step,
+        however it is divided, also if the last micro-batch is smaller.
         """
         starts = self.starts(step, rank, world_size)
         for i in range(0, len(starts), micro_batch_size):
@@ -401,10 +402,10 @@ class TokenData:
             yield x, y, len(part) / len(starts)
 
     def eval_batches(self, windows, rank, world_size, batch_size):
-        """Batches of validation windows on one process: (x, y), each (at most batch_size, length) int64 on the device.
+        """Yields one process's batches of validation windows: (x, y), (at most batch_size, length) int64 on the device.
 
         windows: (n, 2) start and length, from eval_windows; process r reads every world_size-th, from r on. All windows
-        of a batch have one length: the split's shorter last window comes last and alone.
+        in a batch have the same length: the split's shorter last window comes last, by itself.
         """
         windows = windows[rank::world_size]
         whole = windows[windows[:, 1] == windows[:1, 1]]
@@ -416,7 +417,7 @@ class TokenData:
             yield inputs_and_targets(rows, self.device)
 
     def derived(self, config, world_size):
-        """What config.json says of a run on this data, beside its settings. Raises DataError as `rank_slice`."""
+        """Values for config.json that follow from the data and the settings. Raises DataError like `rank_slice`."""
         self.rank_slice(0, world_size)
         return {
             "windows_per_step": self.windows_per_step,
@@ -427,18 +428,18 @@ class TokenData:
         }
 
     def where(self, step, rank, world_size):
-        """Where a step's batch begins, for an error message."""
+        """The place of a step's batch, for an error message."""
         first = int(self.starts(step, rank, world_size)[0])
         return f"the last batch began at token {first:,} of {self.tokens.folder / 'train.bin'}"
 
     def verify(self):
-        """Read both files whole and compare their sha256 with meta.json's: DataError where they differ."""
+        """Read both splits whole and compare their sha256 with meta.json. Raises DataError if they differ."""
         self.tokens.verify()
 
     def check_unchanged(self):
-        """Raises DataError where train.bin or val.bin is no longer the file that was opened.
+        """Raises DataError if train.bin or val.bin is no longer the file that was opened. It takes two calls of stat().
 
-        A truncated file would end the process with SIGBUS, and another one would be learned from. Two calls of stat().
+        A truncated file would end the process with SIGBUS, and a different one would be trained on unnoticed.
         """
         for split, before in zip((self.tokens.train, self.tokens.val), self._stamps, strict=True):
             now = file_stamp(split)
@@ -458,11 +459,11 @@ class TokenData:
 
 
 def find_dataset(name):
-    """A folder, or one of data/."""
+    """The Path of a dataset folder: `name` itself, or data/`name`."""
     return Path(name) if Path(name).is_dir() else Path(__file__).parent / name
 
 
 if __name__ == "__main__":
-    from data import writer  # it imports this file as data.loader, and its errors are that module's
+    from data import writer  # it imports this file as data.loader, whose DataError it raises
 
     writer.run(writer.main)

@@ -1,4 +1,4 @@
-"""Several datasets in stated shares: --dataset=fineweb_edu:0.8,code:0.2."""
+"""A mixture of datasets in fixed shares: --dataset=fineweb_edu:0.8,code:0.2."""
 
 import math
 from fractions import Fraction
@@ -10,13 +10,13 @@ from data.shards import file_stamp, shards_sha256
 
 
 class MixtureData(TokenData):
-    """Several data sets in stated shares: window number n of the run belongs to a set by a rule of (seed, n) alone.
+    """Several datasets in fixed shares: which one the run's n-th window comes from depends on (seed, n) alone.
 
-    The shares' common denominator is a cycle, 5 for 0.8 and 0.2: in every cycle of that many windows each set has
-    exactly its share, at places that differ from cycle to cycle. Each set's windows come in its own order, once per
-    epoch of its own. The validation split, and what is said of the data, is the first set's.
+    The shares' common denominator is the length of a cycle, 5 for 0.8 and 0.2: in every cycle each dataset has exactly
+    its share of the windows, at shuffled places. Each dataset's windows come in their own order, once per epoch of that
+    dataset. The validation split and meta are the first dataset's.
 
-    parts: [(Tokens, share as a Fraction), ...], the shares adding up to 1; the rest as for TokenData.
+    parts: [(Tokens, share as a Fraction), ...], shares adding up to 1; the rest as for TokenData.
     """
 
     def __init__(self, parts, block_size, batch_tokens, seed, device="cpu"):
@@ -32,13 +32,13 @@ class MixtureData(TokenData):
         self.n_train_windows = int(min(n / count for n, count in zip(self.n_windows, self.counts, strict=True)) * cycle)
 
     def windows(self, step, rank=0, world_size=1):
-        """(windows_per_step / world_size, 2) int64: (set, its window) of this process in a step."""
+        """(windows_per_step / world_size, 2) int64: (dataset, window in it) for this process's windows in a step."""
         rank_part, per_step, cycle = self.rank_slice(rank, world_size), self.windows_per_step, sum(self.counts)
         out = np.empty((per_step, 2), dtype=np.int64)
         members = np.repeat(np.arange(len(self.counts)), self.counts)  # (cycle,)
         for c in range(step * per_step // cycle, ((step + 1) * per_step - 1) // cycle + 1):
             order = np.random.default_rng([self.seed, c, cycle]).permutation(members)
-            place = np.empty(cycle, dtype=np.int64)  # of each among those of its set
+            place = np.empty(cycle, dtype=np.int64)  # how many windows of the same dataset came before
             for k, count in enumerate(self.counts):
                 place[order == k] = c * count + np.arange(count)
             first = max(c * cycle, step * per_step)
@@ -49,7 +49,7 @@ class MixtureData(TokenData):
         return out[rank_part]
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """As TokenData's."""
+        """As in TokenData."""
         windows, B = self.windows(step, rank, world_size), self.block_size
         for start in range(0, len(windows), micro_batch_size):
             part = windows[start:start + micro_batch_size].tolist()
@@ -68,12 +68,12 @@ class MixtureData(TokenData):
         now = [file_stamp(tokens.train) for tokens in self.parts] + [file_stamp(self.tokens.val)]
         for tokens, old, new in zip([*self.parts, self.tokens], self._stamps, now, strict=True):
             if old != new:
-                raise DataError(f"{tokens.folder} changed during the run: put its old files back, or prepare it again, "
+                raise DataError(f"{tokens.folder} changed during the run: restore its old files, or prepare it again, "
                                 "and continue from the last checkpoint with --resume=auto")
 
 
 def parse_mixture(text):
-    """[(name, Fraction), ...] of "fineweb_edu:0.8,code:0.2"; [(text, 1)] for a single name. Raises DataError."""
+    """"fineweb_edu:0.8,code:0.2" as [(name, Fraction), ...]; a single name as [(name, 1)]. Raises DataError."""
     if "," not in text:
         return [(text, Fraction(1))]
     parts = [part.rpartition(":") for part in text.split(",")]
@@ -83,8 +83,8 @@ def parse_mixture(text):
         sets = []
     total = sum(share for _, share in sets)
     if not sets or total != 1 or min(share for _, share in sets) <= 0 or not all(name for name, _ in sets):
-        raise DataError(f"dataset={text}: give each set its share, as fineweb_edu:0.8,code:0.2, adding up to 1 (these "
-                        f"add up to {float(total):g})")
+        raise DataError(f"dataset={text}: give each dataset a share, as fineweb_edu:0.8,code:0.2, adding up to 1 "
+                        f"(these add up to {float(total):g})")
     if math.lcm(*(share.denominator for _, share in sets)) > 10_000:
-        raise DataError(f"dataset={text}: shares of at most four digits")
+        raise DataError(f"dataset={text}: shares may have at most four digits")
     return sets

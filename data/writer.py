@@ -1,7 +1,7 @@
-"""Writing a prepared dataset: what every prepare.py shares, and the adoption of files that others prepared.
+"""Writing prepared datasets: code shared by every prepare.py, and --adopt for files that other programs wrote.
 
-Each file is written under another name, flushed and renamed, and meta.json comes last: a folder that has a meta.json is
-finished, whenever the process was killed.
+Each file is written under a temporary name, flushed and renamed, and meta.json comes last: a folder with a meta.json is
+complete, no matter when a process was killed.
 
     with preparing(out) as folder:
         splits = {split: write_split(folder / f"{split}.bin", chunks[split], vocab_size) for split in ("train", "val")}
@@ -33,15 +33,15 @@ def token_dtype(vocab_size):
 
 @contextlib.contextmanager
 def preparing(folder):
-    """Make `folder` and lock it, so that two processes cannot prepare it at once. The lock ends with the process.
+    """Create `folder` and lock it, so that two processes cannot prepare it at once. The lock ends with the process.
 
-    Raises DataError when another process holds it, or the folder cannot be made.
+    Raises DataError if another process holds the lock, or the folder cannot be created.
     """
     folder = Path(folder)
     try:
         lock = lock_folder(folder)
     except BlockingIOError:
-        raise DataError(f"another process is preparing {folder}: wait for it, or take another --out") from None
+        raise DataError(f"another process is preparing {folder}: wait for it, or use another --out") from None
     except OSError as error:
         raise DataError(f"cannot write to {folder} ({error.strerror}): choose another folder with --out") from None
     with lock:
@@ -51,12 +51,12 @@ def preparing(folder):
 def write_split(path, chunks, vocab_size):
     """Stream token ids into a .bin and return its entry for meta.json.
 
-    A meta.json in the folder is removed before the file is replaced: it describes the old one.
+    A meta.json in the folder is removed before the file is replaced, as it describes the old file.
 
     Args:
-        path: .../train.bin or .../val.bin; chunks: iterable of 1-d integer arrays, one after the other in memory.
+        path: .../train.bin or .../val.bin; chunks: iterable of 1-d integer arrays, of which one at a time is in memory.
     Returns: {"tokens", "sha256", "max_token"}; max_token is None for an empty split.
-    Raises: DataError for an id outside [0, vocab_size): checked before the cast, which would wrap it.
+    Raises: DataError for an id outside [0, vocab_size), checked before the cast, which would wrap it.
     """
     path, dtype = Path(path), DTYPES[token_dtype(vocab_size)]
     n_tokens, largest, digest = 0, None, hashlib.sha256()
@@ -80,9 +80,9 @@ def write_split(path, chunks, vocab_size):
 def finish(folder, meta):
     """Write meta.json, the last step of a preparation, and open the folder.
 
-    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype (unless given),
-    python and numpy versions are added. Returns: Tokens. Raises: DataError where meta.json does not describe the files;
-    it is then removed.
+    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype (unless given)
+    and the Python and NumPy versions are added. Returns: Tokens. Raises: DataError if meta.json does not match the
+    files; it is then removed.
     """
     folder = Path(folder)
     versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
@@ -97,39 +97,39 @@ def finish(folder, meta):
 
 
 def read_split(path, dtype, vocab_size):
-    """The entry for meta.json, as write_split's, of a .bin that another program wrote. Raises DataError, one line."""
+    """The entry for meta.json, as from write_split, for a .bin that another program wrote. Raises DataError."""
     dtype, largest, digest = np.dtype(DTYPES[dtype]), None, hashlib.sha256()
     if not path.is_file():
         raise DataError(f"{path} is missing: give a folder with train.bin and val.bin")
     size = path.stat().st_size
     if size % dtype.itemsize:
-        raise DataError(f"{path} is {size:,} bytes, not a whole number of {dtype} tokens: give its --dtype")
+        raise DataError(f"{path} is {size:,} bytes, not a whole number of {dtype} tokens: set --dtype")
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
             largest = max(largest or 0, int(np.frombuffer(piece, dtype).max()))
             if largest >= vocab_size:
                 raise DataError(
-                    f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: give its "
-                    "--vocab_size, or its --dtype"
+                    f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: set "
+                    "--vocab_size or --dtype"
                 )
     return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
 
 
 def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=None, table=None):
-    """Add the meta.json to a train.bin and a val.bin of tokens end to end, such as nanoGPT's; return Tokens.
+    """Write a meta.json for an existing train.bin and val.bin of token ids, such as nanoGPT's; return Tokens.
 
-    A meta.pkl is not opened: it is a pickle, which could run code. Raises DataError, one line.
+    A meta.pkl is not opened: it is a pickle, which could run code. Raises DataError.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: check the path")
-    token_dtype(vocab_size)  # refuses what cannot be the size of a vocabulary
+    token_dtype(vocab_size)  # raises for an impossible vocabulary size
     if bytes_per_token is not None and not 0 < bytes_per_token <= sys.float_info.max:
         raise DataError(f"--bytes_per_token={bytes_per_token:g}: it must be above 0")
     with preparing(folder):
         if (folder / "meta.json").exists():
-            raise DataError(f"{folder / 'meta.json'} exists already: remove it if it does not describe these files")
+            raise DataError(f"{folder / 'meta.json'} already exists: remove it if it does not describe these files")
         meta = {
             "dataset": folder.resolve().name,
             "vocab_size": vocab_size,
@@ -144,13 +144,13 @@ def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=No
 
 
 def warn_single_document(split, n_documents, n_tokens, way_out):
-    """Print a line where a split is a single document: a loss over it is that document's, not the data's."""
+    """Print a warning if a split is a single document, whose loss would not represent the data."""
     if n_documents == 1:
         print(f"WARNING: {split}.bin is a single document of {n_tokens:,} tokens: {way_out}", file=sys.stderr)
 
 
 def finished(folder, inputs):
-    """The Tokens of a folder already prepared from the same inputs (meta["inputs"]), or None."""
+    """The Tokens of a folder that is already prepared from the same inputs (meta["inputs"]), or None."""
     try:
         tokens = Tokens(folder)
     except DataError:
@@ -159,12 +159,13 @@ def finished(folder, inputs):
 
 
 def run(main):
-    """Run a script's main(): a DataError or OSError (disk full) becomes one line on stderr and exit code 2."""
+    """Run a script's main(); a DataError or OSError (disk full) becomes one line on stderr and exit code 2."""
     with main_error(Path(sys.argv[0]).name):
         try:
             main()
         except KeyboardInterrupt:
-            print("interrupted: no unfinished file has its final name; run the same command again", file=sys.stderr)
+            print("interrupted: no incomplete file was left under its final name; run the same command again",
+                  file=sys.stderr)
             sys.exit(130)
 
 
@@ -173,15 +174,15 @@ def main():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=data.loader.__doc__, formatter_class=layout)
     parser.add_argument("folder", help="holds train.bin and val.bin")
-    parser.add_argument("--adopt", action="store_true", help="add the meta.json to files that no prepare.py here wrote")
+    parser.add_argument("--adopt", action="store_true", help="write a meta.json for files that another program wrote")
     parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
     parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="with --adopt: of the files (default uint16)")
     parser.add_argument("--tokenizer", help="with --adopt: bytes, tiktoken:NAME or hf:NAME")
-    parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, for losses in bits per byte")
+    parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, to report bits per byte")
     args = vars(parser.parse_args())
     if args.pop("adopt"):
         if args["tokenizer"]:
-            from data.tokenizer import Text, canonical  # it imports data.loader, which may be this program
+            from data.tokenizer import Text, canonical  # late: tokenizer.py imports data.loader
 
             name = canonical(args["tokenizer"])
             args["tokenizer"], args["table"] = name, Text(args["tokenizer"]).table if name.startswith("hf:") else None

@@ -1,16 +1,16 @@
-"""A model of this repository behind the interface of the lm-evaluation-harness: log-likelihoods and generation.
+"""The lm-evaluation-harness's interface to this repository's models: log-likelihoods and generation.
 
-    loglikelihood(context, answer)   sum over the answer's tokens of log p(token | context and the tokens before)
-    loglikelihood_rolling(text)      the same of a whole text after a token that ends texts (Text.eot_token)
+    loglikelihood(context, answer)   sum over the answer's tokens of log p(token | context and earlier tokens)
+    loglikelihood_rolling(text)      the same for a whole text after an end-of-text token (Text.eot_token)
     generate_until(context, stops)   the most likely continuation, up to the first stop string
 
-Requests are sorted by length, and a batch holds as many tokens as `batch_tokens` allows. Where the state has a constant
-size, that of a context is computed once, for all its answers and in a batch of contexts of its length, and a text of
-any length is read in pieces through the state, in constant memory. Attention reads a context and an answer as one
-sequence; a text longer than a piece goes through its cache, which grows. No text is cut, unless `max_length` says so;
-what is longer than the training block is counted in `longer`.
+Requests are sorted by length, and a batch holds up to `batch_tokens` tokens. If the state has a constant size, a
+context's state is computed once for all its answers, batched with other contexts of the same length, and texts of any
+length are read in pieces through the state, in constant memory. Attention reads context and answer as one sequence;
+texts longer than a piece go through its growing cache. Texts are truncated only by `max_length`; `longer` counts
+sequences longer than the training block.
 
-evaluate.py is the program; `train.py --eval_tasks_interval` scores tasks during training.
+evaluate.py is the program; `train.py --eval_tasks_interval` runs tasks during training.
 """
 
 import copy
@@ -35,14 +35,14 @@ from sample import stream
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 VERSION = importlib.metadata.version("lm_eval")
-LOGITS = 2**27  # numbers of one call's logits, at most: half a gigabyte
+LOGITS = 2**27  # most logits per call: half a gigabyte
 
 
 class HarnessLM(TemplateLM):
     """lm: an LM in evaluation mode; text: its tokenizer, a data.tokenizer.Text.
 
-    batch_tokens: tokens of one forward pass, at most; max_length: tokens that a prediction may see, 0: all of them;
-    dtype: of autocast. Under torchrun every process scores a part of the requests.
+    batch_tokens: most tokens per forward pass; max_length: context limit in tokens, 0: none; dtype: of autocast. Under
+    torchrun every process scores a part of the requests.
     """
 
     def __init__(self, lm, text, batch_tokens=8192, max_length=0, dtype=torch.float32):
@@ -52,12 +52,12 @@ class HarnessLM(TemplateLM):
         self._device = lm.embed.weight.device
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
         self.has_state = all(branch.has_state for _, branch in lm.branches())
-        # every tensor with a row per sequence, none of which grows: states of contexts of any length make a batch
+        # no tensor grows, and each has a row per sequence: states of contexts of any length can be batched
         self.constant_state = (self.has_state and state_size(lm, 1) == state_size(lm, 2)
                                and all(a.dim() > 1 for a in tensors_of(lm.initial_state(1))))
         self.longest = self.longer = 0  # tokens of the longest sequence; sequences longer than the training block
 
-    # --------------------------------------------------------------------------------- what the harness asks for
+    # ------------------------------------------------------------------------------------- the harness's interface
 
     @property
     def eot_token_id(self):
@@ -88,7 +88,7 @@ class HarnessLM(TemplateLM):
         return [math.fsum(next(scores)[0] for _ in of_text) for of_text in windows]
 
     def windows(self, tokens):
-        """[(context, tokens to predict)] of a text: one, or the harness's disjoint windows with max_length."""
+        """[(context, tokens to predict)] for a text: just one, or with max_length the harness's disjoint windows."""
         if not self.max_length:
             return [([self.eot_token_id], tokens)]
         pairs = utils.get_rolling_token_windows(tokens, self.eot_token_id, self.max_length, context_len=1)
@@ -116,7 +116,7 @@ class HarnessLM(TemplateLM):
     # ------------------------------------------------------------------------------------------------- likelihoods
 
     def see(self, context, answer=()):
-        """The context as it is read: never empty, cut from the left where max_length says so; counts what is long."""
+        """The context to read: never empty, truncated on the left to max_length. Also counts long sequences."""
         context = list(context) or [self.eot_token_id]
         if self.max_length:
             context = context[-max(1, self.max_length + 1 - len(answer)) :]
@@ -126,16 +126,16 @@ class HarnessLM(TemplateLM):
 
     @torch.inference_mode()
     def score(self, pairs):
-        """[(log-likelihood in nats, whether every token is the most likely one)] of [(context, answer)], token ids."""
+        """[(log-likelihood in nats, True if every token is the most likely one)] for [(context, answer)], token ids."""
         scores, answers = {}, {}
         for i, (context, answer) in enumerate(pairs):
-            if answer:  # tokenizers may join all of it to the context
+            if answer:  # it may be empty: tokenizers can join all of it to the context
                 answers.setdefault(tuple(self.see(context, answer)), []).append(i)
         shared = [context for context, members in answers.items() if self.constant_state and len(members) > 1]
         for length, same in itertools.groupby(sorted(shared, key=len), len):
             for batch in self.batches(same, len):
                 state, step = self.lm.initial_state(len(batch)), max(1, self.batch_tokens // len(batch))
-                for begin in range(0, length - 1, step):  # up to the last token, from which the answers go on
+                for begin in range(0, length - 1, step):  # all but the last token, which the answers start from
                     end = min(begin + step, length - 1)
                     _, state = self.call([context[begin:end] for context in batch], state, last_only=True)
                 rows = [(row, i) for row, context in enumerate(batch) for i in answers.pop(context)]
@@ -149,7 +149,7 @@ class HarnessLM(TemplateLM):
         return [scores.get(i, (0.0, True)) for i in range(len(pairs))]
 
     def batches(self, rows, length):
-        """Lists of rows, the longest first, of at most batch_tokens tokens each when padded."""
+        """Yields lists of rows, longest first, with at most batch_tokens tokens each after padding."""
         rows = sorted(rows, key=length, reverse=True)
         while rows:
             size = max(1, self.batch_tokens // length(rows[0]))
@@ -157,7 +157,7 @@ class HarnessLM(TemplateLM):
             rows = rows[size:]
 
     def call(self, rows, state=None, **how):
-        """(logits, state after) of token lists, padded on the right to the longest."""
+        """(logits, next state) for token lists, padded on the right to the longest."""
         width = max(map(len, rows))
         idx = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -165,9 +165,9 @@ class HarnessLM(TemplateLM):
         return out[0], out[2] if state is not None else None
 
     def follow(self, rows, state=None):
-        """{i: (log-likelihood, greedy)} of the tokens from start on of rows (tokens, start >= 1, i), the longest first.
+        """{i: (log-likelihood, greedy)} of the tokens from `start` on, for rows (tokens, start >= 1, i), longest first.
 
-        state: of all rows before their first token; None: they are at the beginning of a text.
+        state: of all rows before their first token; None: they start a text.
         """
         tokens, starts, members = zip(*rows, strict=True)
         nats = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
@@ -192,7 +192,7 @@ class HarnessLM(TemplateLM):
     # -------------------------------------------------------------------------------------------------- generation
 
     def generate(self, contexts, n, stops, sampling):
-        """The texts that follow contexts of one length, each up to its first stop, a token that ends texts, or n."""
+        """Continuations of contexts of one length, each up to a stop string, an end-of-text token, or n tokens."""
         texts, done = [""] * len(contexts), [False] * len(contexts)
         decoders = [copy.copy(self.text) for _ in contexts]
         for decoder, context in zip(decoders, contexts, strict=True):
@@ -213,22 +213,21 @@ class HarnessLM(TemplateLM):
 
 
 def on_rows(state, rows):
-    """A state with some of its rows: a slice or an index tensor; in any nesting of lists and tuples."""
+    """Select rows (a slice or an index tensor) of a state, however nested in lists and tuples."""
     return map_tensors(lambda a: a[rows], state)
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
 
 def load_tasks(names, include=None):
-    """The harness's tasks of these names (or paths of task files, or their content as dicts), as `evaluate` takes them.
+    """Load the harness's tasks for `evaluate`, by names, paths of task files, or their content as dicts.
 
-    include: a folder of task files (*.yaml). Raises ConfigError, one line, for an unknown name, and for data that
-    cannot be had.
+    include: a folder with task files (*.yaml). Raises ConfigError for an unknown name, or data that cannot be loaded.
     """
     words = [name for name in names if isinstance(name, str)]
     manager = TaskManager(include_path=include, include_defaults=False)
     if not all(name in manager.all_tasks or Path(name).is_file() for name in words):
-        # reading the harness's own thousands takes ten seconds
+        # only if needed: reading the harness's own thousands of tasks takes ten seconds
         manager = TaskManager(include_path=include)
     for name in words:
         if name not in manager.all_tasks and not Path(name).is_file():
@@ -239,8 +238,8 @@ def load_tasks(names, include=None):
     for name in names:
         try:
             loaded_task = manager.load([name])
-        except Exception as error:  # of the data's library there are a dozen, and a task file may hold anything
-            raise ConfigError(f"task {name if name in words else name['task']}: its data or its file cannot be read "
+        except Exception as error:  # the datasets library raises a dozen kinds, and a task file may hold anything
+            raise ConfigError(f"task {name if name in words else name['task']}: its data or file cannot be read "
                               f"({type(error).__name__}: {' '.join(str(error).split())[:200]})") from None
         for key, value in loaded_task.items():
             loaded[key].update(value)
@@ -251,10 +250,11 @@ def load_tasks(names, include=None):
 
 
 def evaluate(lm, tasks, limit=None):
-    """{"results": {task: {metric: value, metric_stderr: value, ...}}, "versions": {task: ...}} of `load_tasks`' tasks.
+    """Evaluate tasks from `load_tasks`: {"results": {task: {metric: value, metric_stderr: value, ...}}, "versions":
+    {task: ...}}; None on all ranks but 0.
 
-    limit: documents of each task, at most. Also per task: documents; chance, the accuracy of guessing; perplexity: exp
-    of the mean loss per token of the right answers given their contexts. None on all processes but the first.
+    limit: most documents per task. Each task also gets documents; chance, the accuracy of guessing; and perplexity, exp
+    of the mean loss per token of the right answers given their contexts.
     """
     for task in tasks["tasks"].values():
         task._instances = None

@@ -2,18 +2,19 @@
 
     python evaluate.py out/longhorn_bpe                                           # the embedded tasks
     python train.py config/longhorn_laptop.py --eval_tasks_interval=500           # the same during training
-    python evaluation/tasks.py report out/longhorn_laptop out/mamba_laptop       # and what comes out of that
+    python evaluation/tasks.py report out/longhorn_laptop out/mamba_laptop        # a report on such runs
 
-The embedded tasks are multiple choice, made from the held-out files of data/pystdlib, the same questions for every
-model (they depend on the Python that prepared the data):
+The embedded tasks are multiple choice, made from the held-out files of data/pystdlib. The questions are the same for
+every model (but depend on the Python that prepared the data):
 
-    pystdlib_continuation   which of four pieces of 60 characters follows 400; the wrong ones begin lines of that file
+    pystdlib_continuation   which of four pieces of 60 characters follows the 400 before; the wrong ones start other
+                            lines of the same file
     pystdlib_identifier     which of four names comes next: one was defined in the 600 characters before, the others
-                            stand elsewhere in that file, and are about as long
+                            occur elsewhere in the file and are about as long
 
-Guessing gets 25%. acc_mutual_info divides an answer's likelihood by that without its context: a blank piece is likely
-anywhere. The perplexity here is exp of the mean loss per token of the right answers given their contexts,
-averaged over tasks: the paper does not say which text its Figure 1 scores, so this is ours.
+Guessing gets 25%. acc_mutual_info divides an answer's likelihood by its likelihood without context, because a blank
+piece is likely anywhere. Perplexity here is exp of the mean loss per token of the right answers given their contexts,
+averaged over tasks; the paper does not say which text its Figure 1 scores.
 """
 
 import argparse
@@ -39,11 +40,11 @@ from runtime.records import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")
-NO_METRICS = ("documents", "chance", "sample_len", "sample_count")  # what is kept beside them
-QUESTIONS = 500  # of each task: a standard error of 2%
+NO_METRICS = ("documents", "chance", "sample_len", "sample_count")  # entries of results that are not metrics
+QUESTIONS = 500  # per task: a standard error of 2%
 CONTEXT, PIECE, REACH = 400, 60, 600  # characters
 
-# The paper's Table 2: 1.3B parameters, 100B tokens of SlimPajama, zero shots. task of the harness: (column, metric)
+# The paper's Table 2: 1.3B parameters, 100B tokens of SlimPajama, zero-shot. harness task: (column, metric)
 PAPER = {"piqa": ("PIQA", "acc"), "hellaswag": ("Hella", "acc_norm"), "winogrande": ("Wino", "acc"),
          "arc_easy": ("ARC-e", "acc"), "arc_challenge": ("ARC-c", "acc_norm"), "openbookqa": ("OBQA", "acc_norm"),
          "social_iqa": ("SIQA", "acc"), "boolq": ("BoolQ", "acc")}
@@ -51,20 +52,20 @@ TABLE2 = {"LLaMA": (55.08, 55.36, 71.73, 59.26, 32.19, 43.35, 45.16, 62.13),
           "GLA": (55.55, 49.10, 71.12, 58.86, 28.11, 41.67, 44.91, 59.21),
           "Mamba": (54.21, 53.61, 71.67, 61.05, 30.15, 43.94, 44.18, 59.22),
           "Longhorn": (55.78, 52.30, 71.00, 60.63, 29.53, 43.55, 44.68, 61.29)}
-FAULTS = """In the paper's rows PIQA and WinoGrande are almost surely exchanged: published models of this size have 70
-to 72 and 52 to 57. OpenBookQA is labelled acc there, but no model of this size reaches 42 to 44, and acc over 500
-questions is a multiple of 0.2; acc_norm is shown here. SIQA is labelled acc_norm, which the harness does not have; acc
-is shown here. So compare models with each other, not with the printed digits."""
+FAULTS = """In the paper's rows PIQA and WinoGrande are almost surely swapped: published models of this size get 70 to
+72 and 52 to 57. The paper labels OpenBookQA acc, but no model of this size reaches 42 to 44, and acc over 500 questions
+is a multiple of 0.2; acc_norm is shown here. It labels SIQA acc_norm, which the harness does not have; acc is shown
+here. So compare models with each other, not with the printed digits."""
 
 
 # ----------------------------------------------------------------------------------------------- the embedded tasks
 
 def held_out_files(folder):
-    """The held-out files of data/pystdlib as text. Raises DataError, one line."""
+    """The held-out files of data/pystdlib as text. Raises DataError."""
     tokens = Tokens(folder)
     if tokens.meta["tokenizer"] != "bytes":
-        raise DataError(f"{folder} holds {tokens.meta['tokenizer']}, the embedded tasks are made of bytes: prepare it "
-                        "again with --tokenizer=bytes, or name other --tasks")
+        raise DataError(f"{folder} has the tokenizer {tokens.meta['tokenizer']}, but the embedded tasks need bytes: "
+                        "prepare it again with --tokenizer=bytes, or name other --tasks")
     texts = []
     for content in np.asarray(tokens.val, np.uint8).tobytes().split(b"\0"):
         with contextlib.suppress(UnicodeDecodeError):
@@ -80,14 +81,14 @@ def question(rng, context, right, wrong):
 
 @functools.cache
 def parts(text):
-    """(where lines begin, names, definitions of names) in a file: it is asked about many times."""
+    """(starts of lines, names, definitions of names) in a file; cached, because each file gives many questions."""
     starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
     names = set(re.findall(r"\b[A-Za-z_]\w{3,}\b", text)) - set(keyword.kwlist)
     return starts, names, list(re.finditer(r"(?m)^[ \t]*(?:def |class )?([A-Za-z_]\w{3,})(?=\(.*:$| = )", text))
 
 
 def continuation(rng, text):
-    """A question of pystdlib_continuation about a file; None where it has none there."""
+    """A question of pystdlib_continuation about a file; None if the drawn place gives none."""
     starts, _, _ = parts(text)
     at = rng.choice([s for s in starts if s >= CONTEXT] or [0])
     far = [s for s in starts if abs(s - at) > PIECE + CONTEXT]
@@ -97,7 +98,7 @@ def continuation(rng, text):
 
 
 def identifier(rng, text):
-    """A question of pystdlib_identifier about a file; None where it has none there."""
+    """A question of pystdlib_identifier about a file; None if the drawn place gives none."""
     _, names, definitions = parts(text)
     if not definitions:
         return None
@@ -113,7 +114,7 @@ def identifier(rng, text):
 
 
 def embedded(folder, n=QUESTIONS):
-    """The embedded tasks as the harness takes them, n questions each. Raises DataError, one line."""
+    """The embedded tasks in the harness's format, n questions each. Raises DataError."""
     import datasets
 
     texts, tasks = held_out_files(folder), []
@@ -125,7 +126,7 @@ def embedded(folder, n=QUESTIONS):
             if len(questions) == n:
                 break
         if not questions:
-            raise DataError(f"{folder}: its held-out files are too few or too short for questions: prepare more data")
+            raise DataError(f"{folder}: too few or too short held-out files for questions: prepare more data")
         split = {"test": datasets.Dataset.from_list(questions)}
         tasks.append({"task": task, "custom_dataset": lambda split=split, **_: split, "test_split": "test",
                       "num_fewshot": 0, "output_type": "multiple_choice", "doc_to_text": "context",
@@ -137,9 +138,9 @@ def embedded(folder, n=QUESTIONS):
 
 
 def import_harness():
-    """The module experiments.harness. Raises ConfigError, one line, where lm_eval is not installed.
+    """The module evaluation.harness. Raises ConfigError if lm_eval is not installed.
 
-    Some tasks import Hugging Face's package `evaluate`: it is put in the place of the script of that name here.
+    Some tasks import Hugging Face's package `evaluate`, so that takes precedence over the script evaluate.py here.
     """
     paths = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
     spec = importlib.machinery.PathFinder.find_spec("evaluate", paths)
@@ -155,10 +156,10 @@ def import_harness():
 
 
 def named(tasks, folder):
-    """What --tasks names, for harness.load_tasks: `paper` and `embedded` stand for several. Raises ConfigError."""
+    """The tasks in --tasks, for harness.load_tasks; `paper` and `embedded` stand for several. Raises ConfigError."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        raise ConfigError("no tasks: give --tasks=embedded, --tasks=paper, or names of the harness, name,name")
+        raise ConfigError("no tasks: give --tasks=embedded, --tasks=paper, or comma-separated harness tasks")
     several = {"paper": lambda: list(PAPER), "embedded": lambda: embedded(folder)}
     return list(itertools.chain.from_iterable(several.get(name, lambda name=name: [name])() for name in names))
 
@@ -166,7 +167,7 @@ def named(tasks, folder):
 # ------------------------------------------------------------------------------------------------------------- tables
 
 def table(rows):
-    """Rows of strings as a Markdown table, the first its head."""
+    """Rows of strings as a Markdown table; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
@@ -187,7 +188,7 @@ def results_table(results):
 
 
 def table2(name, results):
-    """The paper's Table 2 with a row for this model: percent, and standard errors."""
+    """The paper's Table 2 with a row for this model, in percent, and standard errors."""
     percents = [100 * results[task][metric] for task, (_, metric) in PAPER.items()]
     errors = [100 * results[task].get(f"{metric}_stderr", math.nan) for task, (_, metric) in PAPER.items()]
     rows = [["", *(f"{column} {metric}" for column, metric in PAPER.values()), "mean"]]
@@ -199,28 +200,28 @@ def table2(name, results):
 # -------------------------------------------------------------------------------------------------- Figure 1 (left)
 
 def scores(results):
-    """{"perplexity": mean_perplexity, "<task>_<metric>": ...} of harness.evaluate's results, for a line of a log."""
+    """{"perplexity": mean_perplexity, "<task>_<metric>": ...} from harness.evaluate's results, for a log line."""
     return {"perplexity": mean_perplexity(results),
             **{f"{task}_{metric}": value for task, values in results.items() for metric, value in values.items()
                if metric not in NO_METRICS and metric != "perplexity"}}
 
 
 def mean_perplexity(results):
-    """The mean over tasks of their perplexities of right answers; None where no task has one."""
+    """The mean over tasks of the perplexity of right answers; None if no task has one."""
     perplexities = [values["perplexity"] for values in results.values() if "perplexity" in values]
     return math.fsum(perplexities) / len(perplexities) if perplexities else None
 
 
 def curve(run):
-    """[(tokens, perplexity)] of a run's log. Raises ConfigError, one line."""
+    """[(tokens, perplexity)] from a run's log. Raises ConfigError."""
     points = [(e["tokens"], e["perplexity"]) for e in read_log(run, "tasks") if e.get("perplexity")]
     if not points:
-        raise ConfigError(f"{run}: its log.jsonl has no scores of tasks: train with --eval_tasks_interval=500, say")
+        raise ConfigError(f"{run}: its log.jsonl has no scores on tasks: train with --eval_tasks_interval=500, say")
     return points
 
 
 def tokens_to_reach(points, perplexity):
-    """Tokens at which a curve first has this perplexity, between its points on logarithmic axes; None: never."""
+    """Tokens at which a curve first reaches this perplexity, interpolated on logarithmic axes; None: never."""
     before = None
     for tokens, value in points:
         if value <= perplexity:
@@ -233,7 +234,7 @@ def tokens_to_reach(points, perplexity):
 
 
 def report(runs, figure=None):
-    """The lines of the report on runs; `figure`: a file for the picture of perplexity against tokens."""
+    """The lines of a report on runs; `figure`: also plot perplexity against tokens to this file."""
     curves = {str(run): curve(run) for run in runs}
     last = {run: read_log(run, "tasks")[-1] for run in curves}
     sets = {run: {e["set"]: e["val_loss"] for e in read_log(run, "eval_set")} for run in curves}
@@ -273,7 +274,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["report"])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run with --eval_tasks_interval")
-    parser.add_argument("--figure", metavar="FILE.png", help="also draw perplexity against tokens")
+    parser.add_argument("--figure", metavar="FILE.png", help="also plot perplexity against tokens")
     args = parser.parse_args()
     print("\n".join(report(args.runs, args.figure)))
 

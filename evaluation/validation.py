@@ -1,7 +1,7 @@
-"""The validation loss over fixed windows: the same tokens for every model, micro-batch and number of processes.
+"""The validation loss over fixed windows: the same tokens for every model, micro-batch size and number of processes.
 
-`Evaluate(config, data)` is what train.py calls at each evaluation; further sets (--eval_sets) and scores of tasks
-(--eval_tasks_interval) come from it too. Scores of a finished run: evaluate.py.
+train.py calls `Evaluate(config, data)` at each evaluation; it also handles further validation sets (--eval_sets) and
+tasks during training (--eval_tasks_interval). To score a finished run on tasks use evaluate.py.
 """
 
 import math
@@ -16,11 +16,11 @@ from evaluation import tasks
 from runtime import distributed
 from runtime.errors import ConfigError
 
-BATCH_TOKENS = 8192  # of a batch, at least: without gradients they fit
+BATCH_TOKENS = 8192  # tokens per batch, at least: without gradients they fit
 
 
 class Evaluate:
-    """The metrics of a language model on the validation split of its data."""
+    """A language model's metrics on the validation split of its data."""
 
     def __init__(self, config, data):
         self.config, self.data = config, data
@@ -36,19 +36,19 @@ class Evaluate:
                 raise ConfigError(f"eval_sets: {part} has the tokenizer {other.meta['tokenizer']!r}, "
                                   f"{config.dataset} has {data.meta['tokenizer']!r}, or their vocabularies differ")
             if not re.fullmatch(r"[\w.-]+", name) or name in self.sets:
-                raise ConfigError(f"eval_sets: {part}: every set needs a name of its own, of letters, digits, - and _, "
+                raise ConfigError(f"eval_sets: {part}: every set needs its own name of letters, digits, ., - and _, "
                                   "as code:data/a,prose:data/b")
             windows = eval_windows(len(other.val), block, config.eval_tokens)
             self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
-        if config.eval_tasks_interval:  # now, or a mistake in them would end the run when they are due
+        if config.eval_tasks_interval:  # load now: a mistake would otherwise end the run at the first evaluation
             self.harness, self.scores = tasks.import_harness(), tasks.scores
             self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
             self.text = Text(data.meta["tokenizer"], data.meta.get("table"))
 
     def __call__(self, model, final=False):
-        """{"val_loss": nats per token, "val_tokens"}; at the end bits per byte too, both of them for each document (by
-        where a window begins), and "compare_loss" where the final windows are others than those by which evaluations
-        are compared."""
+        """{"val_loss": nats per token, "val_tokens"}; the final evaluation adds bits per byte, loss and tokens of each
+        document (a window belongs to the document it begins in), and "compare_loss", the loss over the windows of the
+        other evaluations, if the final windows differ from them."""
         windows = self.final_windows if final else self.windows
         loss, losses, tokens = self.loss(model, self.data, windows, by_document=final)
         metrics = {"val_loss": loss, "val_tokens": sum(tokens)}
@@ -67,7 +67,7 @@ class Evaluate:
         return metrics
 
     def tasks(self, model):
-        """Scores of eval_tasks on process 0, else None: {"perplexity": mean over tasks of that of right answers,
+        """Scores on eval_tasks on rank 0, else None: {"perplexity": of right answers, averaged over tasks,
         "<task>_<metric>": ...}, see evaluation/harness.py."""
         dtype = getattr(torch, self.config.dtype)
         tokens = max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)
@@ -78,22 +78,21 @@ class Evaluate:
 
     @torch.no_grad()
     def loss(self, model, data, windows, by_document=False):
-        """(mean loss in nats per token, that of each document, its tokens) over (start, length) windows; all processes
-        share the work. Unless by_document the windows count as one document."""
+        """(mean loss in nats per token, [loss per document], [tokens per document]) over windows (start, length).
+        All processes share the work. Without by_document the windows count as one document."""
         model.eval()
         tokens = max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)
         batch = max(1, tokens // int(windows[0, 1]))
-        rank, world = distributed.rank(), distributed.world_size()
-        device, dtype = next(model.parameters()).device, getattr(torch, self.config.dtype)
+        rank, world, device = distributed.rank(), distributed.world_size(), next(model.parameters()).device
         parts = [windows]
-        if by_document:  # batches of one document each: more, and smaller
+        if by_document:  # a batch holds windows of one document: more and smaller batches
             document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
             parts = [windows[document == d] for d in np.unique(document)]
         total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
         for i, part in enumerate(parts):
             batches = data.eval_batches(part, rank, world, batch)
             for x, y, counts in distributed.in_step(batches, device, sharded=self.config.parallel != "ddp"):
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                with distributed.autocast(self.config, device):
                     loss = model(x, y, loss_only=True)[1]
                 if counts:
                     total[i] += torch.tensor([loss.item() * y.numel(), y.numel()], dtype=torch.float64)
@@ -104,7 +103,7 @@ class Evaluate:
 
 
 def bits_per_byte(loss, data):
-    """{"val_bits_per_byte"} of a validation loss, where the data knows how many bytes its tokens have."""
+    """{"val_bits_per_byte"} of a validation loss, or {} if the data does not know its tokens' bytes."""
     sizes = data.tokens.bytes_per_token
     size = sizes["val"] if isinstance(sizes, dict) else sizes
     return {"val_bits_per_byte": loss / math.log(2) / size} if size else {}

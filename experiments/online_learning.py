@@ -1,12 +1,13 @@
-"""Table 4 as code: the objective L_t(S) behind every recurrent family, its update, and whether that minimises it.
+"""Table 4 as code: the objective L_t(S) behind every recurrent family, its update, and whether the one minimises the
+other.
 
     python experiments/online_learning.py                       # the tables; half a minute
-    python experiments/online_learning.py --save                # and results/online_learning.json, .md and .png
-    python experiments/online_learning.py --add my_update.py    # also an objective and an update of your own
+    python experiments/online_learning.py --save                # also results/online_learning.json, .md and .png
+    python experiments/online_learning.py --add my_update.py    # also your own objective and update
 
-Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates with
-extreme ones among them. The mixers of model.py are run and their states compared with the same updates. Then, without
-training: streams of random key-value pairs, and what each update recalls of n pairs from a state of d x N numbers.
+Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates,
+some of them extreme. The mixers of model.py and mixers.py are run, and their states compared with the same updates.
+Then, without training: how much each update recalls of n random key-value pairs from a state of d x N numbers.
 
     paper        here         shape
     S, S_{t-1}   S, S_prev    (d, N); (d,) in the families without keys (Griffin, RWKV-4)
@@ -19,8 +20,8 @@ training: streams of random key-value pairs, and what each update recalls of n p
     eps_t, A     p.delta, p.A (d,), (d, N)   Mamba's step size, positive, and rates, negative
     e^-w z_{t-1} p.z          (d,)   RWKV-4: the decayed sum of weights so far, positive
 
-Eq. 7 is an exact minimiser too, of another objective: each of the N numbers S_ij should answer x_i alone, as k_j S_ij.
-So a pair that is written again and again is read back as up to N times its value, where Eq. 6 stops at one time.
+Eq. 7 is also an exact minimiser, but of another objective: each of the N numbers S_ij should answer x_i by itself, as
+k_j S_ij. So a pair that is written repeatedly is read back as up to N times its value; Eq. 6 stops at its value.
 """
 
 import argparse
@@ -53,16 +54,16 @@ from runtime.errors import ConfigError, main_error, regular  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
-MIXER_HOLDS = 1e-5  # a mixer, in float32, if its outputs and states differ by at most this, relative, 2-norm
-D_STATE, N_STATE = 16, 16  # of the recall: every update has 256 numbers
-NEWEST = N_STATE // 2  # pairs that are also recalled by themselves
+MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
+D_STATE, N_STATE = 16, 16  # in the recall experiments: every update has a state of 256 numbers
+NEWEST = N_STATE // 2  # recall of so many newest pairs is also measured
 PAIRS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-TIMES = tuple(2**i for i in range(9))  # how often one pair is written
-CORRELATED = 0.5  # expected cosine of two keys, in the recall with correlated keys
+TIMES = tuple(2**i for i in range(9))  # how often a single pair is written
+CORRELATED = 0.5  # expected cosine of two keys, for recall with correlated keys
 
 
 # ----------------------------------------------------------------------------------------------- objectives and updates
-# In pairs: the objective takes (S, S_prev, k, x, p) and returns a number; the update (S_prev, k, x, p) and returns S.
+# In pairs: an objective takes (S, S_prev, k, x, p) and returns a number; an update takes (S_prev, k, x, p), returns S.
 
 def sq(a): return a.square().sum()
 
@@ -79,12 +80,12 @@ def gla_loss_printed(S, S_prev, k, x, p): return sq(S - S_prev * p.alpha) + 2 * 
 def gla_loss(S, S_prev, k, x, p): return sq(S - S_prev * p.alpha) - 2 * (S @ k) @ x
 def gla(S_prev, k, x, p): return S_prev * p.alpha + outer(x, k)
 
-# Griffin: no keys, S is (d,); the last term is printed as a vector, and its sum is meant
+# Griffin: no keys, S is (d,); the last term is printed as a vector, but must mean its sum
 def griffin_loss(S, S_prev, k, x, p):
     return sq(p.a.sqrt() * (S - S_prev)) + sq((1 - p.a).sqrt() * S) - 2 * ((1 - p.a).sqrt() * S * p.i * x).sum()
 def griffin(S_prev, k, x, p): return p.a * S_prev + (1 - p.a).sqrt() * p.i * x
 
-# Longhorn: Eq. 5, the update of Theorem 3.1 (Eq. 6), and the one printed beside it in Table 4 (Eq. 7)
+# Longhorn: Eq. 5, the update of Theorem 3.1 (Eq. 6), and the one printed next to Eq. 5 in Table 4 (Eq. 7)
 def longhorn_loss(S, S_prev, k, x, p): return sq(S - S_prev) + (p.beta * (S @ k - x).square()).sum()
 def longhorn_exact(S_prev, k, x, p):
     eps = p.beta / (1 + p.beta * (k @ k))  # (d,)
@@ -93,48 +94,48 @@ def longhorn(S_prev, k, x, p):
     eps = p.beta / (1 + p.beta * (k @ k))  # (d,)
     return (1 - outer(eps, k * k)) * S_prev + outer(eps * x, k)
 
-# what Eq. 7 does minimise: a number S_ij moves less where the key's other components are larger
+# the objective that Eq. 7 does minimise: a number S_ij moves less if the key's other components are larger
 def longhorn_own_loss(S, S_prev, k, x, p):
     held = 1 + outer(p.beta, k @ k - k * k)  # (d, N)
     return (held * (S - S_prev).square()).sum() + (p.beta[:, None] * (S * k - x[:, None]).square()).sum()
 
-# DeltaNet: a gradient step of p.rate on |S k - x|^2 / 2, so the minimiser of that loss made linear at S_prev
+# DeltaNet: a gradient step of p.rate on |S k - x|^2 / 2, so the minimiser of that loss linearised at S_prev
 def deltanet_loss(S, S_prev, k, x, p): return sq(S - S_prev) + 2 * p.rate * (S_prev @ k - x) @ (S @ k)
 def deltanet(S_prev, k, x, p): return S_prev - p.rate * outer(S_prev @ k - x, k)
 
-# the same step taken backwards, Longhorn's with one rate for all channels; and the flow of that loss for a time p.rate
+# the implicit step (Longhorn's with one rate for all channels), and that loss's gradient flow for a time p.rate
 def implicit_loss(S, S_prev, k, x, p): return sq(S - S_prev) + p.rate * sq(S @ k - x)
 def implicit(S_prev, k, x, p): return S_prev - p.rate / (1 + p.rate * (k @ k)) * outer(S_prev @ k - x, k)
 def flow_loss(S, S_prev, k, x, p):
-    N = len(k)  # d[S, x]/dt = [S, x] M: its matrix exponential knows no formula for the step
+    N = len(k)  # d[S, x]/dt = [S, x] M; the matrix exponential does not use the update's formula
     M = torch.cat([torch.cat([-outer(k, k), k[None]]), torch.zeros(N + 1, 1, dtype=k.dtype)], 1)
     return sq(S - (torch.cat([S_prev, x[:, None]], 1) @ torch.linalg.matrix_exp(p.rate * M))[:, :N])
 def flow(S_prev, k, x, p):
     kk = k @ k
     return S_prev + torch.expm1(-p.rate * kk) / kk * outer(S_prev @ k - x, k)
 
-# gated DeltaNet and KDA: the explicit step from a state that decayed first, by one number or by one per key channel
+# gated DeltaNet and KDA: the explicit step from a state that decays first, by one number or by one per key channel
 def gated_deltanet_loss(S, S_prev, k, x, p): return deltanet_loss(S, p.gamma * S_prev, k, x, p)
 def gated_deltanet(S_prev, k, x, p): return deltanet(p.gamma * S_prev, k, x, p)
 def kda_loss(S, S_prev, k, x, p): return deltanet_loss(S, S_prev * p.alpha, k, x, p)
 def kda(S_prev, k, x, p): return deltanet(S_prev * p.alpha, k, x, p)
 
-# Mamba: RetNet's objective with a decay of its own for each number of the state
+# Mamba: RetNet's objective with a separate decay per number of the state
 def mamba_loss(S, S_prev, k, x, p):
     decay = torch.exp(p.delta[:, None] * p.A)  # (d, N)
     return (decay * (S - S_prev).square()).sum() + ((1 - decay) * S.square()).sum() - 2 * (S @ k) @ (p.delta * x)
 def mamba(S_prev, k, x, p): return torch.exp(p.delta[:, None] * p.A) * S_prev + outer(p.delta * x, k)
 
-# HGRN2: the key is 1 - p.alpha; each column is a mean of what it was and of x
+# HGRN2: the key is 1 - p.alpha; each column is a mean of its old value and x
 def hgrn2_loss(S, S_prev, k, x, p):
     return (p.alpha * (S - S_prev).square()).sum() + ((1 - p.alpha) * (S - x[:, None]).square()).sum()
 def hgrn2(S_prev, k, x, p): return S_prev * p.alpha + outer(x, 1 - p.alpha)
 
-# RWKV-4: no keys, S = num / den is (d,) and k (d,) the logarithm of x's weight: a weighted mean of the values
+# RWKV-4: no keys, S = num / den is (d,) and k (d,) the logarithm of x's weight: a weighted mean of values
 def rwkv4_loss(S, S_prev, k, x, p): return (p.z * (S - S_prev).square()).sum() + (k.exp() * (S - x).square()).sum()
 def rwkv4(S_prev, k, x, p): return (p.z * S_prev + k.exp() * x) / (p.z + k.exp())
 
-# The share of a new value that one step writes to an empty state, eps |k|^2: Longhorn sets it by the length of its keys
+# The share of a new value that one step writes to an empty state, eps |k|^2; in Longhorn the length of keys sets it
 WRITES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 0.99)
 FORGETS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.4)
 LENGTHS = tuple({"key": math.sqrt(2 * w / (1 - w))} for w in WRITES)  # with beta = 0.5
@@ -142,12 +143,12 @@ LENGTHS = tuple({"key": math.sqrt(2 * w / (1 - w))} for w in WRITES)  # with bet
 
 @dataclass
 class Update:
-    """A row of the table: an objective, its update, and what is claimed of them.
+    """A row of the table: an objective, its update, and the claim about them.
 
-    L, S: the two as formulas, S' for S_prev. source: who claims that the update minimises the objective. holds: whether
-    it does; another finding is an error. mixers: the families of model.py that run it. tune: settings that the recall
-    may choose from, each with fields of `p` as numbers, and 'key', the length of the keys; None: not in the recall,
-    because there is no key to recall with or it is another row's update.
+    L, S: formulas of the two, with S' for S_prev. source: who claims that the update minimises the objective. holds:
+    whether it does; a different result is an error. mixers: families whose mixers run it. tune: settings that the
+    recall experiments choose from, each with fields of `p` as numbers, and 'key', the length of keys; None: no recall,
+    because there is no key to recall with or the update is another row's.
     """
 
     name: str
@@ -166,36 +167,40 @@ class Update:
 
 UPDATES = [
     Update("linear attention", "|S - S'|^2 - 2 <S k, x>", "S' + x k^T", linear_attention_loss, linear_attention,
-           note="the loss of a pair, -2 <S k, x>, has no least value, so that a pair written again adds up"),
+           note="the loss of a pair, -2 <S k, x>, has no minimum, so a pair that is written again adds up"),
     Update("RetNet", "g |S - S'|^2 + (1 - g) |S|^2 - 2 <S k, x>", "g S' + x k^T", retnet_loss, retnet,
            mixers=("retnet", "rwkv", "mamba2"), tune=tuple({"gamma": 1 - f} for f in FORGETS),
-           note="the terms without x are least at g S', not at S' as Eq. 4's divergence is; so in GLA, Griffin, Mamba"),
+           note="the terms without x have their minimum at g S', not at S' as Eq. 4's divergence; the same in GLA, "
+                "Griffin and Mamba"),
     Update("GLA, as printed", "|S - S' diag(a)|^2 + 2 <S k, x>", "S' diag(a) + x k^T", gla_loss_printed, gla,
            holds=False, tune=None,
-           note="with + before the inner product it is least at S' diag(a) - x k^T; with a minus, below, it holds"),
-    Update("GLA", "|S - S' diag(a)|^2 - 2 <S k, x>", "S' diag(a) + x k^T", gla_loss, gla, "Table 4 but for the sign",
+           note="with a plus before the inner product the minimum is at S' diag(a) - x k^T; with a minus (next row) it "
+                "holds"),
+    Update("GLA", "|S - S' diag(a)|^2 - 2 <S k, x>", "S' diag(a) + x k^T", gla_loss, gla, "Table 4, except the sign",
            mixers=("gla",), tune=tuple({"alpha": 1 - f} for f in FORGETS)),
     Update("Griffin", "|sqrt(a) (s - s')|^2 + |sqrt(1-a) s|^2 - 2 sum sqrt(1-a) s i x", "a s' + sqrt(1-a) i x",
            griffin_loss, griffin, elementwise=True, tune=None,
-           note="holds with its last term summed; Griffin's own paper has sqrt(1 - a^2) in place of sqrt(1 - a)"),
+           note="holds if the last term is summed; Griffin's own paper has sqrt(1 - a^2) instead of sqrt(1 - a)"),
     Update("Longhorn, Eq. 6", "|S - S'|^2 + |S k - x|^2_diag(b)", "S' + (e * (x - S' k)) k^T,  e = b / (1 + b |k|^2)",
            longhorn_loss, longhorn_exact, "Theorem 3.1", mixers=("longhorn_exact",), tune=LENGTHS),
     Update("Longhorn, Eq. 7", "|S - S'|^2 + |S k - x|^2_diag(b)", "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_loss,
            longhorn, holds=False, mixers=("longhorn",), tune=LENGTHS,
-           note="printed beside Eq. 5, which Eq. 6 minimises; Eq. 7 does if S' = 0, N = 1 or k has one nonzero entry"),
+           note="printed next to Eq. 5, which Eq. 6 minimises; Eq. 7 does if S' = 0, N = 1 or k has a single "
+                "nonzero entry"),
     Update("Longhorn, Eq. 7, its own", "sum_ij (1 + b_i (|k|^2 - k_j^2)) (S_ij - S'_ij)^2 + b_i (k_j S_ij - x_i)^2",
            "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_own_loss, longhorn, "here", tune=None,
-           note="what Eq. 7 minimises: each number of row i answers x_i alone, and the key's other entries hold back"),
+           note="the objective that Eq. 7 minimises: each number in row i answers x_i by itself, and moves less the "
+                "larger the key's other entries are"),
     Update("DeltaNet", "|S - S'|^2 + 2 b <S' k - x, S k>", "S' - b (S' k - x) k^T", deltanet_loss, deltanet, "here",
            mixers=("deltanet",), tune=tuple({"rate": w} for w in WRITES),
-           note="a gradient step of b on |S k - x|^2 / 2 (Section 4), so it minimises that loss made linear; Eq. 6 is "
+           note="a gradient step of b on |S k - x|^2 / 2 (Section 4), so it minimises that loss, linearised; Eq. 6 is "
                 "the step b = b' / (1 + b' |k|^2); one eigenvalue of I - b k k^T is below -1 if b |k|^2 > 2"),
     Update("delta rule, implicit", "|S - S'|^2 + b |S k - x|^2", "S' - e (S' k - x) k^T,  e = b / (1 + b |k|^2)",
            implicit_loss, implicit, "here", tune=LENGTHS,
            note="--step=implicit, backward Euler: Theorem 3.1 with one b for all channels; e |k|^2 < 1 for any key"),
     Update("delta rule, exact", "|S - flow|^2,  dS/dt = -(S k - x) k^T from S' for a time of b",
            "S' - e (S' k - x) k^T,  e = (1 - exp(-b |k|^2)) / |k|^2", flow_loss, flow, "arXiv 2512.12602", tune=LENGTHS,
-           note="--step=exact; the flow is the matrix exponential of that linear system, not a formula for e"),
+           note="--step=exact; the flow is that linear system's matrix exponential, computed without a formula for e"),
     Update("gated DeltaNet", "|S - g S'|^2 + 2 b <g S' k - x, S k>", "g S' - b (g S' k - x) k^T", gated_deltanet_loss,
            gated_deltanet, "here", mixers=("gated_deltanet",), tune=None),
     Update("KDA", "|S - S' diag(a)|^2 + 2 b <S' diag(a) k - x, S k>", "S' diag(a) - b (S' diag(a) k - x) k^T", kda_loss,
@@ -212,9 +217,9 @@ ROW = {row.name: row for row in UPDATES}
 
 
 def settings(d, N, **given):
-    """The `p` of objectives and updates: what mixers start with, for keys of length 1, unless `given` says otherwise.
+    """The `p` for objectives and updates: the mixers' initial values, for keys of length 1, except as `given`.
 
-    gamma is of RetNet's first head, alpha GLA's, delta and A Mamba's. A number is repeated over its shape.
+    gamma is that of RetNet's first head, alpha GLA's, delta and A Mamba's. Numbers are expanded to their shapes.
     """
     shape = {"beta": (d,), "rate": (), "gamma": (), "alpha": (N,), "a": (d,), "i": (d,), "delta": (d,), "A": (d, N),
              "z": (d,)}
@@ -227,9 +232,9 @@ def settings(d, N, **given):
 # --------------------------------------------------------------------------------------- the update against a minimiser
 
 def draws(count, elementwise, seed):
-    """`count` random (S_prev, k, x, p), the first third of ordinary size, the rest with extremes among them.
+    """Yields `count` random (S_prev, k, x, p): the first third of ordinary size, the rest with some extremes.
 
-    Keys of length from 0.001 to 1000, gates and step sizes within 1e-6 of 0 and of 1, states of 0 and of 100.
+    Extremes are keys of length 0.001 and 1000, gates and step sizes within 1e-6 of 0 and 1, states of size 0 and 100.
     """
     g = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
@@ -253,12 +258,13 @@ def draws(count, elementwise, seed):
 
 
 def minimise(loss, start, *given):
-    """The S at which loss(S, *given) is least, found from `start`: (S, smallest curvature, last step).
+    """Minimise loss(S, *given) from `start`: (S, smallest curvature, last step).
 
-    SciPy's exact trust region with gradients and Hessians from autograd, then three Newton steps for the last digits,
-    which a method that compares values of the loss cannot see. The curvature is the smallest eigenvalue of the Hessian
-    over the largest: unless it is positive, there is no one minimiser. The step is Newton's last, relative to the
-    largest number: unless it is small, nothing was found. Where a loss is not convex the minimum may be a local one.
+    Uses SciPy's exact trust region with gradients and Hessians from autograd, then three Newton steps for the last
+    digits, which a method that compares values of the loss cannot resolve. The curvature is the smallest eigenvalue of
+    the Hessian over the largest: unless it is positive, there is no unique minimiser. The step is Newton's last,
+    relative to the largest number: unless it is small, no minimum was found. If the loss is not convex, the minimum may
+    be a local one.
     """
     from scipy.optimize import minimize
 
@@ -278,7 +284,7 @@ def minimise(loss, start, *given):
             step = np.linalg.lstsq(hessian(s), value_and_gradient(s)[1], rcond=None)[0]
             s = s - step
         curvature = np.linalg.eigvalsh(hessian(s))  # ascending
-    except (ValueError, np.linalg.LinAlgError):  # it ran off to where nothing is finite
+    except (ValueError, np.linalg.LinAlgError):  # diverged to values that are not finite
         return start, -math.inf, math.inf
     low = curvature[0] / max(abs(curvature).max(), 1e-300)
     return torch.tensor(s).view(start.shape), float(low), float(abs(step).max() / max(abs(s).max(), 1e-300))
@@ -287,21 +293,21 @@ def minimise(loss, start, *given):
 def check(row, count, seed):
     """How far `row`'s update is from the minimiser of its objective, over `count` draws.
 
-    Returns {'off': the largest difference over all draws, relative to the largest number in either; 'off_ordinary':
-    over those of ordinary size; 'smallest_curvature', 'largest_last_step': see `minimise`; 'draws'; 'found': whether
-    there was one minimum every time; 'minimises': whether the update was there}. Raises ConfigError for an objective or
-    update that does not return what it should.
+    Returns {'off': the largest difference over all draws, relative to the largest number in either; 'off_ordinary': the
+    same over draws of ordinary size; 'smallest_curvature', 'largest_last_step': see `minimise`; 'draws'; 'found': True
+    if every draw had a unique minimum; 'minimises': True if the update was always there}. Raises ConfigError for an
+    objective or update with an invalid result.
     """
     offs, curvatures, steps = [], [], []
     for S_prev, k, x, p in draws(count, row.elementwise, seed):
         before, got = S_prev.clone(), answer(row, S_prev, k, x, p)
         if not torch.equal(before, S_prev):
-            raise ConfigError(f"{row.name}: update changed S_prev in place: make a new tensor")
+            raise ConfigError(f"{row.name}: update changed S_prev in place: return a new tensor")
         value = row.objective(S_prev + 0.5, S_prev, k, x, p)
         if not (isinstance(value, torch.Tensor) and value.shape == () and value.isfinite() and got.isfinite().all()):
-            raise ConfigError(f"{row.name}: the objective must be one number, and it and the update finite, for keys "
-                              f"of length 0.001 to 1000; here |k| = {k.norm():.3g}, objective {value}")
-        g = torch.Generator().manual_seed(seed + len(offs))  # a start that knows nothing of the update
+            raise ConfigError(f"{row.name}: the objective must be a single number, and it and the update finite, for "
+                              f"keys of length 0.001 to 1000; got objective {value} at |k| = {k.norm():.3g}")
+        g = torch.Generator().manual_seed(seed + len(offs))  # the start does not depend on the update
         start = torch.randn(S_prev.shape, generator=g, dtype=torch.float64)
         least, low, step = minimise(row.objective, start, S_prev, k, x, p)
         offs.append(((got - least).abs().max() / max(got.abs().max(), least.abs().max(), 1e-300)).item())
@@ -314,20 +320,20 @@ def check(row, count, seed):
 
 
 def answer(row, S_prev, k, x, p):
-    """row.update's S. Raises ConfigError, one line, where it is no float64 tensor of S_prev's shape."""
+    """row.update's S. Raises ConfigError unless it is a float64 tensor of S_prev's shape."""
     S = row.update(S_prev, k, x, p)
     if not isinstance(S, torch.Tensor) or S.shape != S_prev.shape or S.dtype != torch.float64:
         got = f"{tuple(S.shape)} {S.dtype}" if isinstance(S, torch.Tensor) else type(S).__name__
-        raise ConfigError(f"{row.name}: update returned {got}, not the new S, {tuple(S_prev.shape)} torch.float64")
+        raise ConfigError(f"{row.name}: update returned {got}, expected the new S, {tuple(S_prev.shape)} torch.float64")
     return S
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
 
 def make_pairs(n, d, N, correlation, g):
-    """n random pairs: keys (n, N) of length 1 that share one random direction, and values (n, d), normal.
+    """n random pairs: keys (n, N) of length 1 that share a random direction, and normally distributed values (n, d).
 
-    correlation: about the expected cosine of two keys.
+    correlation: approximately the expected cosine of two keys.
     """
     normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     unit = lambda a: F.normalize(a, dim=-1)
@@ -336,18 +342,18 @@ def make_pairs(n, d, N, correlation, g):
 
 
 def lost(read, values):
-    """The share of the values that is not in what was read: sum (c read - value)^2 / sum value^2, of any shape.
+    """The share of the values that is lost: sum (c read - value)^2 / sum value^2, for tensors of any shape.
 
-    c is the best single number: in the model a norm and a learned projection follow, which would find it.
+    c is the best single factor: in a model, the norm and learned projection that follow would find it.
     """
-    read = read / read.abs().max().clamp(min=1e-300)  # so that its square is finite
+    read = read / read.abs().max().clamp(min=1e-300)  # keeps its square finite
     return 1 - ((read * values).sum().square() / (read.square().sum() * values.square().sum()).clamp(min=1e-300)).item()
 
 
 def recall(row, p, keys, values):
-    """What is lost over one stream, of all pairs and of the newest NEWEST, after each number of PAIRS: (2, len(PAIRS)).
+    """The share lost over a stream, of all pairs and of the newest NEWEST, after each number in PAIRS: (2, len(PAIRS)).
 
-    Infinite from where the state is not finite.
+    Infinite once the state is not finite.
     """
     S, shares = torch.zeros(values.shape[1], keys.shape[1], dtype=torch.float64), []
     for n, (k, x) in enumerate(zip(keys, values, strict=True), 1):
@@ -360,11 +366,12 @@ def recall(row, p, keys, values):
 
 
 def recall_rows(rows, correlation, streams, seed):
-    """What every update that has keys loses, as its mixer starts and at its best setting for each number of pairs.
+    """The share that every update with keys loses, with its mixer's initial values and at its best settings.
 
-    Returns a list of {'name'; 'start': share lost of all pairs, mean over streams, for each of PAIRS; 'best': the same
-    at the best setting for each, 'setting': which; 'newest': of the newest NEWEST pairs at the best setting for them;
-    all with '..._quartiles' over streams}. All updates see the same streams, on which settings are also chosen.
+    Returns a list of {'name'; 'start': share lost of all pairs, mean over streams, for each of PAIRS, with the mixer's
+    initial values; 'best': the same at the best setting for each number of pairs; 'setting': that setting; 'newest':
+    share lost of the newest NEWEST pairs, at the best setting for these; all with '..._quartiles' over streams}. All
+    updates see the same streams, on which the settings are also chosen.
     """
     data = [make_pairs(max(PAIRS), D_STATE, N_STATE, correlation, torch.Generator().manual_seed(seed + s))
             for s in range(streams)]  # keys (n, N) and values (n, d) each
@@ -386,12 +393,12 @@ def recall_rows(rows, correlation, streams, seed):
 
 
 def least_squares_floor(n):
-    """What no S (d, N) chosen with hindsight could beat on n pairs: it reaches N of a value row's n dimensions."""
+    """The least that any S (d, N), even chosen with hindsight, loses of n pairs: it fits N of n dimensions."""
     return max(0.0, 1 - N_STATE / n)
 
 
 def written_again(row, seed):
-    """<S k, x> / |x|^2 after the same pair was written TIMES times, as the mixer starts, |k| = 1: a list."""
+    """[<S k, x> / |x|^2] after writing the same pair TIMES times, with the mixer's initial values and |k| = 1."""
     (k,), (x,) = make_pairs(1, D_STATE, N_STATE, 0.0, torch.Generator().manual_seed(seed))
     S, p, reads = torch.zeros(D_STATE, N_STATE, dtype=torch.float64), settings(D_STATE, N_STATE), []
     for t in range(1, max(TIMES) + 1):
@@ -402,11 +409,11 @@ def written_again(row, seed):
 
 
 def diagonal_cost(N, correlation, writes, streams, seed, d=8):
-    """What Eq. 7 loses against Eq. 6, over the later half of streams of 8 N pairs (at least 64), beta = 0.5.
+    """The loss of Eq. 7 compared with Eq. 6, over the later half of streams of 8 N pairs (at least 64), beta = 0.5.
 
-    writes: eps |k|^2, which sets the length of the keys. 'missed': the share of the possible decrease of Eq. 5 in a
-    step from Eq. 7's own state S' that Eq. 7 leaves, (L(S7) - L(S6)) / (L(S') - L(S6)), summed over steps: 0 is the
-    minimiser, 1 as good as no step, more is worse than none.
+    writes: eps |k|^2, which sets the length of keys. 'missed': the share of the possible decrease of Eq. 5 that a step
+    of Eq. 7 from its own state S' misses, (L(S7) - L(S6)) / (L(S') - L(S6)), summed over steps: 0 is the minimiser, 1
+    is as good as no step, more is worse than no step.
     """
     n, p, left, possible = max(64, 8 * N), settings(d, N), 0.0, 0.0
     for s in range(streams):
@@ -423,8 +430,8 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
 
 
 # ------------------------------------------------------------------------------------------------ the mixers that train
-# The arguments of an operator of kernels/ and its last state, as sequences of the updates above: (S before, S after,
-# k (T, N), x (T, d), [p of each step]).
+# Convert an operator's arguments and its last state to sequences for the updates above: (S before, S after, k (T, N),
+# x (T, d), [p of each step]).
 
 def scan_sequences(a, state):
     k, x = (a["k"], a["x"]) if "dt" in a else (a["B"], a["u"])
@@ -466,10 +473,10 @@ SEQUENCES = {"longhorn_scan": scan_sequences, "selective_scan": scan_sequences, 
 
 @torch.no_grad()
 def operator_call(family, backend="", seed=0, T=12):
-    """What the mixer of `family` gives its operator for T tokens, starting from a state that has seen T, and gets back.
+    """The call of `family`'s mixer to its operator for T tokens, from a state that has already seen T.
 
-    The weights are random: the initial ones would leave every gate near its middle. Returns (name of the operator,
-    {argument: tensor}, state after the call), all float64. Raises RuntimeError where the mixer does not call it once.
+    The weights are random, because initial ones would leave every gate near its middle. Returns (the operator's name,
+    {argument: tensor}, state after the call), all float64. Raises RuntimeError unless the mixer calls it exactly once.
     """
     config = model.ModelConfig(model=family, n_layer=1, n_head=2, n_embd=32, d_state=8, vocab_size=64, backend=backend)
     with torch.random.fork_rng(devices=[]):
@@ -498,7 +505,7 @@ def operator_call(family, backend="", seed=0, T=12):
 
 
 def mixer_off(family, update, backend=""):
-    """Relative difference, 2-norm, of the last states between the mixer of `family` and `update` step by step."""
+    """Relative difference, in the 2-norm, between the last states of `family`'s mixer and of `update` step by step."""
     name, arguments, state = operator_call(family, backend)
     got, true = [], []
     for S, after, k, x, ps in SEQUENCES[name](arguments, state):
@@ -513,8 +520,8 @@ def mixer_off(family, update, backend=""):
 # ------------------------------------------------------------------------------------------------ an update of your own
 
 def read_update(path):
-    """The row that a file describes: objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and if it likes name,
-    note, L, S and tune. Raises ConfigError, one line."""
+    """The row for a file that defines objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and optionally name,
+    note, L, S and tune. Raises ConfigError."""
     path = regular(path)
     module = runpy.run_path(str(path))
     for name, wanted in (("objective", "S, S_prev, k, x, p"), ("update", "S_prev, k, x, p")):
@@ -522,7 +529,7 @@ def read_update(path):
             raise ConfigError(f"--add={path}: defines no function {name}({wanted})")
     name, tune = str(module.get("name", path.stem)), module.get("tune", LENGTHS)
     if name in ROW:
-        raise ConfigError(f"--add={path}: there is a row named {name!r} already: give yours another name = \"...\"")
+        raise ConfigError(f"--add={path}: a row named {name!r} already exists: set another name = \"...\"")
     known = ["key", *vars(settings(1, 1))]
     if not all(isinstance(t, dict) and set(t) <= set(known) for t in tune):
         raise ConfigError(f"--add={path}: tune must be a list of settings such as [{{'beta': 0.9, 'key': 2.0}}], with "
@@ -543,19 +550,20 @@ def verdict(check):
         return "yes"
     if check["found"]:
         return "NO"
-    return "NO: no one minimum" if check["smallest_curvature"] <= 1e-13 else "not known: no minimum was found"
+    return "NO: no unique minimum" if check["smallest_curvature"] <= 1e-13 else "not known: no minimum was found"
 
 
 def report(record, rows):
     """The record as Markdown that also reads well in a terminal: a list of lines."""
-    lines = ["Objectives and updates (S' the state before; g, a, f gates, b step sizes, D Mamba's; * elementwise):", ""]
+    lines = ["Objectives and updates (S': previous state; g, a, f: gates; b, D: step sizes; *: elementwise):", ""]
     width = max(len(row.name) for row in rows)
     for row in rows:
         lines += [f"    {row.name:{width}}  L = {row.L}", f"    {'':{width}}  S = {row.S}"]
     lines += ["", *wrapped(f"""Does the update minimise its objective? {record['draws']} random draws each, in float64.
-        off: the largest relative difference from a numerical minimiser, for draws of ordinary size and for all; yes: at
-        most {HOLDS:g}. Mixers: how far the states of the mixers that train are off the update, in float32."""), ""]
-    cells = [["family", "claimed by", "minimises it?", "off", "with extremes", "mixers of model.py"]]
+        off: the largest relative difference from a numerical minimiser, for draws of ordinary size and for all draws;
+        yes: at most {HOLDS:g}. mixers: relative difference between the states of the mixers that train and the update,
+        in float32."""), ""]
+    cells = [["family", "claimed by", "minimises it?", "off", "with extremes", "mixers"]]
     for row, check in zip(rows, record["checks"], strict=True):
         trained = ", ".join(f"{family} {off:.0e}" for family, off in check["mixers"].items()) or "-"
         off = (f"{check[name]:.0e}" for name in ("off_ordinary", "off"))
@@ -564,9 +572,9 @@ def report(record, rows):
     lines += [*(line for row in rows if row.note for line in wrapped(f"- {row.name}: {row.note}.", "  ")), ""]
     wide = max(high - low for rows in record["recall"].values() for r in rows for name in ("start", "best", "newest")
                for low, high in r[name + "_quartiles"] if math.isfinite(high - low))
-    lines += [*wrapped(f"""Recall without training. Random pairs are written to {D_STATE} x {N_STATE} numbers one after
-        another: the share of their values that is lost when they are read back with the keys, after one gain for all
-        (0: perfect, 1: nothing left). Means over {record['streams']} streams, whose quartiles are at most {wide:.2f}
+    lines += [*wrapped(f"""Recall without training. Random pairs are written one after another to a state of {D_STATE} x
+        {N_STATE} numbers: the share of their values that is lost when they are read back with the keys, with a common
+        gain (0: perfect, 1: nothing left). Means over {record['streams']} streams; quartiles are at most {wide:.2f}
         apart."""), ""]
     shown = [PAIRS.index(n) for n in (4, 8, 16, 32, 64, 128)]
     for title, key, which in PANELS:
@@ -575,13 +583,14 @@ def report(record, rows):
         if which != "newest":
             cells.append(["least squares with hindsight", *(f"{least_squares_floor(PAIRS[i]):.3f}" for i in shown)])
         lines += [f"{title[0].upper()}{title[1:]}:", "", table(cells), ""]
-    lines += [f"One pair written again and again, as a multiple of its value (as the mixers start, N = {N_STATE}):", ""]
+    lines += [f"One pair written repeatedly and read back, as a multiple of its value (mixers' initial values, N = "
+              f"{N_STATE}):", ""]
     cells = [["update", "once", *(f"{t} times" for t in TIMES[2::2])]]
     cells += [[name, *(f"{r:.3g}" for r in reads[::2])] for name, reads in record["written_again"].items()]
     lines += [table(cells), ""]
-    lines += [*wrapped("""What the diagonal costs, over streams of 8 N pairs, by N, by what a step writes and by the
-        cosine of two keys: the share of the possible decrease of Eq. 5 that a step of Eq. 7 misses, from its own state
-        (0: the minimiser, 1: as good as no step)."""), ""]
+    lines += [*wrapped("""The cost of the diagonal form, over streams of 8 N pairs: the share of the possible decrease
+        of Eq. 5 that a step of Eq. 7 from its own state misses (0: the minimiser, 1: as good as no step), by N, by the
+        share of a value that a step writes, and by the cosine of two keys."""), ""]
     by_cosine = {}
     for c in record["diagonal"]:
         by_cosine.setdefault((c["N"], c["writes"]), {})[c["correlation"]] = f"{abs(c['missed']):.2f}"
@@ -600,13 +609,13 @@ COLORS = {"linear attention": "tab:gray", "RetNet": "tab:brown", "GLA": "tab:ora
 
 
 def draw(record, path):
-    """The picture of the record: recall by the number of pairs, a pair written again, what the diagonal costs."""
+    """Plot the record: recall by number of pairs, a pair written repeatedly, the cost of the diagonal form."""
     from matplotlib.figure import Figure
 
     names = [r["name"] for r in record["recall"]["independent"]]
     style = {n: dict(label=n, color=COLORS.get(n, "black"), lw=2.4 if n in ("Longhorn, Eq. 6", "RetNet") else 1.5)
              for n in names}
-    for n in {"DeltaNet", "GLA"} & set(names):  # where settings are chosen they lie on Eq. 6 and RetNet
+    for n in {"DeltaNet", "GLA"} & set(names):  # at the best settings they lie on top of Eq. 6 and RetNet
         style[n] |= dict(ls=(0, (3, 2)), zorder=3)
     figure = Figure(figsize=(15, 8.4), dpi=110)
     axes = figure.subplots(2, 3)
@@ -648,7 +657,7 @@ def draw(record, path):
 # ----------------------------------------------------------------------------------------------------------------- main
 
 def measure(rows, draw_count, streams, seed):
-    """Everything that the tables and the picture show, as a record."""
+    """Everything that the tables and the figure show, as a record."""
     checks = []
     for row in rows:
         off = {family: mixer_off(family, row.update) for family in row.mixers}
@@ -665,14 +674,14 @@ def measure(rows, draw_count, streams, seed):
 
 
 def unexpected(record, rows):
-    """What differs from the claims of this file, one line each: an update or a mixer was changed."""
+    """A line per result that contradicts this file's claims, because an update or a mixer was changed."""
     lines = []
     for row, check in zip(rows, record["checks"], strict=True):
         if check["minimises"] != row.holds and not row.added:
             lines.append(f"{row.name}: the update {'is' if check['minimises'] else 'is not'} the minimiser (off by "
-                         f"{check['off']:.1e}), contrary to what this file says of it")
-        lines += [f"{family}: its mixer is {off:.1e} off the update of {row.name}, more than {MIXER_HOLDS:g}"
-                  for family, off in check["mixers"].items() if not off <= MIXER_HOLDS]  # NaN is not right
+                         f"{check['off']:.1e}), contrary to this file's claim")
+        lines += [f"{family}: its mixer differs by {off:.1e} from the update of {row.name}, more than {MIXER_HOLDS:g}"
+                  for family, off in check["mixers"].items() if not off <= MIXER_HOLDS]  # `not` catches NaN
     return lines
 
 
@@ -681,17 +690,17 @@ def parse(argv=None):
     parser.add_argument("--add", action="append", default=[], metavar="FILE", help="a Python file with objective(S, "
                         "S_prev, k, x, p), update(S_prev, k, x, p) and, optionally, name, note, L, S (the formulas) "
                         "and tune (settings of p for the recall); may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="of draws and streams (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of draws and streams (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="12 draws instead of 48, 2 streams instead of 12")
-    parser.add_argument("--out", type=Path, help="write the record to this .json file, and .md and .png beside it")
+    parser.add_argument("--out", type=Path, help="write the record to this .json file, and a .md and .png next to it")
     parser.add_argument("--save", action="store_true", help="write them to results/online_learning.json, .md and .png")
     args = parser.parse_args(argv)
     if args.out and args.out.suffix != ".json":
-        parser.error(f"--out={args.out}: the record is a .json file, such as {args.out.with_suffix('.json')}")
+        parser.error(f"--out={args.out}: the record must be a .json file, such as {args.out.with_suffix('.json')}")
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed={args.seed}: it must be in 0 .. {2**32 - 1}")
     if args.save and args.add and not args.out:
-        parser.error("--save with --add: results/ holds the families of this file only; choose a file with --out")
+        parser.error("--save with --add: results/ is only for the families in this file; choose a file with --out")
     return args
 
 
@@ -699,7 +708,7 @@ def main(argv=None):
     args, began = parse(argv), time.perf_counter()
     out = args.out or (ROOT / "results" / "online_learning.json" if args.save else None)
     check_out(out)
-    torch.set_num_threads(1)  # the states are small: more threads would wait for one another
+    torch.set_num_threads(1)  # the states are small: more threads would only wait for each other
     rows = UPDATES + [read_update(path) for path in args.add]
     record = new_record("online_learning")
     head = f"{headline(record)}, seed {args.seed}"
@@ -714,7 +723,7 @@ def main(argv=None):
         write_record(out, record)
         out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
         draw(record, out.with_suffix(".png"))
-        print(f"record: {out}, table: {out.with_suffix('.md')}, picture: {out.with_suffix('.png')}")
+        print(f"record: {out}, table: {out.with_suffix('.md')}, figure: {out.with_suffix('.png')}")
     return int(bool(wrong))
 
 

@@ -1,9 +1,9 @@
-"""Which body of an operator runs (`choose`), and the native libraries: compiled on first use, called through ctypes.
+"""Chooses which body of an operator runs (`choose`), and builds the native libraries on first use (called by ctypes).
 
-longhorn_scan.cu and conv_norm.cu are compiled by the C++ compiler for the CPU and by nvcc or NVRTC for a GPU, without
-PyTorch's headers. A library is cached under build/ by a hash of source, flags, compiler and machine;
-$LONGHORN_BUILD_DIR names another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and state
-shape or convolution width: each compiles in seconds, all would take minutes.
+longhorn_scan.cu and conv_norm.cu are compiled by a C++ compiler for the CPU and by nvcc or NVRTC for a GPU, without
+PyTorch's headers. Libraries are cached under build/, keyed by a hash of source, flags, compiler and machine;
+$LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and state
+shape or convolution width: each compiles in seconds, all of them would take minutes.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ HEADER = ROOT / "kernels" / "lanes.h"
 DTYPES = fused.ALL
 BACKENDS = ("torch", "cpu", "cuda", "fused")
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
-MAX_WIDTH = 8  # of the convolution; MAX_WIDTH of conv_norm.cu
+MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
-# Kernels that have a variant for whole chunks and blocks: the rows it fetches.
+# Kernels with a variant for whole chunks and blocks -> the rows that it fetches ahead.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
 LA = "kernels/linear_attention.py: "
-BODIES = {  # operator: (where its fast body is written, where its plain PyTorch body is)
+BODIES = {  # operator: (place of its fast body, place of its plain PyTorch body)
     "longhorn_scan": ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step"),
     "selective_scan": ("longhorn_scan.cu: Mamba", "kernels/scan.py: _mamba_step"),
     "causal_conv1d": ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch"),
@@ -54,7 +54,7 @@ BODIES = {  # operator: (where its fast body is written, where its plain PyTorch
     "mesa": (LA + "_mesa", LA + "mesa_ref"),
     "wkv4": (LA + "_wkv4", LA + "wkv4_ref"),
 }
-NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others are PyTorch on every device
+NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others run in PyTorch on every device
 NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no library has RWKV-4's wkv"}
 
 
@@ -65,10 +65,10 @@ _forced_plain = set()
 
 @contextlib.contextmanager
 def plain(*ops):
-    """Inside this context the named operators (keys of BODIES) run their plain PyTorch body, whatever `backend` says.
+    """In this context the named operators (keys of BODIES) run their plain PyTorch bodies, whatever `backend` says.
 
-    Keep forward and backward both inside: activation checkpointing chooses again in the backward. Code that
-    torch.compile has compiled is not affected. Raises ValueError for an unknown name.
+    Keep both forward and backward inside: activation checkpointing chooses again in the backward. Compiled code is not
+    affected. Raises ValueError for an unknown name.
     """
     unknown = sorted(set(ops) - set(BODIES))
     if unknown:
@@ -82,15 +82,15 @@ def plain(*ops):
 
 
 def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
-    """Which body of `op` (a key of BODIES) runs: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the
-    device itself ('cpu', 'cuda') for this repository's own body there. Every operator asks here.
+    """The body of `op` (a key of BODIES) to run: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the
+    device ('cpu', 'cuda') for this repository's own body on it. Every operator calls this.
 
     backend: one of BACKENDS, None or "" for the fastest that runs here. device: the type of the tensors' device. dtype:
-    theirs; None: one that every body takes. cannot, library_cannot: why else the native kernels and the library cannot
-    take them. Inside torch.func and forward-mode AD native operators run in plain PyTorch: the kernels have no rules
-    there and would silently drop tangents.
+    of the tensors; None: one that every body takes. cannot, library_cannot: further reasons why the native kernels or
+    the library cannot take these tensors. Inside torch.func and forward-mode AD native operators run in plain PyTorch:
+    the kernels have no rules for these and would silently drop tangents.
 
-    Raises ValueError for an unknown backend, RuntimeError for a named backend that cannot run here, with the reason.
+    Raises ValueError for an unknown backend, RuntimeError with the reason if the given backend cannot run here.
     """
     return _choose(op, backend or "", device, dtype, cannot, library_cannot, op in _forced_plain, transformed())
 
@@ -168,12 +168,12 @@ def unavailable(device):
 
 
 def autocast_dtype(device):
-    """The dtype of autocast on `device`, or None where autocast is off or, as on meta, does not exist."""
+    """Autocast's dtype on `device`; None if autocast is off, or does not exist there (meta)."""
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def compute_dtype(x):
-    """The dtype in which an operator takes x: autocast's where it is on, else x's own; float64 always stays float64."""
+    """The dtype in which an operator computes with x: autocast's if it is on, else x's own; float64 stays float64."""
     return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
 
 
@@ -194,10 +194,10 @@ def _cpu_name():
 
 
 def build(sources=(SCAN, CONV), folder=None):
-    """Compile `sources` into one library for this CPU unless it is cached; returns (its path, seconds of compiling).
+    """Compile `sources` into one library for this CPU, unless it is cached; returns (path, seconds of compiling).
 
-    Processes that call it at the same time build once: the others wait for a file lock. The folder is `folder`,
-    $LONGHORN_BUILD_DIR or build/ of this repository. Raises OSError with the compiler's message.
+    If several processes call it at the same time, one builds and the others wait for a file lock. The folder is
+    `folder`, $LONGHORN_BUILD_DIR or build/ of this repository. Raises OSError with the compiler's message.
     """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
@@ -225,9 +225,8 @@ def _compile(compiler, flags, sources, folder):
 
 
 def build_cuda(update, dtype, shape, architecture, way=None, source=None, folder=None):
-    """`build` of the kernels for an architecture such as 'sm_90': the scan of one update, dtype and `cuda_shape`, or
-    for update "conv" the convolution of one dtype and of width shape[0]. way: one of `cuda.ways`, else the first that
-    works."""
+    """`build` for a GPU architecture such as 'sm_90': the scan for one update, dtype and `cuda_shape`, or with update
+    "conv" the convolution for one dtype and width shape[0]. way: one of `cuda.ways`; None: the first that works."""
     if way is None:
         return _first_that_works(architecture, lambda way: build_cuda(update, dtype, shape, architecture, way, source,
                                                                       folder))
@@ -246,11 +245,11 @@ def _first_that_works(architecture, make):
             return make(way)
         except (OSError, RuntimeError) as error:
             errors.append(f"{' '.join(way)}: {error}")
-    raise OSError("; ".join(errors[:2]))  # PTX fails for the same reasons
+    raise OSError("; ".join(errors[:2]))  # the rest, PTX, failed for the same reasons
 
 
 def _cached(name, suffix, key, sources, folder, make):
-    """(path, seconds): the file that make(path) writes, cached by a hash of `key` and the sources."""
+    """(path, seconds) of the file that make(path) writes, cached by a hash of `key` and the sources."""
     folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build")
     text = b"".join(Path(source).read_bytes() for source in (HEADER, *sources))
     stem = f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}"
@@ -267,7 +266,7 @@ def _cached(name, suffix, key, sources, folder, make):
 
         with contextlib.suppress(OSError):  # some network file systems have no locks; the rename is atomic anyway
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for leftover in folder.glob(f"{stem}*.tmp"):  # of a killed process
+            for leftover in folder.glob(f"{stem}*.tmp"):  # left by a killed process
                 leftover.unlink()
         if path := _intact(folder, stem):
             return path, 0.0
@@ -281,7 +280,7 @@ def _cached(name, suffix, key, sources, folder, make):
 
 
 def _intact(folder, stem):
-    """The cached file whose name ends with the hash of its content: one cut short would end the process by SIGBUS."""
+    """The cached file, if its content matches the hash in its name: loading a truncated file would raise SIGBUS."""
     for path in folder.glob(f"{stem}_*"):
         with contextlib.suppress(OSError):
             if path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:16]):
@@ -290,7 +289,7 @@ def _intact(folder, stem):
 
 
 def _struct(name, fields):
-    """A ctypes mirror of a struct of the sources; * marks a pointer, & a double, the rest are int64."""
+    """A ctypes mirror of a struct in the sources; * marks a pointer, & a double, the rest are int64."""
     kinds = {"*": ctypes.c_void_p, "&": ctypes.c_double}
     fields = [(f.strip("*&"), kinds.get(f[0], ctypes.c_int64)) for f in fields.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
@@ -328,7 +327,7 @@ def library():
 
 @functools.cache
 def cuda_module(update, dtype, shape, architecture, device):
-    """The kernels of `build_cuda`, built and loaded on first use in the first way that works. Raises OSError."""
+    """The kernels of `build_cuda`, built and loaded on first use, in the first way that works. Raises OSError."""
     kernels, args = (cuda.CONV_KERNELS, ConvArgs) if update == "conv" else (cuda.SCAN_KERNELS, ScanArgs)
 
     def make(way):
@@ -349,12 +348,12 @@ def _announce(where, words, seconds):
 
 @functools.cache
 def cuda_shape(B, T, D, N, multiprocessors, may_split=True):
-    """(P, L): L lanes share two channels, each with P states of both (P * L is N, padded to a power of two from 8 on).
+    """(P, L): L lanes share two channels, and each holds P states of both (P * L is N, padded to a power of two >= 8).
 
-    Eight states per lane do the least work. Where that leaves multiprocessors idle, even with T split into segments,
-    they are four. Two blocks per multiprocessor count as enough; no GPU has been asked.
+    Eight states per lane take the least work; four, if eight would leave multiprocessors idle even with T split into
+    segments. Two blocks per multiprocessor count as enough, which no GPU has confirmed.
     """
-    if N > 256:  # the backward of more would not find its shared memory on any GPU
+    if N > 256:  # no GPU has enough shared memory for the backward of more
         raise ValueError(f"scan: the CUDA kernels take up to 256 states per channel, got {N}: use backend='torch'")
     states = max(8, 1 << (N - 1).bit_length())
     P = 8 if states >= 16 else 4
@@ -365,10 +364,11 @@ def cuda_shape(B, T, D, N, multiprocessors, may_split=True):
 
 
 def cuda_segments(blocks, T, multiprocessors):
-    """How many segments of at least SEGMENT steps to split T into, for a kernel of `blocks` blocks per segment.
+    """The number of segments, of at least SEGMENT steps, to split T into; a kernel has `blocks` blocks per segment.
 
-    T is split where there is at most one block per multiprocessor, which then waits for memory, into two for each.
-    Joining the segments costs the forward about as much again, the backward a quarter of that.
+    With more than one block per multiprocessor T stays whole. Otherwise blocks would wait for memory, so T is split to
+    get two per multiprocessor. Joining the segments costs the forward about as much again, the backward a quarter of
+    that.
     """
     return max(1, min(T // SEGMENT, 2 * multiprocessors // blocks)) if blocks <= multiprocessors else 1
 
@@ -382,12 +382,12 @@ def segment_sizes(T, segments):
 # ------------------------------------------------------------------------------------------------- calling the library
 
 class Kernels:
-    """The library and the argument struct for one call on x (B, T, D); `dtype` is what the kernels read and write.
+    """The library and argument struct for one call on x (B, T, D); the kernels read and write `dtype`.
 
-    update: of the scan, one of UPDATES; None: the convolution. rows: how many packed sequences, None: the B of x.
-    gated: whether the scan has z, without which T is not split.
-    With `reversed` set, rows and steps run from the last to the first, in all tensors (B, T, ...) that are read by
-    their strides and in those of OUT; what has no T or is (.., B, T, N) is in the order in which the kernels run.
+    update: the scan's, one of UPDATES; None: the convolution. rows: the number of packed sequences; None: x's B.
+    gated: the scan has z; without it T is not split.
+    With `reversed` set, rows and steps run from last to first in all tensors (B, T, ...) that are read by strides and
+    in OUT; tensors without T, or (.., B, T, N), stay in the order in which the kernels run.
     """
 
     OUT = ("y", "dx", "ddt", "dz")  # (B, T, D) contiguous
@@ -399,16 +399,16 @@ class Kernels:
         self.args = args_class.from_buffer_copy(self.args)
 
     def __call__(self, function, rows, floats, **buffers):
-        """Point the struct at tensors and call a function of the library; absent tensors (None) stay null.
+        """Point the struct at tensors and call a library function; absent tensors (None) stay null.
 
         rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous or
-        the rows of segments are not aligned. floats: read as contiguous float32. buffers: passed as they are.
+        the rows of segments are not aligned. floats: read as contiguous float32. buffers: passed unchanged.
         """
         args, size, sign = self.args, self.dtype.itemsize, -1 if self.reversed else 1
         tensors, args.out_t = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}, sign * args.D
         for name, a in tensors.items():
             b, t, d = a.stride()
-            fits = t * size < 2**31 and (d == 1 or a.shape[2] == 1)  # the kernels' steps in bytes have 32 bits
+            fits = t * size < 2**31 and (d == 1 or a.shape[2] == 1)  # the kernels' strides in bytes have 32 bits
             if not fits or self.aligned > 1 and (a.data_ptr() | b * size | t * size) % self.aligned:
                 tensors[name] = a = a.clone(memory_format=torch.contiguous_format)
                 b, t, d = a.stride()
@@ -418,7 +418,7 @@ class Kernels:
         tensors |= {n: a for n, a in buffers.items() if a is not None}
         point(args, **tensors)  # the dict keeps the copies alive until the function returns
         for name, a in tensors.items() if self.reversed else ():
-            if name in rows or name in self.OUT:  # at its last row
+            if name in rows or name in self.OUT:  # start at the last row
                 last = (a.shape[0] - 1) * a.stride(0) + (a.shape[1] - 1) * a.stride(1)
                 setattr(args, name, a.data_ptr() + last * a.itemsize)
         self.run(function)
@@ -440,20 +440,20 @@ class Kernels:
             module.launch(kernel, blocks, a, stream)
 
     def is_whole(self, rows):
-        """Whether the kernels without bounds checks can run: whole chunks and blocks, `rows` present and aligned for
+        """True if the kernels without bounds checks can run: whole chunks and blocks, `rows` present and aligned for
         16-byte copies, k and q for copies of four numbers."""
         a, size = self.args, self.dtype.itemsize
         if a.cu or a.T % CHUNK or a.D % self.module.channels or a.N != self.module.states:
             return False
         for name, part in (*[(n, 16) for n in rows], ("k", 4 * size), ("q", 4 * size)):
-            address, b = getattr(a, name), getattr(a, name + "_b") if a.B > 1 else 0  # with one row it may be anything
+            address, b = getattr(a, name), getattr(a, name + "_b") if a.B > 1 else 0  # with one row, b is arbitrary
             if not address or (address | (b | getattr(a, name + "_t")) * size) % part:
                 return False
         return True
 
     def initial_segment_states(self, rows, floats, function, initial, reverse=0):
-        """The state before each segment of T, (rows, segments, D, N): `function` computes each segment's own
-        contribution from a zero state, combine_kernel joins them. In reverse: the gradient after each segment."""
+        """The state before each segment of T, (rows, segments, D, N): `function` computes each segment's final state
+        from a zero state, combine_kernel joins them. In reverse: the gradient after each segment."""
         a = self.args
         states, decay = (empty(next(iter(rows.values())), a.B * a.segments, a.D, a.N) for _ in range(2))
         self(function, rows, floats, hT=states, decay=decay)
@@ -464,8 +464,8 @@ class Kernels:
 
 @functools.lru_cache(1024)
 def _prepare(args_class, shape, dtype, device, update, rows, gated, threads, **sizes):
-    """What all calls of a kind share, as attributes of Kernels; `args` is to be copied. module: None on a CPU."""
-    (B, T, D), module, segments = shape, None, 1  # segments of T; for the convolution its tiles
+    """The attributes of Kernels that depend only on shapes, dtypes and devices; copy `args`. module: None on a CPU."""
+    (B, T, D), module, segments = shape, None, 1  # segments of T; for the convolution, its tiles
     B = B if rows is None else rows
     if device.type == "cuda":
         gpu, threads = torch.cuda.get_device_properties(device), 0
@@ -473,51 +473,51 @@ def _prepare(args_class, shape, dtype, device, update, rows, gated, threads, **s
         if update is None:
             module, segments = cuda_module("conv", dtype, (sizes["W"],), architecture, device.index), -(-T // CONV_TILE)
         else:
-            # joining segments of `exact` would take products of N x N matrices; all segments are whole and fetched
+            # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
             may_split = gated and rows is None and update != "exact"
             layout = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
             module = cuda_module(update, dtype, layout, architecture, device.index)
-            row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # of a warp: fetched by 16
+            row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
             whole = T % CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
             if may_split and whole and row_bytes >= 16:
                 segments = cuda_segments(B * D // module.channels, T, gpu.multi_processor_count)
-        if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps, and bytes of a row that may be half of a wider one
+        if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps; bytes of a row, which may be half of a wider one
             raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
                              f"{2**31 - CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
         splits = -(-D // module.channels)  # blocks that share a row
         if B * segments * splits >= 2**31:
-            raise ValueError(f"{B} rows of {D} channels take {B * segments * splits} blocks, a GPU starts up to "
+            raise ValueError(f"{B} rows of {D} channels take {B * segments * splits} blocks, but a GPU starts up to "
                              f"{2**31 - 1}: split the batch")
     else:
         dtype = torch.float32 if dtype == torch.float16 else dtype
         groups, splits = -(-D // library().longhorn_lanes()), 1
         while B * splits % threads and B * splits < 4 * threads and splits < groups:
-            splits += 1  # until every thread has the same work
+            splits += 1  # until all threads have equal work
     if update is not None:
         sizes |= segment_sizes(T, segments) | {"update": UPDATES.index(update)}
         segments = sizes["segments"]
     args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=int(dtype == torch.bfloat16), **sizes)
-    aligned = 16 if update is not None and segments > 1 else 1  # bytes, of what is fetched
+    aligned = 16 if update is not None and segments > 1 else 1  # bytes to which fetched rows must be aligned
     return dict(device=device, dtype=dtype, module=module, segments=segments, aligned=aligned, args=args)
 
 
 def kept_states(x, N):
-    """States per channel that the kernels keep at a chunk boundary: on a GPU N rounded up to a multiple of four."""
+    """States per channel stored at a chunk boundary: N, on a GPU rounded up to a multiple of four."""
     return -(-N // 4) * 4 if x.is_cuda else N
 
 
 def cast(a, dtype=torch.float32):
-    """a in `dtype`, None as it is. Tensor.to takes microseconds even where there is nothing to do."""
+    """a in `dtype`; None stays None. Saves the microseconds that Tensor.to takes even if there is nothing to do."""
     return a if a is None or a.dtype == dtype else a.to(dtype)
 
 
 def point(args, **tensors):
-    """Write the tensors' addresses into a struct; the caller keeps them alive."""
+    """Write the tensors' addresses into a struct; the caller must keep the tensors alive."""
     for name, a in tensors.items():
         setattr(args, name, a.data_ptr())
     return ctypes.byref(args)
 
 
 def empty(x, *shape, dtype=torch.float32):
-    """An uninitialised tensor on x's device: kernels write every element of what they return."""
+    """An uninitialised tensor on x's device: kernels write every element of their results."""
     return torch.empty(shape, dtype=dtype, device=x.device)

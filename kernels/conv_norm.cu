@@ -1,9 +1,9 @@
-// The small native kernels around the scan: the short causal convolution before it, and on the CPU RMSNorm.
+// Small native kernels around the scan: the short causal convolution before it, and RMSNorm (CPU only).
 //
 //   convolution   y_t = silu(bias + sum_i weight_i x_{t - W + 1 + i})      per channel; state or zeros before t = 0
-//   RMSNorm       y = x / sqrt(mean(x^2) + eps) * weight                   row by row
+//   RMSNorm       y = x / sqrt(mean(x^2) + eps) * weight                   per row
 //
-// Built as longhorn_scan.cu is. Order: arguments, CUDA, CPU. To check a change:
+// Built like longhorn_scan.cu. Order: arguments, CUDA, CPU. To check a change:
 // python -m pytest tests/test_ops.py tests/test_cuda.py
 
 #include "lanes.h"
@@ -11,20 +11,20 @@
 #define MAX_WIDTH 8
 
 // Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous; absent
-// tensors are null. Time runs backwards as in longhorn_scan.cu, by negative strides.
+// tensors are null. As in longhorn_scan.cu, negative strides run time backwards.
 struct ConvArgs {
     int64_t B, T, D, W, dtype, silu, splits, threads;
     const void *x;                                    // (B, T, D)
     int64_t x_b, x_t;
     const float *weight, *bias;                       // (D, W), (D,)
-    const float *state;                               // (B, W - 1, D): the inputs before the first; null for zeros
+    const float *state;                               // (B, W - 1, D): the inputs before the first step; null for zeros
     void *y;                                          // (B, T, D): row (b, t) at (b T + t) out_t
     int64_t out_t;
     // backward only
     const void *dy;
     int64_t dy_b, dy_t;
     void *dx;                                         // (B, T, D), as y
-    float *dweight, *dbias;                           // (rows, W, D), (rows, D), summed over batch rows; CUDA: tiles
+    float *dweight, *dbias;                           // (rows, W, D), (rows, D), per batch row; CUDA: per tile
     float *dstate;                                    // (B, W - 1, D)
 };
 
@@ -34,21 +34,21 @@ struct NormArgs {
     const float *weight;                              // (D,)
     float *rstd;                                      // (rows,), written by the forward, read by the backward
     void *y, *dx;                                     // (rows, D), of y_dtype and x_dtype
-    float *dweight;                                   // (tasks, D), to be summed over tasks
+    float *dweight;                                   // (tasks, D), the caller sums over tasks
     double eps;
 };
 
 #ifdef ON_GPU
 
 // ----------------------------------------------------------------------------------------------- CUDA: the convolution
-// A lane is a channel over CONV_TILE steps of a row. All tiles run at once, and the W - 1 inputs before a tile are read
-// again (they are in the cache). CONV_AHEAD rows are read before the first of them is used.
+// A lane handles one channel over CONV_TILE steps of a row. All tiles run at once, and the W - 1 inputs before a tile
+// are read again (they are in the cache). CONV_AHEAD rows are read before the first of them is used.
 
 #define CONV_TILE 64
 #define CONV_AHEAD 8
 
 template <class E, int W> struct ConvPlace {
-    int T, tile, t0, t1, c;                            // tile: which of all rows'; it covers the steps t0 .. t1
+    int T, tile, t0, t1, c;                            // tile: index over all rows; it covers the steps t0 .. t1
     int64_t b;
     bool live;
     const E *x;
@@ -70,7 +70,7 @@ template <class E, int W> struct ConvPlace {
         #pragma unroll
         for (int i = 0; i < W; i++) weight[i] = a.weight[(int64_t)c * W + i];
     }
-    // window[1 ..] become the inputs of the W - 1 steps before t0; then `slide` makes room for the next
+    // window[1 ..] become the inputs of the W - 1 steps before t0; `slide` then makes room for the next
     __device__ __forceinline__ void before(const ConvArgs &a, float (&window)[W]) const {
         #pragma unroll
         for (int i = 1; i < W; i++) {
@@ -127,8 +127,8 @@ template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
     }
 }
 
-// Forwards in time too: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so a tile walks W - 1
-// steps beyond its end, whose sums are its neighbour's. The steps before 0 are the state's.
+// The backward also runs forwards in time: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so
+// a tile walks W - 1 steps beyond its end, whose sums belong to its neighbour. The steps before 0 belong to the state.
 template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
 
 template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t,
@@ -179,7 +179,7 @@ template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
 
 extern "C" {
 KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)))
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // where 72 registers would spill
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // there 72 registers would spill
 #define CONV_BLOCKS 6
 #else
 #define CONV_BLOCKS 7
@@ -191,7 +191,7 @@ __device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 
 #else
 
 // ------------------------------------------------------------------------------------------------ CPU: the convolution
-// WC is the width known at compile time, or 0: then it is read from the arguments.
+// WC is the width if known at compile time, or 0 to read it from the arguments.
 
 template <class E, int WC> static void conv_forward_task(const ConvArgs &a, int64_t b, int64_t first, int64_t last) {
     for (int64_t g = first; g < last; g++) {
@@ -261,7 +261,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
 }
 
 // -------------------------------------------------------------------------------------------------------- CPU: RMSNorm
-// A task is a range of rows; in one pass over a row, what PyTorch's eager form does in five and its backward in twelve.
+// A task is a range of rows. Each row takes one pass; eager PyTorch takes five, and twelve in the backward.
 
 MATH float lane_sum(vec v) { float s = 0; for (int l = 0; l < LANES; l++) s += v[l]; return s; }
 
@@ -306,7 +306,7 @@ template <class X, class Y> static void norm_backward_rows(const NormArgs &a, in
     for (int64_t c = 0; c < a.D; c += LANES) store(a.dweight + task * a.D + c, dweight[c / LANES], tail(a.D, c));
 }
 
-// ------------------------------------------------------------------------------------- CPU: what kernels/build.py loads
+// -------------------------------------------------------------------------------- CPU: functions for kernels/build.py
 
 template <class X, class Y> static void norm_forward(const NormArgs &a) {
     #pragma omp parallel for num_threads((int)a.threads)

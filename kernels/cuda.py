@@ -1,8 +1,8 @@
-"""CUDA without host code: a source of kernels becomes a cubin, which the driver loads and launches through ctypes.
+"""CUDA without host code: kernel sources are compiled to a cubin, which the driver loads and launches through ctypes.
 
-The compiler is nvcc where there is one, else NVRTC, which PyTorch's CUDA wheels bring. $NVCC names an nvcc,
+The compiler is nvcc if there is one, else NVRTC, which comes with PyTorch's CUDA wheels. $NVCC names an nvcc,
 $LONGHORN_CUDA_COMPILER=nvrtc skips it. A kernel takes one struct by value (ScanArgs or ConvArgs, mirrored in
-kernels/build.py), which ctypes hands to cuLaunchKernel, so one cubin serves every version of Python and PyTorch.
+kernels/build.py), which ctypes passes to cuLaunchKernel, so one cubin works with every version of Python and PyTorch.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "ba
 CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED, CARVE_OUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, .._PREFERRED_.._CARVEOUT
 ROOM = 97, 81  # bytes: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
-RESERVED = 1024  # bytes of each block's shared memory that the system takes
-DISAGREE = "kernels/build.py and the sources of its kernels disagree about the arguments: change the structs together"
+RESERVED = 1024  # bytes of shared memory that the system reserves per block
+DISAGREE = "kernels/build.py and the kernel sources disagree about the arguments: change both structs together"
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
 
@@ -31,7 +31,7 @@ CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the
 # ----------------------------------------------------------------------------------------------------------- compilers
 
 def nvcc():
-    """The path of nvcc, or None: $NVCC, the PATH, $CUDA_HOME and /usr/local/cuda are searched."""
+    """The path of nvcc, or None; looks at $NVCC, the PATH, $CUDA_HOME and /usr/local/cuda."""
     if os.environ.get("LONGHORN_CUDA_COMPILER") == "nvrtc":
         return None
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
@@ -41,9 +41,9 @@ def nvcc():
 
 @functools.cache
 def nvrtc():
-    """The NVRTC library, loaded, or None. PyTorch's wheels keep it under nvidia/ beside torch, or in torch/lib.
+    """The NVRTC library, loaded, or None. PyTorch's wheels keep it under nvidia/ next to torch, or in torch/lib.
 
-    Of several the one of PyTorch's own CUDA version is taken: an older driver may not load what a newer one compiles.
+    If there are several, prefers PyTorch's own CUDA version: an older driver may not load code from a newer NVRTC.
     """
     packages = Path(torch.__file__).parent.parent
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
@@ -60,31 +60,31 @@ def nvrtc():
 
 
 def nvrtc_version(lib):
-    """Such as '13.0'."""
+    """The version, such as '13.0'."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
 
 
 def missing():
-    """None if the kernels can be compiled, else what is missing, in one line."""
+    """None if the kernels can be compiled, else a line on what is missing."""
     if nvcc() or nvrtc():
         return None
     return "no nvcc and no NVRTC found (install the CUDA toolkit or nvidia-cuda-nvrtc, or set NVCC)"
 
 
 def compiler_version(compiler):
-    """What the cache of kernels is keyed by."""
+    """The compiler's version, part of the cache key."""
     if compiler == "nvcc":
         return subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
     return f"NVRTC {nvrtc_version(nvrtc())}"
 
 
 def ways(architecture):
-    """(compiler, "cubin" or "ptx", architecture) to try in turn for a GPU such as 'sm_90', those that are there.
+    """[(compiler, "cubin" or "ptx", architecture)] to try in turn for a GPU such as 'sm_90'.
 
-    A driver older than nvcc may not load its cubin, but that of PyTorch's own NVRTC. An architecture that neither
-    compiler knows takes PTX of an older one, which the driver compiles. Raises OSError where there is no compiler.
+    A driver older than nvcc may refuse nvcc's cubin but load that of PyTorch's own NVRTC. For an architecture that
+    neither compiler knows, PTX for an older one is compiled by the driver. Raises OSError without any compiler.
     """
     compilers = [name for name, available in (("nvcc", nvcc()), ("nvrtc", nvrtc())) if available]
     if not compilers:
@@ -94,9 +94,9 @@ def ways(architecture):
 
 
 def defines(update, dtype, *shape):
-    """The macros that choose the kernels: the scan's of `update` for a `cuda_shape` (P, L), or "conv" for (W,).
+    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), or "conv" for (W,).
 
-    $LONGHORN_CUDA_DEFINES adds others, to try another tuning: "FORWARD_BLOCKS=5 STAGES=4".
+    $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
     """
     tuning = [f"-D{words}" for words in os.environ.get("LONGHORN_CUDA_DEFINES", "").split()]
     if update == "conv":
@@ -109,7 +109,7 @@ OPTIONS = {"nvcc": ["-O3", "-std=c++17", "-lineinfo"], "nvrtc": ["--std=c++17", 
 
 
 def compile_kernels(source, to, compiler, kind, architecture, macros):
-    """Compile `source` with "nvcc" or "nvrtc" into the file `to`: a "cubin", or the "ptx" that cubins are made of.
+    """Compile `source` with "nvcc" or "nvrtc" into the file `to`: a "cubin" or "ptx".
 
     architecture: 'sm_90', or 'compute_90' for PTX. Raises OSError with the compiler's message.
     """
@@ -148,7 +148,7 @@ def _nvrtc_text(lib, program, part):
 
 @functools.cache
 def driver():
-    """libcuda, which comes with the GPU's driver. Raises OSError where there is none."""
+    """libcuda, which comes with the GPU's driver. Raises OSError if there is none."""
     return declare(ctypes.CDLL("libcuda.so.1"))
 
 
@@ -166,11 +166,11 @@ def declare(lib):
 
 
 class Module:
-    """A loaded cubin with these kernels; `launch` runs one. lib: the driver; the tests give one that uses the CPU."""
+    """A loaded cubin with these kernels; `launch` runs one. lib: the driver; tests pass one that runs on the CPU."""
 
     def __init__(self, cubin, kernels, args_size, lib=None, device=None):
         self.lib, self.context, self.ready = lib or driver(), ctypes.c_void_p(), set()
-        if device is not None:  # PyTorch's context of the device, which a thread of autograd may not have set yet
+        if device is not None:  # PyTorch's context for the device, which an autograd thread may not have set yet
             self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "the device's context")
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
         module, at, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
@@ -181,7 +181,7 @@ class Module:
         self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, b"facts"), "facts")
         facts = (ctypes.c_int64 * (size.value // 8))()
         self.check(self.lib.cuMemcpyDtoH_v2(facts, at, size.value), "facts")
-        # steps of a chunk or tile, threads and channels per block, states per channel with those that pad them
+        # steps per chunk or tile, size of the args, threads and channels per block, states per channel with padding
         self.steps, args_size_there, self.threads, self.channels, self.states, *shared = facts
         self.shared = dict(zip(kernels, shared, strict=True))
         self.room = tuple(self.attribute(which, device or 0) for which in ROOM)
@@ -201,21 +201,21 @@ class Module:
         return value.value
 
     def has_room(self, name, instead):
-        """Whether this GPU has the shared memory that kernel `name` needs, and holds two blocks of it per
-        multiprocessor if it holds two of the kernel `instead`."""
+        """True if this GPU has enough shared memory for kernel `name`, and fits two of its blocks per multiprocessor if
+        it fits two of the kernel `instead`."""
         block, multiprocessor = self.room
         at_once = lambda kernel: min(2, multiprocessor // (self.shared[kernel] + RESERVED))
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 
     def launch(self, name, blocks, args, stream, y=1):
-        """Run kernel `name` on blocks * y blocks, `args` by value. Raises RuntimeError that names the launch."""
+        """Run kernel `name` on blocks * y blocks, passing `args` by value. Raises RuntimeError naming the launch."""
         function, shared = self.functions[name], self.shared[name]
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
         if name not in self.ready:
             self.check(self.lib.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared), f"{name}, which needs "
                        f"{shared / 1024:.1f} KB of shared memory per block, more than this GPU may have")
-            if name.startswith("backward"):  # as much of the cache as there is for shared memory
+            if name.startswith("backward"):  # use as much of the cache as possible for shared memory
                 self.lib.cuFuncSetAttribute(function, CARVE_OUT, 100)
             self.ready.add(name)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))

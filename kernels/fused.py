@@ -1,6 +1,6 @@
-"""Other people's GPU kernels, taken with backend="fused": mamba-ssm, causal-conv1d, flash-attn, flash-linear-attention.
+"""GPU kernels of other libraries, for backend="fused": mamba-ssm, causal-conv1d, flash-attn, flash-linear-attention.
 
-Nothing here is imported before an operator needs it, and all of these packages are optional.
+All of these packages are optional, and none is imported before an operator needs it.
 
     pip install -r requirements-gpu.txt
 """
@@ -26,31 +26,31 @@ LIBRARIES = {  # operator: (package, module, function, dtypes)
 }
 
 
-# on a GPU, without backend="fused" too
+# used on a GPU even without backend="fused"
 BY_DEFAULT = tuple(op for op, (package, *_) in LIBRARIES.items() if package == "flash-linear-attention")
 
 
 @functools.cache
 def load(op):
-    """(the library's function for `op`, None), or (None, why it cannot be loaded)."""
+    """(the library's function for `op`, None), or (None, reason why it cannot be loaded)."""
     package, module, name, _ = LIBRARIES[op]
     try:
         return getattr(importlib.import_module(module), name), None
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        problem = "is not installed" if missing == module.split(".")[0] else f"does not find {missing}"
-    except Exception as error:  # these packages import Triton, which asks for a driver: any error can come out
-        problem = f"does not import ({' '.join(str(error).split())[:200]})"
+        problem = "is not installed" if missing == module.split(".")[0] else f"needs {missing}"
+    except Exception as error:  # these packages import Triton, which asks for a driver: any error is possible
+        problem = f"cannot be imported ({' '.join(str(error).split())[:200]})"
     return None, f"{package} {problem}"
 
 
 def call(op, *args, **kwargs):
-    """The library's function for `op`, which `build.choose` has found to be there."""
+    """Call the library's function for `op`; `build.choose` has checked that it can be loaded."""
     return load(op)[0](*args, **kwargs)
 
 
 def refusal(op, dtype):
-    """Why the library does not take tensors of `dtype`, or None."""
+    """The reason why the library does not take tensors of `dtype`, or None."""
     package, _, _, dtypes = LIBRARIES[op]
     return None if dtype in (None, *dtypes) else f"{package} takes {names(dtypes)}, got {names([dtype])}"
 

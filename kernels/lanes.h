@@ -1,9 +1,9 @@
-// The arithmetic of the native kernels, for one lane of a GPU, where a number is a float, and for a CPU vector of LANES
+// Arithmetic for the native kernels, both for a GPU lane, where a number is a float, and for a CPU vector of LANES
 // channels. longhorn_scan.cu and conv_norm.cu include it. Both halves define the same names (to_float, reciprocal,
-// maximum, exp_clamped ...), so that a formula is written once. No header of PyTorch or CUDA is included.
+// maximum, exp_clamped ...), so that a formula is written once. It includes no header of PyTorch or CUDA.
 //
-// Order: macros, lanes of a GPU, CPU vectors and tasks, what both have. In all three files `test: NAME` at the end of a
-// line is where a test plants a mistake.
+// Order: macros, GPU lanes, CPU vectors and tasks, common code. In all three files `test: NAME` at the end of a line
+// marks where a test plants a mistake.
 
 #pragma once
 
@@ -38,7 +38,7 @@ MATH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #endif
 #define ALL_LANES 0xffffffffu
 
-// A kernel as kernels/cuda.py launches it: `body` of one struct, with registers for so many blocks per multiprocessor.
+// Defines a kernel for kernels/cuda.py: runs `body` on a struct, with registers for `blocks` blocks per multiprocessor.
 #define KERNEL(name, blocks, Args, body) \
     __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
 
@@ -51,8 +51,8 @@ MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v)
 MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
 // 1 ulp, no slow path
 MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
-// A predicated store. For `if (here)` nvcc may make two copies of a loop, one for the lanes that write and one for
-// those that do not, which a warp then runs one after the other.
+// A predicated store. For `if (here)` nvcc may make two copies of a loop, one for lanes that write and one for the
+// others, which a warp would run one after the other.
 MATH void store_32(int here, void *p, float v) {
     asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(here), "l"(p),
                  "f"(v) : "memory");
@@ -61,7 +61,7 @@ MATH void store_16(int here, void *p, uint16_t v) {
     asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(here), "l"(p),
                  "h"(v) : "memory");
 }
-MATH void store_two(float *shared, float a, float b) {                   // nvcc makes two stores of it
+MATH void store_two(float *shared, float a, float b) {                   // nvcc would make two stores
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"((uint32_t)__cvta_generic_to_shared(shared)), "f"(a),
                  "f"(b) : "memory");
 }
@@ -72,10 +72,10 @@ MATH int64_t wide_product(int a, int b) {
     asm("mul.wide.s32 %0, %1, %2;" : "=l"(p) : "r"(a), "r"(b));  // test: address
     return p;
 }
-// Hides a number's origin from nvcc, which else computes what depends on it early and keeps it in scarce registers.
+// Hides a number's origin from nvcc, which otherwise computes dependent values early and keeps them in registers.
 MATH int opaque(int n) { asm volatile("" : "+r"(n)); return n; }
-// An asynchronous copy from global to shared memory: copy_begin starts it, copy_group closes a group of those begun
-// since the last one, copy_wait waits for the lane's own groups; other lanes see the data after a barrier behind that.
+// An asynchronous copy from global to shared memory: copy_begin starts it, copy_group closes a group of all copies
+// since the last group, copy_wait waits for the lane's own groups; other lanes see the data after a barrier.
 template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
     const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
     if constexpr (BYTES == 16)
@@ -83,9 +83,10 @@ template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(global), "n"(BYTES) : "memory");
 }
 MATH void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// but the last LEFT groups
+// except the last LEFT groups
 template <int LEFT> MATH void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
-// A select that stays one. nvcc may turn `if_ ? a : b` into branches, and then guards every shuffle against divergence.
+// A select that stays a select. nvcc may turn `if_ ? a : b` into branches, and then guards every shuffle against
+// divergence.
 MATH float pick(int if_, float a, float b) {
     float v;
     asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }" : "=f"(v) : "r"(if_), "f"(a), "f"(b));
@@ -110,8 +111,7 @@ MATH float to_float(float v) { return v; }
 MATH float to_float(bf16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
 MATH float to_float(fp16 v) { return widen_fp16(v.bits); }
 
-// A number read ahead of its use, as its bits in a whole register: halves of registers cost an instruction when they
-// are moved.
+// A number read ahead of its use, kept as bits in a whole register: moving half a register costs an instruction.
 template <class E> struct Ahead { uint32_t bits; };
 MATH Ahead<float> read(const float *p) { return {read_32(p)}; }
 MATH Ahead<bf16> read(const bf16 *p) { return {read_16(p)}; }
@@ -126,7 +126,7 @@ MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
 MATH void set_if(int here, float *p, float v) { store_32(here, p, v); }
 MATH void set_if(int here, bf16 *p, float v) { store_16(here, p, round_to_bf16(v)); }
 MATH void set_if(int here, fp16 *p, float v) { store_16(here, p, round_to_fp16(v)); }
-template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       // SOME: it depends on the lane
+template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       // SOME: `here` depends on the lane
     if constexpr (SOME) set_if(here, p, v);
     else if (here) set(p, v);
 }
@@ -134,13 +134,13 @@ template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       
 // 2 a - b, for which nvcc takes two additions
 MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
-MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // where 1 / (1 + inf) = 0 is what is wanted
-// e^-(v + bias), or inf. In one fma, so v + bias is off by 2^-24 of the bias where the two cancel.
+MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // for uses where 1 / (1 + inf) = 0 is right
+// e^-(v + bias), or inf. One fma, so v + bias is off by 2^-24 of the bias if the two cancel.
 MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E, -LOG2E * bias)); }
 MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
-// Step t of a row: strides are bytes here and fit 32 bits, which kernels/build.py sees to.
+// Step t of a row: strides are in bytes and fit 32 bits, which kernels/build.py ensures.
 template <class E> MATH const E *step_at(const E *row, int t, int stride) {
     return (const E *)((const char *)row + wide_product(t, stride));
 }
@@ -171,11 +171,11 @@ struct bf16 { uint16_t bits; };
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
-#define UNROLL _Pragma("GCC unroll 16")               // early enough for arrays of vectors to live in registers
+#define UNROLL _Pragma("GCC unroll 16")               // early enough to keep arrays of vectors in registers
 #endif
 
 MATH vec splat(float a) { return a - (vec){}; }
-MATH int tail(int64_t D, int64_t c) { return D - c < LANES ? (int)(D - c) : LANES; }     // channels of the group at c
+MATH int tail(int64_t D, int64_t c) { return D - c < LANES ? (int)(D - c) : LANES; }     // channels in the group at c
 
 MATH vec widen(hvec h) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
 MATH hvec narrow(vec v) {                                              // round to nearest even, NaN stays NaN
@@ -185,7 +185,7 @@ MATH hvec narrow(vec v) {                                              // round 
     return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
 }
 
-// n < LANES is the tail of D: the lanes beyond it are read as 0 and never written.
+// n < LANES at the tail of D: lanes beyond it are read as 0 and never written.
 MATH vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
 MATH vec load(const bf16 *p) { hvec v; memcpy(&v, p, sizeof v); return widen(v); }
 MATH void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
@@ -230,7 +230,7 @@ MATH vec reciprocal(vec v) { return 1.0f / v; }
 MATH vec twice_less(vec a, vec b) { return 2.0f * a - b; }
 MATH vec select_positive(vec v, vec a, vec b) { return v > 0.0f ? a : b; }
 
-// 2^v to 1 ulp within [2^-126, 2^127], exactly 1 at 0: Mamba's decay of a step that changes nothing.
+// 2^v to 1 ulp within [2^-126, 2^127], exactly 1 at 0: Mamba's decay for a step that changes nothing.
 MATH vec exp2_clamped(vec v) {
     v = minimum(maximum(v, -126.0f), 127.0f);
     vec shifted = v + 12582912.0f, r = v - (shifted - 12582912.0f);      // as above; r in [-0.5, 0.5], exactly
@@ -243,7 +243,7 @@ MATH vec exp2_clamped(vec v) {
     return p * (vec)(((ivec)shifted << 23) + (127 << 23));
 }
 
-// 64-byte aligned scratch of one task; `need` floats each.
+// 64-byte aligned scratch memory of one task; `need` floats each.
 struct Scratch {
     char *base; size_t used, size;
     Scratch(size_t floats) : used(0), size(floats * 4 + 64 * 16) {
@@ -257,7 +257,7 @@ struct Scratch {
     }
 };
 
-// Each task owns its outputs, and what tasks share is summed in a fixed order: two runs agree to the bit.
+// Each task owns its outputs, and shared sums are taken in a fixed order, so that two runs agree to the bit.
 // run(batch row, split, first group, last group)
 template <class A, class F> static void for_tasks(const A &a, F run) {
     const int64_t groups = ceil_div(a.D, LANES), tasks = a.B * a.splits;

@@ -1,21 +1,21 @@
-"""The other families' recurrences: a loop over time each that defines it, and chunks of matrix products for speed.
+"""The other families' recurrences: for each a loop over time that defines it, and chunks of matrix products for speed.
 
     gated_linear_attention   S_t = diag(e^{g_t}) S_{t-1} + k_t^T v_t             o_t = q_t S_t               GLA
     retention                S_t = w S_{t-1} + k_t^T v_t                         o_t = q_t S_t               RetNet
-                             the same with a w_t for every token                                             Mamba-2
+                             with a w_t per token                                                            Mamba-2
                              with a bonus:                         o_t = q_t (S_{t-1} + u k_t^T v_t)         RWKV 5.1
     delta_rule               S_t = (I - b_t k_t^T k_t) S_{t-1} + b_t k_t^T v_t   o_t = q_t S_t               DeltaNet
-    gated_delta_rule         the same of w_t S_{t-1} in place of S_{t-1}                               gated DeltaNet
-    kda                      the same of diag(e^{g_t}) S_{t-1}                                      Kimi Linear's KDA
+    gated_delta_rule         with w_t S_{t-1} in place of S_{t-1}                                      gated DeltaNet
+    kda                      with diag(e^{g_t}) S_{t-1} in place of S_{t-1}                         Kimi Linear's KDA
     mesa                     H_t = w_t H_{t-1} + b_t k_t^T k_t,  U_t = w_t U_{t-1} + b_t k_t^T v_t            MesaNet
                              o_t = q_t (H_t + diag(L))^-1 U_t
     wkv4                     o_t = (num_{t-1} + e^{u + k_t} v_t) / (den_{t-1} + e^{u + k_t})                 RWKV-4
                              num_t = e^{-w} num_{t-1} + e^{k_t} v_t,  den_t = e^{-w} den_{t-1} + e^{k_t}
 
-No chunk ever divides by a decay: the textbook form (q e^b)(k e^-b)^T overflows as soon as a gate closes. Here GLA
-splits a chunk in halves, again and again, and the later half sees the earlier one through the boundary between them:
-both sides carry products of factors <= 1, and the strongest decay is a clean zero. One decay per head is added up
-between every two tokens of a chunk, for the same reason: a difference of two running sums would cancel.
+Chunks never divide by a decay: the textbook form (q e^b)(k e^-b)^T overflows as soon as a gate closes. Instead GLA
+halves a chunk recursively, and the later half sees the earlier one through the boundary between them: both sides
+carry products of factors <= 1, and a very strong decay is an exact zero. For the same reason a decay per head is summed
+between every two tokens of a chunk: the difference of two running sums would cancel.
 
     name        paper       shape         meaning
     q, k        q_t, k_t    (B, T, H, K)  query and key, not scaled here
@@ -23,10 +23,10 @@ between every two tokens of a chunk, for the same reason: a difference of two ru
     log_decay   log alpha   (B, T, H, K) in GLA and KDA, (B, T, H) in the others, (H,) in RetNet; <= 0
     bonus       u           (H,), in wkv4 (D,)
     beta        beta_t      (B, T, H)     step size of the delta rule
-    ridge       L           (H, K)        what Mesa adds to the diagonal of H, > 0
-    state       S           (B, H, K, V)  float32; wkv4's is (num, den, max), (B, D) each; Mesa's is (H, U)
+    ridge       L           (H, K)        added to the diagonal of H in Mesa, > 0
+    state       S           (B, H, K, V)  float32; wkv4: (num, den, max), (B, D) each; Mesa: (H, U)
 
-On a GPU flash-linear-attention's kernels run where they are installed (`build.choose`).
+On a GPU flash-linear-attention's kernels run if installed (`build.choose`).
 
     python -m pytest tests/test_linear_attention.py
 """
@@ -40,16 +40,16 @@ import torch.nn.functional as F
 
 from kernels import build, fused, ops
 
-CHUNK = 64  # steps: of 16, 32, 64, 128 the fastest for retention and the delta rule at widths 64
-GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 cost a tenth more
-CG_STEPS = 30  # of the conjugate gradients of Mesa, at most: the paper's
+CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta rule at width 64
+GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer
+CG_STEPS = 30  # most conjugate gradient steps in Mesa, as in the paper
 CLOSED = -1e4  # log of a decay that is 0, in any floating point type
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
 
 
 def in_full_precision(f):
-    """Call f with float32 tensors (float64 if any is) and autocast off, which would round matrix products to 8 bits;
-    its first result is returned in v's dtype."""
+    """Call f with float32 tensors (float64 if any is) and with autocast off, which would round matrix products to 8
+    bits; its first result is cast to v's dtype."""
     names = f.__code__.co_varnames[:f.__code__.co_argcount]
 
     @functools.wraps(f)
@@ -106,7 +106,7 @@ def delta_rule_ref(q, k, v, beta, log_decay=None, state=None):
     decay = decay[..., None] if decay.dim() == 4 else decay[..., None, None]  # (B, T, H, K or 1, 1)
     for q_t, k_t, v_t, b_t, w_t in zip(*(a.unbind(1) for a in (q, k, v, beta, decay)), strict=True):
         S = w_t * S
-        error = v_t - (k_t[..., None] * S).sum(-2)  # (B, H, V), what the state does not yet return for k
+        error = v_t - (k_t[..., None] * S).sum(-2)  # (B, H, V), v less what the state returns for k
         S = S + (b_t[..., None] * k_t)[..., :, None] * error[..., None, :]  # (B, H, K, V)
         os.append((q_t[..., None] * S).sum(-2))  # (B, H, V)
     return torch.stack(os, 1), S
@@ -134,7 +134,7 @@ def wkv4_ref(k, v, decay, bonus, state=None):
     num, den, top = _start4(k, state)
     os = []
     for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
-        seen = torch.maximum(top, bonus + k_t).detach()  # any shift gives the same result: no gradient through it
+        seen = torch.maximum(top, bonus + k_t).detach()  # the result does not depend on the shift: no gradient
         old, new = (top - seen).exp(), (bonus + k_t - seen).exp()
         os.append((old * num + new * v_t) / (old * den + new))  # (B, D)
         kept = torch.maximum(top - decay, k_t).detach()
@@ -154,18 +154,19 @@ def gated_linear_attention(q, k, v, log_decay, state=None, backend=None):
     """Gated linear attention (arXiv 2312.06635): S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t, o_t = q_t S_t.
 
     Args:
-        q, k, log_decay: (B, T, H, K), log_decay <= 0, however strong; v: (B, T, H, V). Any floating point dtype;
-            computed in float32, under autocast too, float64 for float64 inputs. Nothing is scaled: scale q.
-        state: (B, H, K, V), the S before the first step; None for zeros.
+        q, k, log_decay: (B, T, H, K), log_decay <= 0, arbitrarily strong; v: (B, T, H, V). Any floating-point dtype;
+            computed in float32, also under autocast, and in float64 for float64 inputs. q is not scaled here.
+        state: (B, H, K, V), S before the first step; None for zeros.
         backend: 'torch' (the loop over time), 'cpu' or 'cuda' (chunks, in PyTorch), 'fused' (flash-linear-attention,
-            GPU only); None or "": flash-linear-attention where it can run, else chunks. One step is always the loop's.
+            GPU only); None or "": flash-linear-attention if it can run, else chunks. A single step always uses the
+            loop.
 
     Returns:
         o (B, T, H, V) in v's dtype, and the state (B, H, K, V) after the last step, float32 (float64 for float64).
 
     Raises:
-        ValueError: a shape that does not fit, or an unknown backend, with what was seen.
-        RuntimeError: the backend cannot run here, with the reason.
+        ValueError: a shape does not fit, or the backend is unknown; the message says which.
+        RuntimeError: the backend cannot run here; the message says why.
     """
     _check("gated_linear_attention", q, k, v, state, log_decay=(log_decay, tuple(q.shape)))
     library = lambda: _call_fused("gated_linear_attention", q, k, v, state, g=log_decay.float())
@@ -174,14 +175,14 @@ def gated_linear_attention(q, k, v, log_decay, state=None, backend=None):
 
 
 def retention(q, k, v, log_decay, bonus=None, state=None, backend=None):
-    """Retention (RetNet, arXiv 2307.08621), with a bonus the attention of RWKV 5.1 (arXiv 2404.05892):
-    S_t = w S_{t-1} + k_t^T v_t; o_t = q_t S_t, or with a bonus u o_t = q_t (S_{t-1} + u k_t^T v_t).
+    """Retention (RetNet, arXiv 2307.08621), or with a bonus the attention of RWKV 5.1 (arXiv 2404.05892):
+    S_t = w S_{t-1} + k_t^T v_t; o_t = q_t S_t, or with a bonus u, o_t = q_t (S_{t-1} + u k_t^T v_t).
 
     Args:
-        log_decay: log w <= 0, differentiable; -1e-3 and -148 are both fine. (H,) of each head, constant in time; or
-            (B, T, H), also of each token, as in Mamba-2 (arXiv 2405.21060), where all heads may share one q and k,
+        log_decay: log w <= 0, differentiable; -1e-3 and -148 are both fine. (H,): per head, constant in time; or
+            (B, T, H): per head and token, as in Mamba-2 (arXiv 2405.21060), where all heads may share one q and k,
             (B, T, 1, K).
-        bonus: (H,) or None; with a constant decay only.
+        bonus: (H,) or None; only with a constant decay.
         q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
     by_token = torch.is_tensor(log_decay) and log_decay.dim() == 3 and bonus is None
@@ -200,18 +201,18 @@ def delta_rule(q, k, v, beta, state=None, backend=None):
     + beta_t k_t^T v_t, o_t = q_t S_t.
 
     Args:
-        beta: (B, T, H). With beta |k|^2 in [0, 2] no step lengthens the state; beyond, it grows as the equation says.
+        beta: (B, T, H). With beta |k|^2 in [0, 2] the recurrence is stable; outside, the state grows.
         q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
     return _any_delta_rule("delta_rule", q, k, v, beta, None, state, backend)
 
 
 def gated_delta_rule(q, k, v, beta, log_decay, state=None, backend=None):
-    """The delta rule of a state that decays first (gated DeltaNet, arXiv 2412.06464), with a decay per head and token:
+    """The delta rule on a decayed state (gated DeltaNet, arXiv 2412.06464), with a decay per head and token:
     S_t = (I - beta_t k_t^T k_t) exp(log_decay_t) S_{t-1} + beta_t k_t^T v_t, o_t = q_t S_t.
 
     Args:
-        log_decay: (B, T, H), <= 0, however strong.
+        log_decay: (B, T, H), <= 0, arbitrarily strong.
         the others, result and errors: as for `delta_rule`.
     """
     return _any_delta_rule("gated_delta_rule", q, k, v, beta, log_decay, state, backend)
@@ -236,17 +237,17 @@ def _any_delta_rule(op, q, k, v, beta, log_decay, state, backend):
 
 
 def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
-    """Mesa (arXiv 2506.05233), ridge regression of all values so far on their keys, older ones weighing less:
+    """Mesa (arXiv 2506.05233): ridge regression of all values so far on their keys, with older ones weighing less:
     H_t = w_t H_{t-1} + beta_t k_t^T k_t, U_t = w_t U_{t-1} + beta_t k_t^T v_t, o_t = q_t (H_t + diag(ridge))^-1 U_t.
 
-    The chunks solve by at most CG_STEPS conjugate gradient steps, which end where only rounding is left; the gradient
-    is that of the solution and takes the same steps once more. The loop solves directly. About 30 steps are enough
-    while the eigenvalues of H + diag(ridge) are within a factor of about 100, but for a few.
+    The chunks solve with at most CG_STEPS conjugate gradient steps and stop early at rounding error; the gradient is
+    that of the solution and takes as many steps again. The loop solves directly. About 30 steps are enough if all but a
+    few eigenvalues of H + diag(ridge) are within a factor of about 100.
 
     Args:
-        beta: (B, T, H) >= 0; log_decay: (B, T, H) <= 0; ridge: (H, K) > 0, of each channel of the keys.
+        beta: (B, T, H) >= 0; log_decay: (B, T, H) <= 0; ridge: (H, K) > 0, per channel of the keys.
         state: (H, U) before the first step, (B, H, K, K), symmetric, and (B, H, K, V); None for zeros.
-        q, k, v, backend and errors: as for `gated_linear_attention`; keys of length 1 keep H within bounds.
+        q, k, v, backend and errors: as for `gated_linear_attention`; keys of length 1 keep H bounded.
 
     Returns: o (B, T, H, V) in v's dtype, and the state (H, U) after the last step, float32 (float64 for float64).
     """
@@ -261,20 +262,20 @@ def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
 
 
 def wkv4(k, v, decay, bonus, state=None, backend=None):
-    """RWKV-4's attention (arXiv 2305.13048): a weighted mean of the values, channel by channel.
+    """RWKV-4's attention (arXiv 2305.13048): a weighted mean of the values per channel.
 
     Args:
-        k, v: (B, T, D), any floating point dtype; float32 inside (float64 for float64 inputs), k of +-100 is fine.
-        decay: (D,) w > 0, already the exponential of the parameter; bonus: (D,) u.
-        state: (num, den, max), (B, D) each, meaning num e^max and den e^max; None for an empty one, which is
-            (0, 0, NOTHING), NOTHING = -1e38.
+        k, v: (B, T, D), any floating-point dtype; computed in float32 (float64 for float64 inputs); k of +-100 is fine.
+        decay: (D,) w > 0, the exponential of the parameter; bonus: (D,) u.
+        state: (num, den, max), (B, D) each, standing for num e^max and den e^max; None for an empty state, (0, 0,
+            NOTHING) with NOTHING = -1e38.
         backend: as for `gated_linear_attention`, without 'fused': no library has this operator.
 
     Returns:
         o (B, T, D) in v's dtype, and the state after the last step, float32 (float64 for float64). Gradients flow
-        through num and den; max is a constant, by which num and den have been divided.
+        through num and den; max is a constant scale.
 
-    Errors are those of `gated_linear_attention`.
+    Errors: as for `gated_linear_attention`.
     """
     B, T, D = _sizes("wkv4", k, "k", "(B, T, D)", 3)
     wanted = {"v": (v, (B, T, D)), "decay": (decay, (D,)), "bonus": (bonus, (D,))}
@@ -287,20 +288,20 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
 
 
 def _run(op, backend, loop, chunks, timed, constants, state, library=None, library_cannot=None):
-    """loop and chunks take (*timed, *constants, state), of which `timed` are (B, T, ...)."""
+    """Run the chosen body. loop and chunks take (*timed, *constants, state); `timed` are tensors (B, T, ...)."""
     v, packed = timed[1], ops.documents_of(timed[1]) if state is None else None
     chosen = build.choose(op, backend, v.device.type, build.compute_dtype(v), library_cannot=library_cannot)
     if packed is not None and chosen == "torch":
         with ops.documents(None):
             one_document = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
             return ops.by_document(one_document, timed, packed), None
-    if packed is not None:  # the library's kernels are left aside
+    if packed is not None:  # not with the library's kernels
         chosen = v.device.type
-        if len(timed) > 3:  # a closed gate is a document's beginning
-            gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # beta (B, T, H) beside no gate
+        if len(timed) > 3:  # a document begins with a closed gate
+            gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # shaped as beta (B, T, H) if none
             starts = packed.starts[(..., *[None] * (gates.dim() - 2))]
             timed = (*timed[:-1], gates.masked_fill(starts, CLOSED))
-    if v.shape[1] == 1:  # a step of generation
+    if v.shape[1] == 1:  # a step of sampling
         return loop(*timed, *constants, state)
     if chosen == "torch":
         return ops.in_pieces(lambda *a: loop(*a[:-1], *constants, a[-1]), timed, state)
@@ -332,17 +333,18 @@ def _check(op, q, k, v, state, may_share=False, **wanted):
 # -------------------------------------------------------------------------------------------- chunks, in plain PyTorch
 
 def _chunked(a, C):
-    """(B, n, H, C, K) chunks of a (B, T, H, K), padded with zeros: k = v = 0 and a decay of 1 change nothing."""
+    """Chunks (B, n, H, C, K) of a (B, T, H, K), padded with zeros: k = v = 0 and a decay of 1 change nothing."""
     return F.pad(a, (0, 0, 0, 0, 0, -a.shape[1] % C)).unflatten(1, (-1, C)).transpose(2, 3).contiguous()
 
 
 def _halves(queries, k, g):
-    """What a decay per channel makes of chunks (B, n, H, C, K), C a power of two: ([A], [Q], Key, decay).
+    """Apply a decay per channel within chunks (B, n, H, C, K), C a power of two: ([A], [Q], Key, decay).
 
-    For each of the queries A (B, n, H, C, C) is its attention to the keys of the chunk and Q the query times the decays
-    from the chunk's first step to its own; Key is the key times those after its own, decay (B, n, H, 1, K) all.
+    For each of `queries`, A (B, n, H, C, C) is its attention to the chunk's keys, and Q is the query times the decays
+    from the chunk's first step up to its own. Key is the key times the decays after its own step, decay (B, n, H, 1, K)
+    the product of all.
     """
-    # the same of blocks of m steps, doubled until one is the chunk
+    # computed for blocks of m steps, with m doubling until a block is the whole chunk
     C, m = k.shape[3], 1
     decay = g.exp()  # (B, n, H, C/m, K)
     Qs, Key = [(q * decay)[..., None, :] for q in queries], k[..., None, :]  # (B, n, H, C/m, m, K)
@@ -351,7 +353,7 @@ def _halves(queries, k, g):
         (K1, K2), (decay1, decay2) = (a.unflatten(3, (-1, 2)).unbind(4) for a in (Key, decay))
         for i, (Q, A) in enumerate(zip(Qs, As, strict=True)):
             (Q1, Q2), (A1, A2) = (a.unflatten(3, (-1, 2)).unbind(4) for a in (Q, A))
-            across = (Q2 * K1).sum(-1, keepdim=True) if m == 1 else Q2 @ K1.mT  # the decays between are in both
+            across = (Q2 * K1).sum(-1, keepdim=True) if m == 1 else Q2 @ K1.mT  # each carries its part of the decay
             As[i] = torch.cat([F.pad(A1, (0, m)), torch.cat([across, A2], -1)], -2)
             Qs[i] = torch.cat([Q1, Q2 * decay1[..., None, :]], -2)
         Key = torch.cat([K1 * decay2[..., None, :], K2], -2)
@@ -361,8 +363,8 @@ def _halves(queries, k, g):
 
 @in_full_precision
 def _gla(q, k, v, log_decay, state):
-    """All chunks at once, since the halving makes many small products. Its levels are kept for the backward: 4 times
-    the inputs, as much as retention keeps, and linear in T."""
+    """All chunks at once, because halving makes many small products. The backward keeps its levels: 4 times the inputs,
+    as much as retention keeps, and linear in T."""
     T, C = q.shape[1], min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length())
     S, starts = _start(q, v, state), []
     q, k, v, g = (_chunked(a, C) for a in (q, k, v, log_decay))
@@ -375,28 +377,27 @@ def _gla(q, k, v, log_decay, state):
 
 
 def _chunks(*tensors, size=None):
-    """Tuples of (B H, C, .) chunks of (B, T, H, .) tensors: one at a time they stay in the cache."""
+    """Yields tuples of chunks (B H, C, .) of tensors (B, T, H, .): processed one at a time, they stay in the cache."""
     chunks = lambda a: (c.transpose(1, 2).reshape(-1, c.shape[1], c.shape[3]) for c in a.split(size or CHUNK, 1))
     return zip(*map(chunks, tensors), strict=True)
 
 
 def _join(os, S, B):
-    """o (B, T, H, V) and S (B, H, K, V) of chunks (B H, C, V) and S (B H, K, V)."""
+    """o (B, T, H, V) and S (B, H, K, V) from chunks (B H, C, V) and S (B H, K, V)."""
     return torch.cat([o.unflatten(0, (B, -1)).transpose(1, 2) for o in os], 1), S.unflatten(0, (B, -1))
 
 
 def _decays(g):
-    """Of log decays (B H, C, 1), one per step of a chunk: the decay from its start to each step (B H, C, 1), that
-    between steps (B H, C, C), of row after column and 0 where the row is earlier, and that after each step (B H, C, 1).
-    """
+    """Decays from log decays (B H, C, 1), one per step of a chunk: from the chunk's start to each step (B H, C, 1),
+    from each column's step to each row's (B H, C, C), 0 if the row is earlier, and after each step (B H, C, 1)."""
     between = _Between.apply(g)
     return g.cumsum(1).exp(), between, between[:, -1, :, None]
 
 
 class _Between(torch.autograd.Function):
-    """exp of the sums of g (B H, C, 1) over the steps after column s up to row t. In the backward each g_r is given
-    what all rows from r on got less what all columns from r on got: two sums, where autograd would go over C x C nine
-    times."""
+    """exp of the sums of g (B H, C, 1) over the steps after column s up to row t. In the backward the gradient of g_r
+    is that of all rows from r on less that of all columns from r on: two sums, where autograd would pass over C x C
+    nine times."""
 
     @staticmethod
     def forward(ctx, g):
@@ -416,7 +417,7 @@ class _Between(torch.autograd.Function):
 
 @in_full_precision
 def _gated_retention(q, k, v, log_decay, state):
-    """With q and k of G heads, each for M of the values: their products are taken once, decays go to the values."""
+    """q and k have G heads, each shared by M heads of values: q k^T is computed once, decays are applied to values."""
     (B, _, H, V), G = v.shape, q.shape[2]
     M, os = H // G, []
     S = _start(q, v, state).unflatten(1, (G, M)).transpose(2, 3).reshape(B * G, -1, M * V)
@@ -434,9 +435,10 @@ def _gated_retention(q, k, v, log_decay, state):
 
 
 def _of_documents(v, state):
-    """For each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors: 1 where two of its tokens are of one
-    document (B H, n, n), of that of the token before the chunk (B H, n, 1), of that of its last token (B H, n, 1), and
-    whether all is one (B H, 1, 1). None where there are no documents."""
+    """Masks for each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors. They are 1 where two tokens share a
+    document (B H, n, n), where a token shares it with the token before the chunk (B H, n, 1), where it shares it with
+    the chunk's last token (B H, n, 1), and if the whole chunk continues one document (B H, 1, 1). None if documents are
+    not packed."""
     packed = ops.documents_of(v) if state is None else None
     if packed is None:
         return itertools.repeat((None,) * 4)
@@ -457,7 +459,7 @@ def _retention(q, k, v, log_decay, bonus, state):
     S, os = _start(q, v, state).flatten(0, 1), []
     g, i = log_decay.repeat(B)[:, None], torch.arange(C, device=q.device)  # (B H, 1), (C,)
     late = 0 if bonus is None else 1  # with a bonus a query sees the state before its own step
-    apart = i[:, None] - i - late  # clamped where the mask is, or the exponent is positive and its gradient inf * 0
+    apart = i[:, None] - i - late  # clamped where masked: a positive exponent would give a gradient of inf * 0
     seen = (apart.clamp(min=0) * g[..., None]).exp() * (apart >= 0)  # (B H, C, C)
     if bonus is not None:
         seen = seen + torch.diag_embed(bonus.repeat(B)[:, None].expand(-1, C))
@@ -473,8 +475,8 @@ def _retention(q, k, v, log_decay, bonus, state):
 
 @in_full_precision
 def _delta_rule(q, k, v, beta, log_decay, state):
-    """WY form. The errors e_t = beta_t (v_t - k_t D_t S_{t-1}) of a chunk, S_{t-1} = D S + sum_{s<t} D k_s^T e_s with D
-    the decays until then, solve (I + tril(beta k D k^T, -1)) e = beta (v - k D S)."""
+    """WY form. In a chunk the errors e_t = beta_t (v_t - k_t D_t S_{t-1}), with S_{t-1} = D S + sum_{s<t} D k_s^T e_s
+    and D the decays in between, solve (I + tril(beta k D k^T, -1)) e = beta (v - k D S)."""
     B, S, os = q.shape[0], _start(q, v, state).flatten(0, 1), []
     channels = log_decay is not None and log_decay.dim() == 4
     C = min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length()) if channels else CHUNK
@@ -490,8 +492,8 @@ def _delta_rule(q, k, v, beta, log_decay, state):
 
 
 def _products(q, k, log_decay):
-    """For each chunk: the attention of q and of k to its keys, with the decays between (B H, n, n); q and k with those
-    before, k with those after (B H, n, K); and all decays (B H, 1, 1), None without any."""
+    """Yields for each chunk: q k^T and k k^T with the decays in between (B H, n, n); q and k times the decays before
+    them, k times the decays after it (B H, n, K); the product of all decays (B H, 1, 1), or None without decays."""
     if log_decay is None:
         for q_c, k_c in _chunks(q, k):
             yield (q_c @ k_c.mT).tril(), k_c @ k_c.mT, q_c, k_c, k_c, None
@@ -502,7 +504,7 @@ def _products(q, k, log_decay):
 
 
 def _products_by_channel(q, k, log_decay, C):
-    """`_products` with a decay per channel: all chunks at once, as in `_gla`; the decays are (B H, K, 1)."""
+    """`_products` with a decay per channel: computes all chunks at once, as `_gla`; the decays are (B H, K, 1)."""
     q, k, g = (_chunked(a, C) for a in (q, k, log_decay))
     As, Qs, Key, decay = _halves([q, k], k, g)
     yield from zip(*(a.transpose(0, 1).flatten(1, 2).unbind(0) for a in (*As, *Qs, Key, decay.mT)), strict=True)
@@ -527,12 +529,12 @@ def _mesa(q, k, v, beta, log_decay, ridge, state):
 
 
 def _times(x, k, weight, before, H, ridge):
-    """x_t (H_t + diag(ridge)) of the steps of a chunk, x (B H, n, K), without any H_t but the H of its start."""
+    """x_t (H_t + diag(ridge)) for the steps of a chunk, x (B H, n, K), using only the H at the chunk's start."""
     return torch.baddbmm((x * before) @ H, x @ k.mT * weight, k) + ridge * x
 
 
 def _conjugate_gradients(b, *matrix):
-    """x with _times(x, *matrix) = b, of each step by itself, at most CG_STEPS."""
+    """Solve _times(x, *matrix) = b for x, every token by itself, in at most CG_STEPS steps."""
     tiny = torch.finfo(b.dtype).tiny
     x, r, p = torch.zeros_like(b), b, b
     size = enough = (r * r).sum(-1, keepdim=True)
@@ -543,14 +545,14 @@ def _conjugate_gradients(b, *matrix):
         x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, Mp, value=-1)
         size, last = (r * r).sum(-1, keepdim=True), size
         if not torch.compiler.is_compiling() and r.device.type == "cpu" and bool((size <= enough).all()):
-            break  # on a GPU asking would take longer than the steps
+            break  # on a GPU the check would take longer than the steps
         p = torch.addcmul(r, size / last.clamp(min=tiny), p)
     return x
 
 
 class _Solution(torch.autograd.Function):
-    """Returns the x with x M = q that has been found, and gives it the gradient of M^-1 by way of left = q - x M: that
-    is about 0, and M^-1 left would be added to x."""
+    """Returns the solution x of x M = q, with the gradient of M^-1 through the residual left = q - x M, as if the
+    result were x + left M^-1; left itself is about 0."""
 
     @staticmethod
     def forward(ctx, left, x, *matrix):
@@ -565,9 +567,9 @@ class _Solution(torch.autograd.Function):
 
 @in_full_precision
 def _wkv4(k, v, decay, bonus, state):
-    """About sqrt(T) chunks of sqrt(T) steps: each step is taken in all chunks at once, then the chunks are joined.
-    The running maximum comes first and without gradients; given it, num and den are linear. Where a document begins the
-    maximum before is NOTHING, so that what it divides weighs nothing."""
+    """About sqrt(T) chunks of sqrt(T) steps: each step runs in all chunks at once, then the chunks are joined. The
+    running maximum comes first, without gradients; given the maximum, num and den are linear. Where a document begins,
+    the maximum so far is set to NOTHING, so that earlier tokens weigh nothing."""
     T, C = k.shape[1], 1 << k.shape[1].bit_length() // 2
     packed = ops.documents_of(v) if state is None else None
     starts = k.new_zeros(*k.shape[:2], dtype=torch.bool) if packed is None else packed.starts  # (B, T)
@@ -594,7 +596,7 @@ def _wkv4(k, v, decay, bonus, state):
     fade, new = (before - decay - m).exp(), (k - m).exp()  # both <= 1
     x, p, xs, ps = 0.0, 1.0, [], []
     for f_c, new_c in zip(chunks(fade).unbind(2), torch.stack([chunks(new * v), chunks(new)]).unbind(3), strict=True):
-        x, p = new_c + f_c * x, f_c * p  # (2, B, n, D) num and den without what went before the chunk, (B, n, D)
+        x, p = new_c + f_c * x, f_c * p  # (2, B, n, D) num and den from this chunk's tokens only, (B, n, D)
         xs.append(x)
         ps.append(p)
     S, starts = torch.stack([num, den]), []
@@ -608,7 +610,7 @@ def _wkv4(k, v, decay, bonus, state):
     seen = torch.maximum(before, bonus + k).detach()
     old, new = (before - seen).exp(), (bonus + k - seen).exp()
     o = (old * nums + new * v) / (old * dens + new)  # (B, T, D)
-    # copies: views would keep all T alive; padding goes on lowering the maximum, so T - 1 and not the last
+    # copies, as views would keep all T alive; step T - 1, not the last one: padding lowers the maximum further
     return o[:, :T], tuple(a[:, T - 1].clone() for a in (after[0], after[1], m))
 
 
@@ -634,13 +636,13 @@ def _fused_mesa(q, k, v, beta, log_decay, ridge, state):
 
 def _fused_retention(q, k, v, log_decay, bonus, state):
     g = log_decay.float()
-    # the library gives a constant decay no gradient: one that is learnt is given for every step
+    # the library has no gradient for a constant decay: a learned one is passed per step
     by_step = g.dim() == 3 or g.requires_grad and torch.is_grad_enabled()
     rest = {"g": g.expand(*v.shape[:3])} if by_step else {"g_gamma": g}
     q, k = (a.expand(-1, -1, v.shape[2], -1) for a in (q, k))
     if bonus is None:
         return _call_fused("retention", q, k, v, state, **rest)
-    # The library's query sees its own step, RWKV's only those before it: so each query is given one step early.
+    # The library's query sees its own step, RWKV's only earlier steps: so each query is passed one step early.
     o, S = _call_fused("retention", F.pad(q[:, 1:], (0, 0, 0, 0, 0, 1)), k, v, state, **rest)
     first = torch.zeros_like(o[:, :1])
     if state is not None:

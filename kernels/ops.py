@@ -1,13 +1,13 @@
-"""Operators that move much memory for little arithmetic: short convolution, RMSNorm, softmax attention, head and loss.
+"""Memory-bound operators: short convolution, RMSNorm, softmax attention, head and loss.
 
-    causal_conv1d            y_t = silu(b + sum_i w_i x_{t - W + 1 + i})      Mamba's and Longhorn's
-    rms_norm                 y = x / sqrt(mean(x^2) + eps) * w                every family's
-    attention                softmax(q k^T / sqrt(n)) v                       LLaMA's
+    causal_conv1d            y_t = silu(b + sum_i w_i x_{t - W + 1 + i})      Mamba, Longhorn
+    rms_norm                 y = x / sqrt(mean(x^2) + eps) * w                every family
+    attention                softmax(q k^T / sqrt(n)) v                       LLaMA
     linear_cross_entropy     mean of -log softmax(x W^T)[target]              head and loss in one operator
 
-The first two have CPU kernels in conv_norm.cu: eager PyTorch transposes for the convolution and passes over memory
-seventeen times for the norm. On a GPU the convolution has one too. The loss is PyTorch's operators in an order that
-needs a sixth of the memory. What the operators share stands here too: checks, and loops in pieces.
+The first two have CPU kernels in conv_norm.cu, because eager PyTorch transposes for the convolution and passes over
+memory seventeen times for the norm; the convolution also has a GPU kernel. The loss uses PyTorch's operators in an
+order that needs a sixth of the memory. Code that all operators share is here too: checks, documents, loops in pieces.
 
     python -m pytest tests/test_ops.py
 """
@@ -24,13 +24,13 @@ from kernels import build, fused
 from runtime import torch_private
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PIECE = 64  # steps of a loop over time between the states that its backward starts from
-WINDOW_QUERIES = 64  # queries at a time, at least, of attention with a window
-LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**23}  # float32 numbers: what the cache of a core, or the L2 of a GPU, holds
+PIECE = 64  # steps of a loop over time between the states from which the backward recomputes
+WINDOW_QUERIES = 64  # attention with a window processes at least this many queries at a time
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**23}  # float32 numbers that fit in a core's cache, or a GPU's L2
 
 
 def check_tensor(op, name, a, floats=True):
-    """Raises ValueError for what is not a strided tensor, of floating point if `floats`."""
+    """Raises ValueError unless `a` is a strided tensor, of a floating-point dtype if `floats`."""
     if not isinstance(a, Tensor):
         raise ValueError(f"{op}: {name} must be a torch.Tensor, got {type(a).__name__}")
     if a.layout != torch.strided or a.is_nested:
@@ -40,23 +40,23 @@ def check_tensor(op, name, a, floats=True):
 
 
 def check_shapes(op, beside, device, wanted, optional=()):
-    """Raises ValueError for a tensor of another shape or device. wanted: {name: (tensor, shape)}; those named in
-    `optional` may be None. beside: the shapes that decide, for the message."""
+    """Raises ValueError for a tensor of the wrong shape or device. wanted: {name: (tensor, shape)}; tensors named in
+    `optional` may be None. beside: the shapes that determine `wanted`, for the message."""
     for name, (a, shape) in wanted.items():
         if a is None and name in optional:
             continue
         if a is None or tuple(a.shape) != shape:
             got = None if a is None else tuple(a.shape)
-            raise ValueError(f"{op}: {name} must be {shape} beside {beside}, got {got}")
+            raise ValueError(f"{op}: {name} must be {shape} for {beside}, got {got}")
         if a.device != device:
             raise ValueError(f"{op}: {name} is on {a.device}, {beside.split()[0]} on {device}: move them to one device")
 
 
-@torch_private.not_compiled  # unrolled over time, a graph of it would have thousands of nodes per layer
+@torch_private.not_compiled  # unrolled over time, its graph would have thousands of nodes per layer
 def in_pieces(loop, timed, state):
-    """loop(*timed, state) -> (y, state after it), in pieces of PIECE steps; the backward recomputes one at a time.
+    """loop(*timed, state) -> (y, final state), in pieces of PIECE steps; the backward recomputes one piece at a time.
 
-    timed: tensors (B, T, ...) or None. Kept for the backward are the inputs and the states between the pieces.
+    timed: tensors (B, T, ...) or None. Only the inputs and the states between pieces are kept for the backward.
     """
     T, ys = timed[0].shape[1], []
     # torch.func has no checkpoints
@@ -71,15 +71,16 @@ def in_pieces(loop, timed, state):
 # ---------------------------------------------------------------------------------------------------------- documents
 
 class Documents:
-    """Where documents begin in rows of tokens. starts: (B, T), True at the first token of each."""
+    """Where documents begin in rows of tokens. starts: (B, T), True at each document's first token."""
 
     def __init__(self, starts):
-        self.starts = starts.index_fill(1, torch.zeros(1, dtype=torch.long, device=starts.device), True)  # rows too
+        first_column = torch.zeros(1, dtype=torch.long, device=starts.device)
+        self.starts = starts.index_fill(1, first_column, True)  # each row begins a document
         first = self.starts.flatten().nonzero()[:, 0]  # (S,)
-        self.cu_seqlens = F.pad(first, (0, 1), value=starts.numel())  # (S + 1,) in the rows end to end
+        self.cu_seqlens = F.pad(first, (0, 1), value=starts.numel())  # (S + 1,) in the concatenated rows
 
     def head(self, n):
-        """(positions in the rows end to end, positions in their documents) of the first n tokens of each document."""
+        """(positions in the concatenated rows, positions in their documents) of each document's first n tokens."""
         offset = torch.arange(n, device=self.starts.device)
         position = self.cu_seqlens[:-1, None] + offset  # (S, n)
         inside = position < self.cu_seqlens[1:, None]
@@ -91,8 +92,8 @@ _documents = None
 
 @contextlib.contextmanager
 def documents(starts):
-    """Inside, every operator that is given no state begins anew where starts (B, T) is True; None: rows are read
-    through. So a mixer needs no line for it, whatever it is made of. The backward needs no context, except where it
+    """In this context every operator called without a state starts from an empty state where starts (B, T) is True;
+    None: it reads rows straight through. Mixers need no code for it. The backward needs no context, unless it
     recomputes the forward (`same_documents`)."""
     global _documents
     before, _documents = _documents, None if starts is None else Documents(starts)
@@ -103,22 +104,22 @@ def documents(starts):
 
 
 def same_documents():
-    """The contexts of a forward and of its recomputation, for torch.utils.checkpoint's context_fn."""
+    """The contexts for a forward and its recomputation, as torch.utils.checkpoint's context_fn."""
     return contextlib.nullcontext(), documents(None if _documents is None else _documents.starts)
 
 
 def documents_of(x):
-    """The Documents of x (B, T, ...), or None. Raises ValueError where x has other rows than the documents."""
+    """The Documents of x (B, T, ...), or None. Raises ValueError if x and the documents differ in (B, T)."""
     if _documents is not None and x.shape[:2] != _documents.starts.shape:
-        raise ValueError(f"documents are those of rows {tuple(_documents.starts.shape)}, an operator was given rows "
+        raise ValueError(f"documents are of rows {tuple(_documents.starts.shape)}, but an operator got rows "
                          f"{tuple(x.shape[:2])}: use --documents=join")
     return _documents
 
 
 @torch_private.not_compiled
 def by_document(f, tensors, packed):
-    """f of each document's tensors (1, its length, ...), joined again; None stays. The plain way, and slow where
-    documents are short."""
+    """Apply f to each document's tensors (1, its length, ...) and concatenate the results; absent tensors are None.
+    Simple, and slow if documents are short."""
     lengths = packed.cu_seqlens.diff().tolist()
     parts = [[None] * len(lengths) if a is None else a.flatten(0, 1).split(lengths) for a in tensors]
     ys = [f(*(None if a is None else a[None] for a in part)) for part in zip(*parts, strict=True)]
@@ -126,14 +127,15 @@ def by_document(f, tensors, packed):
 
 
 def differentiable(name, forward, backward, fake, tensors, results=1):
-    """Make `forward` the custom op longhorn::name, differentiable, once, by `backward`.
+    """Register `forward` as the custom op longhorn::name, differentiable once, through `backward`.
 
-    tensors: how many of forward's arguments, the first, have gradients; None for absent ones. results: how many of its
-    results have; the others, or None, are kept for the backward. backward(*gradients of results, *forward's arguments,
-    *kept) returns a gradient shaped like each of the tensors, None for absent ones. fake: forward, but of shapes alone.
+    tensors: the first so many arguments of forward have gradients; absent ones are None. results: the first so many
+    results have gradients; the others, or None, are kept for the backward. backward(*gradients of results, *forward's
+    arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. fake: forward for shapes
+    only.
 
-    Returns the function to call. Where nothing but eager PyTorch looks on, it calls the two bodies from an
-    autograd.Function: through the dispatcher and its Python each call takes about half as long again.
+    Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: torch.library's
+    dispatcher and its Python make a call take about half as long again.
     """
     def custom_op(name, body):
         run = functools.wraps(body)(lambda *args: tensors_only(args[0], body(*args)))
@@ -188,19 +190,19 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
 
 
 def is_plain(a):
-    """Whether a is an ordinary tensor in plain eager mode (no compile, modes or transforms)."""
+    """True if a is an ordinary tensor in plain eager mode (no compile, modes or transforms)."""
     return (type(a) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
             and not torch_private.dispatch_modes() and not torch_private.is_batched(a))
 
 
 def tensors_only(like, tensors):
-    """A custom op returns tensors: empty ones for None."""
+    """Replace None by an empty tensor: a custom op can only return tensors."""
     empty = lambda a: torch.empty(0, device=like.device) if a is None else a
     return tensors if isinstance(tensors, Tensor) else tuple(map(empty, tensors))
 
 
 def flip(a, reverse, *dims):
-    """`a` flipped in dims if `reverse`; None as it is."""
+    """`a` flipped in dims if `reverse`; None stays None."""
     return a.flip(dims) if reverse and a is not None else a
 
 
@@ -210,15 +212,15 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     """The short depthwise causal convolution before the scan, with its SiLU: y_t = silu(b + sum_i w_i x_{t-W+1+i}).
 
     Args:
-        x: (B, T, D) float32, bfloat16 or float16 (float64: PyTorch's); weight: (D, W), W >= 1; bias: (D,).
-        state: (B, W - 1, D), the inputs before the first; None for zeros.
+        x: (B, T, D) float32, bfloat16 or float16 (float64: runs in PyTorch); weight: (D, W), W >= 1; bias: (D,).
+        state: (B, W - 1, D), the inputs before the first step; None for zeros.
         silu: apply SiLU to the result.
-        reverse: from the last step to the first, as if x were flipped in T and y flipped back.
-        backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, but with a state, or W outside 2 to 4, the native
-            kernel. On a GPU call it once before capturing a CUDA graph.
+        reverse: run from the last step to the first, as if x were flipped in T and y flipped back.
+        backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, or the native kernel if there is a state or W is
+            not 2 to 4. On a GPU, call it once before capturing a CUDA graph.
 
     Returns:
-        y (B, T, D) in x's dtype, differentiable once. The state that follows is `conv_state(x, state, W)`.
+        y (B, T, D) in x's dtype, differentiable once. `conv_state(x, state, W)` is the state after it.
     """
     for name, a in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
         if a is not None or name in ("x", "weight"):
@@ -245,12 +247,12 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     return y if packed is None or state is not None else _conv_anew(y, x, weight, bias, silu, packed)
 
 
-@torch_private.not_compiled  # how many documents there are differs from batch to batch
+@torch_private.not_compiled  # the number of documents differs from batch to batch
 def _conv_anew(y, x, weight, bias, silu, packed):
-    """y, with the first W - 1 tokens of each document computed again from its own."""
+    """y, with the first W - 1 outputs of each document recomputed from that document's tokens only."""
     W = weight.shape[1]
     position, offset = packed.head(W - 1)  # (n,), (n,)
-    back = torch.arange(W - 1, -1, -1, device=x.device)  # of the taps: W - 1 tokens before, ... 0
+    back = torch.arange(W - 1, -1, -1, device=x.device)  # how far back each tap reads
     source = (position[:, None] - back).clamp(min=0)  # (n, W)
     rows = x.flatten(0, 1).index_select(0, source.flatten()).unflatten(0, source.shape)  # (n, W, D)
     head = torch.einsum("nwd,dw->nd", (rows * (back <= offset[:, None])[..., None]).to(weight.dtype), weight)
@@ -264,7 +266,7 @@ def _conv_torch(x, weight, bias, state, silu):
     padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
     bias = None if bias is None else bias.to(x.dtype)
     y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), bias, groups=D)
-    y = y.transpose(1, 2).contiguous()  # the scan reads it in its forward and its backward
+    y = y.transpose(1, 2).contiguous()  # read by the scan's forward and backward
     return F.silu(y) if silu else y
 
 
@@ -275,9 +277,9 @@ def _conv_fused(x, weight, bias, silu):
 
 
 def conv_state(x, state, W):
-    """The last W - 1 inputs (B, W - 1, D) after x (B, T, D) has followed `state` (or zeros): the next call's state.
+    """The state for the next call: the last W - 1 inputs (B, W - 1, D) of `state` (or zeros) followed by x (B, T, D).
 
-    A copy, so that a kept state does not keep all of x alive.
+    A copy, so that keeping the state does not keep all of x alive.
     """
     if x.shape[1] >= W - 1:
         return x[:, x.shape[1] - W + 1:].clone()
@@ -300,7 +302,7 @@ def _conv_fake(x, weight, bias, state, silu, reverse):
 
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dstate); the last two are None without a bias and a state."""
+    """(dx, dweight, dbias, dstate); dbias and dstate are None without a bias or state."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = build.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
     kernels.reversed, rows, state = reverse, B * kernels.segments, flip(state, reverse, 0)
@@ -321,11 +323,11 @@ _conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, te
 def rms_norm(x, weight, eps=1e-5, backend=None):
     """Root mean square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
-    The native kernel takes float32 and bfloat16 on a CPU; everything else is PyTorch's F.rms_norm.
+    The native kernel takes float32 and bfloat16 on a CPU; everything else runs PyTorch's F.rms_norm.
 
     Args: x (..., D); weight (D,).
-    Returns: (..., D) in x's dtype, differentiable once; under autocast in its dtype (float64 stays), since a linear map
-    follows and would cast it anyway.
+    Returns: (..., D) in x's dtype, differentiable once; under autocast in autocast's dtype (float64 stays), since the
+    linear map that follows would cast it anyway.
     """
     check_tensor("rms_norm", "x", x)
     check_tensor("rms_norm", "weight", weight)
@@ -341,7 +343,7 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
 
 def _norm_args(x, dtype, eps):
     rows = x.numel() // x.shape[-1]
-    tasks = min(rows, 64)  # fixed: the sum over rows for dweight must not depend on the number of threads
+    tasks = min(rows, 64)  # fixed, so that dweight's sum over rows does not depend on the number of threads
     is_bf16 = [int(t == torch.bfloat16) for t in (x.dtype, dtype)]
     return build.NormArgs(rows=rows, D=x.shape[-1], tasks=tasks, threads=torch.get_num_threads(), x_dtype=is_bf16[0],
                           y_dtype=is_bf16[1], eps=eps)
@@ -378,13 +380,13 @@ def attention(q, k, v, window=None, backend=None):
     """Causal softmax attention: softmax(q k^T / sqrt(n)) v; query t of T sees the keys up to position past + t.
 
     Args:
-        q: (B, H, T, n); k, v: (B, H, past + T, n), past >= 0, in any floating point dtype.
-        window: how many keys a query sees, its own the last; None: all before it.
+        q: (B, H, T, n); k, v: (B, H, past + T, n), past >= 0, in any floating-point dtype.
+        window: how many keys a query sees, including its own; None: all up to its own.
         backend: 'torch' (a plain softmax, in float32 for half types), 'cpu' or 'cuda' (PyTorch's
             scaled_dot_product_attention), 'fused' (flash-attn: bfloat16 and float16 on a GPU); None or "": PyTorch's.
 
-    Returns: (B, H, T, n) in v's dtype, under autocast in its dtype.
-    Raises ValueError for shapes that do not fit, RuntimeError for a backend that cannot run here.
+    Returns: (B, H, T, n) in v's dtype, or autocast's.
+    Raises ValueError for mismatched shapes, RuntimeError for a backend that cannot run here.
     """
     for name, a in (("q", q), ("k", k), ("v", v)):
         check_tensor("attention", name, a)
@@ -415,7 +417,7 @@ def attention(q, k, v, window=None, backend=None):
 
 
 def _windowed(q, k, v, window, i):
-    """The queries from i on, as many as a window has, with the keys that they see: no more than twice the window."""
+    """Attention of one window's worth of queries, from i on, to the keys that they see, at most twice the window."""
     q, last = q[:, :, i:i + max(window, WINDOW_QUERIES)], k.shape[2] - q.shape[2] + i  # last: the key of query i
     keys = slice(max(0, last - window + 1), last + q.shape[2])
     k, v, T = k[:, :, keys], v[:, :, keys], q.shape[2]
@@ -439,18 +441,18 @@ def _visible(T, past, device, window=None):
 def linear_cross_entropy(x, weight, targets, ignore_index=-1, backend=None):
     """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
 
-    F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes per logit at its peak. Here the softmax is taken a
-    few rows at a time in float32, and the gradient overwrites the logits: 2 bytes per logit in bfloat16. It is the
-    gradient of the sum, which does not underflow in float16 as that of a mean may; the backward divides.
+    F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes per logit at its peak. This computes the softmax a
+    few rows at a time in float32 and overwrites the logits with their gradient: 2 bytes per logit in bfloat16. It
+    stores the gradient of the sum, since that of the mean may underflow in float16; the backward divides.
 
     Args:
-        x: (..., D); weight: (V, D); cast to the dtype of autocast, or without it to x's.
-        targets: (...) int64 in [0, V), or `ignore_index` where no loss is wanted.
-        backend: 'torch' is F.cross_entropy of the logits in float32 (float64 for float64 inputs).
+        x: (..., D); weight: (V, D); both cast to autocast's dtype, or without autocast to x's.
+        targets: (...) int64 in [0, V), or `ignore_index` for positions without a loss.
+        backend: 'torch' runs F.cross_entropy on float32 logits (float64 for float64 inputs).
 
-    Returns: the loss, a float32 scalar (float64 for such x), differentiable once; nan, with zeros for gradients, if
-    every target is ignored.
-    Raises ValueError for shapes that do not fit together, and PyTorch's own error for a target outside the vocabulary.
+    Returns: the loss, a float32 scalar (float64 for float64 x), differentiable once; nan, with zero gradients, if every
+    target is ignored.
+    Raises ValueError for mismatched shapes, and PyTorch's own error for a target outside the vocabulary.
     """
     check_tensor("linear_cross_entropy", "x", x)
     check_tensor("linear_cross_entropy", "weight", weight)
@@ -472,7 +474,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, ignore_index, dtype, train):
         ctx.dtypes, x, weight = (x.dtype, weight.dtype), x.to(dtype), weight.to(dtype)
         exact, counts = torch.promote_types(dtype, torch.float32), targets != ignore_index
-        logits = x @ weight.t()  # (n, V); row by row they become their gradient
+        logits = x @ weight.t()  # (n, V); overwritten with their gradient, a few rows at a time
         targets, log_p = torch.where(counts, targets, 0), torch.empty(len(x), dtype=exact, device=x.device)
         rows = max(1, LOGITS_AT_ONCE.get(x.device.type, 2**25) // len(weight))
         for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
@@ -492,8 +494,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: it is differentiable once: use backend='torch'")
         x, weight, dlogits, counts = ctx.saved_tensors
         dx = dweight = None
-        # The mean's factor stays in float32: rounded to bfloat16 it would be off by up to 0.4% for the whole model. Its
-        # power of two, which rounds nothing, goes into x, or else float16 could overflow in a sum over rows.
+        # The mean's factor stays in float32: rounding it to bfloat16 would scale all gradients by up to 0.4%. Its power
+        # of two, which is exact, goes into x: otherwise a sum over rows could overflow in float16.
         factor = grad / ctx.count.clamp(min=1)
         power = torch.ldexp(torch.ones_like(factor), torch.frexp(factor).exponent)
         if ctx.needs_input_grad[0]:

@@ -1,4 +1,4 @@
-"""The scans: Longhorn's recurrence, its exact form, and Mamba's, as operators with exact gradients.
+"""The scans: Longhorn's recurrence, its exact form and Mamba's recurrence, as operators with exact gradients.
 
     longhorn_scan    eps_i = beta_i / (1 + beta_i |k|^2) = 1 / (1 + exp(-(dt_i + dt_bias_i)) + |k|^2)        Eq. 6
                      S_ij += (eps_i k_j) (x_i - k_j S_ij)                                                    Eq. 7
@@ -6,8 +6,8 @@
     selective_scan   S_ij = exp(delta_i A_ij) S_ij + delta_i x_i k_j,  delta = softplus(dt + dt_bias)       Mamba
     all three        y_i = (sum_j S_ij q_j + D_i x_i) * silu(z_i)                                     Algorithm 1
 
-The loops below define what is right; longhorn_scan.cu computes the same faster and is compiled at the first call. To
-try another recurrence, edit the loop and run with backend="torch".
+The loops below are the reference; longhorn_scan.cu computes the same faster and is compiled at the first call. To try
+another recurrence, edit the loop and run with backend="torch".
 
     name        paper    shape      meaning
     B, T, D, N  -        -          batch, steps, channels, states per channel
@@ -18,7 +18,7 @@ try another recurrence, edit the loop and run with backend="torch".
     A           -        (D, N)     Mamba's decay rates, negative
     S           S_t      (B, D, N)  state, float32
     h0, hT      S_0, S_T (B, D, N)  state before the first and after the last step, float32
-    cu_seqlens  -        (S + 1,)   where packed sequences begin and end: 0, ..., T; then B is 1, h0, hT (S, D, N)
+    cu_seqlens  -        (S + 1,)   boundaries of packed sequences: 0, ..., T; then B is 1, h0 and hT (S, D, N)
 
     python -m pytest tests/test_scan.py          python bench/scan.py --device=cpu
 """
@@ -32,8 +32,8 @@ from torch import Tensor
 from kernels import build, fused, ops
 from runtime import torch_private
 
-_passed = set()  # kinds of arguments: see _check
-MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; there eps is 0 anyway
+_passed = set()  # kinds of arguments that have passed _check_all, see _check
+MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; eps is 0 there anyway
 
 
 # -------------------------------------------------------------------------------------------------- the loops over time
@@ -62,7 +62,7 @@ STEPS = {"longhorn": _longhorn_step, "exact": _exact_step, "mamba": _mamba_step,
 
 
 def _loop(update, x, dt, k, q, A, D, z, dt_bias, h0):
-    """(y, hT): Algorithm 1 with the update of that name, in float64 for float64 inputs and in float32 otherwise."""
+    """(y, hT): Algorithm 1 with this update (a key of STEPS), in float64 for float64 inputs, else in float32."""
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     x, dt, k, q, A, D, z, dt_bias, h0 = (None if a is None else a.to(wide) for a in (x, dt, k, q, A, D, z, dt_bias, h0))
     if dt_bias is not None:
@@ -81,7 +81,7 @@ def _loop(update, x, dt, k, q, A, D, z, dt_bias, h0):
 
 
 def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse):
-    """The loop over each row, or over each of the packed sequences."""
+    """The loop over each row, or over each packed sequence."""
     def scan(rows, h0):
         loop = lambda x, dt, k, q, z, S: _loop(update, x, dt, k, q, A, D, z, dt_bias, S)
         y, hT = ops.in_pieces(loop, [ops.flip(a, reverse, 1) for a in rows], h0)
@@ -108,23 +108,23 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         x, dt, z: (B, T, D); k, q: (B, T, N), any T, D, N >= 1; float32, bfloat16, float16 (or float64: the loop).
             Mixed dtypes are promoted to the widest; under autocast all five are cast to its dtype. Any strides; only
             tensors whose last dimension is not contiguous are copied.
-        D, dt_bias: (D,) skip weight and bias of the step size's logit; h0: (B, D, N) initial state. Used as float32.
+        D, dt_bias: (D,) skip weight and bias of the step size's logit; h0: (B, D, N) initial state. Used in float32.
         return_state: also return the state after the last step.
-        cu_seqlens: (S + 1,) integers 0, ..., T where packed sequences begin and end, as flash-attention's: B is 1, each
+        cu_seqlens: (S + 1,) integers 0, ..., T, the boundaries of packed sequences as in flash-attention: B is 1, each
             sequence starts from its own h0 (S, D, N) or from zero, and hT is (S, D, N).
-        exact: the full transition I - eps k k^T of Eq. 6 instead of its diagonal.
-        reverse: read from the last step to the first, as if every tensor were flipped in T and y flipped back, without
-            a pass over memory; h0 is the state behind the last step, hT that before the first. For images.
-        backend: 'cpu' or 'cuda' (native kernels) or 'torch' (the loop over time); None or "" takes the fastest that
-            runs here. On a GPU up to 256 states; call once before capturing a CUDA graph: the first call compiles.
+        exact: use the full transition I - eps k k^T of Eq. 6 instead of its diagonal.
+        reverse: run from the last step to the first, as if every tensor were flipped in T and y flipped back, but
+            without copying; h0 is the state after the last step, hT the one before the first. Used for images.
+        backend: 'cpu' or 'cuda' (native kernels) or 'torch' (the loop over time); None or "": the fastest that runs
+            here. On a GPU up to 256 states; call it once before capturing a CUDA graph: the first call compiles.
 
     Returns:
-        y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32. Differentiable once; with
-        backend='torch', and inside torch.func and forward-mode AD, where the loop runs, any number of times.
+        y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32. Differentiable once; any number of times
+        if the loop runs (backend='torch', torch.func, forward-mode AD).
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit, with what was seen.
-        RuntimeError: the backend cannot run here, with the reason; backend='fused': no library has this scan.
+        ValueError: a shape, dtype or device does not fit; the message says which.
+        RuntimeError: the backend cannot run here; the message says why. backend='fused': no library has this scan.
     """
     _check(x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens=cu_seqlens)
     y, hT = _run("exact" if exact else "longhorn", x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens, reverse,
@@ -136,11 +136,11 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
                    h0=None, cu_seqlens=None, reverse=False, backend=None):
     """Mamba's selective scan (arXiv 2312.00752): S = exp(delta A) S + delta u B, y = (S C + D u) silu(z).
 
-    The arguments of mamba-ssm's selective_scan_fn in another layout: u, delta, z (B, T, D), A (D, N) negative,
+    Takes the arguments of mamba-ssm's selective_scan_fn in another layout: u, delta, z (B, T, D), A (D, N) negative,
     B, C (B, T, N), D, delta_bias (D,). With delta_softplus, delta = softplus(delta + delta_bias). h0 (B, D, N),
-    cu_seqlens, reverse, backend, dtypes, results, errors are those of `longhorn_scan`. backend='fused' calls mamba-ssm;
-    with h0, cu_seqlens, documents or return_last_state, which mamba-ssm lacks or does not differentiate, the native
-    kernels run.
+    cu_seqlens, reverse, backend, dtypes, results and errors are as for `longhorn_scan`. backend='fused' calls
+    mamba-ssm, or the native kernels if there are h0, cu_seqlens, documents or return_last_state, which mamba-ssm lacks
+    or does not differentiate.
     """
     _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens=cu_seqlens, mamba=True)
     if backend == "fused":
@@ -155,12 +155,12 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
 
 
 def longhorn_scan_ref(*args, **kwargs):
-    """`longhorn_scan` as the loop over time, whatever `backend` says; float64 for float64 inputs."""
+    """`longhorn_scan` as the loop over time, whatever the `backend`; float64 for float64 inputs."""
     return longhorn_scan(*args, **{**kwargs, "backend": "torch"})
 
 
 def selective_scan_ref(*args, **kwargs):
-    """`selective_scan` as the loop over time, whatever `backend` says; float64 for float64 inputs."""
+    """`selective_scan` as the loop over time, whatever the `backend`; float64 for float64 inputs."""
     return selective_scan(*args, **{**kwargs, "backend": "torch"})
 
 
@@ -174,7 +174,7 @@ def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
 
 def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend):
     packed = ops.documents_of(x) if h0 is None and cu_seqlens is None else None
-    if packed is not None:  # rows end to end; of the states only that of the last row's last document would be of use
+    if packed is not None:  # concatenate the rows; no state is returned: only a row's last document could go on
         flat = [None if a is None else a.flatten(0, 1)[None] for a in (x, dt, k, q, z)]
         y, _ = _run(update, *flat[:4], A, D, flat[4], dt_bias, None, packed.cu_seqlens, reverse, backend)
         return y.view_as(x), None
@@ -197,13 +197,13 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend
 
 def _check(*args, cu_seqlens, mamba=False):
     """`_check_all`, unless tensors of these types, shapes, dtypes, devices and layouts have passed it before."""
-    if torch.compiler.is_compiling() or cu_seqlens is not None:  # whose values must be right in every call
+    if torch.compiler.is_compiling() or cu_seqlens is not None:  # the values of cu_seqlens are checked in every call
         return _check_all(*args, cu_seqlens, mamba)
     try:
         kind = (mamba, *[a if a is None else (type(a), a.shape, a.dtype, a.device, a.layout) for a in args])
         if kind in _passed:
             return
-    except (AttributeError, TypeError, RuntimeError):  # not a tensor, or none with a shape of numbers
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, or its shape is not made of numbers
         kind = None
     _check_all(*args, cu_seqlens, mamba)
     _passed.add(kind)
@@ -213,7 +213,7 @@ def _check_all(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba):
     names = ("u", "delta", "B", "C", "delta_bias") if mamba else ("x", "dt", "k", "q", "dt_bias")
     nx, ndt, nk, nq, nbias = names
     given = {nx: x, ndt: dt, nk: k, nq: q, "A": A, "D": D, "z": z, nbias: dt_bias, "h0": h0, "cu_seqlens": cu_seqlens}
-    for name, a in given.items():  # first: the shape of a tensor that is not strided may be an error of its own
+    for name, a in given.items():  # check this first: even reading the shape of a non-strided tensor may fail
         if a is not None:
             ops.check_tensor("scan", name, a, floats=name != "cu_seqlens")
     shape = lambda a: None if a is None else tuple(a.shape)
@@ -229,10 +229,10 @@ def _check_all(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba):
 
 
 def _check_cu_seqlens(cu, B, T, device):
-    """The number of packed sequences. On a GPU the values are checked there, without waiting for it."""
+    """The number of packed sequences. On a GPU the values are checked there, without waiting for the result."""
     if cu.dim() != 1 or len(cu) < 2 or cu.dtype not in (torch.int32, torch.int64) or B != 1:
-        raise ValueError("scan: cu_seqlens must be (S + 1,) int32 or int64 with S at least 1, beside B = 1, got "
-                         f"{tuple(cu.shape)} {cu.dtype} beside B = {B}: flatten (B, T, D) to (1, B T, D)")
+        raise ValueError("scan: cu_seqlens must be (S + 1,) int32 or int64 with S at least 1, and B must be 1, got "
+                         f"{tuple(cu.shape)} {cu.dtype} and B = {B}: flatten (B, T, D) to (1, B T, D)")
     if cu.device != device:
         raise ValueError(f"scan: cu_seqlens is on {cu.device}, the rest on {device}: move them to one device")
     if torch.compiler.is_compiling():
@@ -251,7 +251,7 @@ def _check_cu_seqlens(cu, B, T, device):
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
 def _kernels(x, k, z, cu_seqlens, update, reverse):
-    """The kernels for these arguments, and cu_seqlens as they take it."""
+    """The kernels for these arguments, and cu_seqlens in the form that they take."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
     kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, z is not None,
                             N=k.shape[2], softplus=int(update.endswith("_softplus")))
@@ -263,7 +263,7 @@ def _kernels(x, k, z, cu_seqlens, update, reverse):
 
 
 def _sizes(x, k, cu_seqlens):
-    """(rows, chunks of all rows): see Row in longhorn_scan.cu."""
+    """(rows, chunks over all rows): see Row in longhorn_scan.cu."""
     B, T, _ = x.shape
     if cu_seqlens is None:
         return B, B * -(-T // build.CHUNK)
@@ -302,9 +302,9 @@ T9 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None,
                    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, h0: Tensor | None,
                    cu_seqlens: Tensor | None, update: str, save: bool, reverse: bool, chunks: Tensor) -> T9:
-    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for those of absent arguments."""
+    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for absent arguments."""
     if chunks is None or not chunks.numel():
-        raise RuntimeError("scan: the forward kept no states (save=False), so there is nothing to differentiate")
+        raise RuntimeError("scan: cannot differentiate: the forward kept no states (save=False)")
     (B, T, d), N = x.shape, k.shape[2]
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)
     rows, _ = _sizes(x, k, cu_seqlens)

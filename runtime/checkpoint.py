@@ -7,9 +7,9 @@
     state = unflatten(tensors, meta["skeleton"])
 
 A checkpoint is a safetensors file: tensors as bytes, the rest as JSON in its header, with the length and a CRC-32 of
-the whole file (computed with its 8 digits as zeros). CRC-32 guards against torn writes and bad disks, at 4 GB/s on one
-core. It is not a signature: protect the folder. The library reads the file but does not write it: after a kill it
-leaves a file with a random name, and it does not report a full disk as an OSError.
+the whole file (computed with its own 8 digits as zeros). CRC-32 detects torn writes and bad disks, at 4 GB/s on one
+core. It is not a signature: protect the folder. We use the library to read the file, but not to write it: when killed
+it leaves a file with a random name, and it does not report a full disk as an OSError.
 """
 
 import contextlib
@@ -37,21 +37,21 @@ CRC = '"crc32":"%08x"'
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used; the message is one line: the file, what is wrong, the way out."""
+    """A checkpoint that cannot be used; the message is one line: the file, what is wrong, how to fix it."""
 
 
 def in_order(tensors):
-    """{name: tensor} in the order of a file, which keeps every tensor aligned."""
+    """{name: tensor} in the order in which a file stores them, which keeps every tensor aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
 def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
-    """Write {name: tensor} and JSON-able `meta` to `path`, which at any moment is the old file or the new one.
+    """Write {name: tensor} and JSON-able `meta` to `path`, which at any moment holds the old file or the new one.
 
-    `kind`: the header's "format"; `values`: an iterator of what is written in place of the tensors, `in_order`, made
-    one by one: a sharded tensor is gathered only then. Tensors of any device, stride or sharing are stored in full.
-    Only one process may write to a path at a time. Raises TypeError for what cannot be stored and OSError where the
-    disk refuses.
+    `kind`: the header's "format". `values`: an iterator of the tensors to write, `in_order`, which lets a sharded
+    tensor be gathered only when it is written. Tensors of any device, stride or sharing are stored in full. Only one
+    process may write to a path at a time. Raises TypeError for values that cannot be stored, OSError if the disk
+    refuses.
     """
     for name, t in tensors.items():
         if getattr(t, "dtype", None) not in DTYPES or t.layout != torch.strided or t.is_meta or name == "__metadata__":
@@ -71,7 +71,7 @@ def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
         f.write(header)
         for t in values or tensors.values():
             t = t.detach().cpu().contiguous()
-            # not reshape(-1), which leaves a single element its odd stride: view() then refuses
+            # not reshape(-1): it keeps a single element's odd stride, which view() refuses
             buffer = t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy()  # (bytes,)
             crc = zlib.crc32(buffer, crc)
             f.write(buffer)
@@ -82,8 +82,8 @@ def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
 def load(path, prefix=""):
     """Read a checkpoint: ({name: tensor}, meta). Every byte is checked before a tensor is made.
 
-    `prefix`: only tensors whose name starts with it. Raises CheckpointError, one line, for a file that is missing, cut
-    short, damaged, of another kind, of an unknown format version, or whose meta is not a dict.
+    `prefix`: only tensors whose name starts with it. Raises CheckpointError for a file that is missing, cut short,
+    damaged, of another kind, of an unknown format version, or whose meta is not a dict.
     """
     try:
         with open(regular(path), "rb") as f:
@@ -97,9 +97,9 @@ def load(path, prefix=""):
         if version != VERSION:
             wrong = f"format version {version} is unknown (this code reads {VERSION}): use the code that wrote it"
         elif size != total:
-            wrong = f"{'cut short' if size < total else 'too long'}: {size} bytes, {total} by its header"
+            wrong = f"{'cut short' if size < total else 'too long'}: {size} bytes, but its header says {total}"
         elif f"{actual:08x}" != crc:
-            wrong = f"damaged (checksum {actual:08x}, saved as {crc}); use an earlier one beside it, checkpoint-STEP"
+            wrong = f"damaged (checksum {actual:08x}, saved as {crc}); use an earlier one next to it, checkpoint-STEP"
         else:
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
@@ -116,13 +116,13 @@ def load(path, prefix=""):
 
 
 def _earlier(folder):
-    """[(step, path)] of the checkpoints before the newest, in falling order."""
+    """[(step, path)] of the checkpoints before the newest, latest first."""
     paths = {path.stem.removeprefix("checkpoint-"): path for path in Path(folder).glob("checkpoint-*.safetensors")}
     return sorted(((int(step), path) for step, path in paths.items() if step.isdecimal()), reverse=True)
 
 
 def steps(folder):
-    """{step: path} of the checkpoints in a run's folder."""
+    """{step: path} of all checkpoints in a run's folder, except the best."""
     paths = {step: path for step, path in _earlier(folder)}
     with contextlib.suppress(CheckpointError):
         paths[load(Path(folder) / NEWEST, prefix="no tensor")[1]["step"]] = Path(folder) / NEWEST
@@ -130,18 +130,18 @@ def steps(folder):
 
 
 def candidates(folder):
-    """The checkpoints that a run can resume from, best first: the newest, those before it, the one of lowest loss."""
-    if (Path(folder) / MOVING).exists():  # a kill interrupted move_aside: the files left are not a run
+    """The checkpoints that a run can resume from, in order: the newest, the earlier ones, the one with lowest loss."""
+    if (Path(folder) / MOVING).exists():  # move_aside was killed: the files left are not a run
         return []
     paths = [Path(folder) / NEWEST, *(path for _, path in _earlier(folder)), Path(folder) / BEST]
     return [path for path in paths if path.exists()]
 
 
 def load_first(paths, weights=False):
-    """The first of `paths` that is intact: (path, tensors, meta, [one line for each that was skipped]).
+    """The first of `paths` that is intact: (path, tensors, meta, [a line for each one skipped]).
 
-    With `weights` the tensors are the model's state_dict only. Raises CheckpointError where none is intact, or where a
-    run is to be continued from an imported model.
+    With `weights` the tensors are the model's state_dict only. Raises CheckpointError if none is intact; without
+    `weights` also for an imported model, which has no optimiser state to resume from.
     """
     errors = []
     for path in paths:
@@ -154,25 +154,24 @@ def load_first(paths, weights=False):
             with fitting(path):
                 tensors = unflatten(tensors, dict(meta["skeleton"]["dict"])["model"])
         elif "imported_from" in meta:
-            raise CheckpointError(f"{path}: imported from {meta['imported_from']}, weights without an optimizer's "
-                                  "state, for sample.py, export.py, --init_from: to train it, choose another out_dir")
+            raise CheckpointError(f"{path}: imported from {meta['imported_from']}, so it has weights but no optimizer "
+                                  "state: to train it, use --init_from with another out_dir")
         return path, tensors, meta, errors
-    others = f" (the {len(errors) - 1} others here cannot be read either)" if errors[1:] else ""
+    others = f" ({len(errors) - 1} others in this folder cannot be read either)" if errors[1:] else ""
     raise CheckpointError(errors[0] + others)
 
 
 class CheckpointManager:
-    """The checkpoints of a run: checkpoint.safetensors, the newest; checkpoint-500.safetensors and so on, those before
-    it, `keep` in all and those of `kept_steps`; best.safetensors, with the lowest validation loss. One of them is
-    always intact."""
+    """A run's checkpoints: checkpoint.safetensors (the newest), checkpoint-500.safetensors and so on (the earlier ones:
+    `keep` in all, plus `kept_steps`), best.safetensors (lowest validation loss). At least one is always intact."""
 
     def __init__(self, folder, keep=2, kept_steps=()):
         self.folder, self.keep, self.kept_steps = Path(folder), keep, kept_steps
-        self.newest_step = None  # of checkpoint.safetensors, where that is intact
+        self.newest_step = None  # step of checkpoint.safetensors, if that is intact
         self.best = None  # [loss, step] of best.safetensors
 
     def on_resume(self, path, meta):
-        """Continue from the checkpoint `path`: complete what a kill after its write left undone."""
+        """Continue from the checkpoint `path`: finish what a kill right after its write interrupted."""
         self.newest_step, self.best = meta["step"] if path.name == NEWEST else None, meta.get("best")
         if self.best and self.best[1] == meta["step"] and path.name != BEST:
             _link(path, self.folder / BEST)
@@ -180,16 +179,16 @@ class CheckpointManager:
             self._delete_old(self.newest_step)
 
     def _delete_old(self, newest_step):
-        """Delete checkpoints that are too old, or of steps beyond the newest, which the run has gone back from."""
+        """Delete checkpoints that are too old, or from steps after the newest, if the run went back."""
         kept = [path for step, path in _earlier(self.folder) if step < newest_step][:self.keep - 1]
         for step, path in _earlier(self.folder):
             if path not in kept and step not in self.kept_steps:
                 path.unlink(missing_ok=True)
 
     def save(self, state, meta, loss=None, values=None):
-        """Save `state` (see flatten) and `meta`, which has "step"; `loss`: of validation; `values`: see save.
+        """Save `state` (see flatten) and `meta`, which has "step"; `loss`: validation loss; `values`: see save.
 
-        Raises TypeError for what cannot be stored, OSError where the disk refuses: what was saved before stays.
+        Raises TypeError for values that cannot be stored, OSError if the disk refuses; earlier checkpoints stay.
         """
         tensors, skeleton = flatten(state)
         is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best[0])
@@ -206,7 +205,7 @@ class CheckpointManager:
 
 
 def _link(path, name):
-    """Make `name` a second name of the file at `path`; a copy where the file system has no hard links."""
+    """Hard-link `name` to the file at `path`, or copy it if the file system has no hard links."""
     with replacing(name) as tmp:
         try:
             os.link(path, tmp)
@@ -217,7 +216,8 @@ def _link(path, name):
 def flatten(state):
     """Split nested dicts, lists and tuples of tensors, numbers, strings and None into ({name: tensor}, JSON skeleton).
 
-    Lossless, but subclasses come back plain, tied tensors as copies. Raises TypeError, naming the place, for the rest.
+    Lossless, except that subclasses come back as plain types and tied tensors as copies. Raises TypeError, naming the
+    place, for anything else.
     """
     tensors = {}
 
@@ -243,7 +243,7 @@ def flatten(state):
 
 
 def unflatten(tensors, skeleton):
-    """The state that `flatten` split. Raises CheckpointError where a tensor is missing or the skeleton is not one."""
+    """Undo `flatten`. Raises CheckpointError if a tensor is missing or the skeleton is malformed."""
 
     def build(x):
         if isinstance(x, list):
@@ -260,7 +260,7 @@ def unflatten(tensors, skeleton):
 
 @contextlib.contextmanager
 def fitting(path):
-    """`with fitting(path): model.load_state_dict(...)`: a state that does not fit raises CheckpointError, one line."""
+    """`with fitting(path): model.load_state_dict(...)`: a state that does not fit raises CheckpointError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -271,7 +271,7 @@ def fitting(path):
 
 
 def misfit(weights, model):
-    """Where a state_dict does not fit a model: a line about the first tensor that differs; None where it fits."""
+    """A line about the first tensor of a state_dict that does not fit the model; None if all fit."""
     expected = model.state_dict()
     for name in {**expected, **weights}:
         saved, wanted = (str(tuple(sd[name].shape)) if name in sd else "missing" for sd in (weights, expected))
@@ -280,14 +280,14 @@ def misfit(weights, model):
 
 
 def rng_state():
-    """The state of every random generator, for flatten: python, numpy, torch's CPU and each CUDA device."""
+    """The state of every random generator, for flatten: Python, NumPy, PyTorch on the CPU and on each CUDA device."""
     name, key, *rest = np.random.get_state()
     return {"python": random.getstate(), "numpy": (name, torch.from_numpy(key), *rest),
             "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
 
 def set_rng_state(state):
-    """Restore what `rng_state` returned; of the CUDA devices, those that both machines have."""
+    """Restore what `rng_state` returned, for as many CUDA devices as both machines have."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,8 +1,8 @@
-"""Parameters, FLOPs, states and operators of a model, counted from the outside.
+"""A model's parameters, FLOPs, state sizes and operators, counted from outside the model.
 
-FLOPs are those of the mathematics: a linear map of n weights costs 2 n forward; the head counts, the embedding look-up
-does not; causal attention counts the visible half only, a recurrence what it takes token by token, however it is
-computed. The backward is twice the forward; recomputation is not counted.
+FLOPs are those of the mathematics: a linear map with n weights costs 2 n in the forward pass; the head counts, the
+embedding look-up does not; causal attention counts only the visible half; a recurrence counts its token-by-token form,
+however it is computed. The backward counts twice the forward; recomputation is not counted.
 """
 
 import math
@@ -15,16 +15,16 @@ from model import Branch, tensors_of, where_is
 
 
 def visible(T, window):
-    """Tokens that a token of causal attention sees, averaged over T positions."""
-    w = min(T, window or T)  # token t of the first w sees t, all others w
+    """Tokens that causal attention sees per token, averaged over T positions."""
+    w = min(T, window or T)  # the first w tokens see 1, 2, ..., w tokens, all others w
     return (w * (w + 1) / 2 + (T - w) * w) / T
 
 
-# Operator -> forward FLOPs per token of a mixer m, beside its linear maps and its short convolution, averaged over T
-# positions. `S` is the number of its matrix state.
+# Operator -> forward FLOPs per token of a mixer m, without its linear maps and short convolution, averaged over T
+# positions. `S` is the size of its matrix state.
 FLOPS = {
-    # per state: eps k (1), x - k S (2), S += (2), S q (2); per channel: step size, skip and gate (8). The exact form:
-    # k S summed over the states (2 per state, as k S alone), then x - k S (1)
+    # per state: eps k (1), x - k S (2), S += (2), S q (2); per channel: step size, skip and gate (8). The exact form
+    # sums k S over the states (2 per state, too), then subtracts it from x once per channel (1)
     "longhorn_scan": lambda m, T, S: 7 * S + (8 + getattr(m, "exact", False)) * m.d_inner,
     # delta A (1), exp (1), its product (1), S += (2), S q (2); per channel as above
     "selective_scan": lambda m, T, S: 7 * S + 8 * m.d_inner,
@@ -32,8 +32,8 @@ FLOPS = {
     "attention": lambda m, T, S: 4 * m.H * m.n * visible(T, getattr(m, "window", None)),
     # per state: a S (1), k^T v added (2), q S (2)
     "gated_linear_attention": lambda m, T, S: 5 * S,
-    # the same; per channel of a value RWKV's bonus r . u k (3), times v, added (2), or Mamba-2's step size, skip, gate
-    # (5)
+    # the same; per channel of a value, RWKV's bonus r . u k (3), times v, added (2), or Mamba-2's step size, skip and
+    # gate (5)
     "retention": lambda m, T, S: 5 * S + 5 * (m.H * m.n if hasattr(m, "bonus") else m.d_inner if hasattr(m, "skip")
                                               else 0),
     # per channel, output: bonus and maximum (2), two exponentials (4), numerator, denominator, ratio (6);
@@ -43,15 +43,15 @@ FLOPS = {
     "delta_rule": lambda m, T, S: 6 * S + 2 * m.H * m.n_v,
     "gated_delta_rule": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and a S
     "kda": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and diag(a) S
-    # per number of H: a H (1), k^T k added (2), 30 steps of p H (60); of U: 1, 2 and x U (2); per channel of k: its
-    # steps (10 each)
+    # per number in H: a H (1), k^T k added (2), 30 solver steps of p H (60); per number in U: 1, 2, and x U (2); per
+    # channel of k: 10 in each solver step
     "mesa": lambda m, T, S: m.H * m.n * (63 * m.n + 300) + 5 * S,
 }
 
 
 def mixing_flops(mixer, T):
-    """Forward FLOPs per token of a mixer beside its linear maps: its own `flops`, a number or a function of T, or by
-    its operator; None where neither says."""
+    """A mixer's forward FLOPs per token without its linear maps: its `flops`, a number or a function of T, or from its
+    operator; None if it has neither."""
     flops = getattr(mixer, "flops", None)
     if flops is not None:
         return flops(T) if callable(flops) else flops
@@ -62,28 +62,28 @@ def mixing_flops(mixer, T):
     S = max(reversed(tensors), key=torch.Tensor.dim).numel() if tensors else None  # the last of most dimensions
     try:
         return rule(mixer, T, S) + (2 * mixer.conv_weight.numel() if hasattr(mixer, "conv_weight") else 0)
-    except (AttributeError, TypeError):  # a user's mixer that keeps no state, or names its sizes otherwise
+    except (AttributeError, TypeError):  # a user's mixer that keeps no state, or has other names for its sizes
         return None
 
 
 def initial_tensors(mixer):
-    """The tensors of a mixer's state before the first token of one sequence; none of one that keeps no state."""
+    """The tensors of a mixer's state before the first token of one sequence; [] for a mixer without a state."""
     if not hasattr(mixer, "initial_state"):
         return []
-    device = next((p.device for p in mixer.parameters()), "meta")  # a state that is learned lies there
+    device = next((p.device for p in mixer.parameters()), "meta")  # where a learned state is
     return tensors_of(mixer.initial_state(1, device))
 
 
 def forward_flops(modules, T):
-    """Of the linear maps among `modules`, and of the mixing in the branches among them, per token."""
+    """Forward FLOPs per token of the linear maps among `modules`, and of the mixers of the branches among them."""
     modules = list(modules)
     linear = sum(2 * m.weight.numel() for m in modules if isinstance(m, nn.Linear))
     return linear + sum(mixing_flops(m.mixer, T) or 0 for m in modules if isinstance(m, Branch))
 
 
 def flops_per_token(model, T=None):
-    """FLOPs per token of a sequence of T (default block_size): {'forward', 'backward', 'total'}. A model whose head is
-    not read at every token says so by its own forward_flops(T)."""
+    """FLOPs per token in a sequence of length T (default block_size): {'forward', 'backward', 'total'}. A model whose
+    head does not run at every token defines its own forward_flops(T)."""
     T = T or getattr(getattr(model, "config", None), "block_size", 1)
     if hasattr(model, "forward_flops"):
         forward = model.forward_flops(T)
@@ -94,8 +94,8 @@ def flops_per_token(model, T=None):
 
 
 def parameter_count(model):
-    """Parameters by part: mixers by class, norms, positions, and the rest, which is the embedding (tied with the head)
-    unless the model's `rest` names it; and their total."""
+    """{part: parameters}: each class of mixers, norms, positions, the rest and the total. The rest is called embedding
+    (tied with the head) unless the model's `rest` names it."""
     count = lambda module: 0 if module is None else sum(p.numel() for p in module.parameters())
     total = count(model)
     if not hasattr(model, "branches"):
@@ -110,9 +110,9 @@ def parameter_count(model):
 
 
 def state_size(model, T=None):
-    """Numbers kept per sequence after T tokens (default block_size), over all layers: those of the initial state, where
-    a dimension of 0 is a cache that grows by one per token, to at most `window`. A mixer that keeps no state but every
-    input, and so reads whole sequences only, says how many numbers by its `inputs_kept(T)`."""
+    """Numbers kept per sequence after T tokens (default block_size), over all layers: the size of the initial state, in
+    which a dimension of 0 is a cache that grows by one per token, up to `window`. A mixer without a state, which must
+    keep its inputs to go on, gives their number as `inputs_kept(T)`."""
     T, total = T or model.config.block_size, 0
     for _, branch in model.branches():
         mixer = branch.mixer
@@ -120,7 +120,7 @@ def state_size(model, T=None):
             total += mixer.inputs_kept(T) if hasattr(mixer, "inputs_kept") else 0
             continue
         length = min(T, getattr(mixer, "window", None) or T)
-        conv = getattr(mixer, "conv_weight", None)  # of width 1 it remembers nothing, which is no cache
+        conv = getattr(mixer, "conv_weight", None)  # at width 1 its state has a dimension of 0 but is no cache
         before = None if conv is None else (1, conv.shape[1] - 1, conv.shape[0])
         for a in initial_tensors(mixer):
             total += a.numel() if a.shape == before else math.prod(n or length for n in a.shape)
@@ -128,13 +128,13 @@ def state_size(model, T=None):
 
 
 def branches_of(model):
-    """The branches of a model; none of one that is no LM."""
+    """A model's branches; [] if it is not an LM."""
     return model.branches() if hasattr(model, "branches") else []
 
 
 def computed_by(model):
-    """The operators that mix the tokens, each with where it runs: 'longhorn_scan (cpu), attention (cpu)'. Raises
-    RuntimeError for a backend that cannot run here."""
+    """The operators that mix tokens and their backends: 'longhorn_scan (cpu), attention (cpu)'. Raises RuntimeError for
+    a backend that cannot run here."""
     words = {}
     for _, branch in branches_of(model):
         device = next(model.parameters()).device.type
@@ -146,14 +146,14 @@ def computed_by(model):
 
 
 def left_out(model):
-    """A line on each class of mixers that leaves out its state or its FLOPs, and what happens then."""
+    """A line per class of mixers that lacks a state or FLOPs, with the consequence."""
     lines = []
     for mixer in {type(branch.mixer): branch.mixer for _, branch in branches_of(model)}.values():
         operator, words = getattr(mixer, "operator", ""), []
         if not hasattr(mixer, "initial_state"):
             words.append("no initial_state: it cannot sample")
         if operator is not None and mixing_flops(mixer, 1) is None:  # operator = None: linear maps only
-            lacks = "sizes by which its operator is counted" if operator in FLOPS else "operator of kernels/"
+            lacks = "sizes to count its operator's FLOPs" if operator in FLOPS else "operator of kernels/"
             words.append(f"no {lacks} and no flops: FLOPs count its linear maps only")
         lines += [f"{where_is(type(mixer))} has {'; '.join(words)}"] if words else []
     return lines

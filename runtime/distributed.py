@@ -1,15 +1,15 @@
-"""The processes of a run: devices, torchrun's process group, the training step spread over them, and what happens when
-one of them does not answer.
+"""A run's processes: devices, torchrun's process group, the training step across them, and what happens when one of
+them does not answer.
 
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_1b3.py --parallel=fsdp --recompute=every_other
 
-ddp keeps a copy of the model on every process. fsdp keeps a part of every parameter, its gradient and its optimiser's
-state on each, and gathers a layer where it is needed (PyTorch's FSDP2); hsdp does that inside a machine, and keeps a
-copy on every machine. A model needs `layers` for it, a list of modules, and knows nothing of it.
+ddp keeps a copy of the model on every process. fsdp keeps a shard of every parameter, gradient and optimiser state on
+each process, and gathers a layer when it is needed (PyTorch's FSDP2); hsdp shards within each machine and keeps a copy
+on every machine. For both, a model only needs `layers`, a list of modules.
 
 Collectives time out after timeout_minutes. Then every process says in one line which ranks did not answer, and exits
-with code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` starts all of them again.
+with code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` restarts them all.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from runtime.torch_private import average_gradients
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
-STORE = None  # of the process group, asked who is alive after an error
+STORE = None  # the process group's store; after an error it tells who is alive
 
 
 class Lost(RuntimeError):
-    """Another process is gone or silent. The same command may well succeed: the exit code is EXIT_RETRYABLE."""
+    """Another process is gone or silent. The same command may succeed next time, so the exit code is EXIT_RETRYABLE."""
 
 
 def launch(prog, main):
-    """main(argv) as a program: what goes wrong becomes one line and an exit code, which is returned."""
+    """Run main(argv) as a program; errors become one line and an exit code. Returns the exit code."""
     with main_error(prog):
         try:
             code = main(sys.argv[1:])
@@ -75,23 +75,23 @@ def named_device(name):
         device = torch.device(name if name != "cuda" else f"cuda:{env_int('LOCAL_RANK', 0)}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        torch.zeros(1, device=device).item()  # "meta" is a known device that holds no number
+        torch.zeros(1, device=device).item()  # "meta" is a known device, but holds no numbers
     except (RuntimeError, AssertionError, ValueError, ImportError):
-        raise ConfigError(f"device {name!r} is unknown or not there: use cpu, cuda, cuda:1 ...") from None
+        raise ConfigError(f"device {name!r} is unknown or missing: use cpu, cuda, cuda:1 ...") from None
     return device
 
 
 def open_device(config):
-    """The device of this process; joins torchrun's process group when started by it.
+    """This process's device. If torchrun started it, also joins the process group.
 
-    config: device, timeout_minutes. Raises ConfigError for a device that is not there, Lost if not all processes come.
+    config: device, timeout_minutes. Raises ConfigError for a missing device, Lost if not all processes come.
     """
     device, world = named_device(config.device), env_int("WORLD_SIZE", 1, least=1)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     elif getattr(config, "parallel", "ddp") == "ddp":
         keep_freed_memory()
-    elif platform.libc_ver()[0] == "glibc":  # shards: return gathered layers to the OS, of which each step makes many
+    elif platform.libc_ver()[0] == "glibc":  # shards: return gathered layers, many per step, to the OS
         ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD
     if world > 1:
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -102,14 +102,14 @@ def open_device(config):
 
 
 def memory_bytes(device):
-    """Memory of a GPU, or of this machine."""
+    """Total memory of a GPU, or of this machine for "cpu", in bytes."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def pick_dtype(name, device):
-    """The dtype of autocast; 'auto' takes bfloat16 on hardware that multiplies it natively."""
+    """The dtype of autocast; 'auto' is bfloat16 on hardware that multiplies it natively, else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -122,7 +122,7 @@ def pick_dtype(name, device):
 
 
 def keep_freed_memory():
-    """Keep freed activations in the process. Returned to the OS, they cost a page fault per 4 KB in every step."""
+    """Keep freed activations in the process: returned to the OS, they cost a page fault per 4 KB in every step."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         m_trim_threshold, m_mmap_threshold = -1, -3
@@ -136,7 +136,8 @@ def join(backend, wait):
     world = env_int("WORLD_SIZE", 1)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            raise ConfigError(f"the environment has WORLD_SIZE={world} and no {name}: start all of them with torchrun")
+            raise ConfigError(f"the environment has WORLD_SIZE={world} and no {name}: start all processes with "
+                              "torchrun")
     env_int("RANK", 0, most=world - 1)
     env_int("MASTER_PORT", 0, most=65535)
     try:
@@ -144,7 +145,7 @@ def join(backend, wait):
         STORE = new_store_prefix(store, rank, world, wait)
         group = dist.PrefixStore("group", STORE)
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=wait)
-    except RuntimeError as error:  # dist's errors are RuntimeErrors, but not all of them are DistErrors
+    except RuntimeError as error:  # all of dist's errors are RuntimeErrors, but not all are DistErrors
         if isinstance(error, Lost):
             raise
         raise Lost(f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} processes met within {wait} "
@@ -152,11 +153,11 @@ def join(backend, wait):
 
 
 def new_store_prefix(store, rank, world, wait):
-    """A part of the store that no earlier attempt wrote to.
+    """A prefix of the store that no earlier attempt wrote to.
 
-    torchrun keeps one store over its restarts, and PyTorch 2.13 puts every attempt's addresses under the same names: a
-    process that reads before another has written would connect to a dead one. So every process asks under a new name of
-    its own, and rank 0 answers each of them until all that are alive have read its answer.
+    torchrun keeps one store across restarts, and PyTorch 2.13 puts every attempt's addresses under the same names: a
+    process that reads before another one has written would connect to a dead process. So every process asks under a
+    fresh name, and rank 0 answers until every process has read the answer.
     """
     name, until = uuid.uuid4().hex, time.monotonic() + wait.total_seconds()
     store.set(f"longhorn/asks/{rank}", name)
@@ -178,7 +179,7 @@ def new_store_prefix(store, rank, world, wait):
 # ------------------------------------------------------------------------------------------- applied to a plain model
 
 def prepare_layers(model, config):
-    """torch.compile and recomputation of activations, each layer by itself. A model without `layers` is one layer."""
+    """Apply torch.compile and activation recomputation layer by layer. A model without `layers` counts as one layer."""
     layers = getattr(model, "layers", [model])
     for i, layer in enumerate(layers):
         if config.compile:
@@ -189,11 +190,11 @@ def prepare_layers(model, config):
 
 
 def shard(model, config, device):
-    """FSDP2's fully_shard: the linear maps of a layer are one group, everything else is the root's.
+    """Apply FSDP2's fully_shard: each layer's linear maps are one group, everything else belongs to the root.
 
-    In bfloat16 the linear maps travel in it, as autocast would round them anyway; gradients are added in float32. The
-    rest, such as the rates of a scan and the embedding, stays in float32. Raises ConfigError for a model or a number of
-    processes that cannot be sharded.
+    With dtype bfloat16 the linear maps are gathered in it, since autocast would round them anyway; gradients are
+    reduced in float32. The rest, such as a scan's own parameters and the embedding, stays in float32. Raises
+    ConfigError for a model or a number of processes that cannot be sharded.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -203,7 +204,7 @@ def shard(model, config, device):
     try:
         for i, layer in enumerate(layers):
             maps = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-            if maps:  # the last layer's are the first that the backward needs
+            if maps:  # keep the last layer gathered: the backward needs it first
                 fully_shard(maps, mesh=mesh, mp_policy=policy, reshard_after_forward=i + 1 < len(layers))
         fully_shard(model, mesh=mesh)
     except ValueError as error:
@@ -213,13 +214,13 @@ def shard(model, config, device):
 
 
 def open_mesh(config, device):
-    """The processes as fully_shard takes them: (all), or for hsdp (machines, processes of a machine)."""
+    """The DeviceMesh for fully_shard: (processes), or for hsdp (machines, processes per machine)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     world, local = world_size(), env_int("LOCAL_WORLD_SIZE", world_size(), least=1)
     if world == 1:
         raise ConfigError(f"parallel={config.parallel} needs several processes: start train.py with torchrun "
-                          "--nproc_per_node=8, or leave --parallel=ddp, with which one process trains as it is")
+                          "--nproc_per_node=8, or use --parallel=ddp for a single process")
     ranks = torch.arange(world)
     if config.parallel == "fsdp":
         return DeviceMesh.from_group(dist.group.WORLD, device.type)
@@ -232,12 +233,12 @@ def open_mesh(config, device):
 
 
 def whole(t):
-    """A sharded tensor in full, on every process: all of them must call this. Others are returned as they are."""
+    """The full tensor of a sharded one; all processes must call this. Other tensors are returned unchanged."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def cut_like(t, like):
-    """This process's part of `t`, where `like`, of the same shape, is sharded; else t itself."""
+    """This process's shard of `t` if `like`, of the same shape, is sharded; else t itself."""
     if not hasattr(like, "full_tensor") or t.shape != like.shape:
         return t
     from torch.distributed.tensor import distribute_tensor
@@ -246,8 +247,8 @@ def cut_like(t, like):
 
 
 def in_step(batches, device, sharded):
-    """(x, y, True) of this process's batches; with a sharded model, whose forward needs every process, then a token
-    that does not count, (x, y, False), until all processes have read theirs."""
+    """Yields (x, y, True) for this process's batches. A sharded model's forward needs every process, so a process that
+    has run out then yields dummy batches (x, y, False) until all are done."""
     if not sharded:
         yield from ((*batch, True) for batch in batches)
         return
@@ -262,7 +263,7 @@ def in_step(batches, device, sharded):
 # -------------------------------------------------------------------------------------------------------- around a step
 
 def parallelize(model, config, data):
-    """The model as the loop calls it: compiled, recomputed, sharded, its gradients averaged over all processes."""
+    """The model for the training loop: compiled, with recomputation, and sharded or wrapped in DDP, as configured."""
     device = next(model.parameters()).device
     prepare_layers(model, config)
     if config.auto_micro_batch:
@@ -274,9 +275,8 @@ def parallelize(model, config, data):
 
         ids = [device.index] if device.type == "cuda" else None
         forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-        # DDP reorders its buckets after the first backward that synchronizes, and gradients added in another order
-        # differ in the last bit. A resumed run must equal one that was never interrupted, so that backward is not a
-        # step's.
+        # DDP reorders its buckets after the first backward that synchronises, and gradients added in another order
+        # differ in the last bit. A resumed run must be bit-identical, so the first backward is not that of a step.
         first_loss(forward, config, data, device).backward()
         model.zero_grad(set_to_none=True)
         return forward
@@ -290,13 +290,13 @@ def first_loss(forward, config, data, device):
 
 
 def find_micro_batch_size(model, config, data):
-    """Halve micro_batch_size until forward and backward fit in every process's memory, beside the gradients and what
-    AdamW keeps."""
+    """Halve micro_batch_size until forward and backward fit in memory on every process, next to the gradients and
+    AdamW's state."""
     parameters = list(model.parameters())
     device = parameters[0].device
     if config.parallel != "ddp":
         raise ConfigError(f"auto_micro_batch: the micro-batch size cannot be probed with parallel={config.parallel}: "
-                          "give --micro_batch_size")
+                          "set --micro_batch_size")
     config.micro_batch_size = min(config.micro_batch_size, data.sequences_per_step // world_size() or 1)
     reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
     while True:
@@ -307,7 +307,7 @@ def find_micro_batch_size(model, config, data):
         except (RuntimeError, MemoryError) as error:
             if config.micro_batch_size == 1 or not is_out_of_memory(error):
                 raise
-        reserved = None  # noqa: F841  not in the except block, where the traceback keeps the activations alive
+        reserved = None  # noqa: F841  outside the except block, where the traceback keeps the activations alive
         if device.type == "cuda":
             torch.cuda.empty_cache()
         config.micro_batch_size //= 2
@@ -315,12 +315,12 @@ def find_micro_batch_size(model, config, data):
 
 
 def micro_batches(forward, config, data, step):
-    """(x, y, weight) of this process; gradients are averaged over processes in the last one's backward only."""
+    """Yields this process's (x, y, weight). Only the backward of the last one averages gradients over processes."""
     batches = iter(data.micro_batches(step, rank(), world_size(), config.micro_batch_size))
     batch = next(batches)
     while batch is not None:
         following = next(batches, None)
-        if config.parallel == "hsdp":  # shards are summed after every one: whole gradients are large
+        if config.parallel == "hsdp":  # shards are summed after every micro-batch: whole gradients would be large
             forward.set_requires_all_reduce(following is None)
         elif config.parallel == "ddp" and world_size() > 1:
             average_gradients(forward, following is None)
@@ -334,8 +334,8 @@ def autocast(config, device):
 
 
 def agree(loss, grad_norm, signals):
-    """(mean loss over processes, gradient norm) as floats. The same message says whether any process was asked to stop,
-    so that all of them stop after the same step."""
+    """(mean loss over processes, gradient norm) as floats. The same all-reduce tells whether any process was asked to
+    stop, so that all of them stop after the same step."""
     shared = torch.stack([loss / world_size(), torch.tensor(float(signals.requested), device=loss.device)])
     if world_size() > 1:
         dist.all_reduce(shared)
@@ -346,12 +346,12 @@ def agree(loss, grad_norm, signals):
 # --------------------------------------------------------------------------------------------- who does not answer
 
 def is_communication_error(error):
-    """Whether a RuntimeError comes from a collective that failed."""
+    """True if a RuntimeError comes from a failed collective."""
     return STORE is not None and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def who_is_missing(error):
-    """One line on a collective that failed: which rank says it, and which did not answer. Takes a few seconds."""
+    """A line about a failed collective: the reporting rank, and the ranks that did not answer. Takes a few seconds."""
     this_rank, world, present, reached = rank(), world_size(), {rank()}, []
 
     def call():
@@ -367,9 +367,9 @@ def who_is_missing(error):
     thread.join(ROLL_CALL_SECONDS)
     missing = [r for r in range(world) if r not in present] if reached else [0]  # rank 0, or torchrun, holds the store
     who = (f"no answer from rank {', '.join(map(str, missing))} within {ROLL_CALL_SECONDS:g} s" if missing else
-           "all others answer by now")
+           "all others answer again")
     return (f"rank {this_rank} on {platform.node()}: {who} ({first_line(error)}); continue from the last checkpoint "
-            "with the same line and --resume=auto; torchrun --max-restarts does that by itself")
+            "with the same command and --resume=auto; torchrun --max-restarts does that by itself")
 
 
 def first_line(error, limit=200):
@@ -377,24 +377,24 @@ def first_line(error, limit=200):
 
 
 def exit_retryable(prog, error):
-    """End this process with EXIT_RETRYABLE, not by Python's own exit: the threads of a broken process group would abort
-    it now and then."""
+    """End this process with EXIT_RETRYABLE, bypassing Python's own exit, which the threads of a broken process group
+    sometimes abort."""
     with contextlib.suppress(OSError):
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
     os._exit(EXIT_RETRYABLE)
 
 
 def leave():
-    """Destroy the process group, after the last reference to DistributedDataParallel is gone: if that were the last
-    owner of the group, it would wait for gloo's threads while it holds the GIL, which they wait for."""
+    """Destroy the process group, after the last reference to DistributedDataParallel is gone. If DDP were the group's
+    last owner, it would deadlock: it waits for gloo's threads while it holds the GIL, which they need."""
     if dist.is_initialized():
-        barrier()  # one that is still writing to another, in threads of gloo's, would be aborted
-        gc.collect()  # the frame of main may live on in a reference cycle of an exception
+        barrier()  # or a process whose gloo threads are still writing to another one would be aborted
+        gc.collect()  # an exception's reference cycle may keep main's frame alive
         dist.destroy_process_group()
 
 
 def all_gather(value):
-    """The values of all processes, in order of rank."""
+    """The values of all processes, ordered by rank."""
     if world_size() == 1:
         return [value]
     values = [None] * world_size()

@@ -1,4 +1,4 @@
-"""What a user can mend is one line: the value, the limit, the way out. Every program runs inside `main_error`."""
+"""Errors that a user can fix are one line: the value, the limit, what to do. Every program runs inside `main_error`."""
 
 import contextlib
 import errno
@@ -17,19 +17,19 @@ class ConfigError(ValueError):
 
 
 class Stopped(ConfigError):
-    """A run that cannot continue by itself; the message, one line, says why, what is saved, and how to continue."""
+    """A run that cannot continue by itself; the message says why, what is saved, and how to continue."""
 
 
 @contextlib.contextmanager
 def main_error(prog, *errors):
-    """`with main_error('train.py'): main()`: what the user can fix becomes one line. Every program runs inside it.
+    """`with main_error('train.py'): main()`: errors that the user can fix become one line.
 
-    That is `train.py: error: ...` on stderr, with exit code 2, for a ConfigError, a file or folder that the system
-    refuses, a size for which there is no memory, and `errors`. Any other error keeps its traceback. If the reader of
-    our output has gone (`| head`) the program ends silently with exit code 130.
+    The line is `train.py: error: ...` on stderr, and the exit code 2, for a ConfigError, a file or folder that the
+    system refuses, running out of memory, and `errors`. Any other error keeps its traceback. If the reader of our
+    output has gone (`| head`), the program ends silently with exit code 130.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a locale that lacks a character shows its code
+        if hasattr(stream, "reconfigure"):  # print the code of a character that the locale lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         yield
@@ -40,7 +40,7 @@ def main_error(prog, *errors):
         elif isinstance(error, OSError) and error.filename is not None:
             line = f"{error.filename}: {error.strerror}: check this path, and who may read and write it"
         elif is_out_of_memory(error):
-            line = f"memory does not hold this ({words[:200]}): choose smaller sizes"
+            line = f"out of memory ({words[:200]}): choose smaller sizes"
         elif isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():
             line = f"a number is too large ({words[:200]}): choose a smaller one"
         elif isinstance(error, (ConfigError, *errors)) or words.startswith("Symlink loop from") or (
@@ -48,7 +48,7 @@ def main_error(prog, *errors):
             line = words or type(error).__name__
         else:
             raise
-        with contextlib.suppress(OSError):  # a full disk behind stderr: the exit code still tells
+        with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still tells
             print(f"{prog}: error: {line}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
@@ -56,14 +56,14 @@ def main_error(prog, *errors):
 
 
 def is_out_of_memory(error):
-    """Whether memory ran out: PyTorch has an exception class for a GPU, and only words for a CPU."""
+    """True if memory ran out. On a GPU PyTorch has an exception class for it, on a CPU only a message."""
     words = ("not enough memory", "can't allocate memory", "out of memory")
     return (isinstance(error, MemoryError)
             or isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words))
 
 
 def regular(path):
-    """The Path of a file to be read. Raises OSError, also for a pipe or a device, whose end may never come."""
+    """The Path of a file to read. Raises OSError, also for a pipe or device, whose end may never come."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return Path(path)
@@ -78,13 +78,13 @@ def env_int(name, default, least=0, most=2**31 - 1):
 
 
 def _reader_has_gone(last=""):
-    """True if stdout's reader has gone away (detected by writing); what is still buffered is then discarded."""
+    """True if stdout's reader has gone away (detected by writing); buffered output is then discarded."""
     try:
         print(end=last, flush=True)
     except BrokenPipeError:
         with contextlib.suppress(OSError):  # stdout may not be a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
-    except (OSError, ValueError):  # a full disk, a closed file: the interpreter reports it at exit
+    except (OSError, ValueError):  # a full disk or a closed file: the interpreter reports it at exit
         pass
     return False

@@ -1,11 +1,11 @@
-"""A run's folder: who may write to it, where the run continues, what is saved.
+"""A run's folder: locking, moving aside, resuming, saving.
 
-    lock         two runs in one folder would mix their records: the second is refused
-    move aside   the records of an earlier run go to earlier-1, earlier-2 ... where another begins
-    resume       from the newest intact checkpoint; a resumed run is bit-identical to one never interrupted
+    lock         two runs in one folder would mix their records, so the second is refused
+    move aside   when a new run starts, an earlier run's records go to earlier-1, earlier-2 ...
+    resume       from the newest intact checkpoint; a resumed run is bit-identical to one that was never interrupted
     save         after evaluations, every checkpoint_interval steps, at the end, and when asked to stop
 
-Nothing in this file knows what is trained.
+Nothing in this file depends on what is trained.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
     "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "device", "compile", "parallel", "recompute",
-    "max_bad_steps", "backend", "self_check", "timeout_minutes", "workers",  # of images
-    "init_from", "branch",  # read only where there is no checkpoint
-    "dataset",  # its content is compared by its hash instead
-    "max_iters",  # where the steps that are done keep their learning rates
+    "max_bad_steps", "backend", "self_check", "timeout_minutes", "workers",  # workers: of image runs
+    "init_from", "branch",  # used only if there is no checkpoint
+    "dataset",  # compared by the hash of its content instead
+    "max_iters",  # if the learning rates of the steps already done do not change
 }
-COMPARED_OVER = {"eval_tokens", "eval_block_size"}  # losses over other tokens cannot be compared with the best so far
+COMPARED_OVER = {"eval_tokens", "eval_block_size"}  # a loss over different tokens cannot be compared with the best
 
 
 class Folder:
     """`with Folder(config, model, data) as folder`: the folder config.out_dir, locked.
 
-    progress: what a checkpoint holds of the run itself. Raises ConfigError where the folder cannot be used, Stopped
-    where the run cannot continue.
+    progress: the run's own counters, saved in every checkpoint. Raises ConfigError if the folder cannot be used,
+    Stopped if the run cannot continue.
     """
 
     def __init__(self, config, model, data):
@@ -58,19 +58,19 @@ class Folder:
         return self
 
     def __exit__(self, kind, error, trace):
-        """Memory that ran out becomes one line."""
+        """Running out of memory becomes one line."""
         if error is not None and is_out_of_memory(error):
             traceback.clear_frames(trace)  # they keep the activations alive
             size, block_size = self.config.micro_batch_size, self.config.block_size
             smaller = resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
-            raise Stopped(f"memory does not hold a micro-batch of {size} x {block_size} tokens: "
+            raise Stopped(f"out of memory with a micro-batch of {size} x {block_size} tokens: "
                           + (f"{smaller} (the result is the same; --auto_micro_batch finds one that fits)" if size > 1
                              else "choose a smaller block_size or model, or --dtype=bfloat16")) from None
 
     def resume(self, optimizers, schedule, telemetry):
-        """Restore the newest intact checkpoint, if the run is to continue, and open the records.
+        """Restore the newest intact checkpoint, if the run continues or branches, and open the records.
 
-        Raises ConfigError where the checkpoint belongs to another run.
+        Raises ConfigError if the checkpoint belongs to another run.
         """
         config, out, step, path, lines = self.config, self.out, 0, None, []
         self.settings, self.optimizers = dataclasses.asdict(config), optimizers
@@ -85,10 +85,10 @@ class Folder:
             if refusal:
                 raise ConfigError(refusal)
             if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
-                self.data.verify()  # copied, or written to in between; 18 GB take a minute
+                self.data.verify()  # the files were copied or changed since; 18 GB take a minute
             with writing_to(out), checkpoint.fitting(path):
                 step = self.restore(path, tensors, meta, resumes)
-            del tensors  # as large as the model and its optimiser
+            del tensors  # as large as the model and its optimiser state
             lines = [f"skipped: {line}" for line in damaged]
             how = "continuing" if resumes else "branching"
             lines.append("; ".join([f"{how} from {path} at step {step}", *changes]))
@@ -106,13 +106,13 @@ class Folder:
                     self.aside = records.move_aside(out) if records.run_files(out) else self.aside
                 if self.aside:
                     telemetry.say(f"the earlier run is kept as {self.aside}")
-                if path is not None and not resumes:  # a branch's log begins with its trunk's
+                if path is not None and not resumes:  # a branch's log starts with its trunk's
                     shutil.copyfile(path.parent / "log.jsonl", out / "log.jsonl")
-                (out / "result.json").unlink(missing_ok=True)  # of fewer steps
+                (out / "result.json").unlink(missing_ok=True)  # from before the run was extended
         telemetry.open(step, self.settings, lines)
 
     def began_before(self):
-        """Whether the records in out_dir are of this very run, killed before its first checkpoint: it begins again."""
+        """True if out_dir holds records of this same run, killed before its first checkpoint. It then starts over."""
         with contextlib.suppress(records.BadRecord), records.fields():
             config = records.read_json(self.out / "config.json")["config"]
             if self.config.resume == "auto" and not (self.out / "result.json").exists():
@@ -120,11 +120,11 @@ class Folder:
         return False
 
     def compare(self, path, meta, schedule):
-        """(why this run cannot continue from a checkpoint, or None; a phrase for each setting that changed)."""
+        """(reason why this run cannot continue from the checkpoint, or None; a phrase per changed setting)."""
         config, now, step = self.config, self.settings, meta["step"] + 0
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
         longer = before["max_iters"] != config.max_iters
-        if config.warmup_iters < 0 and (longer or before["warmup_iters"] >= 0):  # 5% of what was planned at first
+        if config.warmup_iters < 0 and (longer or before["warmup_iters"] >= 0):  # keep 5% of the first max_iters
             if before["warmup_iters"] < 0:
                 before["warmup_iters"] = round(0.05 * before["max_iters"])
             config.warmup_iters = now["warmup_iters"] = before["warmup_iters"]
@@ -132,18 +132,18 @@ class Folder:
         serious = [f"{key} {before[key]!r} -> {now[key]!r}" for key in changed if key not in MAY_CHANGE_ON_RESUME]
         old, refusal = dataclasses.replace(config, max_iters=before["max_iters"]), None
         if serious:
-            refusal = f"{path} belongs to another run: {', '.join(serious)}; put these back, or choose another out_dir"
+            refusal = f"{path} belongs to another run: {', '.join(serious)}; undo this, or choose another out_dir"
         elif step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step * longer)):
-            refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change learning rates of the {step} "
-                       "steps that are done: a run can be extended with --schedule=constant, or with --schedule=wsd "
+            refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change the learning rates of the {step} "
+                       "steps already done: a run can be extended with --schedule=constant, or with --schedule=wsd "
                        "before its decay (--branch)")
         elif meta["data"] != self.data.identity:
-            refusal = (f"the data is not what this run was trained on (its sha256 differs from {path}): prepare it as "
+            refusal = (f"this run was trained on different data (its sha256 differs from {path}): prepare it as "
                        "before, or choose another out_dir")
         return refusal, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
 
     def restore(self, path, tensors, meta, resumes):
-        """Put back what `save` saved, in this folder's run or in the trunk of a branch; returns its step."""
+        """Restore what `save` wrote, in this run or in a branch's trunk; returns its step."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
         vars(self.progress).update({key: meta[key] for key in vars(self.progress)})
         if not resumes or any(meta["config"].get(key) != self.settings[key]
@@ -161,11 +161,11 @@ class Folder:
         return meta["step"]
 
     def at_end(self, done):
-        """Whether the run is over after this many steps."""
+        """True if the run ends after `done` steps."""
         return done >= self.config.max_iters or self.progress.ended
 
     def save_if_due(self, step, telemetry, signals):
-        """Save by checkpoint_interval or after an evaluation, at the end, and when asked to stop."""
+        """Save every checkpoint_interval steps or after an evaluation, at the end, and when asked to stop."""
         interval, done = self.config.checkpoint_interval, step + 1
         last = self.at_end(done) or signals.stopping
         due = last or done in self.kept_steps or (done % interval == 0 if interval else telemetry.evaluated)
@@ -178,48 +178,48 @@ class Folder:
                 if self.is_main:
                     self.save(state, values, done, telemetry)
             finally:
-                for _ in values:  # every process takes part in gathering each sharded tensor
+                for _ in values:  # every process must take part in gathering each sharded tensor
                     pass
         if last and self.is_main and self.saved_step < done:
-            raise Stopped(f"the checkpoint of step {done} was not written, the last one is of step {self.saved_step}: "
+            raise Stopped(f"the checkpoint of step {done} was not written, the last is from step {self.saved_step}: "
                           f"make room, then {resume_command('--resume=auto')}")
 
     def save(self, state, values, done, telemetry):
-        """Write the checkpoint of `done` steps; `values`: of the tensors in `state`, in order, and whole."""
+        """Write the checkpoint after `done` steps; `values`: the tensors of `state`, in order, gathered."""
         meta = {"step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
                 **vars(self.progress), "seconds": telemetry.seconds(), "data": self.data.identity,
                 "file_times": getattr(self.data, "file_times", None),
                 "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
-        telemetry.log_file.sync()  # no checkpoint is on disk before the log that leads to it
+        telemetry.log_file.sync()  # no checkpoint may be on disk before the log that leads to it
         try:
             self.manager.save(state, meta, telemetry.compared_loss, values)
             self.saved_step = done
-        except OSError as error:  # a full disk, say: what was saved before is untouched
+        except OSError as error:  # such as a full disk; earlier checkpoints are untouched
             telemetry.say(f"step {done}: checkpoint not written ({error}); the one before stays")
 
 
 def branch_point(config):
-    """The checkpoint that --branch=RUN@STEP names. Raises ConfigError where RUN kept none of that step."""
+    """The checkpoint that --branch=RUN@STEP names. Raises ConfigError if RUN has none from that step."""
     trunk, _, step = config.branch.rpartition("@")
     kept = checkpoint.steps(trunk)
     if not step.isdecimal() or int(step) not in kept:
-        raise ConfigError(f"branch={config.branch}: {trunk or 'RUN@STEP'} keeps checkpoints of steps "
+        raise ConfigError(f"branch={config.branch}: {trunk or 'RUN@STEP'} has checkpoints of steps "
                           f"{', '.join(map(str, sorted(kept))) or '(none)'}: name one of them, or train it with "
                           "--keep_steps")
     return kept[int(step)]
 
 
 def lock_run_dir(out):
-    """Lock an out_dir, see records.lock_folder. Raises ConfigError where another run has it."""
+    """Lock an out_dir, see records.lock_folder. Raises ConfigError if another run holds it."""
     try:
         return records.lock_folder(out)
     except BlockingIOError:
-        raise ConfigError(f"another run writes to {out}: wait for it, or choose another out_dir") from None
+        raise ConfigError(f"another run is writing to {out}: wait for it, or choose another out_dir") from None
 
 
 @contextlib.contextmanager
 def writing_to(out):
-    """`with writing_to(out): ...`: an OSError inside becomes a ConfigError, one line."""
+    """`with writing_to(out): ...`: an OSError inside becomes a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -231,5 +231,5 @@ def resume_command(*changes):
     """The command line that continues this run with some settings changed."""
     names = tuple(change.partition("=")[0] for change in changes)
     if distributed.world_size() > 1:
-        return "the same torchrun line with " + " ".join(changes)
+        return "the same torchrun command with " + " ".join(changes)
     return shlex.join([sys.executable, *(a for a in sys.argv if a.partition("=")[0] not in names), *changes])

@@ -1,10 +1,10 @@
-"""How a parameter starts is said where it is made, and drawn when the whole model is there.
+"""Initialisation: declared where a parameter is created, drawn when the whole model is built.
 
     self.in_proj = linear(d, 2 * d_inner, start=uniform(d ** -0.5), parts=[d_inner, d_inner])
     self.dt_bias = parameter(d_inner, start=constant(0.0))
 
-A start is a function that fills a tensor in place. `draw(model)` calls all of them in the order of named_parameters, so
-the numbers do not depend on when a constructor ran. An nn.Linear or nn.Parameter without a start keeps what it has.
+A start is a function that fills a tensor in place. `draw(model)` calls all starts in the order of named_parameters, so
+values do not depend on the order of constructors. An nn.Linear or nn.Parameter without a start keeps its values.
 """
 
 import math
@@ -14,9 +14,9 @@ import torch.nn as nn
 
 
 def linear(n_in, n_out, start=None, bias=None, parts=None):
-    """An nn.Linear(n_in, n_out). start, bias: how its weight and its bias start; bias None: it has none.
+    """An nn.Linear(n_in, n_out). start, bias: starts of its weight and bias; bias None: no bias.
 
-    parts: rows of each of the maps that are fused in one matrix, which Muon then treats one by one; None: one map.
+    parts: the rows of each map, if several are fused in one matrix (Muon treats each by itself); None: one map.
     """
     module = nn.Linear(n_in, n_out, bias=bias is not None)
     module.weight.start, module.parts = start, parts
@@ -26,7 +26,7 @@ def linear(n_in, n_out, start=None, bias=None, parts=None):
 
 
 def parameter(*shape, start):
-    """An nn.Parameter of this shape, empty until `draw`."""
+    """An nn.Parameter of this shape, uninitialised until `draw`."""
     p = nn.Parameter(torch.empty(shape))
     p.start = start
     return p
@@ -34,12 +34,12 @@ def parameter(*shape, start):
 
 @torch.no_grad()
 def draw(model):
-    """Fill every parameter of the model that has a start."""
+    """Fill every parameter that has a start."""
     for p in model.parameters():
         start = getattr(p, "start", None)
         if start is not None:
             start(p)
-            del p.start  # it may hold a tensor
+            del p.start  # it may keep a tensor alive
 
 
 # -------------------------------------------------------------------------------------------------------------- starts
@@ -53,7 +53,7 @@ def normal(std):
 
 
 def uniform(bound):
-    """Uniform within +-bound."""
+    """Uniform in +-bound."""
     return lambda p: p.uniform_(-bound, bound)
 
 
@@ -62,12 +62,12 @@ def values(tensor):
 
 
 def log_uniform(low, high):
-    """The logarithm of a uniform number between low and high (at least 1e-4)."""
+    """The logarithm of a number drawn uniformly from low .. high (at least 1e-4)."""
     return lambda p: p.uniform_(low, high).clamp_(min=1e-4).log_()
 
 
 def step_size(low, high):
-    """Mamba's dt_bias: softplus gives back a number between low and high (at least 1e-4), uniform in its logarithm."""
+    """Mamba's dt_bias: its softplus is log-uniform in low .. high (at least 1e-4)."""
     def start(p):
         step = p.uniform_(math.log(low), math.log(high)).exp().clamp(min=1e-4)
         p.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
@@ -75,7 +75,7 @@ def step_size(low, high):
 
 
 def dense(fan_in):
-    """PyTorch's default for a linear map: uniform within +-1/sqrt(fan_in)."""
+    """PyTorch's default for a linear map: uniform in +-1/sqrt(fan_in)."""
     return uniform(fan_in**-0.5)
 
 
@@ -85,10 +85,11 @@ def xavier(fan_out, fan_in, gain):
 
 
 def to_residual(config):
-    """GPT-2's scale for what writes to the residual stream: its variance does not grow with the number of branches."""
+    """GPT-2's scale for maps that write to the residual stream, whose variance then does not grow with the number of
+    branches."""
     return normal(0.02 / math.sqrt(config.n_branches))
 
 
 def to_residual_unless_released(config):
-    """`to_residual`, but in the released code of RWKV's channel mix, of RetNet and of GLA."""
+    """`to_residual`, except as_released: the released code of RWKV's channel mix, RetNet and GLA does not scale."""
     return normal(0.02) if config.as_released else to_residual(config)

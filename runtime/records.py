@@ -1,9 +1,9 @@
-"""A run's records: what train.py writes, and what every table and figure is drawn from.
+"""A run's records: train.py writes them, and every table and figure is made from them.
 
-    out/<run>/config.json    the run as it ran: settings, derived values, command, versions, device, data; and every
-                             version of the code that a part of the run was trained with
-    out/<run>/log.jsonl      one JSON object per event, one per line, keys with their units
-    out/<run>/result.json    the outcome, written only when the run finished
+    out/<run>/config.json    settings, derived values, command, versions, device, data, and every version of the code
+                             that trained a part of the run
+    out/<run>/log.jsonl      one JSON object per event and line, keys with units
+    out/<run>/result.json    the outcome, written only when the run has finished
     out/<run>/loss.png       the loss curve, see tools/loss_curve.py
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
@@ -28,7 +28,7 @@ from pathlib import Path
 from runtime.errors import ConfigError, regular
 
 MOVING = "earlier-being-moved"  # see move_aside
-# Files that leave no trace in the numbers of a run: pictures, reports, scoring of tasks, and programs that start runs.
+# Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
 NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py", "export.py", "evaluation/tasks.py",
             "evaluation/harness.py", "experiments/sweeps/", "experiments/scaling/", "experiments/recall/mqar.py",
             "experiments/recall/report.py", "experiments/vision/sweep.py", "experiments/vision/wrong_images.py",
@@ -37,10 +37,10 @@ NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
 
 def write_json(path, record):
-    """Write `record` to `path`, beside and renamed over, so that a reader sees all of it or none.
+    """Write `record` to `path` through a temporary file and a rename, so that a reader sees all of it or none.
 
-    A number at the top level that is not finite becomes null. Raises TypeError for what JSON cannot hold, OSError where
-    the disk refuses; then the old file is untouched.
+    Non-finite numbers at the top level become null. Raises TypeError for values that JSON cannot hold, OSError if the
+    disk refuses; then the old file is untouched.
     """
     with replacing(path) as tmp:
         Path(tmp).write_text(json.dumps(_finite(record), indent=1) + "\n")
@@ -51,7 +51,7 @@ class BadRecord(ConfigError):
 
 
 def read_json(path):
-    """The table in a JSON file. Raises BadRecord. So, and inside `fields`, is every record read."""
+    """The dict in a JSON file. Raises BadRecord. Every record is read by this function, and used inside `fields`."""
     name = os.path.basename(path)
     try:
         return {**json.loads(regular(path).read_bytes())}
@@ -73,7 +73,7 @@ def fields(subject="its records"):
 
 
 def finished_records(folder):
-    """result.json and config.json of a run, as dicts. Raises BadRecord where it is not finished, or one is damaged."""
+    """A run's result.json and config.json, as dicts. Raises BadRecord if the run is not finished or one is damaged."""
     if not os.path.lexists(Path(folder) / "result.json"):
         events = read_log(folder)
         raise BadRecord(f"not finished (step {events[-1]['step']})" if events else "not run")
@@ -81,7 +81,7 @@ def finished_records(folder):
 
 
 def is_finished(folder):
-    """Whether a run has its result, undamaged; otherwise it is run again, from its last checkpoint."""
+    """True if a run has an undamaged result; otherwise it is to be run again, from its last checkpoint."""
     with contextlib.suppress(BadRecord):
         read_json(Path(folder) / "result.json")
         return True
@@ -89,10 +89,10 @@ def is_finished(folder):
 
 
 def lock_folder(folder):
-    """Make `folder`, lock it, and delete what a killed process left half written there. Whoever writes to one does so.
+    """Create `folder`, lock it, and delete files that a killed process left half written. Call this before writing.
 
-    Returns the lock, an open file: closing it or the end of the process, however it ends, unlocks. It lies in the
-    folder, so two names of one folder have one lock. Raises BlockingIOError where another process has it, and OSError.
+    Returns the lock, an open file: closing it, or the end of the process in any way, unlocks. The lock is in the
+    folder, so two paths to the same folder share it. Raises BlockingIOError if another process holds it, and OSError.
     """
     os.makedirs(folder, exist_ok=True)
     no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -112,13 +112,13 @@ def lock_folder(folder):
 
 
 def remove_leftovers(pattern):
-    for leftover in glob.glob(pattern + ".tmp-[0-9]*"):  # of `replacing`, in a killed process
+    for leftover in glob.glob(pattern + ".tmp-[0-9]*"):  # left by `replacing` in a killed process
         os.unlink(leftover)
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yield the name of a file to write beside `path`: flushed to disk and renamed over it if the block ends well."""
+    """Yields a temporary name next to `path`; if the block succeeds, that file is flushed and renamed to `path`."""
     remove_leftovers(glob.escape(os.fspath(path)))
     tmp = f"{path}.tmp-{os.getpid()}"
     try:
@@ -128,12 +128,12 @@ def replacing(path):
         os.replace(tmp, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)  # after an error, or of two links to one file, which replace() leaves both
+            os.unlink(tmp)  # after an error, or if tmp and path were links to one file, which replace() keeps
     sync_folder(os.path.dirname(path) or ".")
 
 
 def sync_folder(folder):
-    """Flush a folder to disk: only then is a rename in it durable. Some file systems cannot."""
+    """Flush a folder to disk, which makes renames in it durable. Some file systems cannot."""
     handle = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(handle)
@@ -141,15 +141,16 @@ def sync_folder(folder):
 
 
 def run_files(folder):
-    """The files of a run that are in `folder`: what is moved aside where another begins there."""
+    """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
     return [path for path in Path(folder).glob("*") if re.fullmatch(
         r"(config|result)\.json|log\.jsonl|loss\.png|wandb|(best|checkpoint(-\d+)?)\.safetensors", path.name)]
 
 
 def move_aside(folder, begin=True):
-    """Move the files of an earlier run into a folder earlier-1, earlier-2 ... of `folder`, and return that.
+    """Move an earlier run's files in `folder` into its subfolder earlier-1, earlier-2 ..., and return that.
 
-    begin=False completes a move that a kill interrupted; what is left until then is no run (checkpoint.candidates).
+    begin=False finishes a move that a kill interrupted, and returns None if there is none. Until then the remaining
+    files do not count as a run (checkpoint.candidates).
     """
     moving = Path(folder, MOVING)
     if begin:
@@ -167,8 +168,8 @@ def _finite(record):
 
 
 def read_log(folder, event=None):
-    """The events of a run's log.jsonl, as dicts in order; with `event`, of that kind only. A torn last line is left
-    out, and where a disk has damaged an earlier one, all from there on."""
+    """The events in a run's log.jsonl, as dicts in order; with `event`, only that kind. Reading stops at the first
+    damaged line, usually a torn last one."""
     path = Path(folder) / "log.jsonl"
     events = []
     for line in regular(path).read_text(errors="replace").splitlines() if path.exists() else []:
@@ -183,9 +184,9 @@ def read_log(folder, event=None):
 
 
 class Log:
-    """Appends events to log.jsonl; opened at `step`, it first drops what a run that was killed logged beyond it.
+    """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
-    `unwritten` holds the lines that the disk refused, being full, say: the next write tries them again, in order.
+    `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
     """
 
     def __init__(self, folder, step=0):
@@ -197,9 +198,9 @@ class Log:
         self.unwritten = []
 
     def write(self, event, step, **values):
-        """One line: the event, its step, and values; numbers that are not finite become null, which JSON can hold.
+        """Append a line with the event, its step and values; non-finite numbers become null, which JSON can hold.
 
-        Raises OSError where the disk refuses it; the line is then in `unwritten`, and none in the file is torn.
+        Raises OSError if the disk refuses it; the line is then kept in `unwritten`, and no line in the file is torn.
         """
         record = _finite({"event": event, "step": step, **values})
         self.unwritten.append(json.dumps(record).encode() + b"\n")
@@ -207,16 +208,16 @@ class Log:
         return record
 
     def sync(self):
-        """See what is written to the disk: no checkpoint is to be there before the log that leads to it."""
+        """Flush the file to disk: no checkpoint may be there before the log that leads to it."""
         with contextlib.suppress(OSError):
             os.fsync(self.file.fileno())
 
     def flush(self):
-        """Write what is unwritten. Raises as `write` does."""
+        """Write the unwritten lines. Raises OSError like `write`."""
         while self.unwritten:
             end = os.fstat(self.file.fileno()).st_size
             try:
-                if self.file.write(self.unwritten[0]) < len(self.unwritten[0]):  # what was left on the disk
+                if self.file.write(self.unwritten[0]) < len(self.unwritten[0]):  # the disk had room for a part only
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 os.ftruncate(self.file.fileno(), end)
@@ -225,15 +226,15 @@ class Log:
 
 
 def code_identity():
-    """What code this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
+    """The code that this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
 
-    By content: every file of the project that is loaded by now, wherever it is imported, a user's file too, and the
-    native sources; except NO_TRACE and empty files. So a comment in the README, another picture, or another commit of
-    the same sources is the same code; an edited mixer is not.
+    It hashes the content of every project file that is loaded by now, wherever it was imported, also a user's own, and
+    the native sources, except NO_TRACE and empty files. An edited README or plot, or another commit with the same
+    sources, keeps the identity; an edited mixer changes it.
     """
     root = Path(__file__).resolve().parents[1]
     loaded = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
-    paths = {path.relative_to(root) for path in loaded  # PyTorch has modules whose file does not exist
+    paths = {path.relative_to(root) for path in loaded  # some of PyTorch's modules name files that do not exist
              if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}
     names = sorted(path.as_posix() for path in paths | set(map(Path, NATIVE_SOURCES))
                    if not path.parts[0].startswith("."))  # not .venv
@@ -244,18 +245,18 @@ def code_identity():
 
 
 def mixed_identities(codes):
-    """A line for a report over runs of these codes, where some of them are of before November 2026; else None."""
+    """A line for a report on runs whose codes mix identities from before November 2026 with later ones; else None."""
     codes = set(codes)
     older = sorted(code for code in codes if not code.startswith("v2"))
     if not older or len(older) == len(codes):
         return None
-    return (f"The code of {', '.join(older)} was identified as before November 2026, by other files: it cannot be told "
-            "whether it differs from the others'.")
+    return (f"The code of {', '.join(older)} was hashed as before November 2026, over a different list of files: "
+            "whether it differs from the others' cannot be told.")
 
 
 def code_version():
-    """{"commit": of this checkout, "uncommitted_changes"}; each None where git does not know. $LONGHORN_COMMIT names
-    the commit of a copy without .git. Changes in results/, which a measurement writes, do not count."""
+    """{"commit": of this checkout, "uncommitted_changes"}; None if git does not know. $LONGHORN_COMMIT names the commit
+    of a copy without .git. Changes in results/, where measurements are written, do not count."""
     folder = Path(__file__).resolve().parents[1]
 
     def git(*args):
@@ -271,7 +272,7 @@ def code_version():
 
 
 def environment():
-    """Code, commit, versions, machine and command of this process, for config.json."""
+    """This process's code, commit, versions, machine and command, for config.json."""
     import torch
 
     return {**code_identity(), **code_version(),

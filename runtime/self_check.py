@@ -1,15 +1,14 @@
-"""The check at every start: whatever exists twice in the code must compute the same.
+"""The check at every start: code that exists in two versions must compute the same.
 
-Some of the code has two bodies: an operator has a kernel and a plain PyTorch spelling, a model runs over whole
-sequences and through its state, and its loss comes with logits or without. Someone who edits one of the two would train
-one model and sample another. So train.py builds a toy of the same model from the same code and compares loss and every
-gradient:
+Some code exists twice: an operator has a kernel and a plain PyTorch version, a model runs on whole sequences and
+through its state, and its loss is computed with or without logits. Editing only one of the two would train one model
+and sample another. So train.py builds a toy model from the same code and compares the loss and every gradient:
 
-    operators    the backend that trains, and --backend=torch
-    loss alone   what training asks for, and the loss of the logits
-    state        the whole sequence, and the same tokens in chunks and single steps
+    operators    the training backend, and --backend=torch
+    loss alone   the loss that training computes, and the loss computed from logits
+    state        whole sequences, and the same tokens in chunks and single steps
 
-Unedited they agree to about 1e-6; half a step size or a dropped gate shows as 1e-2 or more.
+Unedited code agrees to about 1e-6; half a step size or a dropped gate shows as 1e-2 or more.
 `--self_check=off` skips it.
 """
 
@@ -23,16 +22,16 @@ import torch
 from kernels import build
 from runtime.errors import ConfigError
 
-CUTS = [33, 1, 1, 31]  # lengths of the pieces read through the state: 66 tokens, more than a chunk of any operator
+CUTS = [33, 1, 1, 31]  # lengths of the pieces read through the state: 66 tokens, more than any operator's chunk
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2}
 TORCH = "edit both, or train with --backend=torch, which runs plain PyTorch everywhere"
 
 
 def self_check(model):
-    """One line on what agreed. Raises ConfigError, one line with both places and the way out, where two bodies differ.
+    """Returns a line on what agreed. Raises ConfigError, naming both places and the way out, if two versions differ.
 
-    A model that is no LM offers toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) for it.
-    Neither the model nor the random state is changed.
+    A model that is not an LM must have toy(backend) -> a small model of the same code, and that one toy_batch() ->
+    (x, y). Neither the model nor the random state is changed.
     """
     began, device, backend = time.perf_counter(), next(model.parameters()).device, model.config.backend
     precision = torch.get_float32_matmul_precision()
@@ -51,8 +50,8 @@ def self_check(model):
         except (ValueError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"self-check: a small model of this kind does not run: {error}: --self_check=off trains "
-                              "without the check") from error
+            raise ConfigError(f"self-check: a small version of this model does not run: {error}: --self_check=off "
+                              "trains without the check") from error
         finally:
             torch.set_float32_matmul_precision(precision)
     outcome = f"{', '.join(agreed)} agree to {worst:.0e}" if agreed else "nothing to compare"
@@ -60,7 +59,7 @@ def self_check(model):
 
 
 def toy_of(model, backend):
-    """A small model of the same code: every family of this one once, in one layer."""
+    """A small model of the same code: one layer per family."""
     if hasattr(model, "toy"):
         return model.toy(backend)
     families = list(dict.fromkeys(model.config.families))
@@ -70,7 +69,7 @@ def toy_of(model, backend):
 
 
 def batch_of(toy):
-    """(x, y) for a toy: tokens and targets (2, 66), unless its model has others."""
+    """(x, y) for a toy: its own toy_batch(), or tokens and targets (2, 66)."""
     if hasattr(toy, "toy_batch"):
         return toy.toy_batch()
     idx = torch.randint(toy.config.vocab_size, (2, 67))
@@ -80,7 +79,7 @@ def batch_of(toy):
 def compare(toy, plain, batch, states=True):
     """([what agreed], largest difference, what was left out). Raises ConfigError for the first pair that differs."""
     agreed, errors, backend = [], [0.0], toy.config.backend
-    dtype = torch.bfloat16 if backend == "fused" else torch.float32  # some of those kernels take 16 bits only
+    dtype = torch.bfloat16 if backend == "fused" else torch.float32  # some fused kernels take 16 bits only
     autocast = torch.autocast(batch[1].device.type, dtype, enabled=dtype != torch.float32)
     alone, from_logits = lambda m, x, y: m(x, y, loss_only=True)[1], lambda m, x, y: m(x, y)[1]
     run = lambda m, loss=alone: gradients(m, loss, batch, autocast)
@@ -103,7 +102,7 @@ def compare(toy, plain, batch, states=True):
     if without:
         return agreed, max(errors), f"; state left out: {', '.join(dict.fromkeys(without))} keeps none"
     with torch.no_grad(), autocast:
-        sampled = {"the loss": through_state(toy, *batch).float().cpu()}  # as when sampling: a cache grows in place
+        sampled = {"the loss": through_state(toy, *batch).float().cpu()}  # as in sampling, where a cache grows in place
     for got in (sampled, run(toy, through_state)):
         agree("whole sequences and states", got, lambda: f"{which_mixer(toy, batch, autocast, dtype)} over the whole "
               "sequence and through the state", "edit both paths, or what is sampled is not what was trained")
@@ -112,8 +111,8 @@ def compare(toy, plain, batch, states=True):
 
 @torch.no_grad()
 def scatter(model):
-    """Weights as scattered as after training, so that no branch is too small, or too symmetric, to show an edit.
-    A small embedding and a large last norm show another eps, and a cap on the logits."""
+    """Scatter the weights as training would, so that no branch is too small or symmetric to show an edit. A small
+    embedding and a large last norm reveal a different eps, or a cap on the logits."""
     for name, p in model.named_parameters():
         if name == "norm.weight":
             p.mul_(30)
@@ -132,7 +131,7 @@ def through_state(model, x, y):
 
 
 def gradients(model, loss_of, batch, autocast):
-    """{name: value}: the loss, and the gradient of every parameter that has one, in float32 on the CPU."""
+    """{name: value} of the loss and of every parameter's gradient, if it has one, in float32 on the CPU."""
     with torch.enable_grad(), autocast:
         loss = loss_of(model, *batch)
     named = dict(model.named_parameters())
@@ -142,8 +141,8 @@ def gradients(model, loss_of, batch, autocast):
 
 
 def difference(got, wanted):
-    """(where, how much) two results differ most: |got - wanted| / |wanted| by the 2-norm; inf for nan or none."""
-    floor = 1e-6 * max(float(a.norm()) for a in wanted.values())  # a gradient of nothing but rounding
+    """(name, error) of the largest difference, |got - wanted| / |wanted| in the 2-norm; inf if nan or missing."""
+    floor = 1e-6 * max(float(a.norm()) for a in wanted.values())  # for gradients that are only rounding errors
     errors = {}
     for name in {**wanted, **got}:
         both = name in wanted and name in got
@@ -154,7 +153,7 @@ def difference(got, wanted):
 
 
 def which_operator(toy, run, dtype):
-    """The operator whose two bodies differ, with their places; the model itself where it is none of them."""
+    """The operator whose two versions differ, with their places; the model itself if no operator differs."""
     trains = run(toy)
     for op, (fast, slow) in build.BODIES.items():
         with build.plain(op):
@@ -164,7 +163,7 @@ def which_operator(toy, run, dtype):
 
 
 def which_mixer(toy, batch, autocast, dtype):
-    """The mixers that differ through the state, as 'model.py: ScanBlock.forward (Mamba)', or else the model."""
+    """The mixers that differ through the state, as 'model.py: ScanBlock.forward (Mamba)'; the model if none does."""
     x = torch.randn(2, batch[0].shape[1], toy.config.n_embd, device=batch[0].device, requires_grad=True)
     differing = {}
     for (_, branch), graded in itertools.product(toy.branches(), (True, False)):

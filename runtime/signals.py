@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (Slurm's warning) finish the step, save, and exit; a second SIGINT exits at
-once."""
+"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run finishes the step, saves and exits; on a second SIGINT
+it exits at once."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ import threading
 
 
 class Signals:
-    """`with Signals() as signals`: the first signal is a request to finish the step, a SIGINT after that ends the
-    process; a thread reads it, because Python's own handlers wait for a collective to return.
+    """`with Signals() as signals`: the first signal asks to finish the step, a SIGINT after it ends the process. A
+    thread watches for the second, because Python's own handlers wait until a collective returns.
 
-    requested: whether this process was asked. stopping: whether any process was, agreed on by all in `agree`
-    (runtime/distributed.py), so that all of them stop after the same step.
+    requested: this process was asked to stop. stopping: any process was; `agree` (runtime/distributed.py) sets it on
+    all of them, so that they stop after the same step.
     """
 
     def __init__(self):
@@ -38,8 +38,8 @@ class Signals:
         os.close(reader)
 
     def __exit__(self, kind, error, trace):
-        """The run is over: a Ctrl-C is Python's again. Not after an error, or torchrun's SIGTERM would end this process
-        before it says who did not answer."""
+        """Give the signals back to Python. Not after an error: torchrun's SIGTERM would end this process before it says
+        which ranks did not answer."""
         if error is None:
             for number, handler in self.before.items():
                 signal.signal(number, handler)

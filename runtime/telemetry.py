@@ -1,4 +1,4 @@
-"""What a run reports: log.jsonl, the screen, its speed, loss.png, Weights & Biases, the result (see records.py)."""
+"""A run's output: log.jsonl, the screen, speed, loss.png, Weights & Biases, result.json (see records.py)."""
 
 import contextlib
 import datetime
@@ -20,17 +20,17 @@ from runtime.records import Log, environment, write_json
 from tools import loss_curve
 from tools.loss_curve import draw_loss
 
-PICTURE_SECONDS = 60  # between pictures; importing matplotlib takes 2 s, so a process of its own draws them
+PICTURE_SECONDS = 60  # between plots, drawn by a separate process: importing matplotlib takes 2 s
 
-# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; an unknown device gets no MFU.
+# Dense bf16 peak per device in FLOP/s, from data sheets; an unknown device gets no MFU.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
               "L40S": 362e12, "B200": 2250e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 class Telemetry:
-    """`with Telemetry(config, model, data, folder) as telemetry`: the records of a run, written on rank 0.
+    """`with Telemetry(config, model, data, folder) as telemetry`: a run's records, written on rank 0.
 
-    evaluated, compared_loss: whether the step under way was evaluated, and the loss by which checkpoints compare.
+    evaluated: the current step was evaluated. compared_loss: its loss, by which the best checkpoint is chosen.
     """
 
     def __init__(self, config, model, data, folder):
@@ -50,17 +50,17 @@ class Telemetry:
             self.bar.close()
 
     def say(self, text):
-        """Print a line on rank 0, above the progress bar where there is one."""
+        """Print a line on rank 0, above the progress bar if there is one."""
         if self.is_main:
             (say if self.bar is None else self.bar.write)(text)
 
     def is_complete(self, step):
-        """The run finished earlier: there is nothing to do but to say so."""
+        """Mark the run as already finished: `finish` will only say so."""
         self.done, self.complete = step, True
 
     def open(self, step, settings, lines):
-        """Begin the records after `step`: config.json, log.jsonl, Weights & Biases, the progress bar; and say what is
-        worth saying before the first step."""
+        """Open the records at `step`: config.json, log.jsonl, Weights & Biases, the progress bar; and print a summary
+        of the run."""
         config, model, progress = self.config, self.model, self.progress
         self.done, self.last_log_step, self.paused_seconds = step, step, 0.0
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -77,7 +77,7 @@ class Telemetry:
             if versions and versions[-1] != code:
                 lines.append(f"the code was {versions[-1]}, is {code}: config.json names both")
             progress.code_versions = versions + [code] * (versions[-1:] != [code])
-            data = {key: value for key, value in self.data.meta.items() if key != "table"}  # which checkpoints keep
+            data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long; in every checkpoint
             with writing_to(self.out):
                 write_json(self.out / "config.json", {
                     "config": settings, "derived": self.derived, "environment": self.environment,
@@ -85,7 +85,7 @@ class Telemetry:
                     "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
                 self.log_file = Log(self.out, step)
             if self.wandb:
-                progress.wandb_id = progress.wandb_id or uuid.uuid4().hex[:8]  # a run that continues keeps its id
+                progress.wandb_id = progress.wandb_id or uuid.uuid4().hex[:8]  # a resumed run keeps its id
                 self.wandb.init(project=config.wandb_project, name=self.out.name, mode=config.wandb, dir=self.out,
                                 config={**settings, **self.derived}, id=progress.wandb_id, resume="allow")
             self.bar = progress_bar(config.max_iters, step)
@@ -96,7 +96,7 @@ class Telemetry:
     # ---------------------------------------------------------------------------------------------------- the step
 
     def steps(self, signals):
-        """The steps that are left; ends early where the run is asked to stop, or an evaluation says "stop"."""
+        """Yields the remaining steps; ends early if the run is asked to stop or an evaluation says "stop"."""
         while not (self.folder.at_end(self.done) or signals.stopping):
             yield self.done
             self.done += 1
@@ -105,7 +105,7 @@ class Telemetry:
                 self.bar.update()
 
     def log(self, step, **metrics):
-        """A line of the log and the screen every log_interval steps: the metrics given, speed, memory and time."""
+        """Log and print a line every log_interval steps: the given metrics, speed, memory and time."""
         config, done, self.logged_at = self.config, step + 1, time.perf_counter()
         self.evaluated, self.compared_loss = False, None
         if not self.is_main or (done % config.log_interval and done != config.max_iters):
@@ -127,7 +127,7 @@ class Telemetry:
         self.logged_at = time.perf_counter()
 
     def skip(self, step, loss, grad_norm):
-        """Count a step whose loss or gradient is not finite, which is left out. Raises Stopped after too many."""
+        """Count a step that is skipped because its loss or gradient is not finite. Raises Stopped after too many."""
         progress, newest = self.progress, self.out / checkpoint.NEWEST
         progress.skipped += 1
         progress.bad += 1
@@ -143,14 +143,14 @@ class Telemetry:
     # --------------------------------------------------------------------------------------------------- evaluation
 
     def log_evaluation(self, step, metrics):
-        """Metrics of an evaluation after `step`: in the log, on the screen, and for the best checkpoint."""
+        """Log and print an evaluation's metrics, and keep them for the best checkpoint and the result."""
         self.metrics, progress, done, self.evaluated = dict(metrics), self.progress, step + 1, True
         self.compared_loss = self.metrics.pop("compare_loss", metrics["val_loss"])
         sets = self.metrics.pop("sets", {})
         self.metrics |= {f"val_loss_{name}": of_set["val_loss"] for name, of_set in sets.items()}
         progress.ended = bool(self.metrics.pop("stop", False))
         if self.done == done:
-            return  # made again for a result that was lost; its line is in the log
+            return  # repeated because result.json was lost; its line is already in the log
         if math.isfinite(self.compared_loss):
             progress.best_val_loss = min(progress.best_val_loss, self.compared_loss)
         self.write("eval", done, tokens=done * self.config.batch_tokens, **self.metrics, seconds=self.seconds())
@@ -166,13 +166,13 @@ class Telemetry:
                                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def log_tasks(self, step, scores):
-        """Scores of tasks after `step`, on the main process: a line of the log and of the screen."""
+        """Log and print scores on tasks, on rank 0."""
         if self.is_main:
             self.write("tasks", step + 1, tokens=(step + 1) * self.config.batch_tokens, **scores)
             self.say("  ".join([f"step {step + 1:6d}", *in_words(scores)]))
 
     def write(self, event, step, **values):
-        """A line of log.jsonl. A disk that refuses it does not end the run: it is tried again with the next."""
+        """Append a line to log.jsonl. If the disk refuses it, the run goes on and retries with the next line."""
         if not self.is_main:
             return
         behind = len(self.log_file.unwritten)
@@ -184,30 +184,30 @@ class Telemetry:
             if not behind:
                 self.say(f"step {step}: cannot write log.jsonl ({error.strerror}); keeping the line in memory and "
                          "retrying")
-        if self.wandb and event not in ("skipped", "eval_set"):  # the line before has their losses
+        if self.wandb and event not in ("skipped", "eval_set"):  # the "train" and "eval" lines have their losses
             self.wandb.log(values, step=step)
 
     def seconds(self):
-        """Training time so far, in seconds, over all processes that the run was resumed in."""
+        """Training time so far in seconds, including the time before the run was resumed."""
         return round(self.progress.seconds + time.perf_counter() - self.began, 3)
 
     def finish(self, evaluate):
-        """The end: result.json and the last metrics; None where the run was stopped before, or is finished already."""
+        """Write result.json and return the last metrics; None if the run was stopped early or was finished before."""
         if self.complete:
-            self.say(f"{self.out} is finished already; to train again use --resume=never")
+            self.say(f"{self.out} is already finished; to train again use --resume=never")
             return None
         if not self.folder.at_end(self.done):
             self.say(f"stopped after step {self.done} of {self.config.max_iters} and saved "
                      f"{self.out / checkpoint.NEWEST}; continue with: {resume_command('--resume=auto')}")
             return None
-        if self.metrics is None:  # killed between the last checkpoint and the result
+        if self.metrics is None:  # killed between the last checkpoint and result.json
             self.log_evaluation(self.done - 1, evaluate(self.model, final=True))
         if self.is_main:
             self.write_result()
         return self.metrics
 
     def write_result(self):
-        """result.json and loss.png."""
+        """Write result.json and loss.png."""
         seconds, tokens = self.seconds(), self.done * self.config.batch_tokens
         result = {**outcome(self.config, self.metrics, self.progress, self.derived, self.done, seconds),
                   "memory_bytes": peak_memory(self.device), "commit": self.environment["commit"]}
@@ -215,10 +215,10 @@ class Telemetry:
             self.log_file.flush()
             write_json(self.out / "result.json", result)
         if self.picture:
-            self.picture.wait()  # or it would draw over what is drawn now
+            self.picture.wait()  # or an older plot would overwrite this one
         try:
             draw_loss(self.out)
-        except Exception as error:  # no picture is worth a run
+        except Exception as error:  # a failed plot must not fail the run
             self.say(f"no loss.png: {error} (python tools/loss_curve.py {self.out} draws it; it needs matplotlib)")
         if self.wandb:
             self.wandb.summary.update(result)
@@ -227,7 +227,7 @@ class Telemetry:
 
 
 def outcome(config, metrics, progress, derived, steps, seconds):
-    """What result.json says of a run, beside its memory and commit."""
+    """The contents of result.json, except memory and commit."""
     tokens = steps * config.batch_tokens
     return {"model": config.pattern or config.model, **metrics, "best_val_loss": progress.best_val_loss,
             "steps": steps, "skipped_steps": progress.skipped, "tokens": tokens, "seconds": seconds,
@@ -238,7 +238,7 @@ def outcome(config, metrics, progress, derived, steps, seconds):
 
 
 def progress_bar(total, step):
-    """A tqdm bar on a terminal, else None."""
+    """A tqdm bar if stderr is a terminal, else None."""
     if not sys.stderr.isatty():
         return None
     from tqdm import tqdm
@@ -248,7 +248,7 @@ def progress_bar(total, step):
 
 
 def about_run(config, model, data, derived):
-    """What is worth saying before the first step, as lines."""
+    """Lines that summarise the run before the first step."""
     micro_batches = math.ceil(data.sequences_per_step / derived["processes"] / config.micro_batch_size)
     return [f"{config.pattern or config.model}: {derived['parameters']['total']:,} parameters; "
             f"{derived['device_name']} x {derived['processes']}, {config.dtype}; tokens mixed by "
@@ -259,7 +259,7 @@ def about_run(config, model, data, derived):
 
 
 def open_wandb(config):
-    """The module of Weights & Biases, logged in; None where it is not wanted. Raises ConfigError."""
+    """The Weights & Biases module, logged in; None with wandb=off. Raises ConfigError."""
     if config.wandb == "off":
         return None
     try:
@@ -274,13 +274,13 @@ def open_wandb(config):
 
 
 def say(text):
-    """Print a line, if that can be done: standard output may go to a file on the full disk."""
+    """Print a line, ignoring errors: stdout may go to a file on a full disk."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 
 
 def in_words(metrics):
-    """The numbers among the metrics as the screen shows them."""
+    """The numbers among the metrics, formatted for the screen."""
     shown = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "mfu": "mfu {:.1%}",
              "tokens_per_second": "{:,} tokens/s"}
     return [shown.get(key, key + (" {:.4f}" if isinstance(value, float) else " {:,}")).format(value)
@@ -288,12 +288,12 @@ def in_words(metrics):
 
 
 def peak_flops(device_name):
-    """The device's dense bf16 peak in FLOP/s, or None."""
+    """The device's dense bf16 peak in FLOP/s; None if unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in (device_name or "")), None)
 
 
 def peak_memory(device):
-    """Largest number of bytes so far: the GPU's allocations, or the process's resident memory."""
+    """Peak memory so far in bytes: the GPU's allocations, or the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

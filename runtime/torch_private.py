@@ -1,20 +1,20 @@
-"""What we use of PyTorch that is private, or public by its name only. A new release may move any of it: then a test of
-this file fails, and everything that needs a change stands here."""
+"""All private parts of PyTorch that this project uses, some of which only look public. If a new release moves one, a
+test of this file fails, and only this file has to change."""
 
 import functools
 import sys
 
 import torch
 
-# ------------------------------------------------------------------------------------------- who watches an operator
+# --------------------------------------------------------------------------------------- modes, transforms, compilation
 
-# How many modes (fake tensors, say) see every operator: with one, operators must go through torch.library
+# The number of active dispatch modes (such as fake tensors): with any, operators must go through torch.library
 dispatch_modes = torch._C._len_torch_dispatch_stack
 
-# Whether a tensor is one that torch.func.vmap has wrapped; its type is plain Tensor, so only this tells
+# True if torch.func.vmap has wrapped the tensor; its type is plain Tensor, so nothing else tells
 is_batched = torch._C._functorch.is_batchedtensor
 
-# Check a tensor's value on the GPU, without waiting for it as `if` would
+# Check a tensor's value on the GPU without waiting for it, as `if` would
 assert_async = torch._assert_async
 
 
@@ -34,42 +34,42 @@ def not_compiled(function):
             function.disabled = torch.compiler.disable(function)
         return function.disabled(*args, **kwargs)
 
-    run._torchdynamo_disable = True  # a graph that reaches this function breaks at it
+    run._torchdynamo_disable = True  # a compiled graph breaks at this function
     return run
 
 
 def transformed():
-    """Whether a transform of torch.func or forward-mode AD is active: the kernels have no rules for these."""
+    """True inside torch.func transforms or forward-mode AD, for which the kernels have no rules."""
     return torch.autograd.forward_ad._current_level >= 0 or _in_torch_func()
 
 
-@constant_when_compiled  # inside torch.func the tensors are of another kind, so that torch.compile makes a new graph
+@constant_when_compiled  # safe: inside torch.func tensors have another type, for which torch.compile makes a new graph
 def _in_torch_func():
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def fast_apply(function):
-    """The apply of a torch.autograd.Function without the Python around it, which only transforms need."""
+    """The apply of a torch.autograd.Function without its Python wrapper, which only transforms need."""
     return super(torch.autograd.Function, function).apply
 
 
 # ------------------------------------------------------------------------------------------------------------ training
 
 def muon(*tensors, **settings):
-    """The step of torch.optim.Muon, as a function of lists of tensors: torch.optim.Muon takes whole parameters only."""
-    from torch.optim._muon import muon  # only then: exported models use this file too, and older releases lack Muon
+    """torch.optim.Muon's step as a function of lists of tensors; the class takes whole parameters only."""
+    from torch.optim._muon import muon  # imported late: exported models use this file too, and older releases lack Muon
 
     muon(*tensors, **settings)
 
 
 def average_gradients(model, average):
-    """Whether the next backward of a DistributedDataParallel averages gradients over processes. Its public no_sync() is
-    a `with` around forward and backward, which stand in the training loop."""
+    """Choose whether the next backward of a DistributedDataParallel averages gradients over processes. The public
+    no_sync() would have to wrap forward and backward, which are in the training loop."""
     model.require_backward_grad_sync = average
 
 
 def map_tensors(function, tree):
-    """`tree`, nested lists, tuples and dicts, with function(tensor) in place of each tensor."""
+    """Apply function to every tensor in `tree`, nested lists, tuples and dicts."""
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, function, tree)

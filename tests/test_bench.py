@@ -92,7 +92,7 @@ def test_step(tmp_path, capsys):
     out = tmp_path / "step.json"
     assert step.main([*TINY, "--n_head=3", "--families=llama,longhorn", "--rounds=2", f"--out={out}"]) == 1
     llama, longhorn = json.loads(out.read_text())["rows"]
-    assert llama["reason"].startswith("ValueError: n_embd 32 is no multiple of n_head 3") and "seconds" not in llama
+    assert llama["reason"].startswith("ValueError: n_embd 32 is not a multiple of n_head 3") and "seconds" not in llama
     lm = LM(ModelConfig(n_layer=1, n_embd=32, n_head=2, block_size=16, vocab_size=64))
     assert longhorn["parameters"] == counting.parameter_count(lm)["total"] and longhorn["seconds"]["runs"] == 2
     assert longhorn["last_loss"] < longhorn["first_loss"] < 5
@@ -161,7 +161,7 @@ def test_a_model_with_a_wrong_state_is_not_timed(monkeypatch):
     monkeypatch.setattr(Longhorn, "forward", forgets)
     assert generate.check(lm)[0].startswith("the state is wrong: logits")
     monkeypatch.setattr(Longhorn, "forward", lambda self, u, state=None: (u * math.nan, state))
-    assert generate.check(lm)[0].startswith("the state is wrong: logits nan")
+    assert generate.check(lm)[0].startswith("the state is wrong: logits differ by nan")
 
 
 # ------------------------------------------------------------------------------------------------------- bench/gpu.py
@@ -280,7 +280,7 @@ def test_results_take_no_record_of_an_uncommitted_tree(monkeypatch, main, argume
     (gpu.parse, "--budget_s=nan", "--budget_s=nan: must be at least 1"),
     (step.parse, "--families=llama,rnn", "--families=rnn: no such family; they are longhorn, mamba"),
     (step.parse, "--batch_size=0", "--batch_size=0: must be at least 1"),
-    (step.parse, "--save --n_embd=64", "--save with --n_embd: results/ holds the named sizes only"),
+    (step.parse, "--save --n_embd=64", "--save with --n_embd: results/ is for the named sizes only"),
     (step.parse, "--device=cuda", "PyTorch sees no GPU; use --device=cpu"),
     (generate.parse, "--contexts=1K", "--contexts=1K: must be whole numbers"),
     (generate.parse, "--new_tokens=0", "--new_tokens=0: must be at least 1")])

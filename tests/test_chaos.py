@@ -611,7 +611,7 @@ def test_a_disk_that_stays_full(launch, small_disk, data, tmp_path, room):
     r.go()
     assert r.end() == [2] and not (out / "result.json").exists(), r.said()
     line, step = r.said().splitlines()[-1], saved(out)[1]["step"]
-    assert f"the last one is of step {step}: make room" in line and "--resume=auto" in line
+    assert f"the last is from step {step}: make room" in line and "--resume=auto" in line
     (disk / "filler").unlink()
     assert f"at step {step}" in launch([*arguments(data, out, large), "--resume=auto"]).succeed().said()
     launch(arguments(data, tmp_path / "whole", large)).succeed()

@@ -183,7 +183,7 @@ def test_any_changed_byte_is_refused(tmp_path):
             refusal(path)
         path.write_bytes(good[:i])
         assert "cut short" in refusal(path)
-    for content, words in ((good + b"\0", "too long"), (good[:-1] + b"\xee", "; use an earlier one beside it"),
+    for content, words in ((good + b"\0", "too long"), (good[:-1] + b"\xee", "; use an earlier one next to it"),
                            (good[:-1] + b"\xee", ": damaged (checksum "),
                            (good.replace(b'"version":"1"', b'"version":"2"'), ": format version 2 is unknown")):
         path.write_bytes(content)

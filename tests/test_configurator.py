@@ -198,7 +198,7 @@ def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said():
 
 @pytest.mark.parametrize("error, words", [
     (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied: check this path"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "memory does not hold this"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory ("),
     (MemoryError(), "choose smaller sizes"), (OverflowError("int too large"), "a number is too large (int too large)"),
     (RuntimeError("Storage size calculation overflowed"), "a number is too large"),
     (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'"), (KeyError("a\nb"), "p: error: 'a")])

@@ -353,7 +353,7 @@ def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
     monkeypatch.setattr(module, "ready", set())
     with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory per block"):
         results(native_scan, inputs(1, 5, 3, 4))
-    with pytest.raises(OSError, match="change the structs together"):
+    with pytest.raises(OSError, match="change both structs together"):
         cuda.Module(b"", cuda.SCAN_KERNELS, 8, module.lib)
 
 

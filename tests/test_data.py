@@ -133,8 +133,8 @@ def test_batch_holds_the_windows_and_their_successors(n_tokens, block, seed):
 def test_windows_outside_the_split_are_refused():
     tokens = np.arange(100, dtype=np.uint16)
     assert get_batch(tokens, [88], 11)[1][0, -1] == 99
-    refused(lambda: get_batch(tokens, [0, 89], 11), "from token 89 on", "begin at 0 .. 88")
-    refused(lambda: get_batch(tokens, [-1], 11), "from token -1 on")  # NumPy would read from the end
+    refused(lambda: get_batch(tokens, [0, 89], 11), "starting at token 89", "start at 0 .. 88")
+    refused(lambda: get_batch(tokens, [-1], 11), "starting at token -1")  # NumPy would read from the end
     refused(lambda: step_windows(0, 4, 0, 0), "0 windows", "prepare more data")
     refused(lambda: step_windows(5, 4, -1, 0), "seed -1")
     refused(lambda: step_windows(5, 0, 0, 0), "0 windows per step")
@@ -449,7 +449,7 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
     assert other.meta["table"] == tokens.meta["table"] and other.sha256["val"] != tokens.sha256["val"]
     for n in (257, "many", 10**6):
         refused(lambda n=n: prepare("c", n), f"bpe:{n}", "258 .. 65536")
-    refused(lambda: Text("bpe:300"), "bpe:300 learns from its text", "only data/pystdlib/prepare.py")
+    refused(lambda: Text("bpe:300"), "bpe:300 is learned from text", "only data/pystdlib/prepare.py")
 
 
 @pytest.fixture
@@ -503,7 +503,7 @@ def test_packages_are_another_recipe_than_files(shelf, tmp_path, capsys):
     write_files(small, {"short.py": "too short to be held out"})
     rooted, _ = pystdlib.prepare(tmp_path / "c", roots=[shelf[0]], stdlib=small, **packages)
     assert {d["name"].split("/")[0] for d in rooted.meta["documents"]["val"]} == {"1:shelf"}
-    refused(lambda: pystdlib.prepare(tmp_path / "d", stdlib=small, **packages), "held out from 701 bytes")
+    refused(lambda: pystdlib.prepare(tmp_path / "d", stdlib=small, **packages), "at least 701 bytes long")
     assert capsys.readouterr().err == ""
     write_files(small, {"long.py": "x" * 800, **{f"{i}.py": f"{i}" * 600 for i in range(10)}})  # one is long enough
     one, _ = pystdlib.prepare(tmp_path / "e", stdlib=small, val_fraction=0.5, documents="package")
@@ -546,7 +546,7 @@ def test_adopt_nanogpts_files(tmp_path):
     assert tokens.meta["splits"]["train"]["max_token"] == 50_256
     assert before == {split: (folder / f"{split}.bin").read_bytes() for split in loader.SPLITS}
     again = adopt(folder, "--vocab_size=50257")
-    assert again.returncode == 2 and "meta.json exists already" in again.stderr and again.stderr.count("\n") == 1
+    assert again.returncode == 2 and "meta.json already exists" in again.stderr and again.stderr.count("\n") == 1
     for name, train in (("wide", [3, 70_000]), ("narrow", [3, 64])):  # the second where our own would be uint16
         tokens = writer.adopt(nanogpt(tmp_path / name, train, dtype=np.uint32), train[1] + 1, "uint32")
         assert tokens.train.tolist() == train and tokens.train.dtype == np.uint32 and tokens.bytes_per_token is None
@@ -818,7 +818,7 @@ def test_no_network(small_units, tmp_path, monkeypatch):
                 "Skylion007/openwebtext", "no route to host", "--files")
     refused(lambda: tokenizer.tiktoken_encoding("gpt2"), "tiktoken:gpt2", "no route to host", "TIKTOKEN_CACHE_DIR",
             "--vocab")
-    refused(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "holds no vocab.bpe")
+    refused(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "has no vocab.bpe")
     (tmp_path / "vocab.bpe").write_text("not it")
     refused(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "vocab.bpe is not GPT-2's")
     assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays

@@ -119,7 +119,7 @@ def test_a_model_of_transformers_becomes_ours(family, tmp_path):
     assert "--tokenizer" in run(from_hf=tmp_path / "hf", out_dir=tmp_path / "none").out
     assert sample.load_model(tmp_path / "none")[1]["tokenizer"] is None
     said = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run", tokenizer="bytes").out
-    assert "go on with python sample.py" in said and family in said
+    assert "next: python sample.py" in said and family in said
     lm, meta = sample.load_model(tmp_path / "run")
     assert meta["tokenizer"] == "bytes" and lm.config.model == family
     assert lm.config.n_layer == {"llama": 3, "mamba": 2, "rwkv4": 3}[family]
@@ -205,7 +205,7 @@ ONLY = {  # field, another value, what is supported
 REFUSED = [
     *((family, {field: value}, f"{field} {value!r}", f"only {only}")
       for family, rows in ONLY.items() for field, value, only in rows),
-    ("llama", {"rms_norm_eps": ...}, "rms_norm_eps 1e-06 (it is absent)"),
+    ("llama", {"rms_norm_eps": ...}, "rms_norm_eps 1e-06 (the default)"),
     ("llama", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta 500000.0", "only 10000"),
     ("llama", {"rope_parameters": ..., "rope_theta": 5e5}, "rope_theta 500000.0"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'", "only 'default'"),
@@ -214,20 +214,20 @@ REFUSED = [
     ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),
-    ("llama", {"num_hidden_layers": 1}, "model.layers.1.", "no place"),
+    ("llama", {"num_hidden_layers": 1}, "model.layers.1.", "does not exist"),
     ("llama", {"num_hidden_layers": 10**9}, "1000000000 layers"),
     ("llama", {"hidden_size": 2**30, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None,
                "intermediate_size": 2**31 - 1}, "8/3 of hidden_size"),
     ("llama", {"hidden_size": ...}, "hidden_size None"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
-    ("llama", {"model_type": "mistral"}, "model_type 'mistral'", "llama, mamba, rwkv and longhorn"),
+    ("llama", {"model_type": "mistral"}, "model_type 'mistral'", "llama, mamba, rwkv and"),
     ("llama", {"model_type": "mamba", "architectures": None}, "is not supported"),
     ("mamba", {"time_step_rank": "auto"}, "x_proj.weight is (13, 64)", "(12, 64)"),
     ("mamba", {"conv_kernel": 4}, "conv1d.weight is (64, 1, 3)", "(64, 1, 4)"),
     ("mamba", {"hidden_size": 2**31 - 1, "intermediate_size": ..., "state_size": 2**31 - 1, "expand": 2**31 - 1},
-     "no such model"),
-    ("longhorn", {"n_heads": 4}, "the setting n_heads is unknown"),
+     "no valid model"),
+    ("longhorn", {"n_heads": 4}, "unknown setting n_heads"),
     ("longhorn", {"n_embd": 64}, "embed.weight is (256, 32)", "(256, 64)"),
     ("longhorn", {"pattern": "llama,griffin"}, "griffin", "longhorn, mamba"),
 ]
@@ -255,7 +255,7 @@ def test_notes_that_sample_could_not_use_are_refused(notes, tmp_path):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("lm_head.weight", "only a tied head"), ("model.layers.0.self_attn.q_proj.bias", "q_proj.bias has no place"),
+    ("lm_head.weight", "only a tied head"), ("model.layers.0.self_attn.q_proj.bias", "q_proj.bias does not exist"),
     ("model.layers.1.self_attn.q_norm.weight", "no further norms"),
     ("model.layers.1.mlp.up_proj.weight", "is torch.int8")])
 def test_tensors_left_over_or_quantised_are_refused(name, words, tmp_path):
@@ -301,7 +301,7 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path):
     run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "imported"}
     assert run(**into).code == 0
-    words = rf"imported from {tmp_path}/hf, weights without .*another out_dir$"
+    words = rf"imported from {tmp_path}/hf, so it has weights .*another out_dir$"
     with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
     refused(run(**into), "imported is not empty", "--overwrite")
@@ -309,7 +309,7 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path):
     assert run(**into, overwrite="true").code == 0
     assert sorted(os.listdir(tmp_path / "imported")) == [".lock", "checkpoint.safetensors"]
     with lock_run_dir(tmp_path / "imported"):
-        refused(run(**into, overwrite="true"), "another run writes to")
+        refused(run(**into, overwrite="true"), "another run is writing to")
     (tmp_path / "imported" / "log.jsonl").touch()
     refused(run(**into, overwrite="true"), "log.jsonl", "never overwritten")
 
@@ -362,7 +362,7 @@ def test_files_that_are_missing_or_damaged(tmp_path):
         (folder / "config.json").write_text(damage)
         refused(result(), f"{folder}/config.json")
     (folder / "config.json").write_bytes(b"\xff\xfe{")
-    refused(result(), f"{folder}/config.json", "not JSON")
+    refused(result(), f"{folder}/config.json", "not a JSON")
     assert not (tmp_path / "out").exists()
 
 

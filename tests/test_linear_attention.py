@@ -408,8 +408,8 @@ def test_a_library_that_is_not_there_is_a_reason(said, monkeypatch):
     a = {n: x.float() for n, x in inputs("gla", 3).items()}
     for error, words in (
             (ModuleNotFoundError("No module named 'fla'", name="fla"), "is not installed"),
-            (ModuleNotFoundError("No module named 'triton'", name="triton"), "does not find triton"),
-            (RuntimeError("0 active drivers\n([])"), r"does not import (0 active drivers ([]))")):
+            (ModuleNotFoundError("No module named 'triton'", name="triton"), "needs triton"),
+            (RuntimeError("0 active drivers\n([])"), r"cannot be imported (0 active drivers ([]))")):
         def broken(name, error=error):
             raise error
         monkeypatch.setattr(importlib, "import_module", broken)

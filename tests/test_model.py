@@ -910,7 +910,7 @@ def test_what_no_sequence_can_be_is_refused_in_a_line(family):
         sample.generate(lm, idx, -1)
     assert torch.equal(sample.generate(lm, idx, 0), idx)
     for state in (lm.initial_state(3), lm.initial_state(1), lm.initial_state(2)[1:]):
-        with pytest.raises(ValueError, match=r"^state is not one of 1 layers for a batch of 2: [^\n]*$"):
+        with pytest.raises(ValueError, match=r"^state does not fit 1 layers and a batch of 2: [^\n]*$"):
             lm(idx, state=state)
 
 

@@ -86,8 +86,8 @@ def test_minimiser_finds_a_minimum_that_is_known():
 
 
 @pytest.mark.parametrize("loss,says", [
-    (lambda S, S_prev, k, x, p: -(S - S_prev).square().sum(), "no one minimum"),
-    (lambda S, S_prev, k, x, p: (S @ k - x).square().sum(), "no one minimum"),
+    (lambda S, S_prev, k, x, p: -(S - S_prev).square().sum(), "no unique minimum"),
+    (lambda S, S_prev, k, x, p: (S @ k - x).square().sum(), "no unique minimum"),
     (lambda S, S_prev, k, x, p: (S - S_prev).pow(3).sum(), "NO"),
     (lambda S, S_prev, k, x, p: (S - S_prev).abs().sum() + 0.1 * S.square().sum(), "no")])
 def test_objectives_without_a_minimum_to_find_are_not_passed(loss, says):
@@ -229,17 +229,17 @@ def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
         record["checks"][at]["minimises"] = False
     record["checks"][2]["mixers"]["longhorn"] = math.nan
     first, second = ol.unexpected(record, rows)
-    assert first.startswith("linear attention: the update is not") and "longhorn: its mixer is nan" in second
+    assert first.startswith("linear attention: the update is not") and "longhorn: its mixer differs by nan" in second
 
 
 @pytest.mark.parametrize("change,says", [
     (("    return S + torch.outer", "    S_prev += 1; return S + torch.outer"), "changed S_prev in place"),
     (("    return S + torch.outer(", "    return (S / 0) + torch.outer("), "finite, for keys of length 0.001"),
-    (("    S = p.gamma * S_prev\n", "    return S_prev.float()\n"), r"returned .* torch.float32, not the new S"),
-    (("(S @ k - x).square()).sum()", "(S @ k - x).square())"), "objective must be one number"),
-    (("    return (S - p.gamma", "    return (S / 0 - p.gamma"), "objective must be one number, and it and the"),
+    (("    S = p.gamma * S_prev\n", "    return S_prev.float()\n"), r"returned .* torch.float32, expected the new S"),
+    (("(S @ k - x).square()).sum()", "(S @ k - x).square())"), "objective must be a single number"),
+    (("    return (S - p.gamma", "    return (S / 0 - p.gamma"), "objective must be a single number, and it and the"),
     (("def objective(", "def loss("), r"defines no function objective\(S, S_prev, k, x, p\)"),
-    (('"Longhorn that forgets"', '"RetNet"'), "there is a row named 'RetNet' already"),
+    (('"Longhorn that forgets"', '"RetNet"'), "a row named 'RetNet' already exists"),
     (('{"gamma": 1.0,', '{"gama": 1.0,'), "tune must be a list of settings such as")])
 def test_mistakes_in_an_added_file_are_one_line(tmp_path, change, says):
     assert change[0] in FILE

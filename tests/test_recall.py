@@ -325,7 +325,7 @@ def test_a_run_and_its_records(tmp_path, capsys):
     assert record["data"]["sha256"]["test"] == generate(Task(16, 2, 32), 50, 3, "test").sha256()
     assert (tmp_path / "a/loss.png").exists() and (tmp_path / "a/checkpoint.safetensors").exists()
     assert small_run(tmp_path / "a", *settings, "--resume=auto") == result
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
 
 
 def test_it_learns_and_stops_at_the_accuracy_asked_for(tmp_path):
@@ -578,7 +578,7 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
     ("run --Ts=100 --dry-run", "give --pairs"), ("run --mixers=gla --widths=31 --dry-run", "n_head"),
     ("report /nowhere", "holds no sweep"), ("report /nowhere.json", "not a record"), ("report --x=1", "unknown option"),
     ("cell --pairs=5", "four times"), ("cell --learning_rate=0", "above 0"), ("cell --epochs=0", "at least 1"),
-    ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "training set too"),
+    ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "also in the training set"),
     ("cell --eval_interval=-1", "0 or more"), ("cell --resume=must", "there is no "), ("cell --mixer=x", "--model"),
     ("cell --pattern=mamba", "not for recall"), ("cell --batch_tokens=4096", "batch_examples"),
     ("cell --backend=gpu", "unknown backend"), ("cell --seed", "needs a value")])

@@ -162,15 +162,15 @@ def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path):
     assert "".join(map(text.decode, data.val.tolist())) in words
     assert prepare("bytes").meta["bytes_per_token"] == 1 and prepare("chars", force=True).meta["tokenizer"] == "char"
     for name, line in (("tiktoken:p60k", "no encoding 'p60k': choose one of gpt2, r50k_base"),
-                       ("hf:/nowhere", "hf:/nowhere cannot be had")):
+                       ("hf:/nowhere", "cannot load the tokenizer hf:/nowhere")):
         with pytest.raises(DataError, match=line):
             Text(name)
 
 
 def test_a_tokenizer_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)  # not installed
-    for name, *words in (("gpt2", "tiktoken is missing", "pip install"), ("words", "'words'", "bytes, gpt2 and char"),
-                         (None, "None", "bytes, gpt2 and char")):
+    for name, *words in (("gpt2", "tiktoken is missing", "pip install"), ("words", "'words'", "bytes, gpt2, char"),
+                         (None, "None", "bytes, gpt2, char")):
         refused(run(out_dir=make_run(tmp_path / str(name), tokenizer=name)), *words)
 
 
@@ -239,7 +239,7 @@ def test_mistakes_get_one_line(out, tmp_path):
     if not torch.cuda.is_available():
         refused(run(out_dir=out, device="cuda"), "cuda", "--device=cpu")
     for device in ("foo", "meta", "cpu:x", ""):
-        refused(run(out_dir=out, device=device), f"device {device!r} is unknown or not there")
+        refused(run(out_dir=out, device=device), f"device {device!r} is unknown or missing")
     for key, value in (("temperature", -1.0), ("top_k", -2), ("top_p", 0.0), ("seed", -1), ("max_new_tokens", 0),
                        ("num_samples", 0)):  # before anything is said
         refused(run(out_dir=out, prompt="P", **{key: value}), f"{key} {value}")
@@ -262,7 +262,7 @@ def test_a_forged_checkpoint_is_one_line(out, tmp_path):
     checkpoint.save(tmp_path / "run" / "checkpoint.safetensors", {}, {"some": "thing"})
     refused(run(out_dir=tmp_path / "run"), "does not fit")
     small = make_run(tmp_path / "small", tiny(vocab_size=64))
-    refused(run(out_dir=small, prompt="b"), "token 98, the model knows 64")
+    refused(run(out_dir=small, prompt="b"), "token 98, but the model's vocab_size is 64")
     (small / "checkpoint.safetensors").unlink()
     os.mkfifo(small / "checkpoint.safetensors")
     refused(run(out_dir=small), "not a regular file")

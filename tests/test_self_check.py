@@ -237,5 +237,5 @@ def test_unedited_all_agrees(pattern, backend):
 def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
     lm = LM(ModelConfig(n_layer=1, n_embd=32, vocab_size=64))
     monkeypatch.setattr("runtime.self_check.toy_of", lambda model, backend: LM(ModelConfig(n_head=0)))
-    with pytest.raises(ConfigError, match="^self-check: a small model [^\n]*n_head 0[^\n]*--self_check=off[^\n]*$"):
+    with pytest.raises(ConfigError, match="^self-check: a small version [^\n]*n_head 0[^\n]*--self_check=off[^\n]*$"):
         self_check(lm)

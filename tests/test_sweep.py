@@ -504,7 +504,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["report", "nowhere"], "no sweep"), (["laptop", "--budgets=1,x"], "numbers are expected"),
     (["laptop", "--budgets=0"], "above 0"), (["laptop", "--seeds=0"], "1 or more"),
     (["laptop", "--jobs=-1"], "0 or more"), (["laptop", "--slurm=0"], "1 or more"),
-    (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 leaves nothing of max_iters 10"),
+    (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 must be below max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
     (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give one of them, or another label with its settings"),
     (["laptop", "--sizes=460K:n_layer=2"], "or another label"), (["laptop", "--sizes=a,b:n_layer=2"], "LABEL:key"),

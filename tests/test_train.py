@@ -401,7 +401,7 @@ def test_nothing_is_read_before_the_folder_is_locked(data, out):
     candidates = checkpoint.candidates
 
     def look(folder):
-        with pytest.raises(errors.ConfigError, match="another run writes to"):
+        with pytest.raises(errors.ConfigError, match="another run is writing to"):
             lock_run_dir(out)
         return candidates(folder)
 
@@ -409,7 +409,7 @@ def test_nothing_is_read_before_the_folder_is_locked(data, out):
         succeed(arguments(data, out, resume="auto"))
     assert looked.called
     lock = lock_run_dir(out)
-    refuse(arguments(data, out), "another run writes to", str(out))
+    refuse(arguments(data, out), "another run is writing to", str(out))
     lock.close()
 
 
@@ -460,7 +460,7 @@ def test_as_released_draws_its_windows(whole, data, out, tmp_path):
     assert train.learning_rate_factor(5000, released) * released.learning_rate == pytest.approx(6e-5)
     succeed(arguments(data, out, as_released=True, max_iters=2))
     assert losses(out)[0] != losses(whole)[0]
-    refuse(arguments(data, tmp_path / "two", as_released=True, dataset=f"{data}:0.5,{data}:0.5"), "one dataset")
+    refuse(arguments(data, tmp_path / "two", as_released=True, dataset=f"{data}:0.5,{data}:0.5"), "name one")
 
 
 def test_documents_are_packed(whole, data, out, tmp_path):
@@ -490,7 +490,7 @@ def test_further_sets_are_evaluated_too(whole, data, out, tmp_path):
     refuse(arguments(data, out, eval_sets=tmp_path / "nowhere"), "nowhere")
     refuse(arguments(data, out, eval_datasets=other), "eval_datasets", "--eval_sets")
     twice = f"{other},{shutil.copytree(other, tmp_path / 'x' / 'other')}"
-    refuse(arguments(data, out, eval_sets=twice), "name of its own", "other")
+    refuse(arguments(data, out, eval_sets=twice), "needs its own name", "other")
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
@@ -532,7 +532,7 @@ def test_what_a_resume_refuses_and_what_it_takes(whole, data, out, tmp_path):
         argv = arguments(data, out, resume="auto", **{key: new})
         refuse(argv, "another run", f": {key} {old!r} -> {new!r};", "out_dir")
     other = write_data(tmp_path / "other", seed=1)
-    refuse(arguments(other, out, resume="auto"), "the data", "sha256 differs", "another out_dir")
+    refuse(arguments(other, out, resume="auto"), "different data", "sha256 differs", "another out_dir")
     assert before == {p.name: p.read_bytes() for p in out.iterdir()}, "a refusal touched the records"
     tensors, meta = saved(out)
     meta |= {"best_val_loss": 0.5, "skipped": 2, "seconds": 1000.0}
@@ -543,7 +543,7 @@ def test_what_a_resume_refuses_and_what_it_takes(whole, data, out, tmp_path):
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
     assert 1000 < record(out)["seconds"] < 1100
     left = {p.name: p.read_bytes() for p in out.iterdir()}
-    assert "finished already" in succeed(argv).out
+    assert "already finished" in succeed(argv).out
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
@@ -597,7 +597,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, data, out, how):
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.iterdir())
     for path in out.glob("*.safetensors"):
         path.write_bytes(b"junk")
-    refuse(arguments(data, out, resume="auto"), f"{newest}: cut short", "2 others here cannot be read either")
+    refuse(arguments(data, out, resume="auto"), f"{newest}: cut short", "2 others in this folder cannot be read")
 
 
 def test_a_checkpoint_of_another_shape_gets_one_line(data, out):
@@ -644,10 +644,10 @@ def test_a_branch_is_the_run_from_scratch(data, tmp_path):
             assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in succeed(argv, LM=stops_at(2)).out
         succeed(argv)
         assert_same_run(out, scratch)
-    refuse(arguments(data, tmp_path / "no", **plan, branch=f"{trunk}@7"), "trunk keeps checkpoints of steps 4, 8, 10")
-    refuse(arguments(data, tmp_path / "no", **plan, branch="there"), "RUN@STEP keeps checkpoints of steps (none)")
+    refuse(arguments(data, tmp_path / "no", **plan, branch=f"{trunk}@7"), "trunk has checkpoints of steps 4, 8, 10")
+    refuse(arguments(data, tmp_path / "no", **plan, branch="there"), "RUN@STEP has checkpoints of steps (none)")
     late = arguments(data, tmp_path / "no", **plan, max_iters=9, branch=f"{trunk}@8")
-    refuse(late, "max_iters 12 -> 9 would change learning rates of the 8 steps")
+    refuse(late, "max_iters 12 -> 9 would change the learning rates of the 8")
     refuse(arguments(data, tmp_path / "no", **plan, seed=2, branch=f"{trunk}@4"), "belongs to another run: seed")
 
 
@@ -804,17 +804,17 @@ def test_weights_that_do_not_fit_get_one_line(whole, data, out, tmp_path):
     write({**old, "model": {**old["model"], "more": torch.ones(5)}})
     refused("do not fit this model: more is (5,) in the checkpoint, missing in the model", init_from=source)
     write(tokenizer="gpt2")
-    refused("checkpoint.safetensors: its tokenizer is not that of", str(data), "('gpt2', 'bytes')", init_from=source)
+    refused("checkpoint.safetensors: its tokenizer differs from", str(data), "('gpt2', 'bytes')", init_from=source)
     characters = write_data(tmp_path / "characters", table="abc")
     write(table="abd")
-    refuse(arguments(characters, out, init_from=source), "its table is not that of", str(characters))
+    refuse(arguments(characters, out, init_from=source), "its table differs from that of", str(characters))
     for broken in ({"skeleton": 7}, {"config": 7}, {"step": "x"}):
         write(**broken)
         refused("source/checkpoint.safetensors: does not fit", init_from=source)
     assert not out.exists()
     write(tokenizer=None)  # unknown, as of many an import
     succeed(arguments(data, out, STILL, init_from=source))
-    refused("init_from", "lies in out_dir", init_from=out)
+    refused("init_from", "is in out_dir", init_from=out)
     assert not list(tmp_path.glob("run/earlier*")), "a refusal moved the earlier run"
 
 
@@ -891,7 +891,7 @@ def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, mon
     folder = shutil.copytree(data, tmp_path / "data")
     succeed(arguments(folder, out), LM=stops_at(5))
     (folder / "train.bin").write_bytes(b"a" + (data / "train.bin").read_bytes()[1:])
-    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file meta.json describes")
+    refuse(arguments(folder, out, resume="auto"), "train.bin is not the file that meta.json describes")
     shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
     verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
     monkeypatch.setattr(loader.Tokens, "verify", verified)
@@ -950,7 +950,7 @@ def test_mistakes_get_one_line(data, out, changes, words):
     ("WORLD_SIZE", "two", "WORLD_SIZE='two'"), ("WORLD_SIZE", "-1", "must be a whole number in 1 .."),
     ("RANK", "2", "in 0 .. 1"), ("RANK", "", "no RANK"), ("MASTER_PORT", "1e4", "MASTER_PORT='1e4'"),
     ("LOCAL_WORLD_SIZE", "0.5", "LOCAL_WORLD_SIZE"), ("TORCHELASTIC_MAX_RESTARTS", "many", "TORCHELASTIC_MAX"),
-    ("TORCHELASTIC_MAX_RESTARTS", "2", "resume=never: each restart by torchrun --max-restarts would begin anew")])
+    ("TORCHELASTIC_MAX_RESTARTS", "2", "resume=never: each restart by torchrun --max-restarts would start from")])
 def test_mistakes_in_the_environment_get_one_line(data, out, monkeypatch, name, value, words):
     two = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
     for key, text in {**two, name: value}.items():
@@ -1049,4 +1049,4 @@ def test_anything_can_be_trained(out, tmp_path, capsys):
         assert_same_training(out, whole)
         before = (out / "result.json").read_bytes()
         go_on(1, config, Points(), None)
-        assert "finished already" in capsys.readouterr().out and (out / "result.json").read_bytes() == before
+        assert "already finished" in capsys.readouterr().out and (out / "result.json").read_bytes() == before

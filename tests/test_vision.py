@@ -245,7 +245,7 @@ def test_bad_input_is_one_line(shelf, tmp_path):
     (shelf / "train/light/3.png").write_bytes((shelf / "train/light/3.png").read_bytes()[:50])
     refuse(given(), "train/light/3.png", "cannot be read as an image")
     shutil.rmtree(shelf / "val/dark"), shutil.rmtree(shelf / "val/light")
-    refuse(given(), "has no folders of classes")
+    refuse(given(), "has no class folders")
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs

@@ -1,5 +1,5 @@
-// The functions of the CUDA driver that kernels/cuda.py calls, for the kernels that stand above this file: they are
-// "loaded" by name and run on the CPU by cuda_shim.h, so that the tests go through the launch too.
+// The CUDA driver functions that kernels/cuda.py calls, for the kernels included before this file: they are "loaded" by
+// name and run on the CPU by cuda_shim.h, so that the tests also cover the launch.
 
 #ifdef CONV_WIDTH
 typedef ConvArgs Args;
@@ -8,7 +8,7 @@ typedef ScanArgs Args;
 #endif
 
 extern "C" {
-inline int shim_error = 0;                             // what the next launch answers
+inline int shim_error = 0;                             // the next launch returns this
 int shim_fail(int code) { shim_error = code; return 0; }
 int cuModuleLoadData(void **module, const char *) { *module = nullptr; return 0; }
 int cuModuleGetFunction(void **function, void *, const char *name) {
@@ -43,7 +43,7 @@ int cuGetErrorString(int, const char **words) {
 int cuLaunchKernel(void *function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned bytes,
                    void *,
                    void **params, void **) {
-    shim_words[0] = 0;                                 // of an earlier launch, of whichever library: they share it
+    shim_words[0] = 0;                                 // clear the message of an earlier launch; all libraries share it
     if (shim_error) { const int code = shim_error; shim_error = 0; return code; }
     shim_launch((void (*)(Args))function, dim3(x), threads, bytes, *(const Args *)params[0]);
     return shim_words[0] ? 700 : 0;

@@ -1,13 +1,12 @@
-// Runs the CUDA kernels of longhorn_scan.cu on a CPU; blocks follow one another. Two ways to run the threads of a
-// block:
-//   as fibers that hand over at every barrier and shuffle (the default: fast, and the same order each time), or
-//   as threads of the machine (-DSHIM_THREADS), so that ThreadSanitizer names a missing __syncthreads as a data race.
-// Shared memory starts as NaN either way: what is read before it was written shows in the result. Fibers of which none
-// gets any further, since some lanes never come to a barrier or shuffle, end the launch with an error; threads would
-// hang.
+// Runs the CUDA kernels of longhorn_scan.cu on a CPU, one block after another. There are two ways to run a block's
+// threads:
+//   as fibers that switch at every barrier and shuffle (the default: fast, and always in the same order), or
+//   as OS threads (-DSHIM_THREADS), so that ThreadSanitizer reports a missing __syncthreads as a data race.
+// Either way shared memory starts as NaN, so that reads before writes show in the result. If some lanes never reach a
+// barrier or shuffle, fibers end the launch with an error; threads would hang.
 //
-// What this cannot show: speed, coalescing, and lanes of a warp that diverge between shuffles in ways of a GPU.
-// tests/test_cuda.py includes it before the kernels, and behind them cuda_driver_shim.h, the driver's functions.
+// This cannot show speed, coalescing, or GPU-specific divergence of a warp's lanes between shuffles.
+// tests/test_cuda.py includes it before the kernels, and cuda_driver_shim.h, the driver's functions, after them.
 
 #pragma once
 #include <math.h>
@@ -32,7 +31,7 @@
 
 struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
 
-inline char shim_words[256];                           // why the launch ended early, as it does for a fiber that traps
+inline char shim_words[256];                           // the reason why the launch ended early, for example a trap
 
 #ifdef SHIM_THREADS
 inline thread_local dim3 threadIdx, blockIdx;
@@ -78,7 +77,7 @@ struct ShimBlock {
     struct Copies { std::vector<Copy> open; std::deque<std::vector<Copy>> groups; };
     ShimBarrier barrier;
     std::vector<std::unique_ptr<Warp>> warps;
-    std::vector<Copies> copies;                        // a thread's, begun and not awaited
+    std::vector<Copies> copies;                        // per thread, started and not awaited
     std::vector<float> shared;
     ShimBlock(unsigned threads, size_t bytes) : barrier(threads), copies(threads), shared((bytes + 3) / 4 + 4) {
         for (unsigned w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());
@@ -90,8 +89,7 @@ inline ShimBlock *shim_block;
 inline void __syncthreads() { shim_block->barrier.wait(); }
 inline void __syncwarp() { shim_block->warps[threadIdx.x / 32]->barrier.wait(); }
 
-// Asynchronous copies happen when they are awaited and not before, so that what is read too early is NaN, or what was
-// there.
+// Asynchronous copies happen only when they are awaited, so that reading too early gives NaN or old values.
 template <int BYTES> void copy_begin(void *shared, const void *global) {
     if ((uintptr_t)shared % BYTES || (uintptr_t)global % BYTES)
         shim_trap("a copy of %d bytes from %p to %p: not aligned", BYTES, global, shared);
@@ -153,7 +151,7 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
     static unsigned running;
     static bool done;
     const size_t stack = 1 << 18;
-    static std::vector<char> stacks;                   // zeroed once: 32 MB per block would be most of the time
+    static std::vector<char> stacks;                   // zeroed once: 32 MB per block would take most of the time
     stacks.resize(threads * stack);
     std::vector<ucontext_t> fibers(threads);
     std::vector<bool> finished(threads, false);

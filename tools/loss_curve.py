@@ -1,4 +1,4 @@
-"""Draw a run's loss.png from its log.jsonl. train.py does so now and then, and at the end.
+"""Plot a run's loss.png from its log.jsonl. train.py does this from time to time and at the end.
 
     python tools/loss_curve.py out/longhorn_bpe
 """
@@ -16,8 +16,8 @@ from runtime.records import read_log  # noqa: E402
 
 
 def draw_loss(folder):
-    """Draw folder/loss.png: training and validation loss in nats per token (or image, with the validation's accuracy)
-    against tokens. Returns its path, or None if there is nothing to draw yet."""
+    """Plot training and validation loss in nats per token (or per image, with validation accuracy) against tokens, to
+    folder/loss.png. Returns its path, or None if there is nothing to plot yet."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,7 +32,7 @@ def draw_loss(folder):
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
     if train:
         tokens, losses = zip(*train, strict=True)
-        span = max(1, len(losses) // 25)  # a step's loss is that of a few windows: the eye needs their running mean
+        span = max(1, len(losses) // 25)  # a step's loss covers only a few windows, so plot a running mean too
         parts = [losses[max(0, i - span + 1):i + 1] for i in range(len(losses))]
         axes.plot(tokens, losses, lw=0.6, alpha=0.35, color="tab:blue")
         axes.plot(tokens, [sum(part) / len(part) for part in parts], lw=1.4, color="tab:blue",
@@ -42,7 +42,7 @@ def draw_loss(folder):
     if val and math.isfinite(val[-1][1]):
         axes.annotate(f"{val[-1][1]:.4f}", val[-1], xytext=(0, 8), textcoords="offset points", ha="right")
     seen = sorted(loss for _, loss in train + val if math.isfinite(loss))
-    if len(seen) > 20:  # the first steps would flatten everything else
+    if len(seen) > 20:  # cut off the first steps, which would flatten everything else
         axes.set_ylim(seen[0] - 0.1, min(seen[-1], seen[int(len(seen) * 0.95)] + 0.5))
     title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
     axes.set(xlabel="tokens", ylabel=f"loss (nats per {'image' if right else 'token'})", title=title)
@@ -59,12 +59,12 @@ def draw_loss(folder):
 
 
 def save_figure(figure, path, **how):
-    """Write a figure of pyplot and free it."""
+    """Write a pyplot figure and free it."""
     import matplotlib.pyplot as plt
 
     figure.savefig(path, **how)
     plt.close(figure)
-    gc.collect()  # a closed figure is cycles of megabytes, which Python would look for too seldom beside PyTorch
+    gc.collect()  # a closed figure leaves reference cycles of megabytes, which Python alone collects too rarely
 
 
 if __name__ == "__main__":
@@ -74,5 +74,5 @@ if __name__ == "__main__":
     with main_error("loss_curve.py"):
         path = draw_loss(sys.argv[1])
         if path is None:
-            raise ConfigError(f"{sys.argv[1]} has no log.jsonl with losses to draw: give the folder of a run")
+            raise ConfigError(f"{sys.argv[1]} has no log.jsonl with losses to plot: give a run's folder")
         print(path)

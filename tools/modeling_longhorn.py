@@ -1,11 +1,11 @@
-"""The modelling code of an exported folder, for transformers: export.py writes it there, with the sources it needs.
+"""The modelling code of an exported folder, for transformers; export.py copies it there with the sources it needs.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model.generate(**AutoTokenizer.from_pretrained(folder)("def main():", return_tensors="pt"), max_new_tokens=40)
 
-SOURCES holds model.py, mixers.py and all that they import from their repository, as it was when the folder was written.
-They run in plain PyTorch, which reads a prompt slowly; where the repository itself is importable (on sys.path) and its
-native kernels are those of then, they are compiled and used. The cache of generation is the model's own state.
+SOURCES holds model.py, mixers.py and everything that they import from the repository, as of the export. They run in
+plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels are unchanged, these
+are compiled and used. The cache for generation is the model's own state.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ NATIVE = {}  # path of a native source in the repository: sha256
 
 
 def repository():
-    """The folder on sys.path with the native kernels of these sources, or None."""
+    """The folder on sys.path that has the native kernels in NATIVE, or None."""
     for folder in (Path(path or ".").resolve() for path in sys.path):
         files = {path: folder / path for path in NATIVE}
         if files and all(file.is_file() for file in files.values()):
@@ -35,9 +35,9 @@ def repository():
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports SOURCES as a package named by their content: in a process, all folders of equal sources share it.
+    """Imports SOURCES as a package named by their content, which all folders with equal sources share in a process.
 
-    Their imports of one another, and the names of their operators, get that package's name.
+    The package's name is added to their imports of each other, and replaces the namespace of their operators.
     """
 
     def __init__(self, package, root):
@@ -66,7 +66,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 
 def load_sources():
-    """(the module model.py of SOURCES, the backend that its operators should take)."""
+    """(model.py in SOURCES as a module, the backend for its operators)."""
     package = "longhorn_" + hashlib.sha256(repr(sorted(SOURCES.items())).encode()).hexdigest()[:12]
     root = repository()
     if package not in sys.modules:
@@ -85,13 +85,13 @@ class LonghornConfig(PretrainedConfig):
 
     def __init__(self, **settings):
         for name, default in vars(load_sources()[0].ModelConfig()).items():
-            if name != "backend":  # a machine's choice
+            if name != "backend":  # depends on the machine
                 setattr(self, name, settings.pop(name, default))
         super().__init__(**settings)
 
 
 class State:
-    """What generation keeps between tokens: the model's state (constant in size for recurrent families)."""
+    """The cache for generation: the model's state (constant in size for recurrent families)."""
 
     def __init__(self, layers, seen):
         self.layers, self.seen = layers, seen
@@ -122,7 +122,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        """LM has drawn its own."""
+        """Does nothing: LM initialises its own weights."""
 
     def get_input_embeddings(self):
         return self.model.embed
@@ -135,13 +135,13 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, labels=None,
                 logits_to_keep=0, return_dict=True, **_):
-        """logits (B, T, vocab_size); labels (B, T), -100 where no loss is wanted, are shifted by one here.
+        """logits (B, T, vocab_size); labels (B, T), -100 at positions without a loss, are shifted by one here.
 
-        Padding is only harmless on the right: raises ValueError for a mask that hides what comes before a text.
+        Padding is harmless only on the right. Raises ValueError for left padding.
         """
         if attention_mask is not None and (attention_mask[:, 0] == 0).any():
-            raise ValueError("texts are padded on the left, which this model would read: pad on the right, or give "
-                             "texts of one length")
+            raise ValueError("texts are padded on the left, and this model would read the padding: pad on the right, "
+                             "or give texts of equal length")
         state = past_key_values.layers if isinstance(past_key_values, State) else None
         seen = past_key_values.seen if isinstance(past_key_values, State) else 0
         if use_cache and state is None:
@@ -159,7 +159,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, **_):
         if attention_mask is not None and (attention_mask == 0).any():
-            raise ValueError("texts are padded, which this model would read: generate from texts of one length")
+            raise ValueError("texts are padded, and this model would read the padding: generate from texts of equal "
+                             "length")
         seen = past_key_values.seen if isinstance(past_key_values, State) else 0
         return {"input_ids": input_ids[:, seen:], "past_key_values": past_key_values, "use_cache": use_cache,
                 "logits_to_keep": 1}

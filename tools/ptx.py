@@ -1,11 +1,11 @@
-"""PTX, what nvcc or NVRTC makes of the kernels, translated to C++ that runs on a CPU. Needs a CUDA compiler, but no
+"""Translates PTX, the output of nvcc or NVRTC for the kernels, to C++ that runs on a CPU. Needs a CUDA compiler, but no
 GPU.
 
-tools/cuda_shim.h runs the source as g++ reads it. Inline assembly, the offsets of arguments, addresses, vectors and
-what the optimiser does to branches around shuffles exist only in the CUDA compiler's output: here that text runs, one
-C++ statement per instruction, over the same shim and tools/ptx_shim.h. Only the driver's translation of PTX to a GPU's
-instructions is left out. An instruction that is not known here is an error that names it, so that nothing is skipped.
-The approximate instructions (ex2, rcp) are computed exactly, but flush denormals to zero as a GPU does.
+tools/cuda_shim.h runs the source as compiled by g++. Inline assembly, argument offsets, addresses, vectors and the
+optimiser's handling of branches around shuffles exist only in the CUDA compiler's output. Here that output runs, one
+C++ statement per instruction, on the same shim and tools/ptx_shim.h. Only the driver's translation of PTX to GPU
+instructions is not covered. An unknown instruction is an error that names it, so that nothing is skipped. Approximate
+instructions (ex2, rcp) are computed exactly, but flush denormals to zero as a GPU does.
 
     python -m pytest tests/test_ptx.py
 """
@@ -32,7 +32,7 @@ STATEMENT = re.compile(r"""\s*(?:
     \.loc\s+(?P<file>\d+)\s+(?P<source>\d+)[^\n]*\n | (?P<label>\$?\w+): | (?P<brace>[{}])
   | (?:@(?P<unless>!?)(?P<guard>%?\w+)\s+)?(?P<text>[^;]+);
 )""", re.VERBOSE)
-REGISTERS = {  # and what is in one that nothing was written to: a NaN, a bad address
+REGISTERS = {  # type -> (C++ type, initial value: a NaN or a bad address, to expose reads before writes)
     "pred": ("bool", "true"), "b16": ("uint16_t", "0x7fff"), "b32": ("uint32_t", "0x7fffdead"),
     "f32": ("uint32_t", "0x7fffdead"), "b64": ("uint64_t", "0x7fffdead00000000")}
 KINDS = {"pred": "bool", "f32": "float", "f16": "uint16_t", "bf16": "uint16_t",
@@ -40,7 +40,7 @@ KINDS = {"pred": "bool", "f32": "float", "f16": "uint16_t", "bf16": "uint16_t",
 
 INT, BITS = "[us](16|32|64)", "b(16|32|64)"
 COMPARE = {"eq": "==", "ne": "!=", "neu": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-RULES = [(re.compile(pattern), rule) for pattern, rule in {  # of an instruction's name: the C++ of its result
+RULES = [(re.compile(pattern), rule) for pattern, rule in {  # instruction name -> C++ of its result
     rf"mov\.([us]|b)(16|32|64)|mov\.(f32|pred)|cvta\.to\.global\.u64|cvt\.{INT}\.{INT}": "{a}",
     rf"add\.({INT}|f32)": "{a} + {b}", rf"sub\.({INT}|f32)": "{a} - {b}", rf"mul\.(lo\.{INT}|f32)": "{a} * {b}",
     rf"mad\.lo\.{INT}": "{a} * {b} + {c}", r"mul\.wide\.[us](16|32)": "wide({a}) * {b}",
@@ -52,7 +52,7 @@ RULES = [(re.compile(pattern), rule) for pattern, rule in {  # of an instruction
     rf"not\.{BITS}": "~{a}", r"not\.pred": "!{a}",
     rf"shl\.{BITS}": "shift_left({a}, {b})", rf"shr\.{INT}": "shift_right({a}, {b})",
     rf"selp\.({INT}|{BITS}|f32)": "{c} ? {a} : {b}",
-    # as C++ takes a NaN
+    # these treat NaN as C++ does
     rf"setp\.(eq|ne|lt|le|gt|ge)\.({INT}|{BITS})|setp\.(eq|neu|lt|le|gt|ge)\.f32": "{a} {compare} {b}",
     r"cvt\.rn\.bf16\.f32": "round_to_bf16({a})", r"cvt\.rn\.f16\.f32": "round_to_fp16({a})",
     r"cvt\.f32\.f16": "widen_fp16({a})",
@@ -63,17 +63,17 @@ MEMORY = re.compile(r"(?P<way>ld|st)(\.(?P<space>global|shared|param))?(?P<nc>\.
 
 
 def translate(ptx, left_out=()):
-    """The C++ of PTX text: its kernels, each a function of PtxArgs by value, and its tables of bytes. ValueError:
-    unknown.
+    """The C++ for PTX text: its kernels, each a function of PtxArgs by value, and its tables of bytes. Raises
+    ValueError for anything unknown.
 
-    A launch of kernels that are `left_out` fails: g++ takes most of a second for each.
+    Launching kernels in `left_out` fails; leaving some out saves most of a second of g++ for each.
     """
     ptx = re.sub(r"//[^\n]*", "", ptx.rstrip("\0"))
     out, at, size = [], 0, None
     while ptx[at:].strip():
         match = MODULE.match(ptx, at)
         if not match:
-            raise ValueError(f"PTX that is not known here: {ptx[at:].strip()[:100]!r}")
+            raise ValueError(f"unknown PTX: {ptx[at:].strip()[:100]!r}")
         if match["bytes"]:
             out.append(f"alignas({match['align']}) unsigned char {match['name']}[{match['size']}] = {match['values']};")
         elif match["shared"]:
@@ -83,7 +83,7 @@ def translate(ptx, left_out=()):
                 size = match["args"]
                 out.append(f"struct alignas(8) PtxArgs {{ char bytes[{size}]; }};\ntypedef PtxArgs ScanArgs, ConvArgs;")
             if match["args"] != size:
-                raise ValueError(f"{match['kernel']} takes {match['args']} bytes of arguments, those before it {size}")
+                raise ValueError(f"{match['kernel']} takes {match['args']} bytes of arguments, the others {size}")
             body = "\n".join(statements(match["body"], 1 + ptx.count("\n", 0, match.start("body")), match["param"]))
             if match["kernel"] in left_out:
                 body = f'shim_trap("{match["kernel"]} was left out");'
@@ -93,15 +93,15 @@ def translate(ptx, left_out=()):
 
 
 def statements(body, line, param):
-    """The C++ of a kernel's instructions; `line` of the PTX is where they begin, `param` the name of its argument."""
+    """Yields the C++ for a kernel's instructions, which start at `line` of the PTX; `param`: its argument's name."""
     at = source = 0
     while body[at:].strip():
         match = STATEMENT.match(body, at)
         if not match:
-            raise ValueError(f"PTX that is not known here: {body[at:].strip()[:100]!r}")
+            raise ValueError(f"unknown PTX: {body[at:].strip()[:100]!r}")
         line, at = line + body.count("\n", at, match.end()), match.end()
         if match["source"]:
-            # other files are the compiler's own headers
+            # file 1 is the source, others are the compiler's headers
             source = int(match["source"]) if match["file"] == "1" else source
         elif match["label"]:
             yield name(match["label"]) + ":;"
@@ -117,7 +117,7 @@ def name(text):
 
 
 def value(text, kind):
-    """The C++ of an operand that is read as a `kind`."""
+    """The C++ for an operand read as a `kind`."""
     if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
         text = f"0x{match[1]}u"
     elif re.fullmatch(r"-?\d+", text):
@@ -125,19 +125,19 @@ def value(text, kind):
     elif text in ("%tid.x", "%ctaid.x"):
         text = {"%tid.x": "threadIdx.x", "%ctaid.x": "blockIdx.x"}[text]
     elif not re.fullmatch(r"%?\w+", text):
-        raise ValueError(f"a PTX operand that is not known here: {text}")
+        raise ValueError(f"unknown PTX operand: {text}")
     return f"AS_FLOAT({name(text)})" if kind == "f32" else f"({KINDS[kind]}){name(text)}"
 
 
 def instruction(text, at, param):
-    """The C++ of one instruction without its guard."""
+    """The C++ for one instruction without its guard."""
     opcode, _, rest = re.sub(r"\s+", " ", text).partition(" ")
     operands = [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", rest)]
     if opcode == ".reg":
         kind, _, names = rest.partition(" ")
         kind, initial = REGISTERS.get(kind[1:].strip(), (None, None))
         if kind is None:
-            raise ValueError(f"PTX registers of a type that is not known here: {text}")
+            raise ValueError(f"PTX registers of an unknown type: {text}")
         ranged = re.fullmatch(r"%(\w+)<(\d+)>", names.strip())
         registers = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))] if ranged else [name(n.strip())
                                                                                   for n in names.split(",")]
@@ -167,11 +167,11 @@ def instruction(text, at, param):
     for pattern, rule in RULES:
         if pattern.fullmatch(opcode):
             return computed(opcode.split("."), rule, operands, param)
-    raise ValueError(f"a PTX instruction that is not known here: {text}")
+    raise ValueError(f"unknown PTX instruction: {text}")
 
 
 def computed(words, rule, operands, param):
-    """The C++ of an instruction that computes one register from others, and of taking the argument's address."""
+    """The C++ for an instruction that computes a register from others, or takes the argument's address."""
     to, *operands = operands
     if operands == [param]:
         return f"{name(to)} = (uint64_t)&args;"
@@ -190,15 +190,15 @@ def computed(words, rule, operands, param):
 
 
 def access(match, operands, at, param):
-    """The C++ of a load or store of one number or of a vector of them."""
+    """The C++ for a load or store of a number or a vector."""
     loads, count, kind = match["way"] == "ld", int(match["count"] or 1), match["kind"]
     address, registers = operands if not loads else operands[::-1]
     registers = [r.strip() for r in registers.strip("{}").split(",")]
     where = re.fullmatch(r"\[(%?\w+)(?:\+(-?\d+))?\]", address)
     if not where or len(registers) != count:
-        raise ValueError(f"PTX {match[0]} {', '.join(operands)}: an address or a vector that is not known here")
+        raise ValueError(f"PTX {match[0]} {', '.join(operands)}: unknown address or vector")
     base = "(uint64_t)&args" if where[1] == param else name(where[1])
-    # a generic address: of shared memory none is ever made, for cvta.shared is not known here
+    # generic addresses are global: without cvta.shared, which is unknown here, there are none of shared memory
     space = match["space"] or "global"
     element = KINDS[kind].replace("float", "uint32_t")
     way = "STORE" if not loads else "LOAD_CACHED" if match["nc"] else "LOAD"
@@ -211,7 +211,7 @@ def access(match, operands, at, param):
 
 
 def compiled(macros, source, architecture="sm_90"):
-    """The PTX of the text `source`, for the kernels that `macros` choose. OSError: the compiler's words."""
+    """The PTX of the text `source`, for the kernels that `macros` select. Raises OSError with the compiler's output."""
     with tempfile.TemporaryDirectory() as folder:
         text, out = Path(folder) / "kernels.cu", Path(folder) / "kernels.ptx"
         text.write_text(source)

@@ -1,10 +1,10 @@
-// What tools/ptx.py makes of PTX runs on this, over cuda_shim.h. Registers are bits in unsigned integers. It is
+// Runs the C++ that tools/ptx.py makes from PTX, on top of cuda_shim.h. Registers are bits in unsigned integers. It is
 // stricter than a GPU; these end the launch with an error that names the instruction:
-//   an address that is not aligned, outside of the block's shared memory, or of no tensor that the launch was given;
-//   lanes that meet at different shuffles or barriers, or of which some never come;
+//   an address that is unaligned, outside the block's shared memory, or not in a tensor passed to the launch;
+//   lanes that meet at different shuffles or barriers, or some of which never arrive;
 //   ld.global.nc from a tensor that the kernel also writes;
-//   a race for a word of shared memory, by the rules of PTX: what another lane did is done after bar.sync, or in the
-//   same warp after bar.warp.sync, and a shuffle orders nothing.
+//   a race for a word of shared memory, by the rules of PTX: another lane's access is complete after bar.sync, or
+//   within a warp after bar.warp.sync; a shuffle orders nothing.
 
 #pragma once
 #include <algorithm>
@@ -14,10 +14,10 @@
 
 namespace ptx {
 
-// an instruction: its line of the PTX, and the line it was compiled from
+// an instruction: its line in the PTX, and the source line
 struct At { int line, source; };
 
-// Macros of builtins, which g++ compiles much faster than calls: there are thousands.
+// Macros of builtins: g++ compiles them much faster than calls, and there are thousands.
 #define AS_FLOAT(bits) __builtin_bit_cast(float, (uint32_t)(bits))
 #define AS_BITS(v) __builtin_bit_cast(uint32_t, (float)(v))
 inline int32_t wide(int16_t v) { return v; }
@@ -33,7 +33,7 @@ inline float nan_or(float a, float b, float v) { return a != a || b != b ? AS_FL
 inline float lesser(float a, float b) { return a < b || (a == b && signbit(a)) ? a : b; }
 inline float greater(float a, float b) { return a > b || (a == b && signbit(b)) ? a : b; }
 
-// Where lanes meet: all at the same instruction.
+// Lanes must meet at the same instruction.
 struct Meeting {
     At first{};
     void come(unsigned arrived, At at) {
@@ -45,26 +45,25 @@ struct Meeting {
     }
 };
 
-struct Moment {                                        // how many barriers of the block, and of the warp, lie behind
+struct Moment {                                        // barriers passed by the block, and by the warp
     unsigned block, warp;
     bool operator==(const Moment &other) const { return block == other.block && warp == other.warp; }
 };
-struct Word {                                          // of shared memory: who touched it last
+struct Word {                                          // of shared memory: its last accesses
     int writer = -1;
     Moment written;
     struct { Moment when; uint32_t lanes = 0; } read[THREADS / 32];
 };
 
-// What the accesses of an instruction cost, where `counting`. The lanes of a warp access together what each does the
-// n-th time.
+// The cost of an instruction's accesses, if `counting`. The n-th accesses of a warp's lanes count as one joint access.
 struct Cost {
-    int line, source, shared, writes, bytes;           // bytes: of a lane's access
-    // by warps; 32-byte sectors or wavefronts, and the fewest for so many lanes
+    int line, source, shared, writes, bytes;           // bytes: per lane
+    // joint accesses; 32-byte sectors or wavefronts, and the minimum for that number of lanes
     int64_t accesses, units, least;
     // A wavefront serves 128 bytes of different banks: 8 lanes at 16 bytes each, 16 at 8, 32 at 4.
     void add(const std::map<unsigned, uint64_t> &lanes) {
         std::set<uint64_t> sectors, phases;
-        std::map<unsigned, std::map<unsigned, std::set<uint64_t>>> words;                 // of a phase, of a bank
+        std::map<unsigned, std::map<unsigned, std::set<uint64_t>>> words;                 // by phase and bank
         for (auto [lane, address] : lanes)
             for (int i = 0; i < bytes; i++) {
                 const unsigned phase = lane / (bytes > 4 ? 128 / bytes : 32);
@@ -91,7 +90,7 @@ struct Block {
     // instruction, warp, time: of lanes
     std::map<std::tuple<int, unsigned, unsigned>, std::map<unsigned, uint64_t>> together;
     void count(At at, uint64_t address, int bytes, bool in_shared, bool writes) {
-        const int key = 2 * at.line + in_shared;       // a copy is both
+        const int key = 2 * at.line + in_shared;       // a copy is both kinds
         costs.try_emplace(key, Cost{at.line, at.source, in_shared, writes, bytes, 0, 0, 0});
         together[{key, threadIdx.x / 32, times[{key, threadIdx.x}]++}][threadIdx.x % 32] = address;
     }
@@ -125,7 +124,7 @@ inline void touch(At at, Word &word, bool writes) {
 // the address of dynamic shared memory: the system's kilobyte is before it
 constexpr uint32_t SHARED = 1024;
 template <class T, int N> T *shared(At at, uint32_t address, bool writes) {
-    // a race is looked for by words
+    // races are checked per word
     const uint32_t bytes = N * sizeof(T), from = address - SHARED, words = (bytes + 3) / 4;
     if (address % bytes || from / 4 + words > block->words.size())
         shim_trap("line %d of the PTX (source line %d): %u bytes at byte %d of %zu of shared memory", at.line, at.source,
@@ -155,7 +154,7 @@ template <class T, int N> T *global(At at, uint64_t address, Way way) {
     return (T *)address;
 }
 
-// An asynchronous copy may write at any time until it is awaited: a race is looked for at both ends.
+// An asynchronous copy may write at any time until it is awaited, so races are checked at both ends.
 template <int BYTES> void copy_async(At at, uint32_t to, uint64_t from) {
     const void *source = global<uint32_t, BYTES / 4>(at, from, LOAD);
     copy_begin<BYTES>(shared<uint32_t, BYTES / 4>(at, to, true), source);
@@ -196,9 +195,9 @@ inline uint32_t shuffle_xor(At at, uint32_t v, uint32_t mask, uint32_t clamp, ui
 }
 
 extern "C" {
-// those of the next launch
+// tensors of the next launch
 void ptx_tensors(const ptx::Tensor *all, int count) { ptx::tensors.assign(all, all + count); }
-// since counting began
+// costs since counting was turned on
 int ptx_costs(ptx::Cost *to, int room) {
     ptx::block.reset();
     int n = 0;

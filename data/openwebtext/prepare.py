@@ -1,7 +1,7 @@
-"""OpenWebText as GPT-2 tokens, in nanoGPT's split and order: the recipe of that name of data/tokens/prepare.py.
+"""OpenWebText as GPT-2 tokens, with nanoGPT's split and order: the recipe `openwebtext` of data/tokens/prepare.py.
 
-    python data/openwebtext/prepare.py                                                   # takes all of its options
-    python data/openwebtext/prepare.py --files owt/ --vocab gpt2_vocab                   # a machine without network
+    python data/openwebtext/prepare.py                                          # takes that program's options
+    python data/openwebtext/prepare.py --files owt/ --vocab gpt2_vocab          # on a machine without a network
 """
 
 import sys

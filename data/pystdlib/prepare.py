@@ -1,27 +1,27 @@
-"""The default dataset: the running interpreter's own standard library, its source as bytes.
+"""The default dataset: the source of the running interpreter's standard library, as bytes.
 
-Every .py file below the standard library's folder (site-packages and dist-packages left out); the tokens are the bytes
-of the files (vocabulary 256), and one zero byte ends each file. Nothing is downloaded: about 31 MB with a Python from
-python.org, pyenv, uv, conda or Homebrew; 11 MB with Debian's, which leaves the library's tests out.
+It holds every .py file in the standard library's folder, except site-packages and dist-packages. Tokens are bytes
+(vocabulary 256), and a zero byte ends each file. Nothing is downloaded. The size is about 31 MB with a Python from
+python.org, pyenv, uv, conda or Homebrew, and 11 MB with Debian's, which lacks the library's tests.
 
---tokenizer takes others (data/tokenizer.py), and bpe:2048 learns 2,048 tokens from the training files (three bytes each
-on average; data/pystdlib_bpe/prepare.py): files that are not UTF-8 are then left out, and what ends a text in that
-vocabulary (for characters the zero) ends each file.
+--tokenizer chooses another tokenizer (data/tokenizer.py); bpe:2048 learns 2,048 tokens from the training files, three
+bytes long on average (data/pystdlib_bpe/prepare.py). Files that are not UTF-8 are then skipped, and the vocabulary's
+end-of-text token (for characters the zero) ends each file.
 
-The split is by file. Files are ordered by sha256(relative path), which is the shuffle, and the first ones are the
-validation set, until it holds --val_fraction of the bytes. So the split does not depend on the machine, and no content
-is in both parts (of files with equal content only one is kept). A file larger than a quarter of the validation set goes
-to train: otherwise one generated table could be most of it.
+The split is by file. Files are shuffled by sorting them by sha256(relative path); the first ones are the validation
+set, until it holds --val_fraction of the bytes. So the split does not depend on the machine, and no content is in both
+parts (of files with equal content only one is kept). Files larger than a quarter of the validation set go to train:
+otherwise one generated table could be most of the validation set.
 
-meta.json also records what `xz -9` needs for the validation bytes: a useful language model needs less.
+meta.json also records the bits per validation byte of `xz -9`: a useful language model needs fewer.
 
---documents=package makes long documents of the same files, to measure memory over 64K tokens. A document is a package:
-all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the library
-itself, its `test`, a tree in --roots): then each file and folder in it is considered separately. The split is by
-document, ordered by sha256(path); only documents longer than 65,536 bytes are held out: one sequence of that length and
-its next token. meta.json lists the lengths of the documents and where those of val.bin begin.
+--documents=package joins the same files into long documents, to measure memory over 64K tokens. A document is a
+package: all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the
+library itself, its `test`, a tree in --roots); the files and folders in it are then considered separately. The split is
+by document, ordered by sha256(path), and only documents longer than 65,536 bytes are held out: long enough for a
+sequence of that length and its next token. meta.json has the documents' lengths and their first tokens in val.bin.
 
-    python data/pystdlib/prepare.py                                        # seconds
+    python data/pystdlib/prepare.py                                        # takes seconds
     python data/pystdlib/prepare.py --roots .venv/lib/python3.11/site-packages ~/linux --out data/big
     python data/pystdlib/prepare.py --documents=package --out data/pystdlib_packages
     python data/pystdlib/prepare.py --tokenizer=bpe:4096 --out data/pystdlib_4096          # half a minute
@@ -43,11 +43,11 @@ from data.loader import DataError, file_sha256
 from data.tokenizer import Text, add_tokenizer, canonical, learn_bpe
 from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 
-RECIPE = 1  # goes up when the same files would give other tokens
-SEPARATOR = b"\0"  # ends each file; files that hold one are skipped as binary
+RECIPE = 1  # to be raised when the same files would give other tokens
+SEPARATOR = b"\0"  # ends each file; files that contain it are skipped as binary
 VAL_FRACTION = {"file": 0.02, "package": 0.05}  # 2% of the library would be only five long documents
 SHELF_BYTES = 4 << 20  # a larger folder is not a document: in the standard library only `test`, half of all bytes
-LONG = 65_536  # tokens of the longest sequence that a held-out document must provide
+LONG = 65_536  # longest sequence, in tokens, that every held-out document must provide
 ROOT_EXTENSIONS = (
     ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .S .rs .go .java .js .ts .tsx .rb .pl .lua .sh .m .swift .kt "
     ".scala .hs .ml .jl .r .sql .proto .cmake .md .rst"
@@ -56,8 +56,8 @@ NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__", ".git", ".hg",
 
 
 def source_files(root, extensions):
-    """[(path relative to root with slashes, Path)] of the regular files below it, sorted, and how many were left out:
-    linked folders, links that lead outside, and what may not be read. Raises DataError for a root that may not be."""
+    """([(path relative to root, with slashes, Path)] of the regular files below root, sorted; how many were left out:
+    linked folders, links that lead outside, unreadable files). Raises DataError for an unreadable root."""
     files, left_out, top = [], [], Path(root).resolve()
 
     def unreadable(error):
@@ -80,11 +80,12 @@ def source_files(root, extensions):
 
 
 def collect(roots, text_only=False):
-    """List the files of a corpus: readable text, each content once.
+    """List the files of a corpus: readable text, every content once.
 
-    Args: roots: [(prefix, folder, extensions), ...]; the prefix keeps equal paths of two roots apart. text_only: UTF-8.
+    Args: roots: [(prefix, folder, extensions), ...]; prefixes keep equal paths of two roots apart. text_only: skip
+    files that are not UTF-8.
     Returns: [(name, Path, bytes, sha256 hex), ...] sorted by root and name, and the number of files skipped
-    (unreadable, empty, binary, of the same content as an earlier one, or a link that leads out of its root).
+    (unreadable, empty, binary, with the same content as an earlier one, or a link that leads out of its root).
     """
     files, contents, skipped = [], set(), 0
     for prefix, root, extensions in roots:
@@ -114,8 +115,8 @@ def is_utf8(content):
 def split_by_name(items, val_fraction, shortest=0):
     """Deterministic shuffle and split; see the top of the file.
 
-    Args: items: files or documents, tuples that begin with (name, _, bytes); shortest: bytes of the smallest held out.
-    Returns: the lists train, val, in shuffled order. Raises: DataError where one of them would be empty.
+    Args: items: files or documents, tuples that start with (name, _, bytes); shortest: hold out none with fewer bytes.
+    Returns: the lists train, val, in shuffled order. Raises: DataError if one of them would be empty.
     """
     shuffled = sorted(items, key=lambda item: hashlib.sha256(item[0].encode("utf-8", "surrogateescape")).digest())
     wanted = val_fraction * sum(item[2] for item in items)
@@ -127,7 +128,7 @@ def split_by_name(items, val_fraction, shortest=0):
         else:
             train.append(item)
     if not val or not train:
-        unit = f"documents, held out from {shortest:,} bytes on," if shortest else "files"
+        unit = f"documents (held out only if at least {shortest:,} bytes long)" if shortest else "files"
         raise DataError(
             f"{len(items)} {unit} with {sum(item[2] for item in items):,} bytes do not give a train and a validation "
             f"set at --val_fraction {val_fraction:g}: choose another fraction, or add --roots"
@@ -138,11 +139,11 @@ def split_by_name(items, val_fraction, shortest=0):
 def join_packages(files):
     """Join files into documents, one per package; see the top of the file.
 
-    Args: files: as `collect` gives them, names with slashes.
+    Args: files: from `collect`, names with slashes.
     Returns: [(name, files, bytes), ...]; a folder's name ends in a slash, its files are sorted by name, and its bytes
-    include the zero that ends each.
+    include the zero at the end of each file.
     """
-    folders = {}  # bytes in each folder and below
+    folders = {}  # bytes in each folder, subfolders included
     for name, _, size, _ in files:
         parts = name.split("/")
         for depth in range(len(parts)):
@@ -151,7 +152,7 @@ def join_packages(files):
 
     def document(name):
         parts = name.split("/")
-        paths = ["/".join(parts[:depth] + [""]) for depth in range(1, len(parts))]  # not the top: it is no package
+        paths = ["/".join(parts[:depth] + [""]) for depth in range(1, len(parts))]  # without the top: no package
         return next((path for path in paths if folders[path] <= SHELF_BYTES), name)
 
     documents = {}
@@ -169,19 +170,19 @@ def lengths(documents):
 
 
 def contents(files):
-    """The bytes of each file and its separator, as (bytes,) uint8 arrays. DataError where one changed meanwhile."""
+    """Yields each file's bytes and separator as (bytes,) uint8 arrays. Raises DataError if a file has changed."""
     for name, path, _, digest in files:
         try:
             content = path.read_bytes()
         except OSError:
             content = b""
         if hashlib.sha256(content).hexdigest() != digest:
-            raise DataError(f"{name} changed during the preparation: run it again")
+            raise DataError(f"{name} changed during the preparation: run the same command again")
         yield np.frombuffer(content + SEPARATOR, dtype=np.uint8)
 
 
 def xz9_bits_per_byte(pieces):
-    """Bits per byte that `xz -9` needs for the pieces end to end; None where Python was built without lzma."""
+    """Bits per byte that `xz -9` needs for the concatenated pieces; None if Python was built without lzma."""
     try:
         import lzma
     except ImportError:
@@ -193,30 +194,30 @@ def xz9_bits_per_byte(pieces):
 
 
 def texts(files):
-    """The text of each file, without the byte that ends it."""
+    """The text of each file, without its separator."""
     return (piece[:-1].tobytes().decode() for piece in contents(files))
 
 
 def tokenized(files, text):
-    """The tokens of each file, and one that ends it, as (tokens,) arrays."""
+    """Yields each file's tokens and an end-of-text token as (tokens,) arrays."""
     for content in texts(files):
         yield np.array([*text.encode_ordinary(content), text.eot_token], dtype=np.uint32)
 
 
 def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file",
             tokenizer="bytes", vocab=None):
-    """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written).
+    """Write the dataset to `out`, unless it is already there. Returns (Tokens, True if anything was written).
 
     Args: roots: more folders of source; extensions: of their files; val_fraction: of the bytes (None: VAL_FRACTION);
-    stdlib: the standard library's folder (the running interpreter's by default); documents: 'file' or 'package';
+    stdlib: the standard library's folder (default: the running interpreter's); documents: 'file' or 'package';
     tokenizer, vocab: see data/tokenizer.py.
-    Raises: DataError, one line.
+    Raises: DataError.
     """
     val_fraction = VAL_FRACTION[documents] if val_fraction is None else val_fraction
     if not 0 < val_fraction < 1:
-        raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
+        raise DataError(f"--val_fraction {val_fraction:g}: it must be between 0 and 1")
     if tokenizer != "bytes" and documents == "package":
-        raise DataError(f"--documents=package counts bytes: leave --tokenizer {tokenizer} out")
+        raise DataError(f"--documents=package counts bytes: drop --tokenizer {tokenizer}")
     stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
     for root in roots:
         if not root or not Path(root).is_dir():  # Path("") is the current folder
@@ -227,7 +228,7 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
     with preparing(out) as folder:
         files, skipped = collect(sources, text_only=tokenizer != "bytes")
         if not files:
-            raise DataError(f"no source files below {stdlib}: this Python carries no library source; use another")
+            raise DataError(f"no source files in {stdlib}: this Python comes without library source; use another")
         listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}" + ", packages" * (documents == "package") + "\n"
         listing += f"{tokenizer}\n" * (tokenizer != "bytes")
         listing += "".join(f"{digest} {name}\n" for name, _, _, digest in files)
@@ -281,7 +282,7 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
             for split, part in zip(("train", "val"), parts, strict=True):
                 splits[split]["documents"] = lengths(part)
             starts = np.cumsum([0, *(document[2] for document in parts[1])]).tolist()
-            meta["documents"] = {"val": [  # what experiments/extrapolation.py cuts its sequences from
+            meta["documents"] = {"val": [  # experiments/extrapolation.py cuts its sequences from these
                 {"name": document[0], "start": start, "tokens": document[2]}
                 for document, start in zip(parts[1], starts, strict=False)
             ]}  # fmt: skip
@@ -292,15 +293,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roots", nargs="+", default=[], metavar="FOLDER", help="more folders of source to add")
     parser.add_argument(
-        "--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT", help="of files in --roots (default: source)"
+        "--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT",
+        help="which files in --roots (default: source code)"
     )
     parser.add_argument(
-        "--documents", choices=list(VAL_FRACTION), default="file", help="what is a document: file (default) or package"
+        "--documents", choices=list(VAL_FRACTION), default="file", help="a document is a file (default) or a package"
     )
     add_tokenizer(parser, "bytes", "bpe:N (learned from the training files), ")
-    parser.add_argument("--val_fraction", type=float, help="of the bytes, to hold out (default 0.02; packages: 0.05)")
+    parser.add_argument("--val_fraction", type=float, help="share of bytes to hold out (default 0.02; packages: 0.05)")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
-    parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")
+    parser.add_argument("--force", action="store_true", help="prepare again even if it is already prepared")
     args = parser.parse_args()
     tokens, new = prepare(
         args.out, args.roots, args.extensions, args.val_fraction, args.force, documents=args.documents,
@@ -310,8 +312,8 @@ def main():
     more = f" and {len(args.roots)} more folder{'s'[: len(args.roots) > 1]}" if args.roots else ""
     done = "" if new else " (already prepared; --force prepares again)"
     if args.roots and recipe["files_skipped"]:
-        print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, of the same "
-              "content as another, or lead out of their folder")
+        print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, have the "
+              "same content as another, or lead out of their folder")
     unit = "bytes" if args.tokenizer == "bytes" else f"tokens ({tokens.meta['tokenizer']})"
     print(
         f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}{more}: "

@@ -1,6 +1,6 @@
-"""The default dataset as 2,048 tokens learned from its training files: data/pystdlib/prepare.py --tokenizer=bpe:2048.
+"""The default dataset in 2,048 tokens learned from its training files: data/pystdlib/prepare.py --tokenizer=bpe:2048.
 
-    python data/pystdlib_bpe/prepare.py                                    # half a minute; takes all of its options
+    python data/pystdlib_bpe/prepare.py                                    # half a minute; takes that program's options
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Tiny Shakespeare by character, as in nanoGPT: 1.1 MB, the first 90% to train on, the rest held out.
+"""Tiny Shakespeare as characters, as in nanoGPT: 1.1 MB, the first 90% for training, the rest held out.
 
-The tokens are the 65 characters that occur, not bytes; "table" in meta.json lists them. Every character of the text is
-ASCII, so a token is also a byte. --tokenizer takes others (data/tokenizer.py).
+The tokens are the 65 characters that occur; "table" in meta.json lists them. The text is ASCII, so a token is also a
+byte. --tokenizer chooses another tokenizer (data/tokenizer.py).
 
-    python data/shakespeare_char/prepare.py                          # downloads, checks the sha256
-    python data/shakespeare_char/prepare.py --file input.txt         # a copy you have; checked as well
-    python data/shakespeare_char/prepare.py --file my.txt --any_text # another text
+    python data/shakespeare_char/prepare.py                          # downloads the text and checks its sha256
+    python data/shakespeare_char/prepare.py --file input.txt         # uses your copy, also checked
+    python data/shakespeare_char/prepare.py --file my.txt --any_text # uses another text
 """
 
 import argparse
@@ -27,12 +27,12 @@ TRAIN_FRACTION = 0.9
 
 
 def download(url=URL, seconds=30):
-    """The bytes at `url`. Raises DataError where it cannot be reached."""
+    """The bytes at `url`. Raises DataError if it cannot be reached."""
     try:
         with urllib.request.urlopen(url, timeout=seconds) as answer:
             return answer.read()
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot download {url} ({error}): fetch it elsewhere and pass it as --file") from None
+        raise DataError(f"cannot download {url} ({error}): download it elsewhere and pass it as --file") from None
 
 
 def check(content, where, sha256=SHA256):
@@ -40,13 +40,13 @@ def check(content, where, sha256=SHA256):
     actual = hashlib.sha256(content).hexdigest()
     if actual != sha256:
         raise DataError(
-            f"{where} ({len(content):,} bytes) is not Tiny Shakespeare: sha256 {actual[:12]}... where {sha256[:12]}... "
-            "is expected: fetch it again, or say --any_text with --file to use another text"
+            f"{where} ({len(content):,} bytes) is not Tiny Shakespeare: sha256 {actual[:12]}..., expected "
+            f"{sha256[:12]}...: download it again, or use another text with --file and --any_text"
         )
 
 
 def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", vocab=None):
-    """Write the dataset into `out` unless it is there already. Returns (Tokens, whether anything was written)."""
+    """Write the dataset to `out`, unless it is already there. Returns (Tokens, True if anything was written)."""
     if any_text and file is None:
         raise DataError("--any_text needs --file: name the text to use")
     with preparing(out) as folder:
@@ -68,7 +68,7 @@ def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", voca
         except UnicodeDecodeError as error:
             raise DataError(f"--file {file} is not UTF-8 text (byte {error.start}): convert it first") from None
         if len(text) < 2:
-            raise DataError(f"--file {file} holds {len(text)} characters: nothing to split, choose a longer text")
+            raise DataError(f"--file {file} has {len(text)} characters, too few to split: choose a longer text")
         if file is None and not copy.is_file():
             with replacing(copy) as tmp, open(tmp, "wb") as kept:  # so that a rerun needs no network
                 kept.write(content)
@@ -97,11 +97,11 @@ def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", voca
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", help="a local copy of the text, in place of the download")
+    parser.add_argument("--file", help="a local copy of the text, instead of downloading it")
     parser.add_argument("--any_text", action="store_true", help="accept a --file that is not Tiny Shakespeare")
     add_tokenizer(parser, "chars")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
-    parser.add_argument("--force", action="store_true", help="prepare again even if it is finished")
+    parser.add_argument("--force", action="store_true", help="prepare again even if it is already prepared")
     tokens, new = prepare(**vars(parser.parse_args()))
     done = "" if new else " (already prepared; --force prepares again)"
     print(f"{tokens.folder}: {len(tokens.train):,} tokens to train on, {len(tokens.val):,} held out{done}")

@@ -6,9 +6,9 @@
     loss = mean over the queries of -log softmax(h E^T)[value]         E the embedding, h (n_embd,) at a query
     rate(epoch) = learning_rate (1 + cos(pi epoch / epochs)) / 2       no warmup, no clipping
 
-The loop, the records, resuming and several processes are train.py's; here are its configuration, data and evaluation.
-A run stops where `stop_at` of the test's queries are answered right, at an evaluation. So the test's examples decide
-when to stop, and in Figure 4 which learning rate counts. The examples behind `by_pairs` are untouched by either.
+The loop, records, resuming and multiple processes are train.py's; this file has the configuration, data and evaluation.
+A run stops at the first evaluation that answers `stop_at` of the test queries right. So the test examples decide when
+to stop, and in Figure 4 which learning rate counts. The examples behind `by_pairs` are used for neither.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from runtime.errors import ConfigError, is_out_of_memory
 class RecallConfig(train.TrainConfig):
     # --- model
     model: str = "longhorn"  # mixer of the layers: a key of MIXERS in experiments/recall/models.py
-    n_layer: int = 2  # layers, each one residual branch
+    n_layer: int = 2  # layers, one residual branch each
     n_head: int = 0  # heads (mixers with heads); 0: n_embd / 64, at least 1
     n_embd: int = 64  # width of the residual stream
     block_size: int = 64  # T, tokens per example
-    vocab_size: int = 8192  # half of it keys, half values
+    vocab_size: int = 8192  # half keys, half values
     # --- task
-    pairs: int = 0  # keys with values per example, each asked for once; 0: the benchmark's for T
-    power_a: float = 0.01  # a of p(i) ~ i^(a-1) by which queries follow the pairs
-    train_examples: int = 100_000  # drawn once, seen in every epoch
-    test_examples: int = 3000  # of every evaluation
-    dataset: str = "recall"  # not used: examples are drawn
+    pairs: int = 0  # key-value pairs per example, each queried once; 0: the benchmark's number for T
+    power_a: float = 0.01  # a of p(i) ~ i^(a-1), the distribution of query positions
+    train_examples: int = 100_000  # generated once, seen in every epoch
+    test_examples: int = 3000  # per evaluation
+    dataset: str = "recall"  # not used: examples are generated
     seed: int = 1  # of the weights, the examples, their order and the dropout
     # --- training
     batch_examples: int = 0  # per optimiser step; 0: the benchmark's, 512 up to T = 128, then 65536 / T
-    batch_tokens: int = 0  # batch_examples times T: set that
-    micro_batch_size: int = 512  # examples of one micro-batch on one process
+    batch_tokens: int = 0  # not set: batch_examples times T
+    micro_batch_size: int = 512  # examples per micro-batch on each process
     epochs: int = 64  # length of the cosine
-    max_iters: int = 0  # optimiser steps; 0: those of all epochs
-    stop_at: float = 0.99  # accuracy to stop at; above 1: never
-    learning_rate: float = 1e-2  # of the first epoch
+    max_iters: int = 0  # optimiser steps; 0: all epochs
+    stop_at: float = 0.99  # stop at this accuracy; above 1: never
+    learning_rate: float = 1e-2  # in the first epoch
     schedule: Literal["epochs", "cosine", "wsd", "constant"] = "epochs"  # epochs: a cosine stepped once per epoch
-    warmup_iters: int = 0  # steps of linear warmup, with another schedule than epochs
+    warmup_iters: int = 0  # steps of linear warmup, not with schedule=epochs
     beta2: float = 0.999  # AdamW
-    grad_clip: float = 0.0  # norm that gradients are clipped to; 0: not at all
-    eval_interval: int = 0  # steps between evaluations; 0: an epoch
-    log_interval: int = 20  # steps between lines of the log
+    grad_clip: float = 0.0  # maximum gradient norm; 0: no clipping
+    eval_interval: int = 0  # steps between evaluations; 0: one epoch
+    log_interval: int = 20  # steps between log lines
 
     RENAMED = {**train.TrainConfig.RENAMED, "mixer": "model", "T": "block_size", "batch_size": "batch_examples"}
 
@@ -75,12 +75,12 @@ class RecallConfig(train.TrainConfig):
         return math.ceil(self.train_examples / self.batch_examples)
 
     def task(self, pairs=None):
-        """Raises ConfigError for sizes that cannot be."""
+        """The Task of this config. Raises ConfigError for impossible sizes."""
         return Task(self.block_size, pairs or self.pairs, self.vocab_size, self.power_a)
 
 
 def load(argv):
-    """The RecallConfig of a command line, with the benchmark's values in place of 0. Raises ConfigError."""
+    """The RecallConfig of a command line, with zeros replaced by the benchmark's values. Raises ConfigError."""
     config = configurator.load(RecallConfig, argv, prog="mqar.py cell")
     least = {"n_embd": 1, "train_examples": 1, "test_examples": 1, "epochs": 1, "batch_examples": 0, "max_iters": 0}
     for name, value in least.items():
@@ -101,7 +101,7 @@ def load(argv):
 
 
 def rate_factor(step, config):
-    """Factor of the learning rate in optimiser step 0, 1 ..."""
+    """Learning rate at optimiser step 0, 1 ..., as a fraction of learning_rate."""
     if config.schedule != "epochs":
         return train.learning_rate_factor(step, config)
     return 0.5 * (1 + math.cos(math.pi * (step // config.steps_per_epoch) / config.epochs))
@@ -110,14 +110,14 @@ def rate_factor(step, config):
 # ---------------------------------------------------------------------------------------------------------------- data
 
 class RecallData:
-    """The examples of a run, as train.py's loop takes them. Raises ConfigError where training has test examples."""
+    """A run's examples, for train.py's loop. Raises ConfigError if a test example is also a training example."""
 
     def __init__(self, config, device):
         self.config, self.device, self.sequences_per_step = config, device, config.batch_examples
         draw = lambda split, n: generate(config.task(), n, config.seed, split, torch.get_num_threads())
         self.train, self.test = draw("train", config.train_examples), draw("test", config.test_examples)
         if shared := overlap(self.train, self.test):
-            raise ConfigError(f"{shared} of {config.test_examples} test examples stand in the training set too: give "
+            raise ConfigError(f"{shared} of {config.test_examples} test examples are also in the training set: use "
                               "more pairs or a larger vocab_size")
         self.identity = {"train": self.train.sha256(), "test": self.test.sha256()}
         self.meta = {"dataset": "recall", "sha256": self.identity}
@@ -126,14 +126,14 @@ class RecallData:
         return {"steps_per_epoch": config.steps_per_epoch, "epochs": config.max_iters / config.steps_per_epoch}
 
     def check_unchanged(self):
-        """They are in memory."""
+        """Does nothing: the examples are in memory."""
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """The examples of a step on one process, a function of (seed, step) alone: see data/loader.py.
+        """Yields one process's (idx, targets, weight) of a step, a function of (seed, step) alone: see data/loader.py.
 
-        The last step of an epoch has the examples that are left, so shares can be unequal: the weights of a process add
-        up to its share of the step times world_size. Also seeds PyTorch, which draws the dropout: a run that resumes
-        draws the same on every process.
+        The last step of an epoch has the remaining examples, so shares can be unequal: a process's weights add up to
+        its share of the step times world_size. Also seeds PyTorch, for dropout, so that a resumed run draws the same on
+        every process.
         """
         config = self.config
         torch.manual_seed(int(np.random.SeedSequence([config.seed, 4, step, rank]).generate_state(1)[0]))
@@ -141,7 +141,7 @@ class RecallData:
         order = epoch_order(config.seed, epoch, config.train_examples)
         rows = order[at * config.batch_examples:(at + 1) * config.batch_examples]
         rank_rows = rows[rank::world_size]
-        if not len(rank_rows):  # fewer examples are left than processes, and each takes part in the gradient's mean
+        if not len(rank_rows):  # fewer examples left than processes, but each must take part in the gradient's mean
             yield *self.train.batch(rows[:1], self.device), 0.0
         for i in range(0, len(rank_rows), micro_batch_size):
             part = rank_rows[i:i + micro_batch_size]
@@ -150,14 +150,14 @@ class RecallData:
 
 @functools.lru_cache(maxsize=1)
 def epoch_order(seed, epoch, n):
-    """The n training examples in the order of an epoch."""
+    """The order of the n training examples in an epoch."""
     return np.random.default_rng([seed, 3, epoch]).permutation(n)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 class Evaluate:
-    """The test's accuracy, on every process; at the end also by distance and by number of pairs."""
+    """Accuracy on the test examples, on every process; at the end also by distance and by number of pairs."""
 
     def __init__(self, config, data):
         self.config, self.test, self.device = config, data.test, data.device
@@ -173,13 +173,13 @@ class Evaluate:
 
     @torch.no_grad()
     def answers(self, model, examples):
-        """(n, P) float64, 1.0 where a query is answered right, by their positions; and the mean loss in nats."""
+        """((n, P) float64, 1.0 for right answers, in the order of query positions; the mean loss in nats)."""
         model.eval()
-        right, total, dtype = [], 0.0, getattr(torch, self.config.dtype)
+        right, total = [], 0.0
         for i in range(0, len(examples), self.config.micro_batch_size):
             rows = np.arange(i, min(i + self.config.micro_batch_size, len(examples)))
             idx, targets = examples.batch(rows, self.device)
-            with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            with distributed.autocast(self.config, self.device):
                 logits, loss = model(idx, targets)  # (queries, vocab_size)
             right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(rows), -1).double().cpu())
             total += loss.item() * len(rows)
@@ -187,10 +187,10 @@ class Evaluate:
         return torch.cat(right).numpy(), total / len(examples)
 
     def by_pairs(self, model, examples=1000):
-        """Accuracy on fresh examples with fewer and more pairs than in training: [{"pairs", "queries", "accuracy"}]."""
+        """Accuracy on new examples with fewer and more pairs than in training: [{"pairs", "queries", "accuracy"}]."""
         config, rows = self.config, []
         for pairs in sorted({config.pairs, *(2**i for i in range(2, 20) if 4 * 2**i <= config.block_size)}):
-            with contextlib.suppress(ConfigError):  # more keys than the vocabulary has
+            with contextlib.suppress(ConfigError):  # the vocabulary has too few keys
                 fresh = generate(config.task(pairs), examples, config.seed, "pairs", torch.get_num_threads())
                 right, _ = self.answers(model, fresh)
                 rows.append({"pairs": pairs, "queries": right.size, "accuracy": right.mean().item()})
@@ -198,7 +198,7 @@ class Evaluate:
 
 
 def by_distance(right, distances):
-    """Accuracy by the tokens from a key to its query, both (n, P), in powers of two:
+    """Accuracy by distance from key to query in tokens, both (n, P), in bins of powers of two:
     [{"from", "to" (exclusive), "queries", "accuracy"}]."""
     power = np.log2(distances).astype(int)
     return [{"from": 2**i, "to": 2 ** (i + 1), "queries": int((power == i).sum()),
@@ -206,7 +206,7 @@ def by_distance(right, distances):
 
 
 def build_model(config, device):
-    """The Recall of a config. Raises ConfigError for an unknown mixer, or sizes that do not fit together."""
+    """The config's Recall model. Raises ConfigError for an unknown mixer, or sizes that do not fit together."""
     try:
         return Recall(config).to(device)
     except (ValueError, RuntimeError) as error:
@@ -221,6 +221,5 @@ def main(argv):
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     train.seed_all(config.seed)
     model, data = build_model(config, device), RecallData(config, device)
-    if config.init_from:
-        print(train.load_weights(model, config, data), flush=True)
+    train.load_weights(model, config, data)
     train.train(config, model, data, Evaluate(config, data), rate_factor)

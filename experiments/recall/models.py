@@ -1,4 +1,4 @@
-"""The models of the recall benchmark: model.py's skeleton with one mixer per layer, and the mixers that only it uses.
+"""The models of the recall benchmark: model.py's skeleton with one mixer per layer, and the mixers only used here.
 
     Attention   softmax(q k^T / sqrt(d)) v, one head, biases, learned positions
     BaseConv    y = conv(x) * (W x + b) + x              3 taps in the first layer, as many as tokens in the second
@@ -8,10 +8,10 @@
 Sources: Arora et al. 2023, arXiv 2312.04927 (BaseConv, the benchmark and its implementation of Hyena and attention),
 Arora et al. 2024 (Based), Poli et al. 2023 (Hyena).
 
-Based's attention is linear because w = phi(q) . phi(k) with 1 + 8 + 64 features: it is retention without decay. A
-column of ones among the values adds up the weights, so the same call gives the denominator.
+Based's attention is linear because w = phi(q) . phi(k) with 1 + 8 + 64 features, so it is retention without decay. A
+column of ones in the values adds up the weights, so the same call computes the denominator.
 
-What a mixer is stands in model.py. Add your own with a row in MIXERS.
+model.py explains what a mixer is. To add your own, add a row to MIXERS.
 """
 
 import itertools
@@ -31,30 +31,30 @@ from runtime.parameters import constant, dense, linear, normal, parameter, to_re
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
-# Its state would be every input: these two mixers only read whole sequences.
+# Its state would be all inputs, so the two mixers that use it only read whole sequences.
 
 def long_conv(u, taps):
     """y_t = sum_lag taps[lag] u_{t - lag}, by FFT: u (B, T, d), taps (at least T, d) -> (B, T, d) in u's dtype.
 
-    Raises ValueError, one line, for more tokens than taps.
+    Raises ValueError for more tokens than taps.
     """
     T = u.shape[1]
     if T > len(taps):
         raise ValueError(f"a sequence of {T} tokens, but the long convolution has {len(taps)} taps: "
                          "give a larger block_size")
-    fft = lambda a: torch.fft.rfft(a.transpose(-1, -2), 2 * T)  # zeros to twice the length: nothing wraps around
+    fft = lambda a: torch.fft.rfft(a.transpose(-1, -2), 2 * T)  # padded to twice the length: nothing wraps around
     y = torch.fft.irfft(fft(u.to(taps.dtype)) * fft(taps[:T]), 2 * T)[..., :T]  # (B, d, T)
     return y.transpose(1, 2).to(u.dtype)
 
 
 class Filter(nn.Module):
-    """The taps of a long convolution, (T, d), by a small network of the lag. Outside autocast, in the weights' dtype.
+    """The taps of a long convolution, (T, d), as a small network of the lag; without autocast, in the weights' dtype.
 
         BaseConv    taps = W_out relu(W_1 f + b_1) + b_out, 16 wide
         Hyena       a = sin(w * (W_i a + b_i)) for i = 1, 2, 3 from a = f, 64 wide, w learned;
                     taps = W_out a * exp(-|delta| lag / (T - 1)),  delta from ln(0.01) / 1.5 to ln(0.01) / 0.3 over d
 
-    f = [lag / (T - 1), cos(v lag), -sin(v lag)], v = 2 pi / T * 1e-4: as published, so the last two are nearly 1 and 0.
+    f = [lag / (T - 1), cos(v lag), -sin(v lag)], v = 2 pi / T * 1e-4 as published, so the last two are nearly 1 and 0.
     """
 
     def __init__(self, T, d, sine):
@@ -78,7 +78,7 @@ class Filter(nn.Module):
             return self.out(a) if self.decay is None else self.out(a) * self.decay
 
     def flops(self, T):
-        """Per token: two transforms of 2 T and a product in every channel; minus the network, which
+        """Per token: two transforms of length 2 T and a product per channel, minus the network, which
         runtime/counting.py counts per token although it runs once per batch."""
         network = sum(2 * m.weight.numel() for m in [*self.hidden, self.out])
         return self.out.out_features * (2 * 10 * math.log2(2 * T) + 6) - network
@@ -201,7 +201,7 @@ class TaylorAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """The benchmark's attention: one head, biases, dropout of 0.1 on the weights. Recall adds the positions."""
+    """The benchmark's attention: one head, biases, dropout of 0.1 on the weights. `Recall` adds learned positions."""
 
     dropout = 0.1
 
@@ -232,11 +232,11 @@ class Attention(nn.Module):
 # --------------------------------------------------------------------------------------------------------------- model
 
 def having(mixer, **settings):
-    """The mixer with settings of its own."""
+    """The mixer with these settings."""
     return lambda config, layer: mixer(replace(config, **settings), layer)
 
 
-MIXERS = {  # the mixers of the two layers; more layers repeat them
+MIXERS = {  # name -> mixers of the layers, repeated to n_layer
     "attention": [Attention, Attention],
     "based": [BaseConv, TaylorAttention],
     "hyena": [Hyena, Hyena],
@@ -244,7 +244,7 @@ MIXERS = {  # the mixers of the two layers; more layers repeat them
     "baseconv": [BaseConv, LongBaseConv],
     "mamba": [Mamba, Mamba],
     "longhorn": [Longhorn, Longhorn],
-    # beside Figure 4
+    # not in Figure 4
     "deltanet": [DeltaNet, DeltaNet],
     "gla": [GLA, GLA],
     "longhorn_exact": [LonghornExact, LonghornExact],
@@ -260,19 +260,19 @@ MIXERS = {  # the mixers of the two layers; more layers repeat them
     "deltanet_implicit_free": [having(DeltaNet, step="implicit", normalize_keys=False)],
     "deltanet_exact_free": [having(DeltaNet, step="exact", normalize_keys=False)],
 }
-POSITIONS = {"attention"}  # mixers that cannot tell the order of tokens by themselves
+POSITIONS = {"attention"}  # mixers that need positions to tell the order of tokens
 NO_DROPOUT = {"mamba", "longhorn", "longhorn_exact"}  # the benchmark's Mamba block has none; all others drop 0.1
 
 
 class Recall(LM):
-    """LM with one mixer of MIXERS per layer and no MLP, whose loss is taken at the queries alone.
+    """LM with one mixer of MIXERS per layer and no MLP; the loss is taken at the queries only.
 
     Its config is an experiments.recall.cell.RecallConfig. Raises ValueError for an unknown mixer.
     """
 
     def __init__(self, config):
         super().__init__(config)
-        self.dropout = 0.0 if config.model in NO_DROPOUT else 0.1  # on what enters the first layer
+        self.dropout = 0.0 if config.model in NO_DROPOUT else 0.1  # on the first layer's input
         self.positions = None
         if config.model in POSITIONS:
             self.positions = nn.Embedding(config.block_size, config.n_embd)
@@ -289,11 +289,11 @@ class Recall(LM):
 
         Args:
             idx: (B, T) integers; targets: (B, T) int64, the value at each query and -1 elsewhere.
-            state: what `initial_state` or the call before returned; loss_only: None for the logits.
+            state: from `initial_state` or the previous call; loss_only: return None as logits.
 
         Returns:
-            (logits, loss), with a state (logits, loss, state): logits (queries, vocab_size), those of the first example
-            first; without targets (B, T, vocab_size), and None for the loss. The loss is in nats per query.
+            (logits, loss), with a state (logits, loss, state): logits (queries, vocab_size), in the order of examples;
+            without targets (B, T, vocab_size), and None as loss. The loss is in nats per query.
         """
         h = self.embed(idx)  # (B, T, n_embd)
         if self.positions is not None:
@@ -320,6 +320,6 @@ class Recall(LM):
         return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
 
     def forward_flops(self, T):
-        """As of any LM, with the head at the queries only."""
+        """As for any LM, but the head runs only at queries."""
         head = 2 * self.embed.weight.numel()
         return counting.forward_flops(self.modules(), T) + head - head * (1 - self.config.pairs / T)

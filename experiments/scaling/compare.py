@@ -1,19 +1,19 @@
-"""Two families: by how much they differ, how many times the tokens one needs for the other's loss, give or take what.
+"""Comparing two families: the difference in loss, and the tokens that one needs for the other's loss, with intervals.
 
     difference d = loss of a - loss of b             over seeds, on documents that chose no learning rate
-    variance     = s^2 (1/n_a + 1/n_b)               s: SD over seeds, pooled over the families of a size that agree
+    variance     = s^2 (1/n_a + 1/n_b)               s: SD over seeds, pooled over a size's families if they agree
                    + variance over documents         other texts would give another difference: clustered by document,
-                                                     less what is noise of the seeds in it
-    interval     = d +- t sqrt(variance)             95%, degrees of freedom by Welch and Satterthwaite; a variance over
-                                                     documents below 0 leaves those of the seeds
+                                                     less the noise of seeds in it
+    interval     = d +- t sqrt(variance)             95%, degrees of freedom by Welch and Satterthwaite; of the seeds
+                                                     only, if the variance over documents is negative
 
-    multiplier m = tokens a needs for b's loss / tokens b had          read off the curve, over budgets, of the better
-                   of the two; its interval has the ends of d's, and the error of the curve
+    multiplier m = tokens a needs for b's loss / tokens b had          read off the curve over budgets of the better
+                   one; its interval combines the ends of d's interval and the error of the curve
 
-Seeds are not paired: a seed gives two families the same data order, but their losses do not move together. An interval
-that holds 1 says how far apart the two can be; families are equal within that, and no closer.
+Seeds are not paired: a seed gives two families the same data order, but their losses are not correlated. An interval
+that contains 1 says how far apart the two may be: they are equal only within that.
 
-    python experiments/scaling/compare.py      how often an interval misses 1 where both families are the same one
+    python experiments/scaling/compare.py      how often an interval misses 1 when both families are the same
 """
 
 import math
@@ -23,16 +23,16 @@ import numpy as np
 from scipy import stats
 
 Difference = namedtuple("Difference", "mean low high se df p seeds_se documents_se")
-Multiplier = namedtuple("Multiplier", "value low high beyond")  # beyond: outside the budgets that the better one ran
-BestRate = namedtuple("BestRate", "rate beyond tried")  # beyond: the rate to try next, where the best is at the edge
+Multiplier = namedtuple("Multiplier", "value low high beyond")  # beyond: outside the budgets of the better family
+BestRate = namedtuple("BestRate", "rate beyond tried")  # beyond: the next rate to try if the best is at the edge
 Winner = namedtuple("Winner", "family reason p")  # name or None; sentence; {other family: p by Holm's method, or None}
 CONFIDENCE = 0.95
 
 
 def best_rate(losses_by_rate):
-    """The vertex of a parabola in log rate through the lowest rate and its neighbours; BestRate, or None without a run.
+    """The vertex of a parabola in log rate through the best rate and its neighbours: a BestRate, or None without runs.
 
-    found {rate: losses over seeds}; inf where a run diverged, which makes its rate the worst of all.
+    losses_by_rate: {rate: losses over seeds}; inf for a diverged run, which makes its rate the worst.
     """
     means = {rate: float(np.mean(losses)) for rate, losses in sorted(losses_by_rate.items()) if len(losses)}
     tried, losses = list(means), list(means.values())
@@ -42,7 +42,7 @@ def best_rate(losses_by_rate):
     if i in (0, len(tried) - 1):
         return BestRate(tried[i], tried[i] * (0.5 if i == 0 else 2), means)
     x, y = np.log(tried[i - 1:i + 2]), np.array(losses[i - 1:i + 2])
-    if not np.isfinite(y).all():  # the next rate diverges: the vertex lies between the others, and this one is lower
+    if not np.isfinite(y).all():  # a neighbour diverged, so no parabola: keep this rate
         return BestRate(tried[i], None, means)
     a, b, _ = np.polyfit(x - x[1], y, 2)
     vertex = x[1] - b / (2 * a) if a > 0 else x[1]
@@ -54,12 +54,12 @@ def best_rate(losses_by_rate):
 def document_variance(a, b, tokens):
     """(variance, degrees of freedom) of the mean difference of a (seeds, documents) and b, over draws of documents.
 
-    The noise of seeds within documents is taken off: it is counted with the seeds. So chance can make the variance
-    negative. tokens (documents,) are weights.
+    The noise of seeds within documents is subtracted, as it is counted with the seeds. So the estimate can be negative
+    by chance. tokens (documents,) are weights.
     """
     w = tokens / tokens.sum()
     d = a.mean(0) - b.mean(0)
-    share = w * w * (1 - 2 * w + w @ w)  # of the variance of one document that is in w^2 (d - mean)^2, on average
+    share = w * w * (1 - 2 * w + w @ w)  # share of a document's variance in w^2 (d - mean)^2, on average
     scale = (w @ w) / share.sum() if len(w) > 1 else 0.0
     clustered, noise = scale * (w * w) @ (d - w @ d) ** 2, 0.0
     for x in (a, b):
@@ -71,8 +71,8 @@ def document_variance(a, b, tokens):
 
 
 def pooled_sd(losses):
-    """(SD, degrees of freedom) over seeds, pooled over families [(seeds,) ...]; None where they differ (Bartlett's test
-    at 5%) or no family has two seeds."""
+    """(SD, degrees of freedom) over seeds, pooled over families [(seeds,) ...]; None if their SDs differ (Bartlett's
+    test at 5%) or no family has two seeds."""
     several = [x for x in losses if len(x) > 1]
     spread = min((np.ptp(x) for x in several), default=0.0)
     if not several or len(several) > 1 and spread > 0 and stats.bartlett(*several).pvalue < 0.05:
@@ -82,9 +82,9 @@ def pooled_sd(losses):
 
 
 def difference(a, b, tokens, pooled=None):
-    """Difference of the mean losses of a (seeds, documents) and b; None where the seeds say nothing about their spread.
+    """Difference of the mean losses of a (seeds, documents) and b; None if there are too few seeds to know the spread.
 
-    tokens (documents,): evaluated of each; pooled: what pooled_sd gave, or None for each family's own SD.
+    tokens (documents,): evaluated tokens of each; pooled: from pooled_sd, or None to use each family's own SD.
     """
     w = tokens / tokens.sum()
     x, y = a @ w, b @ w
@@ -96,13 +96,13 @@ def difference(a, b, tokens, pooled=None):
         parts = [(np.var(z, ddof=1) / len(z), len(z) - 1) for z in (x, y)]
     seeds = sum(v for v, _ in parts)
     variance, df = document_variance(a, b, tokens)
-    parts.append((max(variance, -0.3 * seeds), df))  # cut at 0 it would be too large on average
+    parts.append((max(variance, -0.3 * seeds), df))  # cutting at 0 would make it too large on average
     total = sum(v for v, _ in parts)
     mean = float(x.mean() - y.mean())
     if total <= 1e-24:  # the same runs twice
         return Difference(mean, mean, mean, 0.0, math.inf, 1.0 if abs(mean) < 1e-12 else 0.0, 0.0, 0.0)
-    # A negative part makes the total smaller. In the degrees of freedom that same draw would count a second time, and
-    # with 3 seeds 2 of the 4 would be left: they are those of the parts above 0.
+    # A negative part makes the total smaller. In the degrees of freedom the same draw would count again, and with 3
+    # seeds leave 2 of the 4; so only the positive parts count there.
     above = [(v, df) for v, df in parts if v > 0]
     df = sum(v for v, _ in above) ** 2 / sum(v * v / df for v, df in above)
     half, se = stats.t.ppf((1 + CONFIDENCE) / 2, df) * math.sqrt(total), math.sqrt(total)
@@ -113,10 +113,10 @@ def difference(a, b, tokens, pooled=None):
 # ---------------------------------------------------------------------------------------------------------- multipliers
 
 class Curve:
-    """A family's loss at its budgets relative to a main one, from seeds that ended at both.
+    """A family's loss at its budgets relative to the main one, from seeds that were run at both.
 
-    runs {tokens: {seed: losses (documents,)}}; main: tokens; weights (documents,). x: log(tokens / main), rising, 0 the
-    main one; y: loss above that at the main budget; se: of y.
+    runs {tokens: {seed: losses (documents,)}}; main: tokens; weights (documents,). x: log(tokens / main), ascending;
+    y: loss minus the loss at the main budget; se: standard error of y.
     """
 
     def __init__(self, runs, main, weights):
@@ -133,26 +133,26 @@ class Curve:
         self.known = len(points) > 1 and self.x[0] < 0
 
     def log_tokens(self, rise, shift=0.0):
-        """x <= 0 where the loss is `rise` above the main budget's, as a parabola through the points, or points moved by
-        `shift` (points,), has it."""
+        """The x <= 0 at which the loss is `rise` above the main budget's, on a parabola through the points, moved by
+        `shift` (points,)."""
         y = self.y + shift
         grid = np.linspace(min(self.x[0] - math.log(2), -0.1), 0, 400)
         fit = np.polyfit(self.x, y, min(2, len(y) - 1), w=1 / (0.1 + np.abs(self.x)))
-        loss = np.maximum.accumulate((np.polyval(fit, grid) - np.polyval(fit, 0))[::-1])  # from the main budget on
+        loss = np.maximum.accumulate((np.polyval(fit, grid) - np.polyval(fit, 0))[::-1])  # starts at the main budget
         slope = (loss[-1] - loss[0]) / -grid[0]
-        over = max(0.0, rise - loss[-1]) / max(slope, 1e-9)  # straight on where even the grid ends
+        over = max(0.0, rise - loss[-1]) / max(slope, 1e-9)  # linear extrapolation beyond the grid
         return float(np.interp(rise, loss, grid[::-1]) - over)
 
 
 def welch(a, b):
-    """`difference` of two lists with one number per seed: the interval is then Welch's."""
+    """`difference` of two lists with a number per seed, which gives Welch's interval."""
     return difference(np.array(a)[:, None], np.array(b)[:, None], np.ones(1))
 
 
 def multiplier(d, a, b):
-    """How many times b's tokens a needs for the loss that b has at the main budget: a Multiplier, or None.
+    """How many times b's tokens a needs for b's loss at the main budget: a Multiplier, or None.
 
-    d: the Difference there; a, b: their Curves. None where d is, or no family has a shorter budget.
+    d: the Difference there; a, b: their Curves. None if d is None, or a family has no shorter budget.
     """
     if d is None or not (a.known and b.known):
         return None
@@ -170,8 +170,8 @@ def multiplier(d, a, b):
 
 
 def times(m, log_ratio, se=0.0):
-    """The Multiplier of something else than tokens, of which a needs exp(log_ratio) times as much per token as b, +- se
-    of the logarithm."""
+    """The Multiplier of another cost than tokens, of which a token of a costs exp(log_ratio) times a token of b; se: of
+    log_ratio."""
     if m is None:
         return None
     at, low, high = map(math.log, m[:3])
@@ -184,7 +184,7 @@ def winner(means, p_of, alpha=0.05):
     """The family with the lowest mean loss if it is significantly better than every other: a Winner.
 
     means {family: loss}; p_of(a, b): p of their Difference, or None. The p are corrected by Holm's method, and all must
-    be below alpha. That the best was chosen by looking costs nothing extra: it has to beat all the others at once.
+    be below alpha. Choosing the best after looking needs no further correction: it has to beat all others at once.
     """
     if len(means) < 2:
         return Winner(None, f"{len(means)} families with a loss: nothing to compare", {})
@@ -205,11 +205,11 @@ def winner(means, p_of, alpha=0.05):
 
 
 def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0.03, budgets=(256, 512, 1024), rng=0):
-    """Share of simulated duels of one family under two names whose 95% interval for the multiplier of tokens misses 1.
+    """Share of simulated duels between two identical families whose 95% interval for the token multiplier misses 1.
 
     A run's loss on a document = law of its budget + document + seed + seed x document; SDs as recorded on the laptop
-    (sd: of a run's loss over seeds; document_sd: of a seed's loss on one document beside that). Documents have unequal
-    lengths, log-normal as the standard library's.
+    (sd: of a run's loss over seeds; document_sd: additional, of a seed's loss on one document). Document lengths are
+    log-normal, like the standard library's.
     """
     rng, misses, main = np.random.default_rng(rng), 0, budgets[-1]
     law = {b: 1.4 + 60 * ((b * 1024.0) ** -0.35 - (main * 1024.0) ** -0.35) for b in budgets}
@@ -234,4 +234,4 @@ if __name__ == "__main__":
         for documents, document_sd in ((27, 0.03), (12, 0.03), (60, 0.03), (27, 0.01), (27, 0.06)):
             share = null_duels(3000, seeds, documents, sd, document_sd)
             print(f"{seeds:2} seeds of SD {sd}, on one document {document_sd}, {documents} documents: the 95% interval "
-                  f"misses 1 in {share:.1%} of 3000 duels of equals", flush=True)
+                  f"misses 1 in {share:.1%} of 3000 duels of identical families", flush=True)

@@ -1,20 +1,20 @@
-"""The figure of a sweep's report: panels side by side.
+"""The figure in a sweep's report: panels side by side.
 
-    loss of every budget against its tokens, a panel per size; how many times another family's tokens the first needs
+    loss against tokens over budgets, a panel per size; token multipliers of the first family relative to the others
 
-Lines are named at their ends, in their colours, because nine families in a legend cannot be told apart.
+Lines are labelled at their ends, in their colours, because nine families in a legend are hard to tell apart.
 """
 
 import numpy as np
 
 from tools.loss_curve import save_figure
 
-# family: (name, colour, marker) in the order of the paper's Table 1, then ours; the same in every figure
+# family: (name, colour, marker), the same in every figure; in the order of the paper's Table 1, then others
 LOOKS = {"retnet": ("RetNet", "#7a7a7a", "v"), "gla": ("GLA", "#d98c00", "^"), "rwkv": ("RWKV", "#159a6f", "D"),
          "mamba": ("Mamba", "#1f6fb4", "s"), "llama": ("LLaMA", "#222222", "P"),
          "longhorn": ("Longhorn", "#c8252c", "o"), "rwkv4": ("RWKV-4", "#74c69d", "d"),
          "deltanet": ("DeltaNet", "#a259b5", "X"), "longhorn_exact": ("Longhorn, exact", "#8c4a2f", "h")}
-SPARE = ("#17a2b8", "#bcbd22", "#e377c2", "#5b5bd6", "#a0522d")  # for families that are not in LOOKS
+SPARE = ("#17a2b8", "#bcbd22", "#e377c2", "#5b5bd6", "#a0522d")  # for families not in LOOKS
 
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.color": "#e3e3e3", "grid.linewidth": 0.6, "axes.edgecolor": "#777777", "axes.axisbelow": True,
@@ -32,19 +32,19 @@ def family_order(model):
 
 
 def panels_of(entries, pairs):
-    """({size: [Entry]} of what has a loss, the pairs with a multiplier): a panel for each size, one for all pairs."""
+    """({size: [Entry]} with losses, pairs with a multiplier): a panel per size, and one for all pairs."""
     order = dict.fromkeys(e.size for e in entries if e.losses)
     sizes = {size: [e for e in entries if e.size == size and e.losses] for size in order}
     return sizes, [p for p in pairs if p["tokens"]]
 
 
 def in_words(entries, pairs):
-    """A sentence per panel, for who cannot see the figure."""
+    """A sentence per panel, as alternative text."""
     sizes, known = panels_of(entries, pairs)
     said = []
     for size, of_size in sizes.items():
         ends = ", ".join(f"{name_of(e.model)} {e.mean:.3f}" for e in sorted(of_size, key=lambda e: e.mean))
-        said.append(f"Loss of runs that ended at so many tokens, {size}: {ends}")
+        said.append(f"Final loss by token budget, {size}: {ends}")
     if known:
         times = ", ".join(f"{name_of(p['b'])} {p['size']} {p['tokens']['value']:.2f}" for p in known)
         said.append(f"Times the tokens of another family that {name_of(known[0]['a'])} needs: {times}")
@@ -52,7 +52,7 @@ def in_words(entries, pairs):
 
 
 def draw(entries, pairs, path, style=None):
-    """Draw the panels side by side into a file; `style`: a .mplstyle file over STYLE."""
+    """Plot the panels side by side to a file; `style`: a .mplstyle file applied over STYLE."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -109,19 +109,19 @@ def draw_multipliers(axes, pairs, looks):
 
 
 def label(axes, ends, inches=0.18):
-    """Ticks with plain numbers, and the names of lines, ends [(x, y, colour, name)], at the right of the axes, so far
-    apart at least."""
+    """Set plain-number ticks, and label lines at the right of the axes, at least `inches` apart; ends: [(x, y, colour,
+    name)]."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axes.xaxis.get_view_interval()
-    # of a narrow axis LogLocator would tick one number, or none
+    # on a narrow axis LogLocator would give one tick or none
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9) if high / low > 4 else MaxNLocator(5))
     axes.xaxis.set_major_formatter(EngFormatter(sep="") if low > 10 else FuncFormatter(lambda v, _: f"{v:.3g}"))
     axes.xaxis.set_minor_locator(NullLocator())
 
     gap = inches * axes.figure.dpi / axes.get_window_extent().height  # of the axes' height
     ends = sorted(ends, key=lambda end: end[1])
-    axes.autoscale_view()  # or the limits are still those of an empty plot
+    axes.autoscale_view()  # otherwise the limits are still those of an empty plot
     heights = axes.transAxes.inverted().transform(axes.transData.transform([end[:2] for end in ends]))[:, 1]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)

@@ -1,19 +1,19 @@
-"""Scaling-law fits: numbers in, numbers, intervals and plain sentences out.
+"""Scaling-law fits: constants, intervals and warnings in plain sentences.
 
     L(N, D) = E + A / N^alpha + B / D^beta    Hoffmann et al. 2022, approach 3; N parameters, D tokens, L nats per token
     N_opt ~ C^a, D_opt ~ C^(1-a)              a = beta / (alpha + beta), for C ~ N D
 
-fit_loss minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. All runs stay in: an outlier is
-named, and weighs little by the loss itself. An interval of a constant holds the values that, held fixed, raise the best
-Huber loss by less than a critical share; that share is what `confidence` of refits to data simulated from the fit
-itself need. The simulated noise has one SD, the geometric mean over runs of what the seeds of their sizes show: an SD
-of its own for each size, from a handful of seeds, is often half or twice the true one, and intervals from it cover
-less. Percentiles over refits to resampled runs would be too narrow: with delta = 1e-3 below a noise of about 1% the
-curve passes exactly through as many runs as it has constants. With 20 runs per constant and more that no longer
-matters, and those percentiles are the intervals: they need no law of the noise. Intervals are each constant's own: that
-all hold at once is rarer.
+fit_loss minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. All runs stay in: outliers are
+named, and the Huber loss gives them little weight. A constant's interval contains the values that, held fixed, raise
+the best Huber loss by less than a critical share, chosen so that a fraction `confidence` of refits to data simulated
+from the fit stays below it. The simulated noise has a single SD, the geometric mean over runs of the SD over seeds at
+their sizes: a separate SD per size, estimated from a handful of seeds, is often half or twice the true one, and gives
+intervals with lower coverage. Percentiles over refits to resampled runs would be too narrow: with delta = 1e-3 below a
+noise of about 1%, the curve passes exactly through as many runs as it has constants. From 20 runs per constant on that
+no longer matters, and these percentiles are used, because they assume no noise distribution. Each interval is for a
+single constant; they hold jointly less often.
 
-    python experiments/scaling/fit.py      how often the intervals hold the truth, in simulated sweeps of presets
+    python experiments/scaling/fit.py      how often the intervals contain the truth, in simulated sweeps of presets
 """
 
 import math
@@ -23,24 +23,24 @@ import numpy as np
 from scipy import optimize, special, stats
 
 DELTA = 1e-3  # Huber's threshold in log L
-MANY = 20  # runs per constant from which on intervals come from resampled runs
+MANY = 20  # with at least so many runs per constant, intervals come from resampled runs
 
 
 class CannotFit(ValueError):
-    """The points cannot give what was asked for; the message is one line with the value, the limit and the way out."""
+    """The law cannot be fitted to these points; the message is one line: the value, the limit, what to do."""
 
 
 Fit = namedtuple("Fit", "E A alpha B beta a floors intervals huber noise points outliers warnings spread")
 
 
 class _Model:
-    """log L as log sum exp of terms linear in theta, so that the full law and the partial ones share one solver.
+    """log L as log sum exp of terms linear in theta, so that the full law and partial ones share a solver.
 
-    full law            theta = (log E, log A', alpha, log B', beta), A' and B' at the centre of log N and log D
-    N or D at 1 or 2    theta = (log floor of each level, log B', beta): E and A / N^alpha are one number a level
+    full law                   theta = (log E, log A', alpha, log B', beta), A' and B' at the centre of log N and log D
+    1 or 2 values of N (or D)  theta = (log floor per value, log B', beta): E + A / N^alpha is one number per value
 
-    terms (terms, points, constants): the exponents of the terms are terms @ theta. Raises CannotFit where the runs can
-    feed no law.
+    terms (terms, points, constants): the terms' exponents are terms @ theta. Raises CannotFit if the runs are too few
+    or too similar for any law.
     """
 
     def __init__(self, N, D):
@@ -71,9 +71,9 @@ class _Model:
             self.terms[t, :, slot + 1] = self.centre[name] - logs[name]
 
     def starts(self, loss, count):
-        """(S, constants): exponents on a grid, floors of 5, 50 and 90% of the lowest loss, the rest in equal shares."""
+        """(S, constants): exponents on a grid, floors of 5, 50 and 90% of the lowest loss, the rest shared equally."""
         rows = []
-        steepness = np.geomspace(0.1, 4, count)  # of the term's logarithm over one standard deviation of log N
+        steepness = np.geomspace(0.1, 4, count)  # change of a term's logarithm over one standard deviation of log N
         for part in (0.05, 0.5, 0.9):
             floor = part * loss.min()
             share = math.log((np.median(loss) - floor) / len(self.slots))
@@ -85,7 +85,7 @@ class _Model:
         return np.array(rows)
 
     def quantities(self):
-        """{name of a constant: vector c, so that it, or its logarithm for all but the exponents, is c @ theta}."""
+        """{name: vector c} such that c @ theta is the exponent alpha or beta, or the logarithm of another constant."""
         unit = np.eye(self.size)
         out = {"E": unit[0]}
         if self.few:
@@ -97,7 +97,7 @@ class _Model:
 
 
 def _curve(M, theta):
-    """log L (S, n) of theta (S, p) for terms M (T, n, p), and each term's share of L (S, T, n)."""
+    """log L (S, n) at theta (S, p) for terms M (T, n, p), and each term's share of L (S, T, n)."""
     u = (theta @ M.reshape(-1, M.shape[2]).T).reshape(len(theta), *M.shape[:2])
     top = u.max(1, keepdims=True)
     share = np.exp(u - top)
@@ -106,7 +106,7 @@ def _curve(M, theta):
 
 
 def objective(theta, M, y, delta=DELTA):
-    """Summed Huber loss of log L - y and its gradient in theta (p,), for terms M (T, n, p) and y (n,)."""
+    """Summed Huber loss of log L - y and its gradient with respect to theta (p,), for terms M (T, n, p) and y (n,)."""
     mean, share = _curve(M, theta[None])
     r = mean[0] - y
     return special.huber(delta, r).sum(), np.clip(r, -delta, delta) @ np.einsum("tn,tnp->np", share[0], M)
@@ -117,8 +117,8 @@ def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, de
 
     M (T, n, p), y (S, n) or (n,), theta (S, p); `along` (S, p, k) restricts each search to theta + along @ z, `keep`
     (S, n) is 0 for points to leave out. Returns theta (S, p) and the losses (S,). The weights majorise the Huber loss,
-    which is convex in the residual, so that no step goes up; scipy's minimisers would take one problem at a time, a
-    hundred times slower.
+    which is convex in the residual, so the loss never rises. scipy's minimisers take one problem at a time, a hundred
+    times slower.
     """
     S, n = len(theta), M.shape[1]
     y = np.broadcast_to(y, (S, n))
@@ -137,10 +137,10 @@ def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, de
         H, g = Jw @ J, (Jw @ r[..., None])
         diagonal = np.einsum("sii->si", H)
         diagonal *= 1 + damping[live, None]
-        diagonal += 1e-14 * diagonal.max(1, keepdims=True) + 1e-300  # a term that has vanished leaves a column of zeros
+        diagonal += 1e-14 * diagonal.max(1, keepdims=True) + 1e-300  # a vanished term leaves a column of zeros
         try:
             step = -np.linalg.solve(H, g)
-        except np.linalg.LinAlgError:  # of a thousand problems one is singular beyond what the damping mends
+        except np.linalg.LinAlgError:  # rarely, a problem is singular in spite of the damping
             H += 1e-6 * diagonal.max(1)[:, None, None] * np.eye(H.shape[1])
             step = -np.linalg.solve(H, g)
         if along is not None:
@@ -148,7 +148,7 @@ def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, de
         trial = theta[live] + np.clip(step[..., 0], -20, 20)
         mean_t, share_t = _curve(M, trial)
         value_t = (special.huber(delta, mean_t - y[live]) * keep[live]).sum(1)
-        better = value_t <= value[live]  # NaN is not
+        better = value_t <= value[live]  # False for NaN
         gain = np.where(better, value[live] - value_t, 0)
         small[live] = np.where(gain <= tolerance * value[live], small[live] + 1, 0)
         damping[live] = np.clip(np.where(better, damping[live] / 5, damping[live] * 8), 1e-9, 1e12)
@@ -161,7 +161,7 @@ def _solve(M, y, theta, along=None, keep=None, iterations=80, tolerance=1e-5, de
 
 
 def _best(model, y, starts):
-    """The constants (p,) of the lowest Huber loss found from every start, and that loss."""
+    """The constants (p,) with the lowest Huber loss over all starts, and that loss."""
     M = model.terms
     theta, value = _solve(M, y, model.starts(np.exp(y), starts), iterations=25)
     first = np.argsort(value)[:8]
@@ -176,9 +176,9 @@ def _jacobian(M, theta):
 
 
 def _outliers(M, y, theta):
-    """Indices of runs that normal noise does not explain: each run against the fit of the others, the worst one taken
-    out, and again, so that one bad run cannot hide another (Rosner's generalised ESD, one false alarm in 10,000
-    fits)."""
+    """[(index, measured / predicted - 1)] of runs that normal noise does not explain. Compares each run with the fit to
+    the others, removes the worst one and repeats, so that one bad run cannot hide another (Rosner's generalised ESD,
+    one false alarm in 10,000 fits)."""
     (n, p), kept, outliers, bad = M.shape[1:], np.arange(len(y)), [], 0
     for k in range(1, min(n // 6, n - p - 2) + 1):
         m, without = len(kept), 1 - np.eye(len(kept))
@@ -199,9 +199,9 @@ def _outliers(M, y, theta):
 
 
 def _spread(M, y, theta, N, D):
-    """(runs,): SD of log L of each run's size, from the seeds that share N and D; one SD for all where those are few.
+    """(runs,): SD of log L at each run's size, from seeds that share N and D; a single SD if these are few.
 
-    Robust: a run counts at most 2.5 times the SD that the median of its size has.
+    Robust: a run counts as at most 2.5 times the SD derived from the median at its size.
     """
     n, p = M.shape[1:]
     off, df, sizes = np.zeros(n), np.zeros(n), np.unique(N)
@@ -215,7 +215,7 @@ def _spread(M, y, theta, N, D):
         groups = [np.full(n, True)]
     out = np.empty(n)
     for size, group in zip(sizes, groups, strict=True):
-        size_of = np.sort(np.abs(off[group]))[-max(1, round(df[group].sum())):]  # the others pass through the curve
+        size_of = np.sort(np.abs(off[group]))[-max(1, round(df[group].sum())):]  # others lie on the curve or median
         robust = 1.4826 * np.median(size_of)
         sd = math.sqrt((np.minimum(size_of, 2.5 * robust) ** 2).sum() / df[group].sum())
         out[slice(None) if size is None else N == size] = max(sd, 1e-12)
@@ -224,7 +224,7 @@ def _spread(M, y, theta, N, D):
 
 def _resampled(model, y, theta, names, bootstrap, confidence, rng):
     """{name: (low, high)}: percentiles of fits to runs drawn with replacement (Besiroglu et al. 2024)."""
-    runs, draws = len(y), 20 * bootstrap  # the ends of percentiles scatter more than the critical share does
+    runs, draws = len(y), 20 * bootstrap  # percentile ends scatter more than the critical share
     counts = rng.multinomial(runs, np.full(runs, 1 / runs), draws).astype(float)
     fits, _ = _solve(model.terms, y, np.repeat(theta[None], draws, 0), keep=counts, iterations=300, tolerance=1e-8)
     quantities = {name: fits @ c for name, c in model.quantities().items()}
@@ -236,8 +236,8 @@ def _resampled(model, y, theta, names, bootstrap, confidence, rng):
 
 
 def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng):
-    """{name: (low, high)} for constants `names`: values where the profiled Huber loss exceeds its minimum by less than
-    a share that `confidence` of fits to y simulated at theta keep below. See the module's docstring for why."""
+    """{name: (low, high)} for constants `names`: values whose profiled Huber loss exceeds the minimum by less than the
+    share below which a fraction `confidence` of fits to data simulated at theta stay. See the module's docstring."""
     M, p, rows = model.terms, model.size, model.quantities()
     noise = np.exp(np.log(spread).mean())
     zero, at = np.zeros(p), np.where
@@ -248,7 +248,7 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     hat = at(K, C0 @ theta, -(C0 @ theta) / at(K, 1, C1 @ theta))
 
     def held(q, value, start, target):
-        """Fits (R, p) and their losses with quantity q[r] held at value[r], for target y (R, n)."""
+        """Fits (R, p) and their losses with quantity q[r] fixed at value[r], for target y (R, n)."""
         c = C0[q] + value[:, None] * C1[q]
         start = start + c * ((K[q] * value - (c * start).sum(1)) / (c * c).sum(1))[:, None]
         return _solve(M, target, start, np.linalg.svd(c[:, None])[2][:, 1:].transpose(0, 2, 1))
@@ -261,12 +261,12 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     fixed = fixed.reshape(Q, S)
     free = np.minimum(free, fixed.min(0))
     rank = math.ceil(confidence * (S + 1)) - 1
-    rank += math.ceil(math.sqrt(S * confidence * (1 - confidence)))  # chance must not narrow them
+    rank += math.ceil(math.sqrt(S * confidence * (1 - confidence)))  # so that chance does not narrow the intervals
     share = np.sort(fixed / free - 1, axis=1)[:, min(rank, S - 1)].clip(1e-9)
-    r = _curve(M, theta[None])[0][0] - y  # an outlier must not widen the intervals: beyond three SDs it counts as three
+    r = _curve(M, theta[None])[0][0] - y  # outliers count as three SDs, so that they do not widen the intervals
     tame = special.huber(DELTA, np.clip(r, -3 * noise, 3 * noise)).sum()
 
-    # walk outwards from the estimate on both sides until the loss is too high, then close in
+    # walk outwards from the estimate on both sides until the loss is too high, then narrow down
     q, side = np.tile(np.arange(Q), 2), np.repeat([-1.0, 1.0], Q)
     J = _jacobian(M, theta)
     slope = (C0 + hat[:, None] * C1) / at(K, 1, -(C1 @ theta))[:, None]
@@ -276,7 +276,7 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     limits |= {n: (c @ theta - 300, c @ theta + 300) for n, c in rows.items() if n not in limits}
     limit = np.array([limits[n] for n in names]).T.ravel()  # (2 Q,): lower ones, then upper
     inside, outside, near = hat[q], np.full(2 * Q, np.nan), np.repeat(theta[None], 2 * Q, 0)
-    root = np.stack([np.zeros(2 * Q), np.full(2 * Q, np.nan)])  # sqrt(excess / allowed) inside, outside; 1 is the aim
+    root = np.stack([np.zeros(2 * Q), np.full(2 * Q, np.nan)])  # sqrt(excess / allowed) inside, outside; target: 1
 
     def step_to(rows, value):
         fit, loss = held(q[rows], value, near[rows], y)
@@ -294,7 +294,7 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
         step[walking] *= 1.6
         walking = walking[~over & (value != limit[walking])]
     ends = np.flatnonzero(np.isfinite(outside))
-    for k in range(12):  # near the end the root of the excess is nearly straight, so that a chord beats halving
+    for k in range(12):  # near the end the root of the excess is nearly linear, so a chord beats halving
         chord = np.clip((1 - root[0, ends]) / (root[1, ends] - root[0, ends]), 0.05, 0.95)
         step_to(ends, inside[ends] + (0.5 if k < 5 else chord) * (outside[ends] - inside[ends]))
     bound = at(np.isfinite(outside), outside, at(np.array(names)[q] == "a", limit, side * np.inf))
@@ -310,18 +310,18 @@ def fit_loss(N, D, L, names=None, starts=6, bootstrap=200, seed=0, confidence=0.
 
     Args:
         N, D, L: (runs,) parameters, tokens, loss in nats, all above 0; names: (runs,) for the warnings.
-        starts: steps of the grid of starts in each exponent (times three of E).
-        bootstrap: simulated data sets behind the intervals, 0 for none; `seed` draws their noise.
-    Returns a Fit; a constant that the points do not determine is None, and so is its interval:
-        E, A, alpha, B, beta: E, A, B in nats (times N^alpha, D^beta), the exponents without units; a: N_opt ~ C^a.
-        floors: with one or two values of N, E, A and alpha cannot be told apart, and L = floor + B / D^beta is fitted
-            with a floor for each, {N: floor}; likewise for D. Otherwise None.
-        intervals: {name of a constant: (low, high)}, 0 and inf among the bounds possible, or None.
+        starts: grid points of starts per exponent (times three for E).
+        bootstrap: simulated datasets for the intervals, 0 for no intervals; `seed` draws their noise.
+    Returns a Fit; constants that the points do not determine are None, and so are their intervals:
+        E, A, alpha, B, beta: E, A, B in nats (times N^alpha, D^beta), exponents without units; a: N_opt ~ C^a.
+        floors: with one or two values of N, E, A and alpha cannot be told apart, so L = floor + B / D^beta is fitted
+            with a floor per value, {N: floor}; likewise for D. Otherwise None.
+        intervals: {name of a constant: (low, high)}, where bounds may be 0 or inf, or None.
         huber, noise: minimum of the summed Huber loss; standard deviation of log L around the least-squares curve.
-        points: number of runs; spread: (points,) standard deviation of log L among seeds of each run's size.
+        points: number of runs; spread: (points,) standard deviation of log L over seeds at each run's size.
         outliers: {index of a run that normal noise does not explain: measured / predicted by the others - 1}.
-        warnings: sentences that belong beside the numbers.
-    Raises CannotFit where none is possible.
+        warnings: sentences to be shown with the numbers.
+    Raises CannotFit if no fit is possible.
     """
     N, D, L = _positive(N=N, D=D, L=L)
     n, y, names, warnings = len(L), np.log(L), names or range(len(L)), []
@@ -341,7 +341,7 @@ def fit_loss(N, D, L, names=None, starts=6, bootstrap=200, seed=0, confidence=0.
         several = "s" * (len(model.levels) > 1)
         warn(f"{lost} cannot be told apart with {len(model.levels)} value{several} of {model.few}: fitted is how the "
              f"loss falls with {varies}, to a floor for each {model.few}")
-    least = _solve(M, y, theta[None], delta=1e3)[0]  # least squares: its residuals say best how large the noise is
+    least = _solve(M, y, theta[None], delta=1e3)[0]  # least squares: its residuals estimate the noise best
     noise = math.sqrt(((_curve(M, least)[0] - y) ** 2).sum() / (n - p)) if n > p else None
     intervals = dict.fromkeys(["E", "A", "alpha", "B", "beta", "a"])
     told = [name for name in (*model.quantities(), "a") if values.get(name) is not None and name not in shaky]
@@ -370,7 +370,7 @@ def fit_loss(N, D, L, names=None, starts=6, bootstrap=200, seed=0, confidence=0.
 
 
 def _positive(**columns):
-    """The columns as flat float arrays. Raises CannotFit for what is no positive number."""
+    """The columns as flat float arrays. Raises CannotFit unless all are positive numbers."""
     arrays = []
     for name, values in columns.items():
         try:
@@ -385,11 +385,11 @@ def _positive(**columns):
 
 
 def _constants(model, y, theta, warn):
-    """({name: value or None}, names whose interval means nothing); warns of what ran to a boundary or is undetermined.
+    """({name: value or None}, names whose intervals mean nothing); warns of constants at a boundary or undetermined.
 
-    Moves log E up from minus infinity in place, where E has vanished, so that its profile can be walked.
+    If E has vanished, raises log E in place from minus infinity, so that its profile can be computed.
     """
-    share = _curve(model.terms, theta[None])[1][0].max(1)  # the largest part of a loss that each term makes up
+    share = _curve(model.terms, theta[None])[1][0].max(1)  # each term's largest share of a loss
     values, shaky = {}, set()
     for name, c in model.quantities().items():
         value = float(c @ theta)
@@ -397,7 +397,7 @@ def _constants(model, y, theta, warn):
     J = _jacobian(model.terms, theta)
     size = np.linalg.norm(J, axis=0)
     _, s, V = np.linalg.svd(J / np.where(size > 1e-9, size, 1))
-    free = np.abs(V[s < 1e-7 * s[0]]).max(0, initial=0) > 1e-3  # constants that some direction moves at no cost
+    free = np.abs(V[s < 1e-7 * s[0]]).max(0, initial=0) > 1e-3  # constants that change along a direction of no cost
     for name, c in model.quantities().items():
         if free[c != 0].any() and (size[c != 0] > 1e-9).all():
             values[name] = None
@@ -426,11 +426,11 @@ def _constants(model, y, theta, warn):
 
 
 def coverage(N, D, constants, spread, draws=100, bootstrap=100, outlier=0.0):
-    """{constant: share of simulated sweeps whose interval holds the truth} for the runs of a design.
+    """{constant: share of simulated sweeps whose interval contains the truth} for the runs of a design.
 
-    N, D (runs,); constants: of the true law; spread: SD of log L, a number or (runs,); outlier: how many SDs one run of
-    each sweep, drawn at random, lies above. Constants that a design does not determine are absent. Sweeps whose fit
-    leaves a constant undetermined do not count for it: for E these are the ones that would miss it most often.
+    N, D (runs,); constants: of the true law; spread: SD of log L, a number or (runs,); outlier: raise one random run of
+    each sweep by so many SDs. Constants that a design does not determine are absent. Sweeps whose fit leaves a constant
+    undetermined do not count for it: for E, these would miss it most often.
     """
     rng, held = np.random.default_rng(0), {}
     truth = constants | {"a": constants["beta"] / (constants["alpha"] + constants["beta"])}
@@ -448,15 +448,15 @@ def law(N, D, E, A, alpha, B, beta):
     return E + A / N**alpha + B / D**beta
 
 
-BYTES = dict(E=0.6, A=30.0, alpha=0.35, B=60.0, beta=0.35)  # about the losses per byte of the laptop's sizes
-DESIGNS = {  # preset of sweep.py: (N, SD of log L, {steps of a budget: seeds}) of one family's sizes
+BYTES = dict(E=0.6, A=30.0, alpha=0.35, B=60.0, beta=0.35)  # roughly the losses per byte at the laptop sizes
+DESIGNS = {  # preset of sweep.py: [(N, SD of log L, {steps of a budget: seeds})] for a family's sizes
     "laptop": [(467e3, 0.008, {1024: 5, 256: 2, 512: 2}), (1.49e6, 0.004, {1024: 3, 256: 2, 512: 2})],
     "night": [(131e3, 0.012, {2048: 4, 1024: 2, 4096: 2}), (467e3, 0.008, {2048: 4, 1024: 2, 4096: 2}),
               (3.44e6, 0.004, {2048: 3, 1024: 2, 4096: 2})]}
 
 
 def design(sizes):
-    """N, D, SD of log L (runs,) of a row of DESIGNS."""
+    """N, D, SD of log L (runs,) for a row of DESIGNS."""
     return np.array([(n, steps * 1024, sd) for n, sd, budgets in sizes for steps, seeds in budgets.items()
                      for _ in range(seeds)]).T
 
@@ -464,12 +464,12 @@ def design(sizes):
 # ---------------------------------------------------------------------------------------------------- isoFLOP parabolas
 
 def isoflop(N, L, C, tolerance=0.2):
-    """The exponent of N_opt ~ C^exponent by parabolas of the loss in log N, one for each budget of C FLOPs; None unless
+    """The exponent of N_opt ~ C^exponent from parabolas of the loss in log N, one per budget of C FLOPs; None unless
     three budgets have a vertex between their smallest and largest size.
 
-    N, L, C: (runs,) parameters, loss, FLOPs, all above 0. Runs whose sorted C follow one another within a share of
-    `tolerance` are one budget. Biased even without noise: the loss is a parabola of log N only near its minimum, so
-    sizes that do not lie symmetrically around it move the vertex.
+    N, L, C: (runs,) parameters, loss, FLOPs, all above 0. Runs belong to one budget if consecutive sorted C differ by
+    at most a share of `tolerance`. Biased even without noise: the loss is a parabola in log N only near its minimum, so
+    sizes that are not symmetric around it move the vertex.
     """
     N, L, C = _positive(N=N, L=L, C=C)
     order, vertices = np.argsort(C, kind="stable"), []

@@ -1,5 +1,5 @@
-"""Parameters, FLOPs per token forward and backward, and numbers of state per sequence of every family at the sizes in
-config/, beside the counts of the paper's Table 1.
+"""Parameters, FLOPs per token (forward and backward) and state size per sequence of every family at the sizes in
+config/, next to the counts in the paper's Table 1.
 
     python model.py
 """
@@ -16,7 +16,7 @@ from model import FAMILIES, LM, ModelConfig
 from runtime import counting
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
-LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # of other papers; and of Section 5.3
+LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # used in other papers; 1.3B: the paper's Section 5.3
          "1.3B": {"n_layer": 24, "n_head": 16, "n_embd": 2048, "vocab_size": 32000}}
 TABLE1 = {  # the paper's counts
     "longhorn": {"120M": 128.6e6, "350M": 369.8e6}, "mamba": {"120M": 129.2e6, "350M": 371.5e6},
@@ -26,7 +26,7 @@ TABLE1 = {  # the paper's counts
 
 
 def own_settings(family, size):
-    """What config/<family>_<size>.py sets of the model, where there is one: heads, widths and states of its own."""
+    """Model settings in config/<family>_<size>.py, if that exists: heads, widths and states."""
     path = Path(__file__).resolve().parents[2] / "config" / f"{family}_{size.lower()}.py"
     if not path.exists():
         return {}

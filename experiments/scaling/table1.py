@@ -1,4 +1,4 @@
-"""The earlier name of sweep.py: `run --preset=laptop --models=a,b ...` is `sweep.py laptop a b ...`.
+"""The old name of sweep.py: `run --preset=laptop --models=a,b ...` is `sweep.py laptop a b ...`.
 
     python experiments/scaling/table1.py run --preset=laptop --models=longhorn,mamba
 """
@@ -13,7 +13,7 @@ from runtime.errors import main_error  # noqa: E402
 
 
 def translated(argv):
-    """The arguments of sweep.py for those of `table1.py run`."""
+    """The arguments of `table1.py run` translated for sweep.py."""
     if argv[:1] != ["run"]:
         return argv
     given = dict(a.split("=", 1) for a in argv if a.startswith(("--preset=", "--models=")))

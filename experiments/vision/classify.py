@@ -1,19 +1,19 @@
-"""Image classifiers on train.py's loop: Longhorn read in two directions (ViL), Vision Mamba (ViM), and a ViT.
+"""Image classifiers on train.py's loop: Longhorn in two directions (ViL), Vision Mamba (ViM), and a ViT.
 
-    tokens     patches of the image with a class token in their middle, learned positions added; the class token's
-               output, normed, goes to a linear head
-    separate   out = W_out (scan(x, z) + scan'(x, z)) / 2     scan' reads from the last token to the first; each has its
+    tokens     image patches with a class token in their middle, plus learned positions; the class token's normed output
+               goes to a linear head
+    separate   out = W_out (scan(x, z) + scan'(x, z)) / 2     scan' runs from the last token to the first; each has its
                own convolution, keys and step size; z gates both (Zhu et al. 2024, "v2")
     shared     out = W_out ((RMSNorm(scan(x)) + RMSNorm'(scan'(x))) * silu(z))     one convolution, keys and step size:
-               the op that Longhorn's authors published; which of the two their Table 3 used is not said
+               the op that Longhorn's authors published; the paper does not say which of the two Table 3 used
     forward    out = W_out scan(x, z)     the control: the class token sees half of the image
 
     python experiments/vision/classify.py config/vil_digits.py       real images, no download, two minutes on two cores
-    python experiments/vision/classify.py config/vil_tiny.py --dataset=FOLDER       ImageNet as it is unpacked; hf:NAME
-    python experiments/vision/classify.py --help                     all settings; the images: data/images.py
+    python experiments/vision/classify.py config/vil_tiny.py --dataset=FOLDER       unpacked ImageNet, or hf:NAME
+    python experiments/vision/classify.py --help                     all settings; data/images.py describes datasets
     python experiments/vision/sweep.py run                           families, directions, depths and seeds in one table
 
-A block is one residual branch with RMSNorm in float32, a ViT's are LayerNorm, attention and MLP.
+A block is one residual branch with RMSNorm in float32; a ViT has LayerNorm, attention and MLP.
 """
 
 import sys
@@ -36,7 +36,7 @@ from data.images import ImageData  # noqa: E402
 from experiments.vision import wrong_images  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
 from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
-from runtime import checkpoint, counting, distributed  # noqa: E402
+from runtime import counting, distributed  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.parameters import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 
@@ -44,41 +44,41 @@ from runtime.parameters import constant, dense, draw, linear, normal, parameter,
 @dataclass
 class VisionConfig(train.TrainConfig):
     # --- run
-    task: Literal["images"] = "images"  # what a config file is for
+    task: Literal["images"] = "images"  # marks config files for image classification
     # --- model
     model: str = "vil"  # family: vil (Longhorn), vim (Mamba) or vit (attention)
-    directions: Literal["separate", "shared", "forward"] = "separate"  # of vil and vim, see classify.py
-    n_layer: int = 24  # layers: one residual branch each, of a vit two
+    directions: Literal["separate", "shared", "forward"] = "separate"  # for vil and vim, see classify.py
+    n_layer: int = 24  # layers: one residual branch each, two for vit
     n_head: int = 3  # heads (vit)
     n_embd: int = 192  # width of the residual stream
-    image_size: int = 224  # pixels on each side, to which images are scaled
+    image_size: int = 224  # images are scaled to this many pixels on each side
     patch_size: int = 16  # pixels on each side of a patch
-    channels: int = 3  # 3: colours, 1: grey
+    channels: int = 3  # 3: colour, 1: grey
     block_size: int = 0  # not set: the patches and the class token
-    vocab_size: int = 0  # not set: the data's classes
-    drop_path: float = 0.0  # how often the last branch is left out, per image; the others in proportion to their depth
+    vocab_size: int = 0  # not set: the number of classes
+    drop_path: float = 0.0  # probability of skipping the last branch, per image; proportionally less in earlier ones
     # --- data
     dataset: str = "digits"  # digits, a folder with train/CLASS/ and val/CLASS/, or hf:NAME
     workers: int = 1  # threads that read images, per process
-    batch_images: int = 1024  # of one optimiser step, over all processes and micro-batches
-    batch_tokens: int = 0  # not set: batch_images times the tokens of an image
-    micro_batch_size: int = 128  # images of one micro-batch on one process
+    batch_images: int = 1024  # images per optimiser step, over all processes and micro-batches
+    batch_tokens: int = 0  # not set: batch_images times the tokens per image
+    micro_batch_size: int = 128  # images per micro-batch on each process
     epochs: int = 300  # passes over the training images
-    max_iters: int = 0  # optimiser steps; 0: those of all epochs
+    max_iters: int = 0  # optimiser steps; 0: all epochs
     # --- augmentation
-    min_crop: float = 1.0  # least part of an image's area that a random crop keeps; 1: no cropping
-    mirror: bool = False  # every second image
+    min_crop: float = 1.0  # smallest share of an image's area that a random crop keeps; 1: no cropping
+    mirror: bool = False  # mirror images with probability 1/2
     rand_augment: int = 0  # magnitude of RandAugment's two operations, 1 to 9 of 10; 0: none
-    mixup: float = 0.0  # how often a micro-batch's images are blended
-    cutmix: float = 0.0  # how often they are pasted into one another
-    erasing: float = 0.0  # how often a rectangle is erased, per image
-    repeats: int = 1  # crops of an image in one batch
-    smoothing: float = 0.0  # of the labels
-    eval_crop: float = 1.0  # part of the shorter side that validation looks at
+    mixup: float = 0.0  # probability of blending a micro-batch's images
+    cutmix: float = 0.0  # probability of pasting them into each other
+    erasing: float = 0.0  # probability of erasing a rectangle, per image
+    repeats: int = 1  # crops of an image in a batch
+    smoothing: float = 0.0  # label smoothing
+    eval_crop: float = 1.0  # share of the shorter side that validation sees
     # --- optimiser
-    ema: float = 0.0  # decay of an average of the weights per step, evaluated too; 0: none
+    ema: float = 0.0  # decay per step of an average of the weights, which is also evaluated; 0: none
 
-    PROGRAMS = {}  # this one reads it
+    PROGRAMS = {}  # this is the program for task = "images"
 
     @property
     def families(self):
@@ -92,7 +92,7 @@ class VisionConfig(train.TrainConfig):
 # -------------------------------------------------------------------------------------------------------------- mixers
 
 class TwoWays(nn.Module):
-    """A block of model.py read from both ends, see above; a subclass names the block."""
+    """A block of model.py in two directions, see above; a subclass names the block."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -100,7 +100,7 @@ class TwoWays(nn.Module):
         self.there = self.block(config, layer)
         if self.directions == "separate":
             self.back = self.block(config, layer)
-            del self.back.in_proj, self.back.out_proj  # those of `there` serve both
+            del self.back.in_proj, self.back.out_proj  # both directions use those of `there`
         if self.directions == "shared":
             self.norm_weight = parameter(2, self.there.d_inner, start=constant(1.0))
 
@@ -132,7 +132,7 @@ class MambaTwoWays(TwoWays):
 
 
 class Attention(nn.Module):
-    """Softmax attention over all tokens, as ViT's: softmax(q k^T / sqrt(n)) v, with biases."""
+    """Softmax attention over all tokens, as in ViT: softmax(q k^T / sqrt(n)) v, with biases."""
 
     operator = "F.scaled_dot_product_attention"
 
@@ -153,9 +153,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """W_2 gelu(W_1 x + b_1) + b_2, four times as wide inside."""
+    """W_2 gelu(W_1 x + b_1) + b_2, hidden width four times n_embd."""
 
-    operator = None  # it mixes channels
+    operator = None  # mixes channels
 
     def __init__(self, config, layer):
         super().__init__()
@@ -174,12 +174,12 @@ NORMS = {"vit": lambda config: nn.LayerNorm(config.n_embd, eps=1e-6)}
 # --------------------------------------------------------------------------------------------------------------- model
 
 class Vision(LM):
-    """Classifier of a VisionConfig: `logits, loss = model(images, labels)`, with the bookkeeping of LM.
+    """A classifier for a VisionConfig: `logits, loss = model(images, labels)`, with LM's other methods.
 
-    Raises ValueError, one line, for sizes that do not fit together.
+    Raises ValueError for sizes that do not fit together.
     """
 
-    rest = "patches, positions and head"  # of parameter_count, beside mixers and norms
+    rest = "patches, positions and head"  # parameter_count's name for all but mixers and norms
 
     def __init__(self, config):
         nn.Module.__init__(self)
@@ -190,8 +190,8 @@ class Vision(LM):
             raise ValueError(f"unknown model {config.model!r} or backend {config.backend!r}: choose a model of "
                              f"{', '.join(FAMILIES)}, and a backend of {', '.join(BACKENDS[1:])}, or none")
         if config.image_size % config.patch_size:
-            raise ValueError(f"image_size {config.image_size} is no multiple of patch_size {config.patch_size}: choose "
-                             "a size that patches divide")
+            raise ValueError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}: "
+                             "choose another of the two")
         d, self.config, self.average = config.n_embd, config, None
         norm = NORMS.get(config.model, RMSNorm)
         pixels = config.channels * config.patch_size**2
@@ -210,17 +210,17 @@ class Vision(LM):
 
         Args:
             images: (B, channels, image_size, image_size), normalised; labels: (B,) int64, or (B, classes)
-            probabilities; loss_only: None for the logits.
+            probabilities; loss_only: return None as logits.
 
         Returns:
             (logits, loss): (B, classes), and the mean cross-entropy in nats per image, None without labels. Labels are
-            smoothed in training only.
+            smoothed only in training.
         """
         patches = F.pixel_unshuffle(images, self.config.patch_size).flatten(2).transpose(1, 2)  # (B, T - 1, pixels)
         h = self.embed(patches)  # (B, T - 1, n_embd)
         middle = h.shape[1] // 2
         h = torch.cat([h[:, :middle], self.token.to(h.dtype).expand(len(h), 1, -1), h[:, middle:]], 1)
-        h = h + self.patch_positions  # (B, T, n_embd), float32: also when the branches are not
+        h = h + self.patch_positions  # (B, T, n_embd), float32, even if the branches are not
         for i, branch in enumerate(self.layers):
             h = h + self.drop_path(branch(h)[0], i)
         logits, loss = self.head(self.norm(h[:, middle])), None  # (B, classes)
@@ -230,14 +230,14 @@ class Vision(LM):
         return (None if loss_only else logits), loss
 
     def drop_path(self, y, i):
-        """Leave branch i out for some images (Huang et al. 2016): the last for drop_path of all, the first for none."""
+        """Skip branch i for some images (Huang et al. 2016): the last with probability drop_path, the first never."""
         p = self.config.drop_path * i / max(1, len(self.layers) - 1)
         if p == 0 or not self.training:
             return y
         return y * (torch.rand(len(y), 1, 1, device=y.device) >= p).to(y.dtype) / (1 - p)
 
     def toy(self, backend):
-        """A small model of the same code, for runtime/self_check.py: 37 tokens, more than a chunk of the scan."""
+        """A small model of the same code, for runtime/self_check.py: 37 tokens, more than one chunk of the scan."""
         return type(self)(replace(self.config, n_layer=1, n_embd=32, n_head=2, image_size=6 * self.config.patch_size,
                                   vocab_size=10, backend=backend))
 
@@ -246,7 +246,7 @@ class Vision(LM):
         return torch.randn(2, self.config.channels, size, size), torch.randint(self.config.vocab_size, (2,))
 
     def forward_flops(self, T):
-        """Per token; there are T - 1 patches, and the head sees one token."""
+        """FLOPs per token; there are T - 1 patches, and the head runs on one token."""
         T = tokens_of(self.config)
         maps = counting.forward_flops([self.embed], T) * (T - 1) + counting.forward_flops([self.head], T)
         return counting.forward_flops(self.layers.modules(), T) + maps / T
@@ -254,17 +254,17 @@ class Vision(LM):
     # ---------------------------------------------------------------------------------------- average of the weights
 
     def keep_average(self):
-        """Keep an exponential average of the weights beside them, as config.ema says. Call it on the final device."""
+        """Keep an exponential average of the weights, with decay config.ema. Call it on the final device."""
         average = AveragedModel(self, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema))
-        average.n_averaged += 1  # it starts as the weights are
-        object.__setattr__(self, "average", average)  # no submodule, or its weights would be trained and counted
+        average.n_averaged += 1  # start from the current weights
+        object.__setattr__(self, "average", average)  # not a submodule, which would be trained and counted
 
     def after_step(self):
         if self.average is not None:
             self.average.update_parameters(self)
 
     def get_extra_state(self):
-        """The average, for the checkpoint: one vector, empty where there is none."""
+        """The average as one vector, for checkpoints; empty if there is none."""
         return torch.empty(0) if self.average is None else parameters_to_vector(self.average.parameters()).detach()
 
     def set_extra_state(self, vector):
@@ -273,14 +273,14 @@ class Vision(LM):
 
 
 def tokens_of(config):
-    """Patches and the class token."""
+    """Number of tokens: patches and the class token."""
     return (config.image_size // config.patch_size) ** 2 + 1
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 class Evaluate:
-    """Accuracy and loss on all validation images, shared by all processes; with ema also those of the average."""
+    """Accuracy and loss on all validation images, split over processes; with ema also for the average."""
 
     def __init__(self, config, data):
         self.config, self.data, self.predicted = config, data, None
@@ -300,11 +300,10 @@ class Evaluate:
     def answers(self, model):
         """(n,) losses in nats and (n,) predicted classes of the validation images, on every process."""
         model.eval()
-        size, dtype = self.config.micro_batch_size, getattr(torch, self.config.dtype)
-        rank, world = distributed.rank(), distributed.world_size()
+        size, rank, world = self.config.micro_batch_size, distributed.rank(), distributed.world_size()
         answers = torch.zeros(2, len(self.data.val.labels), dtype=torch.float64)
         for rows, x, y in self.data.eval_batches(np.arange(rank, answers.shape[1], world), size):
-            with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+            with distributed.autocast(self.config, x.device):
                 logits, _ = model(x)
             answers[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
             answers[1, rows] = logits.argmax(-1).double().cpu()
@@ -316,7 +315,7 @@ class Evaluate:
 # -------------------------------------------------------------------------------------------------------------- set-up
 
 def check(config):
-    """Raises ConfigError for values that cannot work, whatever the data."""
+    """Raises ConfigError for settings that cannot work with any data."""
     for name in ("batch_images", "epochs", "repeats", "workers", "image_size", "patch_size"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
@@ -328,15 +327,15 @@ def check(config):
     if config.channels not in (1, 3):
         raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
     if config.mixup + config.cutmix > 1:
-        raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} are more than 1 together")
+        raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} add up to more than 1")
     if config.pattern or config.block_size or config.batch_tokens or config.vocab_size:
         raise ConfigError("pattern, block_size, batch_tokens and vocab_size are not for images: set model, image_size, "
                           "patch_size and batch_images")
 
 
 def build_model(config, device):
-    """The Vision of a config on its device. Raises ConfigError for sizes that do not fit and a backend that cannot
-    run."""
+    """The config's Vision model on the device. Raises ConfigError for sizes that do not fit together and a backend that
+    cannot run."""
     try:
         model = Vision(config).to(device)
         counting.computed_by(model)  # chooses the backend of every operator
@@ -360,14 +359,13 @@ def main(config):
     train.check(config)
     train.seed_all(config.seed)
     model = build_model(config, device)
-    if config.init_from and not (config.resume != "never" and checkpoint.candidates(config.out_dir)):
-        print(train.load_weights(model, config, data), flush=True)
+    train.load_weights(model, config, data)
     evaluate = Evaluate(config, data)
     metrics = train.train(config, model, data, evaluate)
     if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
         try:
             wrong_images.draw(config.out_dir, data.val, data.classes, evaluate.predicted)
-        except Exception as error:  # no picture is worth a run
+        except Exception as error:  # a failed plot must not fail the run
             print(f"no wrong.png: {error}", flush=True)
 
 

@@ -1,17 +1,17 @@
-"""Draw wrong.png of an image classifier's run: the images that it got wrong, and which classes it takes for which.
+"""Plot wrong.png for an image classifier: the images that it gets wrong, and a table of confused classes.
 
-experiments/vision/classify.py does so at the end of a run.
+experiments/vision/classify.py does this at the end of a run.
 """
 
 from pathlib import Path
 
 import numpy as np
 
-SHOWN, CLASSES = 24, 10  # images at most; classes of the table: those with most mistakes
+SHOWN, CLASSES = 24, 10  # most images shown; number of classes in the table, those with most mistakes
 
 
 def draw(folder, split, classes, predicted):
-    """Draw folder/wrong.png of a data.images.Split, the names of its classes, and predicted (n,). Returns its path."""
+    """Plot folder/wrong.png from a data.images.Split, its class names, and predicted (n,). Returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")
