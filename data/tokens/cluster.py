@@ -52,8 +52,8 @@ class Tokenizer:
         self.text = text
 
     def encode_batch(self, pieces):
-        eot = self.text.eot_token
-        return [SimpleNamespace(ids=np.append(ids, eot).tolist()) for ids in token_arrays(self.text, pieces)]
+        return [SimpleNamespace(ids=[*np.asarray(ids, np.int64).tolist(), self.text.eot_token])
+                for ids in token_arrays(self.text, pieces)]
 
     def get_vocab_size(self):  # above 65,536 DocumentTokenizer writes uint32
         return self.text.n_vocab
