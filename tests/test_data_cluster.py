@@ -26,6 +26,7 @@ from data.loader import SPLITS, DataError, Tokens
 from data.tokenizer import Text
 from data.tokens import cluster
 from data.tokens import prepare as any_tokens
+from data.writer import preparing
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install -r requirements-cluster.txt")
 TEXTS = [*documents(180), "", "\x00 zero", "<|endoftext|>", *documents(30)]
@@ -180,7 +181,11 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv("PATH", "/nowhere")
             refused(lambda: prepare(force=True, **changes), *words)  # noqa: B023
-    prepare(force=True)
+    shutil.rmtree(tmp_path / "out")
+    with preparing(tmp_path / "out/task-00001"):  # by a job on a node that Slurm believes lost, say
+        refused(prepare, "1 of 2 tasks", "another process is preparing")
+        assert not (tmp_path / "out/datatrove/tokens/00001_unshuffled.ds").exists()
+    prepare()
     refused(lambda: prepare(tasks=1), "other inputs", "--force")
 
 

@@ -23,7 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from multiprocessing.connection import wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,18 +71,14 @@ class Task:
     def read(self, _, rank, tasks):
         """The documents of the task's units. datatrove's readers leave out empty ones and lines that they cannot parse,
         and number what they stream by task."""
-        self.lock = contextlib.ExitStack()  # closed when the shards are written
-        self.lock.enter_context(preparing(self.folder / f"task-{rank:05d}"))
-        first, end = (len(self.units) * r // tasks for r in (rank, rank + 1))
-        return self.documents(range(first, end))
-
-    def documents(self, numbers):
         from datatrove.data import Document
 
-        for unit in numbers:
-            pages = one_process.documents(self.units[unit], self.meta["recipe"]["text_column"])
-            for number, (official, text, _) in enumerate(pages):
-                yield Document(text, f"{unit}/{number}", metadata={"split": official})
+        self.lock = contextlib.ExitStack()  # closed when the shards are written
+        self.lock.enter_context(preparing(self.folder / f"task-{rank:05d}"))  # before DocumentTokenizer opens its file
+        column = self.meta["recipe"]["text_column"]
+        first, end = (len(self.units) * r // tasks for r in (rank, rank + 1))
+        return (Document(text, f"{unit}/{number}", metadata={"split": official}) for unit in range(first, end)
+                for number, (official, text, _) in enumerate(one_process.documents(self.units[unit], column)))
 
     def hold_out(self, documents, rank, tasks):
         """Notes the split and the bytes of each document."""
@@ -125,17 +121,16 @@ def run_here(workers, **how):
     from multiprocess import get_context
     from tqdm import tqdm
 
-    executor, running = LocalPipelineExecutor(**how), {}
+    executor = LocalPipelineExecutor(**how)
+
+    def run_one(rank):
+        process = get_context("spawn").Process(target=run_task, args=(executor, rank), daemon=True)
+        process.start()
+        process.join()
+
     ranks = executor.get_incomplete_ranks()
-    with tqdm(total=how["tasks"], initial=how["tasks"] - len(ranks), unit=" tasks") as bar:
-        while ranks or running:
-            while ranks and len(running) < workers:
-                process = get_context("spawn").Process(target=run_task, args=(executor, ranks.pop(0)), daemon=True)
-                process.start()
-                running[process.sentinel] = process
-            for sentinel in wait(list(running)):
-                running.pop(sentinel).join()
-                bar.update()
+    with ThreadPoolExecutor(workers) as pool:  # threads, which wait
+        list(tqdm(pool.map(run_one, ranks), total=how["tasks"], initial=how["tasks"] - len(ranks), unit=" tasks"))
 
 
 def run_task(executor, rank):
@@ -155,7 +150,7 @@ def run_on_slurm(workers, options, name, **how):
     executor = SlurmPipelineExecutor(workers=workers, time=options["time"], partition=options["partition"], qos=None,
                                      sbatch_args=options, job_name=name, with_srun=False, env_command="export PATH="
                                      f'{programs}:"$PATH" PYTHONPATH={root}:"$PYTHONPATH"', **how)
-    executor.launch_merge_stats = no_statistics
+    executor.launch_merge_stats = lambda: None  # a job that would wait forever if one of the tasks failed
     try:
         executor.run()
     except FileNotFoundError:
@@ -163,10 +158,6 @@ def run_on_slurm(workers, options, name, **how):
     except subprocess.CalledProcessError:
         raise DataError("sbatch refused the job, see its line above: change --cluster_args") from None
     return executor.job_id
-
-
-def no_statistics():
-    """In place of datatrove's job that adds up the statistics of all tasks: it would wait forever if one failed."""
 
 
 def is_queued(job):
