@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -110,6 +111,22 @@ def test_four_tasks_at_once_and_one_killed_twice(start, tmp_path, source):
                          *(f"--{key}={value}" for key, value in {**LONG, "max_iters": 3}.items()))
     assert trained.returncode == 0, trained.stderr
     assert 5 < json.loads((tmp_path / "run/result.json").read_text())["best_val_loss"] < 7  # ln(400) = 6
+
+
+class Deadly:
+    """Kills the process that reads it from a pickle."""
+
+    def __reduce__(self):
+        return signal.raise_signal, (signal.SIGKILL,)
+
+
+def test_a_task_killed_before_it_has_read_what_to_do(tmp_path):
+    """The rest, megabytes like a vocabulary, is more than a pipe holds: nobody may wait for it to be read."""
+    how = {"pipeline": [Deadly(), bytes(1 << 24)], "tasks": 1, "logging_dir": str(tmp_path)}
+    thread = threading.Thread(target=lambda: cluster.run_here(1, **how), daemon=True)
+    thread.start()
+    thread.join(200)
+    assert not thread.is_alive()
 
 
 @pytest.fixture

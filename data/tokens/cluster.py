@@ -121,12 +121,14 @@ def run_here(workers, **how):
     from multiprocess import get_context
     from tqdm import tqdm
 
-    executor = LocalPipelineExecutor(**how)
+    executor, context = LocalPipelineExecutor(**how), get_context("forkserver")
+    context.set_forkserver_preload(["data.tokens.cluster", "datatrove.executor", "datatrove.pipeline.tokens"])
 
     def run_one(rank):
-        process = get_context("spawn").Process(target=run_task, args=(executor, rank), daemon=True)
-        process.start()
-        process.join()
+        process = context.Process(target=run_task, args=(executor, rank), daemon=True)
+        with contextlib.suppress(BrokenPipeError):  # killed before it had read its task; "spawn" would wait forever
+            process.start()
+            process.join()
 
     ranks = executor.get_incomplete_ranks()
     with ThreadPoolExecutor(workers) as pool:  # threads, which wait
