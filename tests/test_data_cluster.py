@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -113,20 +112,20 @@ def test_four_tasks_at_once_and_one_killed_twice(start, tmp_path, source):
     assert 5 < json.loads((tmp_path / "run/result.json").read_text())["best_val_loss"] < 7  # ln(400) = 6
 
 
-class Deadly:
-    """Kills the process that reads it from a pickle."""
-
+DEADLY = """
+import signal, sys
+from data.tokens import cluster
+class Deadly:  # to the process that reads it from a pickle
     def __reduce__(self):
         return signal.raise_signal, (signal.SIGKILL,)
+cluster.run_here(1, pipeline=[Deadly(), bytes(1 << 24)], tasks=1, logging_dir=sys.argv[1])
+"""
 
 
 def test_a_task_killed_before_it_has_read_what_to_do(tmp_path):
     """The rest, megabytes like a vocabulary, is more than a pipe holds: nobody may wait for it to be read."""
-    how = {"pipeline": [Deadly(), bytes(1 << 24)], "tasks": 1, "logging_dir": str(tmp_path)}
-    thread = threading.Thread(target=lambda: cluster.run_here(1, **how), daemon=True)
-    thread.start()
-    thread.join(200)
-    assert not thread.is_alive()
+    done = run_python("-c", DEADLY, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
