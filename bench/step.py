@@ -40,7 +40,7 @@ from experiments.scaling.parameters import SIZES  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
 from runtime.counting import flops_per_token  # noqa: E402
-from runtime.distributed import keep_freed_memory  # noqa: E402
+from runtime.distributed import keep_freed_memory, parallelize  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from runtime.telemetry import peak_flops  # noqa: E402
 from train import TrainConfig  # noqa: E402
@@ -178,16 +178,17 @@ class Trial:
 
     def build(self, config, batch_size, compiled):
         torch.manual_seed(0)
+        settings = TrainConfig(**vars(config), compile=compiled)
         with self.device:
             if self.spec["peer"]:
                 self.model, forward = peer_model(self.spec["peer"], config)
                 self.loss = lambda x, y: F.cross_entropy(forward(x).float().flatten(0, 1), y.flatten())
             else:
                 self.model = LM(config)
-                run = torch.compile(self.model) if compiled else self.model
+                run = parallelize(self.model, settings, data=None)
                 self.loss = lambda x, y: run(x, y, loss_only=True)[1]
         self.model.train()
-        (self.optimizer,) = build_optimizers(self.model, TrainConfig(**vars(config)))
+        (self.optimizer,) = build_optimizers(self.model, settings)
         frequency = 1 / torch.arange(1.0, config.vocab_size + 1)  # Zipf's law
         tokens = torch.multinomial(frequency, batch_size * (config.block_size + 1), replacement=True,
                                    generator=torch.Generator().manual_seed(0))  # the same for all models

@@ -123,6 +123,20 @@ def test_peers_have_our_parameters_and_learn(family):
     assert trial.step() < first
 
 
+def test_a_timed_step_compiles_what_training_compiles(monkeypatch):
+    """The layers, one by one."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda f: compiled.append(f.__self__) or f)
+    config = ModelConfig(n_layer=3, n_embd=32, n_head=2, block_size=16, vocab_size=64)
+    trial = step.Trial({"name": "x", "config": config, "peer": None, "batch_size": 2, "device": "cpu",
+                        "dtype": "float32", "compile": True, "threads": 1})
+    assert compiled == list(trial.model.layers)
+    compiled.clear()
+    in_training = LM(config)
+    distributed.parallelize(in_training, TrainConfig(compile=True), None)
+    assert compiled == list(in_training.layers)
+
+
 # -------------------------------------------------------------------------------------------------- correctness first
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
