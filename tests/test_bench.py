@@ -20,8 +20,9 @@ from bench import generate, gpu, measure, scan, scan_cuda, step
 from bench.gpu import Context, Skip, Stage
 from experiments import extrapolation, online_learning
 from model import LM, Longhorn, ModelConfig
-from runtime import counting, records
+from runtime import counting, distributed, records
 from runtime.errors import ConfigError
+from train import TrainConfig
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
 TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16", "--vocab_size=64", "--threads=1"]
