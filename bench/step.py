@@ -234,11 +234,11 @@ def verdict(losses):
     return None if losses[-1] < losses[0] else f"the loss does not fall: {losses[0]:.4f} -> {losses[-1]:.4f}"
 
 
-def run_rounds(specs, rounds, budget_s, worker=Worker):
+def run_rounds(specs, rounds, budget_s, worker=Worker, save=lambda rows: None):
     """One row per spec, in order. All models start, then take turns, round after round.
 
     A model that has used up `budget_s` seconds gets no further turn; one that takes longer than that for a single turn
-    is stopped.
+    is stopped. save(rows so far) is called after every round.
     """
     from tqdm import tqdm
 
@@ -251,6 +251,9 @@ def run_rounds(specs, rounds, budget_s, worker=Worker):
         losses[name] += answer.pop("losses", [])
         seconds[name] += answer.pop("seconds", [])
         rows[name] |= answer
+
+    def measured():
+        return [row_of(spec, rows[spec["name"]], losses[spec["name"]], seconds[spec["name"]]) for spec in specs]
 
     try:
         with tqdm(total=len(specs) * (rounds + 1), leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -275,21 +278,24 @@ def run_rounds(specs, rounds, budget_s, worker=Worker):
                     keep(name, workers[name].ask("turn", *STEPS[spec["device"]], limit_s=budget_s))
                     spent[name] += time.perf_counter() - start
                     turns[name] += 1
+                save(measured())
     finally:
         for one in workers.values():
             one.end()
-    for spec in specs:
-        name = spec["name"]
-        row = rows[name]
-        why = row.get("reason") or verdict(losses[name])
-        if why:
-            row["reason"] = why
-            continue
-        row |= {"seconds": measure.spread(seconds[name]), "first_loss": losses[name][0], "last_loss": losses[name][-1]}
-        row["tokens_per_second"] = spec["batch_size"] * spec["config"].block_size / row["seconds"]["median_seconds"]
+    for name, row in rows.items():
         if turns[name] < rounds:
             row["cut"] = f"{turns[name]} of {rounds} rounds: another one would exceed {budget_s:g} s (--budget_s)"
-    return list(rows.values())
+    return measured()
+
+
+def row_of(spec, row, losses, seconds):
+    """The row with the times of a model's steps so far, or with the reason why it has none."""
+    why = row.get("reason") or verdict(losses)
+    if why:
+        return {name: value for name, value in row.items() if name != "cut"} | {"reason": why}
+    times = measure.spread(seconds)
+    return row | {"seconds": times, "first_loss": losses[0], "last_loss": losses[-1],
+                  "tokens_per_second": spec["batch_size"] * spec["config"].block_size / times["median_seconds"]}
 
 
 def derive(rows, peak):
@@ -417,7 +423,14 @@ def main(argv=None):
                           "peer": peer, "batch_size": args.batch_size, "device": args.device, "dtype": args.dtype,
                           "compile": args.compile and peer is None, "threads": args.threads})
     peak = peak_flops(record["device"]) if args.dtype != "float32" else None
-    record |= {"peak_flops": peak, "rows": derive(run_rounds(specs, args.rounds, args.budget_s), peak)}
+    record["peak_flops"] = peak
+
+    def save(rows):
+        record["rows"] = derive(rows, peak)
+        if out is not None:
+            measure.write_record(out, record)
+
+    save(run_rounds(specs, args.rounds, args.budget_s, save=save))
     print_rows(record["rows"], peak)
     finish(out, record)
     return int(any("reason" in r for r in record["rows"] if r["peer"] is None))
@@ -428,4 +441,4 @@ if __name__ == "__main__":
         try:
             sys.exit(main())
         except KeyboardInterrupt:
-            sys.exit("bench/step.py: interrupted; nothing written")
+            sys.exit("bench/step.py: interrupted; the record, if any, has the rounds that ended")

@@ -4,6 +4,7 @@ timed, a limit ends what it limits, and refusals are one line. Numbers taken her
     python -m pytest tests/test_bench.py
 """
 
+import functools
 import gc
 import json
 import math
@@ -61,7 +62,7 @@ def test_contenders_take_turns_and_ratios_are_of_medians():
     timed = {name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}
     assert measure.in_turn(timed, {"a": 3, "b": 1, "c": 2}) == {"a": [1, 4, 6], "b": [2], "c": [3, 5]}
     assert measure.spread([3.0, 1.0, 2.0]) == {"median_seconds": 2.0, "quartile_seconds": [1.5, 2.5],
-                                               "fastest_seconds": 1.0, "runs": 3}
+                                               "fastest_seconds": 1.0, "runs": 3, "samples_seconds": [3.0, 1.0, 2.0]}
     llama, mamba = ({"name": name, "seconds": {"median_seconds": seconds}, "flops_per_token": 1e6,
                      "tokens_per_second": 1e3 / seconds} for name, seconds in (("llama", 0.01), ("mamba", 0.015)))
     rows = step.derive([llama, mamba, {"name": "gla", "reason": "no"}], peak=1e12)
@@ -98,6 +99,31 @@ def test_step(tmp_path, capsys):
     assert longhorn["parameters"] == counting.parameter_count(lm)["total"] and longhorn["seconds"]["runs"] == 2
     assert longhorn["last_loss"] < longhorn["first_loss"] < 5
     assert longhorn["tokens_per_second"] == pytest.approx(4 * 16 / longhorn["seconds"]["median_seconds"])
+
+
+def test_a_cut_step_leaves_the_rounds_that_ended(tmp_path, monkeypatch):
+    """Cut in its third round, by an error in place of a signal."""
+    class Model:
+        begun, turns = {"parameters": 1, "flops_per_token": 1.0}, 0
+
+        def __init__(self, make, spec):
+            pass
+
+        def ask(self, method, untimed, timed, limit_s):
+            self.turns += timed
+            if self.turns == 3:
+                raise KeyboardInterrupt
+            return {"losses": [5.0 - self.turns], "seconds": [1.0 + self.turns] * timed}
+
+        def end(self):
+            pass
+
+    out = tmp_path / "step.json"
+    monkeypatch.setattr(step, "run_rounds", functools.partial(step.run_rounds, worker=Model))
+    with pytest.raises(KeyboardInterrupt):
+        step.main([*TINY, "--families=llama", f"--out={out}"])
+    record = json.loads(out.read_text())
+    assert record["finished"] is False and record["rows"][0]["seconds"]["samples_seconds"] == [2.0, 3.0]
 
 
 def test_generate(tmp_path):
