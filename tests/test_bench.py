@@ -234,8 +234,24 @@ def test_stages_succeed_fail_are_killed_and_skipped(tmp_path, capsys):
     assert written["finished"] is True and written["stages"][0]["records"] == [{"x": None, "n": 3}]
     assert "out of luck" in (tmp_path / "gpu.log").read_text()
     stages = [Stage(name, 60, python(f"raise SystemExit({name != 'b'})")) for name in ("build", "b")]
-    results = gpu.run_all(stages, Context(tmp_path, True), 400, {})
+    done = {}
+    results = gpu.run_all(stages, Context(tmp_path, True), 400, {}, done)
     assert results[1]["reason"] == "build: failed", "what does not build is not timed"
+    assert gpu.run_all(stages[1:], Context(tmp_path, True), 400, {}, done)[0]["reason"] == "build: failed"
+
+
+def test_time_that_is_left_goes_to_the_next_stage_and_a_success_is_not_repeated(tmp_path):
+    stages, done = [Stage(name, 10, python("print('x')")) for name in "abc"], {}
+    results = gpu.run_all(stages[:2], Context(tmp_path, True), 40, {}, done)
+    assert results[0]["limit_seconds"] == 30 and 30 < results[1]["limit_seconds"] < 40
+    again = gpu.run_all(stages, Context(tmp_path, True), 40, {}, done)
+    assert again[:2] == results and again[2]["status"] == "ok"
+
+
+def test_tests_that_were_cut_leave_what_they_printed():
+    text = ("tests/test_cuda.py::test_gpu_a[1-x y] PASSED  [ 1%]\ntests/test_cuda.py::test_gpu_b FAILED [ 2%]\n"
+            "tests/test_ops.py::test_gpu_c SKIPPED (no GPU) [ 3%]\ntests/test_ops.py::test_gpu_d ")
+    assert gpu.tests_read(text) == [{"passed": 1, "skipped": 1, "failed": ["tests/test_cuda.py::test_gpu_b"]}]
 
 
 def test_what_a_killed_stage_started_ends_with_it(tmp_path, monkeypatch):
@@ -259,6 +275,8 @@ def test_calls_name_every_stage_and_their_commands_can_be_parsed(tmp_path):
     context, commands = Context(tmp_path, False, seconds=120, record="/r"), {s.name: s.command for s in gpu.STAGES}
     assert commands["benchmark"](context)[1:] == ["bench/scan.py", "--device=cuda", "--budget_s=90",
                                                   f"--out={tmp_path}/scan_cuda.json"]
+    limits = {s.name: s.limit_s for s in gpu.STAGES}
+    assert all(sum(limits[stage] for stage in call) <= gpu.BUDGET_S < 540 for call in gpu.CALLS.values())
     for name, extra in (("training", []), ("training_compiled", ["--compile"])):
         _, script, *arguments, out = commands[name](context)
         args = step.parse(["--device=cpu" if a == "--device=cuda" else a for a in arguments])
@@ -296,7 +314,7 @@ def test_make_takes_the_interpreter_it_is_given():
 @pytest.mark.parametrize("main, arguments", [
     (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
     (scan.main, "--save --device=cuda"), (generate.main, "--save"), (step.main, "--save"),
-    (online_learning.main, "--save"), (gpu.main, ""),
+    (online_learning.main, "--save"), (gpu.main, "--out=results/gpu_x"),
     (lambda: extrapolation.main(sys.argv[1:]), "run --preset=laptop --save")])
 def test_results_take_no_record_of_an_uncommitted_tree(monkeypatch, main, arguments):
     """Each script says so before it measures."""
