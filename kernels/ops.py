@@ -485,6 +485,8 @@ def loss_of_slice(logits, targets, train):
 def compiled_loss_of_slice(logits, targets, train):
     """`loss_of_slice`, compiled: it moves 4 bytes per logit of 16 bits, where PyTorch's five kernels move 20. Where
     torch.compile fails, for lack of Triton or a C compiler, the function as it is, and a line says so."""
+    if not is_plain(logits):
+        return loss_of_slice(logits, targets, train)
     try:
         return torch_private.compiled_for_any_rows(loss_of_slice)(logits, targets, train)
     except Exception as error:

@@ -463,21 +463,30 @@ def slice_inputs(dtype, V=320):
     return loss_inputs(50, 16, V, dtype, ignored=0)
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, BF16))
-def test_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
+def compiled_loss_agrees(x, weight, targets, monkeypatch):
     """In 16 bits a gradient of a logit may be rounded to the neighbouring number."""
+    exact = x.dtype == torch.float64
     monkeypatch.setattr(build, "say_once", pytest.fail)
-    x, weight, targets = slice_inputs(dtype)
     loss = linear_cross_entropy(x.requires_grad_(), weight, targets)
     assert torch_private.compiled_for_any_rows.cache_info().currsize == 1
-    dlogits = loss.grad_fn.saved_tensors[2]
-    monkeypatch.delitem(ops.SLICES, "cpu")
+    monkeypatch.delitem(ops.SLICES, x.device.type)
     plain = linear_cross_entropy(x, weight, targets)
-    wanted = plain.grad_fn.saved_tensors[2]
-    assert abs(loss - plain) <= (1e-12 if dtype == torch.float64 else 1e-6)
-    if dtype == BF16:  # read as integers, neighbouring numbers of one sign differ by 1
-        dlogits, wanted = dlogits.view(torch.int16).int(), wanted.view(torch.int16).int()
-    assert (dlogits - wanted).abs().max() <= (1e-12 if dtype == torch.float64 else 1)
+    assert abs(loss - plain) <= (1e-12 if exact else 1e-6)
+    got, wanted = (a.grad_fn.saved_tensors[2] for a in (loss, plain))  # the gradients of the logits
+    if not exact:  # read as integers, neighbouring numbers of one sign differ by 1
+        got, wanted = got.view(torch.int16).int(), wanted.view(torch.int16).int()
+    assert (got - wanted).abs().max() <= (1e-12 if exact else 1)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, BF16))
+def test_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
+    compiled_loss_agrees(*slice_inputs(dtype), monkeypatch)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", (torch.float64, BF16))
+def test_gpu_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
+    compiled_loss_agrees(*loss_inputs(1000, 64, 50304, dtype, "cuda", ignored=0), monkeypatch)
 
 
 def test_a_loss_that_cannot_be_compiled_is_the_plain_one_and_says_so(compiled_here, monkeypatch):
