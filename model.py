@@ -100,7 +100,7 @@ class ModelConfig:
 
 
 MIX_TOKENS = (None, *build.BODIES)  # values of a mixer's `operator` that work with --documents=pack
-BACKENDS = ("", "torch", "cpu", "cuda", "fused")
+BACKENDS = ("", *build.BACKENDS)
 
 # -------------------------------------------------------------------------------------------------------------- mixers
 # A mixer is an nn.Module built from (config, layer index). Its constructor sets how each parameter starts
@@ -519,11 +519,11 @@ class LM(nn.Module):
         logits = loss = None
         from_logits = self.config.loss_from_logits or self.config.backend == "torch" or torch.compiler.is_compiling()
         if loss_only and not from_logits:
-            loss = linear_cross_entropy(h, self.embed.weight, targets, ignore_index=-1)
+            loss = linear_cross_entropy(h, self.embed.weight, targets)
         else:  # also with loss_only, if compiling: torch.compile fuses these lines
             logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
             if targets is not None:
-                loss = cross_entropy(logits, targets, ignore_index=-1)
+                loss = cross_entropy(logits, targets)
         logits = None if loss_only else logits
         return (logits, loss, after) if keep else (logits, loss)
 

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kernels import build  # noqa: E402
-from model import tensors_of  # noqa: E402
 from runtime import records  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.records import code_version  # noqa: E402
@@ -119,10 +118,11 @@ def in_turn(timed, rounds):
 
 
 def spread(seconds):
-    """Median, quartiles and minimum of measured seconds, for a record."""
+    """Measured seconds for a record, to the nanosecond, with their median, quartiles and minimum."""
+    seconds = [round(s, 9) for s in seconds]
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return {"median_seconds": median(seconds), "quartile_seconds": [low, high], "fastest_seconds": min(seconds),
-            "runs": len(seconds)}
+            "runs": len(seconds), "samples_seconds": seconds}
 
 
 def quartiles(times, digits=1):
@@ -159,14 +159,6 @@ def kept_bytes(forward):
         results = forward()
     del results
     return kept
-
-
-def state_bytes(state):
-    """(bytes of the tensors in a nested state, bytes of the storages that they keep alive)."""
-    state_tensors = tensors_of(state)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors}
-    return sum(t.numel() * t.element_size() for t in state_tensors), sum(storages.values())
-
 
 
 class Peak:
