@@ -7,7 +7,8 @@
 #   make slurm                                                          sweeps on a real Slurm, as root, and on Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
 #   make bench                                                          check and time the scan on this CPU
-#   make gpu STAGES=correctness                                         on a GPU, 9 minutes at most; then speed, training
+#   make gpu                                                            on a GPU: correctness, speed, training
+#   make gpu STAGES=speed                                               one of these; each takes 9 minutes at most
 #   make gpu PYTHON=python3                                             with your own interpreter; installs nothing
 #   make PYTHON=python3.12 ...                                          create .venv with this interpreter
 
@@ -49,7 +50,7 @@ bench: $(VENV)/main
 	$(PY) bench/scan.py --device=cpu $(ARGS)
 
 # With PYTHON=... on the command line: run that interpreter and install nothing. With OUT=...: write the records there
-# instead of results/.
+# instead of results/gpu_<device>/.
 GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
 	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
@@ -61,7 +62,7 @@ $(VENV)/main: requirements.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/test: requirements-test.txt requirements-eval.txt $(VENV)/main
+$(VENV)/test: requirements-test.txt requirements-eval.txt requirements-experiments.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 

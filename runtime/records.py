@@ -31,8 +31,9 @@ from runtime.errors import ConfigError, regular
 MOVING = "earlier-being-moved"  # see move_aside
 # Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
 NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py", "export.py", "evaluation/tasks.py",
-            "evaluation/harness.py", "experiments/sweeps/", "experiments/scaling/", "experiments/recall/mqar.py",
-            "experiments/recall/report.py", "experiments/vision/sweep.py", "experiments/vision/wrong_images.py",
+            "evaluation/harness.py", "experiments/records.py", "experiments/pages.py", "experiments/sweeps/",
+            "experiments/scaling/", "experiments/recall/mqar.py", "experiments/recall/report.py",
+            "experiments/vision/sweep.py", "experiments/vision/report.py", "experiments/vision/wrong_images.py",
             "experiments/extrapolation.py", "experiments/online_learning.py")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.scaling import runs, sweep, table1
+from experiments.records import SAME
+from experiments.scaling import sweep, table1
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
@@ -311,7 +312,7 @@ def test_runs_of_a_preset_differ_in_nothing_else(name):
     kinds, chose, reported = set(), set(), set()
     for c in cells:
         config = sweep.load(c.argv)
-        common = [getattr(config, key, None) for key in runs.SAME_IN_A_SWEEP if key != "schedule"]
+        common = [getattr(config, key, None) for key in SAME["scaling"] if key != "schedule"]
         kinds.add((*common, config.dataset, config.block_size))
         assert config.schedule == ("cosine" if c.at["stage"] == "cosine" else "wsd")
         assert (config.model, config.seed, config.max_iters) == (c.at["model"], c.at["seed"], c.at["steps"])
@@ -398,7 +399,7 @@ def pretend(monkeypatch):
         def read_run(folder, at):
             if loss(at) is None:
                 raise BadRecord("its loss is None: it diverged")
-            return type("Run", (), {"half": lambda self, which: loss(at) + 9 * which})()
+            return {"loss_of_choosing_files": loss(at), "loss_of_reported_files": loss(at) + 9}
         monkeypatch.setattr(runner, "run_cells", run_cells)
         monkeypatch.setattr(sweep, "read_run", read_run)
         monkeypatch.setattr(sweep, "check_data", lambda *_: None)

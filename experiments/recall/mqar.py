@@ -142,6 +142,7 @@ def chosen(args):
 
 
 def run(args, extra):
+    from experiments import pages
     from experiments.recall import report
 
     folder = args.out or REPO / "out" / f"recall_{args.preset}"
@@ -156,7 +157,7 @@ def run(args, extra):
         runner.say_changed_code(folder)
         runner.write_plan(folder, cells, preset=args.preset)
         failed = runner.run_cells(cells, folder, engine, SCRIPT)
-        runner.say_written(report.write(folder))
+        runner.say_written(pages.after_sweep(report.write, folder, SCRIPT))
     return runner.say_failed(failed, cells)
 
 

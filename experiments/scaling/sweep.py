@@ -31,8 +31,9 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
+from experiments import pages  # noqa: E402
+from experiments.records import SAME, check_packages, own_settings, read_run, stem  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
-from experiments.scaling.runs import SAME_IN_A_SWEEP, own_settings, read_run, stem  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
 from runtime import errors  # noqa: E402
@@ -213,7 +214,8 @@ def searched(folder, model, size, rates):
     for name, at in runner.read_plan(folder)["cells"].items():
         if (at["stage"], at["model"], at["size"]) == ("search", model, size) and at["learning_rate"] in rates:
             try:
-                losses_by_rate.setdefault(at["learning_rate"], []).append(read_run(folder / name, at).half(0))
+                loss = read_run(folder / name, at)["loss_of_choosing_files"]
+                losses_by_rate.setdefault(at["learning_rate"], []).append(loss)
             except BadRecord as reason:
                 if "diverged" in str(reason):
                     losses_by_rate.setdefault(at["learning_rate"], []).append(float("inf"))
@@ -411,7 +413,8 @@ def run(args, extra):
             failed.update(runner.run_cells(cells, folder, engine))
 
         go(reported_cells(preset, find_rates(preset, folder, go), folder))
-        runner.say_written(write_report(folder, None, args))
+        write = lambda folder: write_report(folder, None, args)
+        runner.say_written(pages.after_sweep(write, folder, "experiments/scaling/sweep.py"))
     return runner.say_failed(failed, planned)
 
 
@@ -448,7 +451,7 @@ def check_settings(cells):
     for c in cells:
         config = load(c.argv)
         check(config)
-        for key in SAME_IN_A_SWEEP if c.at["stage"] != "cosine" else ():
+        for key in SAME["scaling"] if c.at["stage"] != "cosine" else ():
             value = getattr(config, key, None)
             other, known = problems.setdefault(key, (c.at["model"], value))
             if value != known:
@@ -457,6 +460,7 @@ def check_settings(cells):
 
 
 def write_report(folder, out, args):
+    check_packages()  # before report.py imports them
     from experiments.scaling import report
 
     return report.write(folder, out, accept_code=args.accept_code, save_it=getattr(args, "save", False),
