@@ -27,11 +27,10 @@ sys.path.insert(0, str(ROOT))
 from bench import gpu, measure, scan_cuda  # noqa: E402
 from bench.measure import DTYPES  # noqa: E402
 from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.records import fields, read_json  # noqa: E402
+from runtime.records import NATIVE_SOURCES, fields, read_json  # noqa: E402
 from runtime.telemetry import peak_flops  # noqa: E402
 
 FIRST = "gpu_correctness.json"
-SOURCES = {"longhorn_scan.cu", "kernels/build.py", "kernels/scan.py"}  # part of every measurement
 # The memory's peak in bytes per second, from the data sheets; of other devices, what a copy reached counts alone.
 PEAK_BYTES = {"H200": 4.8e12, "H100 PCIe": 2.04e12, "H100 NVL": 3.94e12, "H100": 3.36e12, "A100": 2.04e12,
               "L40S": 0.87e12, "B200": 8e12, "RTX 5090": 1.8e12, "RTX 4090": 1.01e12, "RTX 3090": 1.01e12}
@@ -108,7 +107,7 @@ def commit_faults(ran, dry_run, root):
         yield "it was measured with uncommitted changes, or outside git"
     if hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10] != ran["code"].removeprefix("v2"):
         yield f"its code {ran['code']} is not the hash of its files"
-    if missing := SOURCES - set(files):
+    if missing := set(NATIVE_SOURCES) - set(files):
         yield f"its files lack {', '.join(sorted(missing))}"
     if len(commit) != 40 or committed(root, commit) is None:
         yield f"its commit {commit} is not in this repository"

@@ -12,6 +12,7 @@ import pytest
 
 from bench import check_gpu, measure, scan_cuda
 from runtime.errors import ConfigError
+from runtime.records import NATIVE_SOURCES
 
 DEVICE = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "multiprocessors": 132, "torch": "2.11.0",
           "nvidia_smi": {"driver_version": "580.1", "clocks.max.sm": "1980"}}
@@ -24,14 +25,14 @@ def sha(content):
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """(A git repository with the files that are always measured, its first commit, a second one with another scan)."""
+    """(A git repository with the native sources, its first commit, a second one with another scan)."""
     root = tmp_path_factory.mktemp("repository")
     git = lambda *words: subprocess.run(["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *words],
                                         check=True, capture_output=True, text=True).stdout.strip()
     git("init", "-q")
     commits = []
     for version in ("one", "two"):
-        for path in check_gpu.SOURCES:
+        for path in NATIVE_SOURCES:
             (root / path).parent.mkdir(exist_ok=True)
             (root / path).write_text(f"{path}, {version}")
         git("add", ".")
@@ -48,7 +49,7 @@ def times(seconds, **more):
 def honest(repository):
     """{file: record} of a machine with an H100, as bench/gpu.py, scan.py and step.py write them."""
     _, commit, _ = repository
-    files = {path: sha(f"{path}, one".encode())[:12] for path in sorted(check_gpu.SOURCES)}
+    files = {path: sha(f"{path}, one".encode())[:12] for path in sorted(NATIVE_SOURCES)}
     ran = {"commit": commit, "uncommitted_changes": False, "code_files": files,
            "code": "v2" + sha(json.dumps(files, sort_keys=True).encode())[:10], "python": "3.12.3", "torch": "2.11.0",
            "cuda": "13.0", "gpu": DEVICE["name"]}
@@ -147,7 +148,7 @@ ROW = f"{SCAN}, shapes, 0, rows, 0, forward"
     (doctored("training, date", "2999-01-01T00:00:00+00:00"), "or in the future"),
     (doctored("training, environment, commit", "0" * 40), "is not in this repository"),
     (doctored("training, environment, uncommitted_changes", True), "uncommitted changes"),
-    (doctored("training, environment, code_files", {}), "its files lack kernels/build.py"),
+    (doctored("training, environment, code_files", {}), "its files lack kernels/conv_norm.cu"),
     (doctored("training, environment, code_files, longhorn_scan.cu", "0" * 12), "is not the hash of its files"),
     (doctored(f"{SCAN}, correctness", []), "its 0 comparisons with float64"),
     (doctored(f"{SCAN}, correctness, 3, right", False), "wrong: longhorn"),
