@@ -4,6 +4,7 @@
 #   make train OUT=out/again                                            another output folder
 #   make test ARGS="-k scan -x"                                         a part of the tests
 #   make chaos                                                          long fault injection; as root also a cut cable
+#   make slurm                                                          sweeps on a real Slurm, as root, and on Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
 #   make bench                                                          check and time the scan on this CPU
 #   make gpu                                                            on a GPU: correctness, speed, training
@@ -17,7 +18,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
-.PHONY: train test eval chaos lint bench gpu clean
+.PHONY: train test eval chaos slurm lint bench gpu clean
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
@@ -38,6 +39,10 @@ eval: $(VENV)/main $(VENV)/eval
 chaos: $(VENV)/main $(VENV)/test
 	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py tests/test_vision.py $(ARGS)
 
+# Sets up a Slurm of this machine for as long as the tests run, see the script; LONGHORN_CHAOS=1: 20 faults and more.
+slurm: $(VENV)/main $(VENV)/test $(VENV)/cluster
+	OMP_NUM_THREADS=1 tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_cluster.py $(ARGS)
+
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .
 
@@ -57,12 +62,16 @@ $(VENV)/main: requirements.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/test: requirements-test.txt requirements-eval.txt $(VENV)/main
+$(VENV)/test: requirements-test.txt requirements-eval.txt requirements-experiments.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
 $(VENV)/eval: requirements-eval.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-eval.txt
+	@touch $@
+
+$(VENV)/cluster: requirements-cluster.txt $(VENV)/main
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-cluster.txt
 	@touch $@
 
 clean:
