@@ -4,7 +4,7 @@
 #   make train OUT=out/again                                            another output folder
 #   make test ARGS="-k scan -x"                                         a part of the tests
 #   make chaos                                                          long fault injection; as root also a cut cable
-#   make slurm                                                          sweeps on a real Slurm, as root, and on Ray
+#   make slurm                                                          sweeps and tokens on a real Slurm (root) and Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
 #   make bench                                                          check and time the scan on this CPU
 #   make gpu                                                            on a GPU: correctness, speed, training
@@ -41,7 +41,7 @@ chaos: $(VENV)/main $(VENV)/test
 
 # Sets up a Slurm of this machine for as long as the tests run, see the script; LONGHORN_CHAOS=1: 20 faults and more.
 slurm: $(VENV)/main $(VENV)/test $(VENV)/cluster
-	OMP_NUM_THREADS=1 tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_cluster.py $(ARGS)
+	OMP_NUM_THREADS=1 tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_*cluster.py $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .
