@@ -186,11 +186,13 @@ def run_on_ray(workers, options, **how):
     ray.shutdown()
 
 
-def reason(folder, rank):
-    """Why a task did not end: the last line of its log."""
+def failure(folder, shards):
+    """How many tasks did not end, and why the first of them did not: the last line of its log."""
+    rank = shards.index(None)
     log = folder / f"datatrove/logs/task_{rank:05d}.log"
     text = log.read_text(errors="replace").strip() if log.exists() else ""
-    return text.split("\n")[-1] if "| ERROR " in text else "it was killed"
+    reason = text.split("\n")[-1] if "| ERROR " in text else "it was killed" if text else "it never began"
+    return f"{shards.count(None)} of {len(shards)} tasks did not end, the first of them task {rank} ({reason})"
 
 
 def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, force=False, files=None, shuffle=None,
@@ -222,12 +224,17 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
     with preparing(folder):
         if tokens := one_process.begin(folder, meta["inputs"], force):
             return tokens
-        for path in [folder / "datatrove", *folder.glob("task-*")] if force else [marks]:
+        if force:
+            for path in [folder / "datatrove", *folder.glob("task-*")]:
+                shutil.rmtree(path, ignore_errors=True)
+        shards = written(folder, tasks, text.n_vocab)
+        if None in shards and job.exists():
+            print(f"{failure(folder, shards)} in job {job.read_text()}: see {folder}/datatrove/slurm_logs")
+        for path in (marks, folder / "datatrove/logs"):
             shutil.rmtree(path, ignore_errors=True)
         marks.mkdir(parents=True)
         write_json(folder / "plan.json", {"inputs": meta["inputs"]})
-        shards = written(folder, tasks, text.n_vocab)
-        for rank in range(tasks):  # datatrove leaves out tasks with such a mark
+        for rank in range(tasks):  # datatrove leaves out tasks with a mark
             if shards[rank] is not None:
                 (marks / f"{rank:05d}").touch()
         task = Task(folder, units, text, meta)
@@ -249,9 +256,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
             run_here(workers or one_process.CORES, **how)
         shards = written(folder, tasks, text.n_vocab)
         if None in shards:
-            first = shards.index(None)
-            raise DataError(f"{shards.count(None)} of {tasks} tasks did not end, the first of them task {first} "
-                            f"({reason(folder, first)}): rerun this command to resume")
+            raise DataError(f"{failure(folder, shards)}: rerun this command to resume")
         return finish_shards(folder, shards, meta)
 
 
