@@ -291,7 +291,8 @@ def visible_gpus():
 
 def last_words(path, state):
     """Why a cell failed: the last line that it printed, preferably an error's, and how it ended (state)."""
-    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
+    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines()
+             if line.strip(" =-\t") and not line.startswith("submitit INFO")]
     began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
     lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
     return f"{lines[-1][:240] if lines else 'it printed nothing'} ({state}; all of it in {path})"
