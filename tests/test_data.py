@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -792,13 +793,44 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     (tmp_path / "out/plan.json").unlink()  # nor is a finished folder that another program wrote overwritten
     edit_meta(tmp_path / "out", inputs=None)
     refused(lambda: prepare(force=False), "from other inputs", "--force")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(any_tokens, "finish_all", mock.Mock(side_effect=KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("shuffle", [None, 2357])
+@pytest.mark.parametrize("when", ["finished", "killed", "while it is read"])
+def test_files_are_known_by_their_content(small_units, tmp_path, monkeypatch, shuffle, when):
+    """Other documents under the same names, in as many bytes, last changed at the same time."""
+    (tmp_path / "corpus").mkdir()
+    a, b = (write_jsonl(tmp_path / f"corpus/{name}.jsonl", documents(40)) for name in "ab")
+    prepare = lambda: any_tokens.prepare(tmp_path / "out", files=[tmp_path / "corpus"], tokenizer="bytes",
+                                         val_fraction=0.2, shuffle=shuffle)
+
+    def replace(path=b):
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        path.write_bytes(path.read_bytes().replace(b"words", b"verbs"))
+        os.utime(path, ns=times)
+
+    if when == "while it is read":
+        read = any_tokens.read_file
+
+        def edited(path, column):
+            yield from itertools.islice(read(path, column), 9)
+            path.write_bytes(path.read_bytes().replace(b"words", b"verbs"))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(any_tokens, "read_file", edited)
+            refused(prepare, "a.jsonl changed while it was read", "--force")
+    elif when == "killed":
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(any_tokens, "finish_all", mock.Mock(side_effect=KeyboardInterrupt))
+            prepare()
+        replace()
+    else:
         prepare()
-    for record in (tmp_path / "out").glob("00000-*[1-9].json"):
-        record.unlink()
-    source.write_text("\n" * source.stat().st_size)
-    refused(lambda: prepare(force=False), "file 1 of the source has changed", "--force")
+        (tmp_path / "corpus").rename(tmp_path / "moved")  # where the files are does not matter, nor when they changed
+        shutil.copytree(tmp_path / "moved", tmp_path / "corpus", copy_function=shutil.copyfile)
+        prepare()
+        replace()
+    refused(prepare, "from other inputs", "--force")
 
 
 def test_no_network(small_units, tmp_path, monkeypatch):

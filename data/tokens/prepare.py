@@ -12,6 +12,9 @@ Documents stay in the order of their source, each followed by the tokenizer's en
 random order anyway. A document is held out where the source has a validation split, and else by the hash of its place.
 A .txt file is one document, and is encoded in pieces that end with a line.
 
+Local files are known by the sha256 of their content, for which each start reads them whole, about 1 GB a second; a
+folder with tokens from other content is refused, and so is a file that changes while it is read.
+
 With --shuffle, as in openwebtext, the tokens are those of nanoGPT, in its order: datasets' train_test_split shuffles
 the documents and holds some out, which needs all of them on disk, in the cache of datasets (HF_HOME; OpenWebText: 54
 GB). OpenWebText gives 9,035,582,198 tokens to train on and 4,434,897 for validation; the script warns of other counts.
@@ -36,7 +39,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DTYPES, SPLITS, DataError
+from data.loader import DTYPES, SPLITS, DataError, file_sha256
 from data.shards import shards_sha256
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, token_dtype, warn_single_document, write_split
@@ -78,6 +81,26 @@ def local_units(paths):
             units[-1].append(file)
             size += file.stat().st_size
     return units
+
+
+def stamps(units):
+    """{path: what changes when the file is replaced or written to} of units of local files; {} of other units."""
+    paths = [path for unit in units or () if isinstance(unit, list) for path in unit]
+    return {path: (s.st_ino, s.st_size, s.st_mtime_ns) for path, s in ((path, path.stat()) for path in paths)}
+
+
+def check_unchanged(units, before):
+    """Raises DataError if a local file is no longer the one whose stamp `before` holds."""
+    for path, stamp in stamps(units).items():
+        if stamp != before[path]:
+            raise DataError(f"{path} changed while it was read: leave the files alone, and prepare again with --force")
+
+
+def contents(units):
+    """[[(name, sha256 of the content), ...], ...] of units of local files. Raises OSError."""
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(file_sha256, itertools.chain(*units))
+        return [[(path.name, next(hashes)) for path in unit] for unit in units]
 
 
 def as_text(value):
@@ -136,17 +159,19 @@ def hub_units(source, subset):
                         "its files here and pass --files") from None
 
 
-def shuffled_units(source, subset, units, column, val_fraction, seed):
-    """[(split, Dataset), ...] of datasets' train_test_split. units: of local files, or None. Raises DataError."""
+def shuffled_units(source, subset, units, column, val_fraction, seed, key, before):
+    """[(split, Dataset), ...] of datasets' train_test_split. Raises DataError.
+
+    units: of local files, or None; key: the hash of their content, under which their documents are cached; before:
+    their stamps.
+    """
     try:
         import datasets
 
         if units is None:
             whole = datasets.load_dataset(source, subset, split="train")
         else:
-            stamps = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for unit in units for p in unit]
-            key = hashlib.sha256(json.dumps([stamps, column]).encode()).hexdigest()[:16]
-            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column), fingerprint=key)
+            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column, before), fingerprint=key[:16])
     except Exception as error:
         error = error.__cause__ or error  # that of a generator, a DataError from read_file say
         if isinstance(error, DataError):
@@ -163,8 +188,8 @@ def shuffled_units(source, subset, units, column, val_fraction, seed):
             for i in range(0, len(part), UNIT_DOCUMENTS)]
 
 
-def rows(units, column):
-    """The documents of local files as rows of a Dataset."""
+def rows(units, column, before):
+    """The documents of local files as rows of a Dataset. Raises DataError."""
     pieces = []
     for unit in units:
         for _, text, end in documents(unit, column):
@@ -172,6 +197,7 @@ def rows(units, column):
             if end:
                 yield {column: "".join(pieces)}
                 pieces.clear()
+    check_unchanged(units, before)  # or the cache would hold other documents under this content's key
 
 
 def documents(unit, column):
@@ -238,7 +264,7 @@ def encode(text, batch, dtype):
     return {split: (np.concatenate(arrays), size, n) for split, (arrays, size, n) in encoded.items()}, len(batch)
 
 
-def encode_unit(folder, number, unit, text, column, fraction, workers, progress):
+def encode_unit(folder, number, unit, text, column, fraction, workers, progress, before):
     """Encode what is left of a unit, shard by shard. Returns the records of its shards."""
     dtype, records = np.dtype(DTYPES[token_dtype(text.n_vocab)]), []
     while True:  # what an earlier process finished
@@ -266,6 +292,7 @@ def encode_unit(folder, number, unit, text, column, fraction, workers, progress)
                 parts[split].append(part)
             progress(sum(len(ids) for ids, _, _ in encoded.values()))
             if not waiting or sum(len(ids) for split in SPLITS for ids, _, _ in parts[split]) >= SHARD_TOKENS:
+                check_unchanged([unit], before)
                 records.append(write_shard(folder, number, len(records), parts, items, not waiting, text.n_vocab))
                 parts = {split: [] for split in SPLITS}
     if not records or not records[-1]["last"]:  # a unit without documents
@@ -367,6 +394,7 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
     units, table = local_units(files) if files else None, None
+    before = stamps(units)
     if canonical(tokenizer) == "char":
         if not files:
             raise DataError("--tokenizer=chars reads all documents for their characters first: it needs --files")
@@ -375,15 +403,15 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
     if text.kind == "hf":
         text.encoding.encode_special_tokens = True  # <|endoftext|> in a document is text
     if files:
-        stamps = [[(p.name, p.stat().st_size) for p in unit] for unit in units]
+        documents_from = contents(units)
     elif shuffle is None:
         units = hub_units(source, subset)
-        stamps = [source, subset, len(units)]
+        documents_from = [source, subset, len(units)]
     else:
-        stamps = [source, subset]
+        documents_from = [source, subset]
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
               "text_column": text_column, "val_fraction": val_fraction, "shuffle": shuffle}
-    inputs = [stamps, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
+    inputs = [documents_from, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
     inputs = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     with preparing(Path(out) / f"part-{part_number}-of-{parts}"):
         folder = Path(out)
@@ -398,14 +426,14 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
         with replacing(plan) as tmp, open(tmp, "w") as file:
             json.dump({"inputs": inputs, "recipe": recipe}, file)
         if shuffle is not None:
-            units = shuffled_units(source, subset, units, text_column, val_fraction, shuffle)
+            units = shuffled_units(source, subset, units, text_column, val_fraction, shuffle, inputs, before)
         from tqdm import tqdm
 
         todo = list(enumerate(units))[part_number - 1::parts]
         with tqdm(unit=" tokens", unit_scale=True) as bar:
             for k, (number, unit) in enumerate(todo):
                 bar.set_description(f"file {k + 1} of {len(todo)}")
-                encode_unit(folder, number, unit, text, text_column, val_fraction, workers, bar.update)
+                encode_unit(folder, number, unit, text, text_column, val_fraction, workers, bar.update, before)
         meta = {"dataset": folder.resolve().name, "vocab_size": text.n_vocab, "tokenizer": text.name,
                 "table": text.table, "end_of_text": text.eot_token, "how": shlex.join(["python", *sys.argv]),
                 "recipe": recipe, "inputs": inputs}
