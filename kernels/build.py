@@ -9,6 +9,7 @@ shape or convolution width: each compiles in seconds, all of them would take min
 import contextlib
 import ctypes
 import functools
+import glob
 import hashlib
 import os
 import platform
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 
 from kernels import cuda, fused
+from runtime.records import remove_leftovers, temporary
 from runtime.torch_private import constant_when_compiled, transformed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -266,16 +268,15 @@ def _cached(name, suffix, key, sources, folder, make):
 
         with contextlib.suppress(OSError):  # some network file systems have no locks; the rename is atomic anyway
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for leftover in folder.glob(f"{stem}*.tmp"):  # left by a killed process
-                leftover.unlink()
+            remove_leftovers(glob.escape(str(folder / stem)))
         if path := _intact(folder, stem):
             return path, 0.0
-        start, temporary = time.perf_counter(), folder / f"{stem}.{os.getpid()}.tmp"
-        make(temporary)
-        with open(temporary, "rb+") as f:
+        start, tmp = time.perf_counter(), Path(temporary(folder / stem))
+        make(tmp)
+        with open(tmp, "rb+") as f:
             path = folder / f"{stem}_{hashlib.sha256(f.read()).hexdigest()[:16]}{suffix}"
             os.fsync(f.fileno())
-        os.replace(temporary, path)
+        os.replace(tmp, path)
         return path, time.perf_counter() - start
 
 

@@ -137,7 +137,7 @@ class Folder:
             refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change the learning rates of the {step} "
                        "steps already done: a run can be extended with --schedule=constant, or with --schedule=wsd "
                        "before its decay (--branch)")
-        elif meta["data"] != self.data.identity:
+        elif any(self.data.identity.get(key) != value for key, value in meta["data"].items()):  # older ones have fewer
             refusal = (f"this run was trained on different data (its sha256 differs from {path}): prepare it as "
                        "before, or choose another out_dir")
         return refusal, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]

@@ -111,16 +111,39 @@ def lock_folder(folder):
     return lock
 
 
+def temporary(path):
+    """A name next to `path` that says which process writes there: path.tmp-HOST-PID-START."""
+    return f"{path}.tmp-{platform.node()}-{os.getpid()}-{started(os.getpid())}"
+
+
+def started(pid):
+    """When a process of this host started, in ticks since boot; 0 where /proc does not tell; None if there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except FileNotFoundError:
+        try:
+            os.kill(pid, 0)
+        except OSError as error:
+            return 0 if error.errno == errno.EPERM else None
+    except (OSError, ValueError, LookupError):
+        pass
+    return 0
+
+
 def remove_leftovers(pattern):
-    for leftover in glob.glob(pattern + ".tmp-[0-9]*"):  # left by `replacing` in a killed process
-        os.unlink(leftover)
+    """Delete the temporary files for paths of a pattern whose writer, on this host, is no longer alive."""
+    for leftover in glob.glob(pattern + ".tmp-*"):
+        name = re.fullmatch(r".*\.tmp-(.*)-(\d{1,9})-(\d+)", leftover)
+        if name and name[1] == platform.node() and started(int(name[2])) != int(name[3]):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                os.unlink(leftover)
 
 
 @contextlib.contextmanager
 def replacing(path):
     """Yields a temporary name next to `path`; if the block succeeds, that file is flushed and renamed to `path`."""
     remove_leftovers(glob.escape(os.fspath(path)))
-    tmp = f"{path}.tmp-{os.getpid()}"
+    tmp = temporary(path)
     try:
         yield tmp
         with open(tmp, "rb+") as f:

@@ -17,7 +17,7 @@ A block is one residual branch with RMSNorm in float32; a ViT has LayerNorm, att
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -314,6 +314,9 @@ class Evaluate:
 
 # -------------------------------------------------------------------------------------------------------------- set-up
 
+NOT_FOR_IMAGES = ("pattern", "block_size", "batch_tokens", "vocab_size", "eval_tokens", "final_eval_tokens", "eval_sets",
+                  "eval_block_size", "eval_tasks", "eval_tasks_interval", "documents", "end_of_text")
+
 def check(config):
     """Raises ConfigError for settings that cannot work with any data."""
     for name in ("batch_images", "epochs", "repeats", "workers", "image_size", "patch_size"):
@@ -328,9 +331,10 @@ def check(config):
         raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
     if config.mixup + config.cutmix > 1:
         raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} add up to more than 1")
-    if config.pattern or config.block_size or config.batch_tokens or config.vocab_size:
-        raise ConfigError("pattern, block_size, batch_tokens and vocab_size are not for images: set model, image_size, "
-                          "patch_size and batch_images")
+    for field in fields(VisionConfig):
+        if field.name in NOT_FOR_IMAGES and getattr(config, field.name) != field.default:
+            raise ConfigError(f"{field.name} {getattr(config, field.name)} is not for images: leave it out; their sizes "
+                              "are image_size, patch_size and batch_images, and every evaluation reads all images")
 
 
 def build_model(config, device):
