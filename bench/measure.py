@@ -11,7 +11,6 @@ import errno
 import gc
 import importlib
 import math
-import os
 import sys
 from pathlib import Path
 from statistics import median, quantiles
@@ -25,7 +24,7 @@ from kernels import build  # noqa: E402
 from model import tensors_of  # noqa: E402
 from runtime import records  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
-from runtime.records import code_version  # noqa: E402
+from runtime.records import code_version, temporary  # noqa: E402
 
 EPS = torch.finfo(torch.float32).eps
 TINY = 1e-15
@@ -218,7 +217,7 @@ def check_out(out, instead="another --out"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         if Path(out).is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        tmp = Path(f"{out}.tmp-{os.getpid()}")  # the temporary name that write_record uses
+        tmp = Path(temporary(out))
         tmp.touch()
         tmp.unlink()
     except OSError as error:

@@ -42,9 +42,10 @@ class Split:
 
 
 def load(name):
-    """(training Split, validation Split, class names, {"sha256": ..., maybe "contents": ...} that identify the dataset).
+    """(training Split, validation Split, class names, the dataset's identity: {"sha256": hex, "contents": hex}).
 
-    sha256: of names, sizes and labels; contents: of a folder's images (see `contents`). Raises DataError if `name` is not an image dataset.
+    sha256: of names, sizes and labels; contents: only of a folder's images (see `contents`).
+    Raises DataError if `name` is not an image dataset.
     """
     source = digits if name == "digits" else hub if name.startswith("hf:") else folder
     train, val, classes, about, *contents_sha256 = source(name)
@@ -89,7 +90,8 @@ def folder(name):
     number = {c: i for i, c in enumerate(classes)}
     split = lambda files: Split(np.array([number[c] for _, c in files], np.int64),
                                 lambda i: Image.open(regular(files[i][0])), lambda i: files[i][0])
-    return *map(split, splits), classes, "".join(about).encode(), contents([path for part in splits for path, _ in part])
+    paths = [path for part in splits for path, _ in part]
+    return *map(split, splits), classes, "".join(about).encode(), contents(paths)
 
 
 def contents(paths):

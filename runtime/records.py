@@ -12,6 +12,7 @@ to its checkpoint, so that the log reads as if nothing had happened.
 
 import contextlib
 import errno
+import functools
 import glob
 import hashlib
 import itertools
@@ -113,7 +114,14 @@ def lock_folder(folder):
 
 def temporary(path):
     """A name next to `path` that says which process writes there: path.tmp-HOST-PID-START."""
-    return f"{path}.tmp-{platform.node()}-{os.getpid()}-{started(os.getpid())}"
+    return f"{path}.tmp-{this_host()}-{os.getpid()}-{started(os.getpid())}"
+
+
+@functools.cache
+def this_host():
+    """The host, or the container on it, within which a process is known by its number."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{platform.node()}-{namespace.stat().st_ino}" if namespace.exists() else platform.node()
 
 
 def started(pid):
@@ -134,7 +142,7 @@ def remove_leftovers(pattern):
     """Delete the temporary files for paths of a pattern whose writer, on this host, is no longer alive."""
     for leftover in glob.glob(pattern + ".tmp-*"):
         name = re.fullmatch(r".*\.tmp-(.*)-(\d{1,9})-(\d+)", leftover)
-        if name and name[1] == platform.node() and started(int(name[2])) != int(name[3]):
+        if name and name[1] == this_host() and started(int(name[2])) != int(name[3]):
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 os.unlink(leftover)
 

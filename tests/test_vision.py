@@ -199,8 +199,8 @@ def test_a_folder_of_images(shelf):
 
 @pytest.mark.parametrize("most", [images.READ_WHOLE, 1000], ids=["whole", "pieces"])
 def test_images_are_known_by_their_content(shelf, tmp_path, monkeypatch, most):
-    """An image changed in place, as large as before and with its old time, is another dataset: no run continues on it.
-    A checkpoint from before contents were compared can be continued."""
+    """An image changed in place, as large as before and with its old time, is another dataset: no run continues on
+    it. A checkpoint from before contents were compared can be continued."""
     monkeypatch.setattr(images, "READ_WHOLE", most)
     Image.effect_noise((60, 60), 50).save(shelf / "val/dark/0.bmp")
     argv = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4, max_iters=2)
@@ -218,7 +218,7 @@ def test_images_are_known_by_their_content(shelf, tmp_path, monkeypatch, most):
 
 
 def test_a_wait_for_data_ends_after_a_signal():
-    """The reader never answers, as on a file system that hangs; a signal before the wait, or in it, ends the process."""
+    """The reader never answers, as on a file system that hangs; a signal before the wait or in it ends the process."""
     for before in (True, False):
         process = multiprocessing.get_context("fork").Process(target=wait_for_ever, args=(before,))
         process.start()

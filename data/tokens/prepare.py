@@ -93,7 +93,7 @@ def check_unchanged(units, before):
     """Raises DataError if a local file is no longer the one whose stamp `before` holds."""
     for path, stamp in stamps(units).items():
         if stamp != before[path]:
-            raise DataError(f"{path} changed while it was read: leave the files alone, and prepare again with --force")
+            raise DataError(f"{path} changed while it was read: leave it alone, and prepare again with --force")
 
 
 def contents(units):
@@ -171,7 +171,8 @@ def shuffled_units(source, subset, units, column, val_fraction, seed, key, befor
         if units is None:
             whole = datasets.load_dataset(source, subset, split="train")
         else:
-            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column, before), fingerprint=key[:16])
+            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column, before),
+                                                    fingerprint=key[:16])
     except Exception as error:
         error = error.__cause__ or error  # that of a generator, a DataError from read_file say
         if isinstance(error, DataError):

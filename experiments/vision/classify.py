@@ -314,8 +314,8 @@ class Evaluate:
 
 # -------------------------------------------------------------------------------------------------------------- set-up
 
-NOT_FOR_IMAGES = ("pattern", "block_size", "batch_tokens", "vocab_size", "eval_tokens", "final_eval_tokens", "eval_sets",
-                  "eval_block_size", "eval_tasks", "eval_tasks_interval", "documents", "end_of_text")
+NOT_FOR_IMAGES = ("pattern", "block_size", "batch_tokens", "vocab_size", "eval_tokens", "final_eval_tokens",
+                  "eval_sets", "eval_block_size", "eval_tasks", "eval_tasks_interval", "documents", "end_of_text")
 
 def check(config):
     """Raises ConfigError for settings that cannot work with any data."""
@@ -333,8 +333,8 @@ def check(config):
         raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} add up to more than 1")
     for field in fields(VisionConfig):
         if field.name in NOT_FOR_IMAGES and getattr(config, field.name) != field.default:
-            raise ConfigError(f"{field.name} {getattr(config, field.name)} is not for images: leave it out; their sizes "
-                              "are image_size, patch_size and batch_images, and every evaluation reads all images")
+            raise ConfigError(f"{field.name} {getattr(config, field.name)} is not for images: leave it out; sizes are "
+                              "image_size, patch_size and batch_images, and evaluations read all validation images")
 
 
 def build_model(config, device):
