@@ -253,11 +253,20 @@ WRONG = {  # of meta.json; of its train split
     "vocab_size": ["256", True, None, 256.0, 0, -1, 2**70], "dtype": [None, 16, ["uint16"], {}],
     "bytes_per_token": ["1", True, -1, 0, [1], math.nan, math.inf, 10**400],
     "xz9_bits_per_byte": ["1.5", False, -1.5, 0, {}, math.nan, math.inf, 10**400],
-    "tokenizer": [5, ["x"]], "table": [5, ["x"]],
+    "tokenizer": [5, ["x"], "", "klingon", "char"], "table": [5, ["x"]], "end_of_text": ["0", -1, 256, 1.0],
     "splits": [None, [], {"train": {"tokens": 1000}}, {"train": 5, "val": 5}],
+    "documents": [5, [1], {"val": 5}, {"val": [5]}, {"val": [{}]}, *(
+        {"val": [{"name": name, "start": start, "tokens": n} for name, start, n in documents]} for documents in (
+            [("a", "0", 9)], [("a", 0, "9")], [(5, 0, 9)], [("a", -1, 9)], [("a", 0, 0)], [("a", 0, 201)],
+            [("a", 199, 2)], [("a", 9, 9), ("b", 0, 9)], [("a", 0, 9), ("b", 8, 9)]))],
 }
 WRONG_IN_SPLIT = {"tokens": ["1000", True, None, -1, 1000.0, 10**400], "bytes": ["1000", True, -1, 1000.0, 10**400],
-                  "sha256": [5, ["x"]], "max_token": ["255", True, 255.0, []]}
+                  "sha256": [5, ["x"]], "max_token": ["255", True, 255.0, []],
+                  "shards": [5, [], [5], [{"file": "train.bin"}], [{"file": 5, "tokens": 1000}],
+                             [{"file": "train.bin", "tokens": 999}], [{"file": "train.bin", "tokens": "1000"}],
+                             [{"file": "train.bin", "tokens": 500}] * 2, [{"file": "../train.bin", "tokens": 1000}],
+                             [{"file": "/train.bin", "tokens": 1000}],
+                             [{"file": "train.bin", "tokens": 1000, "sha256": "0" * 64}]]}
 
 
 @pytest.mark.parametrize("field", [*WRONG, *WRONG_IN_SPLIT])
@@ -269,6 +278,24 @@ def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
         (meta if field in WRONG else meta["splits"]["train"])[field] = wrong
         path.write_text(json.dumps(meta))
         refused(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
+
+
+def test_a_description_written_by_hand_needs_little(tmp_path):
+    """No tokenizer, which the last evaluation can do without, and no hashes: other tokens are still other data."""
+    write_folder(tmp_path)
+    files = {split: {"tokens": n} for split, n in (("train", 1000), ("val", 200))}
+    (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": 256, "dtype": "uint16", "splits": files}))
+    tokens = Tokens(tmp_path)
+    assert len(loader.document_starts(tokens)) == 8
+    assert tokens.sha256["val"] == hashlib.sha256((tmp_path / "val.bin").read_bytes()).hexdigest()
+    half = (tmp_path / "val.bin").read_bytes()
+    for name, part in (("a.bin", half[:200]), ("b.bin", half[200:])):
+        (tmp_path / name).write_bytes(part)
+    shards = [{"file": name, "tokens": 100} for name in ("a.bin", "b.bin")]
+    edit_meta(tmp_path, splits={**files, "val": {"tokens": 200, "shards": shards}})
+    assert Tokens(tmp_path).val[:].tolist() == tokens.val.tolist()
+    edit_meta(tmp_path, splits={**files, "val": {"tokens": 200, "shards": shards[::-1]}})
+    assert Tokens(tmp_path).sha256["val"] != Tokens(tmp_path).sha256["train"]
 
 
 def test_ids_outside_the_vocabulary(tmp_path, monkeypatch):
