@@ -310,9 +310,9 @@ def main(argv):
             raise ConfigError(f"documents=pack: {tokens.folder / 'meta.json'} does not say which token ends a "
                               "document: give --end_of_text, or use --documents=join")
         config.end_of_text = tokens.meta["end_of_text"]
-    if config.end_of_text >= tokens.vocab_size:
-        raise ConfigError(f"end_of_text {config.end_of_text} is no token of {tokens.folder}: it must be below "
-                          f"{tokens.vocab_size}, or -1 for the data's own")
+    if not -1 <= config.end_of_text < tokens.vocab_size:
+        raise ConfigError(f"end_of_text {config.end_of_text} is no token of {tokens.folder}: it must be 0 or more and "
+                          f"below {tokens.vocab_size}, or -1 for the data's own")
     if parts[1:] and config.as_released:
         raise ConfigError(f"dataset={config.dataset}: as_released cannot mix datasets: name one")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64

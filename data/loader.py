@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path, PurePath
 
@@ -161,7 +162,7 @@ def _prepare_command(folder, force=False):
     script = Path(folder) / "prepare.py"
     if not script.is_file():
         return "with its own prepare.py; data/pystdlib/prepare.py shows how"
-    return f"python {script}" + (" --force" if force else "")
+    return shlex.join(["python", str(script), *["--force"] * force])
 
 
 def _read_meta(folder):

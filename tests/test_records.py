@@ -169,7 +169,10 @@ def eval_event(step, loss):
     ("one step", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), (r"a$\frac$b", [train_event(1, 3.0)]),
     ("one evaluation", [eval_event(1, 3.0)]), ("one$", [eval_event(1, None)]),
     ("many with nulls", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, None)]),
-    (r"a\$\frac$b", [*(train_event(s, None) for s in range(1, 60)), eval_event(5, 2.0), eval_event(60, None)])])
+    (r"a\$\frac$b", [*(train_event(s, None) for s in range(1, 60)), eval_event(5, 2.0), eval_event(60, None)]),
+    *((f"damaged {key}", [event(1, 3.0), {"event": "train", "step": 3}, *(
+        {**event(2, 3.0), key: value} for value in (None, "3", [1], {}, True, math.nan, 10**400, -1e308))])
+      for event, key in ((train_event, "tokens"), (train_event, "train_loss"), (eval_event, "val_accuracy")))])
 def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path, name, events):
     def draw(folder):
         return run_program(lambda: runpy.run_path(loss_curve.__file__, run_name="__main__"), folder)
