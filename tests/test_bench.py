@@ -243,11 +243,14 @@ def test_inner_stages_on_the_cpu(monkeypatch):
 def test_make_takes_the_interpreter_it_is_given():
     ours = ("PYTHON", "OUT", "ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # the last three where make runs these tests
     env = {k: v for k, v in os.environ.items() if k not in ours}
-    lines = lambda *arguments: subprocess.run(["make", "-n", "-B", "gpu", *arguments], cwd=ROOT, capture_output=True,
+    lines = lambda *arguments: subprocess.run(["make", "-n", "-B", *arguments], cwd=ROOT, capture_output=True,
                                               text=True, env=env).stdout
-    given = lines("PYTHON=python3", "OUT=elsewhere", "ARGS=--stages=tests")
-    assert given.split() == ["python3", "bench/gpu.py", "--out=elsewhere", "--stages=tests"]
-    assert ".venv/bin/python bench/gpu.py" in lines() and "pip install" in lines()
+    given = lines("gpu", "PYTHON=python3", "OUT=some where", "ARGS=--stages=tests")
+    assert shlex.split(given) == ["python3", "bench/gpu.py", "--out=some where", "--stages=tests"]
+    assert ".venv/bin/python bench/gpu.py" in lines("gpu") and "pip install" in lines("gpu")
+    train, sample = (shlex.split(line) for line in lines("train", "OUT=some where").splitlines()[-2:])
+    assert train[1] == "train.py" and sample[1] == "sample.py"
+    assert "--out_dir=some where" in train and "--out_dir=some where" in sample
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
