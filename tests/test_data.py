@@ -725,6 +725,19 @@ def test_any_files_become_shards(small_units, tmp_path, kind, shuffle):
         Tokens(folder).verify()
 
 
+@pytest.mark.parametrize("words", ["über ", "🙂", "x", " "])
+def test_a_text_of_one_long_line_is_cut(small_units, tmp_path, words):
+    """Into parts of bounded size, so that time is linear and memory constant: between words if there are any, never in
+    a character. Shorter lines stay whole."""
+    text = "a line\n" + "long " * 200 + "\n" + words * (40_000 // len(words.encode())) + "\nthe end"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    pieces, ends = zip(*any_tokens.read_file(tmp_path / "a.txt", "text"), strict=True)
+    assert "".join(pieces) == text and "\ufffd" not in text and ends == (False,) * (len(pieces) - 1) + (True,)
+    assert max(len(piece.encode()) for piece in pieces) <= 5 * any_tokens.BATCH_CHARS + 300 < 40_000 / 20
+    assert any("long " * 200 + "\n" in piece for piece in pieces)
+    assert words != "über " or all(piece.startswith(" über") and piece.endswith("über") for piece in pieces[3:-2])
+
+
 def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     texts = documents(200)
     tokens, _ = any_tokens.prepare(tmp_path / "out", files=[write_jsonl(tmp_path / "a.jsonl", texts)],

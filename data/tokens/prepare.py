@@ -10,7 +10,7 @@
 
 Documents stay in the order of their source, each followed by the tokenizer's end of text: training reads windows in
 random order anyway. A document is held out where the source has a validation split, and else by the hash of its place.
-A .txt file is one document, and is encoded in pieces that end with a line.
+A .txt file is one document, and is encoded in pieces that end with a line, or of a line above 4 MB with a word.
 
 Local files are known by the sha256 of their content, for which each start reads them whole, about 1 GB a second; a
 folder with tokens from other content is refused, and so is a file that changes while it is read.
@@ -114,6 +114,27 @@ def in_short(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
+def pieces_of_text(stream):
+    """The (bytes, whether it is the last) of a text's pieces: whole lines; a line above 4 BATCH_CHARS is cut before
+    spaces, or between characters where there are none."""
+    rest, size = [], 0
+    while piece := stream.read(BATCH_CHARS):
+        lines, newline, last = piece.rpartition(b"\n")
+        if newline:
+            yield b"".join([*rest, lines, newline]), False
+            rest, size = [], 0
+        rest.append(last)
+        size += len(last)
+        if size > 4 * BATCH_CHARS:
+            line = b"".join(rest)
+            cut = line.rfind(b" ")
+            if cut < 1:
+                cut = next(i for i in range(size - 1, 0, -1) if line[i] & 0xC0 != 0x80 or i < size - 4)
+            yield line[:cut], False
+            rest, size = [line[cut:]], size - cut
+    yield b"".join(rest), True
+
+
 def read_file(path, column):
     """The (text, whether a document ends with it) of a file. Raises DataError for what cannot be read."""
     import pyarrow as pa
@@ -126,19 +147,19 @@ def read_file(path, column):
             return
         with pa.input_stream(path, compression="detect", buffer_size=1 << 22) as stream:
             if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
-                rest = b""
-                while piece := stream.read(BATCH_CHARS):
-                    lines, newline, rest = (rest + piece).rpartition(b"\n")
-                    yield (lines + newline).decode("utf-8", "replace"), False
-                yield rest.decode("utf-8", "replace"), True
+                for piece, end in pieces_of_text(stream):
+                    yield piece.decode("utf-8", "replace"), end
                 return
-            rest = b""
+            rest = []  # the parts of a line that is not whole yet
             while piece := stream.read(1 << 24):
-                *lines, rest = (rest + piece).split(b"\n")
+                *lines, last = piece.split(b"\n")
+                if lines:
+                    lines[0], rest = b"".join([*rest, lines[0]]), []
+                rest.append(last)
                 yield from ((as_text(json.loads(line)[column]), True) for line in lines if line.strip())
-            if rest.strip():
-                yield as_text(json.loads(rest)[column]), True
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+            if (line := b"".join(rest)).strip():
+                yield as_text(json.loads(line)[column]), True
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         why = f"no column {column!r}" if isinstance(error, LookupError) else in_short(error)
         raise DataError(f"{path} cannot be read ({why}): repair or leave out the file, or name another --text_column"
                         ) from None
