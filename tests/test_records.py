@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import runpy
 import shutil
 import subprocess
@@ -76,6 +77,23 @@ def test_records_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
             write()
     assert json.loads(path.read_text()) == {"val_loss": 1.5, "list": [1, 2]} and path.read_text().endswith("\n")
     assert read_log(tmp_path) == [train_event(1, 3.0)] and sorted(os.listdir(tmp_path)) == ["log.jsonl", "result.json"]
+
+
+def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
+    """A file may not grow beyond the middle of the second line: the system then writes what has room, as on a full
+    disk."""
+    log, (limit, most) = Log(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.write("train", 1, train_loss=3.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(log.path) + 9, most))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError):
+                log.write("train", step, train_loss=2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert [e["step"] for e in read_log(tmp_path)] == [1] and log.path.read_bytes().endswith(b"}\n")
+    log.write("train", 4, train_loss=1.0)
+    assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[1]", b"null", b'{"steps": 1', b"[" * 99999, b"\xff{}", None])
@@ -166,10 +184,8 @@ def eval_event(step, loss):
 
 
 @pytest.mark.parametrize("name, events", [
-    ("one step", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), (r"a$\frac$b", [train_event(1, 3.0)]),
-    ("one evaluation", [eval_event(1, 3.0)]), ("one$", [eval_event(1, None)]),
-    ("many with nulls", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, None)]),
-    (r"a\$\frac$b", [*(train_event(s, None) for s in range(1, 60)), eval_event(5, 2.0), eval_event(60, None)]),
+    (r"a$\frac$b", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), ("one$", [eval_event(1, None)]),
+    (r"a\$\frac$b", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, 2.0)]),
     *((f"damaged {key}", [event(1, 3.0), {"event": "train", "step": 3}, *(
         {**event(2, 3.0), key: value} for value in (None, "3", [1], {}, True, math.nan, 10**400, -1e308))])
       for event, key in ((train_event, "tokens"), (train_event, "train_loss"), (eval_event, "val_accuracy")))])
