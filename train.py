@@ -203,6 +203,17 @@ NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block
                 "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size", "seed")
 
 
+TEXT_ONLY = ("pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
+             "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval")
+
+
+def check_not_set(config, names, words):
+    """Raises ConfigError if one of these settings, which the program cannot use, is not its default."""
+    for field in dataclasses.fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            raise ConfigError(f"{field.name} {getattr(config, field.name)} {words}")
+
+
 def check(config):
     """Raises ConfigError for settings that cannot work with any data or machine."""
     for name, value in dataclasses.asdict(config).items():

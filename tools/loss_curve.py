@@ -76,10 +76,12 @@ def save_figure(figure, path, **how):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    if "--help" in sys.argv or "-h" in sys.argv:
         print(__doc__.strip())
-        sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
+        sys.exit(0)
     with main_error("loss_curve.py"):
+        if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+            raise ConfigError("give one run's folder: python tools/loss_curve.py out/longhorn_bpe")
         path = draw_loss(sys.argv[1])
         if path is None:
             raise ConfigError(f"{sys.argv[1]} has no log.jsonl with losses to plot: give a run's folder")

@@ -17,7 +17,7 @@ A block is one residual branch with RMSNorm in float32; a ViT has LayerNorm, att
 """
 
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -314,9 +314,6 @@ class Evaluate:
 
 # -------------------------------------------------------------------------------------------------------------- set-up
 
-NOT_FOR_IMAGES = ("pattern", "block_size", "batch_tokens", "vocab_size", "eval_tokens", "final_eval_tokens",
-                  "eval_sets", "eval_block_size", "eval_tasks", "eval_tasks_interval", "documents", "end_of_text")
-
 def check(config):
     """Raises ConfigError for settings that cannot work with any data."""
     for name in ("batch_images", "epochs", "repeats", "workers", "image_size", "patch_size"):
@@ -331,10 +328,8 @@ def check(config):
         raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
     if config.mixup + config.cutmix > 1:
         raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} add up to more than 1")
-    for field in fields(VisionConfig):
-        if field.name in NOT_FOR_IMAGES and getattr(config, field.name) != field.default:
-            raise ConfigError(f"{field.name} {getattr(config, field.name)} is not for images: leave it out; sizes are "
-                              "image_size, patch_size and batch_images, and evaluations read all validation images")
+    train.check_not_set(config, (*train.TEXT_ONLY, "block_size", "vocab_size"), "is not for images: leave it out; "
+                        "sizes are image_size, patch_size, batch_images, and evaluations read all validation images")
 
 
 def build_model(config, device):
