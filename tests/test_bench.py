@@ -169,6 +169,7 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
     (gpu.main, "--out=never", "sees no GPU here; nothing was run and nothing written"),
     (scan.parse, "--memory --device=cuda", "--memory is for --device=cpu"),
     (scan.parse, "--rounds=0", "--rounds=0: must be at least 1"),
+    (scan.parse, "--threads=100000", "--threads=100000: must be at least 1, and at most"),
     (gpu.parse, "--stages=tests,magic", "--stages=magic: no such call or stage"),
     (gpu.parse, "--budget_s=nan", "--budget_s=nan: must be at least 1"),
     (step.parse, "--families=llama,rnn", "--families=rnn: no such family; they are longhorn, mamba"),
