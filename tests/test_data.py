@@ -769,7 +769,7 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
 
 
 def test_tokens_go_on_after_kill_9(small_units, tmp_path):
-    """Before the renames of plan.json, of a shard's files; at last with a shard that the disk lost."""
+    """Before the renames of plan.json and of a shard's files; at last with a shard that the disk lost."""
     out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": 0.2, "workers": 2}
     prepare = functools.partial(any_tokens.prepare, files=[write_jsonl(tmp_path / "a.jsonl", documents(60))], **how)
     whole = prepare(tmp_path / "whole")
