@@ -30,6 +30,7 @@ import math
 import modulefinder
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -496,7 +497,7 @@ def import_folder(config):
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     unknown = "" if tokenizer else " (first import it again with its --tokenizer, such as bytes or gpt2)"
     print(f"wrote {path}: {lm.config.model}, {sum(p.numel() for p in lm.parameters()):,} parameters; "
-          f"next: python sample.py --out_dir={config.out_dir}{unknown}")
+          f"next: python sample.py {shlex.quote(f'--out_dir={config.out_dir}')}{unknown}")
 
 
 def main(argv):

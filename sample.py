@@ -129,7 +129,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
 
 def main(argv):
     config = configurator.load(SampleConfig, argv)
-    for key, low, high in (("max_new_tokens", 1, math.inf), ("num_samples", 1, math.inf), ("temperature", 0, math.inf),
+    for key, low, high in (("max_new_tokens", 1, 10**9), ("num_samples", 1, 10**6), ("temperature", 0, math.inf),
                            ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2**63 - 1)):
         if not low <= getattr(config, key) <= high:
             raise errors.ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")

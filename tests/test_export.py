@@ -18,6 +18,7 @@ import safetensors.torch
 import test_sample
 import torch
 import transformers
+from test_records import left_behind
 from test_sample import VOCAB, byte_level_bpe, make_run, refused, run_program
 
 import export
@@ -280,7 +281,7 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
     refused(run(**into), "imported is not empty", "--overwrite")
-    (tmp_path / "imported" / "checkpoint.safetensors.tmp-999999999").touch()  # of a writer that was killed
+    left_behind(tmp_path / "imported" / "checkpoint.safetensors").touch()
     assert run(**into, overwrite="true").code == 0
     assert sorted(os.listdir(tmp_path / "imported")) == [".lock", "checkpoint.safetensors"]
     with lock_run_dir(tmp_path / "imported"):

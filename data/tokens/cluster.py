@@ -62,11 +62,11 @@ class Tokenizer:
 class Task:
     """The steps of a task before and after DocumentTokenizer; each is called with (documents, rank, number of tasks).
 
-    folder: --out; units, text, meta: of `plan`.
+    folder: --out; units, text, meta, before: of `plan`.
     """
 
-    def __init__(self, folder, units, text, meta):
-        self.folder, self.units, self.text, self.meta = folder, units, text, meta
+    def __init__(self, folder, units, text, meta, before):
+        self.folder, self.units, self.text, self.meta, self.before = folder, units, text, meta, before
 
     def read(self, _, rank, tasks):
         """The documents of the task's units. datatrove's readers leave out empty ones and lines that they cannot parse,
@@ -94,6 +94,7 @@ class Task:
         index, parts = path.with_suffix(".ds.index"), {split: [] for split in SPLITS}
         dtype = DTYPES[token_dtype(self.text.n_vocab)]
         with self.lock:
+            one_process.check_unchanged(self.units, self.before)
             ends = np.fromfile(index, "<u8").astype(np.int64)
             tokens = np.asarray(np.memmap(path, dtype, "r")) if len(ends) else np.empty(0, dtype)
             for (split, size), part in zip(self.notes, np.split(tokens, ends)[:-1], strict=True):
@@ -210,7 +211,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
         raise DataError("nanoGPT's shuffle and split need one process: python data/openwebtext/prepare.py")
     if tasks < 1 or workers is not None and workers < 1:
         raise DataError(f"--tasks {tasks}, --workers {workers}: both must be at least 1")
-    units, text, meta = one_process.plan(files=files and [Path(path).absolute() for path in files], **choices)
+    units, text, meta, before = one_process.plan(files=files and [Path(path).absolute() for path in files], **choices)
     for path in (path for unit in units if files for path in unit):
         if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
             raise DataError(f"{path} is one document, encoded in pieces: leave .txt files to data/tokens/prepare.py")
@@ -237,7 +238,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
         for rank in range(tasks):  # datatrove leaves out tasks with a mark
             if shards[rank] is not None:
                 (marks / f"{rank:05d}").touch()
-        task = Task(folder, units, text, meta)
+        task = Task(folder, units, text, meta, before)
         tokenizer = DocumentTokenizer(str(folder / "datatrove/tokens"), text.name, save_final_metadata=False,
                                       batch_size=100, shuffle_documents=False)
         tokenizer.tokenizer = Tokenizer(text)
