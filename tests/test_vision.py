@@ -5,6 +5,7 @@ import functools
 import json
 import multiprocessing
 import os
+import pkgutil
 import re
 import runpy
 import shutil
@@ -35,8 +36,9 @@ from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
 from experiments.vision.wrong_images import draw
 from kernels.scan import longhorn_scan_ref
-from model import Longhorn, Mamba
+from model import LM, Layer, Longhorn, Mamba, ModelConfig
 from runtime import checkpoint, counting, signals
+from runtime.parameters import constant, parameter
 
 succeed, refuse = (functools.partial(f, program="experiments/vision/classify.py")
                    for f in (test_train.succeed, test_train.refuse))
@@ -170,11 +172,41 @@ def test_average_drop_path_and_smoothing():
     logits, smoothed = vision(x, y)
     want = F.cross_entropy(logits, F.one_hot(y, 10) * 0.8 + 0.02)
     assert torch.isclose(smoothed, want) and not torch.equal(logits, vision(x)[0])
-    dropped = vision.drop_path(branch, 1)  # the last of two
+    first, last = vision.layers
+    for layer in vision.layers:
+        layer.norm, layer.mixer = nn.Identity(), nn.Identity()
+    dropped, _ = last(branch)
     assert set(dropped.unique().tolist()) == {0.0, 2.0} and abs(dropped.mean() - 1) < 0.05
-    assert torch.equal(vision.drop_path(branch, 0), branch) and torch.equal(vision.eval().drop_path(branch, 1), branch)
-    logits, loss = vision(x, y)
+    assert torch.equal(first(branch)[0], branch) and torch.equal(last.eval()(branch)[0], branch)
+    logits, loss = vision.eval()(x, y)
     assert torch.isclose(loss, F.cross_entropy(logits, y))  # in training alone
+
+
+@pytest.mark.parametrize("target", ["model.ScanBlock.forward", "model.ScanBlock.mix", "model.Layer.forward"])
+@pytest.mark.parametrize("kind", ["vil", "vim", "vit"])
+def test_images_run_the_code_of_language_models(kind, target, monkeypatch):
+    """An edit there changes both."""
+    vision, lm = Vision(small(model=kind)), LM(ModelConfig(model={"vil": "longhorn", "vim": "mamba"}.get(kind, "llama"),
+                                                           n_layer=1, n_embd=32, n_head=2, vocab_size=64))
+    x, idx = torch.randn(2, 1, 8, 8), torch.arange(20)[None]
+    before, original = [vision(x)[0], lm(idx)[0]], pkgutil.resolve_name(target)
+    monkeypatch.setattr(target, lambda self, x, *args, **kwargs: original(self, x * 1.5, *args, **kwargs))
+    changed = [not torch.allclose(a, b) for a, b in zip((vision(x)[0], lm(idx)[0]), before, strict=True)]
+    assert changed == [kind != "vit" or target == "model.Layer.forward"] * 2
+
+
+def test_what_a_layer_holds_is_trained_and_saved(monkeypatch):
+    """Parameters of Layer itself, of its own name; those of its branches keep theirs."""
+    def build(self, *args, original=Layer.__init__, **kwargs):
+        original(self, *args, **kwargs)
+        self.scale = parameter(1, start=constant(0.5))
+
+    plain = Vision(small())
+    monkeypatch.setattr(Layer, "__init__", build)
+    vision = Vision(small())
+    assert vision.state_dict().keys() - plain.state_dict().keys() == {"blocks.0.scale", "blocks.1.scale"}
+    assert not plain.state_dict().keys() - vision.state_dict().keys() and vision.blocks[0].scale.item() == 0.5
+    assert all(not module.training for module in vision.eval().modules())
 
 
 # -------------------------------------------------------------------------------------------------------------- images
