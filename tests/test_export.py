@@ -6,11 +6,12 @@ Norms, biases and A_log are away from their start, so that a weight under a wron
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import pickle
-import runpy
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 import pytest
@@ -26,14 +27,21 @@ import sample
 from data.tokenizer import Text
 from export import from_hf, to_hf
 from model import FAMILIES
-from runtime import checkpoint, counting
+from runtime import checkpoint, counting, errors
 from runtime.folder import lock_run_dir
 
 PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}
 # of the largest logit; in float64 LLaMA's rotary angles stay float32, and transformers' Mamba scans in float32
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-6}
 TOKENS = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
-run = functools.partial(run_program, functools.partial(runpy.run_path, export.__file__, run_name="__main__"))
+
+
+def start():
+    with errors.main_error("export.py", ValueError):
+        export.main(sys.argv[1:])
+
+
+run = functools.partial(run_program, start)
 
 
 def tiny(family="longhorn", **changes):
@@ -52,8 +60,8 @@ def test_transformers_loads_what_is_written(family, tmp_path):
     count = sum(p.numel() for p in lm.parameters())
     said = f"{count:,} parameters; load it with AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')"
     result = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
-    assert result == (0, f"wrote {tmp_path}/hf: {said}\n", "")
-    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors", *export.TOKENIZER]
+    assert result.code == 0 and result.out.startswith(f"wrote {tmp_path}/hf: {said}; read back by transformers")
+    assert sorted(os.listdir(tmp_path / "hf")) == sorted({*export.FILES} - {export.CODE})
     with safetensors.safe_open(tmp_path / "hf" / "model.safetensors", "pt") as f:
         assert f.metadata()["format"] == "pt"  # without it older versions of transformers refuse the file
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -85,7 +93,7 @@ def test_pure_functions_agree_with_transformers(family, dtype):
     if family != "rwkv4":  # theirs writes in place
         torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
         loss.backward()
-        grads = export.as_in_file({name: p.grad for name, p in lm.named_parameters()}, lm.config)
+        grads = export.as_in_file({name: p.grad for name, p in lm.named_parameters()}, lm.config, family)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, theirs.get_parameter(name).grad, rtol=50 * tolerance, atol=50 * tolerance)
     back = from_hf(config, tensors)
@@ -143,6 +151,7 @@ def test_out_and_in_again(family, tmp_path):
     said = run(out_dir=tmp_path / "run", to=tmp_path / "folder").out
     assert (kind in PARITY) == ("trust_remote_code" not in said)
     config = export.read_json(tmp_path / "folder" / "config.json")
+    assert config["run"].pop("verified")["tokens"] == 24
     assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"}}
     if kind not in PARITY:
         assert config["model_type"] == "longhorn" and config["architectures"] == ["LonghornForCausalLM"]
@@ -160,10 +169,11 @@ def test_out_and_in_again(family, tmp_path):
 
 
 def test_the_machines_own_setting_stays_behind_and_weights_are_copies():
-    lm = tiny(backend="torch")
+    lm = tiny(backend="cpu")
     config, tensors = to_hf(lm)
     other = from_hf(config, tensors)
     assert "backend" not in config and other.config == dataclasses.replace(lm.config, backend="")
+    assert from_hf(*to_hf(tiny(backend="torch"))).config.backend == "torch"  # its loops may have been edited
     for t in tensors.values():
         t.zero_()
     assert lm.embed.weight.all() and torch.equal(lm.embed.weight, other.embed.weight)
@@ -372,6 +382,214 @@ def test_an_index_stays_in_its_folder(weight_map, tmp_path):
     (tmp_path / "folder" / "model.safetensors").rename(tmp_path / "secret.safetensors")
     (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "index.json", "weight_map")
+
+
+# ----------------------------------------------------------------------------------------------- an export is verified
+
+EDITS = {  # appended to a copy of model.py: the class of transformers has none of these
+    "qk_norm": """
+plain_attention = attention
+def attention(q, k, v, *args, **how):
+    return plain_attention(3 * F.normalize(q, dim=-1), 3 * F.normalize(k, dim=-1), v, *args, **how)
+""", "qk_norm_with_weights": """
+class Normed(Attention):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.q_norm = nn.RMSNorm(self.n)
+        self.qkv.register_forward_hook(self.normed)
+    def normed(self, module, args, qkv):
+        q, kv = qkv[..., :self.H * self.n], qkv[..., self.H * self.n:]
+        return torch.cat([self.q_norm(q.unflatten(-1, (self.H, -1))).flatten(-2), kv], -1)
+FAMILIES["llama"] = [Normed, SwiGLU]
+""", "layer_scale": """
+class Scaled(Layer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(32))
+    def forward(self, h, state=None):
+        y, state = super().forward(h, state)
+        return h + self.scale * (y - h), state
+Layer = Scaled
+""", "untied_head": """
+class Untied(LM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embed.forward = lambda idx: self.table(idx)
+LM = Untied
+""", "experts": """
+class Experts(nn.Module):
+    operator = None
+    def __init__(self, config, layer):
+        super().__init__()
+        self.router = linear(config.n_embd, 3)
+        self.experts = nn.ModuleList(SwiGLU(config, layer) for _ in range(3))
+    def forward(self, x, state=None):
+        share = self.router(x).softmax(-1)
+        share = share * (share == share.amax(-1, keepdim=True))
+        return sum(share[..., i:i + 1] * expert(x)[0] for i, expert in enumerate(self.experts)), state
+    def initial_state(self, batch_size, device):
+        return ()
+FAMILIES["llama"] = [Attention, Experts]
+""", "window": """
+plain_attention = attention
+def attention(q, k, v, window=None, **how):
+    return plain_attention(q, k, v, window=9, **how)
+""", "buffers": """
+class Buffered(Attention):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.register_buffer("once", torch.tensor(3))  # a whole number
+        self.register_buffer("slope", torch.arange(32.0) / 32, persistent=False)
+        self.shift = torch.arange(32.0) / 64
+    def forward(self, x, state=None):
+        y, state = super().forward(x, state)
+        return y * self.slope * self.once + self.shift.to(x.device), state
+FAMILIES["llama"] = [Buffered, SwiGLU]
+"""}
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """edited(text): an LM of this repository's code with `text` at the end of model.py, in a run's folder that
+    export.py reads; its class is that of the edited code, and so is what is exported."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def edited(text, family="llama"):
+        root = tmp_path / "copy"
+        command = ["git", "ls-files", "*.py", "*.cu", "*.h"]
+        names = subprocess.check_output(command, cwd=export.ROOT, text=True).split()
+        for name in names:
+            if not name.startswith(("tests/", "bench/", "experiments/")):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_bytes((export.ROOT / name).read_bytes())
+        with open(root / "model.py", "a") as f:
+            f.write(text)
+        monkeypatch.setattr(export, "ROOT", root)
+        namespace = {"__name__": "edited", "__file__": str(root / "edited.py")}
+        exec(export.modelling_code(), namespace)
+        module = namespace["load_sources"]()[0]
+        monkeypatch.setattr(test_sample, "LM", module.LM)
+        lm = tiny(family)
+        make_run(tmp_path / "run", lm)
+        monkeypatch.setattr(export, "LM", module.LM)
+        monkeypatch.setattr(sample, "load_model", lambda folder: (
+            lm, checkpoint.load(os.path.join(folder, "checkpoint.safetensors"))[1]))
+        return lm
+    return edited
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
+    lm = edited(EDITS[name])
+    result = run(out_dir=tmp_path / "run", to=tmp_path / "hf")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert "no LlamaForCausalLM: " in lines[0] and "trust_remote_code=True" in lines[0] and len(lines) == 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    with torch.no_grad():
+        close(theirs(TOKENS).logits, lm(TOKENS)[0], 1e-5)
+    assert run(check=tmp_path / "hf").code == run(check=tmp_path / "hf", out_dir=tmp_path / "run").code == 0
+
+
+def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
+    edited("# a remark\n")
+    assert "trust_remote_code" not in run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
+    assert export.read_json(tmp_path / "hf" / "config.json")["model_type"] == "llama"
+
+
+def test_without_transformers_nothing_is_said_to_be_theirs(tmp_path, monkeypatch):
+    lm = tiny("llama")
+    make_run(tmp_path / "run", lm)
+    monkeypatch.setattr(export, "has_transformers", lambda: False)
+    said = run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
+    assert "pip install transformers" in said and "read back by this repository" in said
+    assert torch.equal(export.load(tmp_path / "hf")(TOKENS)[0], lm(TOKENS)[0])
+    assert run(check=tmp_path / "hf").code == 0
+
+
+def test_what_cannot_be_read_back_gets_no_name(tmp_path, monkeypatch):
+    """A fault in the writer, which a wrong table of names would be."""
+    make_run(tmp_path / "run", tiny())
+    real = export.as_in_file
+
+    def exchanged(state, config, kind):
+        tensors = real(state, config, kind)
+        name = "layers.0.branches.0.mixer.dt_bias"
+        return {**tensors, name: tensors[name.replace("dt_bias", "D")]}
+
+    monkeypatch.setattr(export, "as_in_file", exchanged)
+    refused(run(out_dir=tmp_path / "run", to=tmp_path / "hf"), "logits differ by", "nothing was written")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_check_sees_what_is_no_longer_what_was_exported(tmp_path):
+    for family in ("llama", "longhorn"):
+        run_dir, to = make_run(tmp_path / family, tiny(family)), tmp_path / f"hf_{family}"
+        run(out_dir=run_dir, to=to, dtype="bfloat16")
+        assert run(check=to).code == run(check=to, out_dir=run_dir).code == 0
+        other = make_run(tmp_path / f"other_{family}", tiny(family))
+        lm, meta = sample.load_model(other)
+        lm.embed.weight.data[5, 3] += 0.5
+        checkpoint.save(other / "checkpoint.safetensors", checkpoint.flatten({"model": lm.state_dict()})[0], meta)
+        refused(run(check=to, out_dir=other), "not the model that was exported", "differ")
+        weights, text = (to / "model.safetensors").read_bytes(), (to / "config.json").read_text()
+        (to / "model.safetensors").write_bytes(weights[:-9] + bytes([weights[-9] ^ 64]) + weights[-8:])
+        refused(run(check=to), "model.safetensors: damaged")
+        tensors = safetensors.torch.load(weights)
+        first = next(name for name in tensors if "embed" in name)
+        tensors[first][250] *= 2  # intact, but of another model
+        checkpoint.save(to / "model.safetensors", tensors, {}, kind="pt")
+        refused(run(check=to), "not the model that was exported", "differ")
+        (to / "model.safetensors").write_bytes(weights)
+        config = json.loads(text)
+        key = "num_attention_heads" if family == "llama" else "normalize_keys"
+        (to / "config.json").write_text(json.dumps({**config, "run": {}}))
+        refused(run(check=to), "does not say what to verify")
+        assert key in config
+    refused(run(check=tmp_path / "nowhere"), "nowhere/config.json")
+    refused(run(check=to, to=tmp_path / "a", out_dir=run_dir), "--check")
+
+
+def test_the_model_card(tmp_path):
+    run_dir = make_run(tmp_path / "run", tiny("gla"))
+    run(out_dir=run_dir, to=tmp_path / "hf")
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "license: unknown" in card and "code: unknown" in card and "train sha256 ab" in card
+    environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc", "code_files": {}}
+    (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
+    run(out_dir=run_dir, to=tmp_path / "hf", license="cc-by-4.0", overwrite=True)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    for words in ("license: cc-by-4.0\n", "commit 0123abc, v2abc, with uncommitted changes", "700 tokens",
+                  "random tokens agree to", 'from_pretrained("hf", trust_remote_code=True)'):
+        assert words in card, words
+
+
+def export_at_once(run_dir, to, meeting, overwrite):
+    real = export.compare
+
+    def compare(*args):
+        meeting.wait(60)  # all have written, none has its name
+        return real(*args)
+
+    with mock.patch.object(export, "compare", compare):
+        return run(out_dir=run_dir, to=to, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_three_exports_at_once_leave_one_whole_model(overwrite, tmp_path):
+    runs = [make_run(tmp_path / f"run{i}", tiny(n_layer=i + 1)) for i in range(3)]
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager, ProcessPoolExecutor(3, context) as pool:
+        meeting = manager.Barrier(3)
+        results = [job.result(120) for job in [
+            pool.submit(export_at_once, run_dir, tmp_path / "to" / "hf", meeting, overwrite) for run_dir in runs]]
+    won = [result for result in results if result.code == 0]
+    assert len(won) == (3 if overwrite else 1), results
+    for result in results:
+        if result.code:
+            refused(result, "is not empty", "--overwrite")
+    assert os.listdir(tmp_path / "to") == ["hf"] and run(check=tmp_path / "to" / "hf").code == 0
 
 
 # ------------------------------------------------------------------------------------- in transformers, without this

@@ -16,6 +16,7 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -87,6 +88,7 @@ class LonghornConfig(PretrainedConfig):
         for name, default in vars(load_sources()[0].ModelConfig()).items():
             if name != "backend":  # depends on the machine
                 setattr(self, name, settings.pop(name, default))
+        self.backend = settings.pop("backend", "")  # torch, if it was trained in plain PyTorch
         super().__init__(**settings)
 
 
@@ -118,7 +120,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         module, backend = load_sources()
         settings = {name: getattr(config, name) for name in vars(module.ModelConfig()) if name != "backend"}
-        self.model = module.LM(module.ModelConfig(**settings, backend=backend))
+        with torch.device("cpu"):  # transformers' "meta" would leave tensors without values that no file holds
+            self.model = module.LM(module.ModelConfig(**settings, backend=config.backend or backend))
         self.post_init()
 
     def _init_weights(self, module):
