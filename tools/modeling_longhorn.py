@@ -122,10 +122,16 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         settings = {name: getattr(config, name) for name in vars(module.ModelConfig()) if name != "backend"}
         with torch.device("cpu"):  # transformers' "meta" would leave tensors without values that no file holds
             self.model = module.LM(module.ModelConfig(**settings, backend=config.backend or backend))
+        saved = self.state_dict()
+        self.unsaved = {name: buffer.clone() for name, buffer in self.named_buffers() if name not in saved}
         self.post_init()
 
+    @torch.no_grad()
     def _init_weights(self, module):
-        """Does nothing: LM initialises its own weights."""
+        """LM initialises its own weights; but from_pretrained drops the values of buffers that no file holds."""
+        for name, buffer in self.named_buffers() if self.unsaved else []:
+            if name in self.unsaved:
+                buffer.copy_(self.unsaved[name])
 
     def get_input_embeddings(self):
         return self.model.embed
