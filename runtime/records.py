@@ -5,6 +5,7 @@
     out/<run>/log.jsonl      one JSON object per event and line, keys with units
     out/<run>/result.json    the outcome, written only when the run has finished
     out/<run>/loss.png       the loss curve, see tools/loss_curve.py
+    out/<run>/eval_tasks.json, wrong.png                             written by evaluate.py and by image runs
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
 to its checkpoint, so that the log reads as if nothing had happened.
@@ -143,7 +144,8 @@ def sync_folder(folder):
 def run_files(folder):
     """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
     return [path for path in Path(folder).glob("*") if re.fullmatch(
-        r"(config|result)\.json|log\.jsonl|loss\.png|wandb|(best|checkpoint(-\d+)?)\.safetensors", path.name)]
+        r"(config|result|eval_tasks)\.json|log\.jsonl|(loss|wrong)\.png|wandb|(best|checkpoint(-\d+)?)\.safetensors",
+        path.name)]
 
 
 def move_aside(folder, begin=True):
@@ -242,6 +244,11 @@ def code_identity():
     files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
     return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
             "code_files": files}
+
+
+def changed_files(before, now):
+    """Files {path: hash} that both versions of the code have and that differ."""
+    return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
 
 
 def mixed_identities(codes):
