@@ -34,6 +34,8 @@ NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py
             "evaluation/harness.py", "experiments/sweeps/", "experiments/scaling/", "experiments/recall/mqar.py",
             "experiments/recall/report.py", "experiments/vision/sweep.py", "experiments/vision/wrong_images.py",
             "experiments/extrapolation.py", "experiments/online_learning.py")
+# Changes in these do not change what a trained model computes.
+MACHINERY = ("train.py", "optim.py", "configurator.py", "runtime/", "evaluation/")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
 
@@ -249,6 +251,22 @@ def code_identity():
 def changed_files(before, now):
     """Files {path: hash} that both versions of the code have and that differ."""
     return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
+
+
+def code_since(folder):
+    """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
+    not, or if its config.json does not say."""
+    try:
+        with fields():
+            ran_in = read_json(Path(folder) / "config.json")["environment"]
+            changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
+            back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
+            back += " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
+    except BadRecord:
+        return ""
+    changed = [path for path in changed if not path.startswith(MACHINERY)]
+    return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another model: "
+            f"{back}") if changed else ""
 
 
 def mixed_identities(codes):
