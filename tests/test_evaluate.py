@@ -63,16 +63,21 @@ class NoState(nn.Module):
         return self.v(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "longhorn,llama", "no_state"])
-def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, monkeypatch):
+@pytest.mark.parametrize("family, documents", [
+    *((family, "join") for family in [*FAMILIES, "longhorn,llama", "no_state"]),
+    *((family, "pack") for family in [*FAMILIES, "longhorn,llama"])])
+def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, documents, monkeypatch):
     monkeypatch.setitem(FAMILIES, "no_state", [NoState])
-    lm = tiny("longhorn", pattern=family)
+    lm = tiny("longhorn", pattern=family, documents=documents, end_of_text=0)
     draw = lambda n: torch.randint(256, (n,)).tolist()
     pairs = [(context, draw(n)) for length, sizes in [(1, [1, 4, 4, 9]), (2, [3]), (7, [1, 1, 1]), (30, [60, 1]),
                                                       (90, [2, 5, 40])]
              for context in [draw(length)] for n in sizes]
     best = lm(torch.tensor([pairs[-1][0]]))[0][0, -1].argmax().item()
     pairs += [(pairs[-1][0], [best]), ([0], draw(300))]  # a greedy answer; a text
+    if documents == "pack":  # documents that end in contexts and answers
+        two, ends = [5, 0, 7, 8], [6, 0]
+        pairs[:0] = [([0], draw(5)), ([0], draw(9)), (two, [1, 2]), (two, [1, 0, 2, 0, 3]), (ends, [3, 4]), (ends, [3])]
     expected = [direct(lm, *pair) for pair in pairs]
     assert any(greedy for _, greedy in expected)
     for batch_tokens in (16, 8192):
