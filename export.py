@@ -48,6 +48,7 @@ import torch
 
 import configurator
 import sample
+from data.loader import DataError
 from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
 from runtime import checkpoint, errors
@@ -90,6 +91,19 @@ ONLY = {"llama": {"hidden_act": ("silu", "silu"), "rms_norm_eps": (1e-6, 1e-5), 
         "mamba": {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5),
                   "tie_word_embeddings": (True, True), "use_bias": (False, False), "use_conv_bias": (True, True)},
         "rwkv4": {"layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (False, True)}}
+
+ROPE = {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)}
+# Fields that model_config reads, and those that do not change the logits: training, generation and bookkeeping.
+READ = {"llama": {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rope_parameters",
+                  "rope_scaling", "max_position_embeddings", *ROPE},
+        "mamba": {"expand", "time_step_rank", "intermediate_size", "state_size", "conv_kernel", "block_size"},
+        "rwkv4": {"attention_hidden_size", "context_length", "intermediate_size"}}
+HARMLESS = {
+    "model_type", "architectures", "quantization_config", "hidden_size", "num_hidden_layers", "vocab_size",
+    "transformers_version", "_name_or_path", "dtype", "torch_dtype", "run", "initializer_range", "use_cache",
+    "return_dict", "id2label", "label2id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout",
+    "pretraining_tp", "residual_in_fp32", "time_step_scale", "time_step_min", "time_step_max", "time_step_floor",
+    "time_step_init_scheme", "rescale_prenorm_residual", "use_mambapy", "use_associative_scan", "rescale_every"}
 
 # their name -> our name, for tensors before and after the layers (the embedding first), and within a layer
 ENDS = {"llama": {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"},
@@ -272,6 +286,7 @@ def model_config(config):
     kind = KINDS[kind]
     named = [ARCHITECTURES[kind]]
     require(config, {"architectures": (named, named), "quantization_config": (None, None), **ONLY[kind]})
+    refuse_unknown(config, {*HARMLESS, *ONLY[kind], *READ[kind]})
     d, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
     sizes = {"n_embd": d, "n_layer": layers, "vocab_size": whole(config, "vocab_size")}
     if kind == "rwkv4":
@@ -281,11 +296,9 @@ def model_config(config):
     elif kind == "llama":
         heads = whole(config, "num_attention_heads")
         require(config, {"num_key_value_heads": (heads, heads), "head_dim": (d // heads, d // heads)})
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # the latter in older files
-        if not isinstance(rope, dict):
-            raise ConfigError(f"rope_parameters {rope!r} is not supported: only the default kind")
-        rope = {"rope_type": rope.get("type"), **config, **rope}  # older files have the base at the top level
-        require(rope, {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)})
+        check_rope("config", {key: config[key] for key in ROPE if key in config})  # where older files have the base
+        for name in ("rope_parameters", "rope_scaling"):  # the latter in older files, and in some beside the former
+            check_rope(name, config.get(name) or {})
         sizes |= {"n_head": heads, "block_size": whole(config, "max_position_embeddings", 2048),
                   "mlp_multiple": mlp_multiple(whole(config, "intermediate_size"), d, 8 * d / 3, "8/3")}
     else:
@@ -299,6 +312,24 @@ def model_config(config):
                   "dt_rank": 0 if rank in ("auto", math.ceil(d / 16)) else whole(config, "time_step_rank"),
                   "block_size": whole(config, "block_size", ModelConfig.block_size)}
     return ModelConfig(model=kind, **sizes)
+
+
+def check_rope(name, rope):
+    """Raises ConfigError unless these settings of rotary positions are the default ones."""
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{name} {rope!r} is not supported: only the default kind")
+    require({**rope, "rope_type": rope.get("rope_type") or rope.get("type")}, ROPE)
+    require(rope, {"type": ("default", "default")})
+    refuse_unknown(rope, {*ROPE, "type"}, f"{name}: ")
+
+
+def refuse_unknown(config, known, where=""):
+    """Raises ConfigError for a field that may change what the model computes, which nothing here reads. Fields that are
+    off (false, null, 0, empty) pass."""
+    for field in sorted(config.keys() - known):
+        if config[field]:
+            raise ConfigError(f"{where}{field} {str(config[field])[:80]!r} is not understood, and may change what the "
+                              "model computes: remove it if it does not")
 
 
 def require(config, fields):
@@ -402,9 +433,10 @@ def modelling_code():
     return code.replace("SOURCES = {}", table).replace("NATIVE = {}", f"NATIVE = {native!r}")
 
 
-def tokenizer_files(meta, vocab=None):
-    """({name: text} of the files for AutoTokenizer, the token that ends a text or None).
+def tokenizer_files(meta, vocab=None, most=None):
+    """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the one that pads or None).
 
+    Padding is the token that ends a text or, if that is ordinary text, one after the vocabulary, below `most` if given.
     Without files if the tokenizer is unknown, or cannot be loaded (which is printed).
     """
     try:
@@ -413,14 +445,21 @@ def tokenizer_files(meta, vocab=None):
     except (ValueError, KeyError) as error:
         if meta.get("tokenizer"):
             print(f"no tokenizer files: {error}", file=sys.stderr)
-        return {}, 50256 if meta.get("tokenizer") == "gpt2" else None
+        return {}, *[50256 if meta.get("tokenizer") == "gpt2" else None] * 2
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "model_max_length": int(1e30)}
-    end = text.end_of_text
+    end = padding = None
+    with contextlib.suppress(DataError):  # a tokenizer of Hugging Face without a token that ends a text
+        end = text.end_of_text
     if end:
-        settings |= {"bos_token": end, "eos_token": end}
+        settings |= {"bos_token": end, "eos_token": end, "pad_token": end}
+        end = padding = text.eot_token
+    elif most is None or text.n_vocab < most:
+        padding, settings["pad_token"] = text.n_vocab, "<|pad|>"
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer_json["added_tokens"].append({"id": padding, "content": "<|pad|>", **flags, "special": True})
     texts = json.dumps(tokenizer_json, ensure_ascii=False), json.dumps(settings, indent=1)
-    return dict(zip(TOKENIZER, texts, strict=True)), text.eot_token if end else None
+    return dict(zip(TOKENIZER, texts, strict=True)), end, padding
 
 
 def push(folder, name):
@@ -680,8 +719,10 @@ def export_run(config):
 def written(config, lm, meta, kind, dtype):
     """Write and verify the folder, and say so; upload it, if asked. kind: see to_hf. Raises Unlike, before the folder
     exists."""
-    files, end_of_text = tokenizer_files(meta, config.vocab)
+    most = lm.config.vocab_size if kind in ARCHITECTURES else None  # our own code never looks at padding
+    files, end_of_text, padding = tokenizer_files(meta, config.vocab, most)
     there, tensors = to_hf(lm, dtype, end_of_text, kind)
+    there |= {"pad_token_id": padding} if kind not in ARCHITECTURES else {}  # LLaMA's would get no gradient
     expected = logits_of(rounded(lm, dtype, there))
     there["run"] = {**{key: meta[key] for key in ("tokenizer", "table", "step", "tokens", "data")},
                     "verified": fingerprint(expected)}
@@ -710,6 +751,7 @@ def import_folder(config):
     run = read_json(Path(config.from_hf) / "config.json").get("run") or {}  # written by export.py, for sample.py
     kinds = {"tokenizer": str, "table": str, "step": int, "tokens": int}
     if (not isinstance(run, dict) or any(not isinstance(run.get(key) or kind(), kind) for key, kind in kinds.items())
+            or any(isinstance(run.get(key), bool) or not 0 <= (run.get(key) or 0) < 2**48 for key in ("step", "tokens"))
             or not re.fullmatch("bytes|gpt2|char|(tiktoken|hf):.+", run.get("tokenizer") or "bytes")):
         raise ConfigError(f"{config.from_hf}/config.json: invalid \"run\", not written by export.py: {str(run)[:200]}")
     if config.tokenizer == "auto":

@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -126,7 +127,8 @@ def test_out_and_in_again(family, tmp_path):
     if kind not in PARITY:
         assert config["model_type"] == "longhorn" and config["architectures"] == ["LonghornForCausalLM"]
         assert (config["pattern"] or config["model"]) == family
-        assert config.keys() == {*export.SETTINGS, *export.OWN, "dtype", "run", "bos_token_id", "eos_token_id"}
+        tokens = {f"{name}_token_id" for name in ("bos", "eos", "pad")}
+        assert config.keys() == {*export.SETTINGS, *export.OWN, *tokens, "dtype", "run"}
         assert safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors").keys() == lm.state_dict().keys()
     run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
     again, meta = sample.load_model(tmp_path / "imported")
@@ -192,6 +194,13 @@ REFUSED = [
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'", "only 'default'"),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5", "only 1"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),  # beside rope_parameters
+    ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}}, "type 'linear'"),
+    ("llama", {"rope_theta": 5e5}, "rope_theta 500000.0"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "rope_parameters: factor '8.0'"),
+    ("llama", {"rope_scaling": [1]}, "rope_scaling [1]"),
+    ("llama", {"logit_scale": 0.5}, "logit_scale '0.5' is not understood"),
+    ("mamba", {"sliding_window": 4096}, "sliding_window '4096' is not understood"),
     ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),
@@ -575,9 +584,18 @@ for folder in sys.argv[1:]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = bytes(range(40, 52)).decode()
     assert torch.equal(tokenizer(text, return_tensors="pt").input_ids, prompt) and tokenizer.decode(prompt[0]) == text
+    for dtype in (torch.bfloat16, torch.float16):
+        half, few = load(folder, trust_remote_code=True, dtype=dtype), prompt[:, :5]
+        alone = half.model(few)[0]
+        assert alone.dtype == dtype and torch.equal(half(few).logits, alone) and alone.isfinite().all()
+        assert (alone - model(few).logits).abs().max() < 0.1 * alone.abs().max(), folder
+    assert half.generate(few, max_new_tokens=2, do_sample=False).shape == (1, 7)
     found = model.generate(prompt, max_new_tokens=12, do_sample=False)
     if folder == sys.argv[1]:
-        model.generate(prompt, max_new_tokens=3, do_sample=False, num_beams=2)
+        writer = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        how, texts = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}, [text, "a", text[:5]]
+        in_batches = [out[0]["generated_text"] for out in writer(texts, batch_size=2, **how)]
+        assert in_batches == [writer(t, **how)[0]["generated_text"] for t in texts], folder
     logits = model(prompt, labels=prompt)
     print("found", model.model.config.backend, float(logits.loss), *found[0].tolist())
 """
@@ -612,12 +630,111 @@ def test_the_native_kernels_serve_where_the_repository_is_importable(tmp_path, m
     theirs = load()
     assert counting.computed_by(theirs.model) == counting.computed_by(lm) and type(theirs.model).__module__ != "model"
     assert torch.equal(theirs(TOKENS).logits, lm(TOKENS)[0])
-    padded = torch.ones_like(TOKENS)
-    padded[0, 0] = 0
-    with pytest.raises(ValueError, match="padded"):
-        theirs.generate(TOKENS, attention_mask=padded, max_new_tokens=2)
     theirs.save_pretrained(tmp_path / "again")  # and back
     assert torch.equal(export.load(tmp_path / "again")(TOKENS)[0], lm(TOKENS)[0])
+
+
+@pytest.fixture(scope="module")
+def code():
+    """The modelling code of an exported folder, as a module."""
+    module = types.ModuleType("exported_code")
+    module.__file__ = str(export.ROOT / "exported_code.py")
+    sys.modules["exported_code"] = module
+    exec(export.modelling_code(), vars(module))
+    return module
+
+
+def in_code(code, lm):
+    """The LM as transformers sees it."""
+    config, tensors = to_hf(lm, kind="longhorn")
+    settings = {key: value for key, value in config.items() if key not in (*export.OWN, "dtype")}
+    model = code.LonghornForCausalLM(code.LonghornConfig(**settings)).eval()
+    model.model.load_state_dict(tensors)
+    return model
+
+
+def side_by_side(rows, side, padding=300):  # beyond the vocabulary: looking it up would be an error
+    """(ids, mask) (B, T) of rows padded on a side."""
+    width = max(map(len, rows))
+    before = lambda row: width - len(row) if side == "left" else 0
+    ids, mask = torch.full((len(rows), width), padding), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, before(row):before(row) + len(row)] = row
+        mask[i, before(row):before(row) + len(row)] = 1
+    return ids, mask
+
+
+ROWS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 4, 14)]
+GREEDY = {"do_sample": False, "pad_token_id": 300}
+VARIANTS = [*((family, {}) for family in (*FAMILIES, "longhorn,llama")), ("rwkv", {"as_released": True}),
+            *((family, {"documents": "pack", "end_of_text": 115}) for family in ("longhorn", "swa", "longhorn,llama"))]
+
+
+@pytest.mark.parametrize("family, settings", VARIANTS, ids=str)
+def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
+    """Padded on either side, with and without a cache: logits, and what is written, are those of the LM on one row."""
+    lm = tiny("longhorn", pattern=family, **settings)
+    model, rows = in_code(code, lm), [*ROWS[:2], torch.tensor([7, 115, 9, 9])]  # 115 ends a document
+    written = [sample.generate(lm, row[None], 4, temperature=0)[0, len(row):] for row in rows]
+    for side in ("left", "right"):
+        ids, mask = side_by_side(rows, side)
+        for use_cache in (False, True):
+            with torch.no_grad():
+                whole = model(ids, attention_mask=mask, use_cache=use_cache).logits
+                last = model(ids, attention_mask=mask, use_cache=use_cache, logits_to_keep=1).logits
+            for i, row in enumerate(rows):
+                expected = lm(row[None])[0][0]
+                close(whole[i, mask[i].bool()], expected, 1e-5)
+                close(last[i, 0], expected[-1], 1e-5)
+            got = model.generate(ids, attention_mask=mask, max_new_tokens=4, use_cache=use_cache, **GREEDY)
+            assert torch.equal(got[:, -4:], torch.stack(written)), (side, use_cache)
+    if family == "longhorn,llama":
+        beams = model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=2, **GREEDY)
+        for i, row in enumerate(rows):
+            alone = model.generate(row[None], max_new_tokens=4, num_beams=2, **GREEDY)
+            assert torch.equal(beams[i, -4:], alone[0, -4:])
+
+
+@pytest.mark.parametrize("family", ["longhorn", "swa", "longhorn,llama"])
+def test_what_else_transformers_asks_of_a_model(family, code):
+    """A cache given on, embeddings, any number of logits, tuples, a loss, activations computed again."""
+    lm = tiny("longhorn", pattern=family)
+    model, idx, (logits, _) = in_code(code, lm), ROWS[2][None], lm(ROWS[2][None])
+    first = model.generate(idx, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
+    longer = torch.cat([first.sequences, ROWS[1][None]], 1)
+    for _ in range(2):  # the cache is not used up
+        second = model.generate(longer, past_key_values=first.past_key_values, max_new_tokens=6, **GREEDY)
+        assert torch.equal(second, sample.generate(lm, longer, 6, temperature=0))
+    embeds = model.get_input_embeddings()(idx)
+    for use_cache in (False, True):
+        written = model.generate(inputs_embeds=embeds, max_new_tokens=5, use_cache=use_cache, **GREEDY)
+        assert torch.equal(written, first.sequences[:, 14:])
+    close(model(inputs_embeds=embeds).logits, logits, 1e-6)
+    some = torch.tensor([2, 5])
+    for keep, kept in ((1, logits[:, -1:]), (4, logits[:, -4:]), (0, logits), (some, logits[:, some])):
+        close(model(idx, logits_to_keep=keep).logits, kept, 1e-6)
+        close(model(idx, logits_to_keep=keep, use_cache=True).logits, kept, 1e-5)
+    (alone,) = model(idx, return_dict=False)
+    assert torch.equal(alone, logits) and len(model(idx, labels=idx, use_cache=True, return_dict=False)) == 3
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
+    torch.testing.assert_close(model(idx, labels=idx).loss, loss)
+    torch.testing.assert_close(model(idx, labels=idx, num_items_in_batch=26).loss, loss / 2)
+
+    def gradients():
+        model.zero_grad()
+        calls = []
+        hooks = [layer.branches[0].register_forward_hook(lambda *_: calls.append(1)) for layer in model.model.layers]
+        model(idx, labels=idx).loss.backward()
+        for hook in hooks:
+            hook.remove()
+        return len(calls), [p.grad.clone() for p in model.parameters()]
+
+    model.train()
+    once, plain = gradients()
+    model.gradient_checkpointing_enable()
+    twice, again = gradients()
+    model.gradient_checkpointing_disable()
+    assert (once, twice, gradients()[0]) == (2, 4, 2) and all(map(torch.equal, plain, again))
 
 
 TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n"]
@@ -637,7 +754,11 @@ def test_tokenizers_travel(tmp_path):
             ids = theirs(words).input_ids
             assert ids == text.encode(words) and theirs.decode(ids) == words, (kind, words)
         config = export.read_json(tmp_path / f"to_{kind}" / "config.json")
-        assert config["eos_token_id"] == theirs.eos_token_id == {"gpt2": 50256, "hf": 0}.get(kind)
+        end = {"gpt2": 50256, "hf": 0}.get(kind)
+        assert config["eos_token_id"] == theirs.eos_token_id == end
+        padding = {"bytes": None, "char": len(table)}.get(kind, end)  # LLaMA's 256 rows leave no room for one
+        assert theirs.pad_token_id == padding == config["pad_token_id"]
+        assert padding is None or theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
 
 
 def test_a_push_is_the_hubs_own_client(tmp_path, monkeypatch):
