@@ -199,8 +199,8 @@ REFUSED = [
     ("llama", {"rope_theta": 5e5}, "rope_theta 500000.0"),
     ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "rope_parameters: factor '8.0'"),
     ("llama", {"rope_scaling": [1]}, "rope_scaling [1]"),
-    ("llama", {"logit_scale": 0.5}, "logit_scale '0.5' is not understood"),
-    ("mamba", {"sliding_window": 4096}, "sliding_window '4096' is not understood"),
+    ("llama", {"logit_scale": 0.5}, "logit_scale '0.5' is not supported"),
+    ("mamba", {"sliding_window": 4096}, "sliding_window '4096' is not supported"),
     ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),
@@ -584,12 +584,9 @@ for folder in sys.argv[1:]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = bytes(range(40, 52)).decode()
     assert torch.equal(tokenizer(text, return_tensors="pt").input_ids, prompt) and tokenizer.decode(prompt[0]) == text
-    for dtype in (torch.bfloat16, torch.float16):
-        half, few = load(folder, trust_remote_code=True, dtype=dtype), prompt[:, :5]
-        alone = half.model(few)[0]
-        assert alone.dtype == dtype and torch.equal(half(few).logits, alone) and alone.isfinite().all()
-        assert (alone - model(few).logits).abs().max() < 0.1 * alone.abs().max(), folder
-    assert half.generate(few, max_new_tokens=2, do_sample=False).shape == (1, 7)
+    half, few = load(folder, trust_remote_code=True, dtype=torch.bfloat16), prompt[:, :3]
+    assert half(few).logits.dtype == torch.bfloat16, folder
+    assert (half(few).logits - model(few).logits).abs().max() < 0.1 * model(few).logits.abs().max(), folder
     found = model.generate(prompt, max_new_tokens=12, do_sample=False)
     if folder == sys.argv[1]:
         writer = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
@@ -673,6 +670,7 @@ VARIANTS = [*((family, {}) for family in (*FAMILIES, "longhorn,llama")), ("rwkv"
 @pytest.mark.parametrize("family, settings", VARIANTS, ids=str)
 def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
     """Padded on either side, with and without a cache: logits, and what is written, are those of the LM on one row."""
+    rounding = 3e-5 if family == "rwkv" else 1e-5  # it divides by the deviation of each head, which may be small
     lm = tiny("longhorn", pattern=family, **settings)
     model, rows = in_code(code, lm), [*ROWS[:2], torch.tensor([7, 115, 9, 9])]  # 115 ends a document
     written = [sample.generate(lm, row[None], 4, temperature=0)[0, len(row):] for row in rows]
@@ -684,10 +682,14 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
                 last = model(ids, attention_mask=mask, use_cache=use_cache, logits_to_keep=1).logits
             for i, row in enumerate(rows):
                 expected = lm(row[None])[0][0]
-                close(whole[i, mask[i].bool()], expected, 1e-5)
-                close(last[i, 0], expected[-1], 1e-5)
+                close(whole[i, mask[i].bool()], expected, rounding)
+                close(last[i, 0], expected[-1], rounding)
             got = model.generate(ids, attention_mask=mask, max_new_tokens=4, use_cache=use_cache, **GREEDY)
             assert torch.equal(got[:, -4:], torch.stack(written)), (side, use_cache)
+    for dtype in (torch.bfloat16, torch.float16):
+        half, logits = in_code(code, lm.to(dtype)).to(dtype), lm(rows[0][None])[0]
+        assert logits.dtype == dtype and torch.equal(half(rows[0][None]).logits, logits) and logits.isfinite().all()
+        assert half.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY).shape == (3, ids.shape[1] + 2)
     if family == "longhorn,llama":
         beams = model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=2, **GREEDY)
         for i, row in enumerate(rows):

@@ -178,11 +178,11 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return None  # the head is the embedding
 
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1, **_):
         self.gradient_checkpointing = enable
-        for layer in self.model.layers:
+        for i, layer in enumerate(self.model.layers):
             layer.__dict__.pop("forward", None)
-            if enable:
+            if enable and i % every_n_layers == 0:
                 layer.forward = functools.partial(recomputed, layer)
 
     def forward(self, input_ids=None, attention_mask=None, past_key_values=None, inputs_embeds=None, use_cache=None,
