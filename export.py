@@ -328,8 +328,8 @@ def refuse_unknown(config, known, where=""):
     off (false, null, 0, empty) pass."""
     for field in sorted(config.keys() - known):
         if config[field]:
-            raise ConfigError(f"{where}{field} {str(config[field])[:80]!r} is not supported: it may change what the model "
-                              "computes (remove it if it does not)")
+            raise ConfigError(f"{where}{field} {str(config[field])[:80]!r} is not supported: it may change what the "
+                              "model computes (remove it if it does not)")
 
 
 def require(config, fields):
