@@ -5,6 +5,7 @@
     out/<run>/log.jsonl      one JSON object per event and line, keys with units
     out/<run>/result.json    the outcome, written only when the run has finished
     out/<run>/loss.png       the loss curve, see tools/loss_curve.py
+    out/<run>/eval_tasks.json, wrong.png                             written by evaluate.py and by image runs
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
 to its checkpoint, so that the log reads as if nothing had happened. Other damaged lines are left out too; a resumed run
@@ -38,6 +39,8 @@ NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py
             "experiments/scaling/", "experiments/recall/mqar.py", "experiments/recall/report.py",
             "experiments/vision/sweep.py", "experiments/vision/report.py", "experiments/vision/wrong_images.py",
             "experiments/extrapolation.py", "experiments/online_learning.py")
+# Changes in these do not change what a trained model computes.
+MACHINERY = ("train.py", "optim.py", "configurator.py", "runtime/", "evaluation/")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
 
@@ -197,7 +200,7 @@ def sync_folder(folder):
 
 def run_files(folder):
     """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
-    names = (r"(config|result)\.json|log(-damaged-\d+)?\.jsonl|loss\.png|wandb|"
+    names = (r"(config|result|eval_tasks)\.json|log(-damaged-\d+)?\.jsonl|(loss|wrong)\.png|wandb|"
              r"(best|checkpoint(-\d+)?)\.safetensors")
     return [path for path in Path(folder).glob("*") if re.fullmatch(names, path.name)]
 
@@ -314,6 +317,27 @@ def code_identity():
     files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
     return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
             "code_files": files}
+
+
+def changed_files(before, now):
+    """Files {path: hash} that both versions of the code have and that differ."""
+    return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
+
+
+def code_since(folder):
+    """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
+    not, or if its config.json does not say."""
+    try:
+        with fields():
+            ran_in = read_json(Path(folder) / "config.json")["environment"]
+            changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
+            back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
+            back += " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
+    except BadRecord:
+        return ""
+    changed = [path for path in changed if not path.startswith(MACHINERY)]
+    return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another model: "
+            f"{back}") if changed else ""
 
 
 def mixed_identities(codes):
