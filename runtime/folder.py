@@ -26,7 +26,8 @@ MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
     "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "device", "compile", "parallel", "recompute",
-    "max_bad_steps", "backend", "loss_from_logits", "self_check", "timeout_minutes", "workers",  # workers: of image runs
+    "max_bad_steps", "backend", "loss_from_logits", "self_check", "timeout_minutes",
+    "workers",  # of image runs
     "branch",  # used only if there is no checkpoint
     "dataset",  # compared by the hash of its content instead
     "max_iters",  # if the learning rates of the steps already done do not change
