@@ -23,8 +23,8 @@ OUT    ?= out/$(basename $(notdir $(CONFIG)))
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
 	$(if $(findstring bpe,$(CONFIG)),$(PY) data/pystdlib_bpe/prepare.py)
-	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
-	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
+	$(PY) train.py $(CONFIG) --out_dir='$(OUT)' $(ARGS)
+	$(PY) sample.py --out_dir='$(OUT)' --max_new_tokens=400
 
 # Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for each other.
 test: $(VENV)/main $(VENV)/test lint
@@ -33,7 +33,8 @@ test: $(VENV)/main $(VENV)/test lint
 # Installs the lm-evaluation-harness for evaluate.py; scores the model of `make train`, if there is one.
 eval: $(VENV)/main $(VENV)/eval
 	$(PY) data/pystdlib/prepare.py
-	$(if $(wildcard $(OUT)/checkpoint.safetensors),$(PY) evaluate.py $(OUT) $(ARGS),@echo "installed; after make train: $(PY) evaluate.py $(OUT)")
+	@if [ -e '$(OUT)/checkpoint.safetensors' ]; then $(PY) evaluate.py '$(OUT)' $(ARGS); \
+	else echo "installed; after make train: $(PY) evaluate.py '$(OUT)'"; fi
 
 # The fault tests in their long form, in one process.
 chaos: $(VENV)/main $(VENV)/test
@@ -53,7 +54,7 @@ bench: $(VENV)/main
 # instead of results/gpu_<device>/.
 GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
-	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
+	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out='$(OUT)') $(ARGS)
 
 # Install once, and again when a requirements file changes: an empty file in .venv marks the time of the installation.
 $(VENV)/main: requirements.txt

@@ -436,6 +436,19 @@ def tensors_of(state):
     return [state] if isinstance(state, torch.Tensor) else []
 
 
+def emptied(state, empty, rows):
+    """A state in which these rows, (B,) of bool, are those of `empty`. Raises ValueError if only some rows of a cache
+    that grows would have to shrink."""
+    if rows.all():
+        return empty
+    if isinstance(state, (list, tuple)):
+        return type(state)(emptied(part, new, rows) for part, new in zip(state, empty, strict=True))
+    if state.shape != empty.shape:
+        raise ValueError("documents=pack: documents end at different places in the rows of a batch, and the cache of "
+                         "attention has one length for all rows: read the rows one at a time")
+    return torch.where(rows.view(-1, *[1] * (state.dim() - 1)), empty.to(state.dtype), state)
+
+
 class LM(nn.Module):
     """A language model of any family or pattern of families: `logits, loss = LM(config)(idx, targets)`.
 
@@ -507,14 +520,8 @@ class LM(nn.Module):
         if keep and (len(state) != len(self.layers) or {len(a) for a in tensors_of(state) if a.dim() > 1} - {len(idx)}):
             raise ValueError(f"state does not fit {len(self.layers)} layers and a batch of {len(idx)}: start from "
                              f"initial_state({len(idx)}), or from the state that the previous call returned")
-        h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
-        if self.positions is not None:
-            h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
-        pack = self.config.documents == "pack" and not keep  # a state belongs to one document
-        with documents((idx == self.config.end_of_text).roll(1, 1) if pack else None):
-            for layer, s in zip(self.layers, state if keep else [None] * len(self.layers), strict=True):
-                h, s = layer(h, s)
-                after.append(s)
+        h, after = (self.through_documents if keep and self.config.documents == "pack" else self.through_layers)(
+            idx, state)  # (B, T, n_embd)
         h = self.norm(h[:, -1:] if last_only else h)
         logits = loss = None
         from_logits = self.config.loss_from_logits or self.config.backend == "torch" or torch.compiler.is_compiling()
@@ -526,6 +533,31 @@ class LM(nn.Module):
                 loss = cross_entropy(logits, targets)
         logits = None if loss_only else logits
         return (logits, loss, after) if keep else (logits, loss)
+
+    def through_layers(self, idx, state=None):
+        """((B, T, n_embd) after the last layer, the layers' next state)."""
+        h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
+        if self.positions is not None:
+            h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
+        pack = self.config.documents == "pack" and state is None
+        with documents((idx == self.config.end_of_text).roll(1, 1) if pack else None):
+            for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
+                h, s = layer(h, s)
+                after.append(s)
+        return h, after
+
+    def through_documents(self, idx, state):
+        """The same for packed documents that are read through a state: the token that ends one empties the state, as
+        the next document starts from an empty one in training."""
+        ends, parts = idx == self.config.end_of_text, []  # (B, T)
+        cuts = [end + 1 for end in ends.any(0).nonzero()[:, 0].tolist() if end + 1 < idx.shape[1]]
+        for part in idx.tensor_split(cuts, 1):
+            h, state = self.through_layers(part, state)
+            ended = part[:, -1] == self.config.end_of_text
+            if ended.any():
+                state = emptied(state, self.initial_state(len(idx)), ended)
+            parts.append(h)
+        return torch.cat(parts, 1), state
 
     def branches(self):
         """[(name, Branch)] in the order in which they run."""

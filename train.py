@@ -208,6 +208,17 @@ NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block
                 "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size", "seed")
 
 
+TEXT_ONLY = ("pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
+             "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval")
+
+
+def check_not_set(config, names, words):
+    """Raises ConfigError if one of these settings, which the program cannot use, is not its default."""
+    for field in dataclasses.fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            raise ConfigError(f"{field.name} {getattr(config, field.name)} {words}")
+
+
 def check(config):
     """Raises ConfigError for settings that cannot work with any data or machine."""
     for name, value in dataclasses.asdict(config).items():
@@ -311,10 +322,13 @@ def main(argv):
                               f"{other.meta['tokenizer']!r}, {tokens.folder} {tokens.meta['tokenizer']!r}, or their "
                               "vocabularies differ: prepare one of them again")
     if config.documents == "pack" and config.end_of_text < 0:
-        config.end_of_text = tokens.meta.get("end_of_text", -1)
-        if config.end_of_text < 0:
+        if tokens.meta.get("end_of_text") is None:
             raise ConfigError(f"documents=pack: {tokens.folder / 'meta.json'} does not say which token ends a "
                               "document: give --end_of_text, or use --documents=join")
+        config.end_of_text = tokens.meta["end_of_text"]
+    if not -1 <= config.end_of_text < tokens.vocab_size:
+        raise ConfigError(f"end_of_text {config.end_of_text} is no token of {tokens.folder}: it must be 0 or more and "
+                          f"below {tokens.vocab_size}, or -1 for the data's own")
     if parts[1:] and config.as_released:
         raise ConfigError(f"dataset={config.dataset}: as_released cannot mix datasets: name one")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64

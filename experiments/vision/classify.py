@@ -342,9 +342,8 @@ def check(config):
         raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
     if config.mixup + config.cutmix > 1:
         raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} add up to more than 1")
-    if config.pattern or config.block_size or config.batch_tokens or config.vocab_size:
-        raise ConfigError("pattern, block_size, batch_tokens and vocab_size are not for images: set model, image_size, "
-                          "patch_size and batch_images")
+    train.check_not_set(config, (*train.TEXT_ONLY, "block_size", "vocab_size"), "is not for images: leave it out; "
+                        "sizes are image_size, patch_size, batch_images, and evaluations read all validation images")
 
 
 def build_model(config, device):
