@@ -127,7 +127,8 @@ def train(config, model, data, evaluate, schedule=None):
     schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
     with (Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry,
           Signals() as signals):  # out of memory becomes one line here
-        telemetry.say(self_check(model) if config.self_check == "on" else "self-check: off")
+        dtype = getattr(torch, config.dtype)
+        telemetry.say(self_check(model, dtype) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
         folder.resume(optimizers, schedule, telemetry)  # from the newest intact checkpoint, if there is one

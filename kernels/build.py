@@ -36,6 +36,8 @@ CUDA_THREADS = 128  # THREADS of lanes.h
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
+# (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
+CUDA_SHAPES = ((4, 2), (8, 2), (4, 4), (8, 4), (4, 8), (8, 8), (4, 16), (8, 16), (4, 32), (8, 32))
 # Kernels with a variant for whole chunks and blocks -> the rows that it fetches ahead.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
 LA = "kernels/linear_attention.py: "
@@ -60,7 +62,7 @@ NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no lib
 
 # ------------------------------------------------------------------------------------------------------ which body runs
 
-_forced_plain = set()
+_forced_plain, _libraries_off = set(), False
 
 
 @contextlib.contextmanager
@@ -81,6 +83,24 @@ def plain(*ops):
         _forced_plain.difference_update(added)
 
 
+@contextlib.contextmanager
+def without_libraries():
+    """In this context operators run this repository's bodies where `backend` would call other libraries' kernels."""
+    global _libraries_off
+    before, _libraries_off = _libraries_off, True
+    try:
+        yield
+    finally:
+        _libraries_off = before
+
+
+def places(op, backend, device, dtype):
+    """(place of the body of `op` that runs for these arguments of `choose`, place of its plain body), for messages."""
+    fast, slow = BODIES[op]
+    library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
+    return fused.place(op) if library else fast, slow
+
+
 def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
     """The body of `op` (a key of BODIES) to run: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the
     device ('cpu', 'cuda') for this repository's own body on it. Every operator calls this.
@@ -92,18 +112,21 @@ def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
 
     Raises ValueError for an unknown backend, RuntimeError with the reason if the given backend cannot run here.
     """
-    return _choose(op, backend or "", device, dtype, cannot, library_cannot, op in _forced_plain, transformed())
+    backend = "" if backend == "fused" and _libraries_off else backend or ""
+    return _choose(op, backend, device, dtype, cannot, library_cannot, op in _forced_plain, _libraries_off,
+                   transformed())
 
 
 @constant_when_compiled
-def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, inside):
+def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, libraries_off, inside):
     if backend not in ("", *BACKENDS):
         raise ValueError(f"{op}: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or leave it empty")
     if backend == "torch" or forced_plain:
         return "torch"
     if backend == "fused" and op in NO_LIBRARY:
         raise RuntimeError(f"{op}: {NO_LIBRARY[op]}: leave backend empty")
-    if op in fused.LIBRARIES and (backend == "fused" or not backend and op in fused.BY_DEFAULT):
+    default = not backend and op in fused.BY_DEFAULT and not libraries_off
+    if op in fused.LIBRARIES and (backend == "fused" or default):
         reason = f"the tensors are on {device}" if device != fused.GPU else fused.refusal(op, dtype) or library_cannot
         reason = reason or fused.load(op)[1]
         if reason is None:
