@@ -18,7 +18,6 @@ Unedited code agrees to about 1e-6; half a step size or a dropped gate shows as 
 import contextlib
 import itertools
 import math
-import statistics
 import time
 from dataclasses import replace
 
@@ -120,31 +119,29 @@ def compare(toy, plain, batch, states=True):
 
 def compare_rounded(toy, plain, batch, dtype):
     """A line on how well the operators that train in a 16-bit dtype agree with float32: within ROUNDING times the plain
-    operators' own error in that dtype. Raises ConfigError, naming the operator, if they do not."""
-    device = batch[1].device.type
+    operators' own error in that dtype. Raises ConfigError, naming the operator, if they do not.
+
+    An error is the root mean square over the loss and all gradients: a single one of two numbers may be right by
+    chance, and a mistake in any of them is a hundred times the rounding.
+    """
+    device, number = batch[1].device.type, str(dtype).removeprefix("torch.")
     true = gradients(plain, loss_alone, batch)
     with torch.autocast(device, dtype):
-        usual = differences(gradients(plain, loss_alone, batch), true)
-        typical = statistics.median(usual.values())  # a single number may agree by chance
-
-        def ratio():
-            errors = differences(gradients(toy, loss_alone, batch), true)
-            name = max(errors, key=lambda n: errors[n] / max(usual[n], typical))
-            return errors[name] / max(usual[name], typical), name
-
-        worst, name = ratio()
-        number = str(dtype).removeprefix("torch.")
-        if worst <= ROUNDING:
-            return f"in {number} to {worst:.1f} times the plain operators' rounding"
-        ratios = {}
+        errors = lambda m: differences(gradients(m, loss_alone, batch), true)
+        size = lambda errors: math.hypot(*errors.values())
+        rounding, trained = errors(plain), errors(toy)
+        times = size(trained) / size(rounding)
+        if times <= ROUNDING:
+            return f"in {number} to {times:.1f} times the plain operators' rounding"
+        name, left = max(trained, key=trained.get), {}
         for op in build.BODIES:
             with build.plain(op):
-                ratios[op] = ratio()[0]
-        op = min(ratios, key=ratios.get)
+                left[op] = size(errors(toy))
+        op = min(left, key=left.get)
         fast, slow = build.places(op, toy.config.backend, device, dtype)
     way_out = TORCH if fast == build.BODIES[op][0] else f"train with --backend={device}, which calls no other library"
-    raise ConfigError(f"self-check: in {number} {fast} and {slow} ({op}) disagree in {name}, by {worst:.0f} times the "
-                      f"rounding of the latter: {way_out}")
+    raise ConfigError(f"self-check: in {number} {fast} and {slow} ({op}) disagree by {trained[name]:.0e} in {name}, "
+                      f"{times:.0f} times the rounding of plain operators: {way_out}")
 
 
 def loss_alone(model, x, y):
