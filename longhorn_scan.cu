@@ -68,7 +68,7 @@ struct ScanArgs {
 struct Row { int64_t start, T, chunk, b, t; };
 
 MATH Row row_of(const ScanArgs &a, int64_t r) {
-    if (a.cu) return {a.cu[r], a.cu[r + 1] - a.cu[r], a.cu[r] / CHUNK + r, 0, a.cu[r]};  // test: row
+    if (a.cu) return {a.cu[r], a.cu[r + 1] - a.cu[r], a.cu[r] / CHUNK + r, 0, a.cu[r]};
     // 64-bit division is a function call on a GPU
     const uint32_t segments = (uint32_t)a.segments, b = (uint32_t)r / segments;
     const int64_t t = ((uint32_t)r - b * segments) * a.segment_T, left = a.T - t;
@@ -116,7 +116,7 @@ struct Longhorn {
         sums.dx += gek;
         sums.dsize += gek * error;
         dk += ge * twice_less(error, s.x);                     // x - 2 k S
-        return g - k * gek;  // test: decay of G
+        return g - k * gek;
     }
     template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &sums, V) {
         return longhorn_grads(s, sums.dx, sums.dsize);
@@ -134,7 +134,7 @@ struct Exact {                                                 // residual: x - 
     template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V Gk, Sums<V> &, V &dk, V &) {
         dk += s.size * (g * s.residual - Gk * S);
-        return g - (s.size * Gk) * k;  // test: pull of G
+        return g - (s.size * Gk) * k;
     }
     template <class V> MATH StepGrads<V> finish(const Step<V> &s, const Sums<V> &, V Gk) {
         return longhorn_grads(s, s.size * Gk, s.size * Gk * s.residual);
@@ -149,7 +149,7 @@ template <class V> MATH V log1p_series(V t) {
     p = p * w + 1.0f / 9.0f;
     p = p * w + 1.0f / 7.0f;
     p = p * w + 1.0f / 5.0f;
-    p = p * w + 1.0f / 3.0f;  // test: log1p
+    p = p * w + 1.0f / 3.0f;
     return (s + s) * (p * w + 1.0f);
 }
 
@@ -171,7 +171,7 @@ struct Mamba {                                                 // rates are A / 
         const V ga = g * decay, gaS = ga * S;
         sums.dx += g * k;
         sums.dsize += rate * gaS;
-        drate += s.size * gaS;  // test: rate gradient
+        drate += s.size * gaS;
         dk += g * (s.size * s.x);
         return ga;
     }
@@ -626,7 +626,7 @@ MATH void scan_forward(const ScanArgs &a) {
             }
         }
         if constexpr (ASYNC) keys.take(async.raw);                       // requested before rows that have arrived
-        keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);  // test: forward stores keys
+        keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
         __syncthreads();  // the other buffer is full, this one is free; test: forward barrier
     }
     if (ASYNC) copy_wait<0>();                                           // none may arrive after the block has ended
@@ -687,7 +687,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     auto rate = [&](int i) { return U::rates ? s.rates[i][at.tid] : 0.0f; };
     auto step_of = [&](float xt, float dtt, int r, bool inside, Step<float> (&all)[C]) {
         Step<float> step = U::step(xt, dtt, bias, U::norm ? s.kk[r] : 0.0f, a.softplus);
-        if (U::rates && !inside) step.size = 0.0f;                       // as in the forward; test: beyond T
+        if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
         share_step(step, all);
     };
     // Stages of rows follow the walk below: a chunk's sub-chunks forwards, except the last, with x and dt only; then
@@ -703,7 +703,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     };
     auto arrived = [&]() {                                               // the stage requested last, for the whole warp
         copy_wait<0>();  // test: backward waits
-        __syncwarp();  // test: backward barrier
+        __syncwarp();
         stage ^= 1;
     };
     auto begin_states = [&](Four (*to)[THREADS], int t0) {
@@ -783,7 +783,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 // the states of later sub-chunks have been read
                 if (sub == 1) {
                     begin_states(s.states[HERE], t0);
-                    if (t0) begin_states(s.states[NEXT], t0 - CHUNK);  // test: backward fetches states
+                    if (t0) begin_states(s.states[NEXT], t0 - CHUNK);
                 }
                 if (sub) rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub - 1) * SUB);
                 else rows.template begin<2>(async.rows[at.warp][stage ^ 1], t0 ? t0 - CHUNK : 0);
@@ -799,7 +799,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 }
             }
             auto &now = async.rows[at.warp][stage].row;
-            get_own(s.states[place_of(sub)], at.tid, S);  // test: sub-chunk states
+            get_own(s.states[place_of(sub)], at.tid, S);
             #pragma unroll
             // forward again, keeping every state; dq and dz
             for (int i = 0; i < SUB; i++) {
@@ -901,7 +901,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 float sum = 0.0f, sum_kk = 0.0f;
                 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
-                    sum += rows[w * SUB * NP];  // test: warp sums
+                    sum += rows[w * SUB * NP];
                     if (U::norm) sum_kk += s.dkk[w][step];
                 }
                 if (U::norm) sum -= pick(of_k, 2.0f * s.k[r][from] * sum_kk, 0.0f);
@@ -973,7 +973,7 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
         __syncthreads();                                                 // the previous batch has been read
         keys.store(s.k[0], s.q[0], s.kk[0]);
         __syncthreads();
-        keys.begin(s.raw, batch ? batch - BATCH : 0);  // test: segment keys
+        keys.begin(s.raw, batch ? batch - BATCH : 0);
         #pragma unroll 1
         for (int t = batch + BATCH - STEPS; t >= batch; t -= STEPS) {
             copy_wait<STAGES - 2>();
@@ -1100,7 +1100,7 @@ template <class E> static void load_keys(const ScanArgs &a, const Row &row, int6
             to.q[t * a.N + j] = to_float(qs[j]);
             sum += kj * kj;
         }
-        to.kk[t] = sum;  // test: norm of keys
+        to.kk[t] = sum;
     }
 }
 
@@ -1184,7 +1184,7 @@ template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in,
         if (U::whole) {
             vec sum[2] = {};
             UNROLL for (int64_t j = 0; j < N; j++) sum[j & 1] += k[j] * S[j];
-            s.residual = s.x - (sum[0] + sum[1]);  // test: residual
+            s.residual = s.x - (sum[0] + sum[1]);
         }
         UNROLL for (int64_t j = 0; j < N; j++) {
             S[j] = U::next(s, S[j], k[j], U::rates ? U::decay(s, rates[j]) : vec{});
@@ -1287,7 +1287,7 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
             Gk = of_k[0] + of_k[1];
         }
         UNROLL for (int64_t j = 0; j < N; j++) {
-            vec g = U::whole ? G[j] : G[j] + dy * q[j];  // test: state before
+            vec g = U::whole ? G[j] : G[j] + dy * q[j];
             G[j] = U::back(s, U::keep(s, before[j], k[j]), k[j], U::rates ? rates[j] : vec{},
                            U::rates ? decays[j] : vec{}, g, Gk, over_states[j & 1],
                            dk[j], out.drates[U::rates ? j : 0]);
@@ -1338,18 +1338,18 @@ template <class U, class E, int NC> static void backward_task(const ScanArgs &a,
             int64_t c = g * LANES, i = g - first;
             int n = tail(a.D, c);
             const float *saved = a.chunks + (row.chunk + chunk) * N * a.D + c;
-            for (int64_t j = 0; j < N; j++) kept.S[j] = load(saved + j * a.D, n);  // test: chunk state
+            for (int64_t j = 0; j < N; j++) kept.S[j] = load(saved + j * a.D, n);
             Tile<E> tile = tile_of<E>(a, row, t0, steps, c, n, room);
             backward_chunk<U, E, NC>(tile, N, a.softplus, steps, keys, rates + i * with_rates, kept, sum,
                                      {G + i * N, drates + i * with_rates, dskip + i, dbias + i});
             unstage(a, tile, row, t0, steps, c, n);
         }
         int64_t to = (split * tokens(a) + row.start + t0) * N;
-        row_sums(sum.dkk, CHUNK, sums_kk);  // test: split
+        row_sums(sum.dkk, CHUNK, sums_kk);
         row_sums(sum.dk, padded, sums);
         for (int t = 0; t < steps; t++)
             for (int64_t j = 0; j < N; j++)
-                a.dk[to + t * N + j] = sums[t * N + j] - 2.0f * keys.k[t * N + j] * sums_kk[t];  // test: dk
+                a.dk[to + t * N + j] = sums[t * N + j] - 2.0f * keys.k[t * N + j] * sums_kk[t];
         row_sums(sum.dq, padded, sums);
         memcpy(a.dq + to, sums, steps * N * sizeof(float));
     }

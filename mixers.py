@@ -523,7 +523,7 @@ class Mamba2(nn.Module):
         dt = F.softplus(wide(dt) + self.dt_bias)  # (B, T, H)
         y, S = retention(C, B, x * dt[..., None], -wide(self.A_log).exp() * dt, state=S, backend=self.backend)
         y = torch.addcmul(y, x, self.skip[:, None]).flatten(2) * F.silu(z)  # (B, T, d_inner)
-        y = self.out_proj(rms_norm(y, self.norm_weight, backend=self.backend))
+        y = self.out_proj(rms_norm(y, self.norm_weight, backend=self.backend).to(u.dtype))
         return y, None if state is None else (conv_state(xBC, before, self.W), S)
 
     def initial_state(self, batch_size, device):

@@ -97,7 +97,7 @@ class ModelConfig:
 
 
 MIX_TOKENS = (None, *build.BODIES)  # values of a mixer's `operator` that work with --documents=pack
-BACKENDS = ("", "torch", "cpu", "cuda", "fused")
+BACKENDS = ("", *build.BACKENDS)
 
 # -------------------------------------------------------------------------------------------------------------- mixers
 # A mixer is an nn.Module built from (config, layer index). Its constructor sets how each parameter starts
@@ -514,7 +514,7 @@ class LM(nn.Module):
         h = self.norm(h[:, -1:] if last_only else h)
         logits = loss = None
         if loss_only and self.config.backend != "torch" and not torch.compiler.is_compiling():
-            loss = linear_cross_entropy(h, self.embed.weight, targets, ignore_index=-1)
+            loss = linear_cross_entropy(h, self.embed.weight, targets)
         else:  # also with loss_only, if compiling: torch.compile fuses these lines
             logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
             if targets is not None:

@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
-from bench.measure import DTYPES, LeftOut, state_bytes  # noqa: E402
-from bench.step import START_S, Worker, add_options, finish, model_config, settle, start  # noqa: E402
-from model import LM, ModelConfig  # noqa: E402
+from bench.measure import DTYPES, LeftOut  # noqa: E402
+from bench.step import Worker, add_options, finish, model_config, settle, start  # noqa: E402
+from model import LM, ModelConfig, tensors_of  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from tools.loss_curve import save_figure  # noqa: E402
 
@@ -117,9 +117,10 @@ class Reader:
             self.chunks.append(seconds)
             self.past += size
         self.later = self.state
-        numbers, held = state_bytes(self.state)
-        return {"seconds": sum(self.chunks), "last_chunk_seconds": self.chunks[-1], "state_bytes": numbers,
-                "state_bytes_held": held, "peak_bytes": peak.bytes()}
+        state = tensors_of(self.state)
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state}
+        return {"seconds": sum(self.chunks), "last_chunk_seconds": self.chunks[-1], "peak_bytes": peak.bytes(),
+                "state_bytes": sum(t.numel() * t.element_size() for t in state), "state_bytes_held": sum(held.values())}
 
     @torch.no_grad()
     def write(self, new_tokens):
@@ -133,7 +134,7 @@ class Reader:
 
 # ------------------------------------------------------------------------------------------------------------- contexts
 
-def run_contexts(specs, contexts, new_tokens, budget_s, worker=Worker):
+def run_contexts(specs, contexts, new_tokens, budget_s):
     """One row per family: {'family', ..., 'contexts': [{'context', 'prefill', 'decode', ...} or with 'left_out']}."""
     from tqdm import tqdm
 
@@ -151,7 +152,7 @@ def run_contexts(specs, contexts, new_tokens, budget_s, worker=Worker):
     try:
         with tqdm(total=len(specs) * (1 + len(contexts)), leave=False, disable=not sys.stderr.isatty()) as bar:
             for spec, row in zip(specs, rows, strict=True):
-                readers.append(worker(Reader, spec, START_S))
+                readers.append(Worker(Reader, spec))
                 row |= readers[-1].begun
                 bar.update()
             for before, context in zip([0, *contexts], contexts, strict=False):

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kernels import build  # noqa: E402
-from model import tensors_of  # noqa: E402
 from runtime import records  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.records import code_version  # noqa: E402
@@ -159,14 +158,6 @@ def kept_bytes(forward):
         results = forward()
     del results
     return kept
-
-
-def state_bytes(state):
-    """(bytes of the tensors in a nested state, bytes of the storages that they keep alive)."""
-    state_tensors = tensors_of(state)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors}
-    return sum(t.numel() * t.element_size() for t in state_tensors), sum(storages.values())
-
 
 
 class Peak:

@@ -79,7 +79,7 @@ class Worker:
     An answer with 'reason' says what failed; the process has then ended.
     """
 
-    def __init__(self, make, spec, limit_s=START_S):
+    def __init__(self, make, spec):
         # fork from a process that has only imported torch: quick, and neither CUDA nor OpenMP has started there
         ways = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in ways else "spawn")
@@ -89,7 +89,7 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs, make, spec), daemon=True)
         self.process.start()
         theirs.close()
-        self.begun = self.listen(limit_s)
+        self.begun = self.listen(START_S)
 
     def ask(self, method, *arguments, limit_s):
         with contextlib.suppress(OSError):  # `listen` then says how the process ended
@@ -233,7 +233,7 @@ def verdict(losses):
     return None if losses[-1] < losses[0] else f"the loss does not fall: {losses[0]:.4f} -> {losses[-1]:.4f}"
 
 
-def run_rounds(specs, rounds, budget_s, worker=Worker):
+def run_rounds(specs, rounds, budget_s):
     """One row per spec, in order. All models start, then take turns, round after round.
 
     A model that has used up `budget_s` seconds gets no further turn; one that takes longer than that for a single turn
@@ -256,7 +256,7 @@ def run_rounds(specs, rounds, budget_s, worker=Worker):
             for spec in specs:
                 name = spec["name"]
                 bar.set_description(f"start of {name}")
-                workers[name] = worker(Trial, spec)
+                workers[name] = Worker(Trial, spec)
                 keep(name, workers[name].begun)
                 if "reason" not in rows[name]:
                     start = time.perf_counter()

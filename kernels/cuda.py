@@ -30,12 +30,16 @@ CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the
 
 # ----------------------------------------------------------------------------------------------------------- compilers
 
+def homes():
+    """Where CUDA toolkits may be."""
+    return [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
+
+
 def nvcc():
     """The path of nvcc, or None; looks at $NVCC, the PATH, $CUDA_HOME and /usr/local/cuda."""
     if os.environ.get("LONGHORN_CUDA_COMPILER") == "nvrtc":
         return None
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
-    candidates = [os.environ.get("NVCC"), "nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes)]
+    candidates = [os.environ.get("NVCC"), "nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes())]
     return next((path for path in map(shutil.which, filter(None, candidates)) if path), None)
 
 
@@ -46,9 +50,8 @@ def nvrtc():
     If there are several, prefers PyTorch's own CUDA version: an older driver may not load code from a newer NVRTC.
     """
     packages = Path(torch.__file__).parent.parent
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
     patterns = [packages / "nvidia/*/lib/libnvrtc.so*", packages / "torch/lib/libnvrtc*.so*",
-                *(Path(home) / "lib64/libnvrtc.so*" for home in homes)]
+                *(Path(home) / "lib64/libnvrtc.so*" for home in homes())]
     paths = [path for pattern in patterns for path in sorted(glob.glob(str(pattern))) if "builtins" not in path]
     libraries = []
     for path in filter(None, [*paths, ctypes.util.find_library("nvrtc")]):

@@ -181,7 +181,7 @@ MATH vec widen(hvec h) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
 MATH hvec narrow(vec v) {                                              // round to nearest even, NaN stays NaN
     uvec u = (uvec)v;
     uvec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    uvec nan = (uvec)(v != v);  // test: rounding
+    uvec nan = (uvec)(v != v);
     return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
 }
 
@@ -210,7 +210,7 @@ MATH vec minimum(vec v, float high) { return v > high ? splat(high) : v; }
 
 // e^v to 1 ulp, clamped to [e^-87, e^88] so that neither 0 * inf nor a denormal can arise; NaN stays NaN.
 MATH vec exp_clamped(vec v) {
-    v = minimum(maximum(v, -87.0f), 88.0f);  // test: clamp
+    v = minimum(maximum(v, -87.0f), 88.0f);
     const float magic = 12582912.0f;                                     // 1.5 * 2^23: adding it rounds to an integer
     vec shifted = v * LOG2E + magic;
     vec n = shifted - magic;
@@ -219,7 +219,7 @@ MATH vec exp_clamped(vec v) {
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;  // test: exp
+    p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     ivec scale = ((ivec)shifted << 23) + (127 << 23);                    // the low bits of `shifted` hold n
     return p * (vec)scale;
@@ -237,7 +237,7 @@ MATH vec exp2_clamped(vec v) {
     vec p = r * 1.5353362e-4f + 1.3398875e-3f;                           // minimax for (2^r - 1) / r: 2e-9 of 2^r
     p = p * r + 9.6184374e-3f;
     p = p * r + 5.5503325e-2f;
-    p = p * r + 2.4022648e-1f;  // test: exp2
+    p = p * r + 2.4022648e-1f;
     p = p * r + 6.9314720e-1f;
     p = p * r + 1.0f;
     return p * (vec)(((ivec)shifted << 23) + (127 << 23));

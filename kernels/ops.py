@@ -438,7 +438,7 @@ def _visible(T, past, device, window=None):
 
 # ------------------------------------------------------------------------------------------------------ head and loss
 
-def linear_cross_entropy(x, weight, targets, ignore_index=-1, backend=None):
+def linear_cross_entropy(x, weight, targets, backend=None):
     """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
 
     F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes per logit at its peak. This computes the softmax a
@@ -447,7 +447,7 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-1, backend=None):
 
     Args:
         x: (..., D); weight: (V, D); both cast to autocast's dtype, or without autocast to x's.
-        targets: (...) int64 in [0, V), or `ignore_index` for positions without a loss.
+        targets: (...) int64 in [0, V), or -1 for positions without a loss.
         backend: 'torch' runs F.cross_entropy on float32 logits (float64 for float64 inputs).
 
     Returns: the loss, a float32 scalar (float64 for float64 x), differentiable once; nan, with zero gradients, if every
@@ -463,17 +463,17 @@ def linear_cross_entropy(x, weight, targets, ignore_index=-1, backend=None):
     dtype = build.compute_dtype(x)
     if build.choose("linear_cross_entropy", backend, x.device.type) == "torch":
         logits = F.linear(x.to(dtype), weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))  # (..., V)
-        return F.cross_entropy(logits.reshape(-1, len(weight)), targets.reshape(-1), ignore_index=ignore_index)
+        return F.cross_entropy(logits.reshape(-1, len(weight)), targets.reshape(-1), ignore_index=-1)
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    return _LinearCrossEntropy.apply(x, weight, targets, ignore_index, dtype, train)
+    return _LinearCrossEntropy.apply(x, weight, targets, dtype, train)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, dtype, train):
+    def forward(ctx, x, weight, targets, dtype, train):
         ctx.dtypes, x, weight = (x.dtype, weight.dtype), x.to(dtype), weight.to(dtype)
-        exact, counts = torch.promote_types(dtype, torch.float32), targets != ignore_index
+        exact, counts = torch.promote_types(dtype, torch.float32), targets != -1
         logits = x @ weight.t()  # (n, V); overwritten with their gradient, a few rows at a time
         targets, log_p = torch.where(counts, targets, 0), torch.empty(len(x), dtype=exact, device=x.device)
         rows = max(1, LOGITS_AT_ONCE.get(x.device.type, 2**25) // len(weight))
@@ -503,4 +503,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = (x * torch.where(counts, power, 0)[:, None]).to(x.dtype)
             dweight = ((dlogits.t() @ x).to(factor.dtype) * (factor / power)).to(ctx.dtypes[1])
-        return dx, dweight, None, None, None, None
+        return dx, dweight, None, None, None

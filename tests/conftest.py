@@ -3,6 +3,7 @@ import gc
 import os
 import signal
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -102,18 +103,25 @@ def builds(tmp_path_factory):
     return (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "builds"
 
 
-@pytest.fixture(scope="session")
-def broken(builds):
-    """broken(*names): the CPU library with these mistakes of test_updates.py switched on, none without a name."""
-    import test_updates
+@pytest.fixture
+def library(monkeypatch):
+    """library(op, function): a stand-in for the package that has this operator, which runs on the CPU. library.said:
+    what is printed once."""
+    from kernels import build, fused
 
-    lib, switch = test_updates.build_broken(builds)
+    monkeypatch.setattr(fused, "GPU", "cpu")
+    fused.load.cache_clear()
 
-    def broken(*names):
-        switch.value = sum(1 << list(test_updates.MUTANTS).index(name) for name in names)
-        return lib
+    def library(op, function):
+        _, module, name, _ = fused.LIBRARIES[op]
+        for i in range(1, module.count(".") + 2):
+            monkeypatch.setitem(sys.modules, ".".join(module.split(".")[:i]), types.ModuleType(module))
+        setattr(sys.modules[module], name, function)
 
-    return broken
+    library.said = []
+    monkeypatch.setattr(build, "say_once", library.said.append)
+    yield library
+    fused.load.cache_clear()
 
 
 @pytest.fixture

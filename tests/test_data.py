@@ -1,18 +1,18 @@
 """data/: the order of windows, the checks of a prepared folder, and each prepare.py, from small inputs, offline."""
 
 import contextlib
+import functools
 import gzip
 import hashlib
-import itertools
 import json
 import lzma
 import math
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from test_chaos import dying
 from test_sample import VOCAB, byte_level_bpe
 
 from data import loader, mixture, tokenizer, writer
@@ -38,7 +39,7 @@ quick = settings(deadline=None, max_examples=60, database=None)
 
 
 def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
-    """A finished folder of random tokens; returns its path."""
+    """A finished folder of random tokens, or those given; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     splits = {}
@@ -57,7 +58,7 @@ def folder_1000(tmp_path_factory):
 def run_python(*arguments, **environment):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def edit_meta(folder, **changes):
@@ -98,6 +99,26 @@ def test_the_order_is_the_one_that_past_runs_saw(n, per_step, seed, steps):
         assert windows.tolist() == stream[step * per_step:(step + 1) * per_step].tolist()
 
 
+def test_more_windows_than_16_bits_count():
+    assert (step_windows(70_000, 70_000, 1, 3) == np.random.default_rng([1, 3]).permutation(70_000)).all()
+
+
+def test_documents_of_the_validation_split(tmp_path):
+    """As meta.json lists them, or behind each separator; eight equal stretches where there are fewer, and at most
+    64."""
+    def starts(lengths, **meta):
+        val = np.concatenate([np.append(np.full(n - 1, 97), 0) for n in lengths])
+        write_folder(tmp_path, val=val, **{"tokenizer": "bytes", **meta})
+        return loader.document_starts(Tokens(tmp_path)).tolist()
+
+    ends = np.cumsum(lengths := list(range(3, 13))).tolist()
+    assert starts(lengths) == [0, *ends[:-1]]
+    assert starts([10] * 7) == starts([10] * 7, tokenizer="char") == [int(70 * i / 8) for i in range(8)]
+    listed = [{"start": start} for start in (0, 9, 12, 20, 31, 32, 33, 40)]
+    assert starts([50], documents={"val": listed}) == [d["start"] for d in listed]
+    assert starts([5] * 64) == list(range(0, 320, 5)) and starts([5] * 65) == list(range(0, 325, 10))
+
+
 @quick
 @given(n_tokens=st.integers(2, 5000), block=st.integers(1, 600), limit=st.integers(0, 6000))
 def test_an_evaluation_predicts_each_token_once_or_the_stated_number(n_tokens, block, limit):
@@ -127,18 +148,6 @@ def test_batch_holds_the_windows_and_their_successors(n_tokens, block, seed):
         start = window * block
         assert x[row].tolist() == tokens[start : start + block].tolist()
         assert y[row].tolist() == tokens[start + 1 : start + 1 + block].tolist()
-
-
-def test_windows_outside_the_split_are_refused():
-    tokens = np.arange(100, dtype=np.uint16)
-    assert get_batch(tokens, [88], 11)[1][0, -1] == 99
-    refused(lambda: get_batch(tokens, [0, 89], 11), "starting at token 89", "start at 0 .. 88")
-    refused(lambda: get_batch(tokens, [-1], 11), "starting at token -1")  # NumPy would read from the end
-    refused(lambda: step_windows(0, 4, 0, 0), "0 windows", "prepare more data")
-    refused(lambda: step_windows(5, 4, -1, 0), "seed -1")
-    refused(lambda: step_windows(5, 0, 0, 0), "0 windows per step")
-    refused(lambda: eval_windows(1, 4), "1 tokens")
-    refused(lambda: eval_windows(10, 4, -1), "-1")
 
 
 # ---- as training reads it
@@ -184,17 +193,12 @@ def test_eval_batches_hold_each_window_once(folder_1000, processes, batch, block
     assert sorted(rows) == sorted(tuple(data.tokens.val[s : s + n + 1].tolist()) for s, n in windows)
 
 
-def test_a_batch_that_cannot_be_cut_is_refused(folder_1000):
-    refused(lambda: token_data(folder_1000, batch_tokens=100), "batch_tokens 100", "block_size 16", "nearest is 96")
-    refused(lambda: token_data(folder_1000, batch_tokens=3), "nearest is 16")
-    refused(lambda: token_data(folder_1000, batch_tokens=16 * (2**24 + 1)), "16,777,217 windows", "at most 16,777,216")
-    refused(lambda: token_data(folder_1000).rank_slice(0, 5), "12 windows", "5 processes", "batch_tokens 240")
-
-
 # ---- a prepared folder, opened
 
-def test_open_a_folder(tmp_path):
+def test_open_a_folder(tmp_path, monkeypatch):
     folder = write_folder(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    assert loader.find_dataset(folder.name) == Path(folder.name) != loader.find_dataset("pystdlib")
     tokens = Tokens(folder, vocab_size=256, block_size=199)
     assert (len(tokens.train), len(tokens.val), tokens.vocab_size) == (1000, 200, 256)
     assert isinstance(tokens.train, np.memmap) and tokens.train.dtype == np.uint16
@@ -215,37 +219,100 @@ def test_open_a_folder(tmp_path):
     assert Tokens(folder).bytes_per_token == 2.5
 
 
-def test_what_a_user_can_get_wrong(tmp_path):
-    folder = write_folder(tmp_path / "d", val=120)
-    refused(lambda: Tokens(tmp_path / "nothing"), "no dataset folder", "nothing", "pystdlib")
-    refused(lambda: Tokens(folder, block_size=256), "block_size 256 is longer than val.bin (120 tokens", "smaller")
-    refused(lambda: Tokens(folder, block_size=120), "block_size 120")  # a window needs block_size + 1
-    Tokens(folder, block_size=119)
-    refused(lambda: Tokens(folder, block_size=1000), "train.bin (1,000 tokens")
-    refused(lambda: Tokens(folder, vocab_size=200), "256", "vocab_size 200", "at least 256")
-    Tokens(folder, vocab_size=50304)  # padded: fine
-    refused(lambda: Tokens(tmp_path), "no meta.json", "prepare.py")
-    (tmp_path / "prepare.py").write_text("")
-    refused(lambda: Tokens(tmp_path), f"python {tmp_path / 'prepare.py'}")
-    refused(lambda: write_folder(tmp_path / "empty", val=[]), "val.bin is empty", "more data")
-    assert not (tmp_path / "empty/meta.json").exists()
+def nanogpt(folder, train=(5, 50_256, 7), val=(1, 2), dtype=np.uint16):
+    """A folder as nanoGPT's prepare.py leaves it, with a meta.pkl that must not be opened."""
+    folder.mkdir()
+    for split, tokens in (("train", train), ("val", val)):
+        np.array(tokens, dtype).tofile(folder / f"{split}.bin")
+    (folder / "meta.pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    return folder
 
 
-def test_damaged_folders(tmp_path, monkeypatch):
-    deep = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    for name, change, *words in (
-            ("train.bin", lambda old: old[:-1], "truncated", "1,999 bytes", "2,000"),
-            ("train.bin", lambda old: old + b"xx", "longer than recorded", "2,002"),
-            *(("meta.json", lambda _, new=new: new, "meta.json is damaged") for new in (b"{", b"[]", deep)),
-            ("meta.json", lambda old: old.replace(b"uint16", b"int8"), "'int8'", "uint16 or uint32"),
-            ("val.bin", lambda old: old[2:] + old[:2], "val.bin is not the file", "sha256 differs")):
-        path = write_folder(tmp_path) / name
-        path.write_bytes(change(path.read_bytes()))
-        refused(lambda: Tokens(tmp_path), *words)
-    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)  # of a large one only verify() reads all
-    refused(Tokens(tmp_path).verify, "val.bin is not the file", "sha256 differs")
-    (tmp_path / "val.bin").unlink()
-    refused(lambda: Tokens(tmp_path), "val.bin is missing", "again")
+def opened(d, name, change):
+    """The folder with one file changed, opened."""
+    path = d / "set" / name
+    path.write_bytes(change(path.read_bytes()))
+    return Tokens(d / "set")
+
+
+def adopted(d, *how, val=(1, 2, 3), **settings):
+    folder = nanogpt(d / "owt", val=() if val is None else val)
+    if val is None:
+        (folder / "val.bin").unlink()
+    try:
+        return writer.adopt(folder, *how, **settings)
+    finally:
+        assert not (folder / "meta.json").exists()
+
+
+def deep(n):
+    return b'{"x":' + b"[" * n + b"]" * n + b"}"
+
+
+REFUSED = [  # what is done in a folder with `set`, of 1,000 and 120 tokens; words of the line
+    (lambda d: get_batch(np.arange(100), [0, 89], 11), "starting at token 89", "start at 0 .. 88"),
+    (lambda d: get_batch(np.arange(100), [-1], 11), "starting at token -1"),  # NumPy would read from the end
+    (lambda d: step_windows(0, 4, 0, 0), "0 windows", "prepare more data"),
+    (lambda d: step_windows(5, 4, -1, 0), "seed -1"), (lambda d: step_windows(5, 0, 0, 0), "0 windows per step"),
+    (lambda d: eval_windows(1, 4), "1 tokens"), (lambda d: eval_windows(10, 4, -1), "-1"),
+    (lambda d: token_data(d / "set", 100), "batch_tokens 100", "block_size 16", "nearest is 96"),
+    (lambda d: token_data(d / "set", 3), "nearest is 16"),
+    (lambda d: token_data(d / "set", 16 * (2**24 + 1)), "16,777,217 windows", "at most 16,777,216"),
+    (lambda d: token_data(d / "set").rank_slice(0, 5), "12 windows", "5 processes", "batch_tokens 240"),
+    (lambda d: Tokens(d / "nothing"), "no dataset folder", "nothing", "pystdlib"),
+    (lambda d: Tokens(d / "set", block_size=256), "block_size 256", "val.bin (120 tokens", "smaller"),
+    (lambda d: Tokens(d / "set", block_size=120), "block_size 120"),  # a window needs block_size + 1
+    (lambda d: Tokens(d / "set", block_size=1000), "train.bin (1,000 tokens"),
+    (lambda d: Tokens(d / "set", vocab_size=200), "256", "vocab_size 200", "at least 256"),
+    (lambda d: Tokens(d), "no meta.json", "{d}/prepare.py"),
+    (lambda d: write_folder(d, val=[]), "val.bin is empty", "more data"),
+    (lambda d: opened(d, "train.bin", lambda old: old[:-1]), "truncated", "1,999 bytes", "2,000"),
+    (lambda d: opened(d, "train.bin", lambda old: old + b"xx"), "longer than recorded", "2,002"),
+    *((lambda d, new=new: opened(d, "meta.json", lambda _: new), "meta.json is damaged", "prepare again")
+      for new in (b"{", b"[]", deep(100_000))),
+    (lambda d: opened(d, "meta.json", lambda old: old.replace(b"uint16", b"int8")), "'int8'", "uint16 or uint32"),
+    (lambda d: opened(d, "val.bin", lambda old: old[2:] + old[:2]), "val.bin is not the file", "sha256 differs"),
+    (lambda d: writer.token_dtype(2**32 + 1), "4294967297"),
+    (lambda d: prepared_twice(d), "another process is preparing", "{d}"),
+    (lambda d: writer.adopt(d / "nothing", 50_257), "no folder", "nothing"),
+    (lambda d: adopted(d, 50_256), "train.bin holds token id 50256 as uint16", "vocabulary of 50,256"),
+    (lambda d: adopted(d, 50_257, "uint32"), "train.bin is 6 bytes", "uint32", "--dtype"),
+    (lambda d: adopted(d, 0), "vocabulary of 0"),
+    (lambda d: adopted(d, 50_257, bytes_per_token=math.nan), "--bytes_per_token=nan"),
+    (lambda d: adopted(d, 50_257, val=()), "val.bin is empty"),
+    (lambda d: adopted(d, 50_257, val=None), "val.bin is missing", "train.bin and val.bin"),
+    (lambda d: shakespeare.prepare(d, d / "latin.txt"), "latin.txt", "not Tiny Shakespeare", "sha"),
+    (lambda d: shakespeare.prepare(d, d / "no.txt"), "no.txt", "No such file"),
+    (lambda d: shakespeare.prepare(d, any_text=True), "--any_text needs --file"),
+    (lambda d: shakespeare.prepare(d, d / "latin.txt", any_text=True), "not UTF-8"),
+    (lambda d: shakespeare.download("http://127.0.0.1:9/input.txt"), "cannot download", "--file"),
+    *((lambda d, text=text: mixture.parse_mixture(text), f"dataset={text}: ") for text in (
+        "a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:1.2,b:-0.2", ":0.5,b:0.5", "a:0.12345,b:0.87655"))]
+
+
+def prepared_twice(folder):
+    with writer.preparing(folder), writer.preparing(folder):
+        pass
+
+
+@pytest.mark.parametrize("call, words", [(call, words) for call, *words in REFUSED])
+def test_mistakes_get_one_line(tmp_path, call, words):
+    write_folder(tmp_path / "set", val=120)
+    (tmp_path / "prepare.py").touch()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 10)
+    refused(lambda: call(tmp_path), *(word.replace("{d}", str(tmp_path)) for word in words))
+    assert not (tmp_path / "meta.json").exists() and not (tmp_path / "nothing").exists()
+
+
+def test_a_large_folder_is_read_whole_when_it_is_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)
+    path = write_folder(tmp_path) / "val.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[2:] + content[:2])
+    tokens = Tokens(tmp_path)
+    refused(tokens.verify, "val.bin is not the file")
+    path.unlink()
+    refused(lambda: Tokens(tmp_path), "val.bin is missing")
 
 
 WRONG = {  # of meta.json; of its train split
@@ -293,7 +360,6 @@ def test_ids_outside_the_vocabulary(tmp_path, monkeypatch):
 def test_dtype_follows_the_vocabulary(tmp_path):
     assert writer.token_dtype(256) == writer.token_dtype(65_536) == "uint16"
     assert writer.token_dtype(65_537) == writer.token_dtype(2**32) == "uint32"
-    refused(lambda: writer.token_dtype(2**32 + 1), "4294967297")
     tokens = Tokens(write_folder(tmp_path, val=[65_536, 5, 70_000, 1], vocab_size=70_001))
     assert tokens.val.dtype == np.uint32 and tokens.val.tolist() == [65_536, 5, 70_000, 1]
     assert get_batch(tokens.val, [0], 3)[1].tolist() == [[5, 70_000, 1]]
@@ -308,30 +374,6 @@ def test_ids_are_checked_before_the_cast(tmp_path, bad):
     data = (tmp_path / "val.bin").read_bytes()
     assert np.frombuffer(data, np.uint16).tolist() == [0, 2, 4, 9, 0, 1]
     assert entry == {"tokens": 6, "sha256": hashlib.sha256(data).hexdigest(), "max_token": 9}
-
-
-@pytest.mark.parametrize("failing", ["train.bin", "val.bin", "meta.json"])
-@pytest.mark.parametrize("again", [False, True], ids=["first time", "over a finished one"])
-def test_a_failed_rename_leaves_nothing_that_looks_finished(tmp_path, monkeypatch, failing, again):
-    if again:
-        write_folder(tmp_path, train=700)
-    rename = os.replace
-
-    def replace(source, target):
-        if target.name == failing:
-            raise OSError("disk full")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(OSError, match="disk full"):
-        write_folder(tmp_path)
-    refused(lambda: Tokens(tmp_path), "prepare")
-    assert not list(tmp_path.glob("*.tmp-*"))
-
-
-def test_two_preparations_of_one_folder(tmp_path):
-    with writer.preparing(tmp_path / "d"):
-        refused(lambda: writer.preparing(tmp_path / "d").__enter__(), "another process is preparing", "d")
 
 
 # ---- pystdlib
@@ -453,12 +495,15 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
 
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
-    """The folder of a library of modules, packages and a folder too large to be one; and its {document: [file, ...]}"""
+    """The folder of a library of modules, packages, one of them as large as may be, and folders too large to be one;
+    and its {document: [file, ...]}"""
     documents = {f"package{i}/": [f"package{i}/{name}" for name in ("a.py", "b.py", "inner/c.py")] for i in range(12)}
     documents |= {f"large/sub{i}/": [f"large/sub{i}/{name}.py" for name in "abc"] for i in range(3)}
     documents |= {name: [name] for i in range(40) for name in (f"large/test_{i}.py", f"module{i}.py")}
-    files = [file for members in documents.values() for file in members]
-    write_files(tmp_path / "shelf", {file: f"{i:4}" + "y" * (250 + 7 * i % 600) for i, file in enumerate(files)})
+    documents |= {"most/": ["most/a.py", "most/b.py"], "over/a.py": ["over/a.py"], "over/b.py": ["over/b.py"]}
+    sizes = {"most/a.py": 1499, "most/b.py": 1499, "over/a.py": 1499, "over/b.py": 1500}  # a byte more ends each
+    for i, file in enumerate(file for members in documents.values() for file in members):
+        write_files(tmp_path / "shelf", {file: f"{i:4}".ljust(sizes.get(file, 254 + 7 * i % 600), "y")})
     monkeypatch.setattr(pystdlib, "SHELF_BYTES", 3000)
     monkeypatch.setattr(pystdlib, "LONG", 700)
     return tmp_path / "shelf", documents
@@ -483,14 +528,6 @@ def test_packages_are_whole_documents_in_one_split(shelf, tmp_path):
     sizes, said = sorted(d["tokens"] for d in held), tokens.meta["splits"]["val"]["documents"]
     assert (said["count"], said["shortest"], said["longest"]) == (len(sizes), sizes[0], sizes[-1])
     assert said["longer_than_700"] == len(sizes) and said["median"] in sizes
-
-
-def test_a_folder_of_one_byte_too_many_is_a_shelf(monkeypatch):
-    files = [("p/a.py", None, 40, ""), ("p/q/b.py", None, 58, ""), ("c.py", None, 500, "")]
-    for limit, names in ((100, ["c.py", "p/"]), (99, ["c.py", "p/a.py", "p/q/"]), (58, ["c.py", "p/a.py", "p/q/b.py"])):
-        monkeypatch.setattr(pystdlib, "SHELF_BYTES", limit)  # each file counts the byte that ends it
-        joined = pystdlib.join_packages(files)
-        assert [d[0] for d in joined] == names and sum(d[2] for d in joined) == 601
 
 
 def test_packages_are_another_recipe_than_files(shelf, tmp_path, capsys):
@@ -524,14 +561,6 @@ def test_the_standard_library_itself(tmp_path):
 
 # ---- adopting what somebody else prepared
 
-def nanogpt(folder, train=(5, 50_256, 7), val=(1, 2), dtype=np.uint16):
-    """A folder as nanoGPT's prepare.py leaves it, with a meta.pkl that must not be opened."""
-    folder.mkdir()
-    for split, tokens in (("train", train), ("val", val)):
-        np.array(tokens, dtype).tofile(folder / f"{split}.bin")
-    (folder / "meta.pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
-    return folder
-
 
 def test_adopt_nanogpts_files(tmp_path):
     folder = nanogpt(tmp_path / "owt")
@@ -549,23 +578,11 @@ def test_adopt_nanogpts_files(tmp_path):
     for name, train in (("wide", [3, 70_000]), ("narrow", [3, 64])):  # the second where our own would be uint16
         tokens = writer.adopt(nanogpt(tmp_path / name, train, dtype=np.uint32), train[1] + 1, "uint32")
         assert tokens.train.tolist() == train and tokens.train.dtype == np.uint32 and tokens.bytes_per_token is None
+    tokens = writer.adopt(nanogpt(tmp_path / "long", [9, *[1] * 2**21]), 10)  # read in two pieces
+    assert tokens.meta["splits"]["train"]["max_token"] == 9
     bare = adopt(nanogpt(tmp_path / "bare"))
     said = "loader.py: error: --adopt needs --vocab_size: 50257 for GPT-2's tokens\n"
     assert bare.returncode == 2 and bare.stderr == said
-
-
-def test_adopt_refusals(tmp_path):
-    folder = nanogpt(tmp_path / "owt", val=[1, 2, 3])
-    refused(lambda: writer.adopt(tmp_path / "nothing", 50_257), "no folder", "nothing")
-    refused(lambda: writer.adopt(folder, 50_256), "train.bin holds token id 50256 as uint16", "vocabulary of 50,256")
-    refused(lambda: writer.adopt(folder, 50_257, "uint32"), "train.bin is 6 bytes", "uint32", "--dtype")
-    refused(lambda: writer.adopt(folder, 0), "vocabulary of 0")
-    refused(lambda: writer.adopt(folder, 50_257, bytes_per_token=math.nan), "--bytes_per_token=nan")
-    (folder / "val.bin").write_bytes(b"")
-    refused(lambda: writer.adopt(folder, 50_257), "val.bin is empty")
-    (folder / "val.bin").unlink()
-    refused(lambda: writer.adopt(folder, 50_257), "val.bin is missing", "train.bin and val.bin")
-    assert not (folder / "meta.json").exists() and not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize("name", ["pystdlib", "pystdlib_bpe", "openwebtext", "shakespeare_char", "tokens"])
@@ -594,15 +611,8 @@ def test_shakespeare_from_a_local_text(tmp_path, text):
     assert not shakespeare.prepare(tmp_path / "out", tmp_path / "play.txt", any_text=True)[1]
 
 
-def test_shakespeare_refusals(tmp_path, monkeypatch):
-    (tmp_path / "play.txt").write_text("To be")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 10)
-    prepare = lambda name=None, **how: shakespeare.prepare(tmp_path / "out", name and tmp_path / name, **how)
-    refused(lambda: prepare("play.txt"), "play.txt", "not Tiny Shakespeare", "sha")
-    refused(lambda: prepare("no.txt"), "no.txt", "No such file")
-    refused(lambda: prepare(any_text=True), "--any_text needs --file")
-    refused(lambda: prepare("latin.txt", any_text=True), "not UTF-8")
-    refused(lambda: shakespeare.download("http://127.0.0.1:9/input.txt"), "cannot download", "--file")
+def test_shakespeare_is_downloaded_once_and_checked(tmp_path, monkeypatch):
+    prepare = functools.partial(shakespeare.prepare, tmp_path / "out")
     monkeypatch.setattr(shakespeare, "download", lambda: b"<html>not found</html>")
     refused(prepare, "not Tiny Shakespeare")
     assert not (tmp_path / "out/input.txt").exists() and not (tmp_path / "out/meta.json").exists()
@@ -718,29 +728,12 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     refused(lambda: Tokens(tmp_path / "out"), shard.name, "is missing")
 
 
-def doomed(at, out, source):
-    """A preparation that ends itself at its n-th renaming."""
-    renamings = itertools.count(1)
-
-    def watch(event, args):
-        if event == "os.rename" and str(out) in str(args[0]) and next(renamings) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-    any_tokens.prepare(out, files=[source], tokenizer="bytes", val_fraction=0.2, workers=2)
-
-
 def test_tokens_go_on_after_kill_9(small_units, tmp_path):
     """Before the renames of the plan, of a shard's files and of records; at last with a shard that the disk lost."""
-    source, out = write_jsonl(tmp_path / "a.jsonl", documents(60)), tmp_path / "out"
-    whole, _ = any_tokens.prepare(tmp_path / "whole", files=[source], tokenizer="bytes", val_fraction=0.2)
-
-    def run(at):
-        process = multiprocessing.get_context("fork").Process(target=doomed, args=(at, out, source))
-        process.start()
-        process.join(120)
-        return process.exitcode
-
+    out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": 0.2, "workers": 2}
+    prepare = functools.partial(any_tokens.prepare, files=[write_jsonl(tmp_path / "a.jsonl", documents(60))], **how)
+    whole, _ = prepare(tmp_path / "whole")
+    run = lambda at: dying(at, lambda: prepare(out), out, events=["os.rename"])[0]
     assert [run(at) for at in (1, 3, 4, 7)] == [-signal.SIGKILL] * 4 and not (out / "meta.json").exists()
     lost = next(out.glob("00000-0001.*.bin"))
     lost.write_bytes(lost.read_bytes()[:-2])
@@ -846,25 +839,41 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shares", ["a:0.8,b:0.2", "a:1/3,b:2/3", "a:0.5,b:0.25,c:0.25"])
 def test_a_mixture_is_exact_and_stateless(folder_1000, shares):
-    """Every cycle has its shares, every epoch of a set each of its windows once, whatever the ranks."""
+    """Every cycle has its shares, at places of its own, every epoch of a set each of its windows once, whatever the
+    ranks."""
     parts = [(Tokens(folder_1000), share) for _, share in mixture.parse_mixture(shares)]
     data = mixture.MixtureData(parts, 16, 16 * 24, 7)
     windows, cycle = np.concatenate([data.windows(step) for step in range(240)]), sum(data.counts)
-    for start in range(0, len(windows) - cycle + 1, cycle):
-        assert np.bincount(windows[start:start + cycle, 0]).tolist() == data.counts
+    cycles = [windows[start:start + cycle, 0] for start in range(0, len(windows) - cycle + 1, cycle)]
+    assert all(np.bincount(sets).tolist() == data.counts for sets in cycles)
+    assert len({tuple(sets) for sets in cycles}) > 2
     for k, n in enumerate(data.n_windows):
         of_set = windows[windows[:, 0] == k, 1]
         assert all(sorted(of_set[i:i + n]) == list(range(n)) for i in range(0, len(of_set) - n + 1, n))
-        assert len(of_set) > n
+        assert len(of_set) > n and of_set[:n].tolist() != of_set[n:2 * n].tolist()
+    epoch = next(i for i in range(len(windows)) if (np.bincount(windows[:i, 0], minlength=len(parts)) >= 62).any())
+    assert data.n_train_windows - 2 * cycle < epoch < data.n_train_windows + 2 * cycle  # the first set is used up
     step = mixture.MixtureData(parts, 16, 16 * 24, 7).windows(200)  # asked first
     assert np.array_equal(step, windows[200 * 24:201 * 24])
     assert np.array_equal(step, np.concatenate([data.windows(200, rank, 3) for rank in range(3)]))
-    x, y, _ = next(data.micro_batches(200, 0, 1, 24))
-    assert x.tolist() == [parts[k][0].train[16 * w:16 * w + 16].tolist() for k, w in step]
+    (x, y, weight), *_ = data.micro_batches(200, 1, 2, 6)
+    assert x.tolist() == [parts[k][0].train[16 * w:16 * w + 16].tolist() for k, w in step[12:18]] and weight == 0.5
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-@pytest.mark.parametrize("text", ["a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:1.2,b:-0.2", ":0.5,b:0.5",
-                                  "a:0.12345,b:0.87655"])
-def test_a_mixture_that_does_not_add_up(text):
-    refused(lambda: mixture.parse_mixture(text), f"dataset={text}: ")
+def test_a_mixture_is_known_by_its_parts(tmp_path):
+    """Their content and their shares; a file that changes is said, whichever part it is of."""
+    a, b = (Tokens(write_folder(tmp_path / name, train=n)) for name, n in (("a", 1000), ("b", 900)))
+    make = lambda sets, *shares: mixture.MixtureData(list(zip(sets, map(Fraction, shares), strict=True)), 16, 64, 7)
+    data, again = (make((a, b), "1/2", "1/2") for _ in range(2))
+    others = [make((a, b), "1/4", "3/4"), make((a, a), "1/2", "1/2"), token_data(tmp_path / "a")]
+    assert len({d.identity["train"] for d in (data, again, *others)}) == 4
+    for step in range(8):  # both sets come first in one of them
+        k, window = data.windows(step)[0]
+        assert data.where(step, 0, 1).endswith(f"token {window * 16:,} of {(tmp_path / 'ab'[k])}")
+    assert {data.windows(step)[0][0] for step in range(8)} == {0, 1}
+    data.verify(), data.check_unchanged()
+    content = (tmp_path / "b/train.bin").read_bytes()
+    (tmp_path / "b/train.bin").write_bytes(content[2:] + content[:2])
+    refused(data.check_unchanged, f"{tmp_path}/b changed during the run")
+    refused(data.verify, f"{tmp_path}/b/train.bin is not the file")

@@ -4,22 +4,20 @@
 """
 
 import functools
-import shutil
+import os
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from test_chaos import LONG_FORM
-from test_train import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed
+from test_train import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed, write_data
 
-import configurator
 import train
 from model import LM
-from optim import build_optimizers
 from runtime import checkpoint, distributed
 from runtime.folder import Folder
-from runtime.signals import Signals
-from runtime.telemetry import Telemetry
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXED = {**TINY, "pattern": "mamba,llama,rwkv", "n_layer": 3, "vocab_size": 257, "max_iters": 6, "eval_interval": 3,
@@ -59,6 +57,7 @@ def test_processes_train_as_one(launch, one, data, out, world, changes, same):
     assert not any(words in r.said(1) for words in ("val_loss", " parameters; ", "step   "))
     other, derived = one(**same), record(out, "config")["derived"]
     assert_same_losses(out, other, 5e-3 if "dtype" in changes else 2e-6)
+    assert derived["epochs"] == record(other, "config")["derived"]["epochs"]
     assert derived["processes"] == world and derived["accumulation"] == -(-12 // world // changes["micro_batch_size"])
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in other.iterdir())
     (a, meta_a), (b, meta_b) = saved(out), saved(other)
@@ -70,23 +69,23 @@ def last_rank_stops(rank):
     return stops_at(2) if rank else LM
 
 
-def again(argv):
-    """Continue a run of several processes, and save before any step is made."""
-    config = configurator.load(train.TrainConfig, argv)
-    device = distributed.open_device(config)
-    tokens = train.Tokens(train.find_dataset(config.dataset))
-    data, model = train.TokenData(tokens, 32, config.batch_tokens, 0), train.build_model(config, device)
-    with Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry, Signals():
-        distributed.parallelize(model, config, data)
-        optimizers = build_optimizers(model, config)
-        folder.resume(optimizers, train.learning_rate_factor, telemetry)
-        largest = max(p.to_local().numel() / p.numel() for p in model.parameters())
-        assert largest <= 0.55, "a process holds more than its part"
+def saves_what_it_read(argv):
+    """A run that continues, and saves at once what it has read, gathered from all processes."""
+    resume = Folder.resume
+
+    def resume_and_save(folder, optimizers, *how):
+        resume(folder, optimizers, *how)
+        parts = [p.to_local().numel() / p.numel() for p in folder.model.parameters()]
+        assert max(parts) <= 0.55, "a process holds more than its part"
         assert all(s["exp_avg"].to_local().numel() <= p.numel() * 0.55 for p, s in optimizers[-1].state.items())
-        whole = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-        values = list(map(distributed.whole, checkpoint.in_order(checkpoint.flatten(whole)[0]).values()))
+        state = {"model": folder.model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+        tensors, _ = checkpoint.flatten(state)
+        values = list(map(distributed.whole, checkpoint.in_order(tensors).values()))
         if distributed.rank() == 0:
-            checkpoint.save(f"{config.out_dir}/again.safetensors", *checkpoint.flatten(whole), values=iter(values))
+            checkpoint.save(folder.out / "again.safetensors", tensors, {}, values=iter(values))
+
+    with mock.patch.object(Folder, "resume", resume_and_save):
+        train.main(argv)
     distributed.leave()
 
 
@@ -97,12 +96,11 @@ def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, 
     launch(argv(2, parallel="fsdp"), 2, LM=last_rank_stops).succeed()
     assert saved(out)[1]["step"] == 2
     assert "stopped after step 4" in succeed(argv(1), LM=stops_at(2)).out
-    launch(argv(2, parallel="fsdp"), 2, main=again).succeed()
-    before, after = state(out), checkpoint.load(out / "again.safetensors")[0]
+    before = state(out)
+    assert "continuing from" in launch(argv(4, parallel="fsdp"), 4, main=saves_what_it_read).succeed().said()
     before.pop("rng")
-    before = checkpoint.flatten(before)[0]
+    before, after = checkpoint.flatten(before)[0], checkpoint.load(out / "again.safetensors")[0]
     assert before.keys() == after.keys() and all(torch.equal(t, after[name]) for name, t in before.items())
-    assert "continuing from" in launch(argv(4, parallel="fsdp"), 4).succeed().said()
     assert_same_losses(out, one(optimizer="muon"), 1e-4)
 
 
@@ -115,13 +113,56 @@ def scalar(rank):
     return Scalar
 
 
-def test_what_cannot_be_sharded_gets_one_line(launch, data, out):
+def reads_other_data(argv):
+    """Rank 1 of a run whose folders differ between the machines."""
+    distributed.launch("train.py", lambda _: train.main(
+        [a.replace("/words", "/others") for a in argv] if os.environ["RANK"] == "1" else argv))
+
+
+REFUSED = [  # settings of two processes; how they differ from others; words of the line
+    ({"parallel": "hsdp"}, {}, "hsdp needs several machines"), ({"parallel": "fsdp"}, {"LM": scalar}, "temperature"),
+    ({"parallel": "fsdp", "auto_micro_batch": "true"}, {}, "auto_micro_batch"),
+    ({}, {"main": reads_other_data}, "the ranks disagree", "the same on every node")]
+
+
+@pytest.mark.parametrize("changes, how, words", [(changes, how, words) for changes, how, *words in REFUSED])
+def test_what_several_processes_cannot_do_gets_one_line(launch, data, out, changes, how, words):
+    if not data.with_name("others").exists():
+        write_data(data.with_name("others"), seed=1)
+    r = launch(arguments(data, out, micro_batch_size=6, **changes), 2, **how)
+    assert set(r.end()) <= {2, distributed.EXIT_RETRYABLE} and 2 in r.end(), r.said()
+    last = r.said().splitlines()[-1]
+    assert all(word in last for word in words) and "train.py: error" in last and "Traceback" not in r.said(), r.said()
+
+
+def test_one_process_cannot_be_sharded(data, out):
     refuse(arguments(data, out, parallel="fsdp"), "parallel=fsdp needs several processes", "torchrun")
-    for changes, how, words in [({"parallel": "hsdp"}, {}, "hsdp needs several machines"),
-                                ({"parallel": "fsdp", "auto_micro_batch": "true"}, {}, "auto_micro_batch"),
-                                ({"parallel": "fsdp"}, {"LM": scalar}, "temperature")]:
-        shutil.rmtree(out, ignore_errors=True)
-        r = launch(arguments(data, out, micro_batch_size=6, **changes), 2, **how)
-        assert set(r.end()) <= {2, distributed.EXIT_RETRYABLE} and 2 in r.end(), r.said()
-        last = r.said().splitlines()[-1]
-        assert words in last and "train.py: error" in last and "Traceback" not in r.said(), r.said()
+
+
+@pytest.mark.parametrize("recompute, forwards", [("none", [1, 1, 1]), ("block", [2, 2, 2]), ("every_other", [2, 1, 2])])
+def test_which_layers_are_computed_again(recompute, forwards):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    calls = [mock.Mock(side_effect=layer.forward) for layer in layers]
+    for layer, call in zip(layers, calls, strict=True):
+        layer.forward = call
+    distributed.prepare_layers(SimpleNamespace(layers=layers), SimpleNamespace(compile=False, recompute=recompute))
+    layers(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert [call.call_count for call in calls] == forwards
+
+
+def test_processes_of_a_machine_share_its_cores(monkeypatch, threads):
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.setattr(distributed, "join", lambda backend, wait: None)
+    distributed.open_device(SimpleNamespace(device="cpu", timeout_minutes=1))
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("flags, dtype", [("avx2 avx512f", torch.float32), ("avx512f avx512_bf16", torch.bfloat16),
+                                          ("amx_bf16 amx_tile", torch.bfloat16)])
+def test_the_dtype_that_this_processor_is_fast_in(monkeypatch, flags, dtype):
+    monkeypatch.setattr("pathlib.Path.read_text", lambda self: flags)
+    assert distributed.pick_dtype("auto", torch.device("cpu")) == dtype
+    assert distributed.pick_dtype("float32", torch.device("cpu")) == torch.float32

@@ -141,8 +141,8 @@ def folder(tmp_path_factory):
                 "metric_list": [{"metric": m, "aggregation": aggregation, "higher_is_better": True} for m in metrics]}
         (folder / f"{name}.yaml").write_text(json.dumps({**task, **more}))  # JSON is YAML
 
-    rows = [{"question": f"q {i}" * (i + 1), "choices": ["yes", "no" * (i % 4 + 1), "may be"], "answer": i % 3}
-            for i in range(13)]
+    rows = [{"question": f"q {i}" * (i + 1), "choices": ["yes", "no" * (i % 4 + 1), "may be"][:3 - (i < 3)],
+             "answer": i % 3 % (3 - (i < 3))} for i in range(13)]
     write("my_choice", "multiple_choice", rows, ["acc", "acc_norm"], doc_to_choice="choices", doc_to_target="answer")
     texts = [{"text": "wörter " * 9}, {"text": "x"}]
     write("my_text", "loglikelihood_rolling", texts, ["bits_per_byte"], "bits_per_byte", "", doc_to_target="{{text}}")
@@ -177,7 +177,8 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
         nats, tokens = nats - scores[row["answer"]], tokens + 1 + len(row["choices"][row["answer"]])
     chosen = record["results"]["my_choice"]
     assert (chosen["acc"], chosen["acc_norm"]) == (right / 13, right_norm / 13) and chosen["documents"] == 13
-    assert chosen["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5) and chosen["chance"] == 1 / 3
+    assert chosen["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+    assert chosen["chance"] == pytest.approx((3 / 2 + 10 / 3) / 13)
     assert chosen["acc_stderr"] == pytest.approx(math.sqrt(right / 13 * (1 - right / 13) / 12))
     texts = [json.loads(line)["text"].encode() for line in (folder / "my_text.jsonl").read_text().splitlines()]
     nats = sum(direct(lm, [0], list(text))[0] for text in texts)
@@ -188,6 +189,8 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
     assert "my_choice" in said and f"{100 * right / 13:.2f}" in said
     run(out, tasks=folder / "my_text.yaml")  # results of the same checkpoint stay
     assert recorded(out)["results"].keys() == record["results"].keys()
+    run(out, tasks=folder / "my_text.yaml", limit=1)  # those of other settings do not
+    assert recorded(out)["results"].keys() == {"my_text"} and recorded(out)["results"]["my_text"]["documents"] == 1
 
 
 def score(folder):
@@ -201,30 +204,37 @@ def score_in_group(store, folder, rank):
 
 def test_two_processes_score_as_one(folder, tmp_path):
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-        outputs = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=120)
+        outputs = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=600)
         (first, second), one = outputs, score(folder)
     assert second is None and first["versions"] == one["versions"]
     for name, values in one["results"].items():
         assert first["results"][name] == pytest.approx(values, rel=1e-6)
 
 
+REFUSED = [  # settings; words of the line. {folder} has tasks, {out} is a run, beside it runs with something wrong
+    ({"out_dir": ""}, "give a run's folder"), ({"out_dir": "{out}/none"}, "checkpoint.safetensors", "no checkpoint"),
+    ({"tasks": "my_chioce"}, "no task 'my_chioce'", "my_choice", "--include"),
+    ({"tasks": ","}, "no tasks", "--tasks=embedded"), ({"include": "{out}/none"}, "{out}/none", "no such folder"),
+    ({"limit": -1}, "limit -1", "at least 0"), ({"tokenizer": "tiktoken:gpt2"}, "is 'bytes', not 'gpt2'"),
+    ({"out_dir": "{out}_unknown"}, "does not name its tokenizer", "--tokenizer"),
+    ({"out_dir": "{out}_less"}, "256 tokens, the model 100"),
+    ({"tasks": "my_text", "include": "{folder}"}, "my_text", "Couldn't reach the Hub at all"),
+]
+
+
 def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
     manager = functools.partial(harness.TaskManager, include_defaults=False)  # 10 s to read the harness's own
     monkeypatch.setattr(harness, "TaskManager", manager)
-    out = make_run(tmp_path / "run")
-    refused(run(out, tasks="my_chioce", include=folder), "no task 'my_chioce'", "my_choice", "--include")
-    refused(run(out, tasks=","), "no tasks", "--tasks=embedded")
-    refused(run(out, tasks="my_text", include=tmp_path / "nowhere"), "nowhere", "no such folder")
-    refused(run(tmp_path, tasks="my_text"), "checkpoint.safetensors", "no checkpoint")
-    refused(run(), "give a run's folder")
-    refused(run(out, tokenizer="tiktoken:gpt2"), "its tokenizer is 'bytes', not 'gpt2'")
-    refused(run(make_run(tmp_path / "unknown", tokenizer=None)), "does not name its tokenizer", "--tokenizer")
-    refused(run(make_run(tmp_path / "less", tiny(vocab_size=100))), "256 tokens, the model 100")
     offline = mock.Mock(side_effect=ConnectionError("Couldn't reach the Hub\nat all"))
     monkeypatch.setattr("datasets.load_dataset", offline)
-    refused(run(out, tasks="my_text", include=folder), "my_text", "Couldn't reach the Hub at all")
+    places = {"folder": folder, "out": make_run(tmp_path / "run")}
+    make_run(tmp_path / "run_unknown", tokenizer=None), make_run(tmp_path / "run_less", tiny(vocab_size=100))
+    for settings, *words in REFUSED:
+        settings = {"out_dir": "{out}", "include": "{folder}", **settings}
+        given = {key: str(value).format(**places) for key, value in settings.items()}
+        refused(run(**given), *(word.format(**places) for word in words))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(run(out), "lm_eval is missing", "make eval")
+    refused(run(places["out"]), "lm_eval is missing", "make eval")
 
 
 # ----------------------------------------------------------------------------------------------------- embedded tasks
@@ -253,6 +263,7 @@ def test_the_questions_have_one_right_answer(library):
                 assert set(q["choices"]) & set(re.findall(r"\w+", q["context"])) == {right}
             else:
                 assert {len(c) for c in q["choices"]} == {60} and q["context"].endswith("\n")
+                assert not any(c in q["context"] for c in q["choices"])
     with pytest.raises(DataError, match="not prepared"):
         tasks.embedded(library)
 
@@ -290,7 +301,7 @@ def test_table_2_stands_beside_the_papers():
 def test_training_scores_tasks_and_the_report_reads_them(folder, tmp_path, library):
     weights = {}
     base = [f"--dataset={library / 'data' / 'pystdlib'}", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16",
-            "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=5", "--eval_interval=2", "--eval_tokens=64",
+            "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=5", "--eval_interval=3", "--eval_tokens=64",
             "--final_eval_tokens=64", "--device=cpu", "--dtype=float32", "--self_check=off"]
     scored = [f"--eval_tasks={folder / 'my_choice.yaml'}", "--eval_tasks_interval=2"]
     for name, more in (("scored", scored), ("plain", [])):

@@ -85,12 +85,6 @@ def test_longest_sequences_stay_within_documents():
         ex.longest_sequences(1001, None, 100, 99)
 
 
-def test_bins_are_powers_of_two():
-    losses = np.arange(44.0).reshape(2, 22)
-    assert ex.bins(22) == [0, 1, 2, 4, 8, 16, 22] and ex.bins(16)[-2:] == [8, 16] and ex.bins(1) == [0, 1]
-    assert ex.in_bins(losses)[0].tolist() == [0, 1, 2.5, 5.5, 11.5, 18.5]
-
-
 # -------------------------------------------------------------------------------------------------------------- reading
 
 @pytest.mark.parametrize("family", FAMILIES)

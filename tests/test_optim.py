@@ -16,11 +16,11 @@ from optim import Muon, build_optimizers, muon_matrices, set_learning_rate
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "mlp_multiple": 16}
 
 
-def build(family, optimizer):
+def build(family, optimizer, **how):
     torch.manual_seed(0)
     lm = LM(ModelConfig(model=family, **SMALL))
     return lm, build_optimizers(lm, SimpleNamespace(optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1,
-                                                    beta1=0.9, beta2=0.95))
+                                                    beta1=0.9, beta2=0.95, **how))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -41,6 +41,13 @@ def test_every_parameter_is_in_one_group(family, optimizer):
     assert {"adamw": len(optimizers) == 1, "muon": isinstance(optimizers[0], Muon)}[optimizer]
     adamw = optimizers[-1].defaults
     assert (adamw["lr"], adamw["betas"]) == (1e-2, (0.9, 0.95)) and groups[0]["lr"] == 1e-2
+
+
+def test_as_released_whatever_has_two_dimensions_decays():
+    lm, (optimizer,) = build("longhorn", "adamw", as_released=True)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == {id(p) for p in lm.parameters() if p.dim() >= 2}
+    assert decayed > {id(lm.get_parameter(name)) for name in optim.decayed(lm)}  # the convolution's weights, say
 
 
 def test_the_schedule_scales_each_groups_own_rate():

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import resource
 import runpy
 import shutil
 import subprocess
@@ -75,6 +76,23 @@ def test_records_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert read_log(tmp_path) == [train_event(1, 3.0)] and sorted(os.listdir(tmp_path)) == ["log.jsonl", "result.json"]
 
 
+def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
+    """A file may not grow beyond the middle of the second line: the system then writes what has room, as on a full
+    disk."""
+    log, (limit, most) = Log(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.write("train", 1, train_loss=3.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(log.path) + 9, most))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError):
+                log.write("train", step, train_loss=2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert [e["step"] for e in read_log(tmp_path)] == [1] and log.path.read_bytes().endswith(b"}\n")
+    log.write("train", 4, train_loss=1.0)
+    assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[1]", b"null", b'{"steps": 1', b"[" * 99999, b"\xff{}", None])
 def test_a_damaged_record_is_none(tmp_path, content):
     path = tmp_path / "result.json"
@@ -93,11 +111,11 @@ def test_a_folder_has_one_lock_whatever_it_is_called_and_no_link_is_followed(tmp
         for name in ("run", "link", "run/../link/."):
             with pytest.raises(BlockingIOError):
                 lock_folder(tmp_path / name)
-    names = ["log.jsonl.tmp-17", "best.safetensors.tmp-9", "config.json.tmp-", "mine.tmp-3", "x.json"]
+    names = ["log.jsonl.tmp-17", "best.safetensors.tmp-9", "val.bin.tmp-5", "config.json.tmp-", "mine.tmp-3", "x.json"]
     for name in names:
         (tmp_path / "run" / name).touch()
     lock_folder(tmp_path / "link").close()
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", *sorted(names[2:])]  # of killed writers, and nothing else
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", *sorted(names[3:])]  # of killed writers, and nothing else
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "run" / ".lock").unlink()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
@@ -145,10 +163,8 @@ def eval_event(step, loss):
 
 
 @pytest.mark.parametrize("name, events", [
-    ("one step", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), (r"a$\frac$b", [train_event(1, 3.0)]),
-    ("one evaluation", [eval_event(1, 3.0)]), ("one$", [eval_event(1, None)]),
-    ("many with nulls", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, None)]),
-    (r"a\$\frac$b", [*(train_event(s, None) for s in range(1, 60)), eval_event(5, 2.0), eval_event(60, None)])])
+    (r"a$\frac$b", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), ("one$", [eval_event(1, None)]),
+    (r"a\$\frac$b", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, 2.0)])])
 def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path, name, events):
     def draw(folder):
         return run_program(lambda: runpy.run_path(loss_curve.__file__, run_name="__main__"), folder)

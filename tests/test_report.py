@@ -196,6 +196,7 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: data"),
     "other schedule": (lambda f: change(f / "config.json", config__schedule="cosine"), "comparable: schedule"),
     "other documents": (lambda f: change(f / "result.json", val_document_losses=[9.0] * 8), "do not make up its loss"),
+    "another rate": (lambda f: change(f / "config.json", config__learning_rate=1.0), "another run's records: learning"),
     "no parameters": (lambda f: change(f / "result.json", parameters=0), "parameters"),
     "another model's folder": (lambda f: replace_by(f, "longhorn", "mamba"), "another run's records: model"),
     "another size's folder": (lambda f: replace_by(f, "460K", "130K"), "another run's records: folder"),
@@ -246,6 +247,7 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
     assert {c["code"]: c["used"] for c in sweep["code"]} == {CODE: n - 3, "cafe": 0, "beef": 1}
     assert "those of beef are compared with the others because --accept" in (tmp_path / "report.md").read_text()
     assert "cafe" in str(sweep["left_out"]) and "beef" not in str(sweep["left_out"])
+    assert runs.read_sweep(tmp_path, (CODE,)).code[0]["code"] != CODE  # what is joined decides nothing
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         report.write(tmp_path, accept_code=("f00d",))
 

@@ -3,7 +3,6 @@
 import base64
 import functools
 import io
-import os
 import re
 import sys
 from collections import namedtuple
@@ -19,7 +18,6 @@ import torch
 
 import sample
 import train
-from data.loader import DataError
 from data.shakespeare_char import prepare as shakespeare
 from model import LM, ModelConfig
 from runtime import checkpoint, errors
@@ -64,9 +62,9 @@ def byte_level_bpe(folder, texts):
     bpe.save(str(folder / "tokenizer.json"))
 
 
-def run_program(start, *argv, stdin=b"", **settings):
+def run_program(start, *argv, stdin=b"", err=None, **settings):
     """`python program argv --key=value ...` in this process, begun by start(): exit code, out, err."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    out, err, code = io.StringIO(), err or io.StringIO(), 0
     argv = ["program", *map(str, argv), *(f"--{key}={value}" for key, value in settings.items())]
     given = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
     with mock.patch.multiple(sys, argv=argv, stdin=given, stdout=out, stderr=err):
@@ -85,10 +83,13 @@ def start():
 run = functools.partial(run_program, start)
 
 
-def refused(result, *words):
+def refused(result, *words, quiet=True):
+    """The program ended with exit code 2, and one line on standard error that holds all the words; returns the line.
+    Nothing was said before, unless not quiet."""
     lines = [line for line in result.err.splitlines() if not line.startswith(("scan:", "native kernels:"))]
-    assert result.code == 2 and len(lines) == 1 and result.out == "", result.err
-    assert ".py: error: " in lines[0] and all(str(word) in lines[0] for word in words), lines[0]
+    assert result.code == 2 and len(lines) == 1 and not (quiet and result.out), f"exit code {result.code}: {result.err}"
+    assert ".py: error: " in lines[0] and all(str(word) in lines[0] for word in words), (lines[0], words)
+    return lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +108,6 @@ def says(monkeypatch, tokens):
             yield torch.tensor([token])
     monkeypatch.setattr(sample, "stream", stream)
     return prompts, screens
-
-
-@pytest.mark.parametrize("words", ["plain", "é€😀 und ñ", "\n\t"])
-def test_bytes_become_text_as_soon_as_a_character_is_whole(words):
-    text = Text("bytes")
-    tokens = text.encode(words)
-    assert tokens == list(words.encode())
-    expected = [piece for c in words for piece in ["", "", "", c][-len(c.encode()):]]  # at a character's last byte
-    assert [text.decode(token) for token in tokens] == expected
-    text = Text("bytes")  # what is no text does not stop the stream
-    assert "".join(text.decode(token) for token in [0xC3, 0x28, 0xFF, 0x61]) == "\ufffd(\ufffda"
-    assert text.decode(256) == "" and text.decode(300) == ""  # padding of the vocabulary
 
 
 def test_gpt2_tokens_that_split_a_character(monkeypatch):
@@ -161,17 +150,7 @@ def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path):
     assert text.name == data.meta["tokenizer"] and data.vocab_size == text.n_vocab == 50257 and text.eot_token == 50256
     assert "".join(map(text.decode, data.val.tolist())) in words
     assert prepare("bytes").meta["bytes_per_token"] == 1 and prepare("chars", force=True).meta["tokenizer"] == "char"
-    for name, line in (("tiktoken:p60k", "no encoding 'p60k': choose one of gpt2, r50k_base"),
-                       ("hf:/nowhere", "cannot load the tokenizer hf:/nowhere")):
-        with pytest.raises(DataError, match=line):
-            Text(name)
-
-
-def test_a_tokenizer_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)  # not installed
-    for name, *words in (("gpt2", "tiktoken is missing", "pip install"), ("words", "'words'", "bytes, gpt2, char"),
-                         (None, "None", "bytes, gpt2, char")):
-        refused(run(out_dir=make_run(tmp_path / str(name), tokenizer=name)), *words)
+    assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
 
 
 def test_the_same_seed_says_the_same(out):
@@ -199,6 +178,8 @@ def test_text_streams_character_by_character(out, monkeypatch):
     _, screens = says(monkeypatch, list("aé😀b".encode()))
     assert run(out_dir=out, prompt="P", max_new_tokens=8).out == "Paé😀b\n"
     assert screens == ["P", "Pa", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]
+    text = Text("bytes")  # what is no text, nor a byte, does not stop the stream
+    assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
 
 
 def test_a_character_cut_off_at_the_end_does_not_reach_the_next_sample(out, monkeypatch):
@@ -211,61 +192,58 @@ def test_a_character_cut_off_at_the_end_does_not_reach_the_next_sample(out, monk
 
 
 def test_prompts_from_everywhere(out, tmp_path, monkeypatch):
+    """UTF-8; bytes that are no text are a prompt for a model of bytes."""
     prompts, _ = says(monkeypatch, [33])
+    content = b"\xff\xfea\r\n\x00"
     (tmp_path / "prompt.txt").write_text("from a file €\n", encoding="utf-8")
+    (tmp_path / "binary").write_bytes(content)
     for how in ({"prompt": "given = here"}, {"prompt": f"@{tmp_path}/prompt.txt"},
                 {"prompt": "-", "stdin": "from ß stdin".encode()}):
         assert run(out_dir=out, **how).code == 0
     assert [bytes(p).decode() for p in prompts] == ["given = here", "from a file €\n", "from ß stdin"]
-    refused(run(out_dir=out, prompt="-"), "prompt is empty")
-    refused(run(out_dir=out, prompt=f"@{tmp_path}/absent.txt"), "absent.txt")
-
-
-def test_bytes_that_are_no_text_are_a_prompt_for_bytes_alone(out, tmp_path, monkeypatch):
-    content, (prompts, _) = b"\xff\xfea\r\n\x00", says(monkeypatch, [33])
-    (tmp_path / "binary").write_bytes(content)
-    refused(run(out_dir=out, prompt=os.fsdecode(content)), "expected a string of UTF-8")
-    characters = make_run(tmp_path / "char", tiny(vocab_size=len(TABLE)), tokenizer="char", table=TABLE)
     for how in ({"prompt": f"@{tmp_path}/binary"}, {"prompt": "-", "stdin": content}):
         assert run(out_dir=out, **how).out == "\ufffd\ufffda\r\n\x00!\n" and bytes(prompts[-1]) == content
-        refused(run(out_dir=characters, **how), "prompt ", "'utf-8' codec can't decode byte 0xff in position 0")
+    characters = make_run(tmp_path / "char", tiny(vocab_size=len(TABLE)), tokenizer="char", table=TABLE)
     (tmp_path / "lines").write_bytes("wörld\r\n".encode())
     assert run(out_dir=characters, prompt=f"@{tmp_path}/lines").out == "wörld\n\n"  # 33 is no character of the table
 
 
-def test_mistakes_get_one_line(out, tmp_path):
-    refused(run(out_dir=tmp_path / "nothing"), "nothing/checkpoint.safetensors", "no checkpoint")
-    refused(run(out_dir=out, temprature=1), "--temperature")
-    if not torch.cuda.is_available():
-        refused(run(out_dir=out, device="cuda"), "cuda", "--device=cpu")
-    for device in ("foo", "meta", "cpu:x", ""):
-        refused(run(out_dir=out, device=device), f"device {device!r} is unknown or missing")
-    for key, value in (("temperature", -1.0), ("top_k", -2), ("top_p", 0.0), ("seed", -1), ("max_new_tokens", 0),
-                       ("num_samples", 0)):  # before anything is said
-        refused(run(out_dir=out, prompt="P", **{key: value}), f"{key} {value}")
-    content = (out / "checkpoint.safetensors").read_bytes()
-    (tmp_path / "checkpoint.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    refused(run(out_dir=tmp_path), "damaged")
+CHARACTERS = {"tokenizer": "char", "table": TABLE}
+REFUSED = [  # settings; what differs in the checkpoint of `out`, or in its config; words of the line
+    ({"out_dir": "/nothing"}, {}, "/nothing/checkpoint.safetensors", "no checkpoint"), ({"prompt": ""}, {}, "empty"),
+    ({"temprature": 1}, {}, "--temperature"), ({"prompt": "@absent.txt"}, {}, "absent.txt"),
+    *[({"device": "cuda"}, {}, "cuda", "--device=cpu")] * (not torch.cuda.is_available()),
+    *(({"device": name}, {}, f"device {name!r} is unknown or missing") for name in ("foo", "meta", "cpu:x", "")),
+    *(({key: value}, {}, f"{key} {value}") for key, value in {
+        "temperature": -1.0, "top_k": -2, "top_p": 0.0, "seed": -1, "max_new_tokens": 0, "num_samples": 0}.items()),
+    ({"prompt": "\udcff"}, {}, "expected a string of UTF-8"), ({"prompt": "Hi"}, CHARACTERS, "'H'", "vocabulary"),
+    ({"prompt": "-", "stdin": b"\xff"}, CHARACTERS, "prompt ", "'utf-8' codec can't decode byte 0xff in position 0"),
+    ({}, {"tokenizer": "gpt2"}, "tiktoken is missing", "pip install"),
+    ({}, {"tokenizer": "tiktoken:p60k"}, "'p60k'", "gpt2, r50k_base"), ({}, {"tokenizer": "hf:/none"}, "hf:/none"),
+    *(({}, {"tokenizer": name}, repr(name), "bytes, gpt2, char") for name in ("words", None)),
+    *(({}, {key: odd}, "checkpoint.safetensors: does not fit") for key, odd in {
+        "tokenizer": 3, "table": [], "config": [], "skeleton": {"dict": []}, "model": "mamba"}.items()),
+    *(({}, {key: value}, "") for key, value in {"vocab_size": 10**12, "n_layer": 10**14, "n_embd": 10**6}.items()),
+    ({}, {"n_embd": "x"}, "n_embd is 'x'"), ({}, {"model": "griffin"}, "griffin", "longhorn, mamba"),
+    ({}, {"task": "images"}, "checkpoint.safetensors", "image classifier"),
+]
 
 
-def test_a_forged_checkpoint_is_one_line(out, tmp_path):
+@pytest.mark.parametrize("settings, changes, words", [(s, c, w) for s, c, *w in REFUSED], ids=lambda x: str(x)[:50])
+def test_mistakes_get_one_line_before_anything_is_said(out, tmp_path, monkeypatch, settings, changes, words):
+    if changes.get("tokenizer") == "gpt2":
+        monkeypatch.setitem(sys.modules, "tiktoken", None)  # not installed
     tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
-    (tmp_path / "run").mkdir()
-    config = lambda **changes: {"config": {**meta["config"], **changes}}
-    for change, *words in (({"tokenizer": 3},), ({"table": []},), ({"tokenizer": None},), ({"config": []},),
-                           ({"skeleton": {"dict": []}}, "does not fit"), (config(vocab_size=10**12),),
-                           (config(n_layer=10**14),), (config(n_embd="x"),), (config(n_embd=10**6),),
-                           (config(model="mamba"), "run/checkpoint.safetensors", "does not fit"),
-                           (config(model="griffin"), "griffin", "longhorn, mamba")):
-        checkpoint.save(tmp_path / "run" / "checkpoint.safetensors", tensors, {**meta, **change})
-        refused(run(out_dir=tmp_path / "run", prompt="b"), *words)
-    checkpoint.save(tmp_path / "run" / "checkpoint.safetensors", {}, {"some": "thing"})
-    refused(run(out_dir=tmp_path / "run"), "does not fit")
-    small = make_run(tmp_path / "small", tiny(vocab_size=64))
-    refused(run(out_dir=small, prompt="b"), "token 98, but the model's vocab_size is 64")
-    (small / "checkpoint.safetensors").unlink()
-    os.mkfifo(small / "checkpoint.safetensors")
-    refused(run(out_dir=small), "not a regular file")
+    settings_of_run = {key: changes[key] for key in changes if key not in meta}
+    checkpoint.save(tmp_path / "checkpoint.safetensors", tensors,
+                    {**meta, "config": {**meta["config"], **settings_of_run}, **changes})
+    refused(run(**{"out_dir": tmp_path, "prompt": "b", **settings}), *words)
+
+
+def test_a_token_that_the_model_does_not_know(tmp_path):
+    run_dir = make_run(tmp_path / "run", tiny(vocab_size=98))
+    refused(run(out_dir=run_dir, prompt="b"), "token 98, but the model's vocab_size is 98")
+    assert run(out_dir=run_dir, prompt="a").code == 0
 
 
 def test_a_trained_character_model_speaks_its_characters(tmp_path):
@@ -274,9 +252,9 @@ def test_a_trained_character_model_speaks_its_characters(tmp_path):
     train.main([f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_head=2",
                 "--n_embd=32", "--block_size=16", "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=1",
                 "--device=cpu", "--dtype=float32", "--pattern=llama"])
+    assert sample.load_model(tmp_path / "run")[0].config.vocab_size == 64  # of nine characters, rounded up
     result = run(out_dir=tmp_path / "run", prompt="hello wörld", max_new_tokens=60, temperature=2)
     assert result.code == 0 and result.out.startswith("hello wörld")
     assert re.fullmatch(f"[{TABLE}]+", result.out) and len(result.out) > 20
     text = Text("char", TABLE)
     assert "".join(map(text.decode, text.encode("hello wörld"))) == "hello wörld"
-    refused(run(out_dir=tmp_path / "run", prompt="Hi"), "'H'", "vocabulary")

@@ -7,7 +7,10 @@ both places.
 """
 
 import contextlib
+import ctypes
 import functools
+import math
+import os
 import pkgutil
 import re
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from test_scan import source_text, with_mistake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.scan
@@ -68,8 +72,12 @@ def scan_of(change):
     return {"model.longhorn_scan": lambda f: lambda *args, **kw: f(*change(*args[:6]), *args[6:], **kw)}
 
 
-# An edit is {the name of a function, method or class: what makes its replacement of it}. "native": kernels of
-# test_updates.py that compute something else.
+# Of the kernels: the place in longhorn_scan.cu, and what is written there.
+KERNELS = {"half the step size": ("step", "if (BROKEN) { Step<V> s = longhorn_step(x, dt, bias, kk); "
+                                  "s.size = 0.5f * s.size; return s; }"),
+           "twice the gradient of the step size": ("step gradients", "if (BROKEN) de = 2.0f * de;")}
+
+# An edit is {the name of a function, method or class: what makes its replacement of it}. "native": of KERNELS.
 normed = lambda f: lambda x, *rest, **kw: f(F.rms_norm(x, x.shape[-1:]), *rest, **kw)
 half = lambda f: lambda *args, **kw: 0.5 * f(*args, **kw)
 K_HALVED = scan_of(lambda x, dt, k, *rest: (x, dt, k / 2, *rest))
@@ -108,6 +116,8 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "label smoothing of the logits' loss": ("llama", SMOOTH, LOSSES),
     "a cap of the logits": ("longhorn", CAP, LOSSES),
     "half the step size in the loop": ("longhorn", HALF, SCANS),
+    "no number in the loop": ("longhorn", {"kernels.scan._step_size": lambda f: lambda *args, **kw: math.nan * f(
+        *args, **kw)}, SCANS),
     "half the step size in the kernel's forward": ("longhorn", {"native": ("half the step size",)}, SCANS),
     "half the step size in loop and kernel, the kernel's backward left": (
         "longhorn", {**HALF, "native": ("half the step size",)}, SCANS),
@@ -123,11 +133,19 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "decay of GLA's chunks": (
         "gla", {"kernels.linear_attention._gla": lambda f: lambda q, k, v, g, state: f(q, k, v, 2 * g, state)},
         ("linear_attention.py: _gla", "linear_attention.py: gated_linear_attention_ref")),
-    "beta of DeltaNet's chunks": (
+    "a little of beta in DeltaNet's chunks": (
         "deltanet",
-        {"kernels.linear_attention._delta_rule": lambda f: lambda q, k, v, b, *rest: f(q, k, v, 0.9 * b, *rest)},
+        {"kernels.linear_attention._delta_rule": lambda f: lambda q, k, v, b, *rest: f(q, k, v, 0.997 * b, *rest)},
         ("linear_attention.py: _delta_rule", "linear_attention.py: delta_rule_ref")),
     "x normed for the convolution, not for its state": ("longhorn", {"model.causal_conv1d": normed}, BLOCK),
+    "an operator of a hybrid's second family": (
+        HYBRID, {"kernels.ops._softmax_attention": half}, ("ops.py: attention", "ops.py: _softmax_attention")),
+    "the keys of a window": ("swa", {"kernels.ops._windowed": lambda f: lambda q, k, v, window, i: f(
+        q, k, v, window - 1, i)}, ("ops.py: attention", "ops.py: _softmax_attention")),
+    "what is not a number": ("longhorn", {"kernels.scan._step_size": lambda f: lambda *args: float("nan") * f(*args)},
+                             SCANS),
+    "the gradient through a state": ("longhorn", {"model.longhorn_scan": lambda f: lambda *args, **kw: f(
+        *args[:7], None if args[7] is None else args[7].detach(), **kw)}, BLOCK),
     "with a state only": ("mamba", {"model.Mamba.scan": lambda f: lambda self, x, dt, k, q, z, h0: f(
         self, x, dt, k, q, z if h0 is None else 0.9 * z, h0)}, BLOCK),
     "in single steps only": ("gla", {"model.gated_linear_attention": lambda f: lambda q, k, *rest, **kw: f(
@@ -159,6 +177,25 @@ def read(lm):
             parts.append(logits)
         whole = lm(x)[0]
         return torch.stack(losses).tolist(), ((torch.cat(parts, 1) - whole).norm() / whole.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def broken(builds):
+    """broken(*names): the CPU library with these edits of KERNELS switched on."""
+    text = source_text()
+    for i, (place, edit) in enumerate(KERNELS.values()):
+        text = with_mistake(text, place, edit.replace("BROKEN", f"(broken >> {i} & 1)"))
+    builds.mkdir(exist_ok=True)
+    source = builds / f"broken.{os.getpid()}.cu"
+    source.write_text('extern "C" { int broken = 0; }\n' + text)
+    with mock.patch.object(build, "_flags", lambda openmp, f=build._flags: [*f(openmp), "-O1"]):  # half of -O3's time
+        lib = build.load(build.build([source, build.CONV], builds)[0])
+    switch = ctypes.c_int.in_dll(lib, "broken")
+
+    def broken(*names):
+        switch.value = sum(1 << list(KERNELS).index(name) for name in names)
+        return lib
+    return broken
 
 
 @pytest.fixture
@@ -231,12 +268,14 @@ def test_unedited_all_agrees(pattern, backend):
     torch.manual_seed(0)
     lm = LM(ModelConfig(pattern=pattern, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend))
     weights, random = [p.clone() for p in lm.parameters()], torch.get_rng_state()
-    line = self_check(lm)
+    torch.set_float32_matmul_precision("high")
+    line, precision = self_check(lm), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     assert line.startswith("self-check: ") and "whole sequences and states agree to " in line and "\n" not in line
     assert ("plain operators" in line) == (backend != "torch")
     assert float(line.split("agree to ")[1].split()[0]) < 1e-5
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), weights, strict=True))
-    assert torch.equal(torch.get_rng_state(), random) and lm.training
+    assert torch.equal(torch.get_rng_state(), random) and lm.training and precision == "high"
 
 
 # -------------------------------------------------------------------------------------------- other libraries' kernels

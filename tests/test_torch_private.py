@@ -1,11 +1,12 @@
-"""runtime/torch_private.py: each private hook of PyTorch still exists, and does what we use it for."""
+"""runtime/torch_private.py: each private hook of PyTorch still exists, and does what we use it for.
 
-import inspect
+test_optim.py compares `muon` with torch.optim.Muon; every operator with a gradient goes through `fast_apply`.
+"""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim._muon import muon as torch_muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import torch_private
@@ -41,47 +42,26 @@ def test_marks_for_the_compiler():
     assert ours.items() >= {"_torchdynamo_disable": True}.items() <= theirs.items()
 
 
-def test_assert_async():
+def test_the_switch_of_ddp_is_that_of_no_sync(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
+        state = lambda: {name: value for name, value in vars(ddp).items() if isinstance(value, bool)}
+        torch_private.average_gradients(ddp, False)
+        off = state()
+        torch_private.average_gradients(ddp, True)
+        with ddp.no_sync():
+            assert off == state()
+        assert off != state()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_stands_for_a_public_function():
     torch_private.assert_async(torch.tensor(True), "right")
     with pytest.raises(RuntimeError, match="wrong"):
         torch_private.assert_async(torch.tensor(False), "wrong")
-
-
-def test_fast_apply_is_a_functions_apply():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a):
-            return 2 * a
-
-        @staticmethod
-        def backward(ctx, dy):
-            return 2 * dy
-
-    a = torch.ones(3, requires_grad=True)
-    torch_private.fast_apply(Double)(a).sum().backward()
-    assert torch.equal(a.grad, torch.full((3,), 2.0))
-
-
-def test_muon_is_the_step_of_torchs():
-    torch.manual_seed(0)
-    p, q = (torch.nn.Parameter(torch.eye(4, 6)) for _ in range(2))
-    optimizer = torch.optim.Muon([p], lr=0.1, weight_decay=0.1)
-    p.grad = torch.randn(4, 6)
-    optimizer.step()
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "initial_lr")}
-    with torch.no_grad():
-        torch_private.muon([q], [p.grad], [torch.zeros(4, 6)], **group, has_complex=False)
-    assert torch.equal(p, q) and group.keys() | {"has_complex"} <= inspect.signature(torch_muon).parameters.keys()
-
-
-def test_ddp_has_the_switch():
-    """tests/test_distributed.py shows what it does: micro-batches of two processes."""
-    assert "self.require_backward_grad_sync" in inspect.getsource(DistributedDataParallel.forward) + inspect.getsource(
-        DistributedDataParallel._pre_forward)
-
-
-def test_map_tensors():
     tree = {"a": [torch.ones(2), None], "b": (1, torch.zeros(1))}
     mapped = torch_private.map_tensors(lambda a: a + 1, tree)
-    assert mapped["a"][1] is None and mapped["b"][0] == 1
-    assert torch.equal(mapped["a"][0], torch.full((2,), 2.0)) and mapped["b"][1] == 1
+    assert mapped["a"][1] is None and mapped["b"] == (1, torch.ones(1))
+    assert torch.equal(mapped["a"][0], torch.full((2,), 2.0))

@@ -17,12 +17,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
-from test_chaos import LONG_FORM, log_lines
-from test_train import events, no_picture, record
+from test_train import events, log_lines, no_picture, record
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
-import export
-import sample
 from data import images
 from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
@@ -30,7 +29,6 @@ from experiments.vision.wrong_images import draw
 from kernels.scan import longhorn_scan_ref
 from model import Longhorn, Mamba
 from runtime import checkpoint, counting
-from runtime.errors import ConfigError
 
 succeed, refuse = (functools.partial(f, program="experiments/vision/classify.py")
                    for f in (test_train.succeed, test_train.refuse))
@@ -70,6 +68,17 @@ def test_parameters(file, directions, count):
         equal = [counting.parameter_count(Vision(config_of(f"{f}_{task}")))["total"] for f in ("vil", "vim", "vit")]
     assert parts["total"] == sum(n for name, n in parts.items() if name != "total") == count
     assert max(equal) < 1.02 * min(equal)
+
+
+def test_flops():
+    """A ViT's are the matrix products that PyTorch counts; a second direction scans once more."""
+    vit, x = Vision(small(model="vit")), torch.randn(1, 1, 8, 8)
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # whose products it sees
+        vit(x)
+    assert 17 * counting.flops_per_token(vit)["forward"] == pytest.approx(counted.get_total_flops())
+    forward, separate = (Vision(small(directions=directions)) for directions in ("forward", "separate"))
+    scan = counting.mixing_flops(forward.layers[0].mixer, 17)
+    assert counting.mixing_flops(separate.layers[0].mixer, 17) == 2 * scan > 0
 
 
 def agree(mixer, u, y):
@@ -156,6 +165,8 @@ def test_average_drop_path_and_smoothing():
     dropped = vision.drop_path(branch, 1)  # the last of two
     assert set(dropped.unique().tolist()) == {0.0, 2.0} and abs(dropped.mean() - 1) < 0.05
     assert torch.equal(vision.drop_path(branch, 0), branch) and torch.equal(vision.eval().drop_path(branch, 1), branch)
+    logits, loss = vision(x, y)
+    assert torch.isclose(loss, F.cross_entropy(logits, y))  # in training alone
 
 
 # -------------------------------------------------------------------------------------------------------------- images
@@ -200,12 +211,32 @@ def test_crops_look_where_they_say():
     ends = np.array([images.read(split, 0, c, [seed])[0, 0, [0, -1]] for seed in range(200)]).astype(int)
     assert 60 < (ends[:, 0] > ends[:, 1]).sum() < 140 and ends.min() < 4 and ends.max() > 60
     assert abs(ends[:, 1] - ends[:, 0]).min() < 22 and abs(ends[:, 1] - ends[:, 0]).max() > 30  # columns, of areas
+    boxes = np.array([images.random_box(64, 64, 0.1, np.random.default_rng(seed)) for seed in range(200)])
+    shapes = (boxes[:, 2] - boxes[:, 0]) / (boxes[:, 3] - boxes[:, 1])
+    assert 0.74 < shapes.min() < 0.8 and 1.25 < shapes.max() < 1.34
+
+
+def test_crops_are_other_ones_in_each_epoch_and_none_in_validation():
+    c = small(batch_images=1347, min_crop=0.3, mirror=True, max_iters=2, eval_crop=1.0)
+    data, raw = images.ImageData(c, torch.device("cpu")), lambda split, rows: images.normalise(
+        torch.from_numpy(np.stack([split.open(i) for i in rows])[:, None] / np.float32(255)))
+    seen = []
+    for epoch in (0, 1):
+        ((x, y, _),) = data.micro_batches(epoch, 0, 1, 1347)
+        order = images.epoch_order(1337, epoch, 1347, 1)
+        assert (y.numpy() == data.train.labels[order]).all()
+        seen.append(x[order.argsort()])  # in the order of the files
+    for other in (seen[1], raw(data.train, range(1347))):
+        assert (seen[0] == other).flatten(1).all(1).float().mean() < 0.1
+    for rows, x, _ in data.eval_batches(np.arange(1, 450, 60), 3):
+        assert torch.equal(x, raw(data.val, rows))
 
 
 def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    shutil.copytree(shelf / "train", shelf / "test")  # is not read where there is val
     of = lambda data: [data[2], *((s.labels.tolist(), np.asarray(s.open(3)).tolist()) for s in data[:2])]
     assert of(images.load(str(shelf))) == of(images.load(f"hf:{shelf}"))
     with pytest.raises(images.DataError, match="^hf:[^\n]*$"):
@@ -213,39 +244,51 @@ def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ("mixup", "cutmix"))
-def test_labels_are_mixed_as_the_pixels_are_and_else_not_touched(kind, monkeypatch):
+def test_labels_are_mixed_as_the_pixels_are_and_else_not_touched(kind):
     """kornia's: images of one shade each, so that the mean of what is mixed gives the shares."""
     torch.manual_seed(0)
     augment, y = images.Augment(small(**{kind: 1.0}), 10), torch.arange(10)
     shades = torch.linspace(0, 1, 10)
-    x, mixed = augment(shades[:, None, None, None].expand(10, 1, 16, 16).clone(), y)
+    flat = shades[:, None, None, None].expand(10, 1, 16, 16)
+    x, mixed = augment(flat.clone(), y)
     assert torch.allclose(mixed.sum(1), torch.ones(10)) and (mixed.max(1)[0] < 0.99).any()
     assert torch.allclose(x.mean((1, 2, 3)) * 0.5 + 0.5, mixed @ shades, atol=1e-5)
+    both = images.Augment(small(mixup=0.5, cutmix=0.5), 10)
+    assert all(both(flat.clone(), y)[1].dim() == 2 for _ in range(20))  # one of the two, always
     x = torch.rand(10, 3, 16, 16)
     for changes in ({"rand_augment": 9}, {"erasing": 0.5}):
         changed, labels = images.Augment(small(channels=3, **changes), 10)(x, y)
         assert changed.shape == x.shape and changed.isfinite().all() and torch.equal(labels, y)
         assert not torch.equal(changed, images.normalise(x))
     assert torch.equal(images.Augment(small(), 10)(x, y)[0], images.normalise(x))
-    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)
-    with pytest.raises(ConfigError, match="^[^\n]*kornia[^\n]*pip install[^\n]*$"):
-        images.Augment(small(mixup=0.5), 10)
 
 
-def test_bad_input_is_one_line(shelf, tmp_path):
+def rename(*names):
+    return lambda shelf: [(shelf / old).rename(shelf / new) for old, new in names]
+
+
+def cut(shelf):
+    path = shelf / "train/light/3.png"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+REFUSED = [  # settings; what is done to the folder of images; words of the line
+    ({"image_size": 9}, None, "image_size 9", "patch_size 2"), ({"model": "vis"}, None, "vil, vim, vit"),
+    ({"dataset": "/none"}, None, "/none/train", "train/CLASS"), ({"drop_path": 1.5}, None, "drop_path 1.5", "0.99"),
+    ({"batch_images": 13}, None, "batch_images 13", "12 training images"), ({"channels": 2}, None, "channels 2"),
+    ({"mixup": 0.6, "cutmix": 0.6}, None, "mixup 0.6", "cutmix 0.6"), ({"mixup": 0.5}, None, "kornia", "pip install"),
+    ({}, rename(("val/dark", "val/dim")), "validation has no image of the class 'dark'"),
+    ({}, rename(("val/dark", "dark"), ("val/light", "light")), "has no class folders"),
+    ({}, cut, "train/light/3.png", "cannot be read as an image")]
+
+
+@pytest.mark.parametrize("settings, change, words", [(s, change, words) for s, change, *words in REFUSED])
+def test_mistakes_get_one_line(shelf, tmp_path, monkeypatch, settings, change, words):
+    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)  # not installed
+    if change is not None:
+        change(shelf)
     base = {"out": tmp_path / "out", "dataset": shelf, "channels": 3, "batch_images": 4}
-    given = lambda **changes: arguments(**{**base, **changes})
-    refuse(given(image_size=9), "image_size 9", "patch_size 2")
-    refuse(given(model="vis"), "vil, vim, vit")
-    refuse(given(dataset=tmp_path / "none"), "none/train", "train/CLASS")
-    refuse(given(batch_images=13), "batch_images 13", "12 training images")
-    (shelf / "val/dark").rename(shelf / "val/dim")
-    refuse(given(), "validation has no image of the class 'dark'")
-    (shelf / "val/dim").rename(shelf / "val/dark")
-    (shelf / "train/light/3.png").write_bytes((shelf / "train/light/3.png").read_bytes()[:50])
-    refuse(given(), "train/light/3.png", "cannot be read as an image")
-    shutil.rmtree(shelf / "val/dark"), shutil.rmtree(shelf / "val/light")
-    refuse(given(), "has no class folders")
+    refuse(arguments(**{**base, **settings}), *words)
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -256,23 +299,34 @@ def whole(tmp_path_factory):
     return out, succeed(arguments(out, ema=0.9, drop_path=0.3, checkpoint_interval=2), draw_loss=no_picture)
 
 
-def test_records_pictures_and_other_programs(whole, tmp_path):
+def test_records_and_pictures(whole, tmp_path):
     out, said = whole
     assert "agree to " in said.out and "state left out: LonghornTwoWays keeps none" in said.out
     result, last = record(out), events(out, "eval")[12]
-    assert result["val_images"] == 450 and {"val_accuracy", "ema_accuracy", "val_loss"} <= result.keys() & last.keys()
     assert list(events(out, "eval")) == [5, 10, 12] and (out / "wrong.png").stat().st_size > 5000
+    assert {"val_accuracy", "ema_accuracy", "ema_loss"} <= last.keys() and result["val_images"] == 450
     data = images.ImageData(config_of(), torch.device("cpu"))
     assert [len(s.labels) for s in (data.train, data.val)] == [1347, 450] and data.steps_per_epoch == 21
-    vision = build_model(small(ema=0.9), "cpu")
+    vision, y = build_model(small(ema=0.9), "cpu"), torch.from_numpy(data.val.labels)
     tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
     vision.load_state_dict(checkpoint.unflatten(tensors, meta["skeleton"])["model"])
-    metrics = Evaluate(small(), data)(vision)
-    assert (metrics["val_accuracy"], metrics["ema_accuracy"]) == (result["val_accuracy"], result["ema_accuracy"])
+    x = torch.from_numpy(np.stack([images.read(data.val, i, small()) for i in range(450)]) / np.float32(127.5) - 1)
+    for name, model in (("val", vision), ("ema", vision.average.module)):
+        with torch.no_grad():
+            logits = model.eval()(x)[0]
+        assert result[f"{name}_accuracy"] == (logits.argmax(-1) == y).double().mean().item()
+        assert result[f"{name}_loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-5)
+    assert result["val_accuracy"] != result["ema_accuracy"]
+    Evaluate(small(), data)(vision.train())
+    assert vision.training
     assert draw(tmp_path, data.val, data.classes, data.val.labels).exists()  # nothing wrong
-    for program, more in ((sample, []), (export, [f"--to={tmp_path}/x"])):
-        with pytest.raises(checkpoint.CheckpointError, match="^[^\n]*image classifier[^\n]*$"):
-            program.main([f"--out_dir={out}", *more])
+
+
+def test_a_run_is_as_long_as_its_epochs(tmp_path):
+    with mock.patch("experiments.vision.wrong_images.draw"):
+        succeed(arguments(tmp_path / "run", n_layer=1, batch_images=600, epochs=2, max_iters=0, self_check="off"))
+    derived = record(tmp_path / "run", "config")["derived"]
+    assert record(tmp_path / "run")["steps"] == 4 and (derived["steps_per_epoch"], derived["epochs"]) == (2, 2)
 
 
 def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
@@ -290,14 +344,17 @@ def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
     assert a["model._extra_state"].numel() > 1000  # the average
 
 
-@LONG_FORM
 def test_two_processes_train_as_one_does(tmp_path, launch):
-    argv = lambda out, size: arguments(tmp_path / out, batch_images=63, micro_batch_size=size)  # 32 and 31
+    argv = lambda out, size: arguments(tmp_path / out, batch_images=63, micro_batch_size=size, n_layer=1, max_iters=6,
+                                       ema=0.5, eval_interval=6, self_check="off")  # 32 and 31
     process = launch(argv("two", 63), 2, main=classify)
     succeed(argv("one", 20), draw_loss=no_picture)
     assert process.end() == [0, 0], process.said()
     one, two = ([e["train_loss"] for e in events(tmp_path / name).values()] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=2e-4)
+    one, two = (record(tmp_path / name) for name in ("one", "two"))
+    for key in ("val_loss", "ema_loss"):
+        assert two[key] == pytest.approx(one[key], rel=2e-4) != one["ema_loss" if key == "val_loss" else "val_loss"]
 
 
 def test_sweep_and_its_report(tmp_path):
@@ -305,7 +362,8 @@ def test_sweep_and_its_report(tmp_path):
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
     sweep_of_images.runner.write_plan(tmp_path, cells)
-    with mock.patch("experiments.vision.wrong_images.draw"):
+    no_git = mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
+    with mock.patch("experiments.vision.wrong_images.draw"), no_git:
         for c in (cells[5], cells[4]):  # ViL's second seed, ViT's first
             succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])
     assert sweep_of_images.main(["report", str(tmp_path)]) == 0

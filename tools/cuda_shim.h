@@ -1,11 +1,9 @@
-// Runs the CUDA kernels of longhorn_scan.cu on a CPU, one block after another. There are two ways to run a block's
-// threads:
-//   as fibers that switch at every barrier and shuffle (the default: fast, and always in the same order), or
-//   as OS threads (-DSHIM_THREADS), so that ThreadSanitizer reports a missing __syncthreads as a data race.
-// Either way shared memory starts as NaN, so that reads before writes show in the result. If some lanes never reach a
-// barrier or shuffle, fibers end the launch with an error; threads would hang.
+// Runs the CUDA kernels of longhorn_scan.cu on a CPU, one block after another. A block's threads are fibers that switch
+// at every barrier and shuffle: fast, and always in the same order. Shared memory starts as NaN, so that reads before
+// writes show in the result. If some lanes never reach a barrier or shuffle, the launch ends with an error.
 //
-// This cannot show speed, coalescing, or GPU-specific divergence of a warp's lanes between shuffles.
+// This cannot show speed, coalescing, GPU-specific divergence of a warp's lanes between shuffles, or a missing barrier,
+// which ptx_shim.h finds.
 // tests/test_cuda.py includes it before the kernels, and cuda_driver_shim.h, the driver's functions, after them.
 
 #pragma once
@@ -19,10 +17,6 @@
 #include <deque>
 #include <memory>
 #include <vector>
-#ifdef SHIM_THREADS                                    // the slowest headers to compile
-#include <barrier>
-#include <thread>
-#endif
 
 #define __global__
 #define __device__
@@ -33,15 +27,6 @@ struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z 
 
 inline char shim_words[256];                           // the reason why the launch ended early, for example a trap
 
-#ifdef SHIM_THREADS
-inline thread_local dim3 threadIdx, blockIdx;
-inline void shim_leave() { fprintf(stderr, "%s\n", shim_words); abort(); }
-struct ShimBarrier {
-    std::barrier<> barrier;
-    ShimBarrier(unsigned n) : barrier(n) {}
-    void wait() { barrier.arrive_and_wait(); }
-};
-#else
 inline dim3 threadIdx, blockIdx;
 inline ucontext_t shim_scheduler, *shim_fiber;
 inline unsigned long shim_steps;                       // arrivals at barriers and ends of fibers
@@ -61,7 +46,6 @@ struct ShimBarrier {
         while (round == mine) shim_yield();
     }
 };
-#endif
 
 inline void shim_trap(const char *format, ...) {
     va_list values;
@@ -142,11 +126,6 @@ inline float minimum(float v, float high) { return v > high ? high : v; }
 #define SHARED_MEMORY shim_block->shared.data()
 
 template <class Body> void shim_run_block(unsigned threads, Body body) {
-#ifdef SHIM_THREADS
-    std::vector<std::thread> lanes;
-    for (unsigned t = 0; t < threads; t++) lanes.emplace_back([=] { body(t); });
-    for (auto &lane : lanes) lane.join();
-#else
     static Body *current;
     static unsigned running;
     static bool done;
@@ -177,7 +156,6 @@ template <class Body> void shim_run_block(unsigned threads, Body body) {
             return;
         }
     }
-#endif
 }
 
 template <class Kernel, class... Args> void shim_launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes,

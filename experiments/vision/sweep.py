@@ -139,7 +139,7 @@ def summarise(record):
 def markdown(record, rows):
     lines = ["# Images: families, directions and depth", "",
              f"{len(record['runs'])} of {record['planned']} runs on {record['settings']['dataset']}, "
-             f"{record['machine']}, commit {record['commit'][:10]}. Top-1 accuracy in percent of "
+             f"{record['machine']}, commit {(record['commit'] or 'unknown')[:10]}. Top-1 accuracy in percent of "
              f"{record['runs'][0]['val_images']} held-out images, by seed; images per second of forward and backward, "
              "one thread of a CPU or one GPU.", "",
              "| model | parameters | mean | spread | seeds | images/s |", "|---|---|---|---|---|---|"]
