@@ -246,7 +246,8 @@ def build(emit, dry_run, budget_s):
         return
     p = device(dry_run).properties
     architecture = f"sm_{p.major}{p.minor}"
-    shape = lambda update, size: build.cuda_shape(*size, p.multi_processor_count, update != "exact")
+    shape = lambda update, size: build.cuda_shape(update, *size, p.multi_processor_count,
+                                                        p.shared_memory_per_multiprocessor, update != "exact")
     wanted = dict.fromkeys((build.build_cuda, update, dtype, shape(update, size), architecture)
                            for size in BENCHMARKED + TESTED for update in build.UPDATES for dtype in build.DTYPES)
     wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (4,), architecture) for dtype in build.DTYPES)
