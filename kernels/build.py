@@ -132,7 +132,8 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, li
         reason = f"the tensors are on {device}" if device != fused.GPU else fused.refusal(op, dtype) or library_cannot
         reason = reason or fused.load(op)[1]
         if reason is None:
-            say_once(f"{op}: {fused.LIBRARIES[op][0]}")
+            tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
+            say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")
             return "fused"
         if backend:
             raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install "
@@ -182,8 +183,9 @@ def unavailable(device):
     if device == "cuda":
         if not torch.cuda.is_available():
             return "PyTorch sees no GPU"
-        if torch.cuda.get_device_capability() < (8, 0):
-            return "the kernels need a GPU of compute capability 8.0 (Ampere) or later"
+        if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < (8, 0):
+            return ("the kernels need GPUs of compute capability 8.0 (Ampere) or later: hide others with "
+                    "CUDA_VISIBLE_DEVICES")
         return cuda.missing()
     try:
         library()
