@@ -5,9 +5,11 @@
 #   make test ARGS="-k scan -x"                                         a part of the tests
 #   make test-fused                                                     flash-linear-attention's kernels, on this CPU
 #   make chaos                                                          long fault injection; as root also a cut cable
+#   make slurm                                                          sweeps on a real Slurm, as root, and on Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
 #   make bench                                                          check and time the scan on this CPU
-#   make gpu STAGES=correctness                                         on a GPU, 9 minutes at most; then speed, training
+#   make gpu                                                            on a GPU: correctness, speed, training
+#   make gpu STAGES=speed                                               one of these; each takes 9 minutes at most
 #   make gpu PYTHON=python3                                             with your own interpreter; installs nothing
 #   make PYTHON=python3.12 ...                                          create .venv with this interpreter
 
@@ -17,7 +19,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
-.PHONY: train test test-fused eval chaos lint bench gpu clean
+.PHONY: train test test-fused eval chaos slurm lint bench gpu clean
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
@@ -42,6 +44,10 @@ eval: $(VENV)/main $(VENV)/eval
 chaos: $(VENV)/main $(VENV)/test
 	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py tests/test_vision.py $(ARGS)
 
+# Sets up a Slurm of this machine for as long as the tests run, see the script; LONGHORN_CHAOS=1: 20 faults and more.
+slurm: $(VENV)/main $(VENV)/test $(VENV)/cluster
+	OMP_NUM_THREADS=1 tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_cluster.py $(ARGS)
+
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .
 
@@ -49,7 +55,7 @@ bench: $(VENV)/main
 	$(PY) bench/scan.py --device=cpu $(ARGS)
 
 # With PYTHON=... on the command line: run that interpreter and install nothing. With OUT=...: write the records there
-# instead of results/.
+# instead of results/gpu_<device>/.
 GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
 	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
@@ -61,7 +67,7 @@ $(VENV)/main: requirements.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/test: requirements-test.txt requirements-eval.txt $(VENV)/main
+$(VENV)/test: requirements-test.txt requirements-eval.txt requirements-experiments.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
@@ -71,6 +77,10 @@ $(VENV)/fused: requirements-fused.txt $(VENV)/main
 
 $(VENV)/eval: requirements-eval.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-eval.txt
+	@touch $@
+
+$(VENV)/cluster: requirements-cluster.txt $(VENV)/main
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-cluster.txt
 	@touch $@
 
 clean:

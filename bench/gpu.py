@@ -1,18 +1,21 @@
 """All measurements for a machine with a GPU, in three calls of at most nine minutes each, without a network.
 
+    make gpu                             # the three calls, one after the other
     make gpu STAGES=correctness          # do the kernels build, and are they right?
     make gpu STAGES=speed                # how fast are they, why, and would another tuning be faster?
     make gpu STAGES=training             # what does that mean for a training step, recall and the sweep?
-    make gpu STAGES=correctness,speed PYTHON=python3 OUT=elsewhere      # with your own interpreter; installs nothing
-    make gpu                             # all three in sequence, as far as they get in nine minutes
+    make gpu PYTHON=python3 OUT=elsewhere      # with your own interpreter; installs nothing
+    make gpu ARGS=--dry_run              # the same stages and files with tiny sizes on a CPU; measures nothing
 
-Each stage is a separate process with a time limit. A stage that lacks something names it and is skipped. If the kernels
-do not build, or one of their tests fails, the later stages are left out, because they would time wrong kernels. Any
-other failure stops nothing. Output: gpu_<call>.json (after every stage) and gpu_<call>.log (all output), or gpu.json
-and gpu.log, and the records of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed.
+A call is a list of stages (CALLS). Each stage is a separate process with a time limit, and may also use what earlier
+ones have left. A stage that lacks something names it and is skipped. If the kernels do not build, or one of their tests
+fails, all later stages and calls are left out, because they would time wrong kernels. Any other failure stops nothing.
+Output, in results/gpu_<device>/: gpu_<call>.json (after every stage) and gpu_<call>.log (all output), and the records
+of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed. `python bench/check_gpu.py FOLDER` says
+whether the records can be sent in.
 
 Stages that are functions of this file pass their numbers as JSON lines in a file, so a killed stage keeps the numbers
-that it had.
+that it had; the others write their own records as they go, or are read from what they printed.
 """
 
 import argparse
@@ -57,6 +60,7 @@ class Stage(NamedTuple):
     command: object                           # (context) -> [argument, ...]; may raise Skip
     summary: object = lambda rows, text: ""  # (records, output) -> a line with the main numbers
     verdict: object = by_exit_status          # (exit status, output) -> (status, reason)
+    read: object = lambda text: []            # output -> records, of a stage that writes none
 
 
 class Context(NamedTuple):
@@ -127,7 +131,7 @@ def run_stage(stage, context, limit_s, log):
         with open(log, "rb") as file:
             file.seek(begin)
             text = file.read().decode(errors="replace")
-        rows = read_records(context.record)
+        rows = read_records(context.record) or stage.read(text)
     if status is None:
         verdict = "over time", f"killed at its limit of {limit_s:.0f} s; its results up to then are kept"
     elif status < 0:
@@ -146,30 +150,37 @@ def last_line(text):
     return next((line.strip()[:240] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def run_all(stages, context, budget_s, about):
-    """Run all stages within the budget, writing gpu.json before the first and after each. Returns their records."""
+def run_all(stages, context, budget_s, about, done=None):
+    """Run all stages within the budget, writing the record before the first and after each. Returns their results.
+
+    done: {name: result} of earlier calls; what succeeded there is not repeated. It is updated.
+    """
     from bench.measure import write_record
 
-    log, began, gate = context.out / f"{context.name}.log", time.monotonic(), None
+    log, began, done = context.out / f"{context.name}.log", time.monotonic(), {} if done is None else done
     record = about | {"dry_run": context.dry_run, "budget_seconds": budget_s, "stages": []}
     write_record(context.out / f"{context.name}.json", record)
     log.write_text("")
-    stretch = max(1.0, budget_s / sum(stage.limit_s for stage in stages))  # with fewer stages each may take longer
-    for stage in stages:
-        spent = time.monotonic() - began
-        limit_s = min(stage.limit_s * stretch, budget_s - spent)
-        if gate or budget_s - spent < 5:
-            reason = gate or f"{spent:.0f} of {budget_s:.0f} s are spent: --stages={stage.name} runs it alone"
+    for i, stage in enumerate(stages):
+        left = budget_s - (time.monotonic() - began)
+        limit_s = min(left, max(stage.limit_s, left - sum(later.limit_s for later in stages[i + 1:])))
+        gate = next((f"{name}: {done[name]['status']}" for name in GATES if failed(done.get(name))), None)
+        if stage.name in done and done[stage.name]["status"] == "ok":
+            result = done[stage.name]
+        elif gate or left < 5:
+            reason = gate or f"{budget_s - left:.0f} of {budget_s:.0f} s are spent: --stages={stage.name} runs it alone"
             result = {"stage": stage.name, "status": "left out", "seconds": 0.0, "records": [], "reason": reason}
         else:
-            print(f"[{spent:4.0f} s] {stage.name} (at most {limit_s:.0f} s) ...", flush=True)
-            result = run_stage(stage, context, limit_s, log)
-            if stage.name in GATES and result["status"] in ("failed", "over time"):
-                gate = f"{stage.name}: {result['status']}"
+            print(f"[{budget_s - left:4.0f} s] {stage.name} (at most {limit_s:.0f} s) ...", flush=True)
+            result = done[stage.name] = run_stage(stage, context, limit_s, log)
         record["stages"].append(result)
         record |= {"finished": stage is stages[-1], "seconds": round(time.monotonic() - began, 1)}
         write_record(context.out / f"{context.name}.json", record)
     return record["stages"]
+
+
+def failed(result):
+    return result is not None and result["status"] in ("failed", "over time")
 
 
 def print_summary(results, path):
@@ -292,9 +303,10 @@ def small(emit, dry_run, budget_s):
 
 # ------------------------------------------------------------------------------------------- stages: profile, variants
 
-TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64)]  # B, T, D, N
+TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (8, 4096, 1536, 16)]  # B, T, D, N; T of the last is split
 VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8",
-            "LONGER=1"]  # values for constants in longhorn_scan.cu
+            "LONGER=1",  # values for constants in longhorn_scan.cu
+            "SPLIT_BELOW=0", "FILL=2", "FILL=4"]  # whether T is split, and how finely: build.cuda_segments
 
 
 def profiled(emit, dry_run, budget_s):
@@ -328,7 +340,7 @@ def timed(emit, dry_run, budget_s):
 def variants(emit, dry_run, budget_s):
     """`timed` for each of VARIANTS, in separate processes."""
     began, failed = time.monotonic(), []
-    for defines in VARIANTS[:2] if dry_run else VARIANTS:
+    for defines in VARIANTS[:1] if dry_run else VARIANTS:
         if time.monotonic() - began > budget_s - 20:
             return emit(left_out=defines)
         with tempfile.TemporaryDirectory() as folder:
@@ -411,13 +423,19 @@ def tests(context):
             raise Skip(f"{package} is not installed in this Python")
     files = [f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))
              if re.search(r"^def test_gpu", path.read_text(), re.M)]
-    return [sys.executable, "-m", "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider", *files,
-            "-k", "test_gpu", *["--collect-only"] * context.dry_run]
+    return [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *files, "-k", "test_gpu"]
+
+
+def tests_read(text):
+    """What the tests' output says so far: [{"passed", "skipped": numbers, "failed": names}]."""
+    outcomes = re.findall(r"^(tests/\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M)
+    count = lambda wanted: sum(outcome == wanted for _, outcome in outcomes)
+    return [{"passed": count("PASSED"), "skipped": count("SKIPPED"),
+             "failed": [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]}]
 
 
 def tests_summary(rows, text):
-    counts = re.findall(r".*\d+ (?:passed|failed|errors?|skipped|tests? collected).*", text)
-    return counts[-1].strip("= ") if counts else ""
+    return "{passed} passed, {skipped} skipped, ".format(**rows[0]) + f"{len(rows[0]['failed'])} failed"
 
 
 def benchmark(context):
@@ -436,12 +454,12 @@ def mamba_ssm(context):
 def training(name, limit_s, T, *options):
     """A stage that times training steps of the 120M models on random tokens, 32K per step, as in train.py."""
     def command(context):
-        if context.dry_run and options:
-            raise Skip("dry run")
+        families, compiled = "longhorn,llama", ["--compile"] * ("--compile" in options)
         sizes = ["--device=cuda", "--size=120M", f"--block_size={T}", f"--batch_size={32768 // T}", *options]
-        if context.dry_run:
-            sizes = "--n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 --block_size=16 --rounds=2".split()
-        return [sys.executable, "bench/step.py", "--families=longhorn,llama", *sizes,
+        if context.dry_run:  # both families only once: every process takes seconds to start
+            families = "longhorn" if options else families
+            sizes = "--n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 --block_size=16 --rounds=2".split() + compiled
+        return [sys.executable, "bench/step.py", f"--families={families}", *sizes,
                 f"--budget_s={max(1, context.seconds / 3):.0f}", f"--out={context.out}/{name}.json"]
 
     return Stage(name, limit_s, command, in_short)
@@ -482,10 +500,11 @@ def profile(context):
             "--launch-count", "12", "--kernel-name", "regex:forward|backward", *context.inner("profiled")]
 
 
-def preset(name, *command_line):
+def preset(name, limit_s, *command_line):
     """A stage that runs an experiment's sweep for as long as there is time; the same command resumes it."""
     def command(context):
-        out = (ROOT / "out" if context.out == ROOT / "results" else context.out) / name  # no checkpoints in results/
+        inside = context.out.is_relative_to(ROOT / "results")  # where no checkpoints belong
+        out = (ROOT / "out" if inside else context.out) / name
         return ["timeout", f"{context.seconds:.0f}", sys.executable, *command_line, f"--out={out}",
                 *["--dry-run"] * context.dry_run]
 
@@ -494,23 +513,24 @@ def preset(name, *command_line):
             return "ok", "its time is up: the same command resumes it"
         return by_exit_status(status, text)
 
-    return Stage(name, 150, command, lambda rows, text: last_line(text), verdict)
+    return Stage(name, limit_s, command, lambda rows, text: last_line(text), verdict)
 
 
 FUNCTIONS = {f.__name__: f for f in (environment, build, convolution, small, profiled, timed, variants)}
+# At most 530 s per call: the build takes 95 s on 4 cores, 25 on 16, and what it leaves goes to the next stages.
 STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment_summary),
-          Stage("build", 70, lambda c: c.inner("build"), build_summary),
-          Stage("tests", 240, tests, tests_summary),
+          Stage("build", 150, lambda c: c.inner("build"), build_summary),
+          Stage("tests", 200, tests, tests_summary, read=tests_read),
           sanitizer("memcheck"), sanitizer("racecheck"),
           Stage("mamba_ssm", 60, mamba_ssm, in_short),
-          Stage("benchmark", 190, benchmark, in_short),
-          Stage("profile", 60, profile),
+          Stage("benchmark", 160, benchmark, in_short),
+          Stage("profile", 40, profile),
           Stage("convolution", 30, lambda c: c.inner("convolution"), times_summary),
-          Stage("variants", 150, lambda c: c.inner("variants"), times_summary),
-          training("training", 60, 1024), training("training_compiled", 90, 1024, "--compile"),
-          training("training_4096", 60, 4096, "--rounds=5"), training("training_8192", 60, 8192, "--rounds=5"),
-          preset("recall_gpu", "experiments/recall/mqar.py", "run", "--preset=gpu"),
-          preset("table1_gpu", "experiments/scaling/sweep.py", "gpu")]
+          Stage("variants", 110, lambda c: c.inner("variants"), times_summary),
+          training("training", 40, 1024), training("training_compiled", 70, 1024, "--compile"),
+          training("training_4096", 40, 4096, "--rounds=5"), training("training_8192", 40, 8192, "--rounds=5"),
+          preset("recall_gpu", 70, "experiments/recall/mqar.py", "run", "--preset=gpu"),
+          preset("table1_gpu", 80, "experiments/scaling/sweep.py", "gpu")]
 GATES = ("build", "tests")
 CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm"),
          "speed": ("environment", "build", "benchmark", "profile", "convolution", "variants"),
@@ -523,24 +543,34 @@ CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [s.name for s in STAGES]
-    parser.add_argument("--out", help="folder for the records (results/; with --dry-run out/gpu_dry/)")
-    parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds for all stages (%(default)s)")
-    parser.add_argument("--stages", default="", help=f"comma-separated calls ({', '.join(CALLS)}) or stages "
-                        f"({', '.join(known)})")
+    parser.add_argument("--out", help="folder for the records (results/gpu_<device>/; with --dry-run out/gpu_dry/)")
+    parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds per call (%(default)s)")
+    parser.add_argument("--stages", default="", help=f"comma-separated calls ({', '.join(CALLS)}: all), or stages "
+                        f"({', '.join(known)}), which make one call")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="tiny sizes on the CPU, as a test")
     parser.add_argument("--stage", choices=FUNCTIONS, help="run one stage in this process (used by the runner)")
     parser.add_argument("--record", help="with --stage: append its records to this file, as JSON lines")
     args = parser.parse_args(argv)
-    args.out = Path(args.out or ROOT / ("out/gpu_dry" if args.dry_run else "results")).resolve()
-    args.name = "gpu" + "".join(f"_{name}" for name in args.stages.split(",") if name in CALLS)
-    args.stages = [stage for name in (args.stages.split(",") if args.stages else known)
-                   for stage in CALLS.get(name, [name])]
-    unknown = [name for name in args.stages if name not in known]
+    args.out = Path(args.out or (ROOT / "out/gpu_dry" if args.dry_run else device_folder())).resolve()
+    names = args.stages.split(",") if args.stages else list(CALLS)
+    alone = [name for name in names if name not in CALLS]
+    unknown = [name for name in alone if name not in known]
     if unknown:
         parser.error(f"--stages={unknown[0]}: no such call or stage; they are {', '.join([*CALLS, *known])}")
+    args.calls = {f"gpu_{name}": CALLS[name] for name in names if name in CALLS} | ({"gpu": alone} if alone else {})
     if not args.budget_s >= 1:
         parser.error(f"--budget_s={args.budget_s:g}: must be at least 1")
     return args
+
+
+def device_folder():
+    """results/gpu_nvidia_h100_80gb_hbm3, or results/ without a GPU, where nothing will be measured."""
+    try:
+        import torch
+    except ImportError:  # `main` says so
+        return ROOT / "results"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return ROOT / "results" / ("gpu_" + re.sub(r"\W+", "_", name.lower())) if name else ROOT / "results"
 
 
 def run_function(args):
@@ -570,11 +600,16 @@ def main(argv=None):
         raise ConfigError(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
     from bench.measure import check_out, new_record
 
-    check_out(args.out / f"{args.name}.json", "another --out (make gpu OUT=...)")
+    for name in args.calls:
+        check_out(args.out / f"{name}.json", "another --out (make gpu OUT=...)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running stage
-    stages = [s for s in STAGES if s.name in args.stages]
-    results = run_all(stages, Context(args.out, args.dry_run, name=args.name), args.budget_s, new_record("gpu"))
-    print_summary(results, args.out / args.name)
+    results, done = [], {}
+    for name, stages in args.calls.items():
+        print(f"{name}: at most {args.budget_s:.0f} s")
+        stages = [s for s in STAGES if s.name in stages]
+        ran = run_all(stages, Context(args.out, args.dry_run, name=name), args.budget_s, new_record("gpu"), done)
+        print_summary(ran, args.out / name)
+        results += ran
     return int(any(r["status"] in ("failed", "over time", "left out") for r in results))
 
 

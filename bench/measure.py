@@ -118,10 +118,11 @@ def in_turn(timed, rounds):
 
 
 def spread(seconds):
-    """Median, quartiles and minimum of measured seconds, for a record."""
+    """Measured seconds for a record, to the nanosecond, with their median, quartiles and minimum."""
+    seconds = [round(s, 9) for s in seconds]
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return {"median_seconds": median(seconds), "quartile_seconds": [low, high], "fastest_seconds": min(seconds),
-            "runs": len(seconds)}
+            "runs": len(seconds), "samples_seconds": seconds}
 
 
 def quartiles(times, digits=1):

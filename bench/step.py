@@ -40,7 +40,7 @@ from experiments.scaling.parameters import SIZES  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
 from runtime.counting import flops_per_token  # noqa: E402
-from runtime.distributed import keep_freed_memory  # noqa: E402
+from runtime.distributed import keep_freed_memory, parallelize  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from runtime.telemetry import peak_flops  # noqa: E402
 from train import TrainConfig  # noqa: E402
@@ -178,16 +178,17 @@ class Trial:
 
     def build(self, config, batch_size, compiled):
         torch.manual_seed(0)
+        settings = TrainConfig(**vars(config), compile=compiled)
         with self.device:
             if self.spec["peer"]:
                 self.model, forward = peer_model(self.spec["peer"], config)
                 self.loss = lambda x, y: F.cross_entropy(forward(x).float().flatten(0, 1), y.flatten())
             else:
                 self.model = LM(config)
-                run = torch.compile(self.model) if compiled else self.model
+                run = parallelize(self.model, settings, data=None)
                 self.loss = lambda x, y: run(x, y, loss_only=True)[1]
         self.model.train()
-        (self.optimizer,) = build_optimizers(self.model, TrainConfig(**vars(config)))
+        (self.optimizer,) = build_optimizers(self.model, settings)
         frequency = 1 / torch.arange(1.0, config.vocab_size + 1)  # Zipf's law
         tokens = torch.multinomial(frequency, batch_size * (config.block_size + 1), replacement=True,
                                    generator=torch.Generator().manual_seed(0))  # the same for all models
@@ -233,11 +234,11 @@ def verdict(losses):
     return None if losses[-1] < losses[0] else f"the loss does not fall: {losses[0]:.4f} -> {losses[-1]:.4f}"
 
 
-def run_rounds(specs, rounds, budget_s):
+def run_rounds(specs, rounds, budget_s, save=lambda rows: None):
     """One row per spec, in order. All models start, then take turns, round after round.
 
     A model that has used up `budget_s` seconds gets no further turn; one that takes longer than that for a single turn
-    is stopped.
+    is stopped. save(rows so far) is called after every round.
     """
     from tqdm import tqdm
 
@@ -250,6 +251,9 @@ def run_rounds(specs, rounds, budget_s):
         losses[name] += answer.pop("losses", [])
         seconds[name] += answer.pop("seconds", [])
         rows[name] |= answer
+
+    def measured():
+        return [row_of(spec, rows[spec["name"]], losses[spec["name"]], seconds[spec["name"]]) for spec in specs]
 
     try:
         with tqdm(total=len(specs) * (rounds + 1), leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -274,21 +278,24 @@ def run_rounds(specs, rounds, budget_s):
                     keep(name, workers[name].ask("turn", *STEPS[spec["device"]], limit_s=budget_s))
                     spent[name] += time.perf_counter() - start
                     turns[name] += 1
+                save(measured())
     finally:
         for one in workers.values():
             one.end()
-    for spec in specs:
-        name = spec["name"]
-        row = rows[name]
-        why = row.get("reason") or verdict(losses[name])
-        if why:
-            row["reason"] = why
-            continue
-        row |= {"seconds": measure.spread(seconds[name]), "first_loss": losses[name][0], "last_loss": losses[name][-1]}
-        row["tokens_per_second"] = spec["batch_size"] * spec["config"].block_size / row["seconds"]["median_seconds"]
+    for name, row in rows.items():
         if turns[name] < rounds:
             row["cut"] = f"{turns[name]} of {rounds} rounds: another one would exceed {budget_s:g} s (--budget_s)"
-    return list(rows.values())
+    return measured()
+
+
+def row_of(spec, row, losses, seconds):
+    """The row with the times of a model's steps so far, or with the reason why it has none."""
+    why = row.get("reason") or verdict(losses)
+    if why:
+        return {name: value for name, value in row.items() if name != "cut"} | {"reason": why}
+    times = measure.spread(seconds)
+    return row | {"seconds": times, "first_loss": losses[0], "last_loss": losses[-1],
+                  "tokens_per_second": spec["batch_size"] * spec["config"].block_size / times["median_seconds"]}
 
 
 def derive(rows, peak):
@@ -416,7 +423,14 @@ def main(argv=None):
                           "peer": peer, "batch_size": args.batch_size, "device": args.device, "dtype": args.dtype,
                           "compile": args.compile and peer is None, "threads": args.threads})
     peak = peak_flops(record["device"]) if args.dtype != "float32" else None
-    record |= {"peak_flops": peak, "rows": derive(run_rounds(specs, args.rounds, args.budget_s), peak)}
+    record["peak_flops"] = peak
+
+    def save(rows):
+        record["rows"] = derive(rows, peak)
+        if out is not None:
+            measure.write_record(out, record)
+
+    save(run_rounds(specs, args.rounds, args.budget_s, save=save))
     print_rows(record["rows"], peak)
     finish(out, record)
     return int(any("reason" in r for r in record["rows"] if r["peer"] is None))
@@ -427,4 +441,4 @@ if __name__ == "__main__":
         try:
             sys.exit(main())
         except KeyboardInterrupt:
-            sys.exit("bench/step.py: interrupted; nothing written")
+            sys.exit("bench/step.py: interrupted; the record, if any, has the rounds that ended")

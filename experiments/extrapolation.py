@@ -47,16 +47,17 @@ sys.path.insert(0, str(ROOT))
 
 from bench.measure import Peak, check_numbers, check_out, in_one_line, new_record, write_record  # noqa: E402
 from data.loader import Tokens, find_dataset  # noqa: E402
+from experiments import pages  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.compare import welch  # noqa: E402
-from experiments.sweeps.runner import Cell, numbers, run_cells, say_failed, write_plan  # noqa: E402
+from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps.runner import Cell, numbers  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
 from runtime.errors import ConfigError, is_out_of_memory, main_error  # noqa: E402
-from runtime.records import BadRecord, fields, mixed_identities, read_json  # noqa: E402
+from runtime.records import fields, mixed_identities, read_json  # noqa: E402
 from sample import load_model  # noqa: E402
-from tools.loss_curve import save_figure  # noqa: E402
 
 NORM_SEQUENCES = 8  # at most, whose states are measured
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
@@ -333,109 +334,94 @@ def in_words(text):
 
 # --------------------------------------------------------------------------------------------------------------- report
 
-def read_records(path):
-    """The records of a file. Raises ConfigError where it holds none, or a table of them cannot be made."""
-    try:
-        with fields():
-            records = read_json(path)["extrapolation"]
-            table(records)
-            return records
-    except BadRecord as error:
-        raise ConfigError(f"{path} is no record of this experiment ({error}): give the .json that eval or run wrote, "
-                          "or move it away and run the same command") from None
-
-
-def row_of(*cells):
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def mib(n_bytes, digits=3):
     return f"{np.float64(n_bytes) / 2**20:.{digits}f}"  # None is NaN
 
 
-def by_name(records):
-    """{name: its records, one per seed}: a run's name without its seed."""
+def by_name(runs):
+    """{run's name without the seed: its rows, one per seed}"""
     groups = {}
-    for r in records:
-        groups.setdefault(re.sub(r", seed \d+", "", r["run"]), []).append(r)
+    for r in runs.itertuples():
+        groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)
     return groups
 
 
 def read_at(seeds, T):
-    """The rows of a length, of the records of those seeds that were read at it."""
-    return [row for r in seeds for row in r["lengths"] if row["length"] == T and "left_out" not in row]
+    """The measurements at length T, for the seeds that were read that far."""
+    return [x for r in seeds for x in r.lengths if x["length"] == T and "left_out" not in x]
+
+
+def perplexity(measured):
+    """A table cell: perplexity over the seeds at a length, the loss if there are several, and the loss minus that at
+    the training length."""
+    loss, error = mean_and_error([x["loss"] for x in measured])
+    cell = f"{np.exp(loss):.3f}" + f", loss {loss:.3f} \u00b1 {error:.3f}" * (len(measured) > 1)
+    if all("against" in x for x in measured):
+        change, error = mean_and_error([x["difference"] for x in measured])
+        error = measured[0]["difference_standard_error"] if len(measured) == 1 else error
+        cell += f" ({change:+.3f} \u00b1 {np.float64(error):.3f})"
+    return cell
 
 
 def differences(groups, lengths):
-    """Lines of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
+    """Rows of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
     rows = []
     for (a, first), (b, second) in itertools.combinations(groups.items(), 2):
-        losses = [[np.array([row["loss"] for row in read_at(seeds, T)], float) for seeds in (second, first)]
-                  for T in lengths]
-        if all(min(len(x), len(y)) > 1 for x, y in losses):
-            cells = ["{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(x, y)[:3]) for x, y in losses]
-            rows.append(row_of(f"{b} minus {a}", *cells))
-    head = row_of("loss, 95% interval over the seeds", *(f"T = {T}" for T in lengths))
-    return ["", head, "|---" * (1 + len(lengths)) + "|", *rows] if rows else []
+        losses = {T: [np.array([x["loss"] for x in read_at(seeds, T)], float) for seeds in (second, first)]
+                  for T in lengths}
+        if all(min(len(x), len(y)) > 1 for x, y in losses.values()):
+            rows.append({"loss, 95% interval over the seeds": f"{b} minus {a}"} | {
+                f"T = {T}": "{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(x, y)[:3]) for T, (x, y) in losses.items()})
+    return rows
 
 
-def table(records):
-    """The records as Markdown: perplexity at each length, the paired difference of the loss, the cost of reading."""
-    lengths = sorted({x["length"] for r in records for x in r["lengths"]})
-    lines = [row_of("run", "trained at", *(f"T = {T}" for T in lengths)), "|---" * (2 + len(lengths)) + "|"]
-    notes = [f"Left out: {r['run']} at {x['length']}: {x['left_out']}."
-             for r in records for x in r["lengths"] if "left_out" in x]
-    costs, groups = [], by_name(records)
-    for name, seeds in groups.items():
-        cells, trained = [], seeds[0]["checkpoint"]["block_size"]
-        for T in lengths:
-            rows = read_at(seeds, T)
-            if len(rows) < len(seeds):
-                cells.append("-")
-                continue
-            loss, error = mean_and_error([x["loss"] for x in rows])
-            cells.append(f"{np.exp(loss):.3f}")
-            if len(rows) > 1:
-                cells[-1] += f", loss {loss:.3f} ± {error:.3f}"
-            if all("against" in x for x in rows):
-                change, error = mean_and_error([x["difference"] for x in rows])
-                error = rows[0]["difference_standard_error"] if len(rows) == 1 else error
-                cells[-1] += f" ({change:+.3f} ± {np.float64(error):.3f})"
-        lines.append(row_of(name, trained, *cells))
-        if read := [x for x in seeds[0]["lengths"] if "left_out" not in x]:
-            last, loud = read[-1], loudest(seeds[0])
-            rms = [f"{loud[p]:.3g}" if p in loud else "-" for p in (trained, last["length"])]
-            costs.append(row_of(name, last["length"], mib(read[0]["state_bytes_per_sequence"]),
-                                mib(last["state_bytes_per_sequence"]), mib(last["peak_bytes"], 0),
-                                f"{last['tokens_per_second']:,.0f}", *rms))
-    r, texts, most = records[0], {x["text"]["sha256"] for x in records}, max(map(len, groups.values()))
-    codes = sorted({x["checkpoint"]["code"] for x in records})
-    return "\n".join([
-        *lines, "", "Perplexity; in brackets the loss minus that at the training length, in nats, paired, with its "
-        f"standard error over {'sequences' if most == 1 else 'seeds, as the loss has it'}.", *notes,
-        *differences(groups, lengths), "",
-        row_of("run", "T", "state at the shortest T, MiB per sequence", "at this T", "peak, MiB", "tokens/s",
-               "RMS of the state at the training length", "at this T"), "|---" * 8 + "|", *costs, "",
-        in_words(r["text"]) + ("" if len(texts) == 1 else "; NOT all curves are of the same text: do not compare them")
-        + f". {r['device']}, {r['threads']} threads, {r['dtype']}, torch {r['environment']['torch']}, "
-        f"{r['date'][:10]}, commit {(r['environment']['commit'] or 'none')[:10]}; "
-        f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, code {', '.join(codes)}.",
-        *filter(None, [mixed_identities(code for code in codes if code != "unknown")]), ""])
+def cost(name, run):
+    """[row] of the table of costs, at the longest length that was read; [] if none was."""
+    measured, loud = [x for x in run.lengths if "left_out" not in x], loudest(run.state_norms)
+    return [{"run": name, "T": x["length"],
+             "state at the shortest T, MiB per sequence": mib(measured[0]["state_bytes_per_sequence"]),
+             "at this T": mib(x["state_bytes_per_sequence"]), "peak, MiB": mib(x["peak_bytes"], 0),
+             "tokens/s": f"{x['tokens_per_second']:,.0f}",
+             **{key: f"{loud[p]:.3g}" if p in loud else "-" for key, p in (
+                 ("RMS of the state at the training length", run.block_size), ("RMS at this T", x["length"]))}}
+            for x in measured[-1:]]
 
 
-def loudest(record):
-    """{position: the largest RMS among the branches' states, NaN where one is not finite}."""
-    branches = list(record["state_norms"].values())
+def page(runs, groups, picture):
+    """The page as blocks of Markdown: perplexity at each length, differences over seeds, memory and speed."""
+    lengths = sorted({x["length"] for lengths in runs.lengths for x in lengths})
+    table = [{"run": name, "trained at": seeds[0].block_size} | {
+        f"T = {T}": perplexity(at) if len(at := read_at(seeds, T)) == len(seeds) else "-" for T in lengths}
+        for name, seeds in groups.items()]
+    first, most, texts = next(runs.itertuples()), max(map(len, groups.values())), {text["sha256"] for text in runs.text}
+    return [
+        "# Extrapolation", picture, pages.table(table),
+        "Perplexity; in brackets the loss minus the loss at the training length, in nats, paired, with its standard "
+        f"error over {'sequences' if most == 1 else 'seeds, as for the loss'}.",
+        *(pages.escaped(f"Left out: {r.run} at {x['length']}: {x['left_out']}.")
+          for r in runs.itertuples() for x in r.lengths if "left_out" in x),
+        pages.table(differences(groups, lengths)),
+        pages.table([row for name, seeds in groups.items() for row in cost(name, seeds[0])]), pages.escaped(
+            in_words(first.text) + "; NOT all curves are of the same text: do not compare them" * (len(texts) > 1)
+            + f". {first.device}, {first.threads} threads, {first.dtype}, torch {first.torch}, {first.time[:10]}, "
+            f"commit {(first.commit or 'none')[:10]}; "
+            f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, "
+            f"code {', '.join(sorted(runs.code.unique()))}."),
+        mixed_identities(version["code"] for version in runs.attrs["code"])]
+
+
+def loudest(state_norms):
+    """{position: largest RMS of the branches' states, NaN if one is not finite}."""
+    branches = list(state_norms.values())
     rms = np.array([branch["rms"] for branch in branches], float)
     return dict(zip(branches[0]["positions"], rms.max(0).tolist(), strict=True)) if branches else {}
 
 
-def draw(records, path):
-    """Perplexity against T (Figure 1, right); loss by position; what the longer past gains; the RMS of the state."""
-    from matplotlib.figure import Figure
+def draw(groups, path):
+    """Perplexity against T (Figure 1, right); loss by position; gain from the longer past; RMS of the state."""
+    from matplotlib.ticker import LogFormatter
 
-    figure = Figure(figsize=(13, 9), dpi=110)
-    (length, position), (gain, norm) = figure.subplots(2, 2)
+    plain = lambda value, _: f"{value:.6g}"
     middles = lambda by: [math.sqrt(max(1, a) * b) for a, b in zip(by["edges"][:-1], by["edges"][1:], strict=True)]
 
     def curve(axis, x, y, error, style, shown=lambda v: v):
@@ -443,43 +429,45 @@ def draw(records, path):
         axis.plot(x, shown(y), **style)
         axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
 
-    for i, (name, seeds) in enumerate(by_name(records).items()):
-        for r in seeds:
-            style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r["family"] == "longhorn" else 1.3)
-            if read := [x for x in r["lengths"] if "left_out" not in x]:
-                columns = [[x[k] for x in read] for k in ("length", "loss", "loss_standard_error")]
-                ended = " (memory ended)" if len(read) < len(r["lengths"]) else ""
-                curve(length, *columns, style | ({"label": name + ended} if r is seeds[0] else {}), np.exp)
-                by = read[-1]["by_position"]
-                curve(position, middles(by), by["loss"], by["loss_standard_error"], style)
-                if by := read[-1].get("difference_by_place"):
-                    curve(gain, middles(by), by["difference"], by["difference_standard_error"], style)
-            loud = loudest(r)
-            norm.plot(list(loud), list(loud.values()), **style)
-    for axis, x, y in ((length, "sequence length T", "perplexity, with its standard error over sequences"),
-                       (position, "position in the longest sequence", "loss (nats per token)"),
-                       (gain, "place in the longest sequence", "loss at the longest T minus at the training length"),
-                       (norm, "position in the longest sequence", "RMS of the state, largest of the branches")):
-        axis.set_xscale("log", base=2)
-        axis.set(xlabel=x, ylabel=y, yscale="log" if axis in (length, norm) else "linear")
-        axis.grid(alpha=0.3)
-        for trained in sorted({r["checkpoint"]["block_size"] for r in records}):
-            axis.axvline(trained, color="black", ls="--", lw=0.9)
-    for set_formatter in (length.yaxis.set_minor_formatter, length.yaxis.set_major_formatter):
-        set_formatter(lambda y, _: f"{y:g}")
-    length.legend(fontsize=8)
-    about, ran = in_words(records[0]["text"]), f"{records[0]['device']}, {records[0]['date'][:10]}"
-    figure.suptitle(f"trained at the dashed length; {about}; {ran}", fontsize=10)
-    figure.tight_layout()
-    save_figure(figure, path)
+    labels = (("sequence length T", "perplexity, with its standard error over sequences"),
+              ("position in the longest sequence", "loss (nats per token)"),
+              ("place in the longest sequence", "loss at the longest T minus at the training length"),
+              ("position in the longest sequence", "RMS of the state, largest of the branches"))
+    first = next(iter(groups.values()))[0]
+    with pages.figure(path, 2, 2, 6.5, 4.5) as (figure, ((length, position), (gain, norm))):
+        for i, (name, seeds) in enumerate(groups.items()):
+            for r in seeds:
+                style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r.family == "longhorn" else 1.3)
+                if measured := [x for x in r.lengths if "left_out" not in x]:
+                    columns = [[x[k] for x in measured] for k in ("length", "loss", "loss_standard_error")]
+                    ended = " (memory ended)" * (len(measured) < len(r.lengths))
+                    curve(length, *columns, style | ({"label": name + ended} if r is seeds[0] else {}), np.exp)
+                    by = measured[-1]["by_position"]
+                    curve(position, middles(by), by["loss"], by["loss_standard_error"], style)
+                    if by := measured[-1].get("difference_by_place"):
+                        curve(gain, middles(by), by["difference"], by["difference_standard_error"], style)
+                loud = loudest(r.state_norms)
+                norm.plot(list(loud), list(loud.values()), **style)
+        for axis, (x, y) in zip((length, position, gain, norm), labels, strict=True):
+            axis.set_xscale("log", base=2)
+            axis.set(xlabel=x, ylabel=y, yscale="log" if axis in (length, norm) else "linear")
+            for trained in sorted({r.block_size for seeds in groups.values() for r in seeds}):
+                axis.axvline(trained, color="black", ls="--", lw=0.9)
+            axis.xaxis.set_major_formatter(plain)
+        length.yaxis.set_minor_formatter(plain)
+        norm.yaxis.set_minor_formatter(LogFormatter())  # only where there is room
+        for axis in (length, norm):
+            axis.yaxis.set_major_formatter(plain)
+        length.legend(fontsize=8)
+        figure.suptitle(f"trained at the dashed length; {in_words(first.text)}; {first.device}, {first.time[:10]}",
+                        fontsize=10)
+        figure.tight_layout()
 
 
 def report(path):
-    records, text, picture = read_records(path), Path(path).with_suffix(".md"), Path(path).with_suffix(".png")
-    text.write_text(table(records), encoding="utf-8")
-    with fields(path):
-        draw(records, picture)
-    print(f"{table(records)}\npicture: {picture}, table: {text}")
+    """Print the page for a file of records, and write it beside the file, with the figure."""
+    paths = pages.report("extrapolation", by_name, page, draw, "perplexity, loss by position, states", path)
+    print(f"{paths['md'].read_text(encoding='utf-8')}\npicture: {paths['png']}, table: {paths['md']}")
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -498,7 +486,7 @@ def parse(argv):
                          "also with settings of its own, as in deltanet@step=implicit")
     several.add_argument("--preset", choices=list(PRESETS), required=True)
     several.add_argument("--seeds", type=numbers(int, least=0), default=(), help="one run for each (the preset's)")
-    several.add_argument("--jobs", type=int, help="training runs at a time (the preset's)")
+    runner.add_options(several, "the preset's")
     for p, name in ((one, "extrapolation"), (several, "extrapolation_PRESET")):
         p.add_argument("--out", help=f"the record file (out/{name}.json)")
         p.add_argument("--save", action="store_true", help=f"write it to results/{name}.json")
@@ -506,9 +494,9 @@ def parse(argv):
         p.add_argument("--batch_size", type=int, help="sequences at a time (1, on a GPU 8)")
         p.add_argument("--device", default="auto", help="cpu or cuda (a GPU if there is one)")
     again.add_argument("file", help="the record that eval or run wrote")
-    parser.set_defaults(chunk=None, batch_size=None, jobs=None)
+    parser.set_defaults(chunk=None, batch_size=None)
     args = parser.parse_args(argv)
-    check_numbers(parser, args, "chunk", "batch_size", "jobs")
+    check_numbers(parser, args, "chunk", "batch_size")
     return args
 
 
@@ -526,9 +514,10 @@ def read_runs(runs, args, out):
     for name, folder in runs.items():
         records = evaluate(folder, args, name)
         names = {r["run"] for r in records}
-        others = [r for r in read_records(out) if r["run"] not in names] if out.exists() else []
+        with fields(f"{out}: its records"):
+            others = [r for r in read_json(out)["extrapolation"] if r["run"] not in names] if out.exists() else []
         write_record(out, {"extrapolation": [*others, *records]})
-    report(out)
+    pages.after_sweep(report, out, "experiments/extrapolation.py")
 
 
 def run(args):
@@ -539,9 +528,11 @@ def run(args):
     cells = plan(args.preset, args.families, args.seeds)
     out, runs = record_file(args, name), ROOT / "out" / name
     prepare(ROOT / "data" / CORPUS, documents="package")
-    write_plan(runs, cells, preset=args.preset)  # refuses other arguments than a run began with
-    failed = run_cells(cells, runs, args.jobs or preset["jobs"])
-    code = say_failed(failed, cells)
+    jobs, gpus, _ = runner.placement(args)
+    with runner.driver(args, runs, args.jobs or preset["jobs"] * (not args.cluster), gpus=gpus) as engine:
+        runner.write_plan(runs, cells, preset=args.preset)  # refuses other arguments than a run began with
+        failed = runner.run_cells(cells, runs, engine)
+    code = runner.say_failed(failed, cells)
     args.lengths, args.eval_tokens, args.dataset = preset["lengths"], preset["eval_tokens"], ""
     read_runs({c.at["run"]: runs / c.name for c in cells if c.name not in failed}, args, out)
     return code

@@ -37,6 +37,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import build, fused, ops
 
@@ -523,7 +524,7 @@ def _mesa(q, k, v, beta, log_decay, ridge, state):
         before, between, after = _decays(g_c)
         matrix = k_c, between * b_c.mT, before, H, ridge
         with torch.no_grad():
-            x = _conjugate_gradients(q_c, *matrix)
+            x = _solve(q_c, *matrix)
         x = _Solution.apply(q_c - _times(x, *matrix), x, *(a.detach() for a in matrix))  # (B H, n, K)
         o, weighted = torch.baddbmm((x * before) @ U, x @ k_c.mT * matrix[1], v_c), (k_c * (b_c * after)).mT
         os.append(o)  # (B H, n, V)
@@ -537,6 +538,12 @@ def _times(x, k, weight, before, H, ridge):
     return torch.baddbmm((x * before) @ H, x @ k.mT * weight, k) + ridge * x
 
 
+def _solve(b, *matrix):
+    """`_conjugate_gradients`, as one node of a compiled graph: unrolled, the graph of a layer has ten thousand nodes
+    at T = 1024, and compiling it takes minutes."""
+    return (_solve_op if torch.compiler.is_compiling() else _conjugate_gradients)(b, *matrix)
+
+
 def _conjugate_gradients(b, *matrix):
     """Solve _times(x, *matrix) = b for x, every token by itself, in at most CG_STEPS steps."""
     tiny = torch.finfo(b.dtype).tiny
@@ -548,10 +555,18 @@ def _conjugate_gradients(b, *matrix):
         step = size / (p * Mp).sum(-1, keepdim=True).clamp(min=tiny)
         x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, Mp, value=-1)
         size, last = (r * r).sum(-1, keepdim=True), size
-        if not torch.compiler.is_compiling() and r.device.type == "cpu" and bool((size <= enough).all()):
+        if r.device.type == "cpu" and bool((size <= enough).all()):
             break  # on a GPU the check would take longer than the steps
         p = torch.addcmul(r, size / last.clamp(min=tiny), p)
     return x
+
+
+@torch.library.custom_op("longhorn::conjugate_gradients", mutates_args=())
+def _solve_op(b: Tensor, k: Tensor, weight: Tensor, before: Tensor, H: Tensor, ridge: Tensor) -> Tensor:
+    return _conjugate_gradients(b, k, weight, before, H, ridge).contiguous()
+
+
+_solve_op.register_fake(lambda b, *matrix: torch.empty_like(b, memory_format=torch.contiguous_format))
 
 
 class _Solution(torch.autograd.Function):
@@ -566,7 +581,7 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx):
-        return _conjugate_gradients(dx, *ctx.saved_tensors), *[None] * (1 + len(ctx.saved_tensors))
+        return _solve(dx, *ctx.saved_tensors), *[None] * (1 + len(ctx.saved_tensors))
 
 
 @in_full_precision

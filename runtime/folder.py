@@ -52,7 +52,8 @@ class Folder:
             raise ConfigError(f"resume=must: there is no {self.out / checkpoint.NEWEST}; start with --resume=auto")
         if self.is_main:
             with writing_to(self.out):
-                self.lock = lock_run_dir(self.out)  # held while this object or the process lives
+                wait = min(300, 30 * self.config.timeout_minutes)  # the process that we resume may still be saving
+                self.lock = lock_run_dir(self.out, wait * (self.config.resume != "never"))  # for this process's life
                 self.aside = records.move_aside(self.out, begin=False)
         distributed.barrier()
         return self
@@ -209,12 +210,13 @@ def branch_point(config):
     return kept[int(step)]
 
 
-def lock_run_dir(out):
-    """Lock an out_dir, see records.lock_folder. Raises ConfigError if another run holds it."""
+def lock_run_dir(out, wait=0.0):
+    """Lock an out_dir, see records.lock_folder. Raises ConfigError if another run holds it after `wait` seconds."""
     try:
-        return records.lock_folder(out)
-    except BlockingIOError:
-        raise ConfigError(f"another run is writing to {out}: wait for it, or choose another out_dir") from None
+        return records.lock_folder(out, wait)
+    except BlockingIOError as error:
+        raise ConfigError(f"another run is writing to {out} ({error.strerror}): wait for it, or choose another "
+                          "out_dir") from None
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from runtime.errors import ConfigError, regular
@@ -30,8 +31,9 @@ from runtime.errors import ConfigError, regular
 MOVING = "earlier-being-moved"  # see move_aside
 # Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
 NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py", "export.py", "evaluation/tasks.py",
-            "evaluation/harness.py", "experiments/sweeps/", "experiments/scaling/", "experiments/recall/mqar.py",
-            "experiments/recall/report.py", "experiments/vision/sweep.py", "experiments/vision/wrong_images.py",
+            "evaluation/harness.py", "experiments/records.py", "experiments/pages.py", "experiments/sweeps/",
+            "experiments/scaling/", "experiments/recall/mqar.py", "experiments/recall/report.py",
+            "experiments/vision/sweep.py", "experiments/vision/report.py", "experiments/vision/wrong_images.py",
             "experiments/extrapolation.py", "experiments/online_learning.py")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
@@ -88,21 +90,38 @@ def is_finished(folder):
     return False
 
 
-def lock_folder(folder):
+def lock_folder(folder, wait=0.0):
     """Create `folder`, lock it, and delete files that a killed process left half written. Call this before writing.
 
     Returns the lock, an open file: closing it, or the end of the process in any way, unlocks. The lock is in the
-    folder, so two paths to the same folder share it. Raises BlockingIOError if another process holds it, and OSError.
+    folder, so two paths to the same folder share it. It contains "process PID on HOST". Raises BlockingIOError, with
+    that text as its strerror, if another process still holds it after `wait` seconds, and OSError.
     """
     os.makedirs(folder, exist_ok=True)
     no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    lock = open(os.path.join(folder, ".lock"), "a", opener=no_link)
+    lock = open(os.path.join(folder, ".lock"), "a+", opener=no_link, errors="replace")
+    began, is_waiting = time.monotonic(), False
     try:
         import fcntl  # not on Windows
 
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read(200) or "another process"
+                if time.monotonic() >= began + wait:
+                    raise BlockingIOError(errno.EWOULDBLOCK, holder, os.fspath(folder)) from None
+            if not is_waiting:
+                print(f"{folder} is in use by {holder}: waiting up to {wait:.0f} s for it to end", flush=True)
+            is_waiting = True
+            time.sleep(0.1)
         for kind in ("safetensors", "json", "jsonl", "bin"):
             remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), f"*.{kind}"))
+        with contextlib.suppress(OSError):  # a full disk
+            os.truncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
     except BlockingIOError:
         raise
     except (ImportError, OSError) as error:  # some network file systems have no locks

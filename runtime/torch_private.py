@@ -38,6 +38,23 @@ def not_compiled(function):
     return run
 
 
+@functools.cache
+def compiled_for_any_rows(function):
+    """torch.compile of a function of a matrix (n, V), a vector (n,) and constants: one graph per V, for any n. By
+    itself it would take V for a variable too once it has seen two, and then not load 16 bytes at a time."""
+    import torch._dynamo
+
+    compiled = torch.compile(function, fullgraph=True)
+
+    def run(matrix, vector, *constants):
+        torch._dynamo.mark_static(matrix, 1)
+        torch._dynamo.maybe_mark_dynamic(matrix, 0)
+        torch._dynamo.maybe_mark_dynamic(vector, 0)
+        return compiled(matrix, vector, *constants)
+
+    return run
+
+
 def transformed():
     """True inside torch.func transforms or forward-mode AD, for which the kernels have no rules."""
     return torch.autograd.forward_ad._current_level >= 0 or _in_torch_func()

@@ -19,8 +19,9 @@ from bench import generate, gpu, measure, scan, scan_cuda, step
 from bench.gpu import Context, Skip, Stage
 from experiments import extrapolation, online_learning
 from model import LM, Longhorn, ModelConfig
-from runtime import counting, records
+from runtime import counting, distributed, records
 from runtime.errors import ConfigError
+from train import TrainConfig
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
 TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16", "--vocab_size=64", "--threads=1"]
@@ -67,6 +68,45 @@ def test_step(tmp_path):
     assert longhorn["parameters"] == counting.parameter_count(lm)["total"] and longhorn["seconds"]["runs"] == 2
     assert longhorn["last_loss"] < longhorn["first_loss"] < 5
     assert longhorn["tokens_per_second"] == pytest.approx(4 * 16 / longhorn["seconds"]["median_seconds"])
+
+
+def test_a_cut_step_leaves_the_rounds_that_ended(tmp_path, monkeypatch):
+    """Cut in its third round, by an error in place of a signal."""
+    class Model:
+        begun, turns = {"parameters": 1, "flops_per_token": 1.0}, 0
+
+        def __init__(self, make, spec):
+            pass
+
+        def ask(self, method, untimed, timed, limit_s):
+            self.turns += timed
+            if self.turns == 3:
+                raise KeyboardInterrupt
+            return {"losses": [5.0 - self.turns], "seconds": [1.0 + self.turns] * timed}
+
+        def end(self):
+            pass
+
+    out = tmp_path / "step.json"
+    monkeypatch.setattr(step, "Worker", Model)
+    with pytest.raises(KeyboardInterrupt):
+        step.main([*TINY, "--families=llama", f"--out={out}"])
+    record = json.loads(out.read_text())
+    assert record["finished"] is False and record["rows"][0]["seconds"]["samples_seconds"] == [2.0, 3.0]
+
+
+def test_a_timed_step_compiles_what_training_compiles(monkeypatch):
+    """The layers, one by one."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda f: compiled.append(f.__self__) or f)
+    config = ModelConfig(n_layer=3, n_embd=32, n_head=2, block_size=16, vocab_size=64)
+    trial = step.Trial({"name": "x", "config": config, "peer": None, "batch_size": 2, "device": "cpu",
+                        "dtype": "float32", "compile": True, "threads": 1})
+    assert compiled == list(trial.model.layers)
+    compiled.clear()
+    in_training = LM(config)
+    distributed.parallelize(in_training, TrainConfig(compile=True), None)
+    assert compiled == list(in_training.layers)
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "rwkv4"])
@@ -122,6 +162,24 @@ def test_stages_of_a_gpu_succeed_fail_are_killed_and_skipped(tmp_path):
     assert "out of luck" in (tmp_path / "gpu.log").read_text()
 
 
+def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path):
+    """Also in later calls. Time that a stage leaves goes to the next ones."""
+    stages, done = [Stage(name, 10, python("print('x')")) for name in "abc"], {}
+    run = lambda *stages: gpu.run_all(stages, Context(tmp_path, True), 40, {}, done)
+    results = run(*stages[:2])
+    assert results[0]["limit_seconds"] == 30 and 30 < results[1]["limit_seconds"] < 40
+    again = run(*stages)
+    assert again[:2] == results and again[2]["status"] == "ok"
+    run(Stage("build", 10, python("raise SystemExit(1)")))
+    assert run(Stage("d", 10, stages[0].command))[0]["reason"] == "build: failed"
+
+
+def test_tests_that_were_cut_leave_what_they_printed():
+    text = ("tests/test_cuda.py::test_gpu_a[1-x y] PASSED  [ 1%]\ntests/test_cuda.py::test_gpu_b FAILED [ 2%]\n"
+            "tests/test_ops.py::test_gpu_c SKIPPED (no GPU) [ 3%]\ntests/test_ops.py::test_gpu_d ")
+    assert gpu.tests_read(text) == [{"passed": 1, "skipped": 1, "failed": ["tests/test_cuda.py::test_gpu_b"]}]
+
+
 def test_stages_of_a_gpu_on_the_cpu(tmp_path):
     """The functions of stages run; the commands of others can be parsed; calls name all of them."""
     rows = []
@@ -131,6 +189,8 @@ def test_stages_of_a_gpu_on_the_cpu(tmp_path):
     assert [r["contender"] for r in rows if "contender" in r] == ["cpu", "torch", "fused"]
     assert {stage for call in gpu.CALLS.values() for stage in call} == {stage.name for stage in gpu.STAGES}
     context, commands = Context(tmp_path, False, seconds=120, record="/r"), {s.name: s.command for s in gpu.STAGES}
+    limits = {s.name: s.limit_s for s in gpu.STAGES}
+    assert all(sum(limits[stage] for stage in call) <= gpu.BUDGET_S < 540 for call in gpu.CALLS.values())
     for name in ("training", "training_compiled"):
         _, script, *arguments, out = commands[name](context)
         args = step.parse(["--device=cpu" if a == "--device=cuda" else a for a in arguments])
@@ -158,7 +218,8 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
     *((main, arguments, UNCOMMITTED) for main, arguments in (
         (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
         (scan.main, "--save --device=cuda"), (generate.main, "--save"), (step.main, "--save"),
-        (online_learning.main, "--save"), (gpu.main, ""), (extrapolation.main, "run --preset=laptop --save"))),
+        (online_learning.main, "--save"), (gpu.main, "--out=results/gpu_x"),
+        (extrapolation.main, "run --preset=laptop --save"))),
     (scan.main, "--device=cuda --dry_run --save", "does not belong in results/"),
     (scan.main, "--device=cuda --dry_run --without=rnn", "--without=rnn: no such contender; they are longhorn_scan"),
     (scan.main, "--device=cuda", "PyTorch sees no GPU (use --device=cpu"),

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from functools import partial
@@ -360,17 +361,22 @@ def test_a_result_that_was_lost_or_damaged_is_made_again_without_a_line_in_the_l
         assert all(record(out)[key] == result[key] for key in ("steps", "val_loss", "best_val_loss"))
 
 
-def torchrun(gates, places, *how):
-    """The command of torchrun whose workers, train.py, are held at these places."""
+def held_train(gates, places):
+    """The path of a train.py that is held at these places."""
     gates.mkdir(exist_ok=True)
-    held_train = gates / "held_train.py"
-    held_train.write_text(f"""import pathlib, runpy, sys
+    path = gates / "held_train.py"
+    path.write_text(f"""import pathlib, runpy, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]
 from test_chaos import Holding
 Holding(pathlib.Path({str(gates)!r}), {places!r})
 runpy.run_path({str(ROOT / 'train.py')!r}, run_name="__main__")
 """)
-    return [sys.executable, "-m", "torch.distributed.run", *how, str(held_train)]
+    return str(path)
+
+
+def torchrun(gates, places, *how):
+    """The command of torchrun whose workers, train.py, are held at these places."""
+    return [sys.executable, "-m", "torch.distributed.run", *how, held_train(gates, places)]
 
 
 def worker(pid, rank):
@@ -483,6 +489,98 @@ def test_memory_that_really_runs_out(launch, data, out):
     assert r.end() == [2] and "Traceback" not in r.said(), r.said()
     line = r.said().splitlines()[-1]
     assert "a micro-batch of 4096 x 512 tokens" in line and "--micro_batch_size=2048 " in line
+
+
+# --------------------------------------------------------------------------------------------------------------- sweeps
+
+# train.py as a cell of a sweep. Each process of a cell, a life of it, is held at a random place until the test lets go.
+HELD_CELL = f"""
+import os, pathlib, random, runpy, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from test_chaos import RUN, Holding, test_train
+from runtime import telemetry
+telemetry.draw_loss = test_train.no_picture
+out = pathlib.Path(next(a[10:] for a in sys.argv if a.startswith("--out_dir=")))
+lives = out.parent / "lives" / out.name
+life = lives / str(len(list(lives.glob("*"))))
+life.mkdir(parents=True)
+(life / "pid").write_text(str(os.getpid()))
+(life / "job").write_text(os.environ.get("SLURM_JOB_ID", ""))
+chance = random.Random(f"{{out}} {{life.name}}")
+kind, most = chance.choice([("step", RUN["max_iters"] // 9), ("write", 90), ("open", 12)])
+if not (out.parent / "lives/calm").exists():
+    Holding(life, [(kind, chance.randrange(1, most))], folder=out.resolve())
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+
+
+def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
+    """Run sweeps of two held runs, one after the other, until they have been disturbed `kills` times.
+
+    acts: functions of (process of a life that is held, the driver, that life's folder), taken in turn; one that returns
+    something true did nothing and is tried again. how: of test_sweep.drive. Every cell must end once, with the bits of
+    one that nobody disturbed.
+    """
+    from test_sweep import drive
+
+    cells, script = {}, tmp_path / "held_cell.py"
+    script.write_text(HELD_CELL)
+    for seed in (1, 2):
+        argv = arguments(data, tmp_path / f"whole{seed}", RUN, micro_batch_size=4, seed=seed)
+        launch(argv).succeed()
+        cells[f"c{seed}"] = [a for a in argv if not a.startswith("--out_dir=")]
+
+    def pid_of(life):
+        """0 if it has ended: its number may be another process's by now."""
+        pid = int((life / "pid").read_text())
+        with contextlib.suppress(FileNotFoundError):
+            return pid if str(script).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else 0
+        return 0
+
+    def held(sweep):
+        gates = sweep.glob("lives/*/*/held-0-0")
+        return [gate.parent for gate in gates if not gate.with_name("go-0").exists() and pid_of(gate.parent)]
+
+    chance, done = random.Random(0), 0
+    try:
+        while done < kills:
+            sweep = Path(tempfile.mkdtemp(dir=tmp_path, prefix="sweep"))
+            while not all((sweep / name / "result.json").exists() for name in cells):
+                driver, deadline = drive(start, sweep, script, cells, **how), time.time() + 240
+                while driver.alive():
+                    assert time.time() < deadline, driver.said()
+                    lives = held(sweep)
+                    if done < kills and lives:
+                        life = chance.choice(lives)
+                        done += not acts[done % len(acts)](pid_of(life), driver, life)
+                        lives = [life] if driver.alive() else held(sweep)
+                    elif done == kills:
+                        (sweep / "lives").mkdir(exist_ok=True)
+                        (sweep / "lives/calm").touch()
+                    else:
+                        lives = []
+                    for life in lives:
+                        (life / "go-0").touch()
+                    time.sleep(0.02)
+            for i, name in enumerate(cells):
+                assert (sweep / f"{name}.txt").read_text().count("finished:") == 1
+                assert_bit_for_bit(sweep / name, tmp_path / f"whole{i + 1}")
+    finally:
+        for pid in filter(None, map(pid_of, tmp_path.glob("sweep*/lives/*/*"))):  # of a test that failed
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_driver(pid, driver, life):
+    driver.kill()
+    driver.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells cells that their driver died")
+def test_a_sweep_whose_driver_and_cells_are_killed(start, launch, data, tmp_path):
+    kill_cell = lambda pid, *_: os.kill(pid, signal.SIGKILL)
+    acts = [kill_driver, kill_cell, lambda *at: kill_driver(*at) or kill_cell(*at),
+            lambda pid, driver, life: driver.send_signal(signal.SIGTERM), kill_cell]
+    disturb_a_sweep(start, launch, data, tmp_path, KILLS, acts)
 
 
 # -------------------------------------------------------------------------------------------------------------- signals

@@ -32,6 +32,7 @@ from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
 from data.tokenizer import Text
+from data.tokens import cluster
 from data.tokens import prepare as any_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -673,28 +674,26 @@ def files_of_every_kind(folder, units):
 
 @pytest.mark.parametrize("kind, shuffle", [("bytes", None), ("hf", None), ("bytes", 2357)])
 def test_any_files_become_shards(small_units, tmp_path, kind, shuffle):
-    """Stopped at every shard, in three parts, and in one go: the same files, of the tokens of each document."""
+    """Stopped at every shard, and in one go: the same files, of the tokens of each document."""
     texts = [*documents(150), "one text\n" * 100 + "the end"]
     units = [texts[:40], texts[40:80], texts[80:120], texts[120:150], texts[150:]]
     files_of_every_kind(tmp_path / "files", units)
     byte_level_bpe(tmp_path, documents(50))
     kind = {"bytes": "bytes", "hf": f"hf:{tmp_path}"}[kind]
     text, how = Text(kind), {"files": [tmp_path / "files"], "tokenizer": kind, "val_fraction": 0.2, "shuffle": shuffle}
-    whole, left = any_tokens.prepare(tmp_path / "whole", workers=2, **how)
+    whole = any_tokens.prepare(tmp_path / "whole", workers=2, **how)
     expected = nanogpt_order(texts, text, 0.2) if shuffle else reference(units, text)
-    assert left == 0 and len(whole.meta["splits"]["train"]["shards"]) > 5
+    assert len(whole.meta["splits"]["train"]["shards"]) > 5
     assert whole.train[:].tolist() == expected["train"] and whole.val[:].tolist() == expected["val"]
     assert whole.meta["end_of_text"] == text.eot_token
     assert sum(split["documents"] for split in whole.meta["splits"].values()) == len(texts)
-    assert [any_tokens.prepare(tmp_path / "parts", part=f"{i}/3", **how)[1] for i in (3, 1, 2)] == (
-        [3, 1, 0] if shuffle else [4, 2, 0])
-    record, calls = any_tokens.write_shard, []
+    write, calls = any_tokens.write_shard, []
 
-    def killed(folder, unit, shard, *rest):
-        calls.append((unit, shard))
+    def killed(folder, name, *rest):
+        calls.append(name)
         if len(calls) % 2:
             raise KeyboardInterrupt
-        return record(folder, unit, shard, *rest)
+        return write(folder, name, *rest)
 
     with mock.patch.object(any_tokens, "write_shard", killed):
         for _ in range(100):
@@ -702,15 +701,14 @@ def test_any_files_become_shards(small_units, tmp_path, kind, shuffle):
                 any_tokens.prepare(tmp_path / "killed", **how)
                 break
     assert len(calls) == 2 * len(set(calls)), "a finished shard was made again"
-    for folder in (tmp_path / "parts", tmp_path / "killed"):
-        assert Tokens(folder).meta["splits"] == whole.meta["splits"]
-        Tokens(folder).verify()
+    assert Tokens(tmp_path / "killed").meta["splits"] == whole.meta["splits"]
+    Tokens(tmp_path / "killed").verify()
 
 
 def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     texts = documents(200)
-    tokens, _ = any_tokens.prepare(tmp_path / "out", files=[write_jsonl(tmp_path / "a.jsonl", texts)],
-                                   tokenizer="bytes", val_fraction=0.2)
+    tokens = any_tokens.prepare(tmp_path / "out", files=[write_jsonl(tmp_path / "a.jsonl", texts)], tokenizer="bytes",
+                                val_fraction=0.2)
     joined = write_folder(tmp_path / "joined", train=tokens.train[:], val=tokens.val[:])
     a, b = (token_data(folder, batch_tokens=16 * 40) for folder in (tmp_path / "out", joined))
     one, two = ([*d.micro_batches(0, 0, 2, 7), *d.micro_batches(1, 1, 2, 7),
@@ -729,13 +727,13 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
 
 
 def test_tokens_go_on_after_kill_9(small_units, tmp_path):
-    """Before the renames of the plan, of a shard's files and of records; at last with a shard that the disk lost."""
+    """Before the renames of plan.json and of a shard's files; at last with a shard that the disk lost."""
     out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": 0.2, "workers": 2}
     prepare = functools.partial(any_tokens.prepare, files=[write_jsonl(tmp_path / "a.jsonl", documents(60))], **how)
-    whole, _ = prepare(tmp_path / "whole")
+    whole = prepare(tmp_path / "whole")
     run = lambda at: dying(at, lambda: prepare(out), out, events=["os.rename"])[0]
     assert [run(at) for at in (1, 3, 4, 7)] == [-signal.SIGKILL] * 4 and not (out / "meta.json").exists()
-    lost = next(out.glob("00000-0001.*.bin"))
+    lost = next(out.glob("00001.*.bin"))
     lost.write_bytes(lost.read_bytes()[:-2])
     assert run(0) == 0
     assert Tokens(out).meta["splits"] == whole.meta["splits"] and not list(out.glob("*.tmp-*"))
@@ -747,14 +745,14 @@ def test_a_data_set_of_the_hub(small_units, tmp_path):
     texts = documents(80)
     for name, part in (("train-0", texts[:40]), ("train-1", texts[40:70]), ("validation-0", texts[70:])):
         write_jsonl(tmp_path / f"hub/{name}.jsonl", part)
-    tokens, _ = any_tokens.prepare(tmp_path / "out", source=str(tmp_path / "hub"), tokenizer="bytes")
+    tokens = any_tokens.prepare(tmp_path / "out", source=str(tmp_path / "hub"), tokenizer="bytes")
     assert text_of(tokens.train) == b"".join(text.encode() + b"\0" for text in texts[:70])
     assert text_of(tokens.val) == b"".join(text.encode() + b"\0" for text in texts[70:])
 
 
 def test_characters_and_a_single_document(small_units, tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None, "cab"])
-    tokens, _ = any_tokens.prepare(tmp_path / "out", files=[source], tokenizer="chars", shuffle=2357)
+    tokens = any_tokens.prepare(tmp_path / "out", files=[source], tokenizer="chars", shuffle=2357)
     assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
     assert sum((part[:] == 0).sum() for part in (tokens.train, tokens.val)) == 4
     assert "val.bin is a single document" in capsys.readouterr().err
@@ -764,8 +762,7 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", documents(20))
     how = {"files": [source], "tokenizer": "bytes", "val_fraction": 0.2}
     prepare = lambda **changes: any_tokens.prepare(tmp_path / "out", **{**how, "force": True, **changes})
-    for changes, *words in [({"part": "4/3"}, "--part=4/3"), ({"part": "x"}, "--part=x"), ({"files": None}, "--files"),
-                            ({"part": "1/3"}, "--force", "other parts"), ({"shuffle": -1}, "--shuffle -1"),
+    for changes, *words in [({"files": None}, "--files"), ({"shuffle": -1}, "--shuffle -1"),
                             ({"val_fraction": 0}, "--val_fraction 0"), ({"workers": 0}, "--workers 0"),
                             ({"text_column": "content"}, "no column 'content'"), ({"text_column": "id"}, "not text"),
                             ({"text_column": "id", "shuffle": 1}, "a.jsonl cannot be read", "not text"),
@@ -786,26 +783,37 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     edit_meta(tmp_path / "out", inputs=None)
     refused(lambda: prepare(force=False), "from other inputs", "--force")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(any_tokens, "finish_all", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(any_tokens, "finish_shards", mock.Mock(side_effect=KeyboardInterrupt))
         prepare()
-    for record in (tmp_path / "out").glob("00000-*[1-9].json"):
-        record.unlink()
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    (tmp_path / "out/plan.json").write_text(json.dumps({**plan, "shards": plan["shards"][:1]}))
     source.write_text("\n" * source.stat().st_size)
     refused(lambda: prepare(force=False), "file 1 of the source has changed", "--force")
+
+
+def test_many_machines(monkeypatch, tmp_path):
+    """What was --part is another program, which says what to install; the rest is in test_data_cluster.py."""
+    helped = run_python("data/tokens/cluster.py", "--help")
+    assert helped.returncode == 0 and "--cluster_args" in helped.stdout
+    gone = run_python("data/tokens/prepare.py", "fineweb_edu", "--part=3/16")
+    assert gone.returncode == 2 and "--part is gone: " in gone.stderr and "data/tokens/cluster.py" in gone.stderr
+    monkeypatch.setitem(sys.modules, "datatrove.pipeline.tokens", None)
+    refused(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "requirements-cluster.txt")
 
 
 def test_no_network(small_units, tmp_path, monkeypatch):
     unreachable = mock.Mock(side_effect=ConnectionError("no route to host\nand a long story"))
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    monkeypatch.setattr("tiktoken.get_encoding", unreachable)
+    monkeypatch.setattr("tiktoken.load.read_file", unreachable)
     for shuffle in (None, 2357):
         refused(lambda seed=shuffle: any_tokens.prepare(tmp_path / "hub", source="Skylion007/openwebtext",
                                                         tokenizer="bytes", shuffle=seed),
                 "Skylion007/openwebtext", "no route to host", "--files")
-    refused(tokenizer.gpt2_encoding, "vocabulary", "no route to host", "TIKTOKEN_CACHE_DIR", "--vocab")
-    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "has no vocab.bpe")
+    refused(lambda: tokenizer.tiktoken_encoding("gpt2"), "tiktoken:gpt2", "no route to host", "TIKTOKEN_CACHE_DIR",
+            "--vocab")
+    refused(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "has no vocab.bpe")
     (tmp_path / "vocab.bpe").write_text("not it")
-    refused(lambda: tokenizer.gpt2_encoding(tmp_path), "vocab.bpe is not GPT-2's")
+    refused(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "vocab.bpe is not GPT-2's")
     assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
 
 

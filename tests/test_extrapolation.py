@@ -10,6 +10,8 @@ import io
 import itertools
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from bench.measure import finite
 from data import loader, writer
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
+from experiments import pages, records
 from model import FAMILIES, LM, ModelConfig
 from runtime import checkpoint, counting, errors
 from runtime.errors import ConfigError
@@ -188,7 +191,7 @@ def test_limited_attention_sees_what_a_fresh_window_sees():
 def test_a_cache_has_no_norm_and_a_norm_that_is_lost_is_seen():
     assert ex.state_norms(tiny("llama"), some_rows(), [16, 64], 16) == {}
     norms = {"a": {"positions": [1, 2], "rms": [1.0, None]}, "b": {"positions": [1, 2], "rms": [3.0, 2.0]}}
-    loudest = ex.loudest({"state_norms": norms})
+    loudest = ex.loudest(norms)
     assert loudest[1] == 3 and math.isnan(loudest[2])
 
 
@@ -220,26 +223,26 @@ def save_run(folder, family, corpus):
 def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path, monkeypatch, capsys):
     asked, out = {}, tmp_path / "new" / "out.json"
 
-    def run_cells(cells, folder, jobs):
-        asked.update(cells=cells, jobs=jobs)
+    def run_cells(cells, folder, engine):
+        asked.update(cells=cells, jobs=engine.jobs)
         for cell in cells:
             if cell.name in ("longhorn", "llama"):
                 save_run(Path(folder) / cell.name, cell.name, corpus)
         return {c.name: "it diverged" for c in cells if c.name not in ("longhorn", "llama")}
 
-    monkeypatch.setattr(ex, "run_cells", run_cells)
+    monkeypatch.setattr(ex.runner, "run_cells", run_cells)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: asked.update(prepared=documents))
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 64, 256])
     with monkeypatch.context() as m:
-        m.setattr(ex, "draw", lambda records, path: None)  # a picture takes a second: the next one is enough
+        m.setattr(pages, "save_figure", lambda figure, path, **how: path.touch())  # the next one is enough
         ex.main(["--checkpoint", str(save_run(tmp_path / "longhorn", "longhorn", corpus)), f"--out={out}"])
-    assert [x["length"] for x in ex.read_records(out)[0]["lengths"]] == [16, 32, 64, 128, 256]  # the default
+    assert [x["length"] for x in records.read(out).lengths[0]] == [16, 32, 64, 128, 256]  # the default
     argv = ["run", "--preset=laptop", "--chunk=32", f"--out={out}"]
     assert ex.main(argv) == 1  # some were not trained, and the exit code says so
     assert asked == {"prepared": "package", "jobs": 2, "cells": ex.plan("laptop")}
     assert "FAILED mamba: it diverged" in capsys.readouterr().out
-    longhorn, llama, limited = ex.read_records(out)  # in the place of the one before, and more
+    longhorn, llama, limited = json.loads(out.read_text())["extrapolation"]  # in the place of the one before, and more
     assert [r["run"] for r in (longhorn, llama, limited)] == ["longhorn", "llama", "llama, last 16 tokens"]
     assert [x["length"] for x in longhorn["lengths"]] == [16, 64, 256]
     assert longhorn["text"] == llama["text"] and llama["text"]["starts"] == [0, 340]
@@ -251,10 +254,18 @@ def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path
     want = token_losses(tiny("llama"), rows[:, :-1], rows[:, 1:]).mean(1)
     assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
     assert llama["state_norms"] == {} and longhorn["state_norms"]["0 Longhorn"]["positions"] == [16, 32, 64, 128, 256]
-    text = out.with_suffix(".md").read_text()
+    text = re.sub(" +", " ", out.with_suffix(".md").read_text())
     assert "| llama | 16 |" in text and "T = 256" in text and "code abc" in text
     assert "2 sequences of 256 tokens of corpus, within documents" in text and "NOT all" not in text
     assert out.with_suffix(".png").stat().st_size > 10_000
+    runs = records.read(out)
+    assert runs.run.tolist() == [r["run"] for r in (longhorn, llama, limited)] and set(runs.block_size) == {16}
+    assert runs.loss_256.tolist() == [r["lengths"][-1]["loss"] for r in (longhorn, llama, limited)]
+    (out.with_suffix("") / "x").mkdir(parents=True)  # the folder of the training runs beside it
+    plan = {"cells": {r: {"run": r, "argv": []} for r in runs.run}}
+    (out.with_suffix("") / "plan.json").write_text(json.dumps(plan))
+    assert records.read(out.with_suffix("")).drop(columns=["environment"]).astype(str).equals(
+        runs.drop(columns=["environment"]).astype(str))
 
     llama["lengths"][-1] = {"length": 256, "left_out": "no memory"}
     llama["lengths"][1] |= {"loss": None, "perplexity": None, "difference": None}
@@ -276,7 +287,7 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
         (["--chunk=0"], "--chunk=0: must be at least 1"), (["--eval_tokens=3"], "--eval_tokens=3 is less"),
         (["--speed=1"], "--speed"), (["--dataset=no"], "no dataset folder"), (["--out=folder"], "name a .json file"),
         (["--checkpoint", run, twin], "have one name"), (["--checkpoint", str(tmp_path / "no")], "no checkpoint"),
-        (["run", "--preset=phone"], "phone"), (["report", str(tmp_path)], "is no record of this experiment"),
+        (["run", "--preset=phone"], "phone"), (["report", str(tmp_path)], "holds no sweep"),
         ([], "required")]:
         said = io.StringIO()
         with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(said):
@@ -295,7 +306,7 @@ def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path):
     with pytest.raises(ConfigError, match="is not what .* was trained on .* name other text with --dataset"):
         ex.main(["--checkpoint", run, f"--out={out}"])
     ex.main(["--checkpoint", run, f"--dataset={corpus}", "--lengths=16,64", "--eval_tokens=64", f"--out={out}"])
-    text = ex.read_records(out)[0]["text"]
+    text = records.read(out).text[0]
     assert text["trained_on_this_data"] is False and text["documents"] is None and text["starts"] == [0]
 
 
@@ -319,10 +330,13 @@ def test_other_steps_families_and_patterns_take_part():
 
 
 @pytest.mark.parametrize("name", ["laptop", "steps", "hybrids"])
-def test_the_pages_are_those_of_their_records(name):
+def test_the_pages_are_those_of_their_records(name, tmp_path, monkeypatch):
     """One seed of many runs; three seeds each, with intervals; hybrids."""
-    record = ROOT / "results" / f"extrapolation_{name}.json"
-    assert ex.table(ex.read_records(record)) == record.with_suffix(".md").read_text()
+    monkeypatch.setattr(pages, "save_figure", lambda figure, path, **how: path.touch())
+    kept = ROOT / "results" / f"extrapolation_{name}.json"
+    copy = shutil.copy(kept, tmp_path)
+    ex.main(["report", str(copy)])
+    assert Path(copy).with_suffix(".md").read_text() == kept.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("preset", ["laptop", "gpu"])

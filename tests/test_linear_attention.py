@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import mixers  # noqa: F401  all families
 from kernels import fused, ops
 from kernels import linear_attention as la
+from model import LM, ModelConfig
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130)
@@ -316,12 +318,20 @@ def test_extremes(case, kind):
 
 # ------------------------------------------------------------------------------------------------ compile, meta, errors
 
-@pytest.mark.parametrize("case", ("gla", "wkv4"))
+@pytest.mark.parametrize("case", ("gla", "wkv4", "mesa"))
 def test_compiles_without_a_break(case):
     fast, _ = both(case)
     a = inputs(case, 40, 1, 2, 3, 3)
     compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
     assert wrong(graded(compiled, a), graded(fast, a), F64) == {}
+
+
+def test_the_graph_of_a_mesa_layer_is_small():
+    """With its loops unrolled it has over 10,000 nodes at T = 1024."""
+    layer = LM(ModelConfig(model="mesa", n_layer=1, n_embd=8, n_head=1, vocab_size=8)).layers[0]
+    graphs = []
+    torch.compile(layer.forward, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.ones(1, 1024, 8))
+    assert sum(len(graph.graph.nodes) for graph in graphs) < 2000 and len(graphs) == 1
 
 
 MISFITS = [  # case, the argument that does not fit, words

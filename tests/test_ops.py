@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from test_scan import SCANS, distance, inputs, tolerance, views
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import ops
+from kernels import build, ops
 from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan_ref
+from runtime import torch_private
 
 EPS = torch.finfo(torch.float32).eps
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -449,6 +450,88 @@ def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch
     assert sum(kept.values()) <= 2 * logits + 2 * (x.numel() + weight.numel()) + 8 * len(x)
     large = [t for t in made if t.numel() > max(4096, weight.numel())]
     assert large and all(t.dtype == BF16 for t in large) and len({t.untyped_storage().data_ptr() for t in large}) == 1
+
+
+@pytest.fixture
+def compiled_here(monkeypatch):
+    """The CPU computes the loss as a GPU does, and nothing is compiled yet."""
+    torch.compiler.reset()
+    torch_private.compiled_for_any_rows.cache_clear()
+    monkeypatch.setitem(ops.SLICES, "cpu", ops.compiled_loss_of_slice)
+    monkeypatch.setitem(ops.LOGITS_AT_ONCE, "cpu", 12 * 320)  # slices of 12 rows, and one of 2
+
+
+def slice_inputs(dtype, V=320):
+    return loss_inputs(50, 16, V, dtype, ignored=0)
+
+
+def compiled_loss_agrees(x, weight, targets, monkeypatch):
+    """In 16 bits a gradient of a logit may be rounded to the neighbouring number."""
+    exact = x.dtype == torch.float64
+    monkeypatch.setattr(build, "say_once", pytest.fail)
+    loss = linear_cross_entropy(x.requires_grad_(), weight, targets)
+    assert torch_private.compiled_for_any_rows.cache_info().currsize == 1
+    monkeypatch.delitem(ops.SLICES, x.device.type)
+    plain = linear_cross_entropy(x, weight, targets)
+    assert abs(loss - plain) <= (1e-12 if exact else 1e-6)
+    got, wanted = (a.grad_fn.saved_tensors[2] for a in (loss, plain))  # the gradients of the logits
+    if not exact:  # read as integers, neighbouring numbers of one sign differ by 1
+        got, wanted = got.view(torch.int16).int(), wanted.view(torch.int16).int()
+    assert (got - wanted).abs().max() <= (1e-12 if exact else 1)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, BF16))
+def test_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
+    compiled_loss_agrees(*slice_inputs(dtype), monkeypatch)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", (torch.float64, BF16))
+def test_gpu_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
+    compiled_loss_agrees(*loss_inputs(1000, 64, 50304, dtype, "cuda", ignored=0), monkeypatch)
+
+
+def test_a_loss_that_cannot_be_compiled_is_the_plain_one_and_says_so(compiled_here, monkeypatch):
+    def without_a_compiler(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler\nand more")
+
+    lines = []
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: without_a_compiler)
+    monkeypatch.setattr(build, "say_once", lines.append)
+    x, weight, targets = slice_inputs(F32)
+    got = loss_and_gradients(linear_cross_entropy, x, weight, targets)
+    assert len(lines) == 1 and lines[0].endswith("takes longer (Failed to find C compiler)")
+    assert all(map(torch.equal, got, loss_and_gradients(linear_cross_entropy, x, weight, targets)))
+    assert error(got[0], in_two(x.double(), weight.double(), targets)) < 1e-6
+    torch_private.compiled_for_any_rows.cache_clear()
+
+
+def test_loss_moves_seven_gigabytes_per_32K_tokens(monkeypatch):
+    """In bfloat16 with 50,304 tokens, without the matrix products: what the slice function is given, returns and
+    overwrites. Nothing else than the products touches as many numbers."""
+    moved, others, within = [], set(), []
+
+    def counted(logits, targets, train):
+        before = logits._version
+        within.append(True)
+        log_p = ops.loss_of_slice(logits, targets, train)
+        within.clear()
+        moved.extend(a.nbytes for a in (logits, targets, log_p, *[logits] * (logits._version > before)))
+        return log_p
+
+    class Others(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            out = f(*args, **kwargs or {})
+            views = f.is_view or f.overloadpacket is torch.ops.aten.t
+            if not (within or views) and any(isinstance(a, torch.Tensor) and a.numel() > 2**26 for a in (out, *args)):
+                others.add(f.overloadpacket)
+            return out
+
+    monkeypatch.setitem(ops.SLICES, "meta", counted)
+    x, weight = (torch.empty(n, 64, dtype=BF16, device="meta", requires_grad=True) for n in (2**15, 50304))
+    with Others():
+        linear_cross_entropy(x, weight, torch.empty(2**15, dtype=torch.int64, device="meta")).backward()
+    assert 2 * 2 * 2**15 * 50304 < sum(moved) < 7e9 and others == {torch.ops.aten.mm}
 
 
 def test_loss_makes_the_gradients_that_are_asked_for_and_differentiates_once():

@@ -1,4 +1,4 @@
-"""The report of sweeps that are made up from known laws: what it says, what it leaves out, what a saved sweep keeps."""
+"""Records read into tables, and their reports: of sweeps that are made up from known laws, and of those in results/."""
 
 import base64
 import csv
@@ -9,14 +9,20 @@ import math
 import random
 import re
 import shutil
+import sys
 from collections import Counter
+from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
+from matplotlib import pyplot
 
-from experiments.scaling import figures, report, runs
+from experiments import pages, records
+from experiments.recall import report as recall_report
+from experiments.scaling import figures, report, sweep
 from runtime.errors import ConfigError
 
+RESULTS = Path(report.__file__).resolve().parents[2] / "results"
 # E, A, alpha, B, beta of each made-up family
 LAWS = {"retnet": (0.99, 32.0, 0.35, 66.0, 0.35), "gla": (0.97, 31.0, 0.35, 62.0, 0.35),
         "rwkv": (0.96, 30.0, 0.35, 62.0, 0.35), "mamba": (0.94, 30.0, 0.35, 58.0, 0.35),
@@ -134,7 +140,7 @@ def told(tmp_path, monkeypatch):
         if damage:
             damage(tmp_path, names)
         paths = report.write(tmp_path, bootstrap=0, accept_code=accept_code)
-        return json.loads(paths["report.json"].read_text()), paths["report.md"].read_text()
+        return json.loads(paths["report.json"].read_text()), re.sub(" +", " ", paths["report.md"].read_text())
     return tell
 
 
@@ -151,18 +157,17 @@ def pair_of(numbers, b, size):
 def test_a_clean_sweep_is_read_whole(tmp_path):
     names = make_sweep(tmp_path)
     change(tmp_path / VICTIM / "config.json", environment__commit="0" * 40)  # of the same sources
-    sweep = runs.read_sweep(tmp_path)
-    assert len(names) == 6 * 3 * 10 + 3 and [r.name for r in sweep.runs] == names and sweep.left_out == {}
-    run = next(r for r in sweep.runs if r.name == "mamba_460K_256steps_lr0.004_seed1001")
-    assert (run.model, run.size, run.context, run.tokens, run.learning_rate, run.seed) == (
-        "mamba", "460K", 256, 262144, 4e-3, 1001)
+    runs = records.read(tmp_path)
+    assert len(names) == 6 * 3 * 10 + 3 and runs.run.tolist() == names and set(runs.left_out) == {""}
+    run = runs.set_index("run").loc["mamba_460K_256steps_lr0.004_seed1001"]
+    assert (run["model"], run["size"], run.stage, run.block_size, run.tokens, run.learning_rate, run.seed) == (
+        "mamba", "460K", "seed", 256, 262144, 4e-3, 1001)
     assert (run.parameters, run.embedding, run.flops, run.code) == (460_000, 16384, 6 * 460_000 * 262144, CODE)
     E, A, alpha, B, beta = LAWS["mamba"]
     level = E + A / 460e3**alpha + B / 262144**beta
-    for half in (0, 1):  # each by hand
-        rows = range(4) if half == 0 else range(4, 8)
+    for half, rows in (("choosing", range(4)), ("reported", range(4, 8))):  # each by hand
         offset = sum(WEIGHTS[i] * 0.1 * math.sin(i) for i in rows) / sum(WEIGHTS[i] for i in rows)
-        assert abs(run.half(half) - level - offset) < 0.01
+        assert abs(run[f"loss_of_{half}_files"] - level - offset) < 0.01
 
 
 def cut(path):
@@ -178,8 +183,8 @@ OTHER_END = '{"event": "eval", "step": 9, "tokens": 9, "seconds": 9, "val_loss":
 DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "result is a list": (lambda f: (f / "result.json").write_text("[1]"), "result.json is damaged"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "torn log": (lambda f: cut(f / "log.jsonl"), "does not end with the loss"),
-    "log of another end": (lambda f: (f / "log.jsonl").open("a").write(OTHER_END), "does not end with the loss"),
+    "torn log": (lambda f: cut(f / "log.jsonl"), "does not end with the val_loss"),
+    "log of another end": (lambda f: (f / "log.jsonl").open("a").write(OTHER_END), "does not end with the val_loss"),
     "NaN loss": (lambda f: change(f / "result.json", val_loss=math.nan), "diverged"),
     "worse than guessing": (lambda f: change(f / "result.json", val_loss=50.0), "50.0, and guessing's 5.545"),
     "loss beyond floats": (lambda f: change(f / "result.json", val_loss=10**400), "its loss is 1000"),
@@ -192,8 +197,8 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
                           f"its code changed while it was down: {CODE}, then beef, then {CODE}"),
     "other weights": (lambda f: change(f / "config.json", config__init_from="out/a"), "not comparable: init_from"),
     "Muon": (lambda f: change(f / "config.json", config__optimizer="muon"), "optimizer muon where most have adamw"),
-    "other data": (lambda f: change(f / "config.json", data__splits__val__sha256="ffff"), "not comparable: data"),
-    "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: data"),
+    "other data": (lambda f: change(f / "config.json", data__splits__val__sha256="ffff"), "comparable: val data ffff"),
+    "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: val_tokens 7"),
     "other schedule": (lambda f: change(f / "config.json", config__schedule="cosine"), "comparable: schedule"),
     "other documents": (lambda f: change(f / "result.json", val_document_losses=[9.0] * 8), "do not make up its loss"),
     "another rate": (lambda f: change(f / "config.json", config__learning_rate=1.0), "another run's records: learning"),
@@ -210,11 +215,14 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, how):
     names = make_sweep(tmp_path, models=("longhorn", "mamba"), others=())
     damage, reason = DAMAGE[how]
     damage(tmp_path / VICTIM)
-    runs.save(tmp_path, tmp_path / "saved.json")
+    records.save(tmp_path, tmp_path / "saved.json")
     for source in (tmp_path, tmp_path / "saved.json"):
-        sweep = runs.read_sweep(source)
-        assert list(sweep.left_out) == [VICTIM] and reason in sweep.left_out[VICTIM]
-        assert "\n" not in sweep.left_out[VICTIM] and [r.name for r in sweep.runs] == [n for n in names if n != VICTIM]
+        runs = records.read(source)
+        reasons = dict(zip(runs.run, runs.left_out, strict=True))
+        assert list(reasons) == names and [n for n in names if reasons[n]] == [VICTIM]
+        assert reason in reasons[VICTIM] and "\n" not in reasons[VICTIM]
+        victim = runs.set_index("run").loc[VICTIM]
+        assert victim.seed == 1003 and victim[["val_loss", "tokens", "code"]].isna().all()  # it enters no mean
 
 
 @pytest.mark.parametrize("text", [
@@ -245,27 +253,107 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
     assert "only runs of one version are compared" in text and len(numbers["left_out"]) == 3
     sweep = json.loads(report.write(tmp_path, bootstrap=0, accept_code=("beef",))["report.json"].read_text())
     assert {c["code"]: c["used"] for c in sweep["code"]} == {CODE: n - 3, "cafe": 0, "beef": 1}
-    assert "those of beef are compared with the others because --accept" in (tmp_path / "report.md").read_text()
+    assert "those of beef are compared with the others because of --accept" in (tmp_path / "report.md").read_text()
     assert "cafe" in str(sweep["left_out"]) and "beef" not in str(sweep["left_out"])
-    assert runs.read_sweep(tmp_path, (CODE,)).code[0]["code"] != CODE  # what is joined decides nothing
+    assert records.read(tmp_path, (CODE,)).attrs["code"][0]["code"] != CODE  # what is joined decides nothing
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         report.write(tmp_path, accept_code=("f00d",))
 
 
 def test_a_saved_sweep_gives_the_same_report_of_the_same_records(told, tmp_path, monkeypatch):
-    before, text = told(lambda folder, names: cut(folder / VICTIM / "result.json"))
+    before, _ = told(lambda folder, names: cut(folder / VICTIM / "result.json"))
     monkeypatch.setattr(report, "REPO", tmp_path)
     paths = report.write(tmp_path, bootstrap=0, save_it=True)
     saved = paths["saved"]
     assert saved == tmp_path / "results" / f"{tmp_path.name}.json" and saved.stat().st_size < 100_000
     again = report.write(saved, tmp_path / "again", bootstrap=0)
-    assert json.loads(again["report.json"].read_text()) == before and again["report.md"].read_text() == text
-    assert (tmp_path / "results" / tmp_path.name / "report.md").read_text() == text
-    runs.save(saved, tmp_path / "twice.json")
+    assert json.loads(again["report.json"].read_text()) == before
+    for page in (paths["report.md"], tmp_path / "results" / tmp_path.name / "report.md"):
+        assert page.read_text() == again["report.md"].read_text()
+    records.save(saved, tmp_path / "twice.json")
     assert (tmp_path / "twice.json").read_bytes() == saved.read_bytes()
-    for a, b in zip(*(runs.read_sweep(source).runs for source in (tmp_path, saved)), strict=True):
-        assert a.config | {"out_dir": ""} == b.config | {"out_dir": ""} and a.time == b.time
-        assert [v.tolist() for v in a.documents] == [v.tolist() for v in b.documents]
+    a, b = (records.read(source) for source in (tmp_path, saved))
+    documents = ["val_document_tokens", "val_document_losses"]
+    assert a.drop(columns=["out_dir", *documents]).equals(b.drop(columns=["out_dir", *documents])[[
+        c for c in a if c not in ("out_dir", *documents)]])
+    assert a[documents].map(str).equals(b[documents].map(str))
+
+
+# ---------------------------------------------------------------------------------------------- the records in results/
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made, but not rendered to files, which takes a second each."""
+    def save(figure, path, **how):
+        path.touch()
+        pyplot.close(figure)
+    monkeypatch.setattr(pages, "save_figure", save)
+
+
+@pytest.mark.parametrize("name", ["scaling_laptop", "duel_longhorn_mamba", "duel_longhorn_longhorn_exact"])
+def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, undrawn):
+    report.write(RESULTS / f"{name}.json", tmp_path)
+    for file in ("report.md", "points.csv", "table.tex"):
+        assert (tmp_path / file).read_text() == (RESULTS / name / file).read_text()
+
+
+@pytest.mark.parametrize("name", ["recall_laptop", "recall_sooner", "recall_steps"])
+def test_each_number_of_a_page_of_recall_is_that_of_its_records(name, tmp_path, undrawn):
+    recall_report.write(RESULTS / f"{name}.json", tmp_path / name)
+    assert (tmp_path / f"{name}.md").read_text() == (RESULTS / f"{name}.md").read_text()
+
+
+def test_the_three_lines_of_the_documentation(monkeypatch):
+    """They give the losses as the file has them, by hand."""
+    monkeypatch.chdir(RESULTS.parent)
+    blocks = re.findall(r"```python\n(.*?)\n```", Path("docs/experiments.md").read_text(), re.DOTALL)
+    *statements, table = next(block for block in blocks if "records.read" in block).split("\n")
+    names = {}
+    exec("\n".join(statements), names)
+    saved, losses = json.loads((RESULTS / "scaling_laptop.json").read_text()), {}
+    for cell in saved["cells"].values():
+        if cell["at"]["stage"] == "seed" and "result" in cell:
+            key = cell["at"]["size"], cell["at"]["model"], cell["at"]["tokens"]
+            losses.setdefault(key, []).append(cell["result"]["val_loss"])
+    rows = eval(table, names)
+    assert set(rows.index[rows["count"] > 0]) == set(losses)
+    for key, of_key in losses.items():
+        assert rows.loc[key].tolist() == pytest.approx([fmean(of_key), stdev(of_key), len(of_key)])
+
+
+@pytest.mark.parametrize("name, kind, rows, used, code", [
+    ("scaling_laptop", "scaling", 217, 203, "0a8b0c199fe1"), ("recall_steps", "recall", 72, 71, "34710e498a98"),
+    ("recall_laptop", "recall", 42, 42, "5ae790b7f65a"), ("vision_digits", "images", 27, 27, "93d4bd3d3714"),
+    ("extrapolation_laptop", "extrapolation", 8, 8, "13c8a5313dc4")])
+def test_files_of_every_kind_are_read_also_older_ones(name, kind, rows, used, code):
+    runs = records.read(RESULTS / f"{name}.json")
+    counting = runs[runs.left_out == ""]
+    assert (runs.attrs["kind"], len(runs), len(counting)) == (kind, rows, used) and set(counting.code) == {code}
+    assert counting.seed.notna().all() and counting.parameters.gt(1000).all()
+    with pytest.raises(ConfigError, match=f"contains records of {kind}, not of"):
+        records.read(RESULTS / f"{name}.json", kind="recall" if kind != "recall" else "images")
+
+
+def test_runs_of_both_schemes_of_identities_stand_side_by_side(tmp_path, capsys):
+    make_sweep(tmp_path, models=("longhorn",), others=())
+    other_code(tmp_path / VICTIM, "v2beefbeef00")
+    runs = records.read(tmp_path, ("v2beefbeef00",))
+    assert set(runs.code) == {CODE, "v2beefbeef00"}
+    assert f"The code of {CODE} was hashed as before" in capsys.readouterr().out
+
+
+def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records(tmp_path, monkeypatch, capsys):
+    make_sweep(tmp_path, models=("longhorn",), others=())
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(["report", str(tmp_path)])
+    line = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and "tabulate is not installed: pip install -r requirements-experiments.txt" in line
+    assert "\n" not in line and not (tmp_path / "report.md").exists()
+    assert pages.after_sweep(report.write, tmp_path, "x.py") == {}
+    assert f"experiments.txt; then: python x.py report {tmp_path}" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert pages.after_sweep(lambda folder: {"md": folder}, tmp_path, "x.py") == {"md": tmp_path}
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
@@ -339,7 +427,7 @@ def test_the_law_is_recovered_and_its_coverage_said(whole):
         assert law_fit["beta"] == pytest.approx(0.35, abs=0.2), model
         low, high = law_fit["intervals"]["beta"]
         assert low <= law_fit["beta"] <= high and f"{law_fit['beta']:.3g} ({low:.3g} .. {high:.3g})" in whole[3]
-    assert sum(f["coverage"] is not None for f in numbers["fits"]) == 1 and "intervals of this plan cover" in whole[3]
+    assert sum(f["coverage"] is not None for f in numbers["fits"]) == 1 and "coverage of the 90% intervals" in whole[3]
 
 
 # -------------------------------------------------------------------------------------------------- what cannot be told

@@ -114,7 +114,7 @@ def test_gpt2_tokens_that_split_a_character(monkeypatch):
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80!", b"\xc3"]
     encoding = SimpleNamespace(n_vocab=len(pieces), decode_single_token_bytes=pieces.__getitem__,
                                encode=lambda text, allowed_special, **_: [len(text), *allowed_special])
-    monkeypatch.setattr("data.tokenizer.gpt2_encoding", {None: encoding}.__getitem__)
+    monkeypatch.setattr("data.tokenizer.tiktoken_encoding", lambda name, vocab=None: encoding)
     text = Text("gpt2")
     assert [text.decode(token) for token in [0, 1, 2, 3, 50303, 4, 0]] == ["a", " ", "", "😀!", "", "", "\ufffda"]
     assert text.encode("abc") == [3, "<|endoftext|>"]

@@ -1,11 +1,16 @@
-"""Sweeps on a stand-in for train.py that takes no time, the plans of presets, and the paper's settings."""
+"""Sweeps on a stand-in for train.py that takes no time, the plans of presets, and the paper's settings.
 
+test_chaos.py kills sweeps of train.py itself; test_cluster.py runs them under Slurm and Ray.
+"""
+
+import contextlib
+import io
 import json
 import math
 import os
+import platform
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -13,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.scaling import runs, sweep, table1
-from experiments.sweeps import claims, runner
+from experiments.records import SAME
+from experiments.scaling import sweep, table1
+from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
 from runtime.errors import ConfigError
@@ -23,32 +29,37 @@ from runtime.records import BadRecord, is_finished
 REPO = Path(__file__).resolve().parent.parent
 
 # Notes when it began and ended, its GPU and its threads; saves `at` when asked to stop, and resumes from it.
-STAND_IN = textwrap.dedent("""
+STAND_IN = textwrap.dedent(f"""
     import json, os, pathlib, signal, sys, time
+    sys.path.insert(0, {str(REPO)!r})
+    from runtime.records import lock_folder
     settings = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
     out = pathlib.Path(settings["out_dir"]); out.mkdir(parents=True, exist_ok=True)
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    note = lambda what: open(out / "notes", "a").write(f"{what} {time.time()}\\n")
-    note("began")
+    note = lambda what: open(out / "notes", "a").write(f"{{what}} {{time.time()}}\\n")
+    note("started")
+    lock = lock_folder(out, wait=60)
+    at = len(list(out.glob("checkpoint*")))
+    note(f"from{{at}}")
     (out / "pid").write_text(str(os.getpid()))
-    at = int((out / "at").read_text()) if (out / "at").exists() else 0
-    note(f"from{at}")
-    (out / "env").write_text(json.dumps({k: os.environ.get(k) for k in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}))
+    (out / "env").write_text(json.dumps(dict(os.environ)))
+    if "needs" in settings:
+        __import__(settings["needs"])
     if settings.get("fail"):
         print("Traceback ..."); print("out of luck with " + settings["fail"]); sys.exit(3)
     if gate := settings.get("gate"):  # wait for the test, or until asked to stop
         (out / "held").touch()
-        while not pathlib.Path(gate).exists() and not asked:
+        while not pathlib.Path(gate).exists() and (not asked or "deaf" in settings):
             time.sleep(0.01)
         if asked:  # a large checkpoint on a slow disk
             (out / "saving").touch()
             while not pathlib.Path(gate).exists():
                 time.sleep(0.01)
-            (out / "at").write_text("1"); note("saved"); sys.exit(0)
+            (out / f"checkpoint-{{at}}.safetensors").touch(); note("saved"); sys.exit(0)
     while len(list(out.parent.glob("*/pid"))) < int(settings.get("together", 0)):
         time.sleep(0.01)
-    (out / "result.json").write_text(json.dumps({"val_loss": 1.0, "steps": 1})); note("ended")
+    (out / "result.json").write_text(json.dumps({{"val_loss": 1.0, "steps": 1}})); note("ended")
 """)
 
 
@@ -63,26 +74,37 @@ def notes(folder, name):
     return [line.split() for line in (folder / name / "notes").read_text().splitlines()]
 
 
+def events(folder, name):
+    return [event for event, _ in notes(folder, name)]
+
+
+def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
+    folder.mkdir(exist_ok=True)
+    with contextlib.closing(engines.open_engine("", "", folder, jobs, nproc, gpus)) as engine:
+        return runner.run_cells(cells, folder, engine, script)
+
+
 def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, capsys):
     folder = tmp_path / "sweep"
     cells = [Cell("a", []), Cell("bad", ["--fail=b"]), Cell("c", []), Cell("done", [])]
     (folder / "done").mkdir(parents=True)
     (folder / "done" / "result.json").write_text('{"steps": 1}')
-    failed = runner.run_cells(cells, folder, jobs=2, script=stand_in, gpus=[])
+    (folder / "a.claim-3").write_text('{"host": "of a version before", "pid": 1}')
+    failed = run(cells, folder, stand_in)
     assert list(failed) == ["bad"] and "out of luck with b (exit 3" in failed["bad"]
     assert [is_finished(folder / c.name) for c in cells] == [True, False, True, True]
     assert not (folder / "done" / "notes").exists()
     printed = capsys.readouterr().out
-    assert "3 of 4 cells to run" in printed and "bad: FAILED" in printed and "val_loss 1.0000" in printed
+    assert "3 of 4 cells to run, 2 at a time" in printed and "bad: FAILED" in printed and "val_loss 1.0000" in printed
+    assert "0 queued, 0 running, 3 done, 1 failed, about 0 s left" in printed
     cells[1].argv = []
-    assert runner.run_cells(cells, folder, jobs=2, script=stand_in, gpus=[]) == {}  # the failure again
-    assert len([n for n in notes(folder, "bad") if n[0] == "began"]) == 2
-    assert len([n for n in notes(folder, "a") if n[0] == "began"]) == 1
+    assert run(cells, folder, stand_in) == {}  # the failure again
+    assert events(folder, "bad").count("started") == 2 and events(folder, "a").count("started") == 1
 
 
 def test_so_many_at_a_time(tmp_path, stand_in):
     cells = [Cell(f"c{i}", ["--together=3"]) for i in range(5)]
-    assert runner.run_cells(cells, tmp_path, jobs=3, script=stand_in, gpus=[]) == {}
+    assert run(cells, tmp_path, stand_in, jobs=3) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
     assert max(sum(began <= t < ended for began, ended in spans) for t, _ in spans) == 3
     threads = json.loads((tmp_path / "c0" / "env").read_text())["OMP_NUM_THREADS"]
@@ -92,14 +114,14 @@ def test_so_many_at_a_time(tmp_path, stand_in):
 def test_a_cell_waits_for_the_one_it_branches_from(tmp_path, stand_in):
     cells = [Cell("branch", [], after="trunk"), Cell("lost", [], after="bad"), Cell("free", []),
              Cell("trunk", []), Cell("bad", ["--fail=b"]), Cell("later", [], after="not there")]
-    assert list(runner.run_cells(cells, tmp_path, jobs=2, script=stand_in, gpus=[])) == ["bad"]
+    assert list(run(cells, tmp_path, stand_in)) == ["bad"]
     began, ended = (float(notes(tmp_path, name)[i][1]) for name, i in (("branch", 0), ("trunk", -1)))
     assert began >= ended and is_finished(tmp_path / "lost") and is_finished(tmp_path / "later")
 
 
 def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     cells = [Cell(f"c{i}", ["--together=2"]) for i in range(4)]
-    runner.run_cells(cells, tmp_path, jobs=2, script=stand_in, gpus=["4", "7"])
+    run(cells, tmp_path, stand_in, gpus=["4", "7"])
     devices = lambda c: json.loads((tmp_path / c.name / "env").read_text())["CUDA_VISIBLE_DEVICES"]
     assert {*map(devices, cells[:2])} == {*map(devices, cells)} == {"4", "7"}
     command = cells[0].command(REPO / "out/x", nproc=8)
@@ -108,28 +130,37 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     cells = [Cell(f"t{i}", ["--together=6"]) for i in range(2)]
     alone = lambda c, folder, *_: [sys.executable, stand_in, *c.argv, f"--out_dir={folder / c.name}"]
     monkeypatch.setattr(Cell, "command", alone)
-    runner.run_cells(cells, tmp_path, jobs=2, nproc=2, script=stand_in, gpus=["0", "1", "2", "3"])
+    run(cells, tmp_path, stand_in, nproc=2, gpus=["0", "1", "2", "3"])
     assert {*map(devices, cells)} == {"0,1", "2,3"}
 
 
-RUNNER = """
+DRIVER = """
 import sys; sys.path.insert(0, {repo!r})
-from experiments.sweeps import claims
-from experiments.sweeps import runner
-claims.HEARTBEAT, claims.MACHINE = {heartbeat}, {machine!r} or claims.MACHINE
-cells = [runner.Cell(f"c{{i}}", [f"--gate={gate}"] if i < 2 else []) for i in range({cells})]
-try:
-    print("failed", runner.run_cells(cells, {folder!r}, jobs=2, script={script!r}, gpus=[]))
-except KeyboardInterrupt as stopped:
-    print("stopped:", stopped)
+from types import SimpleNamespace
+from experiments.sweeps import engines, runner
+from runtime.errors import main_error
+engines.Slurm.poll_seconds = 0.5
+cells = [runner.Cell(name, argv) for name, argv in {cells!r}.items()]
+with main_error("driver"):
+    try:
+        args = SimpleNamespace(cluster={cluster!r}, cluster_args={cluster_args!r})
+        with runner.driver(args, {folder!r}, {jobs}) as engine:
+            print("failed", runner.run_cells(cells, {folder!r}, engine, {script!r}))
+    except KeyboardInterrupt as stopped:
+        print("stopped:", stopped)
 """
 
 
-def start(folder, script, gate, cells=4, machine="", heartbeat=0.1):
-    """A sweep whose first two cells wait until there is a file `gate`."""
-    text = RUNNER.format(repo=str(REPO), folder=str(folder), script=script, gate=gate, cells=cells, machine=machine,
-                         heartbeat=heartbeat)
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def drive(start, folder, script, cells, cluster="", cluster_args="", jobs=2):
+    """A process that drives a sweep of cells {name: argv}; start: of conftest.py."""
+    return start([sys.executable, "-c", DRIVER.format(
+        repo=str(REPO), folder=str(folder), script=str(script), cells=cells, cluster=cluster, cluster_args=cluster_args,
+        jobs=jobs)])
+
+
+def gated(folder, n=4):
+    """Cells of which the first two wait until there is a file `gate`."""
+    return {f"c{i}": [f"--gate={folder}/gate"] if i < 2 else [] for i in range(n)}
 
 
 def until(true, seconds=120):
@@ -139,124 +170,77 @@ def until(true, seconds=120):
         time.sleep(0.02)
 
 
+def both_have(folder, name):
+    return lambda: all((folder / cell / name).exists() for cell in ("c0", "c1"))
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_at_any_moment_it_resumes(tmp_path, stand_in, how):
+def test_killed_at_any_moment_it_resumes(start, tmp_path, stand_in, how):
+    """Also while the cells of the killed driver still save: those of the next one wait for them."""
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
-    begin = lambda: start(tmp_path, stand_in, tmp_path / "gate", heartbeat=1)  # another machine would wait for 24 s
-    until_all = lambda name: until(lambda: all((tmp_path / cell / name).exists() for cell in ("c0", "c1")))
-    runner = begin()
-    until_all("held")
-    runner.send_signal(how)
-    until_all("saving")
+    driver = drive(start, tmp_path, stand_in, gated(tmp_path))
+    until(both_have(tmp_path, "held"))
+    driver.send_signal(how)
+    until(both_have(tmp_path, "saving"))
     if how == signal.SIGKILL:
-        again = begin()  # while the cells still save
-        until(lambda: (tmp_path / "c3" / "result.json").exists())
+        driver.wait()
+        again = drive(start, tmp_path, stand_in, gated(tmp_path))
+        until(lambda: all("is in use by process" in (tmp_path / f"{name}.txt").read_text() for name in ("c0", "c1")))
     (tmp_path / "gate").touch()
-    said = runner.communicate(timeout=120)[0]
-    if how != signal.SIGKILL:
-        assert "stopped: 4 of 4 cells are left" in said
-        again = begin()
-    assert "failed {}" in again.communicate(timeout=120)[0]
+    if how == signal.SIGTERM:
+        assert driver.wait(120) == 0 and "stopped: 4 of 4 cells are left" in driver.said()
+        again = drive(start, tmp_path, stand_in, gated(tmp_path))
+    assert again.wait(120) == 0 and "failed {}" in again.said()
     for name in ("c0", "c1"):
-        noted = [n[0] for n in notes(tmp_path, name)]
-        assert noted == ["began", "from0", "saved", "began", noted[4], "ended"]  # it resumed, and never two at once
-        assert noted[4].startswith("from") and noted[4] != "from0"
-    assert (tmp_path / "c2" / "result.json").exists() and (tmp_path / "c3" / "result.json").exists()
+        waited = ["started", "saved"] if how == signal.SIGKILL else ["saved", "started"]
+        assert events(tmp_path, name) == ["started", "from0", *waited, "from1", "ended"]
+    assert is_finished(tmp_path / "c2") and is_finished(tmp_path / "c3")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_two_machines_share_a_sweep_and_one_is_lost(tmp_path, stand_in, how):
-    """Every cell ends once. The cells of the lost machine wait until it is known to be lost, and no others do; a
-    machine that comes back gives them up."""
-    disk, mounts = tmp_path / "disk", [tmp_path / "here", tmp_path / "there"]
-    disk.mkdir()
-    for mount in mounts:
-        mount.symlink_to(disk)
-    lost = start(mounts[0], stand_in, disk / "gate", 8, "one")
-    until(lambda: (disk / "c1" / "held").exists() and (disk / "c0" / "held").exists())
-    other = start(mounts[1], stand_in, disk / "gate", 8, "two")
-    until(lambda: (disk / "c3" / "result.json").exists())
-    gone = time.time()
-    pids = [lost.pid, *(int((disk / name / "pid").read_text()) for name in ("c0", "c1"))]
-    for pid in pids:
-        os.kill(pid, how)
-    until(lambda: all([n[0] for n in notes(disk, name)].count("began") == 2 for name in ("c0", "c1")))
-    if how == signal.SIGSTOP:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))  # the machine that is back ends them
-    (disk / "gate").touch()
-    if how == signal.SIGSTOP:
-        said = lost.communicate(timeout=60)[0]
-        assert "failed {}" in said and "8 of 8 cells are finished" in said
-    said = other.communicate(timeout=60)[0]
-    assert "failed {}" in said and "8 of 8 cells are finished" in said and "waiting for 2 cells that others run" in said
-    for i in range(8):
-        began = [float(when) for event, when in notes(disk, f"c{i}") if event == "began"]
-        assert [n[0] for n in notes(disk, f"c{i}")].count("ended") == 1
-        assert len(began) == (2 if i < 2 else 1) and (i > 1 or began[1] > gone + 24 * 0.1)
-    assert not list(disk.glob("*.claim-*"))
+def test_a_second_signal_does_not_wait_for_cells_that_save(start, tmp_path, stand_in):
+    driver = drive(start, tmp_path, stand_in, gated(tmp_path))
+    until(both_have(tmp_path, "held"))
+    driver.send_signal(signal.SIGINT)
+    until(both_have(tmp_path, "saving"))
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(120) == 0 and "stopped: 4 of 4 cells are left" in driver.said()
+    assert events(tmp_path, "c0") == ["started", "from0"]
 
 
-RACER = """
-import sys; sys.path.insert(0, {repo!r})
-from experiments.sweeps import claims
-from experiments.sweeps import runner
-claims.LOST_AFTER, claims.MACHINE = 0, "racer"
-taken = claims.Claims({folder!r})
-taken.look()
-print("ready", flush=True)
-input()
-print(*[name for name in {names!r} if taken.take(name)])
-runner.write_plan({folder!r}, [runner.Cell({plan!r} + str(i), []) for i in range(8)])
-"""
-
-
-def test_racing_processes_take_each_cell_once_and_lose_nothing_of_the_plan(tmp_path):
-    free, lost = [f"free{i}" for i in range(20)], [f"lost{i}" for i in range(20)]
-    before = claims.Claims(tmp_path)
-    for name in lost:
-        before.take(name).leave(machine="one that is gone")
-    racers = [subprocess.Popen([sys.executable, "-c", RACER.format(
-        repo=str(REPO), folder=str(tmp_path), names=free + lost, plan=f"p{i}_")], text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE) for i in range(4)]
-    for racer in racers:
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    taken = [name for racer in racers for name in racer.communicate(timeout=60)[0].split()]
-    assert sorted(taken) == sorted(free + lost)
-    assert set(runner.read_plan(tmp_path)["cells"]) == {f"p{i}_{j}" for i in range(4) for j in range(8)}
-
-
-def test_an_old_look_takes_nothing(tmp_path, monkeypatch):
-    """Between look and take a cell was taken over, given back and taken again."""
-    monkeypatch.setattr(claims, "LOST_AFTER", 0)
-    late, others = claims.Claims(tmp_path), claims.Claims(tmp_path)
-    others.take("a").leave(machine="one that is gone")
-    assert not late.look()["a"].is_held
-    others.look()
-    others.take("a").leave(free=True)
-    others.look()
-    claim = others.take("a")
-    assert late.take("a") is None
-    assert claim.touch() and late.look()["a"].is_held and late.take("a") is None
-    claim.delete()
-    assert late.look() == {} and late.take("a")
-
-
-def test_a_cell_that_failed_elsewhere_is_tried_by_the_next_command_only(tmp_path, stand_in):
-    elsewhere = claims.Claims(tmp_path).take("c0")
+def test_a_sweep_has_one_driver(start, tmp_path, stand_in):
+    """The second is refused in a line that names the first; a killed one leaves nothing behind."""
+    first = drive(start, tmp_path, stand_in, gated(tmp_path))
+    until(both_have(tmp_path, "held"))
+    second = drive(start, tmp_path, stand_in, gated(tmp_path))
+    assert second.wait(60) == 2 and len(second.said().splitlines()) == 1
+    assert f"is driven by process {first.pid} on {platform.node()}" in second.said() and "--cluster" in second.said()
     (tmp_path / "gate").touch()
-    sweep = start(tmp_path, stand_in, tmp_path / "gate", 2)
-    until(lambda: (tmp_path / "c1" / "result.json").exists())
-    elsewhere.leave(failed="out of luck there")
-    said = sweep.communicate(timeout=120)[0]
-    assert "failed {'c0': 'out of luck there'}" in said and not (tmp_path / "c0").exists()
-    assert "failed {}" in start(tmp_path, stand_in, tmp_path / "gate", 2).communicate(timeout=120)[0]
-    assert not list(tmp_path.glob("*.claim-*"))
+    first.kill()
+    first.wait()
+    assert drive(start, tmp_path, stand_in, gated(tmp_path)).wait(60) == 0
+
+
+def test_a_killed_cell_goes_on_if_it_got_further(start, tmp_path, stand_in):
+    """Else it failed: what kills it would do so for ever."""
+    driver = drive(start, tmp_path, stand_in, gated(tmp_path, 2))
+    until(both_have(tmp_path, "held"))
+    (tmp_path / "c0" / "checkpoint-0.safetensors").touch()
+    for name in ("c0", "c1"):
+        os.kill(int((tmp_path / name / "pid").read_text()), signal.SIGKILL)
+    until(lambda: "c1: FAILED" in driver.said() and events(tmp_path, "c0")[-1] == "from1")
+    (tmp_path / "gate").touch()
+    assert driver.wait(60) == 0 and "c0: signal 9 after" in driver.said()
+    assert "failed {'c1': 'it printed nothing (signal 9; all of it in " in driver.said()
+
+
+def test_the_bar_of_a_terminal_shows_the_counts(tmp_path, stand_in, monkeypatch):
+    with io.StringIO() as terminal:
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stderr", terminal)
+        run([Cell(f"c{i}", []) for i in range(3)], tmp_path, stand_in, jobs=1)
+        shown = terminal.getvalue()
+    assert "2 queued, 1 running, 0 done, 0 failed" in shown and "0 queued, 0 running, 3 done, 0 failed, about" in shown
 
 
 def test_a_plan_grows_and_a_cell_that_began_keeps_its_arguments(tmp_path):
@@ -328,7 +312,7 @@ def test_runs_of_a_preset_differ_in_nothing_else(name):
     kinds, chose, reported = set(), set(), set()
     for c in cells:
         config = sweep.load(c.argv)
-        common = [getattr(config, key, None) for key in runs.SAME_IN_A_SWEEP if key != "schedule"]
+        common = [getattr(config, key, None) for key in SAME["scaling"] if key != "schedule"]
         kinds.add((*common, config.dataset, config.block_size))
         assert config.schedule == ("cosine" if c.at["stage"] == "cosine" else "wsd")
         assert (config.model, config.seed, config.max_iters) == (c.at["model"], c.at["seed"], c.at["steps"])
@@ -415,7 +399,7 @@ def pretend(monkeypatch):
         def read_run(folder, at):
             if loss(at) is None:
                 raise BadRecord("its loss is None: it diverged")
-            return type("Run", (), {"half": lambda self, which: loss(at) + 9 * which})()
+            return {"loss_of_choosing_files": loss(at), "loss_of_reported_files": loss(at) + 9}
         monkeypatch.setattr(runner, "run_cells", run_cells)
         monkeypatch.setattr(sweep, "read_run", read_run)
         monkeypatch.setattr(sweep, "check_data", lambda *_: None)
@@ -436,8 +420,8 @@ def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, be
     assert small == pytest.approx([chose], rel=0.02) and large == pytest.approx([chose * 128 / 192], rel=0.02)
 
 
-def test_a_process_that_comes_later_chooses_the_same_rate(tmp_path, pretend):
-    """It finds rates of a search that has gone on without it, and goes no further."""
+def test_a_search_that_has_ended_chooses_the_same_rate_again(tmp_path, pretend):
+    """Although by then there are rates beyond its first ones."""
     ran = pretend(lambda at: 1 + math.log(at["learning_rate"]) ** 2)
     argv = ["laptop", "gla", "--sizes=460K", "--seeds=1", f"--out={tmp_path}"]
     assert sweep.main(argv) == 0
@@ -449,25 +433,6 @@ def test_a_process_that_comes_later_chooses_the_same_rate(tmp_path, pretend):
     assert sweep.main(argv) == 0
     cells = runner.read_plan(tmp_path)["cells"]
     assert ran == [] and seeds == {name for name, at in cells.items() if at["stage"] == "seed"}
-
-
-@pytest.mark.parametrize("slurm, tasks", [(["--slurm"], 8), (["--slurm=3"], 3), (["--slurm", "3"], 3)])
-def test_slurm_gets_the_same_command(tmp_path, pretend, monkeypatch, capsys, slurm, tasks):
-    ran = pretend(lambda at: 1.0)
-    python = tmp_path / "its python"
-    python.write_text("#!/bin/bash\npwd\nprintf '%s\\n' \"$@\"\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.chdir(tmp_path)
-    argv = ["duel", "longhorn", "longhorn*3,llama", "--seeds=1", "--out=a sweep"]
-    assert sweep.main([*argv[:3], *slurm, *argv[3:]]) == 0
-    script = tmp_path / "a sweep" / "sweep.sbatch"
-    assert capsys.readouterr().out.splitlines()[-1] == "sbatch 'a sweep/sweep.sbatch'" and ran == []
-    assert [path.name for path in script.parent.iterdir()] == ["sweep.sbatch"]
-    assert f"#SBATCH --array=1-{tasks} " in script.read_text()
-    subprocess.run(["bash", "-n", script], check=True)
-    said = subprocess.run(["bash", script], cwd="/", capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said == [str(tmp_path), str(REPO / "experiments/scaling/sweep.py"), *argv]
 
 
 def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
@@ -503,7 +468,10 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"),
     (["report", "nowhere"], "no sweep"), (["laptop", "--budgets=1,x"], "numbers are expected"),
     (["laptop", "--budgets=0"], "above 0"), (["laptop", "--seeds=0"], "1 or more"),
-    (["laptop", "--jobs=-1"], "0 or more"), (["laptop", "--slurm=0"], "1 or more"),
+    (["laptop", "--jobs=-1"], "0 or more"), (["laptop", "--cluster=pbs"], "slurm, ray or ray:HOST:PORT"),
+    (["laptop", "--slurm=16"], "--cluster=slurm --cluster_args=partition=NAME,gpus=1,time=240 --jobs=16"),
+    (["laptop", "--slurm", "16"], "--jobs=16"), (["laptop", "--cluster_args=partition=gpu"], "slurm, ray"),
+    (["laptop", "--cluster=slurm", "--cluster_args=gpu"], "key=value"),
     (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 must be below max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
     (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give one of them, or another label with its settings"),

@@ -1,7 +1,7 @@
 """Any text as shards of tokens: a data set of Hugging Face, streamed, or local files, with any tokenizer.
 
     python data/tokens/prepare.py fineweb_edu                            # a recipe: into data/fineweb_edu
-    python data/tokens/prepare.py fineweb_edu --part=3/16                # on each of 16 machines, one shared folder
+    python data/tokens/cluster.py fineweb_edu --cluster=slurm            # the same tokens, made on many machines
     python data/tokens/prepare.py allenai/c4 --subset=en --tokenizer=tiktoken:gpt2 --out data/c4
     python data/tokens/prepare.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine  # parquet, jsonl(.gz, .zst) ...
     python data/openwebtext/prepare.py                                   # the recipe openwebtext
@@ -16,10 +16,8 @@ With --shuffle, as in openwebtext, the tokens are those of nanoGPT, in its order
 the documents and holds some out, which needs all of them on disk, in the cache of datasets (HF_HOME; OpenWebText: 54
 GB). OpenWebText gives 9,035,582,198 tokens to train on and 4,434,897 for validation; the script warns of other counts.
 
-It may be killed at any time: the same command goes on. The unit of work is a source file (small ones are joined) or
-200,000 shuffled documents, and what is kept is a shard of some 100M tokens: UNIT-SHARD.json, written after the tokens,
-says how far the unit was read. Tokens do not depend on --workers, --part or kills. meta.json comes last, from
-whichever part is the last to end.
+It can be killed at any time; rerun the command to resume after the last shard, of some 100M tokens, in plan.json.
+Tokens depend neither on --workers nor on kills.
 """
 
 import argparse
@@ -39,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository r
 from data.loader import DTYPES, SPLITS, DataError
 from data.shards import shards_sha256
 from data.tokenizer import Text, add_tokenizer, canonical
-from data.writer import finish, finished, preparing, replacing, run, token_dtype, warn_single_document, write_split
-from runtime.records import BadRecord, read_json
+from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_split
+from runtime.records import BadRecord, read_json, write_json
 
 # datasets, pyarrow and tqdm are imported where they are used: they take seconds, and --help should not.
 
@@ -56,6 +54,7 @@ RECIPES = {  # name: the arguments it stands for
 }
 OWT_DOCUMENTS, OWT_TOKENS = 8_013_769, {"train": 9_035_582_198, "val": 4_434_897}  # as nanoGPT published them
 ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARD_TOKENS = 100_000_000
 UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
@@ -122,14 +121,14 @@ def read_file(path, column):
 
 
 def hub_units(source, subset):
-    """[(split, streamed shard), ...] of a data set of Hugging Face. Raises DataError."""
+    """[(split or None, function that opens a shard), ...] of a data set of the hub, streamed. Raises DataError."""
     try:
         import datasets
 
         streams = datasets.load_dataset(source, subset, streaming=True)
         official = next((name for name in OFFICIAL if name in streams), None)
         names = {"train": "train"} | ({"val": official} if official else {})
-        return [(split if official else None, streams[name].shard(streams[name].num_shards, i))
+        return [(split if official else None, functools.partial(streams[name].shard, streams[name].num_shards, i))
                 for split, name in names.items() for i in range(streams[name].num_shards)]
     except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
         raise DataError(f"{source} cannot be streamed ({in_short(error)}): check name, --subset and network, or bring "
@@ -137,7 +136,10 @@ def hub_units(source, subset):
 
 
 def shuffled_units(source, subset, units, column, val_fraction, seed):
-    """[(split, Dataset), ...] of datasets' train_test_split. units: of local files, or None. Raises DataError."""
+    """[(split, function that opens a part), ...] of datasets' train_test_split; units: of local files, or None.
+
+    Raises DataError.
+    """
     try:
         import datasets
 
@@ -158,7 +160,7 @@ def shuffled_units(source, subset, units, column, val_fraction, seed):
     except ValueError as error:
         raise DataError(f"{len(whole):,} documents cannot be split at --val_fraction {val_fraction:g} "
                         f"({in_short(error)})") from None
-    return [(split, part.select(range(i, min(i + UNIT_DOCUMENTS, len(part)))))
+    return [(split, functools.partial(part.select, range(i, min(i + UNIT_DOCUMENTS, len(part)))))
             for split, part in (("train", parts["train"]), ("val", parts["test"]))
             for i in range(0, len(part), UNIT_DOCUMENTS)]
 
@@ -180,9 +182,9 @@ def documents(unit, column):
         for path in unit:
             yield from ((None, *item) for item in read_file(path, column))
         return
-    split, stream = unit
+    split, opened = unit
     try:
-        for page in stream.iter(100):
+        for page in opened().iter(100):
             if column not in page:
                 raise DataError(f"the documents have no column {column!r} (only {', '.join(page)}): give --text_column")
             yield from ((split, as_text(text), True) for text in page[column])
@@ -195,23 +197,33 @@ def documents(unit, column):
 
 # ------------------------------------------------------------------------------------------------------------- encoding
 
-def held_out(place, fraction):
-    """Whether the document at this place, a string, is one of that fraction of all."""
-    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") < fraction * 2**64
+def split_of(official, place, fraction):
+    """The split of the document at a place ("unit/number"): the source's, or, by hash, 'val' for that fraction."""
+    place = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big")
+    return official or ("val" if place < fraction * 2**64 else "train")
 
 
-def in_batches(items, fraction, name):
-    """[(split, text, end), ...] of about BATCH_CHARS characters each."""
-    batch, chars, number = [], 0, 0
-    for split, text, end in items:
-        batch.append((split or ("val" if held_out(f"{name}/{number}", fraction) else "train"), text, end))
-        number += end
-        chars += len(text)
-        if chars >= BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+def in_batches(units, column, fraction, first=0, items=0):
+    """(unit, items of it so far, [(split, text, end), ...]) per BATCH_CHARS characters, after so many of unit `first`.
+
+    Raises DataError.
+    """
+    for unit in range(first, len(units)):
+        batch, chars, document, n = [], 0, 0, 0
+        for n, (official, text, end) in enumerate(documents(units[unit], column), 1):
+            if n > items:
+                batch.append((split_of(official, f"{unit}/{document}", fraction), text, end))
+                chars += len(text)
+            document += end
+            if chars >= BATCH_CHARS:
+                yield unit, n, batch
+                batch, chars = [], 0
+        if n < items:
+            raise DataError(f"file {unit + 1} of the source has changed since its first shards were written: prepare "
+                            "again with --force")
+        if batch:
+            yield unit, n, batch
+        items = 0
 
 
 def token_arrays(text, pieces):
@@ -221,6 +233,7 @@ def token_arrays(text, pieces):
     if text.kind == "char":
         return [text.encode_ordinary(piece) for piece in pieces]
     if text.kind == "hf":
+        text.encoding.encode_special_tokens = True
         return [encoding.ids for encoding in text.encoding.encode_batch_fast(pieces, add_special_tokens=False)]
     try:
         return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
@@ -229,92 +242,67 @@ def token_arrays(text, pieces):
 
 
 def encode(text, batch, dtype):
-    """Per split (its tokens, bytes, documents), and how many items the batch had."""
+    """{split: (its tokens, bytes, documents)} of a batch."""
     eot, encoded = [text.eot_token], {split: ([np.empty(0, dtype)], 0, 0) for split in SPLITS}
     for (split, piece, end), ids in zip(batch, token_arrays(text, [piece for _, piece, _ in batch]), strict=True):
         arrays, size, n = encoded[split]
         arrays += [np.asarray(part, dtype) for part in (ids, eot)[:1 + end]]
         encoded[split] = arrays, size + len(piece.encode("utf-8", "surrogatepass")), n + end
-    return {split: (np.concatenate(arrays), size, n) for split, (arrays, size, n) in encoded.items()}, len(batch)
+    return {split: (np.concatenate(arrays), size, n) for split, (arrays, size, n) in encoded.items()}
 
 
-def encode_unit(folder, number, unit, text, column, fraction, workers, progress):
-    """Encode what is left of a unit, shard by shard. Returns the records of its shards."""
-    dtype, records = np.dtype(DTYPES[token_dtype(text.n_vocab)]), []
-    while True:  # what an earlier process finished
-        record = read_record(folder, number, len(records), dtype.itemsize)
-        if record is None:
-            break
-        records.append(record)
-        if record["last"]:
-            return records
-    items, parts = (records[-1]["items"] if records else 0), {split: [] for split in SPLITS}
-    # of the unit's batches those after the last record; batches end where shards do, so they are cut the same again
-    batches, skipped = in_batches(documents(unit, column), fraction, number), 0
-    while skipped < items and (batch := next(batches, None)):
-        skipped += len(batch)
-    if skipped != items:
-        raise DataError(f"{folder}: file {number + 1} of the source has changed since its first shards were written: "
-                        "prepare again with --force")
-    with ThreadPoolExecutor(workers) as pool:  # threads: tokenizers are written in Rust, and release the GIL
-        waiting = [pool.submit(encode, text, batch, dtype) for batch in itertools.islice(batches, 2 * workers)]
+def encode_shards(folder, shards, units, text, column, fraction, workers):
+    """Write the shards that follow `shards` and append their records: {"unit", "items" of it so far, "splits"}. Yields
+    after each of them."""
+    from tqdm import tqdm
+
+    dtype, parts = np.dtype(DTYPES[token_dtype(text.n_vocab)]), {split: [] for split in SPLITS}
+    start = (shards[-1]["unit"], shards[-1]["items"]) if shards else ()
+    with ThreadPoolExecutor(workers) as pool, tqdm(unit=" tokens", unit_scale=True) as bar:
+        # threads: tokenizers are written in Rust, and release the GIL
+        submitted = ((unit, items, pool.submit(encode, text, batch, dtype))
+                     for unit, items, batch in in_batches(units, column, fraction, *start))
+        waiting = list(itertools.islice(submitted, 2 * workers))
         while waiting:
-            encoded, n = waiting.pop(0).result()
-            waiting += [pool.submit(encode, text, batch, dtype) for batch in itertools.islice(batches, 1)]
-            items += n
-            for split, part in encoded.items():
+            unit, items, encoded = waiting.pop(0)
+            for split, part in encoded.result().items():
                 parts[split].append(part)
-            progress(sum(len(ids) for ids, _, _ in encoded.values()))
+                bar.update(len(part[0]))
+            waiting += itertools.islice(submitted, 1)
+            bar.set_description(f"file {unit + 1} of {len(units)}")
             if not waiting or sum(len(ids) for split in SPLITS for ids, _, _ in parts[split]) >= SHARD_TOKENS:
-                records.append(write_shard(folder, number, len(records), parts, items, not waiting, text.n_vocab))
+                splits = write_shard(folder, f"{len(shards):05d}.", parts, text.n_vocab)
+                shards.append({"unit": unit, "items": items, "splits": splits})
                 parts = {split: [] for split in SPLITS}
-    if not records or not records[-1]["last"]:  # a unit without documents
-        records.append(write_shard(folder, number, len(records), parts, items, True, text.n_vocab))
-    return records
+                yield
 
 
-def write_shard(folder, unit, shard, parts, items, last, n_vocab):
-    """Write UNIT-SHARD.train.bin and .val.bin, those with any tokens, and then their record, which is returned."""
-    record = {"items": items, "last": last, "splits": {}}
+def write_shard(folder, prefix, parts, n_vocab):
+    """Write PREFIXtrain.bin and PREFIXval.bin, those with any tokens. Returns {split: its entry for meta.json}.
+
+    parts: {split: [(tokens, bytes, documents), ...]}.
+    """
+    entries = {}
     for split, of in parts.items():
-        name = f"{unit:05d}-{shard:04d}.{split}.bin"
-        if sum(len(ids) for ids, _, _ in of):
-            entry = write_split(folder / name, (ids for ids, _, _ in of), n_vocab)
-            record["splits"][split] = {"file": name, **entry, "bytes": sum(size for _, size, _ in of),
-                                       "documents": sum(n for _, _, n in of)}
-    with replacing(folder / f"{unit:05d}-{shard:04d}.json") as tmp, open(tmp, "w") as file:
-        json.dump(record, file)
-    return record
+        if any(len(ids) for ids, _, _ in of):
+            name = f"{prefix}{split}.bin"
+            entries[split] = {"file": name, **write_split(folder / name, (ids for ids, _, _ in of), n_vocab),
+                              "bytes": sum(size for _, size, _ in of), "documents": sum(n for _, _, n in of)}
+    return entries
 
 
-def read_record(folder, unit, shard, itemsize):
-    """The record of a finished shard whose files are there in full, or None."""
-    try:
-        record = json.loads((folder / f"{unit:05d}-{shard:04d}.json").read_text())
-        whole = all((folder / entry["file"]).stat().st_size == entry["tokens"] * itemsize
-                    for entry in record["splits"].values())
-    except (OSError, ValueError, LookupError):
-        return None
-    return record if whole else None
+def is_whole(folder, splits, n_vocab):
+    """Whether the files of a shard are there in full."""
+    itemsize = np.dtype(DTYPES[token_dtype(n_vocab)]).itemsize
+    files = [(folder / entry["file"], entry["tokens"] * itemsize) for entry in splits.values()]
+    return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
-def finish_all(folder, n_units, meta, text):
-    """meta.json, if the shards of all units are there: (Tokens, None), else (None, units that are missing)."""
-    itemsize, shards, missing = np.dtype(DTYPES[token_dtype(text.n_vocab)]).itemsize, {s: [] for s in SPLITS}, 0
-    for unit in range(n_units):
-        for shard in itertools.count():
-            record = read_record(folder, unit, shard, itemsize)
-            if record is None:
-                missing += 1
-                break
-            for split, entry in record["splits"].items():
-                shards[split].append(entry)
-            if record["last"]:
-                break
-    if missing:
-        return None, missing
+def finish_shards(folder, shards, meta):
+    """Write meta.json. shards: [{split: its entry}, ...] in order. Returns Tokens. Raises DataError."""
     splits = {}
-    for split, entries in shards.items():
+    for split in SPLITS:
+        entries = [shard[split] for shard in shards if split in shard]
         if not entries:
             raise DataError(f"no document of {folder} is in {split}: choose another --val_fraction, or add documents")
         splits[split] = {key: sum(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")} | {
@@ -322,7 +310,7 @@ def finish_all(folder, n_units, meta, text):
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries]}
         warn_single_document(split, splits[split]["documents"], splits[split]["tokens"],
                              "choose another --val_fraction, or add documents")
-    return finish(folder, {**meta, "splits": splits}), 0
+    return finish(folder, {"dataset": folder.resolve().name, **meta, "splits": splits})
 
 
 def count_warning(meta):
@@ -337,31 +325,15 @@ def count_warning(meta):
             "published: losses cannot be compared with nanoGPT's")
 
 
-def inputs_of(path):
-    """What a plan.json or meta.json was made from; None where there is no such file."""
-    try:
-        return read_json(path).get("inputs") or "unknown" if path.exists() else None
-    except BadRecord:
-        return "unknown"
+def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, text_column="text",
+         val_fraction=0.0005, shuffle=None):
+    """What a preparation works on: (units, Text, what meta.json says of them). Raises DataError.
 
-
-def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, text_column="text",
-            val_fraction=0.0005, shuffle=None, part="1/1", workers=1, force=False):
-    """Write this part's shards into `out`, and meta.json if it was the last. Returns (Tokens or None, what is left).
-
-    Args: as on the command line; shuffle: the seed of datasets' train_test_split, or None to keep the order.
-    Raises DataError, one line.
+    The hash meta["inputs"] is that of all that the tokens follow from. With --shuffle the units are those of local
+    files, or None: they are shuffled later (`shuffled_units`).
     """
-    try:
-        part_number, parts = map(int, part.split("/"))
-    except ValueError:
-        part_number = parts = 0
-    if not 1 <= part_number <= parts:
-        raise DataError(f"--part={part}: give it as 3/16, the third of sixteen")
-    if force and parts > 1:
-        raise DataError(f"--force with --part={part} would remove the shards of other parts: remove {out} by hand")
-    if not 0 < val_fraction < 1 or workers < 1:
-        raise DataError(f"--val_fraction {val_fraction:g} must lie between 0 and 1, --workers {workers} be at least 1")
+    if not 0 < val_fraction < 1:
+        raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
     if shuffle is not None and not 0 <= shuffle < 2**32:
         raise DataError(f"--shuffle {shuffle}: it must be in 0 .. {2**32 - 1}")
     if (source is None) == (not files):
@@ -372,8 +344,6 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
             raise DataError("--tokenizer=chars reads all documents for their characters first: it needs --files")
         table = "".join(sorted({"\0"}.union(*(text for unit in units for _, text, _ in documents(unit, text_column)))))
     text = Text(tokenizer, table, vocab)
-    if text.kind == "hf":
-        text.encoding.encode_special_tokens = True  # <|endoftext|> in a document is text
     if files:
         stamps = [[(p.name, p.stat().st_size) for p in unit] for unit in units]
     elif shuffle is None:
@@ -381,49 +351,66 @@ def prepare(out, source=None, subset=None, files=None, tokenizer="tiktoken:gpt2"
         stamps = [source, subset, len(units)]
     else:
         stamps = [source, subset]
+    inputs = [stamps, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
               "text_column": text_column, "val_fraction": val_fraction, "shuffle": shuffle}
-    inputs = [stamps, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
-    inputs = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-    with preparing(Path(out) / f"part-{part_number}-of-{parts}"):
-        folder = Path(out)
-        plan, meta = folder / "plan.json", folder / "meta.json"
-        if force:
-            for path in [plan, meta, *folder.glob(f"{'[0-9]' * 5}-{'[0-9]' * 4}.*")]:
-                path.unlink(missing_ok=True)
-        elif not {inputs_of(plan), inputs_of(meta)} <= {None, inputs}:
-            raise DataError(f"{folder} holds tokens from other inputs: choose another --out, or --force")
-        if tokens := finished(folder, inputs):
-            return tokens, 0
-        with replacing(plan) as tmp, open(tmp, "w") as file:
-            json.dump({"inputs": inputs, "recipe": recipe}, file)
+    return units, text, {"vocab_size": text.n_vocab, "tokenizer": text.name, "table": text.table,
+                         "end_of_text": text.eot_token, "how": shlex.join(["python", *sys.argv]), "recipe": recipe,
+                         "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}
+
+
+def begin(folder, inputs, force):
+    """The Tokens of a folder that is finished already, else None. Raises DataError where it holds others."""
+    if force:
+        for path in [folder / "plan.json", folder / "meta.json", *folder.glob(f"{'[0-9]' * 5}[-.]*")]:
+            path.unlink(missing_ok=True)
+    elif not {inputs_of(folder / "plan.json"), inputs_of(folder / "meta.json")} <= {None, inputs}:
+        raise DataError(f"{folder} holds tokens from other inputs: choose another --out, or --force")
+    return finished(folder, inputs)
+
+
+def inputs_of(path):
+    """What a plan.json or meta.json was made from; None where there is no such file."""
+    try:
+        return read_json(path).get("inputs") or "unknown" if path.exists() else None
+    except BadRecord:
+        return "unknown"
+
+
+def prepare(out, workers=1, force=False, **choices):
+    """Write the shards and then meta.json into `out`, unless they are there. Returns Tokens.
+
+    choices: as `plan` takes them. Raises DataError, one line.
+    """
+    if workers < 1:
+        raise DataError(f"--workers {workers}: it must be at least 1")
+    units, text, meta = plan(**choices)
+    recipe = meta["recipe"]
+    column, fraction, shuffle = recipe["text_column"], recipe["val_fraction"], recipe["shuffle"]
+    with preparing(out) as folder:
+        if tokens := begin(folder, meta["inputs"], force):
+            return tokens
+        path, shards = folder / "plan.json", []
+        if path.exists():
+            shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab),
+                                          read_json(path).get("shards", []))
+        save = lambda: write_json(path, {"inputs": meta["inputs"], "shards": shards})
+        save()
         if shuffle is not None:
-            units = shuffled_units(source, subset, units, text_column, val_fraction, shuffle)
-        from tqdm import tqdm
-
-        todo = list(enumerate(units))[part_number - 1::parts]
-        with tqdm(unit=" tokens", unit_scale=True) as bar:
-            for k, (number, unit) in enumerate(todo):
-                bar.set_description(f"file {k + 1} of {len(todo)}")
-                encode_unit(folder, number, unit, text, text_column, val_fraction, workers, bar.update)
-        meta = {"dataset": folder.resolve().name, "vocab_size": text.n_vocab, "tokenizer": text.name,
-                "table": text.table, "end_of_text": text.eot_token, "how": shlex.join(["python", *sys.argv]),
-                "recipe": recipe, "inputs": inputs}
-        return finish_all(folder, len(units), meta, text)
+            units = shuffled_units(recipe["source"], recipe["subset"], units, column, fraction, shuffle)
+        for _ in encode_shards(folder, shards, units, text, column, fraction, workers):
+            save()
+        return finish_shards(folder, [shard["splits"] for shard in shards], meta)
 
 
-def main():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(parser):
+    """The options on the command line, as a dict; those of prepare.py and cluster.py are added here."""
     parser.add_argument("source", nargs="?", help=f"{', '.join(RECIPES)}, or a name of the hub")
     parser.add_argument("--subset", help="of a data set of the hub, sample-10BT say")
     parser.add_argument("--files", nargs="+", help="local files, or folders of them; with a recipe, in its place")
     add_tokenizer(parser, "tiktoken:gpt2")
     parser.add_argument("--text_column", default="text", help="of parquet, jsonl and the hub (default text)")
     parser.add_argument("--val_fraction", type=float, default=0.0005, help="of documents, where no split is official")
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle and split as nanoGPT does (seed 2357)")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="this process's part of the files: 3/16")
-    parser.add_argument("--workers", type=int, default=cores, help=f"threads (default: one per core, {cores} here)")
     parser.add_argument("--out", help="folder to write (default: data/ and the recipe's name)")
     parser.add_argument("--force", action="store_true", help="prepare again from the beginning")
     name = parser.parse_args().source
@@ -436,12 +423,26 @@ def main():
         args["out"] = Path(__file__).parents[1] / name
     if recipe:
         args["source"] = None if args["files"] else recipe["source"]
-    tokens, missing = prepare(**args)
-    if tokens is None:
-        print(f"{args['out']}: part {args['part']} is done; {missing} files are left to other parts")
-        return
+    return args
+
+
+def say(tokens):
+    """Print what a finished folder holds."""
     counts = (f"{s['tokens']:,} tokens of {s['documents']:,} documents" for s in tokens.meta["splits"].values())
     print(f"{tokens.folder}: {next(counts)} to train on, {next(counts)} for validation")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle and split as nanoGPT does (seed 2357)")
+    parser.add_argument("--workers", type=int, default=CORES, help=f"threads (default: one per core, {CORES} here)")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    args = parse(parser)
+    if args.pop("part"):
+        raise DataError("--part is gone: for many machines type python data/tokens/cluster.py, with --cluster=slurm or "
+                        "--cluster=ray (docs/scale.md)")
+    tokens = prepare(**args)
+    say(tokens)
     if warning := count_warning(tokens.meta):
         print(warning, file=sys.stderr)
 

@@ -93,17 +93,16 @@ def cells_of(preset, extra=()):
     return cells
 
 
-def print_plan(cells, jobs, gpus):
+def print_plan(cells, jobs, where):
     """The plan as a table, a line per T, width and mixer; then the total."""
     print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}")
     lines = Counter(tuple(c.at[key] for key in ("T", "pairs", "n_embd", "mixer", "steps", "flops")) for c in cells)
     for (T, pairs, width, mixer, steps, flops), runs in lines.items():
         print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{runs:>5}{steps:>8,}{flops:>12.2g}")
     flops = sum(c.at["flops"] for c in cells)
-    where = f"{len(gpus)} GPU(s)" if gpus else f"{runner.cores()} CPU core(s)"
-    time = f"; about {hours(SECONDS_PER_FLOP * flops / jobs)} at most, as results/recall_laptop.json had it"
-    print(f"{len(cells)} runs, at most {flops:.2g} FLOPs, on {where}, {jobs} at a time; a run stops where it answers "
-          f"enough of the test right{'' if gpus else time}")
+    time = f"; about {hours(SECONDS_PER_FLOP * flops / (jobs or 1))} at most, as results/recall_laptop.json had it"
+    print(f"{len(cells)} runs, at most {flops:.2g} FLOPs, on {where}, {jobs or 'all'} at a time; a run stops where it "
+          f"answers enough of the test right{time * ('CPU' in where)}")
 
 
 # -------------------------------------------------------------------------------------------------------- command line
@@ -121,7 +120,7 @@ def parser():
     run.add_argument("--widths", type=numbers(int))
     run.add_argument("--lrs", type=numbers(float), help="learning rates, of which the best counts")
     run.add_argument("--seeds", type=numbers(int, least=0))
-    run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core, or four per GPU)")
+    runner.add_options(run, "one per core, or four per GPU")
     run.add_argument("--out", type=Path, help="folder of the sweep (default: out/recall_<preset>)")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
     show = commands.add_parser("report", help="record, table and figure, from the runs' records alone", **exact)
@@ -143,22 +142,22 @@ def chosen(args):
 
 
 def run(args, extra):
+    from experiments import pages
     from experiments.recall import report
 
-    gpus, folder = runner.visible_gpus(), args.out or REPO / "out" / f"recall_{args.preset}"
-    jobs = args.jobs or 4 * len(gpus) or runner.cores()  # small models leave most of a GPU idle
+    folder = args.out or REPO / "out" / f"recall_{args.preset}"
+    jobs, gpus, where = runner.placement(args, per_gpu=4)  # small models leave most of a GPU idle
     cells = cells_of(chosen(args), extra)
-    if not args.dry_run:
-        folder.mkdir(parents=True, exist_ok=True)
-    print_plan(cells, jobs, gpus)
+    print_plan(cells, jobs, where)
     if args.dry_run:
         command = cells[0].command(folder, script=SCRIPT)
         print(f"nothing was run; the first run would be: python {' '.join(command[1:])}")
         return 0
-    runner.say_changed_code(folder)
-    runner.write_plan(folder, cells, preset=args.preset)
-    failed = runner.run_cells(cells, folder, jobs, script=SCRIPT, gpus=gpus)
-    runner.say_written(report.write(folder))
+    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
+        runner.say_changed_code(folder)
+        runner.write_plan(folder, cells, preset=args.preset)
+        failed = runner.run_cells(cells, folder, engine, SCRIPT)
+        runner.say_written(pages.after_sweep(report.write, folder, SCRIPT))
     return runner.say_failed(failed, cells)
 
 

@@ -5,9 +5,7 @@
 Lines are labelled at their ends, in their colours, because nine families in a legend are hard to tell apart.
 """
 
-import numpy as np
-
-from tools.loss_curve import save_figure
+from experiments import pages
 
 # family: (name, colour, marker), the same in every figure; in the order of the paper's Table 1, then others
 LOOKS = {"retnet": ("RetNet", "#7a7a7a", "v"), "gla": ("GLA", "#d98c00", "^"), "rwkv": ("RWKV", "#159a6f", "D"),
@@ -15,11 +13,6 @@ LOOKS = {"retnet": ("RetNet", "#7a7a7a", "v"), "gla": ("GLA", "#d98c00", "^"), "
          "longhorn": ("Longhorn", "#c8252c", "o"), "rwkv4": ("RWKV-4", "#74c69d", "d"),
          "deltanet": ("DeltaNet", "#a259b5", "X"), "longhorn_exact": ("Longhorn, exact", "#8c4a2f", "h")}
 SPARE = ("#17a2b8", "#bcbd22", "#e377c2", "#5b5bd6", "#a0522d")  # for families not in LOOKS
-
-STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-         "grid.color": "#e3e3e3", "grid.linewidth": 0.6, "axes.edgecolor": "#777777", "axes.axisbelow": True,
-         "xtick.color": "#444444", "ytick.color": "#444444", "xtick.minor.size": 0, "ytick.minor.size": 0,
-         "text.parse_math": False}
 
 
 def name_of(model):
@@ -52,21 +45,15 @@ def in_words(entries, pairs):
 
 
 def draw(entries, pairs, path, style=None):
-    """Plot the panels side by side to a file; `style`: a .mplstyle file applied over STYLE."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Plot the panels side by side to a file; `style`: a .mplstyle file applied over pages.STYLE."""
     other = sorted({e.model for e in entries} - LOOKS.keys())
     looks = LOOKS | {m: (m, SPARE[i % len(SPARE)], "o") for i, m in enumerate(other)}
     sizes, known = panels_of(entries, pairs)
     count = len(sizes) + bool(known)
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
-    with plt.style.context([STYLE, *([str(style)] if style else [])]):
-        height = max(3.4, *(0.26 * len(lines) for lines in (*sizes.values(), known)))  # room for labels
-        figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, height * rows), squeeze=False)
+    height = max(3.4, *(0.26 * len(lines) for lines in (*sizes.values(), known)))  # room for labels
+    with pages.figure(path, rows, columns, 5.2, height, style) as (_, grid):
         for i, axes in enumerate(grid.flat):
             x, y = i % columns / columns, 1 - (i // columns + 1) / rows
             axes.set_position([x + 0.13 / columns, y + 0.15 / rows, 0.52 / columns, 0.75 / rows])
@@ -76,7 +63,6 @@ def draw(entries, pairs, path, style=None):
             draw_multipliers(grid.flat[len(sizes)], known, looks)
         for axes in grid.flat[count:]:
             axes.remove()
-        save_figure(figure, path, dpi=110)
 
 
 def draw_losses(axes, size, entries, looks):
@@ -85,9 +71,8 @@ def draw_losses(axes, size, entries, looks):
     ends = []
     for e in sorted(entries, key=lambda e: family_order(e.model)):
         name, colour, marker = looks[e.model]
-        losses = [[r.half(1) for r in seeds.values()] for _, seeds in sorted(e.runs.items())]
-        x, y = np.array(sorted(e.runs), float), np.array([np.mean(seed_losses) for seed_losses in losses])
-        band = np.array([np.std(seed_losses, ddof=1) if len(seed_losses) > 1 else 0.0 for seed_losses in losses])
+        losses = e.runs.groupby("tokens").loss_of_reported_files
+        x, y, band = losses.mean().index.to_numpy(float), losses.mean().to_numpy(), losses.std().fillna(0).to_numpy()
         axes.plot(x, y, color=colour, lw=1.3, marker=marker, ms=5, markeredgecolor="white")
         axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, lw=0)
         ends.append((x[-1], y[-1], colour, f"{name} {e.mean:.3f}"))

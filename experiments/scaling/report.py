@@ -1,19 +1,16 @@
-"""The report of a sweep: who learns from fewer tokens, by how much, how sure. Needs no GPU.
+"""The report of a sweep: who learns from fewer tokens, by how much, and how sure can we be? Needs no GPU.
 
-    report.json    every number                       points.csv    every run, a line each
-    report.html    the page, with figures inside      table.tex     losses and multipliers, for a paper
-    report.md      the same as Markdown, beside figure.png
+    report.json    every number                       points.csv    a line per run
+    report.md      the page, beside figure.png        table.tex     losses and multipliers, for a paper
+    report.html    the same page, with the figure inside
 
-Learning rates are judged on the first half of the held-out files; every other number is of the second half and of seeds
-that chose nothing. The words are in report.j2, which writes both pages from report.json and the tables made here;
-Jinja2 escapes every value, so that no name in a record can become a tag.
+Learning rates are chosen on the first half of the held-out files; all other numbers are on the second half, from seeds
+that chose nothing.
 """
 
-import base64
-import csv
+import functools
 import json
 import math
-import re
 import shutil
 import statistics
 from collections import Counter
@@ -21,16 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas
 
+from experiments import pages, records
+from experiments.pages import DASH, bold, escaped, listed, table, titled
+from experiments.records import reported
 from experiments.scaling import compare, figures, fit
 from experiments.scaling.figures import family_order, name_of
-from experiments.scaling.runs import halves, read_sweep, save
 from runtime.errors import ConfigError
 from runtime.records import mixed_identities, write_json
 
 REPO = Path(__file__).resolve().parents[2]
 
-# The paper's Table 1: family -> size of preset paper -> loss, nats per token of OpenWebText
+# The paper's Table 1: family -> size in preset paper -> loss in nats per token of OpenWebText
 PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M at 4096": 3.227},
          "gla": {"120M": 3.381, "120M at 4096": 3.364, "350M": 3.018, "350M at 4096": 3.001},
          "rwkv": {"120M": 3.291, "120M at 4096": 3.276, "350M": 2.983, "350M at 4096": 2.931},
@@ -38,97 +38,96 @@ PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M a
          "llama": {"120M": 3.247, "120M at 4096": 3.273, "350M": 2.891, "350M at 4096": 2.883},
          "longhorn": {"120M": 3.225, "120M at 4096": 3.192, "350M": 2.888, "350M at 4096": 2.859}}
 COVERAGE_DRAWS = 40  # simulated sweeps behind "intervals of this plan cover"
-DASH = "\u2013"
+# Columns of points.csv, and other columns used here
+POINTS = ("run", *records.PLACE["scaling"], "parameters", "embedding", "tokens", "flops", "seconds", "val_loss",
+          "val_bits_per_byte", "block_size", "device", "processes", "code", "time", "loss_of_reported_files",
+          "loss_of_choosing_files", "commit", "left_out")
+READ = ("val_document_tokens", "val_document_losses", "cpu", "torch", "python")
 
 
 # -------------------------------------------------------------------------------------------------------------- collect
 
 @dataclass
 class Entry:
-    """A family at a size: its reported runs by budget, and how its rate was found."""
+    """A family at a size: its reported runs at its learning rate, budget by budget, and how that rate was found."""
 
     model: str
     size: str
-    runs: dict = field(default_factory=dict)  # {tokens: {seed: Run}} at the rate
-    main: int = None  # tokens of the budget that is compared, the same for every family of the size
+    runs: pandas.DataFrame
+    main: int = 0  # tokens of the budget that is compared, the same for all families of the size
     rate: float = None
-    tried: dict = field(default_factory=dict)  # {rate: mean loss on the files that choose}; None: diverged
+    tried: dict = field(default_factory=dict)  # {rate: mean loss on the choosing files}; None: diverged
     notes: list = field(default_factory=list)
 
-    at_main = property(lambda self: [run for _, run in sorted(self.runs.get(self.main, {}).items())])
-    losses = property(lambda self: [r.half(1) for r in self.at_main])
+    at_main = functools.cached_property(lambda self: self.runs[self.runs.tokens == self.main].sort_values("seed"))
+    losses = property(lambda self: self.at_main.loss_of_reported_files.tolist())
     mean = property(lambda self: statistics.fmean(self.losses) if self.losses else None)
     sd = property(lambda self: statistics.stdev(self.losses) if len(self.losses) > 1 else None)
-    first = property(lambda self: self.at_main[0])
-    weights = property(lambda self: halves(self.first.documents)[1][0])  # tokens of each reported document
-    matrix = property(lambda self: np.array([halves(r.documents)[1][1] for r in self.at_main]))  # (seeds, documents)
+    first = property(lambda self: self.at_main.iloc[0])
+    weights = property(lambda self: reported(self.first.val_document_tokens))  # tokens of each reported document
+    matrix = property(lambda self: np.array(  # (seeds, documents)
+        [reported(losses) for losses in self.at_main.val_document_losses]))
+
+    def by_seed(self, column, show=float):
+        """{tokens: {seed: value in the column}}"""
+        return {int(tokens): {int(seed): show(value) for seed, value in zip(group.seed, group[column], strict=True)}
+                for tokens, group in self.runs.sort_values("seed").groupby("tokens")}
 
     def curve(self):
-        runs = {tokens: {seed: halves(r.documents)[1][1] for seed, r in seeds.items()}
-                for tokens, seeds in self.runs.items()}
-        return compare.Curve(runs, self.main, self.weights)
+        return compare.Curve(self.by_seed("val_document_losses", reported), self.main, self.weights)
 
     def log_seconds(self):
-        """(mean, standard error) of the log of seconds per token."""
-        values = [math.log(r.seconds / r.tokens) for r in self.at_main]
+        """(mean, standard error) of log(seconds per token)."""
+        values = [math.log(r.seconds / r.tokens) for r in self.at_main.itertuples()]
         return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if values[1:] else 0.0
 
 
-def collect(sweep):
-    """[Entry] of every family and size in the plan."""
-    cells, used, entries = {}, {r.name: r for r in sweep.runs}, []
-    for name, at in sweep.plan["cells"].items():
-        cells.setdefault((at["model"], at["size"]), []).append((at, used.get(name), sweep.left_out.get(name)))
-    for (model, size), mine in cells.items():
-        entries.append(Entry(model, size))
-        fill(entries[-1], [c for c in mine if c[0]["stage"] == "search"], [c for c in mine if c[0]["stage"] == "seed"])
-    order = list(dict.fromkeys([*sweep.plan.get("models", ()), *sorted((e.model for e in entries), key=family_order)]))
-    parameters = {}
+def collect(runs):
+    """[Entry], one per family and size in the plan."""
+    entries = [entry_of(model, size, cells) for (model, size), cells in runs.groupby(["model", "size"], sort=False)]
+    models = [*runs.attrs.get("models", ()), *sorted((e.model for e in entries), key=family_order)]
+    order, parameters = list(dict.fromkeys(models)), {}
     for e in entries:
-        of_size = [o for o in entries if o.size == e.size and o.runs]
-        common = set.intersection(*(set(o.runs) for o in of_size)) if of_size else ()
-        e.main = max(common, key=lambda t: (min(len(o.runs[t]) for o in of_size), t), default=None)
+        of_size = [o for o in entries if o.size == e.size and len(o.runs)]
+        common = set.intersection(*(set(o.runs.tokens) for o in of_size)) if of_size else ()
+        e.main = int(max(common, key=lambda t: (min((o.runs.tokens == t).sum() for o in of_size), t), default=0))
         if of_size and not common:
             e.notes.append("the families of this size have no budget in common: nothing is compared")
-        counts = [r.parameters for o in of_size for seeds in o.runs.values() for r in seeds.values()]
-        parameters[e.size] = statistics.median(counts) if counts else math.inf
+        parameters[e.size] = statistics.median([n for o in of_size for n in o.runs.parameters] or [math.inf])
     return sorted(entries, key=lambda e: (parameters[e.size], e.size, order.index(e.model)))
 
 
-def fill(entry, search, seeds):
-    """Rates and reported runs of an Entry, of its cells [(place in the plan, Run or None, why it was left out)]."""
-    losses_by_rate = {}
-    for at, run, why in search:
-        if run or "diverged" in why:
-            losses_by_rate.setdefault(at["learning_rate"], []).append(run.half(0) if run else math.inf)
+def entry_of(model, size, cells):
+    """The Entry of a family's runs at a size; `main` is set by collect."""
+    losses_by_rate, notes = {}, []
+    for run in cells[cells.stage == "search"].itertuples():
+        if not run.left_out or "diverged" in run.left_out:
+            loss = math.inf if run.left_out else run.loss_of_choosing_files
+            losses_by_rate.setdefault(run.learning_rate, []).append(loss)
     best = compare.best_rate(losses_by_rate)
-    if best:
-        entry.tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()}
-        if best.beyond:
-            entry.notes.append(f"the best learning rate, {best.rate:g}, is still at the edge of those tried")
-    reported = [run for _, run, _ in seeds if run]
-    rates = Counter(r.learning_rate for r in reported)
+    if best and best.beyond:
+        notes.append(f"the best learning rate, {best.rate:g}, is still at the edge of those tried")
+    planned = cells[cells.stage == "seed"]
+    runs = planned[planned.left_out == ""]
+    rates, missing = Counter(runs.learning_rate), planned.seed.nunique() - runs.seed.nunique()
+    rate = max(rates, key=rates.get, default=None)
     if not rates:
-        entry.notes.append("no usable run, see below")
-        return
-    entry.rate = max(rates, key=rates.get)
-    if len(rates) > 1:
-        entry.notes.append(f"seeds ran at several rates, {', '.join(f'{r:g}' for r in rates)}: those at {entry.rate:g} "
-                           "count")
-    for r in reported:
-        if r.learning_rate == entry.rate:
-            entry.runs.setdefault(r.tokens, {})[r.seed] = r
-    planned = {at["seed"] for at, _, _ in seeds}
-    missing = len(planned) - len({r.seed for r in reported})
-    if missing:
-        entry.notes.append(f"{missing} of {len(planned)} planned seeds have no usable run yet")
+        notes.append("no usable run, see below")
+    elif len(rates) > 1:
+        notes.append(f"seeds ran at several rates, {', '.join(f'{r:g}' for r in rates)}: those at {rate:g} count")
+    if rates and missing:
+        notes.append(f"{missing} of {planned.seed.nunique()} planned seeds have no usable run yet")
+    runs = runs[runs.learning_rate == rate]
+    runs = runs.iloc[np.argsort(pandas.factorize(runs.tokens)[0], kind="stable")]  # budget by budget, as planned
+    tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()} if best else {}
+    return Entry(model, size, runs, rate=rate, tried=tried, notes=notes)
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 def compared(entries):
-    """([dict] of the first family against every other one, at each size: difference and multipliers, with intervals;
-    [dict] of who is below every other family, at each size)."""
+    """([dict] of the first family against every other one per size: difference and multipliers, with intervals;
+    [dict] of which family is below all others, per size)."""
     pairs, winners = [], []
     for size in dict.fromkeys(e.size for e in entries):
         of_size = {name_of(e.model): e for e in entries if e.size == size and e.losses}
@@ -155,82 +154,75 @@ def compared(entries):
 
 
 def laws(entries, bootstrap):
-    """[dict] per family: the law of its decayed runs, on all sizes, budgets and seeds; "cannot" where there is none."""
+    """[dict] per family: the law fitted to its runs of all sizes, budgets and seeds; "cannot": why there is none."""
     rows, constants = [], ("E", "A", "alpha", "B", "beta")
-    for model in dict.fromkeys(e.model for e in entries if e.runs):
-        runs = [r for e in entries if e.model == model for seeds in e.runs.values() for r in seeds.values()]
+    for model in dict.fromkeys(e.model for e in entries if len(e.runs)):
+        runs = pandas.concat([e.runs for e in entries if e.model == model and len(e.runs)])
         row = {"model": model, "cannot": None, "warnings": [], "coverage": None, "isoflop": None}
-        N, D, L = np.array([(r.parameters, r.tokens, r.half(1)) for r in runs], float).T
+        N, D, L = runs[["parameters", "tokens", "loss_of_reported_files"]].to_numpy(float).T
         rows.append(row)
         try:
-            law = fit.fit_loss(N, D, L, [r.name for r in runs], bootstrap=bootstrap)
+            law = fit.fit_loss(N, D, L, runs.run.tolist(), bootstrap=bootstrap)
         except fit.CannotFit as error:
             row["cannot"] = str(error)
             continue
         row |= {key: getattr(law, key) for key in (*constants, *"a floors noise points intervals warnings".split())}
-        row["outliers"] = {runs[i].name: off for i, off in law.outliers.items()}
-        row["isoflop"] = fit.isoflop(N, L, [r.flops for r in runs])
-        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in rows):  # one is enough
+        row["outliers"] = {runs.run.iloc[i]: off for i, off in law.outliers.items()}
+        row["isoflop"] = fit.isoflop(N, L, runs.flops.tolist())
+        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in rows):  # once is enough
             row["coverage"] = fit.coverage(N, D, {k: row[k] for k in constants}, law.spread, COVERAGE_DRAWS, 60)
     return rows
 
 
-def cosines(sweep, entries):
-    """[{"model", "size", "cosine", "wsd"}]: the loss of a cosine run beside that of the same seed, rate and budget."""
-    by = {(e.model, e.size): e.runs for e in entries}
-    lines = []
-    for r in sweep.runs:
-        twin = by[r.model, r.size].get(r.tokens, {}).get(r.seed) if r.at["stage"] == "cosine" else None
-        if twin and twin.learning_rate == r.learning_rate:
-            lines.append({"model": r.model, "size": r.size, "cosine": r.half(1), "wsd": twin.half(1)})
-    return lines
+def cosines(runs, entries):
+    """[{"model", "size", "cosine", "wsd"}]: losses of both schedules with the same seed, rate and budget."""
+    same = ["model", "size", "tokens", "seed", "learning_rate"]
+    lines = runs[(runs.left_out == "") & (runs.stage == "cosine")].merge(
+        pandas.concat([runs[:0], *(e.runs for e in entries)]), on=same, suffixes=("", "_wsd"))
+    return [{"model": r.model, "size": r.size, "cosine": r.loss_of_reported_files, "wsd": r.loss_of_reported_files_wsd}
+            for r in lines.itertuples()]
 
 
-def hours_of(runs):
-    """{'GPU hours' or 'CPU hours': processes x hours}; a branch counts from where it left its trunk."""
-    kinds = Counter()
-    for r in runs:
-        hours = (1 - r.at.get("from", 0) / r.config["max_iters"]) * r.seconds * r.processes / 3600
-        kinds["CPU hours" if r.device == r.environment["cpu"] else "GPU hours"] += hours
-    return dict(kinds)
+def hours_of(used):
+    """{'GPU hours' or 'CPU hours': processes x hours}; a branch counts from the step it branched at."""
+    hours = (1 - used["from"] / used.steps) * used.seconds * used.processes / 3600
+    return hours.groupby(np.where(used.device == used.cpu, "CPU hours", "GPU hours")).sum().to_dict()
 
 
-def numbers_of(sweep, entries, accepted, bootstrap):
+def numbers_of(runs, entries, accepted, bootstrap):
     """The content of report.json."""
-    plan, runs, reasons = sweep.plan, sweep.runs, {}
-    for name, why in sweep.left_out.items():
-        reasons.setdefault(why, []).append(name)
-    table = [{"model": e.model, "size": e.size, "learning_rate": e.rate, "learning_rates_tried": e.tried,
-              "mean_loss": e.mean, "sd_loss": e.sd, "losses": {r.seed: r.half(1) for r in e.at_main}, "notes": e.notes,
-              "budgets": {t: {s: r.half(1) for s, r in sorted(seeds.items())} for t, seeds in sorted(e.runs.items())},
+    used, plan, left_out = runs[runs.left_out == ""], runs.attrs, runs[runs.left_out != ""]
+    rows = [{"model": e.model, "size": e.size, "learning_rate": e.rate, "learning_rates_tried": e.tried,
+              "mean_loss": e.mean, "sd_loss": e.sd, "losses": e.by_seed("loss_of_reported_files").get(e.main, {}),
+              "notes": e.notes, "budgets": e.by_seed("loss_of_reported_files"),
               "paper_loss": PAPER.get(e.model, {}).get(e.size) if plan.get("paper") is True else None}
-             | ({"parameters": e.first.parameters, "tokens": e.main, "context": e.first.context,
-                 "bits_per_byte": e.mean / math.log(2) if e.first.bits_per_byte else None,
+             | ({"parameters": e.first.parameters, "tokens": e.main, "context": e.first.block_size,
+                 "bits_per_byte": e.mean / math.log(2) if e.first.val_bits_per_byte > 0 else None,
                  "flops": e.first.flops, "tokens_per_second": math.exp(-e.log_seconds()[0])} if e.losses else {})
              for e in entries]
     pairs, winners = compared(entries)
     numbers = {
-        "name": sweep.folder.resolve().name.removesuffix(".json"), "preset": plan.get("preset"),
-        "paper": plan.get("paper"), "machine": plan.get("machine"), "cores": plan.get("cores"),
-        "commands": plan.get("commands", []), "planned": len(plan["cells"]), "runs_used": len(runs),
-        "left_out": reasons, "code": sweep.code, "accepted_code": accepted,
-        "mixed_identities": mixed_identities(c["code"] for c in sweep.code),
-        "files": max((len(r.documents[0]) for r in runs), default=0), "table": table, "pairs": pairs,
-        "sentences": sentences(pairs), "cosines": cosines(sweep, entries), "winners": winners,
-        "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(runs)},
-        "begun": sorted(r.time[:10] for r in runs if r.time)[::max(1, len(runs) - 1)],
-        "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in runs}),
-        "versions": {key: sorted({str(r.environment[key]) for r in runs if r.environment.get(key)})
-                     for key in ("torch", "python")}}
-    return json.loads(json.dumps(numbers), parse_constant=lambda name: None)  # what is not finite is null
+        **{key: plan.get(key) for key in ("name", "preset", "paper", "machine", "cores")},
+        "commands": plan.get("commands", []), "planned": len(runs), "runs_used": len(used),
+        "left_out": {why: group.run.tolist() for why, group in left_out.groupby("left_out", sort=False)},
+        "code": plan["code"], "accepted_code": accepted,
+        "mixed_identities": mixed_identities(c["code"] for c in plan["code"]),
+        "files": max(map(len, used.val_document_tokens), default=0), "table": rows, "pairs": pairs,
+        "sentences": sentences(pairs), "cosines": cosines(runs, entries), "winners": winners,
+        "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(used)},
+        "begun": sorted(time[:10] for time in used.time if time)[::max(1, len(used) - 1)],
+        "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in used.itertuples()}),
+        "versions": {key: sorted(set(used[key].dropna())) for key in ("torch", "python")}}
+    text = json.dumps(numbers, default=lambda number: number.item())
+    return json.loads(text, parse_constant=lambda name: None)  # what is not finite is null
 
 
 def sentences(pairs):
-    """A sentence per pair of families: what the sweep was made for."""
+    """A sentence per pair of families: the result of the sweep."""
     texts = []
     for a, b in dict.fromkeys((p["a"], p["b"]) for p in pairs):
         parts, ends = [], []
-        for p in (p for p in pairs[::-1] if (p["a"], p["b"]) == (a, b)):  # the largest size first
+        for p in (p for p in pairs[::-1] if (p["a"], p["b"]) == (a, b)):  # largest size first
             d, m = p["difference"], p["tokens"]
             ends.append(m and (m["low"], m["high"]))
             if d is None:
@@ -258,143 +250,177 @@ def span(m):
 # --------------------------------------------------------------------------------------------------------------- tables
 
 def human(n, digits=3):
-    """1485888 as 1.49M."""
+    """1485888 as '1.49M'."""
     n = float(f"{n:.{digits}g}")
     unit, scale = next((u for u in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if n >= u[1]), ("", 1))
     return f"{n / scale:g}{unit}"
 
 
 def interval(row, name):
-    """'0.35 (0.31 .. 0.39)'; what the runs do not determine is said to be so."""
+    """'0.35 (0.31 .. 0.39)', or 'undetermined' if the runs do not show it."""
     if row[name] is None:
         return "undetermined" if name in ("E", "A", "alpha") and not row["floors"] else DASH
     bounds = ["inf" if b is None else f"{b:.3g}" for b in row["intervals"].get(name) or ()]
     return f"{row[name]:.3g}" + (f" ({bounds[0]} .. {bounds[1]})" if bounds else "")
 
 
-def loss_rows(numbers):
-    """Rows of the table of losses; ** begins one that is significantly below every other family's of its size."""
-    won = {w["size"]: w["winner"] for w in numbers["winners"]}
-    paper = any(e["paper_loss"] for e in numbers["table"])
-    rows = [["family", "size", "parameters", "tokens", "loss", "bits per byte", "learning rate", "tokens/s"]
-            + ["the paper's"] * paper]
+def loss_table(numbers):
+    """Rows of the table of losses; ** marks a loss significantly below all other families of its size."""
+    won, rows = {w["size"]: w["winner"] for w in numbers["winners"]}, []
     for e in numbers["table"]:
-        if not e["losses"]:
-            rows.append([name_of(e["model"]), e["size"], *[DASH] * (6 + paper)])
-            continue
-        bold = "**" if won[e["size"]] == e["model"] else ""
-        spread = f" \u00b1 {e['sd_loss']:.4f}" if e["sd_loss"] is not None else ""
-        rows.append([name_of(e["model"]), e["size"], human(e["parameters"], 4), human(e["tokens"]),
-                     f"{bold}{e['mean_loss']:.4f}{spread} ({len(e['losses'])})",
-                     f"{e['bits_per_byte']:.4f}" if e["bits_per_byte"] else DASH, f"{e['learning_rate']:g}",
-                     f"{e['tokens_per_second']:,.0f}", *[f"{e['paper_loss'] or 0:.3f}"] * paper])
+        rows.append({"family": name_of(e["model"]), "size": e["size"]})
+        if e["losses"]:
+            mark, bits = "**" * (won[e["size"]] == e["model"]), e["bits_per_byte"]
+            spread = f" \u00b1 {e['sd_loss']:.4f}" if e["sd_loss"] is not None else ""
+            rows[-1] |= {"parameters": human(e["parameters"], 4), "tokens": human(e["tokens"]),
+                         "loss": f"{mark}{e['mean_loss']:.4f}{spread} ({len(e['losses'])})",
+                         "bits per byte": f"{bits:.4f}" if bits else DASH, "learning rate": f"{e['learning_rate']:g}",
+                         "tokens/s": f"{e['tokens_per_second']:,.0f}"}
+            if any(other["paper_loss"] for other in numbers["table"]):
+                rows[-1]["the paper's"] = f"{e['paper_loss'] or 0:.3f}"
     return rows
 
 
-def pair_rows(numbers):
-    rows = [["at", "pair", "loss minus the other's", "tokens", "FLOPs", "seconds", "SD of seeds", "SE: seeds, files"]]
+def pair_table(numbers):
+    """Rows of the table of differences and multipliers."""
+    rows = []
     for p in numbers["pairs"]:
         d = p["difference"]
-        if d is None:
-            rows.append([p["size"], f"{name_of(p['a'])} / {name_of(p['b'])}", "one seed: no interval", *[DASH] * 5])
-            continue
-        rows.append([p["size"], f"{name_of(p['a'])} / {name_of(p['b'])}",
-                     f"{d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f})",
-                     *(span(p[k]) if p[k] else DASH for k in ("tokens", "flops", "seconds")),
-                     f"{p['pooled_sd']:.4f}" if p["pooled_sd"] else "they differ",
-                     f"{d['seeds_se']:.4f}, {d['documents_se']:.4f}"])
+        rows.append({"at": p["size"], "pair": f"{name_of(p['a'])} / {name_of(p['b'])}", "loss minus the other's":
+                     f"{d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f})" if d else "one seed: no interval"})
+        if d:
+            times = {key: p[key.lower()] for key in ("tokens", "FLOPs", "seconds")}
+            rows[-1] |= {**{key: span(m) if m else DASH for key, m in times.items()},
+                         "SD of seeds": f"{p['pooled_sd']:.4f}" if p["pooled_sd"] else "they differ",
+                         "SE: seeds, files": f"{d['seeds_se']:.4f}, {d['documents_se']:.4f}"}
     return rows
 
 
-def tex(numbers):
-    """The tables of losses and of multipliers for a paper, in booktabs' rules."""
-    plain = lambda c: re.sub(r"([&%$#_{}])", r"\\\1", str(c).replace("**", "")).replace("\u00b1", r"$\pm$").replace(
-        DASH, "--").replace("..", r"\,..\,")
-    lines = [f"% {s}" for s in numbers["sentences"]]
-    for rows in (loss_rows(numbers), pair_rows(numbers)):
-        body = [" & ".join(map(plain, row)) + r" \\" for row in rows]
-        lines += [r"\begin{tabular}{ll" + "r" * (len(rows[0]) - 2) + "}", r"\toprule", body[0], r"\midrule", *body[1:],
-                  r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join(lines)
+def law_table(numbers):
+    return [{"family": name_of(f["model"]), **{c: interval(f, c) for c in ("E", "A", "alpha", "B", "beta", "a")},
+             "runs": f["points"], "noise": DASH if f["noise"] is None else f"{100 * f['noise']:.2f}%"}
+            for f in numbers["fits"] if not f["cannot"]]
 
 
-def points(sweep, path):
-    """points.csv: every run of the plan, one per line, used or not."""
-    keys = ("model", "size", "stage", "seed", "learning_rate", "steps", "from")
-    columns = ("parameters", "embedding", "tokens", "flops", "seconds", "loss", "bits_per_byte", "context", "device",
-               "processes", "code", "time")
-    by = {r.name: r for r in sweep.runs}
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(["run", *keys, *columns, "loss_of_reported_files", "loss_of_choosing_files", "commit", "status"])
-        for name, at in sweep.plan["cells"].items():
-            r = by.get(name)
-            values = [getattr(r, c) for c in columns] + [r.half(1), r.half(0), r.environment.get("commit")] if r else (
-                [""] * (len(columns) + 3))
-            out.writerow([name, *(at.get(k, "") for k in keys), *values, "used" if r else sweep.left_out.get(name, "")])
+def code_table(numbers):
+    return [{"code": c["code"], "commit": (c["commit"] or DASH)[:12], "runs": c["runs"], "used": c["used"],
+             "files that differ from the first": DASH if c["changed_files"] is None
+             else ", ".join(c["changed_files"]) or "none"} for c in numbers["code"]]
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages
+# ----------------------------------------------------------------------------------------------------------------- page
 
-def markdown_escape(value):
-    """A value in report.j2 as Markdown shows it literally; what a macro has made stays as it is."""
-    from markupsafe import Markup
+LOSSES = """\
+Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on the second half of the {files} held-out
+files; the learning rates were chosen on the first half, with other seeds. Every run decayed its learning rate to 0.
+Bold: significantly below all other families of its size (5%, with Holm's correction)."""
+DIFFERENCES = """\
+In brackets: 95% intervals, over seeds and held-out files. Tokens: the first family needs this many times the other's
+tokens to reach the other's loss at the budget in the table, read off the better one's curve over budgets; below 1 the
+first is better. FLOPs and seconds: the same, times the cost per token of each; compare seconds only between runs on an
+otherwise idle machine. If the interval contains 1, the two cannot be told apart and are equal within its ends. The
+intervals are per pair, without correction for multiple comparisons."""
+LAW = """\
+L(N, D) = E + A / N^alpha + B / D^beta, fitted to log L with the summed Huber loss (delta 0.001) over runs that decayed
+their learning rate to 0; in brackets 90% intervals. N counts matrices and head (the embedding is tied). a: N_opt ~ C^a.
+Outliers are kept."""
 
-    if isinstance(value, Markup):
-        return value
-    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
-    return Markup(re.sub(r"([|*\[\]`\\])", r"\\\1", text))
 
-
-def page(kind, **values):
-    """report.j2 as "html" or "md". Raises for a name that it lacks, so that no sentence goes missing."""
-    import jinja2
-
-    made = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
-                              lstrip_blocks=True, extensions=["jinja2.ext.do"], undefined=jinja2.StrictUndefined,
-                              finalize=markdown_escape if kind == "md" else None)
-    return made.get_template("report.j2").render(html=kind == "html", DASH=DASH, interval=interval, name_of=name_of,
-                                                 **values)
+def page(numbers, picture):
+    """The page as blocks of Markdown; `picture`: the line that shows the figure, if there is one."""
+    accepted, n = ", ".join(numbers["accepted_code"]), len(numbers["code"])
+    code = "A run's code is identified by the content of the files that it imported."
+    if accepted:
+        code += f" Runs of {escaped(accepted)} are compared with the first because of --accept_code."
+    short, notes, laws = [f"{numbers['runs_used']} of {numbers['planned']} runs are used"
+                          + ("; the others are listed below with the reason." if numbers["left_out"] else ".")], [], []
+    if numbers["mixed_identities"]:
+        short.append(numbers["mixed_identities"])
+    if n > 1:
+        short.append(f"The runs have {n} versions of the code, listed below; " + (
+            f"those of {accepted} are compared with the others because of --accept_code." if accepted
+            else "only runs of one version are compared."))
+    short += [f"{w['size']}: {w['reason']}." for w in numbers["winners"]]
+    short += [f"All used runs together took {hours:.2f} {kind}." for kind, hours in numbers["cost"]["hours"].items()]
+    for e in numbers["table"]:
+        at = f"{e['size']}, {name_of(e['model'])}"
+        tried = ", ".join(rate + (" diverged" if loss is None else f" {loss:.4f}")
+                          for rate, loss in e["learning_rates_tried"].items())
+        notes += [f"{at}: {note}." for note in e["notes"]]
+        if tried:
+            notes.append(f"{at}: learning rates tried at half the budget, with the loss on the first half: {tried}.")
+    notes += [f"{c['size']}, {name_of(c['model'])}: a cosine to 0 with the same length, seed and rate ends at "
+              f"{c['cosine']:.4f}, this schedule at {c['wsd']:.4f}." for c in numbers["cosines"]]
+    for f in numbers["fits"]:
+        name = name_of(f["model"])
+        laws += [f"{name}: cannot be fitted: {f['cannot']}."] * bool(f["cannot"])
+        laws += [f"{name}: {warning}." for warning in f["warnings"]]
+        if f["coverage"]:
+            shares = ", ".join(f"{constant} {100 * share:.0f}%" for constant, share in f["coverage"].items())
+            laws.append(f"coverage of the 90% intervals in simulations of this sweep: {shares}.")
+        if f["isoflop"] is not None:
+            laws.append(f"{name}: isoFLOP parabolas, which are biased even without noise, give N_opt ~ "
+                        f"C^{f['isoflop']:.2f}.")
+    left_out = [f"{why} ({len(names)}): {', '.join(names)}" for why, names in numbers["left_out"].items()]
+    repeat = [*numbers["commands"], "the report, from the records alone: python experiments/scaling/sweep.py report "
+              f"results/{numbers['name']}.json", "every run: points.csv; every number: report.json",
+              f"machine: {'; '.join(numbers['devices']) or numbers['machine'] or 'unknown'}",
+              f"runs begun: {' to '.join(numbers['begun']) or 'unknown'}",
+              "torch {}, Python {}".format(*(", ".join(numbers["versions"][key]) for key in ("torch", "python")))]
+    return [
+        f"# Scaling sweep {escaped(numbers['name'])}",
+        "## In short", *map(bold, numbers["sentences"]), listed(short), picture,
+        "## Losses", *(titled(LOSSES.format(files=numbers["files"]), loss_table(numbers)) if numbers["runs_used"] else
+                       ["There is no usable run."]), listed(notes),
+        *titled(f"## Differences and multipliers\n\n{DIFFERENCES}", pair_table(numbers)),
+        *(["## The law L(N, D)", LAW, table(law_table(numbers)), listed(laws)] * bool(numbers["fits"])),
+        "## Code and runs left out", code, table(code_table(numbers)),
+        "These runs enter no mean, fit or figure in this report." if left_out else "No run was left out.",
+        listed(left_out),
+        "## To repeat it", listed(repeat)]
 
 
 def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=None):
-    """Write the report of a sweep's folder or saved file, print its sentences. Returns {name: path} of what it wrote.
+    """Write the report on a sweep's folder or saved file and print its sentences. Returns {name: path}.
 
     Args:
-        out: where to; default: the sweep's folder, or out/<name>_report of a saved file.
-        bootstrap: simulated sweeps behind the intervals of the fits.
-        accept_code: versions of the code to compare with that of most runs.
+        out: output folder (default: the sweep's folder, or out/<name>_report for a saved file).
+        bootstrap: simulated sweeps for the intervals of the fits.
+        accept_code: versions of the code that are compared with the most frequent one.
         save_it: also write results/<name>.json, and page, tables and figure to results/<name>/.
-        style: a .mplstyle file for the figures, over ours.
-    Raises ConfigError where there is no sweep, OSError where `out` cannot be written.
+        style: a .mplstyle file applied over pages.STYLE.
+    Raises ConfigError if there is no sweep, OSError if `out` cannot be written.
     """
+    records.check_packages()
     source = Path(source)
     if style and not Path(style).is_file():
         raise ConfigError(f"--style={style}: there is no such file")
-    sweep = read_sweep(source, accept_code)
-    entries = collect(sweep)
-    numbers = numbers_of(sweep, entries, list(accept_code), bootstrap)
+    runs = records.read(source, accept_code, "scaling")
+    runs = runs.reindex(columns=list(dict.fromkeys([*runs, *POINTS, *READ])))  # older records lack some
+    entries = collect(runs)
+    numbers = numbers_of(runs, entries, list(accept_code), bootstrap)
     out = Path(out or (REPO / "out" / f"{numbers['name']}_report" if source.is_file() else source))
-    alt = figures.in_words(entries, numbers["pairs"])
-    names = ("report.json", "points.csv", "table.tex", *["figure.png"] * bool(alt), "report.md", "report.html")
-    paths = {name: out / name for name in names}
-    values = {"numbers": numbers, "alt": "; ".join(alt), "losses": loss_rows(numbers), "pairs": pair_rows(numbers)}
     out.mkdir(parents=True, exist_ok=True)
-    write_json(paths["report.json"], numbers)
-    points(sweep, paths["points.csv"])
-    paths["table.tex"].write_text(tex(numbers), encoding="utf-8")
+    names, alt = ["points.csv", "table.tex", "report.md"], "; ".join(figures.in_words(entries, numbers["pairs"]))
+    write_json(out / "report.json", numbers)
+    points = runs[list(POINTS)].rename(columns={"val_loss": "loss", "val_bits_per_byte": "bits_per_byte",
+                                                "block_size": "context", "left_out": "status"})
+    points.assign(status=points.status.mask(points.status == "", "used")).to_csv(out / "points.csv", index=False)
+    tables = [*(f"% {s}" for s in numbers["sentences"]), *map(pages.latex, (loss_table(numbers), pair_table(numbers)))]
+    (out / "table.tex").write_text("\n".join(tables), encoding="utf-8")
     if alt:
-        figures.draw(entries, numbers["pairs"], paths["figure.png"], style)
-        values["figure"] = base64.b64encode(paths["figure.png"].read_bytes()).decode()
-    for kind in ("md", "html"):
-        paths[f"report.{kind}"].write_text(page(kind, **values), encoding="utf-8")
+        names.append("figure.png")
+        figures.draw(entries, numbers["pairs"], out / "figure.png", style)
+    picture = out / "figure.png" if alt else None
+    pages.write(out / "report.md", page(numbers, pages.shown(picture, alt) if alt else ""), picture)
+    paths = {name: out / name for name in ("report.json", *names, "report.html")}
     if save_it:
         folder = REPO / "results" / numbers["name"]
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("points.csv", "table.tex", "report.md", *["figure.png"] * bool(alt)):
-            if not (folder / name).exists() or not paths[name].samefile(folder / name):
-                shutil.copyfile(paths[name], folder / name)
+        for name in names:
+            if out.resolve() != folder:
+                shutil.copyfile(out / name, folder / name)
         paths |= {"saved": folder.with_name(f"{numbers['name']}.json"), "pages": folder}
-        save(source, paths["saved"])
+        records.save(source, paths["saved"])
     print(*numbers["sentences"], sep="\n")
     return paths

@@ -8,8 +8,8 @@
     python experiments/scaling/sweep.py report out/duel_longhorn_mamba           from the records alone
 
 Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and what
-has finished is not run again. Machines that see that folder share a sweep: start the same command on each; on a
-cluster, --slurm=16 writes the job file for 16 nodes. How a preset comes to its numbers: docs/experiments.md.
+has finished is not run again. --cluster=slurm and --cluster=ray run it on many machines. How a preset comes to its
+numbers: docs/experiments.md.
 
 A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. Settings of one
 family's runs come after an @: `duel deltanet deltanet@step=implicit,normalize_keys=false`. NAME@WORD is the family NAME
@@ -31,10 +31,10 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
+from experiments import pages  # noqa: E402
+from experiments.records import SAME, check_packages, own_settings, read_run, stem  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
-from experiments.scaling.runs import SAME_IN_A_SWEEP, own_settings, read_run, stem  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
-from experiments.sweeps.claims import Claims  # noqa: E402
 from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
 from runtime import errors  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
@@ -208,13 +208,14 @@ def search_cells(preset, model, size, rates):
 def searched(folder, model, size, rates):
     """BestRate of these rates, or None without a usable run: by the first half of the files.
 
-    Rates that another process has tried beyond them do not count, so all processes of a sweep choose the same.
+    Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
     """
     losses_by_rate = {}
     for name, at in runner.read_plan(folder)["cells"].items():
         if (at["stage"], at["model"], at["size"]) == ("search", model, size) and at["learning_rate"] in rates:
             try:
-                losses_by_rate.setdefault(at["learning_rate"], []).append(read_run(folder / name, at).half(0))
+                loss = read_run(folder / name, at)["loss_of_choosing_files"]
+                losses_by_rate.setdefault(at["learning_rate"], []).append(loss)
             except BadRecord as reason:
                 if "diverged" in str(reason):
                     losses_by_rate.setdefault(at["learning_rate"], []).append(float("inf"))
@@ -282,7 +283,7 @@ def estimate(cells):
         c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * flops + CPU_SECONDS_PER_TOKEN * tokens
 
 
-def print_plan(cells, jobs, nproc, gpus):
+def print_plan(cells, jobs, nproc, where):
     """The plan as a table: a line per family, size and budget; then the whole."""
     wide = max(len(c.at["model"]) for c in cells) + 1
     print(f"{'family':{wide}}{'size':>13}{'context':>9}{'parameters':>12}{'tokens':>9}  runs")
@@ -294,10 +295,9 @@ def print_plan(cells, jobs, nproc, gpus):
         rates = sorted({f"{c.at['learning_rate']:g}" for c in group if c.at["stage"] == "search"}, key=float)
         print(f"{model:{wide}}{size:>13}{a['context']:>9,}{a['parameters'] / 1e6:>11.3g}M{tokens / 1e6:>8,.3g}M  "
               + ", ".join(f"{n} {stage}" for stage, n in stages.items()) + (f" at {', '.join(rates)}" if rates else ""))
-    where = f"{len(gpus)} GPU(s)" if gpus else f"{runner.cores()} CPU core(s)"
-    print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs} at a time"
+    print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs or 'all'} at a time"
           + f" by {nproc} processes each" * (nproc > 1))
-    if not gpus:
+    if "CPU" in where:
         print(f"about {hours(sum(c.seconds for c in cells) / jobs)} on cores of an AMD EPYC (Zen 4), and more where a "
               "search goes beyond its rates")
 
@@ -328,14 +328,11 @@ def parser():
         run.add_argument("--steps", type=int, help="the budget of every seed, in optimizer steps")
         run.add_argument("--budgets", type=numbers(int), help="further budgets, of the first two seeds")
         run.add_argument("--seeds", type=int, help="how many are reported, at every size")
-        run.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core, or the preset's "
-                         "per GPU)")
+        runner.add_options(run, "one per core, or the preset's per GPU")
         run.add_argument("--nproc", type=int, help="processes per run (default 1; paper: one per GPU)")
         run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
                          "out/duel_<families>)")
         run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
-        run.add_argument("--slurm", type=int, nargs="?", const=8, metavar="N", help="print the plan and write "
-                         "<out>/sweep.sbatch, in which N nodes (default 8) share the sweep")
     show = commands.add_parser("report", help="page, tables, figures and fits, from the records alone", **exact)
     show.add_argument("folder", type=Path, help="a sweep's folder, or a file that --save wrote")
     show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder, or out/<name>_report)")
@@ -365,7 +362,7 @@ def chosen(args, extra=()):
     first = next(iter(preset.sizes.values()))
     sizes = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
              for label, argv in given.items()} or preset.sizes
-    for key in ("seeds", "steps", "nproc", "slurm"):
+    for key in ("seeds", "steps", "nproc"):
         value = getattr(args, key)
         if value is not None and value < 1:
             raise ConfigError(f"--{key}={value}: 1 or more")
@@ -384,18 +381,11 @@ def run(args, extra):
     preset, is_paper = chosen(args, extra), args.command == "paper"
     tag = re.sub(r"[^\w.@-]+", "_", "_".join(args.models))
     folder = args.out or REPO / "out" / (f"duel_{tag}" if args.command == "duel" else f"scaling_{args.command}")
+    nproc = args.nproc or (max(1, len(runner.visible_gpus())) if is_paper else 1)
+    jobs, gpus, where = runner.placement(args, nproc, preset.jobs_per_gpu)
     before = runner.read_plan(folder, new=True)  # one warmup per sweep, or its runs could not be compared
     preset = dataclasses.replace(preset, warmup=before.get("warmup", preset.warmup))
-    gpus = runner.visible_gpus()
-    nproc = args.nproc or (max(1, len(gpus)) if is_paper else 1)
-    jobs = args.jobs or (1 if nproc > 1 else len(gpus) * preset.jobs_per_gpu or runner.cores())
     planned, failed = [], {}
-
-    def go(cells):
-        estimate(cells)
-        runner.write_plan(folder, cells, **about)
-        planned.extend(cells)
-        failed.update(runner.run_cells(cells, folder, jobs, nproc))
 
     # the plan that is shown has the middle of each search in place of the best rate
     guess = {(model, size): float(f"{preset.rate_times_width / load(base_arguments(preset, model, size)).n_embd:.3g}")
@@ -408,44 +398,24 @@ def run(args, extra):
     about = about_sweep(args, extra, preset, folder, before)
     runner.say_changed_code(folder)
     estimate(expected)
-    print_plan(expected, jobs, nproc, gpus)
+    print_plan(expected, jobs, nproc, where)
     if args.dry_run:
         print("nothing was run; it would begin with:")
         for c in expected if is_paper else expected[:1]:
             print("torchrun --standalone --nproc_per_node=8" if is_paper else "python", *c.command(folder)[1:])
         return 0
 
-    if args.slurm:
-        print(f"sbatch {shlex.quote(str(write_slurm(folder, args)))}")
-        return 0
+    with runner.driver(args, folder, jobs, nproc, gpus) as engine:
+        def go(cells):
+            estimate(cells)
+            runner.write_plan(folder, cells, **about)
+            planned.extend(cells)
+            failed.update(runner.run_cells(cells, folder, engine))
 
-    go(reported_cells(preset, find_rates(preset, folder, go), folder))
-    with Claims(folder).hold("report"):  # of several processes, each writes it
-        runner.say_written(write_report(folder, None, args))
+        go(reported_cells(preset, find_rates(preset, folder, go), folder))
+        write = lambda folder: write_report(folder, None, args)
+        runner.say_written(pages.after_sweep(write, folder, "experiments/scaling/sweep.py"))
     return runner.say_failed(failed, planned)
-
-
-SBATCH = """\
-#!/bin/bash
-# Every task of this array is the whole command: it takes cells until none is left. Fewer tasks may run, and more may be
-# added: submit the file again, also for what is left when the time is up. Slurm sends SIGTERM five minutes before; the
-# cells then save. Options of sbatch go before those written here, such as --time, --partition or --array.
-#SBATCH --job-name=sweep
-#SBATCH --array=1-{tasks} --nodes=1 --ntasks=1 --exclusive --mem=0
-#SBATCH --time=24:00:00 --signal=B:TERM@300
-#SBATCH --requeue --open-mode=append --output={output}
-cd {cwd} && exec {command}
-"""
-
-
-def write_slurm(folder, args):
-    """Write folder/sweep.sbatch, an array job in which args.slurm nodes run this command; return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(Path(__file__).resolve()), *args.argv]
-    path = folder / "sweep.sbatch"
-    path.write_text(SBATCH.format(tasks=args.slurm, output=shlex.quote(f"{folder.resolve()}/slurm-%A_%a.txt"),
-                                  cwd=shlex.quote(os.getcwd()), command=shlex.join(command)))
-    return path
 
 
 def about_sweep(args, extra, preset, folder, before):
@@ -481,7 +451,7 @@ def check_settings(cells):
     for c in cells:
         config = load(c.argv)
         check(config)
-        for key in SAME_IN_A_SWEEP if c.at["stage"] != "cosine" else ():
+        for key in SAME["scaling"] if c.at["stage"] != "cosine" else ():
             value = getattr(config, key, None)
             other, known = problems.setdefault(key, (c.at["model"], value))
             if value != known:
@@ -490,6 +460,7 @@ def check_settings(cells):
 
 
 def write_report(folder, out, args):
+    check_packages()  # before report.py imports them
     from experiments.scaling import report
 
     return report.write(folder, out, accept_code=args.accept_code, save_it=getattr(args, "save", False),
@@ -498,8 +469,6 @@ def write_report(folder, out, args):
 
 def main(argv):
     args, extra = parser().parse_known_args(argv)
-    args.argv = [a for a, before in zip(argv, ["", *argv], strict=False)
-                 if a.split("=")[0] != "--slurm" and (before != "--slurm" or not a.isdecimal())]
     return runner.run_or_report("sweep.py", args, extra, run, lambda folder, out: write_report(folder, out, args))
 
 

@@ -1,4 +1,4 @@
-"""Many training runs as one job: start them, watch them, resume after any kill.
+"""Many training runs as one job: plan them, submit them, wait, report.
 
 A sweep is a folder with a plan and a folder per cell, where a cell is one run:
 
@@ -6,32 +6,33 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
     out/scaling_laptop/<cell>/       the records that train.py writes (runtime/records.py)
     out/scaling_laptop/<cell>.txt    what it printed
 
-Processes on any machines that see this folder share the sweep by claims on its cells (claims.py). No list is kept of
-what is done: a cell is finished when its result.json exists, and its process renames that file into place as its last
-act. So whatever was killed, the same command resumes the cells from their checkpoints, and later ones add to the plan.
-sweep.py plans runs and runs.py reads them back; recall, images and extrapolation use this module too.
+One process drives a sweep: it plans, submits, waits and reports. The cells run on this machine, under Slurm or on Ray
+(engines.py). A cell is finished once its result.json exists, which its process renames into place as its last act; no
+list is kept beside it. So after any kill the same command resumes the cells from their checkpoints, and later ones add
+to the plan. sweep.py plans runs and runs.py reads them back; recall, images and extrapolation use this module too.
 """
 
 import argparse
 import contextlib
-import ctypes
-import functools
+import math
 import os
 import shlex
 import signal
-import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from tqdm import tqdm
+
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from experiments.sweeps import claims  # noqa: E402
+from experiments.sweeps.engines import cores, open_engine  # noqa: E402
 from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.records import BadRecord, fields, is_finished, read_json, write_json  # noqa: E402
+from runtime.records import BadRecord, fields, is_finished, lock_folder, read_json, write_json  # noqa: E402
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
@@ -56,42 +57,33 @@ class Cell:
         """Its command line, to be run at the top of the repository."""
         python = [sys.executable]
         if nproc > 1:
-            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *shutdown_timeout()]
+            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
         return [*python, script, *self.argv, f"--out_dir={os.path.relpath(folder, REPO)}/{self.name}", "--resume=auto"]
-
-
-@functools.cache
-def shutdown_timeout():
-    """torchrun's option that gives a worker more than 30 s to save when it is asked to stop; older versions lack it."""
-    from torch.distributed.run import get_args_parser
-
-    return ("--shutdown-timeout=300",) if "--shutdown-timeout" in get_args_parser().format_help() else ()
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 def write_plan(folder, cells, **about):
-    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`); one process at a time.
+    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
 
     A cell that has begun keeps the arguments it began with (cell.argv is set to them). Raises ConfigError where the new
     ones would give another result.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with claims.Claims(folder).hold("plan.json"):
-        old = read_plan(folder, new=True)
-        for c in cells:
-            if not (folder / c.name / "config.json").exists():
-                continue
-            began = old["cells"].get(c.name, {}).get("argv", c.argv)
-            before, now = settings(began, WITHOUT_EFFECT), settings(c.argv, WITHOUT_EFFECT)
-            if before != now:
-                changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
-                raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
-                                  "choose another --out")
-            c.argv = began
-        new = {c.name: {**c.at, "argv": c.argv} for c in cells}
-        write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
+    old = read_plan(folder, new=True)
+    for c in cells:
+        if not (folder / c.name / "config.json").exists():
+            continue
+        began = old["cells"].get(c.name, {}).get("argv", c.argv)
+        before, now = settings(began, WITHOUT_EFFECT), settings(c.argv, WITHOUT_EFFECT)
+        if before != now:
+            changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
+            raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
+                              "choose another --out")
+        c.argv = began
+    new = {c.name: {**c.at, "argv": c.argv} for c in cells}
+    write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
 
 
 def settings(argv, without=()):
@@ -149,126 +141,144 @@ def say_changed_code(folder):
 
 # ------------------------------------------------------------------------------------------------------------------ run
 
-def run_cells(cells, folder, jobs=0, nproc=1, script="train.py", gpus=None):
-    """Run every unfinished cell in its own process, `jobs` at a time; return {name: why} of those that failed.
+@contextlib.contextmanager
+def driver(args, folder, jobs, nproc=1, gpus=()):
+    """`with driver(args, folder, jobs) as engine`: the engine for --cluster, while no other process drives the sweep.
 
-    A cell that was interrupted resumes from its checkpoint. Other processes may run this function on the same folder,
-    also on other machines: each cell is run by one of them (claims.py), and all of them return when none is left. A
-    failure does not stop the others. It is not tried again by those at work, only by a later call. SIGINT or SIGTERM
-    ask the running cells to save and stop, and raise KeyboardInterrupt when they have. A second of either kills them.
+    Raises ConfigError if another one does, or the cluster is not there.
+    """
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError as error:
+        raise ConfigError(f"{folder} is driven by {error.strerror}: wait for it or stop it; --cluster uses more "
+                          "machines") from None
+    with lock, contextlib.closing(open_engine(args.cluster, args.cluster_args, folder, jobs, nproc, gpus)) as engine:
+        yield engine
 
-    Args:
-        cells: [Cell]; folder: of the sweep; nproc: processes per cell, by torchrun.
-        jobs: cells at a time; 0: one per GPU (with nproc > 1: one in all), and without a GPU one per core.
-        gpus: ids, for CUDA_VISIBLE_DEVICES; None: those PyTorch sees. Several jobs may share one.
+
+def placement(args, nproc=1, per_gpu=1):
+    """(cells at a time, 0: all; ids of this machine's GPUs; where the cells run, in words). Raises ConfigError."""
+    if args.jobs < 0:
+        raise ConfigError(f"--jobs={args.jobs}: 0 or more")
+    if args.cluster:
+        return args.jobs, (), args.cluster
+    gpus = visible_gpus()
+    where = f"{len(gpus)} GPU(s)" if gpus else f"{cores()} CPU core(s)"
+    return args.jobs or (1 if nproc > 1 else len(gpus) * per_gpu or cores()), gpus, where
+
+
+def run_cells(cells, folder, engine, script="train.py"):
+    """Run every unfinished cell, engine.jobs at a time; return {name: reason} of those that failed.
+
+    A cell that was interrupted resumes from its checkpoint. One that was killed, or lost its machine, is submitted
+    again if it has saved since it was submitted. Others go on when a cell fails; a later call tries that one again. On
+    SIGINT or SIGTERM the cells save and stop, and KeyboardInterrupt is raised; a second signal kills them.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     waiting = [c for c in cells if not is_finished(folder / c.name)]
     if not waiting:
         return {}
-    gpus = visible_gpus() if gpus is None else gpus
-    jobs = jobs or (1 if nproc > 1 else len(gpus) or cores())
-    threads = max(1, cores() // min(jobs, len(waiting)) // nproc)
-    taken = claims.Claims(folder)
-    earlier = {name: seen.number for name, seen in taken.look().items() if "failed" in seen.note}
-    running, failed, signals = {}, {}, []  # running: {slot: cell, process, claim, when it began, whether it is lost}
+    running, failed, signals, handled, printed, wake = {}, {}, [], 0, set(), threading.Event()
+    work = lambda some: sum(c.seconds or 1.0 for c in some)
+    total, began = work(waiting), time.perf_counter()
+    bar = tqdm(total=len(cells), disable=None, dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar} {postfix}")
+
+    def say(line):
+        if line not in printed:  # the same answer of a cluster, time and again
+            printed.add(line)
+            with tqdm.external_write_mode():
+                print(line, flush=True)
+
+    def counts():
+        left, now = work(waiting) + work(job.cell for job in running.values()), time.perf_counter()
+        n_running = sum(job.state == "running" for job in running.values())
+        bar.n = len(cells) - len(waiting) - len(running) - len(failed)
+        return (f"{len(waiting) + len(running) - n_running} queued, {n_running} running, {bar.n} done, "
+                f"{len(failed)} failed"
+                + (f", about {hours(left * (now - began) / (total - left))} left" if left < total else ""))
+
+    def watch(cell):
+        waiting.remove(cell)
+        running[cell.name] = SimpleNamespace(cell=cell, state="queued", began=time.time(), saved=saved(folder, cell))
+
+    def submit():
+        for cell in list(waiting):
+            if signals or len(running) >= engine.jobs:
+                return
+            if cell.after in running or cell.after in [c.name for c in waiting]:
+                continue
+            command = cell.command(folder, engine.nproc, script)
+            with open(folder / f"{cell.name}.txt", "a") as out:
+                print("$", shlex.join(command), file=out)
+            try:
+                engine.start(cell.name, command)
+            except ConfigError as error:
+                if not running:
+                    raise
+                return say(f"no more can be submitted now: {error}")
+            watch(cell)
+
+    def end(job, state, retry):
+        cell = job.cell
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
+        if is_finished(folder / cell.name):
+            result = read_json(folder / cell.name / "result.json")
+            words = next((f"{key} {result[key]:.4f}" for key in ("accuracy", "val_loss") if result.get(key)), "done")
+            say(f"{cell.name}: {words}, {time.time() - job.began:.0f} s ({counts()})")
+        elif signals:
+            waiting.append(cell)
+        elif retry and saved(folder, cell) != job.saved:
+            waiting.insert(0, cell)
+            say(f"{cell.name}: {state} after {time.time() - job.began:.0f} s: it resumes from its checkpoint")
+        else:
+            failed[cell.name] = last_words(folder / f"{cell.name}.txt", state)
+            say(f"{cell.name}: FAILED: {failed[cell.name]}")
 
     def stop(number, frame):
         signals.append(number)
-        for job in running.values():
-            stop_group(job.process.pid, signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
+        wake.set()
 
-    def start(cell, claim):
-        slot = next(s for s in range(jobs) if s not in running)
-        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if gpus:
-            devices = dict.fromkeys(gpus[(slot * nproc + i) % len(gpus)] for i in range(nproc))
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        else:
-            env.setdefault("OMP_NUM_THREADS", str(threads))
-        command = cell.command(folder, nproc, script)
-        with open(folder / f"{cell.name}.txt", "a") as out:
-            print("$", shlex.join(command), file=out, flush=True)
-            process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT,
-                                       stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(claim.handle,),
-                                       preexec_fn=functools.partial(stop_with_parent, os.getpid()))
-        running[slot] = SimpleNamespace(cell=cell, claim=claim, process=process, began=time.time(), is_lost=False)
-        if signals:  # one came while the process started
-            stop_group(process.pid, signal.SIGTERM)
-
-    def take_cells():
-        """Start free cells while there are slots; drop those that other processes have ended."""
-        seen = taken.look()
-        for cell in list(waiting):
-            if signals or len(running) == jobs:
-                return
-            other, ahead = seen.get(cell.name), {c.name for c in (*waiting, *(job.cell for job in running.values()))}
-            if other and "failed" in other.note and other.number > earlier.get(cell.name, 0):
-                failed[cell.name] = other.note["failed"]
-                waiting.remove(cell)
-            elif cell.after not in ahead and (claim := taken.take(cell.name)):
-                waiting.remove(cell)
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
-                if is_finished(folder / cell.name):  # another ended it after we looked
-                    claim.delete()
-                else:
-                    start(cell, claim)
-
-    def end(job):
-        """Say how a cell's process ended, and let go of the claim."""
-        cell = job.cell
-        if is_finished(folder / cell.name):
-            job.claim.delete()
-            left = work(waiting) + work(j.cell for j in running.values())
-            left *= (time.perf_counter() - began) / (total - left)
-            done = len(cells) - len(waiting) - len(running) - len(failed)
-            result = read_json(folder / cell.name / "result.json")
-            said = next((f"{key} {result[key]:.4f}" for key in ("accuracy", "val_loss") if result.get(key)), "done")
-            print(f"{cell.name}: {said}, {time.time() - job.began:.0f} s ({done} of "
-                  f"{len(cells)}, about {hours(left)} left)", flush=True)
-        elif signals or job.is_lost:
-            job.claim.leave(free=True)
-            waiting.append(cell)
-        else:
-            failed[cell.name] = last_words(folder / f"{cell.name}.txt", job.process.returncode)
-            job.claim.leave(failed=failed[cell.name])
-            print(f"{cell.name}: FAILED: {failed[cell.name]}", flush=True)
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    work = lambda some: sum(c.seconds or 1.0 for c in some)
-    total, began, look_at, has_waited = work(waiting), time.perf_counter(), 0.0, False
-    print(f"{len(waiting)} of {len(cells)} cells to run, {jobs} at a time; records in {folder}/", flush=True)
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for name in engine.adopt([c.name for c in waiting], len(cells)):
+            watch(next(c for c in waiting if c.name == name))
+        say(f"{len(waiting) + len(running)} of {len(cells)} cells to run, "
+            + ("all at once" if engine.jobs == math.inf else f"{engine.jobs} at a time")
+            + f"; {len(running)} were submitted before" * bool(running) + f"; records in {folder}/")
         while running or waiting and not signals:
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + claims.HEARTBEAT
-                for job in running.values():
-                    if not job.claim.touch() and not job.is_lost:
-                        job.is_lost = True
-                        stop_group(job.process.pid, signal.SIGKILL)
-                take_cells()
-                if waiting and not running and not signals and not has_waited:
-                    has_waited = True
-                    hosts = {seen.note.get("host", "?") for seen in taken.seen.values() if seen.is_held}
-                    print(f"waiting for {len(waiting)} cells that others run ({', '.join(sorted(hosts))})", flush=True)
-            time.sleep(0.2)
-            for slot, job in list(running.items()):
-                if job.process.poll() is not None:
-                    del running[slot]
-                    end(job)
-                    look_at = 0.0
+            submit()
+            try:
+                states = engine.look()
+            except ConfigError as error:
+                states = say(f"{error}; asking again") or {}
+            for name, (state, retry) in states.items():
+                job = running[name]
+                if retry is not None:
+                    end(running.pop(name), state, retry)
+                elif state != job.state:
+                    job.state, job.began = state, time.time()
+                    if state not in ("queued", "running"):
+                        say(f"waiting: {state}")
+            if len(signals) > handled:
+                handled = len(signals)
+                engine.stop(kill=handled > 1)
+            bar.set_postfix_str(counts())
+            wake.wait(engine.poll_seconds)
+            wake.clear()
     finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
-        for job in running.values():  # only after an error in this function
-            stop_group(job.process.pid, signal.SIGTERM)
-            os.close(job.claim.handle)  # the cell has the lock until it has saved
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        bar.close()
     if signals:
         raise KeyboardInterrupt(f"{len(waiting)} of {len(cells)} cells are left; the same command resumes")
     print(f"{len(cells) - len(failed)} of {len(cells)} cells are finished", flush=True)
     return failed
+
+
+def saved(folder, cell):
+    """When a cell last saved a checkpoint, by which we see that it got further."""
+    return max((path.stat().st_mtime_ns for path in (folder / cell.name).glob("checkpoint*.safetensors")), default=0)
 
 
 def visible_gpus():
@@ -279,38 +289,12 @@ def visible_gpus():
     return named.split(",") if named and torch.cuda.is_available() else list(range(torch.cuda.device_count()))
 
 
-def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def stop_with_parent(parent):
-    """In the child: receive SIGTERM when the sweep's process `parent` dies, however it dies (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before that
-            os._exit(1)
-
-
-def stop_group(pid, number):
-    """Send a signal to a cell's process group; SIGKILL also to its children's: torchrun gives them their own."""
-    pids = [pid]
-    if number == signal.SIGKILL:
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
-            with contextlib.suppress(OSError):
-                pids += map(int, path.read_text().split())
-    for group in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, number)
-
-
-def last_words(path, code):
-    """Why a cell failed: the last line it printed, an error's line first, and how it ended."""
+def last_words(path, state):
+    """Why a cell failed: the last line that it printed, preferably an error's, and how it ended (state)."""
     lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
     began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
     lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
-    how = f"signal {-code}" if code < 0 else f"exit {code}" if code else "stopped before its end"
-    return f"{lines[-1][:240] if lines else 'it printed nothing'} ({how}; all of it in {path})"
+    return f"{lines[-1][:240] if lines else 'it printed nothing'} ({state}; all of it in {path})"
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -325,6 +309,14 @@ def numbers(kind, least=None):
         raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas, each once and "
                                          + ("above 0" if least is None else f"{least} or more"))
     return parse
+
+
+def add_options(parser, jobs):
+    """Options that all sweeps have; jobs: the default of --jobs on this machine, in words."""
+    parser.add_argument("--jobs", type=int, default=0, help=f"runs at a time (default: {jobs}; on a cluster: all)")
+    parser.add_argument("--cluster", default="", metavar="slurm|ray|ray:HOST:PORT", help="where (this machine)")
+    parser.add_argument("--cluster_args", "--cluster-args", default="", metavar="KEY=VALUE,...", help="options of "
+                        "sbatch (partition=gpu,gpus=1,time=240), or of Ray's actors (num_cpus=4,num_gpus=1)")
 
 
 def names(text):
@@ -351,14 +343,15 @@ def run_or_report(prog, args, extra, run, write, sets=(), see=""):
     """
     with main_error(prog):
         for e in extra:
+            if e.split("=")[0] == "--slurm":
+                raise ConfigError("--slurm=16 is now --cluster=slurm --cluster_args=partition=NAME,gpus=1,time=240 "
+                                  "--jobs=16 (time in minutes; any option of sbatch)")
             if args.command == "report" or not e.startswith("--") or "=" not in e:
                 raise ConfigError(f"unknown option {e}: see --help; settings of a run are given as --key=value")
             if e[2:].split("=")[0] in sets:
                 raise ConfigError(f"{e}: the sweep sets that; see {see}")
         if args.command == "report":
             return say_written(write(args.folder, args.out))
-        if args.jobs < 0:
-            raise ConfigError(f"--jobs={args.jobs}: 0 or more")
         try:
             return run(args, extra)
         except KeyboardInterrupt as stopped:

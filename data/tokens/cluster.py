@@ -1,0 +1,272 @@
+"""The tokens that data/tokens/prepare.py makes, made on many machines by datatrove: by Slurm, Ray, or processes here.
+
+    pip install -r requirements-cluster.txt
+    python data/tokens/cluster.py fineweb_edu --cluster=slurm --cluster_args="partition=cpu,time=240"
+    python data/tokens/cluster.py slimpajama --cluster=ray --cluster_args="address=auto"
+    python data/tokens/cluster.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine --workers=16  # processes here
+
+Recipes and options are prepare.py's, and so are the documents, their order and their split, whatever --tasks is: a task
+takes its share of the source's files, in order, and writes a shard of each split. All machines must see --out, --files
+and this repository under the same paths. --cluster_args are options of sbatch, or Ray's address and what a task
+reserves there (num_cpus=1,memory=2e9).
+
+It can be killed at any time; rerun the command to resume: tasks that ended are kept, others begin again. With Slurm the
+command submits and returns, and the last task to end writes meta.json; rerun it to see how many have ended, or to
+submit again those that failed. Logs are in the folder datatrove of --out.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+from data.loader import DTYPES, SPLITS, DataError
+from data.tokens import prepare as one_process
+from data.tokens.prepare import finish_shards, is_whole, split_of, token_arrays, write_shard
+from data.writer import preparing, run, token_dtype
+from runtime.records import BadRecord, read_json, write_json
+
+# datatrove, tqdm and ray are imported where they are used: only this needs them, and --help should not.
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_TASKS = 1000  # unless --tasks is given; Slurm's own limit of an array is 1001
+
+
+class Tokenizer:
+    """Any of data/tokenizer.py, with its end of text, as DocumentTokenizer calls one of Hugging Face.
+
+    Theirs would read <|endoftext|> in a document as that token, and tiktoken's encodings and bytes are none of theirs.
+    """
+
+    def __init__(self, text):
+        self.text = text
+
+    def encode_batch(self, pieces):
+        return [SimpleNamespace(ids=[*np.asarray(ids, np.int64).tolist(), self.text.eot_token])
+                for ids in token_arrays(self.text, pieces)]
+
+    def get_vocab_size(self):  # above 65,536 DocumentTokenizer writes uint32
+        return self.text.n_vocab
+
+
+class Task:
+    """The steps of a task before and after DocumentTokenizer; each is called with (documents, rank, number of tasks).
+
+    folder: --out; units, text, meta: of `plan`.
+    """
+
+    def __init__(self, folder, units, text, meta):
+        self.folder, self.units, self.text, self.meta = folder, units, text, meta
+
+    def read(self, _, rank, tasks):
+        """The documents of the task's units. datatrove's readers leave out empty ones and lines that they cannot parse,
+        and number what they stream by task."""
+        from datatrove.data import Document
+
+        self.lock = contextlib.ExitStack()  # closed when the shards are written
+        self.lock.enter_context(preparing(self.folder / f"task-{rank:05d}"))  # before DocumentTokenizer opens its file
+        column = self.meta["recipe"]["text_column"]
+        first, end = (len(self.units) * r // tasks for r in (rank, rank + 1))
+        return (Document(text, f"{unit}/{number}", metadata={"split": official}) for unit in range(first, end)
+                for number, (official, text, _) in enumerate(one_process.documents(self.units[unit], column)))
+
+    def hold_out(self, documents, rank, tasks):
+        """Notes the split and the bytes of each document."""
+        self.notes = []
+        for document in documents:
+            split = split_of(document.metadata["split"], document.id, self.meta["recipe"]["val_fraction"])
+            self.notes.append((split, len(document.text.encode("utf-8", "surrogatepass"))))
+            yield document
+
+    def write(self, _, rank, tasks):
+        """DocumentTokenizer's tokens, and their index of document ends, become a shard of each split and its record."""
+        path = self.folder / f"datatrove/tokens/{rank:05d}_unshuffled.ds"
+        index, parts = path.with_suffix(".ds.index"), {split: [] for split in SPLITS}
+        dtype = DTYPES[token_dtype(self.text.n_vocab)]
+        with self.lock:
+            ends = np.fromfile(index, "<u8").astype(np.int64)
+            tokens = np.asarray(np.memmap(path, dtype, "r")) if len(ends) else np.empty(0, dtype)
+            for (split, size), part in zip(self.notes, np.split(tokens, ends)[:-1], strict=True):
+                parts[split].append((part, size, 1))
+            shard = write_shard(self.folder, f"task-{rank:05d}/", parts, self.text.n_vocab)
+            write_json(self.folder / f"task-{rank:05d}/shard.json", shard)
+            path.unlink()
+            index.unlink()
+        if None not in (shards := written(self.folder, tasks, self.text.n_vocab)):
+            finish_shards(self.folder, shards, self.meta)
+
+
+def written(folder, tasks, n_vocab):
+    """[{split: its entry for meta.json}, ...] of all tasks; None for one whose shard is not there in full."""
+    def shard(rank):
+        with contextlib.suppress(BadRecord):
+            entries = read_json(folder / f"task-{rank:05d}/shard.json")
+            return entries if is_whole(folder, entries, n_vocab) else None
+    return [shard(rank) for rank in range(tasks)]
+
+
+def run_here(workers, **how):
+    """Each task in a process of its own. LocalPipelineExecutor.run() would wait forever for one that was killed."""
+    from datatrove.executor import LocalPipelineExecutor
+    from multiprocess import get_context
+    from tqdm import tqdm
+
+    executor, context = LocalPipelineExecutor(**how), get_context("forkserver")
+    context.set_forkserver_preload(["data.tokens.cluster", "datatrove.executor", "datatrove.pipeline.tokens"])
+
+    def run_one(rank):
+        process = context.Process(target=run_task, args=(executor, rank), daemon=True)
+        with contextlib.suppress(BrokenPipeError):  # killed before it had read its task; "spawn" would wait forever
+            process.start()
+            process.join()
+
+    ranks = executor.get_incomplete_ranks()
+    with ThreadPoolExecutor(workers) as pool:  # threads, which wait
+        list(tqdm(pool.map(run_one, ranks), total=how["tasks"], initial=how["tasks"] - len(ranks), unit=" tasks"))
+
+
+def run_task(executor, rank):
+    """A task in this process, which writes to its log alone."""
+    sys.stderr = open(os.devnull, "w")
+    executor._run_for_rank(rank)
+
+
+def run_on_slurm(workers, options, name, **how):
+    """Submit the tasks. Returns the id of the job, the last one of several. Raises DataError."""
+    from datatrove.executor import SlurmPipelineExecutor
+
+    if missing := [key for key in ("partition", "time") if key not in options]:
+        raise DataError(f"--cluster=slurm needs the {' and the '.join(missing)} of its jobs: "
+                        '--cluster_args="partition=NAME,time=MINUTES"')
+    programs, root = (shlex.quote(str(folder)) for folder in (Path(sys.executable).parent, ROOT))
+    executor = SlurmPipelineExecutor(workers=workers, time=options["time"], partition=options["partition"], qos=None,
+                                     sbatch_args=options, job_name=name, with_srun=False, env_command="export PATH="
+                                     f'{programs}:"$PATH" PYTHONPATH={root}:"$PYTHONPATH"', **how)
+    executor.launch_merge_stats = lambda: None  # a job that would wait forever if one of the tasks failed
+    try:
+        executor.run()
+    except FileNotFoundError:
+        raise DataError("there is no sbatch here: run this where jobs are submitted") from None
+    except subprocess.CalledProcessError:
+        raise DataError("sbatch refused the job, see its line above: change --cluster_args") from None
+    return executor.job_id
+
+
+def is_queued(job):
+    """Whether Slurm still has the job whose id is in this file."""
+    return job.exists() and subprocess.run(["squeue", "-h", "-j", job.read_text()], capture_output=True).stdout != b""
+
+
+def run_on_ray(workers, options, **how):
+    """The tasks on the nodes of Ray. Raises DataError."""
+    from datatrove.executor import RayPipelineExecutor
+
+    try:
+        import ray
+    except ImportError:
+        raise DataError("the package ray is missing: pip install -r requirements-cluster.txt") from None
+    address, path = options.pop("address", None), f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    try:
+        reserved = {key: float(value) for key, value in options.items()}
+        ray.init(address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise DataError(f"Ray does not take --cluster_args ({one_process.in_short(error)}): give the address of one "
+                        "that runs, and numbers: address=auto,num_cpus=1,memory=2e9") from None
+    RayPipelineExecutor(workers=workers, ray_remote_kwargs=reserved, **how).run()
+    ray.shutdown()
+
+
+def reason(folder, rank):
+    """Why a task did not end: the last line of its log."""
+    log = folder / f"datatrove/logs/task_{rank:05d}.log"
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    return text.split("\n")[-1] if "| ERROR " in text else "it was killed"
+
+
+def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, force=False, files=None, shuffle=None,
+            **choices):
+    """Make the tokens in `out`, unless they are there. Returns Tokens, or None where jobs of Slurm are still to do it.
+
+    Args: as on the command line; choices: as data/tokens/prepare.py's `plan` takes them. Raises DataError, one line.
+    """
+    try:
+        from datatrove.pipeline.tokens import DocumentTokenizer
+        from datatrove.utils.logging import logger
+    except ImportError:
+        raise DataError("the package datatrove is missing: pip install -r requirements-cluster.txt") from None
+    if shuffle is not None:
+        raise DataError("nanoGPT's shuffle and split need one process: python data/openwebtext/prepare.py")
+    if tasks < 1 or workers is not None and workers < 1:
+        raise DataError(f"--tasks {tasks}, --workers {workers}: both must be at least 1")
+    units, text, meta = one_process.plan(files=files and [Path(path).absolute() for path in files], **choices)
+    for path in (path for unit in units if files for path in unit):
+        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
+            raise DataError(f"{path} is one document, encoded in pieces: leave .txt files to data/tokens/prepare.py")
+    tasks, folder = min(tasks, len(units)), Path(out).absolute()
+    meta["inputs"] = hashlib.sha256(f"{meta['inputs']} in {tasks} tasks".encode()).hexdigest()
+    job, marks = folder / "datatrove/job", folder / "datatrove/completions"
+    if cluster == "slurm" and is_queued(job):
+        ended = tasks - written(folder, tasks, text.n_vocab).count(None)
+        print(f"{folder}: {ended} of {tasks} tasks have ended; job {job.read_text()} has the others")
+        return None
+    with preparing(folder):
+        if tokens := one_process.begin(folder, meta["inputs"], force):
+            return tokens
+        for path in [folder / "datatrove", *folder.glob("task-*")] if force else [marks]:
+            shutil.rmtree(path, ignore_errors=True)
+        marks.mkdir(parents=True)
+        write_json(folder / "plan.json", {"inputs": meta["inputs"]})
+        shards = written(folder, tasks, text.n_vocab)
+        for rank in range(tasks):  # datatrove leaves out tasks with such a mark
+            if shards[rank] is not None:
+                (marks / f"{rank:05d}").touch()
+        task = Task(folder, units, text, meta)
+        tokenizer = DocumentTokenizer(str(folder / "datatrove/tokens"), text.name, save_final_metadata=False,
+                                      batch_size=100, shuffle_documents=False)
+        tokenizer.tokenizer = Tokenizer(text)
+        how = {"pipeline": [task.read, task.hold_out, tokenizer, task.write], "tasks": tasks,
+               "logging_dir": str(folder / "datatrove")}
+        options = dict(item.partition("=")[::2] for item in cluster_args.split(",") if item)
+        logger.remove()
+        if None in shards and cluster == "slurm":
+            job.write_text(run_on_slurm(workers or -1, options, folder.name, **how))
+            print(f"{folder}: {shards.count(None)} of {tasks} tasks submitted as job {job.read_text()}; rerun this "
+                  "command to see how many have ended")
+            return None
+        if None in shards and cluster == "ray":
+            run_on_ray(workers or -1, options, **how)
+        elif None in shards:
+            run_here(workers or one_process.CORES, **how)
+        shards = written(folder, tasks, text.n_vocab)
+        if None in shards:
+            first = shards.index(None)
+            raise DataError(f"{shards.count(None)} of {tasks} tasks did not end, the first of them task {first} "
+                            f"({reason(folder, first)}): rerun this command to resume")
+        return finish_shards(folder, shards, meta)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", choices=("slurm", "ray"), help="where tasks run (default: processes here)")
+    parser.add_argument("--cluster_args", default="", metavar="NAME=VALUE,...", help="options of sbatch, or of Ray")
+    parser.add_argument("--tasks", type=int, default=MOST_TASKS, help=f"at most (default {MOST_TASKS}), and not more "
+                        "than the source has files; local ones count once per 256 MB")
+    parser.add_argument("--workers", type=int, help="tasks at once (default: all on a cluster, one per core here)")
+    if tokens := prepare(**one_process.parse(parser)):
+        one_process.say(tokens)
+
+
+if __name__ == "__main__":
+    from data.tokens import cluster  # under the name that tasks import
+
+    run(cluster.main)
