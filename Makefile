@@ -5,7 +5,7 @@
 #   make test ARGS="-k scan -x"                                         a part of the tests
 #   make test-fused                                                     flash-linear-attention's kernels, on this CPU
 #   make chaos                                                          long fault injection; as root also a cut cable
-#   make slurm                                                          sweeps on a real Slurm, as root, and on Ray
+#   make slurm                                                          sweeps and tokens on a real Slurm (root) and Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
 #   make bench                                                          check and time the scan on this CPU
 #   make gpu                                                            on a GPU: correctness, speed, training
@@ -24,8 +24,8 @@ OUT    ?= out/$(basename $(notdir $(CONFIG)))
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
 	$(if $(findstring bpe,$(CONFIG)),$(PY) data/pystdlib_bpe/prepare.py)
-	$(PY) train.py $(CONFIG) --out_dir=$(OUT) $(ARGS)
-	$(PY) sample.py --out_dir=$(OUT) --max_new_tokens=400
+	$(PY) train.py $(CONFIG) --out_dir='$(OUT)' $(ARGS)
+	$(PY) sample.py --out_dir='$(OUT)' --max_new_tokens=400
 
 # Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for each other.
 test: $(VENV)/main $(VENV)/test lint
@@ -38,7 +38,8 @@ test-fused: $(VENV)/main $(VENV)/test $(VENV)/fused
 # Installs the lm-evaluation-harness for evaluate.py; scores the model of `make train`, if there is one.
 eval: $(VENV)/main $(VENV)/eval
 	$(PY) data/pystdlib/prepare.py
-	$(if $(wildcard $(OUT)/checkpoint.safetensors),$(PY) evaluate.py $(OUT) $(ARGS),@echo "installed; after make train: $(PY) evaluate.py $(OUT)")
+	@if [ -e '$(OUT)/checkpoint.safetensors' ]; then $(PY) evaluate.py '$(OUT)' $(ARGS); \
+	else echo "installed; after make train: $(PY) evaluate.py '$(OUT)'"; fi
 
 # The fault tests in their long form, in one process.
 chaos: $(VENV)/main $(VENV)/test
@@ -46,7 +47,7 @@ chaos: $(VENV)/main $(VENV)/test
 
 # Sets up a Slurm of this machine for as long as the tests run, see the script; LONGHORN_CHAOS=1: 20 faults and more.
 slurm: $(VENV)/main $(VENV)/test $(VENV)/cluster
-	OMP_NUM_THREADS=1 tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_cluster.py $(ARGS)
+	OMP_NUM_THREADS=1 tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_*cluster.py $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .
@@ -58,7 +59,7 @@ bench: $(VENV)/main
 # instead of results/gpu_<device>/.
 GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
-	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out=$(OUT)) $(ARGS)
+	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out='$(OUT)') $(ARGS)
 
 # Install once, and again when a requirements file changes: an empty file in .venv marks the time of the installation.
 $(VENV)/main: requirements.txt

@@ -6,9 +6,11 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
 
 Your own task files (*.yaml, in the harness's format) can use local data, with `dataset_path: json` and `data_files`
-under `dataset_kwargs`. Then no network is needed; neither is one for the embedded tasks (evaluation/tasks.py).
+under `dataset_kwargs`. Then no network is needed; neither is one for the embedded tasks (evaluation/tasks.py). Task
+files are programs: the harness runs their templates and the functions that they name.
 
-Results go to eval_tasks.json in the run's folder, with standard errors and the versions of tasks and harness.
+Results go to eval_tasks.json in the run's folder, with standard errors and the versions of tasks and harness. Results
+on other tasks stay there if they belong to the same checkpoint, settings and code.
 evaluation/harness.py explains how contexts and texts are read.
 """
 
@@ -29,10 +31,10 @@ import configurator
 import sample
 from data.tokenizer import Text, canonical
 from evaluation import tasks
-from runtime import distributed
+from runtime import checkpoint, distributed
 from runtime.distributed import launch
 from runtime.errors import ConfigError
-from runtime.records import environment, write_json
+from runtime.records import changed_files, environment, write_json
 
 ROOT = Path(__file__).resolve().parent
 
@@ -41,7 +43,7 @@ ROOT = Path(__file__).resolve().parent
 class EvaluateConfig:
     out_dir: str = ""  # the run's folder, with checkpoint.safetensors; or give it as the first argument
     tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
-    include: str = ""  # folder with your own task files (*.yaml)
+    include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
     limit: int = 0  # documents per task, to try things out; 0: all
     batch_tokens: int = 8192  # tokens per forward pass
     max_length: int = 0  # context limit in tokens; 0: none, even beyond the training block
@@ -79,6 +81,7 @@ def main(argv):
         raise ConfigError(f"include {config.include}: there is no such folder")
     device = distributed.open_device(config)
     lm, meta = sample.load_model(config.out_dir, device)
+    crc32 = checkpoint.checksum(Path(config.out_dir) / checkpoint.NEWEST)
     text, harness = tokenizer_of(meta, config), tasks.import_harness()
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
     dtype = distributed.pick_dtype(config.dtype, device)
@@ -95,21 +98,24 @@ def main(argv):
         print(f"{sum(longer):,} sequences are longer than the training block of {block:,} tokens, up to "
               f"{max(longest):,}: read whole (--max_length truncates them)")
     write(Path(config.out_dir) / "eval_tasks.json", {
-        "step": meta.get("step"), "tokens": meta.get("tokens"), "limit": config.limit, "max_length": config.max_length,
+        "step": meta.get("step"), "tokens": meta.get("tokens"), "checkpoint": {
+            "crc32": crc32, "seed": meta["config"].get("seed"), "code": (meta.get("code_versions") or [None])[-1]},
+        "limit": config.limit, "max_length": config.max_length,
         "dtype": str(dtype).removeprefix("torch."), "tokenizer": text.name, "longest": max(longest),
         "seconds": round(time.perf_counter() - start, 1), **output, "harness": harness.VERSION,
         "environment": environment()})
 
 
 def write(path, record):
-    """Write the record, keeping earlier results on other tasks if they have the same checkpoint and settings."""
-    same = ("step", "tokens", "limit", "max_length", "dtype", "tokenizer", "harness")
+    """Write the record, keeping earlier results on other tasks if they have the same checkpoint, settings and code."""
+    same = ("step", "tokens", "checkpoint", "limit", "max_length", "dtype", "tokenizer", "harness")
+    code_files = lambda scores: scores["environment"]["code_files"]
     try:
         old = json.loads(path.read_text())
-        if all(old[key] == record[key] for key in same):
+        if all(old[key] == record[key] for key in same) and not changed_files(code_files(old), code_files(record)):
             for key in ("results", "versions"):
                 record[key] = {**old[key], **record[key]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     try:
         write_json(path, record)

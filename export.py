@@ -19,34 +19,44 @@ One of our layers has two residual branches, so n_layer Mamba layers of ours are
 number of layers cannot be imported. Transformers stores RWKV-4's shifts as 1 - mu. Anything that our skeleton cannot
 express (grouped queries, an untied head, another rotary base) is refused by field and value, never approximated. Only
 JSON and safetensors are opened; nothing is unpickled.
+
+Before an export is done, transformers loads what was written, and its logits on random tokens are compared with the
+model's. An edited LLaMA, Mamba or RWKV-4 that transformers' class does not reproduce is exported under model_type
+"longhorn", with its code. `--check=FOLDER` repeats the comparison on any later day and machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 import glob
 import hashlib
+import importlib.util
 import json
 import math
 import modulefinder
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import safetensors.torch
 import torch
 
 import configurator
 import sample
+from data.loader import DataError
 from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
 from runtime import checkpoint, errors
 from runtime.errors import ConfigError, regular
 from runtime.folder import lock_run_dir
-from runtime.records import NATIVE_SOURCES, sync_folder, write_json
+from runtime.records import NATIVE_SOURCES, BadRecord, fields, sync_folder, write_json
+from runtime.records import read_json as read_record
 
 
 @dataclass
@@ -58,18 +68,22 @@ class ExportConfig:
     tokenizer: str = "auto"  # import: bytes, tiktoken:NAME or hf:NAME; auto: as in its config.json
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     push: str = ""  # export: user/name, also upload the folder to Hugging Face's hub (log in first: hf auth login)
+    license: str = ""  # export: licence of the weights for the model card, as mit or cc-by-4.0
+    check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint)
     overwrite: bool = False  # replace an earlier export or import in that folder
 
 
 ROOT = Path(__file__).resolve().parent
 CODE, TOKENIZER = "modeling_longhorn.py", ("tokenizer.json", "tokenizer_config.json")
-FILES = ("config.json", "model.safetensors", CODE, *TOKENIZER)
+FILES = ("config.json", "model.safetensors", "README.md", CODE, *TOKENIZER)
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM", "rwkv4": "RwkvForCausalLM"}
 OWN = {"architectures": ["LonghornForCausalLM"], "model_type": "longhorn", "tie_word_embeddings": False,
        "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
                     "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
 SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # backend depends on the machine
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
+CHECK_TOKENS = 2048  # at most block_size
 
 KINDS = {"llama": "llama", "mamba": "mamba", "rwkv": "rwkv4"}  # model_type in transformers -> our family
 # field -> (default in transformers, value that our skeleton has); other values would change the function
@@ -78,6 +92,19 @@ ONLY = {"llama": {"hidden_act": ("silu", "silu"), "rms_norm_eps": (1e-6, 1e-5), 
         "mamba": {"hidden_act": ("silu", "silu"), "layer_norm_epsilon": (1e-5, 1e-5),
                   "tie_word_embeddings": (True, True), "use_bias": (False, False), "use_conv_bias": (True, True)},
         "rwkv4": {"layer_norm_epsilon": (1e-5, 1e-5), "tie_word_embeddings": (False, True)}}
+
+ROPE = {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)}
+# Fields that model_config reads, and those that do not change the logits: training, generation and bookkeeping.
+READ = {"llama": {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rope_parameters",
+                  "rope_scaling", "max_position_embeddings", *ROPE},
+        "mamba": {"expand", "time_step_rank", "intermediate_size", "state_size", "conv_kernel", "block_size"},
+        "rwkv4": {"attention_hidden_size", "context_length", "intermediate_size"}}
+HARMLESS = {
+    "model_type", "architectures", "quantization_config", "hidden_size", "num_hidden_layers", "vocab_size",
+    "transformers_version", "_name_or_path", "dtype", "torch_dtype", "run", "initializer_range", "use_cache",
+    "return_dict", "id2label", "label2id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout",
+    "pretraining_tp", "residual_in_fp32", "time_step_scale", "time_step_min", "time_step_max", "time_step_floor",
+    "time_step_init_scheme", "rescale_prenorm_residual", "use_mambapy", "use_associative_scan", "rescale_every"}
 
 # their name -> our name, for tensors before and after the layers (the embedding first), and within a layer
 ENDS = {"llama": {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"},
@@ -111,12 +138,12 @@ def family(config):
     return families.pop() if len(families) == 1 else "longhorn"
 
 
-def names(config):
+def names(config, kind):
     """{name in the file: (our name, None, or (i, n) for part i of n of its rows)} for every tensor of LM(config).
 
-    A qkv matrix (3 d, d) has three names in the file, and so have RWKV-4's shifts; everything else is one to one.
+    kind: a family of ARCHITECTURES, for transformers' names, in which a qkv matrix (3 d, d) has three names, and so
+    have RWKV-4's shifts; any other for our own.
     """
-    kind = family(config)
     if kind not in ENDS:
         return {name: (name, None) for name in skeleton(config).state_dict()}
     mapping = {name: (prefix, None) for name, prefix in ENDS[kind].items()}
@@ -137,10 +164,10 @@ def skeleton(config):
         return LM(config)
 
 
-def as_in_file(state, config):
+def as_in_file(state, config, kind):
     """{name in the file: tensor} from one of our state_dicts; views where possible."""
     tensors = {}
-    for name, (our_name, part) in names(config).items():
+    for name, (our_name, part) in names(config, kind).items():
         tensors[name] = state[our_name] if part is None else state[our_name].chunk(part[1])[part[0]]
         if name.endswith("conv1d.weight"):
             tensors[name] = tensors[name].unsqueeze(1)  # (d_inner, 1, d_conv)
@@ -149,21 +176,34 @@ def as_in_file(state, config):
     return tensors
 
 
-def to_hf(lm, dtype=None, end_of_text=None):
+def misfit(lm):
+    """Why transformers' class for its family cannot hold an LM's tensors; None if it can, as far as names tell."""
+    ours, kind = lm.state_dict(), family(lm.config)
+    theirs = {our_name for our_name, _ in names(lm.config, kind).values()}
+    if kind not in ARCHITECTURES or ours.keys() == theirs:
+        return None
+    odd = next(name for name in [*ours, *theirs] if (name in ours) != (name in theirs))
+    return f"the model has {odd}, which {ARCHITECTURES[kind]} lacks" if odd in ours else f"the model has no {odd}"
+
+
+def to_hf(lm, dtype=None, end_of_text=None, kind=None):
     """(config.json's dict, {name: tensor on the CPU}) for a model; tensors are copies of its weights.
 
-    dtype: a torch dtype, default the model's; end_of_text: the token that ends a text, at which generation stops.
-    Raises ConfigError if float16 cannot hold a weight.
+    dtype: a torch dtype, default the model's; end_of_text: the token that ends a text, at which generation stops; kind:
+    "longhorn" for our own names and code, default the model's family. Raises ConfigError if float16 cannot hold a
+    weight.
     """
-    c, dtype = lm.config, dtype or lm.embed.weight.dtype
-    tensors = as_in_file(lm.state_dict(), c)
-    tensors = {name: t.detach().to("cpu", dtype, copy=True).contiguous() for name, t in tensors.items()}
+    c, dtype, kind = lm.config, dtype or lm.embed.weight.dtype, kind or family(lm.config)
+    tensors = as_in_file(lm.state_dict(), c, kind)
+    as_written = lambda t: t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype, copy=True).contiguous()
+    tensors = {name: as_written(t) for name, t in tensors.items()}
     for name, t in tensors.items():
         if dtype == torch.float16 and t.isinf().any():
             raise ConfigError(f"{name} is out of range for float16 (largest 65504): use bfloat16")
-    kind, dtype = family(c), str(dtype).removeprefix("torch.")
+    dtype = str(dtype).removeprefix("torch.")
     if kind not in ARCHITECTURES:
         settings = {name: getattr(c, name) for name in SETTINGS}
+        settings |= {"backend": "torch"} if c.backend == "torch" else {}  # its plain operators may have been edited
         return {**OWN, "dtype": dtype, "eos_token_id": end_of_text, "bos_token_id": end_of_text, **settings}, tensors
     config = {"architectures": [ARCHITECTURES[kind]], "model_type": {"rwkv4": "rwkv"}.get(kind, kind), "dtype": dtype,
               "vocab_size": c.vocab_size, "hidden_size": c.n_embd, "use_cache": True, "initializer_range": 0.02,
@@ -193,7 +233,8 @@ def from_hf(config, tensors):
     skeleton cannot express, and for tensors that are missing, left over or of the wrong shape.
     """
     ours = model_config(config)
-    if config["model_type"] == "longhorn":  # transformers adds a prefix when it saves
+    kind = "longhorn" if config["model_type"] == "longhorn" else ours.model
+    if kind == "longhorn":  # transformers adds a prefix when it saves
         tensors = {name.removeprefix("model."): t for name, t in tensors.items()}
     if ours.n_layer > len(tensors):  # check before building a skeleton with so many layers
         raise ConfigError(f"the config has {ours.n_layer} layers, more than there are tensors ({len(tensors)})")
@@ -201,16 +242,16 @@ def from_hf(config, tensors):
         lm = skeleton(ours)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the config describes no valid model: {error}") from None
-    expected = as_in_file(lm.state_dict(), ours)
+    expected, skeletons = as_in_file(lm.state_dict(), ours, kind), lm.state_dict()
     check_tensors(expected, tensors, ours.model)
-    dtype = functools.reduce(torch.promote_types, (tensors[name].dtype for name in expected), torch.float32)
-    parts = {}
-    for name, (our_name, _) in names(ours).items():
-        t = tensors[name].detach().to("cpu", dtype)
+    floats = [tensors[name].dtype for name, t in expected.items() if t.is_floating_point()]
+    dtype, parts = functools.reduce(torch.promote_types, floats, torch.float32), {}
+    for name, (our_name, _) in names(ours, kind).items():
+        t = tensors[name].detach().to("cpu", dtype if expected[name].is_floating_point() else expected[name].dtype)
         parts.setdefault(our_name, []).append(1 - t if ".time_mix_" in name else t)
-    state = {our_name: torch.cat(pieces) for our_name, pieces in parts.items()}  # copies
-    shaped = {our_name: t.reshape(lm.get_parameter(our_name).shape) for our_name, t in state.items()}
-    lm.load_state_dict(shaped, assign=True)
+    state = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in parts.items()}
+    lm = LM(ours).to(dtype)  # not the skeleton: a mixer may hold tensors that no file has
+    lm.load_state_dict({name: t.reshape(skeletons[name].shape) for name, t in state.items()})
     return lm.eval()
 
 
@@ -225,7 +266,7 @@ def check_tensors(expected, tensors, kind):
         shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
         if shape != t.shape:
             raise ConfigError(f"the tensor {name} is {shape}, but the config needs {tuple(t.shape)}")
-        if dtype not in FLOATS:
+        if dtype not in FLOATS and t.is_floating_point():
             raise ConfigError(f"the tensor {name} is {dtype}: only float64, float32, bfloat16 and float16 are "
                               "supported, no quantised weights")
     for name in sorted(tensors.keys() - expected.keys()):
@@ -246,6 +287,7 @@ def model_config(config):
     kind = KINDS[kind]
     named = [ARCHITECTURES[kind]]
     require(config, {"architectures": (named, named), "quantization_config": (None, None), **ONLY[kind]})
+    refuse_unknown(config, {*HARMLESS, *ONLY[kind], *READ[kind]})
     d, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
     sizes = {"n_embd": d, "n_layer": layers, "vocab_size": whole(config, "vocab_size")}
     if kind == "rwkv4":
@@ -255,11 +297,9 @@ def model_config(config):
     elif kind == "llama":
         heads = whole(config, "num_attention_heads")
         require(config, {"num_key_value_heads": (heads, heads), "head_dim": (d // heads, d // heads)})
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # the latter in older files
-        if not isinstance(rope, dict):
-            raise ConfigError(f"rope_parameters {rope!r} is not supported: only the default kind")
-        rope = {"rope_type": rope.get("type"), **config, **rope}  # older files have the base at the top level
-        require(rope, {"rope_type": ("default", "default"), "rope_theta": (1e4, 1e4), "partial_rotary_factor": (1, 1)})
+        check_rope("config", {key: config[key] for key in ROPE if key in config})  # where older files have the base
+        for name in ("rope_parameters", "rope_scaling"):  # the latter in older files, and in some beside the former
+            check_rope(name, config.get(name) or {})
         sizes |= {"n_head": heads, "block_size": whole(config, "max_position_embeddings", 2048),
                   "mlp_multiple": mlp_multiple(whole(config, "intermediate_size"), d, 8 * d / 3, "8/3")}
     else:
@@ -273,6 +313,24 @@ def model_config(config):
                   "dt_rank": 0 if rank in ("auto", math.ceil(d / 16)) else whole(config, "time_step_rank"),
                   "block_size": whole(config, "block_size", ModelConfig.block_size)}
     return ModelConfig(model=kind, **sizes)
+
+
+def check_rope(name, rope):
+    """Raises ConfigError unless these settings of rotary positions are the default ones."""
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{name} {rope!r} is not supported: only the default kind")
+    require({**rope, "rope_type": rope.get("rope_type") or rope.get("type")}, ROPE)
+    require(rope, {"type": ("default", "default")})
+    refuse_unknown(rope, {*ROPE, "type"}, f"{name}: ")
+
+
+def refuse_unknown(config, known, where=""):
+    """Raises ConfigError for a field that may change what the model computes, which nothing here reads. Fields that are
+    off (false, null, 0, empty) pass."""
+    for field in sorted(config.keys() - known):
+        if config[field]:
+            raise ConfigError(f"{where}{field} {str(config[field])[:80]!r} is not supported: it may change what the "
+                              "model computes (remove it if it does not)")
 
 
 def require(config, fields):
@@ -294,7 +352,8 @@ def mlp_multiple(hidden, d, least, times):
 
 
 def own_config(config):
-    known = {*OWN, "dtype", "run", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
+    known = {*OWN, "dtype", "run", "backend", "transformers_version", "use_cache",
+             *(f"{name}_token_id" for name in ("bos", "eos", "pad"))}
     unknown = config.keys() - SETTINGS.keys() - known
     if unknown:
         raise ConfigError(f"unknown setting {min(unknown)}: a newer version may have written this")
@@ -308,7 +367,8 @@ def own_config(config):
         elif type(value) is not type(default):
             only = "true or false" if type(default) is bool else "a string"
             raise ConfigError(f"{name} {value!r} is not supported: only {only}")
-    return ModelConfig(**settings)
+    require(config, {"backend": ("", "torch")} if config.get("backend") else {})
+    return ModelConfig(**settings, backend=config.get("backend") or "")
 
 
 def whole(config, field, absent=None, least=1):
@@ -374,9 +434,10 @@ def modelling_code():
     return code.replace("SOURCES = {}", table).replace("NATIVE = {}", f"NATIVE = {native!r}")
 
 
-def tokenizer_files(meta, vocab=None):
-    """({name: text} of the files for AutoTokenizer, the token that ends a text or None).
+def tokenizer_files(meta, vocab=None, most=None):
+    """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the one that pads or None).
 
+    Padding is the token that ends a text or, if that is ordinary text, one after the vocabulary, below `most` if given.
     Without files if the tokenizer is unknown, or cannot be loaded (which is printed).
     """
     try:
@@ -385,14 +446,21 @@ def tokenizer_files(meta, vocab=None):
     except (ValueError, KeyError) as error:
         if meta.get("tokenizer"):
             print(f"no tokenizer files: {error}", file=sys.stderr)
-        return {}, 50256 if meta.get("tokenizer") == "gpt2" else None
+        return {}, *[50256 if meta.get("tokenizer") == "gpt2" else None] * 2
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "model_max_length": int(1e30)}
-    end = text.end_of_text
+    end = padding = None
+    with contextlib.suppress(DataError):  # a tokenizer of Hugging Face without a token that ends a text
+        end = text.end_of_text
     if end:
-        settings |= {"bos_token": end, "eos_token": end}
+        settings |= {"bos_token": end, "eos_token": end, "pad_token": end}
+        end = padding = text.eot_token
+    elif most is None or text.n_vocab < most:
+        padding, settings["pad_token"] = text.n_vocab, "<|pad|>"
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer_json["added_tokens"].append({"id": padding, "content": "<|pad|>", **flags, "special": True})
     texts = json.dumps(tokenizer_json, ensure_ascii=False), json.dumps(settings, indent=1)
-    return dict(zip(TOKENIZER, texts, strict=True)), text.eot_token if end else None
+    return dict(zip(TOKENIZER, texts, strict=True)), end, padding
 
 
 def push(folder, name):
@@ -407,43 +475,80 @@ def push(folder, name):
                           "repeat the command with --overwrite)") from None
 
 
-def write(folder, config, tensors, overwrite=False, files=()):
+def write(folder, config, tensors, overwrite=False, files=(), verified=None):
     """Write config.json, model.safetensors and `files`, {name: text}; at any moment `folder` is absent, or a complete
-    old or new one. Raises ConfigError if `check_target` or the disk refuses."""
+    old or new one, also if several processes write it at once.
+
+    verified(path): called with the finished folder before it gets its name; returns more files. Raises ConfigError if
+    `check_target` or the disk refuses.
+    """
     check_target(folder, FILES, overwrite)
     target = Path(folder).resolve()  # a rename cannot replace a link to a folder
     tmp, old = (target.with_name(f".{target.name}.export.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
         tmp.mkdir(parents=True)
-        write_json(tmp / "config.json", config)
-        checkpoint.save(tmp / "model.safetensors", tensors, {}, kind="pt")  # the only kind that transformers reads
-        for name, text in dict(files).items():
-            (tmp / name).write_text(text, encoding="utf-8")
-        if target.exists():
-            os.rename(target, old)
-        os.rename(tmp, target)
-        sync_folder(target.parent)
+        with locked(tmp):  # so that others see that its writer lives
+            write_json(tmp / "config.json", config)
+            checkpoint.save(tmp / "model.safetensors", tensors, {}, kind="pt")  # the only kind that transformers reads
+            for more in (lambda: dict(files), lambda: verified(tmp) if verified else {}):
+                for name, text in more().items():
+                    (tmp / name).write_text(text, encoding="utf-8")
+            with locked(target.parent):
+                check_target(folder, FILES, overwrite, clean=False)  # again: another process may have been faster
+                if target.exists():
+                    os.rename(target, old)
+                os.rename(tmp, target)
+                sync_folder(target.parent)
     except OSError as error:
         if old.exists():
             os.rename(old, target)
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}: make room, or choose another folder"
+                          ) from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_target(folder, files, overwrite):
-    """Raises ConfigError unless `folder` is absent, empty, or holds only `files` and may be overwritten.
-
-    First restores or deletes whatever a killed `write` left next to it.
-    """
-    target = Path(folder).resolve()
-    for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.export.*-[0-9]*")):  # old- before tmp-
-        if ".export.old-" in left.name and not os.path.lexists(target):
-            os.rename(left, target)
-        else:
-            shutil.rmtree(left)
+@contextlib.contextmanager
+def locked(folder, wait=True):
+    """Yields True while this process alone holds a lock on a folder; False if another has it (only with wait=False),
+    None if the file system has no locks."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
+        import fcntl  # not on Windows
+
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        held = True
+    except BlockingIOError:
+        held = False
+    except (ImportError, OSError):
+        held = None
+    try:
+        yield held
+    finally:
+        os.close(handle)
+
+
+def clean_up(target):
+    """Restore or delete whatever a killed `write` left next to its target; a living one holds a lock."""
+    leftovers = sorted(target.parent.glob(f".{glob.escape(target.name)}.export.*-[0-9]*"))  # old- before tmp-
+    if not leftovers:
+        return
+    with locked(target.parent):
+        for left in leftovers:
+            with contextlib.suppress(FileNotFoundError), locked(left, wait=False) as dead:
+                if dead is not False and ".export.old-" in left.name and not os.path.lexists(target):
+                    os.rename(left, target)
+                elif dead:
+                    shutil.rmtree(left)
+
+
+def check_target(folder, files, overwrite, clean=True):
+    """Raises ConfigError unless `folder` is absent, empty, or holds only `files` and may be overwritten. First, with
+    `clean`, see clean_up."""
+    try:
+        if clean:
+            clean_up(Path(folder).resolve())
         there = sorted({*os.listdir(folder)} - {".lock"}) if os.path.lexists(folder) else []  # .lock: of a run
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}: choose another folder") from None
@@ -455,17 +560,187 @@ def check_target(folder, files, overwrite):
         raise ConfigError(f"{folder} is not empty: choose another folder, or use --overwrite")
 
 
+# -------------------------------------------------------------------------------------------------------- verification
+
+class Unlike(ConfigError):
+    """What was written is another model than the one that was given."""
+
+
+def random_tokens(vocab_size, n):
+    """(1, n) int64, the same in every version and on every machine."""
+    return torch.from_numpy(np.random.RandomState(0).randint(vocab_size, size=(1, n)))
+
+
+@torch.inference_mode()
+def logits_of(model, n=CHECK_TOKENS):
+    """(T, vocab_size) float32: an LM's logits on random tokens, as many as its block_size, at most n."""
+    return model(random_tokens(model.config.vocab_size, min(model.config.block_size, n)))[0][0].float()
+
+
+def fingerprint(logits):
+    """What --check compares: the last position's logits at up to 64 places, and their logsumexp."""
+    return {"tokens": len(logits), "logits": [*logits[-1, :: -(-logits.shape[1] // 64)].tolist(),
+                                              logits[-1].logsumexp(0).item()]}
+
+
+@torch.inference_mode()
+def logits_from(folder, config, n):
+    """(T, vocab_size) float32 of a written folder on n random tokens, computed by transformers' class or, if that is
+    not installed, by this repository; of our own by the code in the folder. Raises Unlike if it cannot be loaded."""
+    idx, is_ours = random_tokens(config["vocab_size"], n), config["model_type"] == "longhorn"
+    if not has_transformers():
+        return load(folder)(idx)[0][0].float()
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    loader = transformers.AutoModelForCausalLM
+    try:
+        if is_ours:  # not through transformers' cache of code
+            path = Path(folder) / CODE
+            name = "modeling_longhorn_" + hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            spec = importlib.util.spec_from_file_location(name, path)
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            loader = module.LonghornForCausalLM
+        model, report = loader.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        for problem, keys in report.items():
+            if keys:
+                raise Unlike(f"{problem.replace('_', ' ')}: {', '.join(map(str, sorted(keys)))[:200]}")
+        return model.eval()(idx).logits[0].float()
+    except (ValueError, RuntimeError, OSError, LookupError, TypeError, AttributeError, ImportError) as error:
+        if isinstance(error, Unlike):
+            raise
+        raise Unlike(f"it cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+
+
+def has_transformers():
+    return importlib.util.find_spec("transformers") is not None
+
+
+def compare(expected, logits, config):
+    """The largest difference over the largest expected value. Raises Unlike."""
+    most = TOLERANCE["longhorn" if config["model_type"] == "longhorn" else "transformers"]
+    difference = float((logits - expected).abs().max() / expected.abs().max())
+    if not difference <= most:  # nan, too
+        raise Unlike(f"its logits differ by {difference:.0e} of the largest, and rounding by at most {most:.0e}")
+    return difference
+
+
+def check_folder(config):
+    """--check: every byte of the weights, and the logits against those at the export, or those of a run."""
+    folder = Path(config.check)
+    there = read_json(folder / "config.json")
+    checkpoint.load(folder / "model.safetensors", prefix="no tensor")
+    try:
+        recorded = there["run"]["verified"]
+        logits = logits_from(folder, there, recorded["tokens"])
+        if config.out_dir:
+            lm, _ = sample.load_model(config.out_dir)
+            expected = logits_of(rounded(lm, getattr(torch, there["dtype"]), there), recorded["tokens"])
+        else:
+            expected, logits = (torch.tensor(x["logits"]) for x in (recorded, fingerprint(logits)))
+        difference = compare(expected, logits, there)
+    except Unlike as error:
+        raise ConfigError(f"{folder} is not the model that was exported: {error}") from None
+    except (LookupError, TypeError, RuntimeError):
+        raise ConfigError(f"{folder}/config.json does not say what to verify: it was not written by export.py, or by "
+                          "an earlier version") from None
+    against = f"{config.out_dir}'s" if config.out_dir else "those at the export"
+    print(f"{folder}: the weights' checksum is right; logits agree to {difference:.0e} with {against}")
+
+
+def rounded(lm, dtype, config):
+    """The LM with its weights as a file of this dtype holds them."""
+    kind = "longhorn" if config["model_type"] == "longhorn" else family(lm.config)
+    return lm if dtype == torch.float32 else from_hf(*to_hf(lm, dtype, kind=kind))
+
+
+# ---------------------------------------------------------------------------------------------------------- model card
+
+CARD = """---
+library_name: transformers
+license: {license}
+pipeline_tag: text-generation
+---
+# {name}
+
+{model}: {parameters:,} parameters in {dtype}, trained for {steps:,} steps on {tokens:,} tokens.
+
+- data: {data}
+- licence of the weights: {licence}
+- code: {code}
+- verified: {verified}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
+
+
+def model_card(config, lm, meta, there, verified):
+    """The README.md of an exported folder: data, licence, commit, and how it was verified."""
+    try:
+        with fields():
+            ran_in = read_record(Path(config.out_dir) / "config.json")["environment"]
+            code = f"commit {ran_in['commit']}, {ran_in['code']}"
+            code += ", with uncommitted changes" if ran_in["uncommitted_changes"] else ""
+    except BadRecord:
+        code = "unknown (the run's config.json is missing or damaged)"
+    splits = ", ".join(f"{split} sha256 {str(value)[:16]}" for split, value in (meta["data"] or {}).items())
+    return CARD.format(
+        name=config.push or Path(config.to).resolve().name, license=config.license or "unknown",
+        licence=config.license or "not stated (--license)", model=lm.config.pattern or lm.config.model,
+        parameters=sum(p.numel() for p in lm.parameters()), dtype=config.dtype, steps=meta["step"] or 0,
+        tokens=meta["tokens"] or 0, data=f"{meta['config'].get('dataset', 'unknown')} ({splits or 'no checksum'})",
+        code=code, verified=verified, trust=", trust_remote_code=True" * (there["model_type"] == "longhorn"))
+
+
 def export_run(config):
     check_target(config.to, FILES, config.overwrite)  # check first: reading may take minutes
     lm, meta = sample.load_model(config.out_dir)
-    files, end_of_text = tokenizer_files(meta, config.vocab)
-    there, tensors = to_hf(lm, getattr(torch, config.dtype), end_of_text)
-    there["run"] = {key: meta.get(key) for key in ("tokenizer", "table", "step", "tokens", "data")}
-    is_ours = there["model_type"] == "longhorn"
-    write(config.to, there, tensors, config.overwrite, files | ({CODE: modelling_code()} if is_ours else {}))
-    count, trust = sum(t.numel() for t in tensors.values()), ", trust_remote_code=True" if is_ours else ""
+    kind, dtype = family(lm.config), getattr(torch, config.dtype)
+    if kind in ARCHITECTURES:
+        reason = misfit(lm) or (not has_transformers() and "pip install transformers, which would verify that")
+        try:
+            if not reason:
+                return written(config, lm, meta, kind, dtype)
+        except Unlike as error:
+            reason = str(error)
+        print(f"no {ARCHITECTURES[kind]}: {reason}; exported with its own code, which needs trust_remote_code=True")
+    try:
+        written(config, lm, meta, "longhorn", dtype)
+    except Unlike as error:
+        raise ConfigError(f"the model cannot be read back from an export: {error}: nothing was written") from None
+
+
+def written(config, lm, meta, kind, dtype):
+    """Write and verify the folder, and say so; upload it, if asked. kind: see to_hf. Raises Unlike, before the folder
+    exists."""
+    most = lm.config.vocab_size if kind in ARCHITECTURES else None  # our own code never looks at padding
+    files, end_of_text, padding = tokenizer_files(meta, config.vocab, most)
+    there, tensors = to_hf(lm, dtype, end_of_text, kind)
+    there |= {"pad_token_id": padding} if kind not in ARCHITECTURES else {}  # LLaMA's would get no gradient
+    expected = logits_of(rounded(lm, dtype, there))
+    there["run"] = {**{key: meta[key] for key in ("tokenizer", "table", "step", "tokens", "data")},
+                    "verified": fingerprint(expected)}
+    files |= {CODE: modelling_code()} if kind not in ARCHITECTURES else {}
+    agreement = []
+
+    def verified(tmp):
+        difference = compare(expected, logits_from(tmp, there, len(expected)), there)
+        by = "transformers" if has_transformers() else "this repository"
+        agreement.append(f"read back by {by}, its logits on {len(expected):,} random tokens agree to {difference:.0e} "
+                         "of the largest")
+        return {"README.md": model_card(config, lm, meta, there, agreement[0])}
+
+    write(config.to, there, tensors, config.overwrite, files, verified)
+    count, trust = sum(p.numel() for p in lm.parameters()), ", trust_remote_code=True" if CODE in files else ""
     print(f"wrote {config.to}: {count:,} parameters; load it with AutoModelForCausalLM.from_pretrained({config.to!r}"
-          f"{trust})")
+          f"{trust}); {agreement[0]}")
     if config.push:
         push(config.to, config.push)
         print(f"uploaded to {config.push}")
@@ -477,6 +752,7 @@ def import_folder(config):
     run = read_json(Path(config.from_hf) / "config.json").get("run") or {}  # written by export.py, for sample.py
     kinds = {"tokenizer": str, "table": str, "step": int, "tokens": int}
     if (not isinstance(run, dict) or any(not isinstance(run.get(key) or kind(), kind) for key, kind in kinds.items())
+            or any(isinstance(run.get(key), bool) or not 0 <= (run.get(key) or 0) < 2**48 for key in ("step", "tokens"))
             or not re.fullmatch("bytes|gpt2|char|(tiktoken|hf):.+", run.get("tokenizer") or "bytes")):
         raise ConfigError(f"{config.from_hf}/config.json: invalid \"run\", not written by export.py: {str(run)[:200]}")
     if config.tokenizer == "auto":
@@ -496,13 +772,16 @@ def import_folder(config):
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     unknown = "" if tokenizer else " (first import it again with its --tokenizer, such as bytes or gpt2)"
     print(f"wrote {path}: {lm.config.model}, {sum(p.numel() for p in lm.parameters()):,} parameters; "
-          f"next: python sample.py --out_dir={config.out_dir}{unknown}")
+          f"next: python sample.py {shlex.quote(f'--out_dir={config.out_dir}')}{unknown}")
 
 
 def main(argv):
     config = configurator.load(ExportConfig, argv)
-    if not config.out_dir or bool(config.to) == bool(config.from_hf):
-        raise ConfigError("give --out_dir and either --to, to export its model, or --from_hf, to import one")
+    if config.check and not (config.to or config.from_hf):
+        return check_folder(config)
+    if not config.out_dir or bool(config.to) == bool(config.from_hf) or config.check:
+        raise ConfigError("give --out_dir and either --to, to export its model, or --from_hf, to import one; or "
+                          "--check, to verify an exported folder")
     if config.to and config.tokenizer != "auto" or config.from_hf and "dtype" in config.overrides:
         raise ConfigError("--tokenizer works with --from_hf only, --dtype with --to only: a checkpoint's weights are "
                           "float32")

@@ -465,6 +465,7 @@ class Mesa(DeltaNet):
         out = W_o (RMSNorm_head(o) * weight)
 
     The delta rule takes one step per token towards this regression's solution and keeps no H. `step` does not apply.
+    v is convolved and passed through SiLU like q and k; in flash-linear-attention's layer it is W_v x alone.
     """
 
     operator = "mesa"

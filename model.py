@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels import build
 from kernels.linear_attention import gated_linear_attention
-from kernels.ops import attention, causal_conv1d, conv_state, documents, linear_cross_entropy, rms_norm
+from kernels.ops import attention, causal_conv1d, conv_state, cross_entropy, documents, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
 from runtime.parameters import (
     constant,
@@ -74,7 +74,10 @@ class ModelConfig:
     as_released: bool = False  # RWKV, RetNet, GLA, weight decay and data windows as in the paper's code
     documents: Literal["join", "pack"] = "join"  # pack: start each document in a window from an empty state
     end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
+    loss_from_logits: bool = False  # train on the loss of LM.forward's logits: for editing them; needs more memory
     backend: str = ""  # which operators run: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
+
+    places = range(1024)  # layers that are built: all; the toys of runtime/self_check.py have fewer
 
     @property
     def families(self):
@@ -136,16 +139,16 @@ class ScanBlock(nn.Module):
     def forward(self, u, state=None):
         x_before, h0 = (None, None) if state is None else state
         x, z = self.in_proj(u).chunk(2, -1)  # (B, T, d_inner) each, views
-        c, dt, k, q = self.scanned(x, x_before)
-        y, hT = self.scan(c, dt, k, q, z, h0)  # (B, T, d_inner), (B, d_inner, N)
+        y, hT = self.mix(x, z, x_before, h0)  # (B, T, d_inner), (B, d_inner, N)
         y = self.out_proj(y)
         return y, None if state is None else (conv_state(x, x_before, self.W), hT)
 
-    def scanned(self, x, x_before=None, reverse=False):
-        """The scan's inputs except z: x after the convolution, dt, k, q. Image models also scan in reverse."""
-        c = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
-        r, k, q = self.x_proj(c).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
-        return c, self.dt_proj(r), k, q  # c, dt (B, T, d_inner)
+    def mix(self, x, z, x_before=None, h0=None, reverse=False):
+        """The convolution and the scan. Image models also run them in reverse."""
+        x = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
+        r, k, q = self.x_proj(x).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
+        dt = self.dt_proj(r)  # (B, T, d_inner)
+        return self.scan(x, dt, k, q, z, h0, **({"reverse": True} if reverse else {}))
 
     def initial_state(self, batch_size, device):
         return (torch.zeros(batch_size, self.W - 1, self.d_inner, device=device),
@@ -403,9 +406,9 @@ class Branch(nn.Module):
 class Layer(nn.Module):
     """The branches of one layer, in sequence. For parallel branches, sum their outputs for the same h here."""
 
-    def __init__(self, config, mixers, index, norm=RMSNorm):
+    def __init__(self, config, mixers, index, norm=RMSNorm, branch=Branch):
         super().__init__()
-        self.branches = nn.ModuleList(Branch(norm(config), mixer(config, index)) for mixer in mixers)
+        self.branches = nn.ModuleList(branch(norm(config), mixer(config, index)) for mixer in mixers)
 
     def forward(self, h, state=None):
         after = []
@@ -431,6 +434,19 @@ def tensors_of(state):
     if isinstance(state, (list, tuple)):
         return [a for part in state for a in tensors_of(part)]
     return [state] if isinstance(state, torch.Tensor) else []
+
+
+def emptied(state, empty, rows):
+    """A state in which these rows, (B,) of bool, are those of `empty`. Raises ValueError if only some rows of a cache
+    that grows would have to shrink."""
+    if rows.all():
+        return empty
+    if isinstance(state, (list, tuple)):
+        return type(state)(emptied(part, new, rows) for part, new in zip(state, empty, strict=True))
+    if state.shape != empty.shape:
+        raise ValueError("documents=pack: documents end at different places in the rows of a batch, and the cache of "
+                         "attention has one length for all rows: read the rows one at a time")
+    return torch.where(rows.view(-1, *[1] * (state.dim() - 1)), empty.to(state.dtype), state)
 
 
 class LM(nn.Module):
@@ -468,7 +484,8 @@ class LM(nn.Module):
 
     def build_layers(self, config):
         """The layers of the config's pattern."""
-        return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)]
+        return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)
+                if i in config.places]
 
     def check_documents(self):
         """Raises ValueError if a mixer or learned positions would carry over from one packed document to the next."""
@@ -503,25 +520,44 @@ class LM(nn.Module):
         if keep and (len(state) != len(self.layers) or {len(a) for a in tensors_of(state) if a.dim() > 1} - {len(idx)}):
             raise ValueError(f"state does not fit {len(self.layers)} layers and a batch of {len(idx)}: start from "
                              f"initial_state({len(idx)}), or from the state that the previous call returned")
-        h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
-        if self.positions is not None:
-            h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
-        pack = self.config.documents == "pack" and not keep  # a state belongs to one document
-        with documents((idx == self.config.end_of_text).roll(1, 1) if pack else None):
-            for layer, s in zip(self.layers, state if keep else [None] * len(self.layers), strict=True):
-                h, s = layer(h, s)
-                after.append(s)
+        h, after = (self.through_documents if keep and self.config.documents == "pack" else self.through_layers)(
+            idx, state)  # (B, T, n_embd)
         h = self.norm(h[:, -1:] if last_only else h)
         logits = loss = None
-        if loss_only and self.config.backend != "torch" and not torch.compiler.is_compiling():
+        from_logits = self.config.loss_from_logits or self.config.backend == "torch" or torch.compiler.is_compiling()
+        if loss_only and not from_logits:
             loss = linear_cross_entropy(h, self.embed.weight, targets)
         else:  # also with loss_only, if compiling: torch.compile fuses these lines
             logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
             if targets is not None:
-                wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1)
+                loss = cross_entropy(logits, targets)
         logits = None if loss_only else logits
         return (logits, loss, after) if keep else (logits, loss)
+
+    def through_layers(self, idx, state=None):
+        """((B, T, n_embd) after the last layer, the layers' next state)."""
+        h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
+        if self.positions is not None:
+            h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
+        pack = self.config.documents == "pack" and state is None
+        with documents((idx == self.config.end_of_text).roll(1, 1) if pack else None):
+            for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
+                h, s = layer(h, s)
+                after.append(s)
+        return h, after
+
+    def through_documents(self, idx, state):
+        """The same for packed documents that are read through a state: the token that ends one empties the state, as
+        the next document starts from an empty one in training."""
+        ends, parts = idx == self.config.end_of_text, []  # (B, T)
+        cuts = [end + 1 for end in ends.any(0).nonzero()[:, 0].tolist() if end + 1 < idx.shape[1]]
+        for part in idx.tensor_split(cuts, 1):
+            h, state = self.through_layers(part, state)
+            ended = part[:, -1] == self.config.end_of_text
+            if ended.any():
+                state = emptied(state, self.initial_state(len(idx)), ended)
+            parts.append(h)
+        return torch.cat(parts, 1), state
 
     def branches(self):
         """[(name, Branch)] in the order in which they run."""

@@ -25,7 +25,7 @@ import configurator
 import mixers  # noqa: F401  all families
 from data.tokenizer import Text
 from model import LM, ModelConfig, check_tokens
-from runtime import checkpoint, errors
+from runtime import checkpoint, distributed, errors, records
 from runtime.distributed import named_device
 
 
@@ -44,7 +44,8 @@ class SampleConfig:
 
 
 def load_model(folder, device="cpu"):
-    """(LM in evaluation mode, the checkpoint's meta) from a run's folder. Raises CheckpointError."""
+    """(LM in evaluation mode, the checkpoint's meta) from a run's folder. Raises CheckpointError. A line on stderr says
+    if the code has changed since the training."""
     path = Path(folder) / "checkpoint.safetensors"
     tensors, meta = checkpoint.load(path)
     with checkpoint.fitting(path):
@@ -67,6 +68,8 @@ def load_model(folder, device="cpu"):
                 raise ValueError(wrong)
         lm = LM(sizes)
         lm.load_state_dict(weights["model"])
+    if (changed := records.code_since(folder)) and distributed.rank() == 0:
+        print(changed, file=sys.stderr)
     return lm.to(device).eval(), meta
 
 
@@ -129,7 +132,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
 
 def main(argv):
     config = configurator.load(SampleConfig, argv)
-    for key, low, high in (("max_new_tokens", 1, math.inf), ("num_samples", 1, math.inf), ("temperature", 0, math.inf),
+    for key, low, high in (("max_new_tokens", 1, 10**9), ("num_samples", 1, 10**6), ("temperature", 0, math.inf),
                            ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2**63 - 1)):
         if not low <= getattr(config, key) <= high:
             raise errors.ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")

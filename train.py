@@ -57,7 +57,7 @@ class TrainConfig(ModelConfig):
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
     init_from: str = ""  # a run's folder or a checkpoint: start from its weights only (fine-tuning)
     seed: int = 1337  # of the initial weights and the data order
-    self_check: Literal["on", "off"] = "on"  # at the start, compare kernels with plain loops, states with sequences
+    self_check: Literal["on", "off", "only"] = "on"  # compare kernels to loops, states to sequences; only: then stop
     # --- data
     dataset: str = "pystdlib"  # a prepared folder in data/, or a path; a mixture: a:0.8,b:0.2
     vocab_size: int = 0  # 0: the dataset's, rounded up to a multiple of 64
@@ -111,9 +111,11 @@ def train(config, model, data, evaluate, schedule=None):
 
     Args:
         config: a TrainConfig or a subclass, with out_dir, dtype and the sizes filled in.
-        model: any nn.Module on its device; model(x, y, loss_only=True) -> (_, mean loss). If it has after_step(), that
-            is called after each optimiser step. Unless self_check is "off", it must be an LM or have toy() and
-            toy_batch(), see runtime/self_check.py.
+        model: any nn.Module on its device; model(x, y, loss_only=True) -> (_, mean loss). Unless self_check is "off",
+            it must be an LM or have toy() and toy_batch(), see runtime/self_check.py. If it has after_step(), that is
+            called after each optimiser step. What after_step changes, such as an average of the weights, must be in
+            state_dict() to survive a resume: in a registered buffer, or through get_extra_state and set_extra_state as
+            in experiments/vision/classify.py. A plain attribute is lost.
         data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), weights adding up to 1;
             sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
@@ -121,13 +123,16 @@ def train(config, model, data, evaluate, schedule=None):
             get a log line each. With eval_tasks_interval also evaluate.tasks(model) -> scores (see Evaluate).
         schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
 
-    Returns the final metrics, or None if the run was stopped early. Raises ConfigError, or Stopped if the run cannot
-    continue (runtime/errors.py).
+    Returns the final metrics, or None if the run was stopped early or only checked. Raises ConfigError, or Stopped if
+    the run cannot continue (runtime/errors.py).
     """
     schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
+    dtype = getattr(torch, config.dtype)
+    if config.self_check == "only":
+        line = self_check(model, dtype)
+        return print(line, flush=True) if distributed.rank() == 0 else None
     with (Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry,
           Signals() as signals):  # out of memory becomes one line here
-        dtype = getattr(torch, config.dtype)
         telemetry.say(self_check(model, dtype) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
@@ -145,7 +150,7 @@ def train(config, model, data, evaluate, schedule=None):
             if math.isfinite(loss) and math.isfinite(grad_norm):
                 for optimizer in optimizers:
                     optimizer.step()
-                if hasattr(model, "after_step"):  # such as averaging weights
+                if hasattr(model, "after_step"):  # such as averaging weights, in a buffer: an attribute is not saved
                     model.after_step()
                 folder.progress.bad = 0
             else:
@@ -202,6 +207,17 @@ POSITIVE = ("block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_
             "keep_checkpoints")
 NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_tasks_interval",
                 "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size", "seed")
+
+
+TEXT_ONLY = ("pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
+             "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval")
+
+
+def check_not_set(config, names, words):
+    """Raises ConfigError if one of these settings, which the program cannot use, is not its default."""
+    for field in dataclasses.fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            raise ConfigError(f"{field.name} {getattr(config, field.name)} {words}")
 
 
 def check(config):
@@ -307,10 +323,13 @@ def main(argv):
                               f"{other.meta['tokenizer']!r}, {tokens.folder} {tokens.meta['tokenizer']!r}, or their "
                               "vocabularies differ: prepare one of them again")
     if config.documents == "pack" and config.end_of_text < 0:
-        config.end_of_text = tokens.meta.get("end_of_text", -1)
-        if config.end_of_text < 0:
+        if tokens.meta.get("end_of_text") is None:
             raise ConfigError(f"documents=pack: {tokens.folder / 'meta.json'} does not say which token ends a "
                               "document: give --end_of_text, or use --documents=join")
+        config.end_of_text = tokens.meta["end_of_text"]
+    if not -1 <= config.end_of_text < tokens.vocab_size:
+        raise ConfigError(f"end_of_text {config.end_of_text} is no token of {tokens.folder}: it must be 0 or more and "
+                          f"below {tokens.vocab_size}, or -1 for the data's own")
     if parts[1:] and config.as_released:
         raise ConfigError(f"dataset={config.dataset}: as_released cannot mix datasets: name one")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,10 @@ sys.path.insert(0, str(ROOT))
 from bench import gpu, measure, scan_cuda  # noqa: E402
 from bench.measure import DTYPES  # noqa: E402
 from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.records import fields, read_json  # noqa: E402
+from runtime.records import NATIVE_SOURCES, fields, read_json  # noqa: E402
 from runtime.telemetry import peak_flops  # noqa: E402
 
 FIRST = "gpu_correctness.json"
-SOURCES = {"longhorn_scan.cu", "kernels/build.py", "kernels/scan.py"}  # part of every measurement
 # The memory's peak in bytes per second, from the data sheets; of other devices, what a copy reached counts alone.
 PEAK_BYTES = {"H200": 4.8e12, "H100 PCIe": 2.04e12, "H100 NVL": 3.94e12, "H100": 3.36e12, "A100": 2.04e12,
               "L40S": 0.87e12, "B200": 8e12, "RTX 5090": 1.8e12, "RTX 4090": 1.01e12, "RTX 3090": 1.01e12}
@@ -52,19 +52,34 @@ def faults(folder, dry_run=False, root=ROOT):
         yield from (f"{FIRST}: {line}" for line in correctness_faults(records[FIRST], Path(folder), dry_run))
     for name, record in records.items():
         with fields(name):
-            kinds = {"scan_cuda": scan_faults, "step": step_faults}
+            kinds = {"gpu": call_faults, "scan_cuda": scan_faults, "step": step_faults}
             lines = [*origin_faults(record, records[FIRST], dry_run, root), *sample_faults(record)]
-            lines += kinds[record["benchmark"]](record, dry_run) if record["benchmark"] in kinds else []
+            lines += kinds[record["benchmark"]](record, dry_run, records)
             yield from (f"{name}: {line}" for line in lines)
+
+
+def call_faults(record, dry_run, records):
+    """A build or a test that failed, and stages whose own record is missing."""
+    stages = {stage["stage"]: stage for stage in record["stages"]}
+    if len(stages) < len(record["stages"]):
+        yield "it names a stage twice"
+    for name, stage in stages.items():
+        if name in (*gpu.GATES, "environment", "memcheck", "racecheck"):
+            if stage["status"] == "failed" or stage["status"] == "ok" and stage["exit_status"]:
+                yield f"stage {name} failed"
+        own = "scan_cuda.json" if name == "benchmark" else f"{name}.json" if name.startswith("training") else None
+        if own and stage["status"] == "ok" and own not in records:
+            yield f"the record of its stage {name}, {own}, is missing"
 
 
 def correctness_faults(record, folder, dry_run):
     """The build and the tests: that they ran, succeeded, and printed what the record says."""
     stages = {stage["stage"]: stage for stage in record["stages"]}
-    for name in ("environment", *gpu.GATES, "memcheck", "racecheck"):
-        status = stages[name]["status"] if name in stages else "missing"
-        if status in ("failed", "missing") or status != "ok" and name in gpu.GATES:
-            yield f"stage {name} is {status}"
+    for name in ("environment", *gpu.GATES):
+        if name not in stages or stages[name]["status"] != "ok":
+            yield f"stage {name} is {stages[name]['status'] if name in stages else 'missing'}"
+    if not described(record):
+        yield "it describes no device"
     (counts,) = stages.get("tests", {}).get("records") or [{"passed": 0, "skipped": 0, "failed": []}]
     if counts["failed"] or not counts["passed"] + dry_run * counts["skipped"]:
         yield f"{counts['passed']} tests passed and {len(counts['failed'])} failed"
@@ -83,23 +98,28 @@ def origin_faults(record, first, dry_run, root):
     for name in needed:
         if not isinstance(ran[name], str) or not ran[name]:
             yield f"it does not name its {name} ({ran[name]!r})"
-    for name in (*needed, "commit"):
+    for name in ("python", "torch", "gpu", "cuda", "commit"):
         if ran[name] != origin[name]:
             yield f"its {name} is {ran[name]}, and {FIRST} has {origin[name]}"
-    for device in [record["device"]] if "device" in record else [r["device"] for r in environments(record)]:
-        name = device if isinstance(device, str) else device["name"]
-        if not dry_run and name != ran["gpu"]:
-            yield f"its device is {name!r}, and its environment has {ran['gpu']!r}"
-        if not dry_run and isinstance(device, dict) and not (device.get("nvidia_smi") or {}).get("driver_version"):
+    for device in described(record):
+        wanted = described(first)[0]["name"] if dry_run and described(first) else ran["gpu"]
+        if device["name"] != wanted:
+            yield f"its device is {device['name']!r}, and not {wanted!r}"
+        if not dry_run and not (device.get("nvidia_smi") or {}).get("driver_version"):
             yield "it does not name the driver's version"
+    if record["benchmark"] == "step" and record["device"] != (wanted := ran["cpu" if dry_run else "gpu"]):
+        yield f"its device is {record['device']!r}, and not {wanted!r}"
     dates = [datetime.datetime.fromisoformat(r["date"]).timestamp() for r in (first, record)]
     if not dates[0] <= dates[1] <= datetime.datetime.now().timestamp() + 3600:
         yield f"its date {record['date']} is before that of {FIRST} ({first['date']}), or in the future"
     yield from commit_faults(ran, dry_run, root)
 
 
-def environments(record):
-    return [r for stage in record.get("stages", []) if stage["stage"] == "environment" for r in stage["records"][:1]]
+def described(record):
+    """The devices that a record of bench/gpu.py or bench/scan.py describes."""
+    if record["benchmark"] == "scan_cuda":
+        return [record["device"]]
+    return [r["device"] for stage in record.get("stages", []) for r in stage["records"] if "device" in r]
 
 
 def commit_faults(ran, dry_run, root):
@@ -108,9 +128,9 @@ def commit_faults(ran, dry_run, root):
         yield "it was measured with uncommitted changes, or outside git"
     if hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10] != ran["code"].removeprefix("v2"):
         yield f"its code {ran['code']} is not the hash of its files"
-    if missing := SOURCES - set(files):
+    if missing := set(NATIVE_SOURCES) - set(files):
         yield f"its files lack {', '.join(sorted(missing))}"
-    if len(commit) != 40 or committed(root, commit) is None:
+    if not re.fullmatch("[0-9a-f]{40}", commit) or committed(root, commit) is None:
         yield f"its commit {commit} is not in this repository"
     elif ran["uncommitted_changes"] is False:
         other = [path for path, digest in files.items() if committed(root, commit, path) != digest]
@@ -144,7 +164,7 @@ def sample_faults(record, place=""):
             yield from sample_faults(entry, f"{place}.{name}" if place else name)
 
 
-def scan_faults(record, dry_run):
+def scan_faults(record, dry_run, records):
     """Correctness of what was timed, and times that no such device can reach."""
     rows, wanted = record["correctness"], scan_cuda.cases(dry_run)
     checked = [(r["family"], tuple(r[n] for n in "BTDN"), r["dtype"], {n: r[n] for n in ("key", "logit") if n in r})
@@ -194,7 +214,7 @@ def arithmetic(device, shape, direction):
     return INSTRUCTIONS[direction] * math.prod(shape) / (device["multiprocessors"] * lanes * clock)
 
 
-def step_faults(record, dry_run):
+def step_faults(record, dry_run, records):
     """Rates that do not follow from the times, and models that do not learn."""
     tokens, peak = record["shape"]["batch_size"] * record["shape"]["block_size"], peak_flops(record["device"])
     for row in record["rows"]:

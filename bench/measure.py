@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from kernels import build  # noqa: E402
 from runtime import records  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
-from runtime.records import code_version  # noqa: E402
+from runtime.records import code_version, temporary  # noqa: E402
 
 EPS = torch.finfo(torch.float32).eps
 TINY = 1e-15
@@ -34,11 +34,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # ---------------------------------------------------------------------------------------------------- inputs and errors
 
 def check_numbers(parser, args, *names):
-    """Exit with an argparse error for a number outside 1 .. a million; None, and seconds (_s) >= 1, are accepted."""
+    """Exit with an argparse error for a number outside 1 .. a million; None, and seconds (_s) >= 1, are accepted.
+
+    Of threads at most 16 per core: the system refuses more, and OpenMP then ends the process."""
     for name in names:
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= (math.inf if name.endswith("_s") else 10**6):
-            parser.error(f"--{name}={value:g}: must be at least 1, and at most a million")
+        value, most = getattr(args, name), 16 * (os.cpu_count() or 1) if name == "threads" else 10**6
+        if value is not None and not 1 <= value <= (math.inf if name.endswith("_s") else most):
+            parser.error(f"--{name}={value:g}: must be at least 1, and at most {most:,}")
 
 
 def make_inputs(B, T, D, N, dtype, extras=True, device="cpu", key=1.0, logit=None):
@@ -210,7 +212,7 @@ def check_out(out, instead="another --out"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         if Path(out).is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        tmp = Path(f"{out}.tmp-{os.getpid()}")  # the temporary name that write_record uses
+        tmp = Path(temporary(out))
         tmp.touch()
         tmp.unlink()
     except OSError as error:

@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from PIL import Image
 
 from data.loader import DataError
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, regular
+from runtime.signals import wait_for
 
 LAYOUT = "an image folder has train/CLASS/*.jpg and val/CLASS/*.jpg"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue; grey images use 0.5
+READ_WHOLE, PIECE = 1 << 30, 4096  # see contents
 RAND_AUGMENT_GROUP = 16  # images that share RandAugment's operations, which kornia draws once per call
 
 
@@ -40,19 +42,21 @@ class Split:
 
 
 def load(name):
-    """(training Split, validation Split, class names, sha256 that identifies the dataset).
+    """(training Split, validation Split, class names, the dataset's identity: {"sha256": hex, "contents": hex}).
 
+    sha256: of names, sizes and labels; contents: only of a folder's images (see `contents`).
     Raises DataError if `name` is not an image dataset.
     """
     source = digits if name == "digits" else hub if name.startswith("hf:") else folder
-    train, val, classes, about = source(name)
+    train, val, classes, about, *contents_sha256 = source(name)
     for split, there, splits in ((val, train, ("validation", "training")), (train, val, ("training", "validation"))):
         missing = np.setdiff1d(there.labels, split.labels)
         if len(missing):
             raise DataError(f"{name}: {splits[0]} has no image of the class {classes[missing[0]]!r}, which "
                             f"{splits[1]} has: add some, or remove the class")
     about += repr(classes).encode() + train.labels.tobytes() + val.labels.tobytes()
-    return train, val, classes, hashlib.sha256(about).hexdigest()
+    return train, val, classes, {"sha256": hashlib.sha256(about).hexdigest(),
+                                 **({"contents": contents_sha256[0]} if contents_sha256 else {})}
 
 
 def digits(name):
@@ -84,9 +88,27 @@ def folder(name):
         about += [f"{path.relative_to(name)} {path.stat().st_size}\n" for path, _ in files]
         splits.append(files)
     number = {c: i for i, c in enumerate(classes)}
-    split = lambda files: Split(np.array([number[c] for _, c in files], np.int64), lambda i: Image.open(files[i][0]),
-                                lambda i: files[i][0])
-    return *map(split, splits), classes, "".join(about).encode()
+    split = lambda files: Split(np.array([number[c] for _, c in files], np.int64),
+                                lambda i: Image.open(regular(files[i][0])), lambda i: files[i][0])
+    paths = [path for part in splits for path, _ in part]
+    return *map(split, splits), classes, "".join(about).encode(), contents(paths)
+
+
+def contents(paths):
+    """The sha256 of the files: of all bytes up to a gigabyte in total, else of 4 KB in the middle of each, so that a
+    start does not read all of ImageNet. Raises DataError for a pipe or device, and a file that cannot be read."""
+    def piece(path):
+        try:
+            with open(regular(path), "rb") as file:
+                if some:
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - PIECE) // 2)
+                return hashlib.sha256(file.read(PIECE if some else -1)).digest()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}): replace or remove it") from None
+
+    some = sum(path.stat().st_size for path in paths) > READ_WHOLE
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256(b"".join(pool.map(piece, paths))).hexdigest()
 
 
 def hub(name):
@@ -158,13 +180,12 @@ class ImageData:
 
     def __init__(self, config, device):
         self.config, self.device, self.sequences_per_step = config, device, config.batch_images
-        self.train, self.val, self.classes, sha256 = load(config.dataset)
+        self.train, self.val, self.classes, self.identity = load(config.dataset)
         self.steps_per_epoch = len(self.train.labels) // config.batch_images  # the remainder is dropped
         if not self.steps_per_epoch:
             raise ConfigError(f"batch_images {config.batch_images} is more than the {len(self.train.labels)} training "
                               f"images of {config.dataset}: choose a smaller one")
-        self.identity = {"sha256": sha256}
-        self.meta = {"dataset": config.dataset, "sha256": sha256, "classes": self.classes,
+        self.meta = {"dataset": config.dataset, **self.identity, "classes": self.classes,
                      "train_images": len(self.train.labels), "val_images": len(self.val.labels)}
         self.augment, self.asked = Augment(config, len(self.classes)), {}
         self.pool = ThreadPoolExecutor(config.workers)
@@ -210,7 +231,7 @@ class ImageData:
 
     def pixels(self, asked):
         """float32 (n, channels, size, size) in 0 .. 1, from futures of images."""
-        return torch.from_numpy(np.stack([f.result() for f in asked])).to(self.device).float() / 255
+        return torch.from_numpy(np.stack([wait_for(f) for f in asked])).to(self.device).float() / 255
 
 
 def normalise(x):

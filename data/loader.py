@@ -17,20 +17,23 @@ import functools
 import hashlib
 import json
 import math
+import re
+import shlex
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
-from data.shards import Shards, file_stamp  # noqa: E402
+from data.shards import Shards, file_stamp, shards_sha256  # noqa: E402
 from runtime.errors import ConfigError, regular  # noqa: E402
 
 # torch is imported only when a batch is made: importing it takes seconds, and `prepare.py --help` should be quick.
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
+TOKENIZERS = "bytes|char|gpt2|(tiktoken|hf|bpe):.+"  # their names in meta.json, see data/tokenizer.py
 SEPARATORS = {"bytes": 0, "gpt2": 50256}  # tokenizer: the token that ends a document
 FULL_CHECK_TOKENS = 200_000_000  # splits up to this size are read whole when opened (a tenth of a second or two)
 MAX_WINDOWS = 2**24  # per step; the indices of more would take hundreds of MB
@@ -59,7 +62,7 @@ class Tokens:
         train, val: read-only np.memmap or Shards, (tokens of the split,), uint16 or uint32.
         bytes_per_token: 1.0 if tokens are bytes; else {"train": float, "val": float} if meta.json has the number of
             bytes of each split; else None.
-        sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
+        sha256: {"train": hex, "val": hex} as recorded, else of the files; `verify()` reads the files and compares.
 
     Raises DataError for: a missing folder, bin or meta.json, a file whose size differs from the recorded one, an
     unknown dtype, an empty split, a block longer than a split, a vocabulary larger than the model's, token ids outside
@@ -78,7 +81,7 @@ class Tokens:
                 f"{vocab_size:,}: set vocab_size to at least {self.vocab_size}"
             )
         self.train, self.val = (self._open(split, block_size) for split in SPLITS)  # (tokens,) each
-        self.sha256 = {split: self.meta["splits"][split].get("sha256") for split in SPLITS}
+        self.sha256 = {split: self.meta["splits"][split].get("sha256") or self._content(split) for split in SPLITS}
         self.bytes_per_token = self._bytes_per_token()
 
     def _open(self, split, block_size):
@@ -119,6 +122,11 @@ class Tokens:
         entries = self.meta["splits"][split].get("shards", [self.meta["splits"][split]])
         return [(self.folder / entry.get("file", f"{split}.bin"), entry) for entry in entries]
 
+    def _content(self, split):
+        """The sha256 of a split whose meta.json has none, a hand-written one."""
+        hashes = [file_sha256(file) for file, _ in self._files(split)]
+        return shards_sha256([{"sha256": sha256} for sha256 in hashes]) if hashes[1:] else hashes[0]
+
     def _bytes_per_token(self):
         if self.meta.get("bytes_per_token") is not None:
             return float(self.meta["bytes_per_token"])
@@ -154,7 +162,7 @@ def _prepare_command(folder, force=False):
     script = Path(folder) / "prepare.py"
     if not script.is_file():
         return "with its own prepare.py; data/pystdlib/prepare.py shows how"
-    return f"python {script}" + (" --force" if force else "")
+    return shlex.join(["python", str(script), *["--force"] * force])
 
 
 def _read_meta(folder):
@@ -168,33 +176,53 @@ def _read_meta(folder):
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
         meta = json.loads(regular(path).read_bytes())
-        ok = _well_formed(meta)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        ok = False
-    if not ok:
-        raise DataError(f"{path} is damaged (a field is missing or has the wrong type): prepare again ({how})")
+        wrong = next((name for name, right in _fields(meta) if not right), None)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        wrong = error if isinstance(error, KeyError) else "a field"
+    if wrong:
+        raise DataError(f"{path} is damaged ({wrong} is missing, or of the wrong type or range): prepare again ({how})")
     if meta["dtype"] not in DTYPES:
         raise DataError(f"{path}: dtype {meta['dtype']!r} is not {' or '.join(DTYPES)}: prepare again ({how})")
-    return meta
+    return {"tokenizer": None, **meta}
 
 
-def _well_formed(meta):
-    """True if every field that is used later has the right type, so that no run fails hours later or logs nonsense.
-
-    Raises KeyError, TypeError or AttributeError if a field cannot be reached.
-    """
-    count = lambda n, least=0: type(n) is int and least <= n < 2**63  # not isinstance: a bool is not a count
+def _fields(meta):
+    """Yields (name, True if it has the right type and range) of every field that is used later, so that no run fails
+    hours later or logs nonsense. Raises KeyError, TypeError or AttributeError if a field cannot be reached."""
+    count = lambda n, least=0, most=2**63 - 1: type(n) is int and least <= n <= most  # a bool is not a count
     ratio = lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max
-    splits = [meta["splits"][split] for split in SPLITS]
-    counts = [split.get(key) for split in splits for key in ("max_token", "bytes")]
-    ratios = [meta.get(key) for key in ("bytes_per_token", "xz9_bits_per_byte")]
-    texts = [*(meta.get(key) for key in ("tokenizer", "table")), *(split.get("sha256") for split in splits)]
-    for shards in (split["shards"] for split in splits if "shards" in split):
-        if not all(isinstance(shard["file"], str) and count(shard["tokens"], 1) for shard in shards):
-            return False
-    return (count(meta["vocab_size"], 1) and isinstance(meta["dtype"], str) and all(count(s["tokens"]) for s in splits)
-            and all(n is None or count(n) for n in counts) and all(x is None or ratio(x) for x in ratios)
-            and all(text is None or isinstance(text, str) for text in texts))
+    text = lambda x: isinstance(x, str)
+    maybe = lambda check, x, *limits: x is None or check(x, *limits)
+    vocab_size, table, splits = meta["vocab_size"], meta.get("table"), meta["splits"]
+    yield "vocab_size", count(vocab_size, 1, 2**32)
+    yield "dtype", text(meta["dtype"])
+    for key in ("bytes_per_token", "xz9_bits_per_byte"):
+        yield key, maybe(ratio, meta.get(key))
+    yield "end_of_text", maybe(count, meta.get("end_of_text"), 0, vocab_size - 1)
+    yield "tokenizer", maybe(lambda name: re.fullmatch(TOKENIZERS, name), meta.get("tokenizer"))
+    yield "table", maybe(text, table)
+    if meta.get("tokenizer") == "char":
+        yield "table", text(table) and 0 < len(table) == len(set(table)) <= vocab_size
+    for split in SPLITS:
+        entry = splits[split]
+        yield f"splits.{split}.tokens", count(entry["tokens"])
+        for key in ("max_token", "bytes"):
+            yield f"splits.{split}.{key}", maybe(count, entry.get(key))
+        yield f"splits.{split}.sha256", maybe(text, entry.get("sha256"))
+        if "shards" in entry:
+            shards, name = entry["shards"], f"splits.{split}.shards"
+            yield name, all(count(shard["tokens"], 1) and maybe(text, shard.get("sha256")) for shard in shards)
+            yield name, sum(shard["tokens"] for shard in shards) == entry["tokens"]
+            files = [PurePath(shard["file"]) for shard in shards]  # below the folder, each once
+            yield name, len(files) == len(set(files)) and not any(f.is_absolute() or ".." in f.parts for f in files)
+            if entry.get("sha256") and all(shard.get("sha256") for shard in shards):
+                yield f"splits.{split}.sha256", entry["sha256"] == shards_sha256(shards)
+    if meta.get("documents") is not None:  # of the validation split, in order
+        end = 0
+        for document in meta["documents"].get("val") or ():
+            yield "documents", text(document["name"]) and count(document["start"], end) and count(document["tokens"], 1)
+            end = document["start"] + document["tokens"]
+        yield "documents", end <= splits["val"]["tokens"]
 
 
 def _largest(tokens):

@@ -22,6 +22,7 @@ from runtime.errors import ConfigError
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/"  # all other encodings
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
+MOST_TOKENS = 2**24  # of a tokenizer.json
 VOCAB_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -98,9 +99,13 @@ def hf_tokenizer(name, table=None):
         raise DataError("the package tokenizers is missing: pip install -r requirements.txt") from None
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
-        if table:
-            return Tokenizer.from_str(table)
-        return Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(name)
+        encoding = (Tokenizer.from_str(table) if table else Tokenizer.from_file(str(path)) if path.is_file()
+                    else Tokenizer.from_pretrained(name))
+        largest = max(encoding.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 0 <= largest < MOST_TOKENS:  # to_str() would end the process at 2^31
+            raise ValueError(f"its largest token id is {largest}, not in 0 .. {MOST_TOKENS - 1}" if largest >= 0
+                             else "it has no tokens")
+        return encoding
     except Exception as error:  # it raises Exception itself, and the hub's client a dozen others
         raise DataError(f"cannot load the tokenizer hf:{name} ({' '.join(str(error).split())[:100]}): give a name on "
                         "the hub, or a folder with its tokenizer.json") from None
@@ -165,7 +170,9 @@ class Text:
         elif self.kind == "hf":
             self.encoding = hf_tokenizer(name, table)
             self.table = self.encoding.to_str()
-        elif self.kind == "char" and table:
+        elif self.kind == "char":
+            if not table:
+                raise DataError(f"the tokenizer {tokenizer} has no characters: its text, or its table, is empty")
             self.ids = {c: i for i, c in enumerate(table)}
         elif self.kind != "bytes":
             raise ConfigError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, char, tiktoken:NAME or "

@@ -7,8 +7,9 @@
 Requests are sorted by length, and a batch holds up to `batch_tokens` tokens. If the state has a constant size, a
 context's state is computed once for all its answers, batched with other contexts of the same length, and texts of any
 length are read in pieces through the state, in constant memory. Attention reads context and answer as one sequence;
-texts longer than a piece go through its growing cache. Texts are truncated only by `max_length`; `longer` counts
-sequences longer than the training block.
+texts longer than a piece go through its growing cache. Models of packed documents start anew after the token that ends
+a text, as in training: the one before a text then matters to the text's first token alone. Texts are truncated only by
+`max_length`; `longer` counts sequences longer than the training block.
 
 evaluate.py is the program; `train.py --eval_tasks_interval` runs tasks during training.
 """
@@ -55,13 +56,14 @@ class HarnessLM(TemplateLM):
         # no tensor grows, and each has a row per sequence: states of contexts of any length can be batched
         self.constant_state = (self.has_state and state_size(lm, 1) == state_size(lm, 2)
                                and all(a.dim() > 1 for a in tensors_of(lm.initial_state(1))))
+        self.packs = lm.config.documents == "pack" and lm.config.end_of_text >= 0
         self.longest = self.longer = 0  # tokens of the longest sequence; sequences longer than the training block
 
     # ------------------------------------------------------------------------------------- the harness's interface
 
     @property
     def eot_token_id(self):
-        return self.text.eot_token
+        return self.lm.config.end_of_text if self.packs else self.text.eot_token
 
     @property
     def tokenizer_name(self):
@@ -106,8 +108,9 @@ class HarnessLM(TemplateLM):
                 sampling = {"temperature": 0.0}
             jobs.append((self.see(self.text.encode(context)), i, n, stops, sampling))
         alike = lambda job: (len(job[0]), str(job[2:]))
+        one_by_one = self.packs and not self.constant_state  # only all rows of a cache can start a document together
         for _, same in itertools.groupby(sorted(jobs, key=alike), alike):
-            for batch in self.batches(same, lambda job: len(job[0])):
+            for batch in self.batches(same, lambda job: self.batch_tokens if one_by_one else len(job[0])):
                 texts = self.generate([job[0] for job in batch], *batch[0][2:])
                 for (_, i, *_), text in zip(batch, texts, strict=True):
                     written[i] = text
@@ -159,7 +162,8 @@ class HarnessLM(TemplateLM):
     def call(self, rows, state=None, **how):
         """(logits, next state) for token lists, padded on the right to the longest."""
         width = max(map(len, rows))
-        idx = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
+        padding = [int(self.lm.config.end_of_text == 0)]  # a token that ends no document
+        idx = torch.tensor([[*row, *padding * (width - len(row))] for row in rows], device=self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             out = self.lm(idx, state=state, **how)
         return out[0], out[2] if state is not None else None

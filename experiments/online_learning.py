@@ -523,7 +523,10 @@ def read_update(path):
     """The row for a file that defines objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and optionally name,
     note, L, S and tune. Raises ConfigError."""
     path = regular(path)
-    module = runpy.run_path(str(path))
+    try:
+        module = runpy.run_path(str(path))
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"--add={path}: it does not run ({type(error).__name__}: {error})") from error
     for name, wanted in (("objective", "S, S_prev, k, x, p"), ("update", "S_prev, k, x, p")):
         if not callable(module.get(name)):
             raise ConfigError(f"--add={path}: defines no function {name}({wanted})")
@@ -531,7 +534,7 @@ def read_update(path):
     if name in ROW:
         raise ConfigError(f"--add={path}: a row named {name!r} already exists: set another name = \"...\"")
     known = ["key", *vars(settings(1, 1))]
-    if not all(isinstance(t, dict) and set(t) <= set(known) for t in tune):
+    if not isinstance(tune, (list, tuple)) or not all(isinstance(t, dict) and set(t) <= set(known) for t in tune):
         raise ConfigError(f"--add={path}: tune must be a list of settings such as [{{'beta': 0.9, 'key': 2.0}}], with "
                           f"numbers for {', '.join(known)}")
     formulas = (str(module.get(name, f"{role} in {path.name}")) for name, role in (("L", "objective"), ("S", "update")))
@@ -696,7 +699,8 @@ def parse(argv=None):
     parser.add_argument("--save", action="store_true", help="write them to results/online_learning.json, .md and .png")
     args = parser.parse_args(argv)
     if args.out and args.out.suffix != ".json":
-        parser.error(f"--out={args.out}: the record must be a .json file, such as {args.out.with_suffix('.json')}")
+        named = args.out.with_suffix(".json") if args.out.name else "record.json"
+        parser.error(f"--out={args.out}: the record must be a .json file, such as {named}")
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed={args.seed}: it must be in 0 .. {2**32 - 1}")
     if args.save and args.add and not args.out:

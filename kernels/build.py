@@ -4,11 +4,15 @@ longhorn_scan.cu and conv_norm.cu are compiled by a C++ compiler for the CPU and
 PyTorch's headers. Libraries are cached under build/, keyed by a hash of source, flags, compiler and machine;
 $LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and state
 shape or convolution width: each compiles in seconds, all of them would take minutes.
+
+Nothing is loaded that another user (root excepted) could have written: if others may write to the folder, it is built
+again in ~/.cache/longhorn.
 """
 
 import contextlib
 import ctypes
 import functools
+import glob
 import hashlib
 import os
 import platform
@@ -22,6 +26,7 @@ from pathlib import Path
 import torch
 
 from kernels import cuda, fused
+from runtime.records import remove_leftovers, temporary
 from runtime.torch_private import constant_when_compiled, transformed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -277,13 +282,13 @@ def _first_that_works(architecture, make):
 
 def _cached(name, suffix, key, sources, folder, make):
     """(path, seconds) of the file that make(path) writes, cached by a hash of `key` and the sources."""
-    folder = Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build")
+    folder = _private(Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build"))
     text = b"".join(Path(source).read_bytes() for source in (HEADER, *sources))
     stem = f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}"
     if path := _intact(folder, stem):  # no lock and no write permission needed
         return path, 0.0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask
         lock = open(folder / f"{stem}.lock", "a")
     except OSError as error:
         message = f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder"
@@ -293,24 +298,45 @@ def _cached(name, suffix, key, sources, folder, make):
 
         with contextlib.suppress(OSError):  # some network file systems have no locks; the rename is atomic anyway
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for leftover in folder.glob(f"{stem}*.tmp"):  # left by a killed process
-                leftover.unlink()
+            remove_leftovers(glob.escape(str(folder / stem)))
         if path := _intact(folder, stem):
             return path, 0.0
-        start, temporary = time.perf_counter(), folder / f"{stem}.{os.getpid()}.tmp"
-        make(temporary)
-        with open(temporary, "rb+") as f:
+        start, tmp = time.perf_counter(), Path(temporary(folder / stem))
+        make(tmp)
+        with open(tmp, "rb+") as f:
             path = folder / f"{stem}_{hashlib.sha256(f.read()).hexdigest()[:16]}{suffix}"
             os.fsync(f.fileno())
-        os.replace(temporary, path)
+        os.chmod(tmp, 0o755)
+        os.replace(tmp, path)
         return path, time.perf_counter() - start
 
 
+def _private(folder):
+    """`folder`, or one in the user's cache if others may write there. Raises OSError if they may write to both."""
+    if not folder.is_dir() or _is_ours(folder):
+        return folder
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "longhorn"
+    with contextlib.suppress(OSError):
+        cache.mkdir(0o700, parents=True, exist_ok=True)
+    if not cache.is_dir() or not _is_ours(cache):
+        raise OSError(f"other users may write to {folder}, and {cache} is no folder of ours: set LONGHORN_BUILD_DIR to "
+                      "a folder that only you can write to")
+    say_once(f"native kernels: other users may write to {folder}: using {cache} instead")
+    return cache
+
+
+def _is_ours(path):
+    """True if nobody but this user and root can have written the file, or into the folder."""
+    status = path.stat()
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+
+
 def _intact(folder, stem):
-    """The cached file, if its content matches the hash in its name: loading a truncated file would raise SIGBUS."""
+    """The cached file, if it is ours and its content matches the hash in its name: loading a truncated file would raise
+    SIGBUS."""
     for path in folder.glob(f"{stem}_*"):
         with contextlib.suppress(OSError):
-            if path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:16]):
+            if _is_ours(path) and path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:16]):
                 return path
     return None
 
@@ -330,12 +356,21 @@ ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *
 NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *weight *rstd *y *dx *dweight &eps")
 
 
+FUNCTIONS = [f"{operator}_{way}_cpu" for operator in ("longhorn_scan", "causal_conv", "rms_norm")
+             for way in ("forward", "backward")]
+
+
 def load(path):
-    """The library at `path`. Raises OSError if its structs differ from those above."""
+    """The library at `path`. Raises OSError if its structs differ from those above, or a function is missing."""
     lib = ctypes.CDLL(str(path))
     structs = {"scan_args_size": ScanArgs, "conv_args_size": ConvArgs, "norm_args_size": NormArgs}
-    for name in ("longhorn_chunk", "longhorn_lanes", "longhorn_max_width", *structs):
-        getattr(lib, name).restype = ctypes.c_int64
+    try:
+        for name in ("longhorn_chunk", "longhorn_lanes", "longhorn_max_width", *structs):
+            getattr(lib, name).restype = ctypes.c_int64
+        for name in ("longhorn_has_openmp", *FUNCTIONS):
+            getattr(lib, name)
+    except AttributeError as error:
+        raise OSError(error) from None
     if any(getattr(lib, name)() != ctypes.sizeof(struct) for name, struct in structs.items()):
         raise OSError(cuda.DISAGREE)
     return lib
@@ -345,7 +380,14 @@ def load(path):
 def library():
     """The native CPU library, built on first use and announced once. Raises OSError with the compiler's message."""
     path, seconds = build()
-    lib = load(path)
+    try:
+        lib = load(path)
+    except OSError:
+        if seconds:
+            raise
+        path.unlink(missing_ok=True)  # another program's, or of a compiler that failed silently
+        path, seconds = build()
+        lib = load(path)
     simd = {16: "avx512", 8: "8 lanes", 4: "4 lanes"}[lib.longhorn_lanes()]
     openmp = "OpenMP" if lib.longhorn_has_openmp() else "one thread (no OpenMP in this compiler)"
     _announce(f"cpu {simd}", openmp, seconds)

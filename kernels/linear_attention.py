@@ -534,8 +534,8 @@ def _mesa(q, k, v, beta, log_decay, ridge, state):
 
 
 def _times(x, k, weight, before, H, ridge):
-    """x_t (H_t + diag(ridge)) for the steps of a chunk, x (B H, n, K), using only the H at the chunk's start."""
-    return torch.baddbmm((x * before) @ H, x @ k.mT * weight, k) + ridge * x
+    """(H_t + diag(ridge)) x_t for the steps of a chunk, x (B H, n, K), using only the H at the chunk's start."""
+    return torch.baddbmm((x * before) @ H.mT, x @ k.mT * weight, k) + ridge * x  # H.mT: the loop's gradient of H
 
 
 def _solve(b, *matrix):

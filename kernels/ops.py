@@ -464,8 +464,7 @@ def linear_cross_entropy(x, weight, targets, backend=None):
                          f"{tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
     dtype = build.compute_dtype(x)
     if build.choose("linear_cross_entropy", backend, x.device.type) == "torch":
-        logits = F.linear(x.to(dtype), weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))  # (..., V)
-        return F.cross_entropy(logits.reshape(-1, len(weight)), targets.reshape(-1), ignore_index=-1)
+        return cross_entropy(F.linear(x.to(dtype), weight.to(dtype)), targets)
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     return _LinearCrossEntropy.apply(x, weight, targets, dtype, train)
@@ -499,6 +498,12 @@ def compiled_loss_of_slice(logits, targets, train):
 
 
 SLICES = {"cuda": compiled_loss_of_slice}  # other devices: loss_of_slice
+
+
+def cross_entropy(logits, targets):
+    """The loss of `linear_cross_entropy` from its logits (..., V): F.cross_entropy in float32 (float64 for float64)."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=-1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -115,6 +115,16 @@ def load(path, prefix=""):
     raise CheckpointError(f"{path}: {wrong}")
 
 
+def checksum(path):
+    """The CRC-32 in a checkpoint's header, which tells it from others. Raises CheckpointError."""
+    try:
+        with open(regular(path), "rb") as f:
+            length, size = int.from_bytes(f.read(8), "little"), os.fstat(f.fileno()).st_size
+            return str(json.loads(f.read(min(length, size)))["__metadata__"]["crc32"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as a checkpoint ({error})") from error
+
+
 def _earlier(folder):
     """[(step, path)] of the checkpoints before the newest, latest first."""
     paths = {path.stem.removeprefix("checkpoint-"): path for path in Path(folder).glob("checkpoint-*.safetensors")}

@@ -3,12 +3,17 @@
 FLOPs are those of the mathematics: a linear map with n weights costs 2 n in the forward pass; the head counts, the
 embedding look-up does not; causal attention counts only the visible half; a recurrence counts its token-by-token form,
 however it is computed. The backward counts twice the forward; recomputation is not counted.
+
+What any module holds counts, once: an nn.Linear on the model with the embedding's shape is the head, which is then not
+tied. An average of weights (AveragedModel, or a frozen copy) does not count. Experts of which a token passes some set
+`active_share` on the module that holds them, as 2 / 8, by which their maps are multiplied.
 """
 
 import math
 
 import torch
 import torch.nn as nn
+from torch.optim.swa_utils import AveragedModel
 
 from kernels import build
 from model import Branch, tensors_of, where_is
@@ -74,11 +79,28 @@ def initial_tensors(mixer):
     return tensors_of(mixer.initial_state(1, device))
 
 
+def averages(model):
+    """Names of the parameters and modules that hold an average of a model's weights: an AveragedModel, or a frozen copy
+    of the model or of one of its modules."""
+    def shapes(module, trained):
+        return [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad == trained]
+
+    trained = [shapes(module, True) for module in (model, *model.children())]
+    holders = [name for name, m in model.named_modules() if isinstance(m, AveragedModel)]
+    holders += [name for name, m in model.named_children() if shapes(m, False) in trained and shapes(m, False)]
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return {name for name in names if any(f"{name}.".startswith(f"{holder}.") for holder in holders)}
+
+
 def forward_flops(modules, T):
     """Forward FLOPs per token of the linear maps among `modules`, and of the mixers of the branches among them."""
     modules = list(modules)
-    linear = sum(2 * m.weight.numel() for m in modules if isinstance(m, nn.Linear))
-    return linear + sum(mixing_flops(m.mixer, T) or 0 for m in modules if isinstance(m, Branch))
+    share = dict.fromkeys(modules, 1)
+    for module in modules:
+        for inner in module.modules() if hasattr(module, "active_share") else ():
+            share[inner] = share.get(inner, 1) * module.active_share
+    linear = sum(2 * m.weight.numel() * share[m] for m in modules if isinstance(m, nn.Linear))
+    return linear + sum((mixing_flops(m.mixer, T) or 0) * share[m] for m in modules if isinstance(m, Branch))
 
 
 def flops_per_token(model, T=None):
@@ -88,25 +110,38 @@ def flops_per_token(model, T=None):
     if hasattr(model, "forward_flops"):
         forward = model.forward_flops(T)
     else:
-        head = 2 * model.embed.weight.numel() if hasattr(model, "embed") else 0
-        forward = forward_flops(model.modules(), T) + head
+        left_out, embed = averages(model), getattr(getattr(model, "embed", None), "weight", torch.empty(0))
+        untied = any(isinstance(m, nn.Linear) and m.weight.shape == embed.shape for m in model.children())
+        running = [m for name, m in model.named_modules() if name not in left_out]
+        forward = forward_flops(running, T) + (0 if untied else 2 * embed.numel())
     return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
 
 def parameter_count(model):
-    """{part: parameters}: each class of mixers, norms, positions, the rest and the total. The rest is called embedding
-    (tied with the head) unless the model's `rest` names it."""
+    """{part: parameters}: each class of mixers, norms, positions, the embedding (tied with the head), others and the
+    total. A model's `rest` is the name of all that is not of mixers, norms and positions."""
+    averaged = averages(model)
     count = lambda module: 0 if module is None else sum(p.numel() for p in module.parameters())
-    total = count(model)
+    total = sum(p.numel() for name, p in model.named_parameters() if name not in averaged)
     if not hasattr(model, "branches"):
         return {"total": total}
     parts = {"norms": count(model.norm) + count(model.embed_norm)}
     parts |= {"positions": count(model.positions)} if model.positions is not None else {}
-    for _, branch in model.branches():
+    for branch in running_branches(model):
         name = type(branch.mixer).__name__
         parts[name] = parts.get(name, 0) + count(branch.mixer)
         parts["norms"] += count(branch.norm)
-    return {getattr(model, "rest", "embedding"): total - sum(parts.values()), **parts, "total": total}
+    rest = total - sum(parts.values())
+    if hasattr(model, "rest"):
+        return {model.rest: rest, **parts, "total": total}
+    others = {"others": rest - count(model.embed)} if rest > count(model.embed) else {}
+    return {"embedding": count(model.embed), **parts, **others, "total": total}
+
+
+def running_branches(model):
+    """A model's branches without those of an average of weights; [] if it is not an LM."""
+    averaged = averages(model)
+    return [branch for name, branch in model.branches() if name not in averaged] if hasattr(model, "branches") else []
 
 
 def state_size(model, T=None):
@@ -114,7 +149,7 @@ def state_size(model, T=None):
     which a dimension of 0 is a cache that grows by one per token, up to `window`. A mixer without a state, which must
     keep its inputs to go on, gives their number as `inputs_kept(T)`."""
     T, total = T or model.config.block_size, 0
-    for _, branch in model.branches():
+    for branch in running_branches(model):
         mixer = branch.mixer
         if not branch.has_state:
             total += mixer.inputs_kept(T) if hasattr(mixer, "inputs_kept") else 0
@@ -127,16 +162,11 @@ def state_size(model, T=None):
     return total
 
 
-def branches_of(model):
-    """A model's branches; [] if it is not an LM."""
-    return model.branches() if hasattr(model, "branches") else []
-
-
 def computed_by(model):
     """The operators that mix tokens and their backends: 'longhorn_scan (cpu), attention (cpu)'. Raises RuntimeError for
     a backend that cannot run here."""
     words = {}
-    for _, branch in branches_of(model):
+    for branch in running_branches(model):
         device = next(model.parameters()).device.type
         operator = getattr(branch.mixer, "operator", type(branch.mixer).__name__)
         if operator in build.BODIES:
@@ -148,7 +178,7 @@ def computed_by(model):
 def left_out(model):
     """A line per class of mixers that lacks a state or FLOPs, with the consequence."""
     lines = []
-    for mixer in {type(branch.mixer): branch.mixer for _, branch in branches_of(model)}.values():
+    for mixer in {type(branch.mixer): branch.mixer for branch in running_branches(model)}.values():
         operator, words = getattr(mixer, "operator", ""), []
         if not hasattr(mixer, "initial_state"):
             words.append("no initial_state: it cannot sample")

@@ -278,6 +278,11 @@ def parallelize(model, config, data):
         # DDP reorders its buckets after the first backward that synchronises, and gradients added in another order
         # differ in the last bit. A resumed run must be bit-identical, so the first backward is not that of a step.
         first_loss(forward, config, data, device).backward()
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            raise ConfigError(f"the loss does not depend on the parameters {', '.join(unused[:3])}"
+                              f"{', ...' * (len(unused) > 3)}: several processes cannot train that; use them in "
+                              "forward, remove them, or set their requires_grad to False")
         model.zero_grad(set_to_none=True)
         return forward
     return model

@@ -38,7 +38,9 @@ def main_error(prog, *errors):
         if isinstance(error, BrokenPipeError) and _reader_has_gone("\n"):
             raise SystemExit(130) from None
         elif isinstance(error, OSError) and error.filename is not None:
-            line = f"{error.filename}: {error.strerror}: check this path, and who may read and write it"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            line = f"{error.filename}: {error.strerror}: " + (
+                "make room, and run the command again" if full else "check this path, and who may read and write it")
         elif is_out_of_memory(error):
             line = f"out of memory ({words[:200]}): choose smaller sizes"
         elif isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():

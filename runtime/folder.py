@@ -26,8 +26,9 @@ MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
     "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "device", "compile", "parallel", "recompute",
-    "max_bad_steps", "backend", "self_check", "timeout_minutes", "workers",  # workers: of image runs
-    "init_from", "branch",  # used only if there is no checkpoint
+    "max_bad_steps", "backend", "loss_from_logits", "self_check", "timeout_minutes",
+    "workers",  # of image runs
+    "branch",  # used only if there is no checkpoint
     "dataset",  # compared by the hash of its content instead
     "max_iters",  # if the learning rates of the steps already done do not change
 }
@@ -82,6 +83,8 @@ class Folder:
         if resumes or config.branch:
             path, tensors, meta, damaged = checkpoint.load_first(checkpoints if resumes else [branch_point(config)])
             with checkpoint.fitting(path):
+                if not resumes:  # a branch has all of its trunk's weights, whatever that began with
+                    meta["config"]["init_from"] = config.init_from
                 refusal, changes = self.compare(path, meta, schedule)
             if refusal:
                 raise ConfigError(refusal)
@@ -93,6 +96,9 @@ class Folder:
             lines = [f"skipped: {line}" for line in damaged]
             how = "continuing" if resumes else "branching"
             lines.append("; ".join([f"{how} from {path} at step {step}", *changes]))
+            late = {kept for kept in self.kept_steps if kept <= step}
+            if late := sorted(late and late - checkpoint.steps(out).keys()):
+                lines.append(f"keep_steps {', '.join(map(str, late))}: already done, so no checkpoint of it is kept")
         seen = distributed.all_gather((step, config.dtype, self.data.identity))
         if any(s != seen[0] for s in seen):
             raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
@@ -138,7 +144,7 @@ class Folder:
             refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change the learning rates of the {step} "
                        "steps already done: a run can be extended with --schedule=constant, or with --schedule=wsd "
                        "before its decay (--branch)")
-        elif meta["data"] != self.data.identity:
+        elif any(self.data.identity.get(key) != value for key, value in meta["data"].items()):  # older ones have fewer
             refusal = (f"this run was trained on different data (its sha256 differs from {path}): prepare it as "
                        "before, or choose another out_dir")
         return refusal, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
@@ -225,8 +231,8 @@ def writing_to(out):
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot write to {out} ({error.strerror}): make room and continue with --resume=auto, "
-                          "or choose another out_dir") from None
+        raise ConfigError(f"cannot write to {error.filename or out} ({error.strerror}): make room and continue with "
+                          "--resume=auto, or choose another out_dir") from None
 
 
 def resume_command(*changes):

@@ -5,13 +5,16 @@
     out/<run>/log.jsonl      one JSON object per event and line, keys with units
     out/<run>/result.json    the outcome, written only when the run has finished
     out/<run>/loss.png       the loss curve, see tools/loss_curve.py
+    out/<run>/eval_tasks.json, wrong.png                             written by evaluate.py and by image runs
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
-to its checkpoint, so that the log reads as if nothing had happened.
+to its checkpoint, so that the log reads as if nothing had happened. Other damaged lines are left out too; a resumed run
+then keeps the old file as log-damaged-1.jsonl.
 """
 
 import contextlib
 import errno
+import functools
 import glob
 import hashlib
 import itertools
@@ -21,6 +24,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -35,6 +39,8 @@ NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py
             "experiments/scaling/", "experiments/recall/mqar.py", "experiments/recall/report.py",
             "experiments/vision/sweep.py", "experiments/vision/report.py", "experiments/vision/wrong_images.py",
             "experiments/extrapolation.py", "experiments/online_learning.py")
+# Changes in these do not change what a trained model computes.
+MACHINERY = ("train.py", "optim.py", "configurator.py", "runtime/", "evaluation/")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 
 
@@ -130,21 +136,54 @@ def lock_folder(folder, wait=0.0):
     return lock
 
 
+def temporary(path):
+    """A name next to `path` that says which process writes there: path.tmp-HOST-PID-START."""
+    return f"{path}.tmp-{this_host()}-{os.getpid()}-{started(os.getpid())}"
+
+
+@functools.cache
+def this_host():
+    """The host, or the container on it, within which a process is known by its number."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{platform.node()}-{namespace.stat().st_ino}" if namespace.exists() else platform.node()
+
+
+def started(pid):
+    """When a process of this host started, in ticks since boot; 0 where /proc does not tell; None if there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except FileNotFoundError:
+        try:
+            os.kill(pid, 0)
+        except OSError as error:
+            return 0 if error.errno == errno.EPERM else None
+    except (OSError, ValueError, LookupError):
+        pass
+    return 0
+
+
 def remove_leftovers(pattern):
-    for leftover in glob.glob(pattern + ".tmp-[0-9]*"):  # left by `replacing` in a killed process
-        os.unlink(leftover)
+    """Delete the temporary files for paths of a pattern whose writer, on this host, is no longer alive."""
+    for leftover in glob.glob(pattern + ".tmp-*"):
+        name = re.fullmatch(r".*\.tmp-(.*)-(\d{1,9})-(\d+)", leftover)
+        if name and name[1] == this_host() and started(int(name[2])) != int(name[3]):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                os.unlink(leftover)
 
 
 @contextlib.contextmanager
 def replacing(path):
     """Yields a temporary name next to `path`; if the block succeeds, that file is flushed and renamed to `path`."""
     remove_leftovers(glob.escape(os.fspath(path)))
-    tmp = f"{path}.tmp-{os.getpid()}"
+    tmp = temporary(path)
     try:
         yield tmp
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())  # or a power cut after the rename leaves an empty file
         os.replace(tmp, path)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # a full disk is noticed by a write, which names no file
+        raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(tmp)  # after an error, or if tmp and path were links to one file, which replace() keeps
@@ -161,8 +200,9 @@ def sync_folder(folder):
 
 def run_files(folder):
     """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
-    return [path for path in Path(folder).glob("*") if re.fullmatch(
-        r"(config|result)\.json|log\.jsonl|loss\.png|wandb|(best|checkpoint(-\d+)?)\.safetensors", path.name)]
+    names = (r"(config|result|eval_tasks)\.json|log(-damaged-\d+)?\.jsonl|(loss|wrong)\.png|wandb|"
+             r"(best|checkpoint(-\d+)?)\.safetensors")
+    return [path for path in Path(folder).glob("*") if re.fullmatch(names, path.name)]
 
 
 def move_aside(folder, begin=True):
@@ -178,8 +218,12 @@ def move_aside(folder, begin=True):
         return None
     for path in run_files(folder):
         os.rename(path, moving / path.name)
-    kept = next(name for n in itertools.count(1) if not (name := Path(folder, f"earlier-{n}")).exists())
-    return moving.rename(kept)
+    return moving.rename(_free(folder, "earlier-{}"))
+
+
+def _free(folder, name):
+    """The first path of `name` with 1, 2 ... in place of {} that does not exist."""
+    return next(path for n in itertools.count(1) if not (path := Path(folder, name.format(n))).exists())
 
 
 def _finite(record):
@@ -187,30 +231,42 @@ def _finite(record):
 
 
 def read_log(folder, event=None):
-    """The events in a run's log.jsonl, as dicts in order; with `event`, only that kind. Reading stops at the first
-    damaged line, usually a torn last one."""
-    path = Path(folder) / "log.jsonl"
-    events = []
-    for line in regular(path).read_text(errors="replace").splitlines() if path.exists() else []:
+    """The events in a run's log.jsonl, as dicts in order, without damaged lines; with `event`, only that kind."""
+    return [e for e in _read_lines(folder)[0] if event in (None, e.get("event"))]
+
+
+def _read_lines(folder):
+    """(the events in log.jsonl; the numbers of its damaged lines, from 1, without a torn last one)."""
+    path, events, damaged = Path(folder) / "log.jsonl", [], []
+    *lines, last = regular(path).read_text(errors="replace").split("\n") if path.exists() else [""]
+    for number, line in enumerate([*lines, *[last] * bool(last)], 1):
         try:
-            record = json.loads(line)
+            event = json.loads(line)
         except (ValueError, RecursionError):
-            break
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            break
-        events.append(record)
-    return [e for e in events if event in (None, e.get("event"))]
+            event = None
+        if isinstance(event, dict) and type(event.get("step")) is int:
+            events.append(event)
+        elif number <= len(lines):
+            damaged.append(number)
+    return events, damaged
 
 
 class Log:
     """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
     `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
+    `damage`: a line that says which lines could not be read and where the old file is kept; "" if all could be.
     """
 
     def __init__(self, folder, step=0):
         self.path = Path(folder) / "log.jsonl"
-        kept = [e for e in read_log(folder) if e["step"] <= step] if step else []
+        events, damaged = _read_lines(folder) if step else ([], [])
+        kept, self.damage = [e for e in events if e["step"] <= step], ""
+        if damaged:
+            aside = _free(folder, "log-damaged-{}.jsonl")
+            shutil.copyfile(self.path, aside)
+            self.damage = (f"{len(damaged)} lines of {self.path} are damaged (the first is line {damaged[0]}) and left "
+                           f"out: the old file is kept as {aside}")
         with replacing(self.path) as tmp:
             Path(tmp).write_text("".join(json.dumps(e) + "\n" for e in kept))
         self.file = open(self.path, "ab", buffering=0)
@@ -261,6 +317,27 @@ def code_identity():
     files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
     return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
             "code_files": files}
+
+
+def changed_files(before, now):
+    """Files {path: hash} that both versions of the code have and that differ."""
+    return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
+
+
+def code_since(folder):
+    """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
+    not, or if its config.json does not say."""
+    try:
+        with fields():
+            ran_in = read_json(Path(folder) / "config.json")["environment"]
+            changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
+            back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
+            back += " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
+    except BadRecord:
+        return ""
+    changed = [path for path in changed if not path.startswith(MACHINERY)]
+    return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another model: "
+            f"{back}") if changed else ""
 
 
 def mixed_identities(codes):

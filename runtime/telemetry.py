@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import math
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -86,6 +87,7 @@ class Telemetry:
                     "code_versions": progress.code_versions, "data": data,
                     "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
                 self.log_file = Log(self.out, step)
+            lines += [self.log_file.damage] * bool(self.log_file.damage)
             if self.wandb:
                 progress.wandb_id = progress.wandb_id or uuid.uuid4().hex[:8]  # a resumed run keeps its id
                 self.wandb.init(project=config.wandb_project, name=self.out.name, mode=config.wandb, dir=self.out,
@@ -130,7 +132,7 @@ class Telemetry:
 
     def skip(self, step, loss, grad_norm):
         """Count a step that is skipped because its loss or gradient is not finite. Raises Stopped after too many."""
-        progress, newest = self.progress, self.out / checkpoint.NEWEST
+        progress = self.progress
         progress.skipped += 1
         progress.bad += 1
         self.say(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
@@ -138,9 +140,20 @@ class Telemetry:
         if progress.bad >= self.config.max_bad_steps:
             where = getattr(self.data, "where", None)
             where = f"; {where(step, distributed.rank(), self.world_size)}" if where else ""
-            saved = f"{newest}, step {self.folder.saved_step}" if newest.exists() else "none"
             raise Stopped(f"stopped at step {step + 1}: loss or gradient not finite {progress.bad} times in a row"
-                          f"{where}; the last good checkpoint is {saved}; try a lower learning_rate")
+                          f"{where}; {self.last_good(step + 1 - progress.bad)}; try a lower learning_rate")
+
+    def last_good(self, step):
+        """A phrase that names the last checkpoint from before `step`, the first whose next loss was not finite."""
+        paths, best = checkpoint.steps(self.out), self.out / checkpoint.BEST
+        with contextlib.suppress(checkpoint.CheckpointError):
+            paths.setdefault(checkpoint.load(best, prefix="no tensor")[1]["step"], best)
+        if good := [saved for saved in paths if saved < step]:
+            return f"the last good checkpoint is {paths[max(good)]}, step {max(good)}"
+        if not paths:
+            return "the last good checkpoint is none"
+        first = min(paths)
+        return f"no checkpoint is good: the loss after that of {paths[first]}, step {first}, was already not finite"
 
     # --------------------------------------------------------------------------------------------------- evaluation
 
@@ -197,6 +210,8 @@ class Telemetry:
         """Write result.json and return the last metrics; None if the run was stopped early or was finished before."""
         if self.complete:
             self.say(f"{self.out} is already finished; to train again use --resume=never")
+            if self.is_main and not (self.out / "loss.png").exists():  # killed after result.json
+                self.draw()
             return None
         if not self.folder.at_end(self.done):
             self.say(f"stopped after step {self.done} of {self.config.max_iters} and saved "
@@ -218,14 +233,19 @@ class Telemetry:
             write_json(self.out / "result.json", result)
         if self.picture:
             self.picture.wait()  # or an older plot would overwrite this one
-        try:
-            draw_loss(self.out)
-        except Exception as error:  # a failed plot must not fail the run
-            self.say(f"no loss.png: {error} (python tools/loss_curve.py {self.out} draws it; it needs matplotlib)")
+        self.draw()
         if self.wandb:
             self.wandb.summary.update(result)
             self.wandb.finish()
         self.say(f"finished: {tokens:,} tokens in {seconds:.0f} s; records in {self.out}/")
+
+    def draw(self):
+        """Write loss.png."""
+        try:
+            draw_loss(self.out)
+        except Exception as error:  # a failed plot must not fail the run
+            command = shlex.join(["python", "tools/loss_curve.py", str(self.out)])
+            self.say(f"no loss.png: {error} ({command} draws it; it needs matplotlib)")
 
 
 def outcome(config, metrics, progress, derived, steps, seconds):

@@ -201,11 +201,14 @@ def test_stages_of_a_gpu_on_the_cpu(tmp_path):
 def test_make_takes_the_interpreter_it_is_given():
     ours = ("PYTHON", "OUT", "ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # the last three where make runs these tests
     env = {k: v for k, v in os.environ.items() if k not in ours}
-    lines = lambda *arguments: subprocess.run(["make", "-n", "-B", "gpu", *arguments], cwd=ROOT, capture_output=True,
+    lines = lambda *arguments: subprocess.run(["make", "-n", "-B", *arguments], cwd=ROOT, capture_output=True,
                                               text=True, env=env).stdout
-    given = lines("PYTHON=python3", "OUT=elsewhere", "ARGS=--stages=tests")
-    assert given.split() == ["python3", "bench/gpu.py", "--out=elsewhere", "--stages=tests"]
-    assert ".venv/bin/python bench/gpu.py" in lines() and "pip install" in lines()
+    given = lines("gpu", "PYTHON=python3", "OUT=some where", "ARGS=--stages=tests")
+    assert shlex.split(given) == ["python3", "bench/gpu.py", "--out=some where", "--stages=tests"]
+    assert ".venv/bin/python bench/gpu.py" in lines("gpu") and "pip install" in lines("gpu")
+    train, sample = (shlex.split(line) for line in lines("train", "OUT=some where").splitlines()[-2:])
+    assert train[1] == "train.py" and sample[1] == "sample.py"
+    assert "--out_dir=some where" in train and "--out_dir=some where" in sample
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -227,6 +230,7 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
     (gpu.main, "--out=never", "sees no GPU here; nothing was run and nothing written"),
     (scan.parse, "--memory --device=cuda", "--memory is for --device=cpu"),
     (scan.parse, "--rounds=0", "--rounds=0: must be at least 1"),
+    (scan.parse, "--threads=100000", "--threads=100000: must be at least 1, and at most"),
     (gpu.parse, "--stages=tests,magic", "--stages=magic: no such call or stage"),
     (gpu.parse, "--budget_s=nan", "--budget_s=nan: must be at least 1"),
     (step.parse, "--families=llama,rnn", "--families=rnn: no such family; they are longhorn, mamba"),

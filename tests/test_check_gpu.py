@@ -12,6 +12,7 @@ import pytest
 
 from bench import check_gpu, measure, scan_cuda
 from runtime.errors import ConfigError
+from runtime.records import NATIVE_SOURCES
 
 DEVICE = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "multiprocessors": 132, "torch": "2.11.0",
           "nvidia_smi": {"driver_version": "580.1", "clocks.max.sm": "1980"}}
@@ -24,14 +25,14 @@ def sha(content):
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """(A git repository with the files that are always measured, its first commit, a second one with another scan)."""
+    """(A git repository with the native sources, its first commit, a second one with another scan)."""
     root = tmp_path_factory.mktemp("repository")
     git = lambda *words: subprocess.run(["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *words],
                                         check=True, capture_output=True, text=True).stdout.strip()
     git("init", "-q")
     commits = []
     for version in ("one", "two"):
-        for path in check_gpu.SOURCES:
+        for path in NATIVE_SOURCES:
             (root / path).parent.mkdir(exist_ok=True)
             (root / path).write_text(f"{path}, {version}")
         git("add", ".")
@@ -48,13 +49,14 @@ def times(seconds, **more):
 def honest(repository):
     """{file: record} of a machine with an H100, as bench/gpu.py, scan.py and step.py write them."""
     _, commit, _ = repository
-    files = {path: sha(f"{path}, one".encode())[:12] for path in sorted(check_gpu.SOURCES)}
+    files = {path: sha(f"{path}, one".encode())[:12] for path in sorted(NATIVE_SOURCES)}
     ran = {"commit": commit, "uncommitted_changes": False, "code_files": files,
            "code": "v2" + sha(json.dumps(files, sort_keys=True).encode())[:10], "python": "3.12.3", "torch": "2.11.0",
-           "cuda": "13.0", "gpu": DEVICE["name"]}
+           "cuda": "13.0", "gpu": DEVICE["name"], "cpu": "AMD EPYC"}
     new = lambda benchmark, date, **more: {"benchmark": benchmark, "finished": True, "environment": dict(ran),
                                            "date": f"2026-11-20T{date}+00:00", **more}
-    stage = lambda name, status="ok", records=(): {"stage": name, "status": status, "records": list(records)}
+    stage = lambda name, status="ok", records=(): {"stage": name, "status": status, "records": list(records),
+                                                   "exit_status": int(status == "failed")}
     first = new("gpu", "10:00:00", dry_run=False, stages=[
         stage("environment", records=[{"device": DEVICE}]), stage("build"),
         stage("tests", records=[{"passed": 2, "skipped": 0, "failed": []}]), stage("memcheck", "skipped"),
@@ -77,7 +79,8 @@ def honest(repository):
     step = new("step", "10:20:00", device=DEVICE["name"], shape={"batch_size": 32, "block_size": 1024}, rows=[
         {"name": "longhorn", "seconds": times(0.11), "tokens_per_second": 32768 / times(0.11)["median_seconds"],
          "flops_per_token": 8e8, "first_loss": 11.0, "last_loss": 9.0}])
-    return {"gpu_correctness.json": first, "scan_cuda.json": scan, "training.json": step}
+    speed = new("gpu", "10:05:00", dry_run=False, stages=[first["stages"][0], stage("benchmark")])
+    return {"gpu_correctness.json": first, "gpu_speed.json": speed, "scan_cuda.json": scan, "training.json": step}
 
 
 def check(records, repository, folder, log=LOG):
@@ -91,6 +94,7 @@ def check(records, repository, folder, log=LOG):
 
 def test_honest_records_are_accepted(honest, repository, tmp_path):
     assert check(honest, repository, tmp_path) == []
+    assert any("it is no dry run" in line for line in check_gpu.faults(tmp_path, True, repository[0]))
 
 
 def doctored(path, value):
@@ -133,12 +137,17 @@ ROW = f"{SCAN}, shapes, 0, rows, 0, forward"
     (lambda records: records.pop("gpu_correctness.json"), "there is no gpu_correctness.json"),
     (doctored(f"{FIRST}, stages", lambda stages: stages[:2]), "stage tests is missing"),
     (doctored(f"{FIRST}, stages, 1, status", "over time"), "stage build is over time"),
-    (doctored(f"{FIRST}, stages, 4, status", "failed"), "stage racecheck is failed"),
+    (doctored(f"{FIRST}, stages, 4, status", "failed"), "stage racecheck failed"),
+    (doctored(f"{FIRST}, stages, 2, exit_status", 1), "stage tests failed"),
+    (doctored(f"{FIRST}, stages", lambda stages: [stages[2], *stages]), "it names a stage twice"),
+    (lambda records: records.pop("scan_cuda.json"), "the record of its stage benchmark, scan_cuda.json, is missing"),
     (doctored(f"{FIRST}, stages, 2, records, 0, failed", ["tests/x.py::test_gpu_x"]), "2 tests passed and 1 failed"),
     (doctored(f"{FIRST}, stages, 2, records, 0, passed", 0), "0 tests passed"),
     (doctored(f"{FIRST}, stages, 2, records, 0, passed", 3), "gpu_correctness.log has other tests"),
     (doctored(f"{FIRST}, dry_run", True), "a dry run measures nothing"),
     (doctored(f"{FIRST}, environment, gpu", None), "does not name its gpu"),
+    (doctored(f"{FIRST}, stages, 0, records", []), "it describes no device"),
+    (doctored("training, device", "AMD EPYC"), "its device is 'AMD EPYC', and not 'NVIDIA H100 80GB HBM3'"),
     (doctored(f"{SCAN}, device", {**DEVICE, "name": "NVIDIA B200"}), "its device is 'NVIDIA B200'"),
     (doctored(f"{SCAN}, device", {**DEVICE, "nvidia_smi": None}), "does not name the driver's version"),
     (doctored("training, environment, torch", "2.12.0"), "its torch is 2.12.0"),
@@ -147,7 +156,7 @@ ROW = f"{SCAN}, shapes, 0, rows, 0, forward"
     (doctored("training, date", "2999-01-01T00:00:00+00:00"), "or in the future"),
     (doctored("training, environment, commit", "0" * 40), "is not in this repository"),
     (doctored("training, environment, uncommitted_changes", True), "uncommitted changes"),
-    (doctored("training, environment, code_files", {}), "its files lack kernels/build.py"),
+    (doctored("training, environment, code_files", {}), "its files lack kernels/conv_norm.cu"),
     (doctored("training, environment, code_files, longhorn_scan.cu", "0" * 12), "is not the hash of its files"),
     (doctored(f"{SCAN}, correctness", []), "its 0 comparisons with float64"),
     (doctored(f"{SCAN}, correctness, 3, right", False), "wrong: longhorn"),

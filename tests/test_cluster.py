@@ -164,16 +164,19 @@ def test_a_node_of_slurm_without_its_python_is_one_line(tmp_path, stand_in):
 
 @SLURM
 def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
-    """Its node failed and is back before the job's first process has ended: it cannot be started there again."""
-    cells = {"a": [f"--gate={tmp_path}/gate", "--deaf="], "b": []}
+    """Its node failed and is back before the job's first step has ended: it cannot be started there again."""
+    cells = {"a": [f"--gate={tmp_path}/gate"], "b": []}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=9")
     until(lambda: (tmp_path / "a/held").exists() and is_finished(tmp_path / "b"), 240)
+    slurmstepd = int(Path("/proc", (tmp_path / "a/pid").read_text(), "stat").read_text().split()[3])  # its parent
+    os.kill(slurmstepd, signal.SIGSTOP)
     set_node("down")
     set_node("resume")
     try:
         assert driver.wait(240) == 0 and "failed {'a': 'it printed nothing (job " in driver.said(), driver.said()
         assert ": launch failed requeued held;" in driver.said()
     finally:
+        os.kill(slurmstepd, signal.SIGCONT)
         until(no_steps)
         set_node("resume")  # Slurm has drained it
 

@@ -4,11 +4,13 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -320,11 +322,20 @@ WRONG = {  # of meta.json; of its train split
     "vocab_size": ["256", True, None, 256.0, 0, -1, 2**70], "dtype": [None, 16, ["uint16"], {}],
     "bytes_per_token": ["1", True, -1, 0, [1], math.nan, math.inf, 10**400],
     "xz9_bits_per_byte": ["1.5", False, -1.5, 0, {}, math.nan, math.inf, 10**400],
-    "tokenizer": [5, ["x"]], "table": [5, ["x"]],
+    "tokenizer": [5, ["x"], "", "klingon", "char"], "table": [5, ["x"]], "end_of_text": ["0", -1, 256, 1.0],
     "splits": [None, [], {"train": {"tokens": 1000}}, {"train": 5, "val": 5}],
+    "documents": [5, [1], {"val": 5}, {"val": [5]}, {"val": [{}]}, *(
+        {"val": [{"name": name, "start": start, "tokens": n} for name, start, n in documents]} for documents in (
+            [("a", "0", 9)], [("a", 0, "9")], [(5, 0, 9)], [("a", -1, 9)], [("a", 0, 0)], [("a", 0, 201)],
+            [("a", 199, 2)], [("a", 9, 9), ("b", 0, 9)], [("a", 0, 9), ("b", 8, 9)]))],
 }
 WRONG_IN_SPLIT = {"tokens": ["1000", True, None, -1, 1000.0, 10**400], "bytes": ["1000", True, -1, 1000.0, 10**400],
-                  "sha256": [5, ["x"]], "max_token": ["255", True, 255.0, []]}
+                  "sha256": [5, ["x"]], "max_token": ["255", True, 255.0, []],
+                  "shards": [5, [], [5], [{"file": "train.bin"}], [{"file": 5, "tokens": 1000}],
+                             [{"file": "train.bin", "tokens": 999}], [{"file": "train.bin", "tokens": "1000"}],
+                             [{"file": "train.bin", "tokens": 500}] * 2, [{"file": "../train.bin", "tokens": 1000}],
+                             [{"file": "/train.bin", "tokens": 1000}],
+                             [{"file": "train.bin", "tokens": 1000, "sha256": "0" * 64}]]}
 
 
 @pytest.mark.parametrize("field", [*WRONG, *WRONG_IN_SPLIT])
@@ -336,6 +347,24 @@ def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
         (meta if field in WRONG else meta["splits"]["train"])[field] = wrong
         path.write_text(json.dumps(meta))
         refused(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
+
+
+def test_a_description_written_by_hand_needs_little(tmp_path):
+    """No tokenizer, which the last evaluation can do without, and no hashes: other tokens are still other data."""
+    write_folder(tmp_path)
+    files = {split: {"tokens": n} for split, n in (("train", 1000), ("val", 200))}
+    (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": 256, "dtype": "uint16", "splits": files}))
+    tokens = Tokens(tmp_path)
+    assert len(loader.document_starts(tokens)) == 8
+    assert tokens.sha256["val"] == hashlib.sha256((tmp_path / "val.bin").read_bytes()).hexdigest()
+    half = (tmp_path / "val.bin").read_bytes()
+    for name, part in (("a.bin", half[:200]), ("b.bin", half[200:])):
+        (tmp_path / name).write_bytes(part)
+    shards = [{"file": name, "tokens": 100} for name in ("a.bin", "b.bin")]
+    edit_meta(tmp_path, splits={**files, "val": {"tokens": 200, "shards": shards}})
+    assert Tokens(tmp_path).val[:].tolist() == tokens.val.tolist()
+    edit_meta(tmp_path, splits={**files, "val": {"tokens": 200, "shards": shards[::-1]}})
+    assert Tokens(tmp_path).sha256["val"] != Tokens(tmp_path).sha256["train"]
 
 
 def test_ids_outside_the_vocabulary(tmp_path, monkeypatch):
@@ -705,6 +734,19 @@ def test_any_files_become_shards(small_units, tmp_path, kind, shuffle):
     Tokens(tmp_path / "killed").verify()
 
 
+@pytest.mark.parametrize("words", ["über ", "🙂", "x", " "])
+def test_a_text_of_one_long_line_is_cut(small_units, tmp_path, words):
+    """Into parts of bounded size, so that time is linear and memory constant: between words if there are any, never in
+    a character. Shorter lines stay whole."""
+    text = "a line\n" + "long " * 200 + "\n" + words * (40_000 // len(words.encode())) + "\nthe end"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    pieces, ends = zip(*any_tokens.read_file(tmp_path / "a.txt", "text"), strict=True)
+    assert "".join(pieces) == text and "\ufffd" not in text and ends == (False,) * (len(pieces) - 1) + (True,)
+    assert max(len(piece.encode()) for piece in pieces) <= 5 * any_tokens.BATCH_CHARS + 300 < 40_000 / 20
+    assert any("long " * 200 + "\n" in piece for piece in pieces)
+    assert words != "über " or all(piece.startswith(" über") and piece.endswith("über") for piece in pieces[3:-2])
+
+
 def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     texts = documents(200)
     tokens = any_tokens.prepare(tmp_path / "out", files=[write_jsonl(tmp_path / "a.jsonl", texts)], tokenizer="bytes",
@@ -782,13 +824,44 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     (tmp_path / "out/plan.json").unlink()  # nor is a finished folder that another program wrote overwritten
     edit_meta(tmp_path / "out", inputs=None)
     refused(lambda: prepare(force=False), "from other inputs", "--force")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(any_tokens, "finish_shards", mock.Mock(side_effect=KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("shuffle", [None, 2357])
+@pytest.mark.parametrize("when", ["finished", "killed", "while it is read"])
+def test_files_are_known_by_their_content(small_units, tmp_path, monkeypatch, shuffle, when):
+    """Other documents under the same names, in as many bytes, last changed at the same time."""
+    (tmp_path / "corpus").mkdir()
+    a, b = (write_jsonl(tmp_path / f"corpus/{name}.jsonl", documents(40)) for name in "ab")
+    prepare = lambda: any_tokens.prepare(tmp_path / "out", files=[tmp_path / "corpus"], tokenizer="bytes",
+                                         val_fraction=0.2, shuffle=shuffle)
+
+    def replace(path=b):
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        path.write_bytes(path.read_bytes().replace(b"words", b"verbs"))
+        os.utime(path, ns=times)
+
+    if when == "while it is read":
+        read = any_tokens.read_file
+
+        def edited(path, column):
+            yield from itertools.islice(read(path, column), 9)
+            path.write_bytes(path.read_bytes().replace(b"words", b"verbs"))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(any_tokens, "read_file", edited)
+            refused(prepare, "a.jsonl changed while it was read", "--force")
+    elif when == "killed":
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(any_tokens, "finish_shards", mock.Mock(side_effect=KeyboardInterrupt))
+            prepare()
+        replace()
+    else:
         prepare()
-    plan = json.loads((tmp_path / "out/plan.json").read_text())
-    (tmp_path / "out/plan.json").write_text(json.dumps({**plan, "shards": plan["shards"][:1]}))
-    source.write_text("\n" * source.stat().st_size)
-    refused(lambda: prepare(force=False), "file 1 of the source has changed", "--force")
+        (tmp_path / "corpus").rename(tmp_path / "moved")  # where the files are does not matter, nor when they changed
+        shutil.copytree(tmp_path / "moved", tmp_path / "corpus", copy_function=shutil.copyfile)
+        prepare()
+        replace()
+    refused(prepare, "from other inputs", "--force")
 
 
 def test_many_machines(monkeypatch, tmp_path):

@@ -214,11 +214,13 @@ def slurm(*command):
 def test_slurm_with_a_task_cancelled_and_then_requeued(tmp_path, source):
     out, partition = tmp_path / "out", slurm("sinfo", "-h", "-o", "%R").split()[0]
     command = ["data/tokens/cluster.py", *source, "--tasks=4", "--out", out, "--cluster=slurm"]
-    options = f"--cluster_args=partition={partition},time=10,mem-per-cpu=1"
+    options, job = f"--cluster_args=partition={partition},time=10,mem-per-cpu=1", None
     for name, n in (("tokens/00002_unshuffled.ds.index", 4), ("task-00002/val.bin.tmp", 1)):
         environment, held = holding(tmp_path, name)
         said = run_python(*command, options, **environment)
         assert said.returncode == 0 and f"{n} of 4 tasks submitted as job" in said.stdout, said
+        assert n == 4 or f"1 of 4 tasks did not end, the first of them task 2 (it was killed) in job {job}: see " \
+            f"{out}/datatrove/slurm_logs\n" in said.stdout
         job = (out / "datatrove/job").read_text()
         until(held.exists)
         until(lambda: slurm("squeue", "-h", "-r", "-j", job).count("\n") == 0)  # noqa: B023

@@ -122,6 +122,7 @@ def reads_other_data(argv):
 REFUSED = [  # settings of two processes; how they differ from others; words of the line
     ({"parallel": "hsdp"}, {}, "hsdp needs several machines"), ({"parallel": "fsdp"}, {"LM": scalar}, "temperature"),
     ({"parallel": "fsdp", "auto_micro_batch": "true"}, {}, "auto_micro_batch"),
+    ({}, {"LM": scalar}, "the loss does not depend on the parameters temperature:"),
     ({}, {"main": reads_other_data}, "the ranks disagree", "the same on every node")]
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import re
+import shutil
 import sysconfig
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ from data.pystdlib import prepare as pystdlib
 from data.tokenizer import Text
 from evaluation import tasks
 from model import FAMILIES, LM
-from runtime import checkpoint
+from runtime import checkpoint, records
 from runtime.errors import ConfigError
 from runtime.records import Log, read_log
 
@@ -62,16 +63,21 @@ class NoState(nn.Module):
         return self.v(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "longhorn,llama", "no_state"])
-def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, monkeypatch):
+@pytest.mark.parametrize("family, documents", [
+    *((family, "join") for family in [*FAMILIES, "longhorn,llama", "no_state"]),
+    *((family, "pack") for family in [*FAMILIES, "longhorn,llama"])])
+def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, documents, monkeypatch):
     monkeypatch.setitem(FAMILIES, "no_state", [NoState])
-    lm = tiny("longhorn", pattern=family)
+    lm = tiny("longhorn", pattern=family, documents=documents, end_of_text=0)
     draw = lambda n: torch.randint(256, (n,)).tolist()
     pairs = [(context, draw(n)) for length, sizes in [(1, [1, 4, 4, 9]), (2, [3]), (7, [1, 1, 1]), (30, [60, 1]),
                                                       (90, [2, 5, 40])]
              for context in [draw(length)] for n in sizes]
     best = lm(torch.tensor([pairs[-1][0]]))[0][0, -1].argmax().item()
     pairs += [(pairs[-1][0], [best]), ([0], draw(300))]  # a greedy answer; a text
+    if documents == "pack":  # documents that end in contexts and answers
+        two, ends = [5, 0, 7, 8], [6, 0]
+        pairs[:0] = [([0], draw(5)), ([0], draw(9)), (two, [1, 2]), (two, [1, 0, 2, 0, 3]), (ends, [3, 4]), (ends, [3])]
     expected = [direct(lm, *pair) for pair in pairs]
     assert any(greedy for _, greedy in expected)
     for batch_tokens in (16, 8192):
@@ -191,6 +197,36 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
     assert recorded(out)["results"].keys() == record["results"].keys()
     run(out, tasks=folder / "my_text.yaml", limit=1)  # those of other settings do not
     assert recorded(out)["results"].keys() == {"my_text"} and recorded(out)["results"]["my_text"]["documents"] == 1
+
+
+def test_scores_of_another_checkpoint_are_not_mixed_in(folder, tmp_path, monkeypatch):
+    """Other weights, seed, code or settings: the record starts anew, even at the same step in the same folder."""
+
+    def scored(name, lm=None, **meta):
+        kept = (tmp_path / "run" / "eval_tasks.json").read_bytes() if (tmp_path / "run").exists() else b""
+        if lm:
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            make_run(tmp_path / "run", lm, **meta)
+            (tmp_path / "run" / "eval_tasks.json").write_bytes(kept)
+        assert run(tmp_path / "run", tasks=name, include=folder).code == 0
+        return set(recorded(tmp_path / "run")["results"])
+
+    lm = tiny()
+    assert scored("my_text", lm) == {"my_text"} and scored("my_choice") == {"my_text", "my_choice"}
+    lm.embed.weight.data[0, 0] += 1e-3
+    assert scored("my_text", lm) == {"my_text"}
+    assert scored("my_choice", tiny("llama")) == {"my_choice"}
+    assert scored("my_text", tiny("llama"), code_versions=["v2abc"]) == {"my_text"}
+    assert recorded(tmp_path / "run")["checkpoint"]["code"] == "v2abc"
+    assert scored("my_choice") == {"my_text", "my_choice"}
+    now = records.code_identity()
+    edited = {**now, "code_files": {**now["code_files"], "model.py": "0" * 12}}
+    monkeypatch.setattr(records, "code_identity", lambda: edited)
+    assert scored("my_choice") == {"my_choice"}  # by the same checkpoint, but with an edited model.py
+    (tmp_path / "run" / "wrong.png").touch()  # an image run's
+    assert {path.name for path in records.move_aside(tmp_path / "run").iterdir()} == {
+        "checkpoint.safetensors", "eval_tasks.json", "wrong.png"}
+    assert {path.name for path in (tmp_path / "run").iterdir() if path.is_file()} == set()
 
 
 def score(folder):

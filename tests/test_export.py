@@ -8,9 +8,9 @@ import functools
 import json
 import os
 import pickle
-import runpy
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -18,6 +18,7 @@ import safetensors.torch
 import test_sample
 import torch
 import transformers
+from test_records import left_behind
 from test_sample import VOCAB, byte_level_bpe, make_run, refused, run_program
 
 import export
@@ -26,12 +27,19 @@ import sample
 from data.tokenizer import Text
 from export import from_hf, to_hf
 from model import FAMILIES
-from runtime import checkpoint, counting
+from runtime import checkpoint, counting, errors
 from runtime.folder import lock_run_dir
 
 PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}
 TOKENS = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
-run = functools.partial(run_program, functools.partial(runpy.run_path, export.__file__, run_name="__main__"))
+
+
+def start():
+    with errors.main_error("export.py", ValueError):
+        export.main(sys.argv[1:])
+
+
+run = functools.partial(run_program, start)
 
 
 def tiny(family="longhorn", **changes):
@@ -50,8 +58,8 @@ def test_transformers_loads_what_is_written(family, tmp_path):
     count = sum(p.numel() for p in lm.parameters())
     said = f"{count:,} parameters; load it with AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')"
     result = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
-    assert result == (0, f"wrote {tmp_path}/hf: {said}\n", "")
-    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors", *export.TOKENIZER]
+    assert result.code == 0 and result.out.startswith(f"wrote {tmp_path}/hf: {said}; read back by transformers")
+    assert sorted(os.listdir(tmp_path / "hf")) == sorted({*export.FILES} - {export.CODE})
     with safetensors.safe_open(tmp_path / "hf" / "model.safetensors", "pt") as f:
         assert f.metadata()["format"] == "pt"  # without it older versions of transformers refuse the file
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -115,11 +123,13 @@ def test_out_and_in_again(family, tmp_path):
     said = run(out_dir=tmp_path / "run", to=tmp_path / "folder").out
     assert (kind in PARITY) == ("trust_remote_code" not in said)
     config = export.read_json(tmp_path / "folder" / "config.json")
+    assert config["run"].pop("verified")["tokens"] == 24
     assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"}}
     if kind not in PARITY:
         assert config["model_type"] == "longhorn" and config["architectures"] == ["LonghornForCausalLM"]
         assert (config["pattern"] or config["model"]) == family
-        assert config.keys() == {*export.SETTINGS, *export.OWN, "dtype", "run", "bos_token_id", "eos_token_id"}
+        tokens = {f"{name}_token_id" for name in ("bos", "eos", "pad")}
+        assert config.keys() == {*export.SETTINGS, *export.OWN, *tokens, "dtype", "run"}
         assert safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors").keys() == lm.state_dict().keys()
     run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
     again, meta = sample.load_model(tmp_path / "imported")
@@ -132,10 +142,11 @@ def test_out_and_in_again(family, tmp_path):
 
 
 def test_the_machines_own_setting_stays_behind_and_weights_are_copies():
-    lm = tiny(backend="torch").double()
+    lm = tiny(backend="cpu").double()
     config, tensors = to_hf(lm)
     other = from_hf(config, tensors)
     assert "backend" not in config and other.config == dataclasses.replace(lm.config, backend="")
+    assert from_hf(*to_hf(tiny(backend="torch"))).config.backend == "torch"  # its loops may have been edited
     for t in tensors.values():
         t.zero_()
     assert lm.embed.weight.all() and torch.equal(lm.embed.weight, other.embed.weight)
@@ -184,6 +195,13 @@ REFUSED = [
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'", "only 'default'"),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5", "only 1"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),  # beside rope_parameters
+    ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}}, "type 'linear'"),
+    ("llama", {"rope_theta": 5e5}, "rope_theta 500000.0"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "rope_parameters: factor '8.0'"),
+    ("llama", {"rope_scaling": [1]}, "rope_scaling [1]"),
+    ("llama", {"logit_scale": 0.5}, "logit_scale '0.5' is not supported"),
+    ("mamba", {"sliding_window": 4096}, "sliding_window '4096' is not supported"),
     ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),
@@ -280,7 +298,7 @@ def test_an_import_spares_a_training_run_and_is_none(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
     refused(run(**into), "imported is not empty", "--overwrite")
-    (tmp_path / "imported" / "checkpoint.safetensors.tmp-999999999").touch()  # of a writer that was killed
+    left_behind(tmp_path / "imported" / "checkpoint.safetensors").touch()
     assert run(**into, overwrite="true").code == 0
     assert sorted(os.listdir(tmp_path / "imported")) == [".lock", "checkpoint.safetensors"]
     with lock_run_dir(tmp_path / "imported"):
@@ -349,6 +367,211 @@ def test_an_index_stays_in_its_folder(weight_map, tmp_path):
     refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "index.json", "weight_map")
 
 
+# ----------------------------------------------------------------------------------------------- an export is verified
+
+EDITS = {  # appended to a copy of model.py: the class of transformers has none of these
+    "qk_norm": """
+plain_attention = attention
+def attention(q, k, v, *args, **how):
+    return plain_attention(3 * F.normalize(q, dim=-1), 3 * F.normalize(k, dim=-1), v, *args, **how)
+""", "qk_norm_with_weights": """
+class Normed(Attention):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.q_norm = nn.RMSNorm(self.n)
+        self.qkv.register_forward_hook(self.normed)
+    def normed(self, module, args, qkv):
+        q, kv = qkv[..., :self.H * self.n], qkv[..., self.H * self.n:]
+        return torch.cat([self.q_norm(q.unflatten(-1, (self.H, -1))).flatten(-2), kv], -1)
+FAMILIES["llama"] = [Normed, SwiGLU]
+""", "layer_scale": """
+class Scaled(Layer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(32))
+    def forward(self, h, state=None):
+        y, state = super().forward(h, state)
+        return h + self.scale * (y - h), state
+Layer = Scaled
+""", "untied_head": """
+class Untied(LM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embed.forward = lambda idx: self.table(idx)
+LM = Untied
+""", "experts": """
+class Experts(nn.Module):
+    operator = None
+    def __init__(self, config, layer):
+        super().__init__()
+        self.router = linear(config.n_embd, 3)
+        self.experts = nn.ModuleList(SwiGLU(config, layer) for _ in range(3))
+    def forward(self, x, state=None):
+        share = self.router(x).softmax(-1)
+        share = share * (share == share.amax(-1, keepdim=True))
+        return sum(share[..., i:i + 1] * expert(x)[0] for i, expert in enumerate(self.experts)), state
+    def initial_state(self, batch_size, device):
+        return ()
+FAMILIES["llama"] = [Attention, Experts]
+""", "window": """
+plain_attention = attention
+def attention(q, k, v, window=None, **how):
+    return plain_attention(q, k, v, window=9, **how)
+""", "buffers": """
+class Buffered(Attention):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.register_buffer("once", torch.tensor(3))  # a whole number
+        self.register_buffer("slope", torch.arange(32.0) / 32, persistent=False)
+        self.shift = torch.arange(32.0) / 64
+    def forward(self, x, state=None):
+        y, state = super().forward(x, state)
+        return y * self.slope * self.once + self.shift.to(x.device), state
+FAMILIES["llama"] = [Buffered, SwiGLU]
+"""}
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """edited(text): an LM of this repository's code with `text` at the end of model.py, in a run's folder that
+    export.py reads; its class is that of the edited code, and so is what is exported."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def edited(text, family="llama"):
+        root = tmp_path / "copy"
+        command = ["git", "ls-files", "*.py", "*.cu", "*.h"]
+        names = subprocess.check_output(command, cwd=export.ROOT, text=True).split()
+        for name in names:
+            if not name.startswith(("tests/", "bench/", "experiments/")):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_bytes((export.ROOT / name).read_bytes())
+        with open(root / "model.py", "a") as f:
+            f.write(text)
+        monkeypatch.setattr(export, "ROOT", root)
+        namespace = {"__name__": "edited", "__file__": str(root / "edited.py")}
+        exec(export.modelling_code(), namespace)
+        module = namespace["load_sources"]()[0]
+        monkeypatch.setattr(test_sample, "LM", module.LM)
+        lm = tiny(family)
+        make_run(tmp_path / "run", lm)
+        monkeypatch.setattr(export, "LM", module.LM)
+        monkeypatch.setattr(sample, "load_model", lambda folder: (
+            lm, checkpoint.load(os.path.join(folder, "checkpoint.safetensors"))[1]))
+        return lm
+    return edited
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
+    lm = edited(EDITS[name])
+    result = run(out_dir=tmp_path / "run", to=tmp_path / "hf")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert "no LlamaForCausalLM: " in lines[0] and "trust_remote_code=True" in lines[0] and len(lines) == 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    with torch.no_grad():
+        close(theirs(TOKENS).logits, lm(TOKENS)[0], 1e-5)
+    assert run(check=tmp_path / "hf").code == run(check=tmp_path / "hf", out_dir=tmp_path / "run").code == 0
+
+
+def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
+    edited("# a remark\n")
+    assert "trust_remote_code" not in run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
+    assert export.read_json(tmp_path / "hf" / "config.json")["model_type"] == "llama"
+
+
+def test_without_transformers_nothing_is_said_to_be_theirs(tmp_path, monkeypatch):
+    lm = tiny("llama")
+    make_run(tmp_path / "run", lm)
+    monkeypatch.setattr(export, "has_transformers", lambda: False)
+    said = run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
+    assert "pip install transformers" in said and "read back by this repository" in said
+    assert torch.equal(export.load(tmp_path / "hf")(TOKENS)[0], lm(TOKENS)[0])
+    assert run(check=tmp_path / "hf").code == 0
+
+
+def test_what_cannot_be_read_back_gets_no_name(tmp_path, monkeypatch):
+    """A fault in the writer, which a wrong table of names would be."""
+    make_run(tmp_path / "run", tiny())
+    real = export.as_in_file
+
+    def exchanged(state, config, kind):
+        tensors = real(state, config, kind)
+        name = "layers.0.branches.0.mixer.dt_bias"
+        return {**tensors, name: tensors[name.replace("dt_bias", "D")]}
+
+    monkeypatch.setattr(export, "as_in_file", exchanged)
+    refused(run(out_dir=tmp_path / "run", to=tmp_path / "hf"), "logits differ by", "nothing was written")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_check_sees_what_is_no_longer_what_was_exported(tmp_path):
+    for family in ("llama", "longhorn"):
+        run_dir, to = make_run(tmp_path / family, tiny(family)), tmp_path / f"hf_{family}"
+        run(out_dir=run_dir, to=to, dtype="bfloat16")
+        assert run(check=to).code == run(check=to, out_dir=run_dir).code == 0
+        lm = tiny(family)
+        lm.embed.weight.data[5, 3] += 0.5
+        other = make_run(tmp_path / f"other_{family}", lm)
+        refused(run(check=to, out_dir=other), "not the model that was exported", "differ")
+        weights, text = (to / "model.safetensors").read_bytes(), (to / "config.json").read_text()
+        (to / "model.safetensors").write_bytes(weights[:-9] + bytes([weights[-9] ^ 64]) + weights[-8:])
+        refused(run(check=to), "model.safetensors: damaged")
+        tensors = safetensors.torch.load(weights)
+        first = next(name for name in tensors if "embed" in name)
+        tensors[first][250] *= 2  # intact, but of another model
+        checkpoint.save(to / "model.safetensors", tensors, {}, kind="pt")
+        refused(run(check=to), "not the model that was exported", "differ")
+        (to / "model.safetensors").write_bytes(weights)
+        (to / "config.json").write_text(json.dumps({**json.loads(text), "run": {}}))
+        refused(run(check=to), "does not say what to verify")
+    refused(run(check=tmp_path / "nowhere"), "nowhere/config.json")
+    refused(run(check=to, to=tmp_path / "a", out_dir=run_dir), "--check")
+
+
+def test_the_model_card(tmp_path):
+    run_dir = make_run(tmp_path / "run", tiny("gla"))
+    run(out_dir=run_dir, to=tmp_path / "hf")
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "license: unknown" in card and "code: unknown" in card and "train sha256 ab" in card
+    environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc", "code_files": {}}
+    (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
+    run(out_dir=run_dir, to=tmp_path / "hf", license="cc-by-4.0", overwrite=True)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    for words in ("license: cc-by-4.0\n", "commit 0123abc, v2abc, with uncommitted changes", "700 tokens",
+                  "random tokens agree to", 'from_pretrained("hf", trust_remote_code=True)'):
+        assert words in card, words
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_three_exports_at_once_leave_one_whole_model(overwrite, tmp_path, monkeypatch):
+    """The first is held where it has written everything but the name, while two others begin and end."""
+    runs = [make_run(tmp_path / f"run{i}", tiny(n_layer=i + 1)) for i in range(3)]
+    to, results, compare = tmp_path / "to" / "hf", [], export.compare
+    export_as = lambda i: monkeypatch.setattr(os, "getpid", lambda: 1000 + i) or results.append(
+        run(out_dir=runs[i], to=to, overwrite=overwrite))
+
+    def held(*args):
+        monkeypatch.setattr(export, "compare", compare)
+        assert [name for name in os.listdir(to.parent) if name.endswith("tmp-1000")] and not to.exists()
+        export_as(1)
+        export_as(2)
+        monkeypatch.setattr(os, "getpid", lambda: 1000)
+        return compare(*args)
+
+    monkeypatch.setattr(export, "compare", held)
+    export_as(0)
+    second, third, first = results
+    assert second.code == 0
+    for result in (third, first):
+        if overwrite:
+            assert result.code == 0
+        else:
+            refused(result, "is not empty", "--overwrite")
+    assert os.listdir(to.parent) == ["hf"] and run(check=to, out_dir=runs[0 if overwrite else 1]).code == 0
+
+
 # ------------------------------------------------------------------------------------- in transformers, without this
 
 ELSEWHERE = """
@@ -365,9 +588,15 @@ for folder in sys.argv[1:]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = bytes(range(40, 52)).decode()
     assert torch.equal(tokenizer(text, return_tensors="pt").input_ids, prompt) and tokenizer.decode(prompt[0]) == text
+    half, few = load(folder, trust_remote_code=True, dtype=torch.bfloat16), prompt[:, :3]
+    assert half(few).logits.dtype == torch.bfloat16, folder
+    assert (half(few).logits - model(few).logits).abs().max() < 0.1 * model(few).logits.abs().max(), folder
     found = model.generate(prompt, max_new_tokens=12, do_sample=False)
     if folder == sys.argv[1]:
-        model.generate(prompt, max_new_tokens=3, do_sample=False, num_beams=2)
+        writer = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        how, texts = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}, [text, "a", text[:5]]
+        in_batches = [out[0]["generated_text"] for out in writer(texts, batch_size=2, **how)]
+        assert in_batches == [writer(t, **how)[0]["generated_text"] for t in texts], folder
     logits = model(prompt, labels=prompt)
     print("found", model.model.config.backend, float(logits.loss), *found[0].tolist())
 """
@@ -402,12 +631,116 @@ def test_the_native_kernels_serve_where_the_repository_is_importable(tmp_path, m
     theirs = load()
     assert counting.computed_by(theirs.model) == counting.computed_by(lm) and type(theirs.model).__module__ != "model"
     assert torch.equal(theirs(TOKENS).logits, lm(TOKENS)[0])
-    padded = torch.ones_like(TOKENS)
-    padded[0, 0] = 0
-    with pytest.raises(ValueError, match="padded"):
-        theirs.generate(TOKENS, attention_mask=padded, max_new_tokens=2)
     theirs.save_pretrained(tmp_path / "again")  # and back
     assert torch.equal(export.load(tmp_path / "again")(TOKENS)[0], lm(TOKENS)[0])
+
+
+@pytest.fixture(scope="module")
+def code():
+    """The modelling code of an exported folder, as a module."""
+    module = types.ModuleType("exported_code")
+    module.__file__ = str(export.ROOT / "exported_code.py")
+    sys.modules["exported_code"] = module
+    exec(export.modelling_code(), vars(module))
+    return module
+
+
+def in_code(code, lm):
+    """The LM as transformers sees it."""
+    config, tensors = to_hf(lm, kind="longhorn")
+    settings = {key: value for key, value in config.items() if key not in (*export.OWN, "dtype")}
+    model = code.LonghornForCausalLM(code.LonghornConfig(**settings)).eval()
+    model.model.load_state_dict(tensors)
+    return model
+
+
+def side_by_side(rows, side, padding=300):  # beyond the vocabulary: looking it up would be an error
+    """(ids, mask) (B, T) of rows padded on a side."""
+    width = max(map(len, rows))
+    before = lambda row: width - len(row) if side == "left" else 0
+    ids, mask = torch.full((len(rows), width), padding), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, before(row):before(row) + len(row)] = row
+        mask[i, before(row):before(row) + len(row)] = 1
+    return ids, mask
+
+
+ROWS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 4, 14)]
+GREEDY = {"do_sample": False, "pad_token_id": 300}
+VARIANTS = [*((family, {}) for family in (*FAMILIES, "longhorn,llama")), ("rwkv", {"as_released": True}),
+            *((family, {"documents": "pack", "end_of_text": 115}) for family in ("longhorn", "swa", "longhorn,llama"))]
+
+
+@pytest.mark.parametrize("family, settings", VARIANTS, ids=str)
+def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
+    """Padded on either side, with and without a cache: logits, and what is written, are those of the LM on one row."""
+    rounding = 3e-5 if family == "rwkv" else 1e-5  # it divides by the deviation of each head, which may be small
+    lm = tiny("longhorn", pattern=family, **settings)
+    model, rows = in_code(code, lm), [*ROWS[:2], torch.tensor([7, 115, 9, 9])]  # 115 ends a document
+    written = [sample.generate(lm, row[None], 4, temperature=0)[0, len(row):] for row in rows]
+    for side in ("left", "right"):
+        ids, mask = side_by_side(rows, side)
+        for use_cache in (False, True):
+            with torch.no_grad():
+                whole = model(ids, attention_mask=mask, use_cache=use_cache).logits
+                last = model(ids, attention_mask=mask, use_cache=use_cache, logits_to_keep=1).logits
+            for i, row in enumerate(rows):
+                expected = lm(row[None])[0][0]
+                close(whole[i, mask[i].bool()], expected, rounding)
+                close(last[i, 0], expected[-1], rounding)
+            got = model.generate(ids, attention_mask=mask, max_new_tokens=4, use_cache=use_cache, **GREEDY)
+            assert torch.equal(got[:, -4:], torch.stack(written)), (side, use_cache)
+    for dtype in (torch.bfloat16, torch.float16):
+        half, logits = in_code(code, lm.to(dtype)).to(dtype), lm(rows[0][None])[0]
+        assert logits.dtype == dtype and torch.equal(half(rows[0][None]).logits, logits) and logits.isfinite().all()
+        assert half.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY).shape == (3, ids.shape[1] + 2)
+    if family == "longhorn,llama":
+        beams = model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=2, **GREEDY)
+        for i, row in enumerate(rows):
+            alone = model.generate(row[None], max_new_tokens=4, num_beams=2, **GREEDY)
+            assert torch.equal(beams[i, -4:], alone[0, -4:])
+
+
+@pytest.mark.parametrize("family", ["longhorn", "swa", "longhorn,llama"])
+def test_what_else_transformers_asks_of_a_model(family, code):
+    """A cache given on, embeddings, any number of logits, tuples, a loss, activations computed again."""
+    lm = tiny("longhorn", pattern=family)
+    model, idx, (logits, _) = in_code(code, lm), ROWS[2][None], lm(ROWS[2][None])
+    first = model.generate(idx, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
+    longer = torch.cat([first.sequences, ROWS[1][None]], 1)
+    for _ in range(2):  # the cache is not used up
+        second = model.generate(longer, past_key_values=first.past_key_values, max_new_tokens=6, **GREEDY)
+        assert torch.equal(second, sample.generate(lm, longer, 6, temperature=0))
+    embeds = model.get_input_embeddings()(idx)
+    for use_cache in (False, True):
+        written = model.generate(inputs_embeds=embeds, max_new_tokens=5, use_cache=use_cache, **GREEDY)
+        assert torch.equal(written, first.sequences[:, 14:])
+    close(model(inputs_embeds=embeds).logits, logits, 1e-6)
+    some = torch.tensor([2, 5])
+    for keep, kept in ((1, logits[:, -1:]), (4, logits[:, -4:]), (0, logits), (some, logits[:, some])):
+        close(model(idx, logits_to_keep=keep).logits, kept, 1e-6)
+        close(model(idx, logits_to_keep=keep, use_cache=True).logits, kept, 1e-5)
+    (alone,) = model(idx, return_dict=False)
+    assert torch.equal(alone, logits) and len(model(idx, labels=idx, use_cache=True, return_dict=False)) == 3
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
+    torch.testing.assert_close(model(idx, labels=idx).loss, loss)
+    torch.testing.assert_close(model(idx, labels=idx, num_items_in_batch=26).loss, loss / 2)
+
+    def gradients():
+        model.zero_grad()
+        calls = []
+        hooks = [layer.branches[0].register_forward_hook(lambda *_: calls.append(1)) for layer in model.model.layers]
+        model(idx, labels=idx).loss.backward()
+        for hook in hooks:
+            hook.remove()
+        return len(calls), [p.grad.clone() for p in model.parameters()]
+
+    model.train()
+    once, plain = gradients()
+    model.gradient_checkpointing_enable()
+    twice, again = gradients()
+    model.gradient_checkpointing_disable()
+    assert (once, twice, gradients()[0]) == (2, 4, 2) and all(map(torch.equal, plain, again))
 
 
 TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n"]
@@ -427,7 +760,11 @@ def test_tokenizers_travel(tmp_path):
             ids = theirs(words).input_ids
             assert ids == text.encode(words) and theirs.decode(ids) == words, (kind, words)
         config = export.read_json(tmp_path / f"to_{kind}" / "config.json")
-        assert config["eos_token_id"] == theirs.eos_token_id == {"gpt2": 50256, "hf": 0}.get(kind)
+        end = {"gpt2": 50256, "hf": 0}.get(kind)
+        assert config["eos_token_id"] == theirs.eos_token_id == end
+        padding = {"bytes": None, "char": len(table)}.get(kind, end)  # LLaMA's 256 rows leave no room for one
+        assert theirs.pad_token_id == padding == config["pad_token_id"]
+        assert padding is None or theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
 
 
 def test_a_push_is_the_hubs_own_client(tmp_path, monkeypatch):

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 from test_linear_attention import by_hand
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
@@ -238,6 +240,92 @@ MIXING = {
     # half of block_size, 12: the first 12 see all before them
     "swa": lambda H, d, T, N: 2 * 2 * d * (12 * 13 / 2 + (T - 12) * 12) / T,
 }
+
+
+class Experts(nn.Module):
+    """8 maps, of which a token passes 2."""
+
+    operator = None
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.router = nn.Linear(config.n_embd, 8, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd, bias=False) for _ in range(8))
+        self.experts.active_share = 2 / 8
+
+    def forward(self, x, state=None):
+        share, chosen = self.router(x).topk(2)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            at, k = (chosen == i).flatten(0, 1).nonzero(as_tuple=True)
+            y.view(-1, x.shape[-1]).index_add_(0, at, expert(x.flatten(0, 1)[at]) * share.flatten(0, 1)[at, k, None])
+        return y, state
+
+    def initial_state(self, batch_size, device):
+        return ()
+
+
+def untie(lm):
+    lm.head = nn.Linear(32, 64, bias=False)
+    lm.norm.register_forward_hook(lambda module, args, h: setattr(lm, "logits", lm.head(h)))  # the tied one is not run
+
+
+def share_head(lm):
+    lm.head = nn.Linear(32, 64, bias=False)
+    lm.head.weight = lm.embed.weight
+
+
+def scale_layers(lm):
+    for layer in lm.layers:
+        layer.scale = nn.Parameter(torch.ones(32))
+
+
+def add_map(lm):
+    lm.layers[0].more = nn.Linear(32, 48)
+
+
+def predict_two(lm):
+    lm.second = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
+
+
+COUNTED = {  # edit: (what it does to an LM; parameters; forward FLOPs per token)
+    "untied head": (untie, 64 * 32, 0),
+    "head as a module": (share_head, 0, 0),
+    "LayerScale": (scale_layers, 2 * 32, 0),
+    "a map in a layer": (add_map, 33 * 48, 2 * 32 * 48),
+    "two predictions": (predict_two, 33 * 32 + 33 * 64, 2 * 32 * (32 + 64)),
+    "a parameter of the model": (lambda lm: setattr(lm, "temperature", nn.Parameter(torch.ones(1))), 1, 0),
+    "an average in buffers": (lambda lm: lm.register_buffer("average", torch.zeros(9)), 0, 0),
+    "AveragedModel": (lambda lm: setattr(lm, "average", AveragedModel(lm.layers)), 0, 0),
+    "a frozen copy": (lambda lm: setattr(lm, "average", copy.deepcopy(lm.layers).requires_grad_(False)), 0, 0),
+    "a frozen copy of all": (lambda lm: setattr(lm, "average", copy.deepcopy(lm).requires_grad_(False)), 0, 0),
+    "a frozen embedding": (lambda lm: lm.embed.requires_grad_(False), 0, 0),
+}
+
+
+@pytest.mark.parametrize("edit", COUNTED)
+def test_counts_of_edited_models(edit):
+    """Against torch's own sum of parameters, without the average, and FLOPs by hand."""
+    lm = tiny("longhorn,llama", n_layer=2)
+    change, parameters, flops = COUNTED[edit]
+    before = sum(p.numel() for p in lm.parameters()), counting.flops_per_token(lm)["forward"], counting.state_size(lm)
+    change(lm)
+    parts, average = counting.parameter_count(lm), getattr(lm, "average", None)
+    copied = sum(p.numel() for p in average.parameters()) if isinstance(average, nn.Module) else 0
+    total = parts.pop("total")
+    assert total == sum(parts.values()) == sum(p.numel() for p in lm.parameters()) - copied == before[0] + parameters
+    assert counting.flops_per_token(lm)["forward"] == before[1] + flops
+    assert counting.state_size(lm) == before[2]
+
+
+def test_experts_count_by_the_share_that_is_active(monkeypatch):
+    """Against PyTorch's counter on what runs."""
+    monkeypatch.setitem(FAMILIES, "experts", [Experts])
+    lm = tiny("experts", n_layer=2)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        lm(tokens(2, 24))
+    assert 48 * counting.flops_per_token(lm)["forward"] == counted.get_total_flops()
+    assert counting.parameter_count(lm)["total"] == sum(p.numel() for p in lm.parameters())
 
 
 @EACH_FAMILY
@@ -995,11 +1083,16 @@ def test_packed_documents_are_those_read_alone(family, backend):
     logits, loss = lm(idx, y)
     alone = lm(idx, y, loss_only=True)[1]
     grads = torch.autograd.grad(loss, list(lm.parameters())), torch.autograd.grad(alone, list(lm.parameters()))
-    with torch.no_grad():  # a state belongs to one document
-        through = in_chunks(lm, idx, [150])[0]
+    with torch.no_grad():  # through a state, in pieces that end before, at and after the end of a document
+        cuts = [1, 1, 39, 40, 1, 68]
+        if family in ("llama", "swa"):
+            with pytest.raises(ValueError, match="documents=pack: documents end at different places .* one at a time"):
+                in_chunks(lm, idx, cuts)
+        rows = [slice(3)] if family not in ("llama", "swa") else [slice(row, row + 1) for row in range(3)]
+        through = torch.cat([in_chunks(lm, idx[row], cuts)[0] for row in rows])
+    torch.testing.assert_close(through, logits, rtol=1e-4, atol=2e-5)
     lm.config.documents = "join"
-    joined = lm(idx)[0]
-    assert not torch.allclose(joined, logits, atol=1e-2) and torch.allclose(joined, through, atol=1e-4)
+    assert not torch.allclose(lm(idx)[0], logits, atol=1e-2)
     rows, total = [], 0.0
     for row in range(3):
         ends = [0, *((idx[row, :-1] == 63).nonzero()[:, 0] + 1).tolist(), 150]

@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_records import left_behind
 
 from kernels import build, ops
 from kernels import linear_attention as la
@@ -72,13 +74,63 @@ def test_a_cached_library_that_was_cut_short_or_zeroed_is_built_again(source, tm
     for content in (good[:len(good) // 2], b"", good[:4096] + bytes(4096) + good[8192:]):
         path.unlink()
         path.write_bytes(content)
-        leftover = tmp_path / f"{path.stem.rpartition('_')[0]}.123.tmp"  # of a build that was killed
+        leftover = left_behind(tmp_path / path.stem.rpartition("_")[0])
         leftover.touch()
         again, seconds = build.build([source], tmp_path)
         assert seconds > 0 and ctypes.CDLL(str(again)).longhorn_answer() == 1 and not leftover.exists()
         before = again.stat().st_mtime_ns
         assert build.build([source], tmp_path) == (again, 0.0) and again.stat().st_mtime_ns == before
         path = again
+
+
+def give_away(path):
+    if os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize("which", ["folder", "file"])
+@pytest.mark.parametrize("how", [lambda path: path.chmod(0o775), lambda path: path.chmod(0o757), give_away],
+                         ids=["of a group", "of all", "of another user"])
+def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path, monkeypatch, capfd, which, how):
+    """The same library at the same place, with the right hash in its name; from a folder of others it is built in our
+    own, and refused where we have none."""
+    build.say_once.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, before = tmp_path / "build", os.umask(0o002)  # as on many systems
+    try:
+        path, _ = build.build([source], folder)
+    finally:
+        os.umask(before)
+    assert build.build([source], folder) == (path, 0.0)
+    how(folder if which == "folder" else path)
+    again, seconds = build.build([source], folder)
+    assert seconds > 0 and build.build([source], folder) == (again, 0.0)
+    said = capfd.readouterr().err
+    if which == "file":
+        assert again == path and path.stat().st_mode & 0o777 == 0o755 and path.stat().st_uid == os.geteuid()
+        assert not said
+        return
+    assert again.parent == tmp_path / "cache/longhorn" and said.count("\n") == 1
+    assert said.startswith(f"native kernels: other users may write to {folder}: using {again.parent} instead")
+    how(again.parent)
+    with pytest.raises(OSError, match="^other users may write to .* set LONGHORN_BUILD_DIR to a folder that only you"):
+        build.build([source], folder)
+
+
+def test_a_library_without_the_functions_is_built_again(request, monkeypatch, tmp_path):
+    built = build.build()[0]  # not compiled once more: a compiler that copies it
+    request.getfixturevalue("fresh")
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'cp {quote(built)} "$out"'))
+    path, _ = build.build()
+    content = path.read_bytes().replace(b"rms_norm_forward_cpu", b"rms_norm_forward_gpu")
+    path.unlink()
+    wrong = path.with_name(f"{path.stem.rpartition('_')[0]}_{hashlib.sha256(content).hexdigest()[:16]}.so")
+    wrong.write_bytes(content)
+    wrong.chmod(0o755)
+    with pytest.raises(OSError, match="rms_norm_forward_cpu"):
+        build.load(wrong)
+    assert build.library().rms_norm_forward_cpu and not wrong.exists()
 
 
 @pytest.mark.parametrize("change", ("source", "header", "flags", "cpu", "compiler"))
@@ -143,7 +195,7 @@ def test_a_killed_build_leaves_nothing_that_is_loaded(source, tmp_path):
     code = LEAN + f"build.build([{str(source)!r}], {str(folder)!r})"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=120)
     assert run.returncode == -9 and not list(folder.glob("*.so"))
-    assert [p.read_text() for p in folder.glob("*.tmp")] == ["half\n"]
+    assert [p.read_text() for p in folder.glob("*.tmp-*")] == ["half\n"]
     path, _ = build.build([source], folder)
     assert ctypes.CDLL(str(path)).longhorn_answer() == 1
 
@@ -184,7 +236,8 @@ def test_a_changed_struct_is_refused(source, tmp_path, wrong):
     for name, struct in {"scan": build.ScanArgs, "conv": build.ConvArgs, "norm": build.NormArgs}.items():
         answers[f"{name}_args_size"] = ctypes.sizeof(struct) + 8 * (name == wrong)
     getters = "".join(f"long long {name}(void) {{ return {n}; }}\n" for name, n in answers.items())
-    source.write_text(f'extern "C" {{ {getters} }}\n')
+    empty = "".join(f"void {name}(void) {{}}\n" for name in ("longhorn_has_openmp", *build.FUNCTIONS))
+    source.write_text(f'extern "C" {{ {getters} {empty} }}\n')
     path, _ = build.build([source], tmp_path)
     with pytest.raises(OSError, match="change both structs together") if wrong else contextlib.nullcontext():
         build.load(path)

@@ -246,6 +246,8 @@ def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
     (("def objective(", "def loss("), r"defines no function objective\(S, S_prev, k, x, p\)"),
     (('"Longhorn that forgets"', '"RetNet"'), "a row named 'RetNet' already exists"),
     (('{"gamma": 1.0,', '{"gama": 1.0,'), "tune must be a list of settings such as"),
+    (("def objective(", "import nowhere\ndef objective("), "does not run .*No module named 'nowhere'"),
+    (("tune = [", "tune = 5; _ = ["), "tune must be a list of settings"), (["--out=/"], "such as record.json"),
     (["--out=a.png"], "such as a.json"), (["--save", "--add=a.py"], "choose a file with --out")])
 def test_mistakes_are_one_line(tmp_path, capsys, change, says):
     """In an added file, or on the command line."""

@@ -569,8 +569,8 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them(tmp_path):
     ("cell --learning_rate=0", "above 0"), ("cell --epochs=0", "at least 1"),
     ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "also in the training set"),
     ("cell --eval_interval=-1", "0 or more"), ("cell --mixer=x", "--model"),
-    ("cell --pattern=mamba", "not for recall"), ("cell --batch_tokens=4096", "batch_examples"),
-    ("cell --backend=gpu", "unknown backend")])
+    ("cell --pattern=mamba", "not for recall"), ("cell --eval_tasks_interval=2", "not for recall"),
+    ("cell --batch_tokens=4096", "batch_examples"), ("cell --backend=gpu", "unknown backend")])
 def test_mistakes_are_one_line(line, word, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     command, *options = line.split()

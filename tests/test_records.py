@@ -3,11 +3,14 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
+import re
 import resource
 import runpy
 import shutil
 import subprocess
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -111,17 +114,35 @@ def test_a_folder_has_one_lock_whatever_it_is_called_and_no_link_is_followed(tmp
         for name in ("run", "link", "run/../link/."):
             with pytest.raises(BlockingIOError):
                 lock_folder(tmp_path / name)
-    names = ["log.jsonl.tmp-17", "best.safetensors.tmp-9", "val.bin.tmp-5", "config.json.tmp-", "mine.tmp-3", "x.json"]
-    for name in names:
-        (tmp_path / "run" / name).touch()
-    lock_folder(tmp_path / "link").close()
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", *sorted(names[3:])]  # of killed writers, and nothing else
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "run" / ".lock").unlink()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         lock_folder(tmp_path / "run")
     assert (tmp_path / "precious").read_text() == "kept"
+
+
+def left_behind(path):
+    """The temporary name of a writer of `path` that was killed."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as pool:
+        return Path(pool.apply(records.temporary, (path,)))
+
+
+def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
+    """Two hosts write to a shared folder, or two processes: what one is writing the other must not delete."""
+    mine, dead = tmp_path / "result.json", left_behind(tmp_path / "result.json")
+    host, pid, start = re.fullmatch(r"result.json.tmp-(.+)-(\d+)-(\d+)", dead.name).groups()
+    of = lambda *parts: f"result.json.tmp-{'-'.join(map(str, parts))}"
+    gone = [dead.name, of(host, os.getpid(), int(start) - 10**6)]  # a process that had this one's number before
+    kept = [of("elsewhere", pid, start), Path(records.temporary(mine)).name, of(host, os.getppid(),
+            records.started(os.getppid())), "result.json.tmp-17", "result.json.tmp-", "mine.tmp-3", "x.json"]
+    for clean in (lambda: lock_folder(tmp_path).close(), lambda: write_json(tmp_path / "result.json", {})):
+        for name in (*gone, *kept):
+            (tmp_path / name).touch()
+        clean()
+        left = set(os.listdir(tmp_path)) - {".lock", "result.json"}
+        assert left in ({*kept}, {*kept} - {Path(records.temporary(mine)).name})  # the writer's own is renamed
 
 
 def test_environment_says_where_it_ran(monkeypatch):
@@ -164,7 +185,10 @@ def eval_event(step, loss):
 
 @pytest.mark.parametrize("name, events", [
     (r"a$\frac$b", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), ("one$", [eval_event(1, None)]),
-    (r"a\$\frac$b", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, 2.0)])])
+    (r"a\$\frac$b", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, 2.0)]),
+    *((f"damaged {key}", [event(1, 3.0), {"event": "train", "step": 3}, *(
+        {**event(2, 3.0), key: value} for value in (None, "3", [1], {}, True, math.nan, 10**400, -1e308))])
+      for event, key in ((train_event, "tokens"), (train_event, "train_loss"), (eval_event, "val_accuracy")))])
 def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path, name, events):
     def draw(folder):
         return run_program(lambda: runpy.run_path(loss_curve.__file__, run_name="__main__"), folder)

@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+import json
 import re
 import sys
 from collections import namedtuple
@@ -16,11 +17,13 @@ import pytest
 import tokenizers
 import torch
 
+import evaluate
+import export
 import sample
 import train
 from data.shakespeare_char import prepare as shakespeare
 from model import LM, ModelConfig
-from runtime import checkpoint, errors
+from runtime import checkpoint, errors, records
 from sample import Text
 
 TABLE = "".join(sorted(set("hello wörld\n")))
@@ -216,6 +219,7 @@ REFUSED = [  # settings; what differs in the checkpoint of `out`, or in its conf
     *(({"device": name}, {}, f"device {name!r} is unknown or missing") for name in ("foo", "meta", "cpu:x", "")),
     *(({key: value}, {}, f"{key} {value}") for key, value in {
         "temperature": -1.0, "top_k": -2, "top_p": 0.0, "seed": -1, "max_new_tokens": 0, "num_samples": 0}.items()),
+    ({"num_samples": 10**7}, {}, f"num_samples {10**7} must be in 1 .. 1000000"),
     ({"prompt": "\udcff"}, {}, "expected a string of UTF-8"), ({"prompt": "Hi"}, CHARACTERS, "'H'", "vocabulary"),
     ({"prompt": "-", "stdin": b"\xff"}, CHARACTERS, "prompt ", "'utf-8' codec can't decode byte 0xff in position 0"),
     ({}, {"tokenizer": "gpt2"}, "tiktoken is missing", "pip install"),
@@ -258,3 +262,23 @@ def test_a_trained_character_model_speaks_its_characters(tmp_path):
     assert re.fullmatch(f"[{TABLE}]+", result.out) and len(result.out) > 20
     text = Text("char", TABLE)
     assert "".join(map(text.decode, text.encode("hello wörld"))) == "hello wörld"
+
+
+@pytest.mark.parametrize("program", ["sample", "evaluate", "export"])
+def test_code_that_changed_since_the_training_is_said(program, tmp_path, monkeypatch):
+    out = make_run(tmp_path / "run")
+    files = {**records.code_identity()["code_files"], "train.py": "another"}  # this process does not sample with it
+    environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc", "code_files": files}
+    starts = {"sample": lambda: run(out_dir=out, max_new_tokens=1),
+              "evaluate": lambda: run_program(lambda: evaluate.launch("evaluate.py", evaluate.main), out, tasks=","),
+              "export": lambda: run_program(lambda: export.main(sys.argv[1:]), out_dir=out, to=out / "to")}
+    monkeypatch.setattr(export, "written", lambda *args: None)
+    for name, changed in (("runtime/errors.py", False), ("README.md", False), ("model.py", True), ("mixers.py", True)):
+        there = {**environment, "code_files": {**files, name: "another"}}
+        (out / "config.json").write_text(json.dumps({"environment": there}))
+        lines = [line for line in starts[program]().err.splitlines() if "the code has changed" in line]
+        assert len(lines) == changed
+        assert not changed or name in lines[0] and "git checkout 0123abc (it had uncommitted changes)" in lines[0]
+    for damaged in ("", "{}", '{"environment": {"code_files": []}}'):
+        (out / "config.json").write_text(damaged)
+        assert "the code has changed" not in starts[program]().err

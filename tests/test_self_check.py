@@ -8,6 +8,7 @@ both places.
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import math
 import os
@@ -21,12 +22,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from test_scan import source_text, with_mistake
+from test_train import arguments, succeed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.scan
 import mixers  # noqa: F401  all families
 import model
-from kernels import build, fused, ops
+from kernels import build, fused, linear_attention, ops
 from kernels import linear_attention as la
 from kernels.scan import selective_scan
 from model import FAMILIES, LM, ModelConfig
@@ -82,7 +84,8 @@ normed = lambda f: lambda x, *rest, **kw: f(F.rms_norm(x, x.shape[-1:]), *rest, 
 half = lambda f: lambda *args, **kw: 0.5 * f(*args, **kw)
 K_HALVED = scan_of(lambda x, dt, k, *rest: (x, dt, k / 2, *rest))
 CAP = {"model.F": functional(linear=cap)}
-SMOOTH = {"model.F": functional(cross_entropy=functools.partial(F.cross_entropy, label_smoothing=0.1))}
+SMOOTH = {"model.cross_entropy": lambda f: lambda logits, targets: F.cross_entropy(
+    logits.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.1)}
 HALF = {"kernels.scan._step_size": half}
 HYBRID = "longhorn*3,llama"
 TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling follows
@@ -205,7 +208,7 @@ def probe(request):
     def unedited(pattern, backend):
         return probe({}, pattern, backend)
 
-    def probe(edits, pattern, backend=""):
+    def probe(edits, pattern, backend="", **settings):
         with contextlib.ExitStack() as edited:
             for target, change in edits.items():
                 if target == "native":
@@ -214,12 +217,13 @@ def probe(request):
                     continue
                 original = pkgutil.resolve_name(target)
                 replacement = change(original)
-                if callable(original):
+                if callable(original) and not isinstance(replacement, staticmethod):
                     functools.update_wrapper(replacement, original)  # it stands where the original stood
                 edited.enter_context(mock.patch(target, replacement))
             torch.manual_seed(0)
-            lm = LM(ModelConfig(pattern=pattern, n_layer=4 if "," in pattern else 2, n_head=2, n_embd=32, block_size=40,
-                                vocab_size=64, mlp_multiple=16, backend=backend))
+            sizes = {"n_layer": 4 if "," in pattern else 2, "n_head": 2, "n_embd": 32, "block_size": 40,
+                     "vocab_size": 64, "mlp_multiple": 16, "end_of_text": 0}
+            lm = model.LM(ModelConfig(pattern=pattern, backend=backend, **sizes | settings))
             try:
                 line, stopped = self_check(lm), False
             except ConfigError as error:
@@ -271,11 +275,249 @@ def test_unedited_all_agrees(pattern, backend):
     torch.set_float32_matmul_precision("high")
     line, precision = self_check(lm), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    assert line.startswith("self-check: ") and "whole sequences and states agree to " in line and "\n" not in line
+    assert line.startswith("self-check: ") and "\n" not in line
+    assert "training and eval mode, whole sequences and states agree to " in line
     assert ("plain operators" in line) == (backend != "torch")
-    assert float(line.split("agree to ")[1].split()[0]) < 1e-5
+    assert float(line.split("agree to ")[1].split()[0]) < 5e-5 and " is usual)" in line
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), weights, strict=True))
     assert torch.equal(torch.get_rng_state(), random) and lm.training and precision == "high"
+
+
+def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
+    lm = LM(ModelConfig(n_layer=1, n_embd=32, vocab_size=64))
+    monkeypatch.setattr("runtime.self_check.toy_of", lambda model, backend, **sizes: LM(ModelConfig(n_head=0)))
+    with pytest.raises(ConfigError, match=r"^self-check: a small version [^\n]*n_head 0[^\n]*\(model.py, line [^\n]*"
+                                          r"toy\(self, backend\)[^\n]*--self_check=off[^\n]*$"):
+        self_check(lm)
+
+
+# -------------------------------------------------------------------------- what only some layers, chunks or modes run
+
+def in_training(**replaced):
+    """A model.LM.forward that finds these names of model.py replaced, in training mode only."""
+    def change(f):
+        def forward(self, *args, **kwargs):
+            with mock.patch.multiple(model, **replaced) if self.training else contextlib.nullcontext():
+                return f(self, *args, **kwargs)
+        return forward
+    return {"model.LM.forward": change}
+
+
+def z_loss(weight):
+    return lambda logits, targets: weight * logits.logsumexp(-1).square().mean() + F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def in_layer_1(change):
+    """GLA.forward, changed where it was built as layer 1."""
+    def build(f):
+        def __init__(self, config, layer):
+            f(self, config, layer)
+            self.layer = layer
+        return __init__
+    return {"model.GLA.__init__": build, "model.GLA.forward": lambda f: lambda self, x, state=None: (
+        change if self.layer == 1 else f)(*([f] if self.layer == 1 else []), self, x, state)}
+
+
+def scaled_gradient(f):
+    """The gradient of the keys in the fourth chunk of GLA."""
+    def gla(q, k, v, g, state):
+        C = linear_attention.GLA_CHUNK
+        part = k[:, 3 * C:4 * C]
+        return f(q, torch.cat([k[:, :3 * C], 0.25 * part + 0.75 * part.detach(), k[:, 4 * C:]], 1), v, g, state)
+    return gla
+
+
+def after_the_first_rows(f):
+    """The loss in slices is wrong as soon as there is a second one."""
+    @functools.wraps(f)
+    def forward(ctx, x, weight, *rest):
+        return f(ctx, x, weight, *rest) * (1.4 if len(x) > ops.LOGITS_AT_ONCE["cpu"] // len(weight) else 1)
+    return staticmethod(forward)
+
+
+def shifted(f):
+    return lambda self, x, state=None: f(self, x + 0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1], state)
+
+
+class Future(Cumulative):
+    """A mixer that sees later tokens."""
+
+    def forward(self, x):
+        return self.linear(x.flip(1).cumsum(1).flip(1))
+
+
+halved = lambda y: (0.5 * y[0], *y[1:])
+GLA_STATE = ("model.py: GLA.forward (GLA)", *STATE)
+ONCE = ("deterministic", "--self_check=off")
+REACHED = {  # what is edited: (family, edits, what the line has, settings)
+    "smoothing in training": ("llama", in_training(cross_entropy=SMOOTH["model.cross_entropy"](None)), LOSSES, {}),
+    "a z-loss in training": ("llama", in_training(cross_entropy=z_loss(1e-4)), LOSSES, {}),
+    "a small z-loss": ("longhorn,mamba,llama,gla", {"model.cross_entropy": lambda f: z_loss(1e-5)}, LOSSES, {}),
+    "the state path of layer 1": ("gla", in_layer_1(lambda f, self, x, state: f(self, x if state is None else 0.9 * x,
+                                                                               state)), GLA_STATE, {}),
+    "later rows of the loss in slices": ("llama", {"kernels.ops._LinearCrossEntropy.forward": after_the_first_rows},
+                                         LOSSES, {}),
+    "the fourth chunk": ("gla", {"kernels.linear_attention._gla": scaled_gradient},
+                         ("linear_attention.py: _gla", "gated_linear_attention_ref"), {}),
+    "a mask of documents": ("retnet", {"kernels.linear_attention._of_documents": lambda f: lambda v, state: (
+        (same, old, new, None) for same, old, new, kept in f(v, state))},
+                            ("linear_attention.py: _retention", "retention_ref"), {"documents": "pack"}),
+    "a shift across documents": ("gla", {"model.GLA.forward": shifted},
+                                 ("model.py: GLA.forward (GLA) over packed documents", "--documents=join"),
+                                 {"documents": "pack"}),
+    "the last position only": ("gla", {"model.LM.forward": lambda f: lambda self, *args, last_only=False, **kw: (
+        halved if last_only else tuple)(f(self, *args, last_only=last_only, **kw))},
+                               ("model.py: LM.forward with and without last_only",), {}),
+    "evaluation only": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
+        self, x if self.training else 0.9 * x, state)}, ("model.py: GLA.forward (GLA) in training and in eval",), {}),
+    "one operator in training": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: (
+        halved if self.training and self.backend != "torch" else tuple)(f(self, x, state))},
+                                 ("model.py: GLA.forward (GLA) with --backend=(empty)",), {}),
+    "the plain loss": ("llama", {"kernels.ops.cross_entropy": lambda f: lambda *args: 1.1 * f(*args)},
+                       ("ops.py: linear_cross_entropy", "ops.py: _LinearCrossEntropy"), {}),
+    "the exact form's loop": ("longhorn_exact", {"kernels.scan.STEPS": lambda steps: {**steps, "exact": lambda *args: (
+        1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact and", "_exact_step"), {}),
+    "no numbers from the kernel": ("llama", {"kernels.ops._rms_norm_op": lambda f: lambda *args: tuple(
+        a * math.nan for a in f(*args))}, ("norm_forward_rows and kernels/ops.py: rms_norm",), {}),
+    "the plain loop's own part": ("mamba", {"kernels.scan._loop": lambda f: lambda update, x, *rest: f(
+        update, 0.9 * x, *rest)}, ("longhorn_scan.cu: Mamba and", "_mamba_step", "_loop"), {}),
+    # neither names a place that was not edited
+    "a cap of the logits": ("longhorn", CAP, ("--loss_from_logits=true",), {}),
+    "dropout that never ends": ("llama", {"model.SwiGLU.forward": lambda f: lambda self, x, state=None: (
+        F.dropout(f(self, x, state)[0], 0.1), state)}, (*ONCE, "in eval mode"), {}),
+    "noise": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
+        self, x + 0.1 * torch.randn_like(x), state)}, (*ONCE, "in eval mode"), {}),
+    "a counter": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: (
+        setattr(self, "calls", getattr(self, "calls", 0) + 1), f(self, x * self.calls, state))[1]}, ONCE, {}),
+    "no numbers": ("llama,gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
+        self, x * math.inf, state)}, ("is nan", "first behind layers.1.branches.0 (model.py: GLA.forward (GLA))"),
+                   {"n_layer": 2}),
+}
+
+
+@pytest.mark.parametrize("edit", REACHED)
+def test_what_is_reached_stops_with_the_cause(edit, probe):
+    family, edits, words, settings = REACHED[edit]
+    answer = probe(edits, family, **settings)
+    assert answer.stopped, answer.line
+    assert answer.line.startswith("self-check: ") and "\n" not in answer.line
+    assert all(w in answer.line for w in words), answer.line
+    assert "_longhorn_step" not in answer.line
+
+
+def test_noise_in_training_hides_nothing(probe):
+    """It draws other numbers in float64, which the tolerance must not take for rounding."""
+    noise = in_training(F=SimpleNamespace(**{**vars(F), "silu": lambda x: F.dropout(F.silu(x), 0.2)}))
+    assert not probe(noise, "gla").stopped
+    answer = probe(noise | {"kernels.linear_attention._gla": lambda f: lambda q, k, v, g, state: f(
+        q, k, v, 1.01 * g, state)}, "gla")
+    assert answer.stopped and "linear_attention.py: _gla" in answer.line, answer.line
+
+
+def test_a_failure_says_tensor_disagreement_and_tolerance(probe):
+    line = probe(*reversed(STOPS["decay of GLA's chunks"][:2])).line
+    found = re.search(r"disagree by (\S+) in the gradient of layers\.[01]\.\S+ \((\S+) is usual, (\S+) allowed\)", line)
+    error, usual, allowed = map(float, found.groups())
+    assert usual < 1e-5 <= allowed <= 11 * max(usual, 1e-6) < error
+
+
+def test_a_mixer_that_sees_later_tokens_is_named(probe, monkeypatch):
+    monkeypatch.setitem(model.FAMILIES, "future", [Future])
+    answer = probe({}, "future")
+    assert answer.stopped and "Future.forward (Future) sees later tokens" in answer.line
+
+
+def test_a_cap_trains_with_the_loss_from_logits(probe):
+    settings = {"loss_from_logits": True}
+    capped, plain = (probe(edits, "llama", **settings) for edits in (CAP, {}))
+    assert not capped.stopped and capped.read[0] != plain.read[0] and capped.read[1] < 1e-4
+    assert plain.read[0] == pytest.approx(probe.unedited("llama"), rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- no false alarms
+
+class Noisy(Cumulative):
+    """With a random buffer that is not saved, and a random number that is not even a buffer."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.register_buffer("mask", torch.rand(config.n_embd), persistent=False)
+        self.factor = torch.rand(1).item()
+
+    def forward(self, x):
+        return self.linear(x.cumsum(1) * self.mask * self.factor)
+
+
+class WideHeads(model.GLA):
+    """Heads of 24 channels, whatever the configuration says."""
+
+    def __init__(self, config, layer):
+        assert config.n_embd % 48 == 0, "two heads of 24 channels"
+        super().__init__(dataclasses.replace(config, n_head=config.n_embd // 24), layer)
+
+
+def ahead(f):
+    """Predicts the token after the next one too, in training."""
+    def forward(self, idx, targets=None, *args, **kwargs):
+        logits, loss, *rest = f(self, idx, targets, *args, **kwargs)
+        if self.training and targets is not None:
+            h = self.layers[1](self.embed(idx))[0]
+            loss = loss + 0.3 * F.cross_entropy(F.linear(h[:, :-1], self.embed.weight).flatten(0, 1),
+                                                targets[:, 1:].flatten())
+        return logits, loss, *rest
+    return forward
+
+
+def skips(layer):
+    return {"model.LM.forward": lambda f: lambda self, idx, *args, **kw: f(
+        self, idx + 0 * len(self.layers[layer].branches), *args, **kw)}
+
+
+def positions(f):
+    """Learned positions that begin again at every call."""
+    def forward(self, idx, *args, **kwargs):
+        table = torch.randn(128, self.embed.weight.shape[1], generator=torch.Generator().manual_seed(0))
+        with mock.patch.object(self.embed, "forward", lambda i: F.embedding(i, self.embed.weight) + table[:i.shape[1]]):
+            return f(self, idx, *args, **kwargs)
+    return forward
+
+
+@pytest.mark.parametrize("family, edits, settings", [
+    ("noisy", {}, {}), ("wide", {}, {"n_embd": 96, "n_head": 4}), ("gla", {"model.LM.forward": ahead}, {}),
+    ("gla", skips(1), {"n_layer": 2}), ("gla", skips(5), {"n_layer": 6}),
+    ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
+        self, F.dropout(x, 0.1, self.training), state)}, {}),
+    ("longhorn", {"model.LM.__init__": lambda f: lambda self, config: (
+        check_that(config.n_embd == 96 and config.block_size == 40), f(self, config))[1]}, {"n_embd": 96})],
+    ids=["random buffers", "head width", "prediction of two tokens", "layers[1]", "layers[5]", "dropout", "asserts"])
+def test_these_edits_start(family, edits, settings, probe, monkeypatch):
+    for name, mixer in (("noisy", Noisy), ("wide", WideHeads)):
+        monkeypatch.setitem(model.FAMILIES, name, [mixer])
+    answer = probe(edits, family, **settings)
+    assert not answer.stopped and "plain operators" in answer.line, answer.line
+
+
+def check_that(condition):
+    assert condition
+
+
+def test_positions_that_begin_again_are_told_how_to_go_on(probe):
+    answer = probe({"model.LM.forward": positions}, "gla")
+    assert answer.stopped and "model.py: LM.forward over the whole" in answer.line
+    assert "count the tokens in the state" in answer.line
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_eight_families_with_packed_documents_start(d, probe):
+    pattern = "longhorn,mamba,llama,gla,retnet,rwkv,kda,mamba2"
+    answer = probe({}, pattern, n_layer=8, n_embd=d, documents="pack")
+    assert not answer.stopped, answer.line
+
+
+def test_only_the_check(data, out):
+    said = succeed(arguments(data, out, self_check="only")).out
+    assert said.splitlines()[-1].startswith("self-check: the loss alone") and "step" not in said and not out.exists()
 
 
 # -------------------------------------------------------------------------------------------- other libraries' kernels
@@ -390,10 +632,3 @@ def test_a_kernel_that_is_wrong_in_16_bits_alone_stops(monkeypatch):
     assert "agree" in self_check(lm)
     with pytest.raises(ConfigError, match="in bfloat16 longhorn_scan.cu: Longhorn and .*edit both"):
         self_check(lm, torch.bfloat16)
-
-
-def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
-    lm = LM(ModelConfig(n_layer=1, n_embd=32, vocab_size=64))
-    monkeypatch.setattr("runtime.self_check.toy_of", lambda model, backend: LM(ModelConfig(n_head=0)))
-    with pytest.raises(ConfigError, match="^self-check: a small version [^\n]*n_head 0[^\n]*--self_check=off[^\n]*$"):
-        self_check(lm)

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import shlex
 import shutil
@@ -40,7 +41,7 @@ from data import loader, writer
 from experiments.vision import classify
 from model import LM
 from runtime import checkpoint, counting, errors, records
-from runtime.folder import lock_run_dir
+from runtime.folder import MAY_CHANGE_ON_RESUME, lock_run_dir
 from runtime.telemetry import peak_flops
 from tools.loss_curve import draw_loss
 from train import TrainConfig
@@ -787,12 +788,22 @@ def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
     assert not (out / "result.json").exists() and list(events(out, "skipped")) == [5, 6, 7]
     first = loader.step_windows(loader.n_windows(4000, 32), 12, 7, 6)[0]
     tensors, meta = saved(out)
-    assert f"token {first * 32:,} " in line and f"step {meta['step']};" in line
-    assert all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
-    again = refuse([*argv, "--resume=auto"], LM=poisoned(range(99)))  # before it has saved anything itself
-    assert f"step {meta['step']};" in again
+    assert f"token {first * 32:,} " in line and meta["step"] == 6
+    good = f"no checkpoint is good: the loss after that of {out}/checkpoint-4.safetensors, step 4, was already not f"
+    assert good in line and all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
+    assert good in refuse([*argv, "--resume=auto"], LM=poisoned(range(99)))  # before it has saved anything itself
     with mock.patch.object(loader.TokenData, "where", None):  # images and recall do not say where a batch begins
         refuse(arguments(data, out, max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
+
+
+@pytest.mark.parametrize("bad, changes, named", [
+    (5, {"checkpoint_interval": 2, "keep_checkpoints": 3}, "checkpoint-2.safetensors, step 2"),
+    (7, {"checkpoint_interval": 2, "keep_checkpoints": 3}, "checkpoint-4.safetensors, step 4"),
+    (7, {"checkpoint_interval": 1}, "best.safetensors, step 5"), (6, {}, "none")])
+def test_the_good_checkpoint_that_is_named_has_a_finite_loss_next(data, out, bad, changes, named):
+    """Weights of the last finite step are saved again in each skipped one, and give the same loss."""
+    words = "no checkpoint is good" if named == "none" else f"the last good checkpoint is {out / named}"
+    refuse(arguments(data, out, max_bad_steps=4, **changes), words, LM=poisoned(range(bad, 99)))
 
 
 @pytest.mark.parametrize("change, words", [
@@ -830,6 +841,54 @@ def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, mon
     assert verified.call_count == 1
 
 
+def test_a_damaged_line_costs_that_line(whole, data, out):
+    """Of the log of a run that continues: all others stay, the old file too, and that is said; a torn last line is
+    none of the damage."""
+    succeed(arguments(data, out), LM=stops_at(7))
+    lines = (out / "log.jsonl").read_text().splitlines()
+    text = "\n".join([*lines[:3], lines[3][:-5], "\0\x1c\u2028" + lines[4], "[1]", *lines[5:], '{"ev'])
+    (out / "log.jsonl").write_text(text)
+    said = succeed(arguments(data, out, resume="auto")).out
+    assert f"3 lines of {out / 'log.jsonl'} are damaged (the first is line 4)" in said
+    assert f"the old file is kept as {out / 'log-damaged-1.jsonl'}" in said
+    assert (out / "log-damaged-1.jsonl").read_text() == text
+    lost = [json.loads(line) for line in lines[3:5]]
+    kept = [line for line in records.read_log(whole) if not any(
+        (line["event"], line["step"]) == (e["event"], e["step"]) for e in lost)]
+    assert [(e["event"], e["step"]) for e in records.read_log(out)] == [(e["event"], e["step"]) for e in kept]
+    assert out / "log-damaged-1.jsonl" in records.run_files(out)  # moves aside with the run
+
+
+@pytest.mark.parametrize("kill", ["at result.json", "at loss.png"])
+def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(data, out, kill):
+    argv = arguments(data, out, max_iters=2)
+    succeed(argv, draw_loss=lambda folder: None)
+    assert (out / "result.json").exists() and not (out / "loss.png").exists()
+    if kill == "at loss.png":
+        with mock.patch("os.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            draw_loss(out)
+        assert not (out / "loss.png").exists()
+    assert "already finished" in succeed([*argv, "--resume=auto"], draw_loss=draw_loss).out
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_that_may_change_on_resume_are_those_on_the_page(data, out):
+    text = (ROOT / "docs/reliability.md").read_text().partition("## Settings that may change on resume\n")[2]
+    names = set(re.findall(r"`(\w+)`", text.partition("\n\n")[2].partition("\n\n")[0]))
+    assert names == MAY_CHANGE_ON_RESUME
+    succeed(arguments(data, out, max_iters=2))
+    other = out.with_name("other")
+    succeed(arguments(data, other, init_from=out), LM=stops_at(2))
+    refuse(arguments(data, other, resume="auto"), "another run", f"init_from '{out}' -> ''")
+    said = succeed(arguments(data, other, init_from=out, resume="auto", keep_steps="1,2,3")).out
+    assert "keep_steps 1: already done, so no checkpoint of it is kept" in said
+
+
+def test_a_full_disk_is_named_with_the_file(data, out):
+    with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        refuse(arguments(data, out), f"cannot write to {out}/config.json (No space left on device): make room")
+
+
 NO_GPU = not torch.cuda.is_available()
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
 PLAN = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "keep_checkpoints": 1}  # of `trunk`
@@ -849,6 +908,8 @@ def stopped(**changes):
 REFUSED = [
     # settings
     ({"documents": "pack"}, "which token ends a document", "--end_of_text"),
+    ({"documents": "pack", "end_of_text": 256}, "end_of_text 256 is no token of {data}", "below 256"),
+    ({"end_of_text": -2}, "end_of_text -2", "-1"),
     ({"batch_size": 8}, "batch_size", "micro_batch_size"), ({"eval_datasets": "x"}, "eval_datasets", "--eval_sets"),
     ({"scan_backend": "cpu"}, "backend"), ({"pattern": "longhorn*3,lama"}, "'lama'", "longhorn", "llama"),
     ({"block_size": 701, "batch_tokens": 701}, "block_size 701", "val.bin (700 tokens", "smaller block"),
@@ -928,7 +989,7 @@ REFUSED = [
     ({"LM": partial(poisoned, range(5, 99)), "max_bad_steps": 3}, "step 7", "3 times in a row", "{data}/train.bin",
      "{out}/checkpoint.safetensors, step", "learning_rate"),
     ({"patch": ("runtime.records.os.replace", OSError(errno.EBUSY, "Device or resource busy"))},
-     "cannot write to {out} (Device or resource busy)", "another out_dir"),
+     "cannot write to {out}/config.json (Device or resource busy)", "another out_dir"),
 ]
 
 @pytest.fixture(scope="module")

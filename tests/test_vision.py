@@ -3,11 +3,17 @@ images from a folder that the test makes, bad input, a run killed and resumed, a
 
 import functools
 import json
+import multiprocessing
+import os
+import pkgutil
 import re
 import runpy
 import shutil
 import signal
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -30,8 +36,9 @@ from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
 from experiments.vision.wrong_images import draw
 from kernels.scan import longhorn_scan_ref
-from model import Longhorn, Mamba
-from runtime import checkpoint, counting
+from model import LM, Layer, Longhorn, Mamba, ModelConfig
+from runtime import checkpoint, counting, signals
+from runtime.parameters import constant, parameter
 
 succeed, refuse = (functools.partial(f, program="experiments/vision/classify.py")
                    for f in (test_train.succeed, test_train.refuse))
@@ -165,11 +172,41 @@ def test_average_drop_path_and_smoothing():
     logits, smoothed = vision(x, y)
     want = F.cross_entropy(logits, F.one_hot(y, 10) * 0.8 + 0.02)
     assert torch.isclose(smoothed, want) and not torch.equal(logits, vision(x)[0])
-    dropped = vision.drop_path(branch, 1)  # the last of two
+    first, last = vision.layers
+    for layer in vision.layers:
+        layer.norm, layer.mixer = nn.Identity(), nn.Identity()
+    dropped, _ = last(branch)
     assert set(dropped.unique().tolist()) == {0.0, 2.0} and abs(dropped.mean() - 1) < 0.05
-    assert torch.equal(vision.drop_path(branch, 0), branch) and torch.equal(vision.eval().drop_path(branch, 1), branch)
-    logits, loss = vision(x, y)
+    assert torch.equal(first(branch)[0], branch) and torch.equal(last.eval()(branch)[0], branch)
+    logits, loss = vision.eval()(x, y)
     assert torch.isclose(loss, F.cross_entropy(logits, y))  # in training alone
+
+
+@pytest.mark.parametrize("target", ["model.ScanBlock.forward", "model.ScanBlock.mix", "model.Layer.forward"])
+@pytest.mark.parametrize("kind", ["vil", "vim", "vit"])
+def test_images_run_the_code_of_language_models(kind, target, monkeypatch):
+    """An edit there changes both."""
+    vision, lm = Vision(small(model=kind)), LM(ModelConfig(model={"vil": "longhorn", "vim": "mamba"}.get(kind, "llama"),
+                                                           n_layer=1, n_embd=32, n_head=2, vocab_size=64))
+    x, idx = torch.randn(2, 1, 8, 8), torch.arange(20)[None]
+    before, original = [vision(x)[0], lm(idx)[0]], pkgutil.resolve_name(target)
+    monkeypatch.setattr(target, lambda self, x, *args, **kwargs: original(self, x * 1.5, *args, **kwargs))
+    changed = [not torch.allclose(a, b) for a, b in zip((vision(x)[0], lm(idx)[0]), before, strict=True)]
+    assert changed == [kind != "vit" or target == "model.Layer.forward"] * 2
+
+
+def test_what_a_layer_holds_is_trained_and_saved(monkeypatch):
+    """Parameters of Layer itself, of its own name; those of its branches keep theirs."""
+    def build(self, *args, original=Layer.__init__, **kwargs):
+        original(self, *args, **kwargs)
+        self.scale = parameter(1, start=constant(0.5))
+
+    plain = Vision(small())
+    monkeypatch.setattr(Layer, "__init__", build)
+    vision = Vision(small())
+    assert vision.state_dict().keys() - plain.state_dict().keys() == {"blocks.0.scale", "blocks.1.scale"}
+    assert not plain.state_dict().keys() - vision.state_dict().keys() and vision.blocks[0].scale.item() == 0.5
+    assert all(not module.training for module in vision.eval().modules())
 
 
 # -------------------------------------------------------------------------------------------------------------- images
@@ -203,6 +240,45 @@ def test_a_folder_of_images(shelf):
     for name, same in (("notes.txt", True), ("9.png", False)):
         shutil.copy(shelf / "train/dark/0.png", shelf / "train/dark" / name)
         assert (images.ImageData(c, torch.device("cpu")).identity == data.identity) == same
+    (shelf / "train/dark/9.png").unlink()
+
+
+@pytest.mark.parametrize("most", [images.READ_WHOLE, 1000], ids=["whole", "pieces"])
+def test_images_are_known_by_their_content(shelf, tmp_path, monkeypatch, most):
+    """An image changed in place, as large as before and with its old time, is another dataset: no run continues on
+    it. A checkpoint from before contents were compared can be continued."""
+    monkeypatch.setattr(images, "READ_WHOLE", most)
+    Image.effect_noise((60, 60), 50).save(shelf / "val/dark/0.bmp")
+    argv = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4, max_iters=2)
+    succeed(argv, draw_loss=no_picture)
+    path = shelf / "val/dark/0.bmp"
+    before, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    path.write_bytes(before[:2500] + bytes([before[2500] ^ 255]) + before[2501:])
+    os.utime(path, ns=times)
+    refuse([*argv, "--resume=auto"], "trained on different data")
+    newest = tmp_path / "out/checkpoint.safetensors"
+    tensors, meta = checkpoint.load(newest)
+    del meta["data"]["contents"]
+    checkpoint.save(newest, tensors, meta)
+    assert "already finished" in succeed([*argv, "--resume=auto"]).out
+
+
+def test_a_wait_for_data_ends_after_a_signal():
+    """The reader never answers, as on a file system that hangs; a signal before the wait or in it ends the process."""
+    for before in (True, False):
+        process = multiprocessing.get_context("fork").Process(target=wait_for_ever, args=(before,))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 75
+
+
+def wait_for_ever(before):
+    signals.GRACE_SECONDS = 0.1
+    with signals.Signals(), ThreadPoolExecutor(1) as pool:
+        assert signals.wait_for(pool.submit(int, "5")) == 5
+        threading.Timer(0 if before else 1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(0.3 if before else 0)
+        signals.wait_for(pool.submit(threading.Event().wait))
 
 
 def test_crops_look_where_they_say():
@@ -282,7 +358,10 @@ REFUSED = [  # settings; what is done to the folder of images; words of the line
     ({"mixup": 0.6, "cutmix": 0.6}, None, "mixup 0.6", "cutmix 0.6"), ({"mixup": 0.5}, None, "kornia", "pip install"),
     ({}, rename(("val/dark", "val/dim")), "validation has no image of the class 'dark'"),
     ({}, rename(("val/dark", "dark"), ("val/light", "light")), "has no class folders"),
-    ({}, cut, "train/light/3.png", "cannot be read as an image")]
+    ({}, cut, "train/light/3.png", "cannot be read as an image"),
+    ({}, lambda shelf: os.mkfifo(shelf / "val/light/pipe.png"), "pipe.png cannot be read (not a regular file)"),
+    *(({option: value}, None, f"{option} {value} is not for images") for option, value in (
+        ("eval_tasks_interval", 2), ("eval_sets", "a:b"), ("eval_tokens", 9), ("documents", "pack")))]
 
 
 @pytest.mark.parametrize("settings, change, words", [(s, change, words) for s, change, *words in REFUSED])

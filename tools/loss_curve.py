@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.records import read_log  # noqa: E402
+from runtime.records import read_log, replacing  # noqa: E402
 
 
 def draw_loss(folder):
@@ -23,10 +23,8 @@ def draw_loss(folder):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    number = lambda x: math.nan if x is None else x
-    train = [(e["tokens"], number(e["train_loss"])) for e in read_log(folder, "train")]
-    val = [(e["tokens"], number(e["val_loss"])) for e in read_log(folder, "eval")]
-    right = [(e["tokens"], 100 * e["val_accuracy"]) for e in read_log(folder, "eval") if "val_accuracy" in e]
+    train, val = points(folder, "train", "train_loss"), points(folder, "eval", "val_loss")
+    right = [(x, 100 * y) for x, y in points(folder, "eval", "val_accuracy") if math.isfinite(y)]
     if not train and not val:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
@@ -58,20 +56,32 @@ def draw_loss(folder):
     return path
 
 
+def points(folder, event, key):
+    """[(tokens, number)] of the events; NaN for a number that is missing or none, nothing without tokens."""
+    def number(x):
+        return float(x) if type(x) in (int, float) and abs(x) < 1e30 else math.nan
+
+    return [(number(e["tokens"]), number(e.get(key))) for e in read_log(folder, event)
+            if math.isfinite(number(e.get("tokens")))]
+
+
 def save_figure(figure, path, **how):
     """Write a pyplot figure and free it."""
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, **how)
+    with replacing(path) as tmp:  # a kill leaves no half of a picture
+        figure.savefig(tmp, format=Path(path).suffix[1:], **how)
     plt.close(figure)
     gc.collect()  # a closed figure leaves reference cycles of megabytes, which Python alone collects too rarely
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    if "--help" in sys.argv or "-h" in sys.argv:
         print(__doc__.strip())
-        sys.exit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
+        sys.exit(0)
     with main_error("loss_curve.py"):
+        if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+            raise ConfigError("give one run's folder: python tools/loss_curve.py out/longhorn_bpe")
         path = draw_loss(sys.argv[1])
         if path is None:
             raise ConfigError(f"{sys.argv[1]} has no log.jsonl with losses to plot: give a run's folder")

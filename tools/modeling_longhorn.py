@@ -5,9 +5,10 @@
 
 SOURCES holds model.py, mixers.py and everything that they import from the repository, as of the export. They run in
 plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels are unchanged, these
-are compiled and used. The cache for generation is the model's own state.
+are compiled and used. The cache for generation is the model's own state. Rows of a batch may be padded on either side.
 """
 
+import functools
 import hashlib
 import importlib
 import importlib.abc
@@ -16,7 +17,8 @@ import re
 import sys
 from pathlib import Path
 
-import torch.nn.functional as F
+import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -87,42 +89,85 @@ class LonghornConfig(PretrainedConfig):
         for name, default in vars(load_sources()[0].ModelConfig()).items():
             if name != "backend":  # depends on the machine
                 setattr(self, name, settings.pop(name, default))
+        self.backend = settings.pop("backend", "")  # torch, if it was trained in plain PyTorch
         super().__init__(**settings)
 
 
 class State:
-    """The cache for generation: the model's state (constant in size for recurrent families)."""
+    """The cache for generation: the model's own state.
 
-    def __init__(self, layers, seen):
-        self.layers, self.seen = layers, seen
+    groups: [(rows of the batch, their state)]: rows that read as many tokens are in one group, and all rows are if the
+    state has a constant size. last: (B, 1, vocab_size), each row's logits after its last token. seen: tokens read,
+    padding included. A State is never modified: it can be continued in several ways.
+    """
+
+    is_compileable = False  # generate asks
+
+    def __init__(self, groups, last, seen):
+        self.groups, self.last, self.seen = groups, last, seen
 
     def get_seq_length(self, layer_idx=0):
         return self.seen
 
     def reorder_cache(self, beam_idx):
-        self.layers = on_rows(self.layers, beam_idx)
+        order, groups = beam_idx.tolist(), []
+        for rows, state in self.groups:
+            at = [(i, rows.index(row)) for i, row in enumerate(order) if row in rows]
+            if at:
+                groups.append(([i for i, _ in at], on_rows(state, [k for _, k in at])))
+        self.groups, self.last = groups, self.last[beam_idx.to(self.last.device)]
 
 
 def on_rows(state, rows):
+    """The rows (a list) of a state, however nested."""
     if isinstance(state, (list, tuple)):
         return type(state)(on_rows(part, rows) for part in state)
-    return state[rows.to(state.device)] if getattr(state, "ndim", 0) > 1 else state
+    return state[rows] if getattr(state, "ndim", 0) > 0 else state
+
+
+def tensors_of(state):
+    return [a for part in state for a in tensors_of(part)] if isinstance(state, (list, tuple)) else [state]
+
+
+def joined(states):
+    """One state with the rows of several."""
+    if isinstance(states[0], (list, tuple)):
+        return type(states[0])(joined(parts) for parts in zip(*states, strict=True))
+    return torch.cat(states)
+
+
+def recomputed(layer, h, state=None):
+    """A layer's forward, which in training is computed again in the backward pass."""
+    forward = type(layer).forward
+    if state is not None or not (layer.training and torch.is_grad_enabled()):
+        return forward(layer, h, state)
+    same_documents = sys.modules[type(layer).__module__.rpartition(".")[0] + ".kernels.ops"].same_documents
+    return checkpoint(forward, layer, h, use_reentrant=False, context_fn=same_documents)
 
 
 class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = LonghornConfig
     base_model_prefix = "model"
     _is_stateful = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
+        self.gradient_checkpointing = False
         module, backend = load_sources()
         settings = {name: getattr(config, name) for name in vars(module.ModelConfig()) if name != "backend"}
-        self.model = module.LM(module.ModelConfig(**settings, backend=backend))
+        with torch.device("cpu"):  # transformers' "meta" would leave tensors without values that no file holds
+            self.model = module.LM(module.ModelConfig(**settings, backend=config.backend or backend))
+        saved = self.state_dict()
+        self.unsaved = {name: buffer.clone() for name, buffer in self.named_buffers() if name not in saved}
         self.post_init()
 
+    @torch.no_grad()
     def _init_weights(self, module):
-        """Does nothing: LM initialises its own weights."""
+        """LM initialises its own weights; but from_pretrained drops the values of buffers that no file holds."""
+        for name, buffer in self.named_buffers() if self.unsaved else []:
+            if name in self.unsaved:
+                buffer.copy_(self.unsaved[name])
 
     def get_input_embeddings(self):
         return self.model.embed
@@ -133,34 +178,118 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return None  # the head is the embedding
 
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, labels=None,
-                logits_to_keep=0, return_dict=True, **_):
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1, **_):
+        self.gradient_checkpointing = enable
+        for i, layer in enumerate(self.model.layers):
+            layer.__dict__.pop("forward", None)
+            if enable and i % every_n_layers == 0:
+                layer.forward = functools.partial(recomputed, layer)
+
+    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, inputs_embeds=None, use_cache=None,
+                labels=None, logits_to_keep=0, return_dict=None, **how):
         """logits (B, T, vocab_size); labels (B, T), -100 at positions without a loss, are shifted by one here.
 
-        Padding is harmless only on the right. Raises ValueError for left padding.
+        Padding, where attention_mask is 0, is not read, wherever it is; the logits there are those after the row's last
+        token before it. logits_to_keep: that many of the last positions (0: all), or their indices.
         """
-        if attention_mask is not None and (attention_mask[:, 0] == 0).any():
-            raise ValueError("texts are padded on the left, and this model would read the padding: pad on the right, "
-                             "or give texts of equal length")
-        state = past_key_values.layers if isinstance(past_key_values, State) else None
-        seen = past_key_values.seen if isinstance(past_key_values, State) else 0
-        if use_cache and state is None:
-            state = self.model.initial_state(len(input_ids))
-        logits, _, *after = self.model(input_ids, state=state, last_only=logits_to_keep == 1)
+        given = input_ids if inputs_embeds is None else inputs_embeds  # (B, T) or (B, T, n_embd)
+        B, T = given.shape[:2]
+        real = torch.ones(B, T, dtype=torch.bool, device=given.device)
+        if attention_mask is not None:
+            real = attention_mask[:, -T:].to(given.device) != 0
+        order = (~real).long().argsort(dim=1, stable=True)  # each row's tokens first, its padding last
+        counts, at = real.sum(1), real.long().cumsum(1)  # (B,), (B, T): tokens read up to each position
+        if given.dim() == 2:
+            unread = int(self.config.end_of_text == 0)  # any token that ends no document
+            given = given.masked_fill(~real | (given >= self.config.vocab_size), unread).gather(1, order)
+        else:
+            given = given.gather(1, order[..., None].expand_as(given))
+        cache, last_only = None, isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
+        if use_cache or isinstance(past_key_values, State):
+            before = past_key_values if isinstance(past_key_values, State) else None
+            logits, cache = self.through_state(given, counts, before, last_only, T)
+        else:
+            N = max(1, int(counts.max()))
+            if last_only and bool((counts == N).all()):
+                logits = self.read(given[:, :N], last_only=True)[0]
+            else:
+                logits = self.read(given[:, :N])[0]  # (B, N, vocab_size)
+                logits = torch.cat([logits[:, :1], logits], 1)  # index 0: no token read yet
+                index = at[:, -1:] if last_only else at
+                logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
+        if cache is not None and not last_only:
+            logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
-        cache = State(after[0], seen + input_ids.shape[1]) if after else None
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **{
+                key: how[key] for key in ("num_items_in_batch",) if key in how})
+        if not last_only:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = logits[:, keep]
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        as_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def read(self, given, **how):
+        """The LM on tokens (B, T), or on embeddings (B, T, n_embd) in place of its own."""
+        if given.dim() == 2:
+            return self.model(given, **how)
+        idx = given.new_full(given.shape[:2], int(self.config.end_of_text == 0), dtype=torch.long)
+        hook = self.model.embed.register_forward_hook(lambda *_: given)
+        try:
+            return self.model(idx, **how)
+        finally:
+            hook.remove()
+
+    def through_state(self, given, counts, before, last_only, T):
+        """(logits (B, 1, vocab_size) after each row's last token, or (B, 1 + N, vocab_size) with those before the first
+        in front; the next State), for rows whose first `counts` entries of `given` are tokens."""
+        B, N, counts = len(given), int(counts.max()), counts.tolist()
+        empty = self.model.initial_state(1)
+        grows = any(0 in a.shape or a.dim() < 2 for a in tensors_of(empty))
+        alone = grows and self.config.documents == "pack"  # rows of a cache cannot end documents at different places
+        groups = [(list(range(B)), None)] if before is None else before.groups
+        parts, last, after = {}, {}, []
+        for rows, state in groups:
+            keys = [(counts[row], row if alone else 0) for row in rows]
+            for key in sorted(set(keys)):
+                at = [k for k, other in enumerate(keys) if other == key]
+                some, n = [rows[k] for k in at], key[0]
+                inner = self.model.initial_state(len(some)) if state is None else on_rows(state, at)
+                if n:
+                    logits, _, inner = self.read(given[some][:, :n], state=inner, last_only=last_only)
+                    for row, of_row in zip(some, logits, strict=True):
+                        parts[row], last[row] = of_row, of_row[-1:]
+                after.append((some, inner))
+        if not grows and len(after) > 1:
+            rows = [row for some, _ in after for row in some]
+            after = [(rows, joined([inner for _, inner in after]))]
+        like = next(iter(last.values()), None)
+        like = before.last[0] if like is None else like
+        first = [like * 0 if before is None else before.last[row] for row in range(B)]
+        cache = State(after, torch.stack([last.get(row, first[row]) for row in range(B)]),
+                      T + (0 if before is None else before.seen))
+        if last_only:
+            return cache.last, cache
+        padded = [torch.cat([first[row], parts[row], like.expand(N - len(parts[row]), -1)] if row in parts
+                            else [first[row], like.expand(N, -1)]) for row in range(B)]
+        return torch.stack(padded), cache
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
         return False  # `forward` makes its own
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, **_):
-        if attention_mask is not None and (attention_mask == 0).any():
-            raise ValueError("texts are padded, and this model would read the padding: generate from texts of equal "
-                             "length")
-        seen = past_key_values.seen if isinstance(past_key_values, State) else 0
-        return {"input_ids": input_ids[:, seen:], "past_key_values": past_key_values, "use_cache": use_cache,
-                "logits_to_keep": 1}
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, inputs_embeds=None,
+                                      use_cache=True, next_sequence_length=None, **_):
+        past = past_key_values if isinstance(past_key_values, State) else None
+        inputs = {"attention_mask": attention_mask, "past_key_values": past, "use_cache": use_cache,
+                  "logits_to_keep": 1}
+        total = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
+        if inputs_embeds is not None and past is None:
+            written = total if attention_mask is None else total - inputs_embeds.shape[1]
+            if written > 0:
+                more = self.model.embed(input_ids[:, -written:]).to(inputs_embeds.dtype)
+                inputs_embeds = torch.cat([inputs_embeds, more], 1)
+            return {**inputs, "inputs_embeds": inputs_embeds}
+        new = next_sequence_length or (total - past.seen if past is not None and total > past.seen else 0)
+        return {**inputs, "input_ids": input_ids[:, -new:]}  # 0: all

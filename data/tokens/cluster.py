@@ -62,11 +62,11 @@ class Tokenizer:
 class Task:
     """The steps of a task before and after DocumentTokenizer; each is called with (documents, rank, number of tasks).
 
-    folder: --out; units, text, meta: of `plan`.
+    folder: --out; units, text, meta, before: of `plan`.
     """
 
-    def __init__(self, folder, units, text, meta):
-        self.folder, self.units, self.text, self.meta = folder, units, text, meta
+    def __init__(self, folder, units, text, meta, before):
+        self.folder, self.units, self.text, self.meta, self.before = folder, units, text, meta, before
 
     def read(self, _, rank, tasks):
         """The documents of the task's units. datatrove's readers leave out empty ones and lines that they cannot parse,
@@ -94,6 +94,7 @@ class Task:
         index, parts = path.with_suffix(".ds.index"), {split: [] for split in SPLITS}
         dtype = DTYPES[token_dtype(self.text.n_vocab)]
         with self.lock:
+            one_process.check_unchanged(self.units, self.before)
             ends = np.fromfile(index, "<u8").astype(np.int64)
             tokens = np.asarray(np.memmap(path, dtype, "r")) if len(ends) else np.empty(0, dtype)
             for (split, size), part in zip(self.notes, np.split(tokens, ends)[:-1], strict=True):
@@ -186,11 +187,13 @@ def run_on_ray(workers, options, **how):
     ray.shutdown()
 
 
-def reason(folder, rank):
-    """Why a task did not end: the last line of its log."""
+def failure(folder, shards):
+    """How many tasks did not end, and why the first of them did not: the last line of its log."""
+    rank = shards.index(None)
     log = folder / f"datatrove/logs/task_{rank:05d}.log"
     text = log.read_text(errors="replace").strip() if log.exists() else ""
-    return text.split("\n")[-1] if "| ERROR " in text else "it was killed"
+    reason = text.split("\n")[-1] if "| ERROR " in text else "it was killed" if text else "it never began"
+    return f"{shards.count(None)} of {len(shards)} tasks did not end, the first of them task {rank} ({reason})"
 
 
 def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, force=False, files=None, shuffle=None,
@@ -208,7 +211,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
         raise DataError("nanoGPT's shuffle and split need one process: python data/openwebtext/prepare.py")
     if tasks < 1 or workers is not None and workers < 1:
         raise DataError(f"--tasks {tasks}, --workers {workers}: both must be at least 1")
-    units, text, meta = one_process.plan(files=files and [Path(path).absolute() for path in files], **choices)
+    units, text, meta, before = one_process.plan(files=files and [Path(path).absolute() for path in files], **choices)
     for path in (path for unit in units if files for path in unit):
         if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
             raise DataError(f"{path} is one document, encoded in pieces: leave .txt files to data/tokens/prepare.py")
@@ -222,15 +225,20 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
     with preparing(folder):
         if tokens := one_process.begin(folder, meta["inputs"], force):
             return tokens
-        for path in [folder / "datatrove", *folder.glob("task-*")] if force else [marks]:
+        if force:
+            for path in [folder / "datatrove", *folder.glob("task-*")]:
+                shutil.rmtree(path, ignore_errors=True)
+        shards = written(folder, tasks, text.n_vocab)
+        if None in shards and job.exists():
+            print(f"{failure(folder, shards)} in job {job.read_text()}: see {folder}/datatrove/slurm_logs")
+        for path in (marks, folder / "datatrove/logs"):
             shutil.rmtree(path, ignore_errors=True)
         marks.mkdir(parents=True)
         write_json(folder / "plan.json", {"inputs": meta["inputs"]})
-        shards = written(folder, tasks, text.n_vocab)
-        for rank in range(tasks):  # datatrove leaves out tasks with such a mark
+        for rank in range(tasks):  # datatrove leaves out tasks with a mark
             if shards[rank] is not None:
                 (marks / f"{rank:05d}").touch()
-        task = Task(folder, units, text, meta)
+        task = Task(folder, units, text, meta, before)
         tokenizer = DocumentTokenizer(str(folder / "datatrove/tokens"), text.name, save_final_metadata=False,
                                       batch_size=100, shuffle_documents=False)
         tokenizer.tokenizer = Tokenizer(text)
@@ -249,9 +257,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
             run_here(workers or one_process.CORES, **how)
         shards = written(folder, tasks, text.n_vocab)
         if None in shards:
-            first = shards.index(None)
-            raise DataError(f"{shards.count(None)} of {tasks} tasks did not end, the first of them task {first} "
-                            f"({reason(folder, first)}): rerun this command to resume")
+            raise DataError(f"{failure(folder, shards)}: rerun this command to resume")
         return finish_shards(folder, shards, meta)
 
 

@@ -10,7 +10,10 @@
 
 Documents stay in the order of their source, each followed by the tokenizer's end of text: training reads windows in
 random order anyway. A document is held out where the source has a validation split, and else by the hash of its place.
-A .txt file is one document, and is encoded in pieces that end with a line.
+A .txt file is one document, and is encoded in pieces that end with a line, or of a line above 4 MB with a word.
+
+Local files are known by the sha256 of their content, for which each start reads them whole, about 1 GB a second; a
+folder with tokens from other content is refused, and so is a file that changes while it is read.
 
 With --shuffle, as in openwebtext, the tokens are those of nanoGPT, in its order: datasets' train_test_split shuffles
 the documents and holds some out, which needs all of them on disk, in the cache of datasets (HF_HOME; OpenWebText: 54
@@ -34,11 +37,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DTYPES, SPLITS, DataError
+from data.loader import DTYPES, SPLITS, DataError, file_sha256
 from data.shards import shards_sha256
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_split
-from runtime.records import BadRecord, read_json, write_json
+from runtime.records import BadRecord, fields, read_json, write_json
 
 # datasets, pyarrow and tqdm are imported where they are used: they take seconds, and --help should not.
 
@@ -79,6 +82,26 @@ def local_units(paths):
     return units
 
 
+def stamps(units):
+    """{path: what changes when the file is replaced or written to} of units of local files; {} of other units."""
+    paths = [path for unit in units or () if isinstance(unit, list) for path in unit]
+    return {path: (s.st_ino, s.st_size, s.st_mtime_ns) for path, s in ((path, path.stat()) for path in paths)}
+
+
+def check_unchanged(units, before):
+    """Raises DataError if a local file is no longer the one whose stamp `before` holds."""
+    for path, stamp in stamps(units).items():
+        if stamp != before[path]:
+            raise DataError(f"{path} changed while it was read: leave it alone, and prepare again with --force")
+
+
+def contents(units):
+    """[[(name, sha256 of the content), ...], ...] of units of local files. Raises OSError."""
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(file_sha256, itertools.chain(*units))
+        return [[(path.name, next(hashes)) for path in unit] for unit in units]
+
+
 def as_text(value):
     """A document as it stands in a column: None is an empty one. Raises TypeError for what is no text."""
     if not isinstance(value, str | None):
@@ -88,6 +111,27 @@ def as_text(value):
 
 def in_short(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
+def pieces_of_text(stream):
+    """The (bytes, whether it is the last) of a text's pieces: whole lines; a line above 4 BATCH_CHARS is cut before
+    spaces, or between characters where there are none."""
+    rest, size = [], 0
+    while piece := stream.read(BATCH_CHARS):
+        lines, newline, last = piece.rpartition(b"\n")
+        if newline:
+            yield b"".join([*rest, lines, newline]), False
+            rest, size = [], 0
+        rest.append(last)
+        size += len(last)
+        if size > 4 * BATCH_CHARS:
+            line = b"".join(rest)
+            cut = line.rfind(b" ")
+            if cut < 1:
+                cut = next(i for i in range(size - 1, 0, -1) if line[i] & 0xC0 != 0x80 or i < size - 4)
+            yield line[:cut], False
+            rest, size = [line[cut:]], size - cut
+    yield b"".join(rest), True
 
 
 def read_file(path, column):
@@ -102,19 +146,19 @@ def read_file(path, column):
             return
         with pa.input_stream(path, compression="detect", buffer_size=1 << 22) as stream:
             if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
-                rest = b""
-                while piece := stream.read(BATCH_CHARS):
-                    lines, newline, rest = (rest + piece).rpartition(b"\n")
-                    yield (lines + newline).decode("utf-8", "replace"), False
-                yield rest.decode("utf-8", "replace"), True
+                for piece, end in pieces_of_text(stream):
+                    yield piece.decode("utf-8", "replace"), end
                 return
-            rest = b""
+            rest = []  # the parts of a line that is not whole yet
             while piece := stream.read(1 << 24):
-                *lines, rest = (rest + piece).split(b"\n")
+                *lines, last = piece.split(b"\n")
+                if lines:
+                    lines[0], rest = b"".join([*rest, lines[0]]), []
+                rest.append(last)
                 yield from ((as_text(json.loads(line)[column]), True) for line in lines if line.strip())
-            if rest.strip():
-                yield as_text(json.loads(rest)[column]), True
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+            if (line := b"".join(rest)).strip():
+                yield as_text(json.loads(line)[column]), True
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         why = f"no column {column!r}" if isinstance(error, LookupError) else in_short(error)
         raise DataError(f"{path} cannot be read ({why}): repair or leave out the file, or name another --text_column"
                         ) from None
@@ -135,10 +179,11 @@ def hub_units(source, subset):
                         "its files here and pass --files") from None
 
 
-def shuffled_units(source, subset, units, column, val_fraction, seed):
-    """[(split, function that opens a part), ...] of datasets' train_test_split; units: of local files, or None.
+def shuffled_units(source, subset, units, column, val_fraction, seed, key, before):
+    """[(split, function that opens a part), ...] of datasets' train_test_split. Raises DataError.
 
-    Raises DataError.
+    units: of local files, or None; key: the hash of their content, under which their documents are cached; before:
+    their stamps.
     """
     try:
         import datasets
@@ -146,9 +191,8 @@ def shuffled_units(source, subset, units, column, val_fraction, seed):
         if units is None:
             whole = datasets.load_dataset(source, subset, split="train")
         else:
-            stamps = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for unit in units for p in unit]
-            key = hashlib.sha256(json.dumps([stamps, column]).encode()).hexdigest()[:16]
-            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column), fingerprint=key)
+            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column, before),
+                                                    fingerprint=key[:16])
     except Exception as error:
         error = error.__cause__ or error  # that of a generator, a DataError from read_file say
         if isinstance(error, DataError):
@@ -165,8 +209,8 @@ def shuffled_units(source, subset, units, column, val_fraction, seed):
             for i in range(0, len(part), UNIT_DOCUMENTS)]
 
 
-def rows(units, column):
-    """The documents of local files as rows of a Dataset."""
+def rows(units, column, before):
+    """The documents of local files as rows of a Dataset. Raises DataError."""
     pieces = []
     for unit in units:
         for _, text, end in documents(unit, column):
@@ -174,6 +218,7 @@ def rows(units, column):
             if end:
                 yield {column: "".join(pieces)}
                 pieces.clear()
+    check_unchanged(units, before)  # or the cache would hold other documents under this content's key
 
 
 def documents(unit, column):
@@ -327,7 +372,7 @@ def count_warning(meta):
 
 def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, text_column="text",
          val_fraction=0.0005, shuffle=None):
-    """What a preparation works on: (units, Text, what meta.json says of them). Raises DataError.
+    """What a preparation works on: (units, Text, what meta.json says of them, the files' stamps). Raises DataError.
 
     The hash meta["inputs"] is that of all that the tokens follow from. With --shuffle the units are those of local
     files, or None: they are shuffled later (`shuffled_units`).
@@ -339,24 +384,25 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
     units, table = local_units(files) if files else None, None
+    before = stamps(units)
     if canonical(tokenizer) == "char":
         if not files:
             raise DataError("--tokenizer=chars reads all documents for their characters first: it needs --files")
         table = "".join(sorted({"\0"}.union(*(text for unit in units for _, text, _ in documents(unit, text_column)))))
     text = Text(tokenizer, table, vocab)
     if files:
-        stamps = [[(p.name, p.stat().st_size) for p in unit] for unit in units]
+        documents_from = contents(units)
     elif shuffle is None:
         units = hub_units(source, subset)
-        stamps = [source, subset, len(units)]
+        documents_from = [source, subset, len(units)]
     else:
-        stamps = [source, subset]
-    inputs = [stamps, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
+        documents_from = [source, subset]
+    inputs = [documents_from, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
               "text_column": text_column, "val_fraction": val_fraction, "shuffle": shuffle}
     return units, text, {"vocab_size": text.n_vocab, "tokenizer": text.name, "table": text.table,
                          "end_of_text": text.eot_token, "how": shlex.join(["python", *sys.argv]), "recipe": recipe,
-                         "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}
+                         "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}, before
 
 
 def begin(folder, inputs, force):
@@ -384,7 +430,7 @@ def prepare(out, workers=1, force=False, **choices):
     """
     if workers < 1:
         raise DataError(f"--workers {workers}: it must be at least 1")
-    units, text, meta = plan(**choices)
+    units, text, meta, before = plan(**choices)
     recipe = meta["recipe"]
     column, fraction, shuffle = recipe["text_column"], recipe["val_fraction"], recipe["shuffle"]
     with preparing(out) as folder:
@@ -392,13 +438,16 @@ def prepare(out, workers=1, force=False, **choices):
             return tokens
         path, shards = folder / "plan.json", []
         if path.exists():
-            shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab),
-                                          read_json(path).get("shards", []))
+            with fields(f"{path}: its records"):
+                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab),
+                                              read_json(path).get("shards", []))
         save = lambda: write_json(path, {"inputs": meta["inputs"], "shards": shards})
         save()
         if shuffle is not None:
-            units = shuffled_units(recipe["source"], recipe["subset"], units, column, fraction, shuffle)
+            units = shuffled_units(recipe["source"], recipe["subset"], units, column, fraction, shuffle,
+                                   meta["inputs"], before)
         for _ in encode_shards(folder, shards, units, text, column, fraction, workers):
+            check_unchanged(units, before)
             save()
         return finish_shards(folder, [shard["splits"] for shard in shards], meta)
 

@@ -86,8 +86,8 @@ def load(argv):
     for name, value in least.items():
         if getattr(config, name) < value:
             raise ConfigError(f"{name} {getattr(config, name)} must be at least {value}")
-    if config.pattern or config.batch_tokens:
-        raise ConfigError("pattern and batch_tokens are not for recall: choose a model of MIXERS, and batch_examples")
+    train.check_not_set(config, train.TEXT_ONLY, "is not for recall: leave it out; choose a model of MIXERS and "
+                        "batch_examples, and evaluations read all test examples")
     config.pairs = config.task().pairs
     config.n_head = config.n_head or max(1, config.n_embd // 64)
     config.batch_examples = config.batch_examples or min(512, max(1, 65536 // config.block_size))

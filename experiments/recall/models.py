@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels.linear_attention import retention
-from kernels.ops import causal_conv1d, conv_state, linear_cross_entropy
+from kernels.ops import causal_conv1d, conv_state, cross_entropy, linear_cross_entropy
 from mixers import KDA, DeltaNet, GatedDeltaNet, LonghornExact, Mamba2, Mesa, RWKV4TimeMix, SlidingWindow
 from model import GLA, LM, NORMS, Layer, Longhorn, Mamba, RMSNorm
 from runtime import counting
@@ -307,12 +307,13 @@ class Recall(LM):
         if targets is not None:
             asked = targets >= 0
             h, targets = h[asked], targets[asked]  # (queries, n_embd), (queries,)
-        if loss_only:
+        if loss_only and not self.config.loss_from_logits:
             loss = linear_cross_entropy(h, self.embed.weight, targets, backend=self.config.backend)
         else:
             logits = F.linear(h, self.embed.weight)
             if targets is not None:
-                loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+                loss = cross_entropy(logits, targets)
+            logits = None if loss_only else logits
         return (logits, loss) if state is None else (logits, loss, after)
 
     def toy(self, backend):

@@ -21,6 +21,7 @@ mixers solve a task is a coarse question: 3 of 3 seeds against 1 of 3 is p = 0.4
 import argparse
 import dataclasses
 import functools
+import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def run(args, extra):
     print_plan(cells, jobs, where)
     if args.dry_run:
         command = cells[0].command(folder, script=SCRIPT)
-        print(f"nothing was run; the first run would be: python {' '.join(command[1:])}")
+        print(f"nothing was run; the first run would be: python {shlex.join(command[1:])}")
         return 0
     with runner.driver(args, folder, jobs, gpus=gpus) as engine:
         runner.say_changed_code(folder)

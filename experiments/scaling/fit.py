@@ -16,6 +16,7 @@ single constant; they hold jointly less often.
     python experiments/scaling/fit.py      how often the intervals contain the truth, in simulated sweeps of presets
 """
 
+import argparse
 import math
 from collections import namedtuple
 
@@ -484,6 +485,7 @@ def isoflop(N, L, C, tolerance=0.2):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name, sizes in DESIGNS.items():
         N, D, spread = design(sizes)
         for words, outlier in (("", 0.0), (", one run 8 SDs off", 8.0)):

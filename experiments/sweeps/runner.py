@@ -32,7 +32,15 @@ sys.path.insert(0, str(REPO))
 
 from experiments.sweeps.engines import cores, open_engine  # noqa: E402
 from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.records import BadRecord, fields, is_finished, lock_folder, read_json, write_json  # noqa: E402
+from runtime.records import (  # noqa: E402
+    BadRecord,
+    changed_files,
+    fields,
+    is_finished,
+    lock_folder,
+    read_json,
+    write_json,
+)
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
@@ -116,11 +124,6 @@ def code_of(record):
     """The identity of the code in a result.json or a config.json's environment: a hash of the content of what training
     imported. Records of older versions have a commit instead."""
     return record.get("code") or str(record.get("commit"))[:12]
-
-
-def changed_files(before, now):
-    """Files {path: hash} that both versions of the code have and that differ."""
-    return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
 
 
 def say_changed_code(folder):
@@ -291,7 +294,8 @@ def visible_gpus():
 
 def last_words(path, state):
     """Why a cell failed: the last line that it printed, preferably an error's, and how it ended (state)."""
-    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip(" =-\t")]
+    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines()
+             if line.strip(" =-\t") and not line.startswith("submitit INFO")]
     began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
     lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
     return f"{lines[-1][:240] if lines else 'it printed nothing'} ({state}; all of it in {path})"

@@ -35,7 +35,7 @@ import train  # noqa: E402
 from data.images import ImageData  # noqa: E402
 from experiments.vision import wrong_images  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
-from model import BACKENDS, LM, Branch, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
+from model import BACKENDS, LM, Branch, Layer, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
 from runtime import counting, distributed  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.parameters import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
@@ -92,7 +92,8 @@ class VisionConfig(train.TrainConfig):
 # -------------------------------------------------------------------------------------------------------------- mixers
 
 class TwoWays(nn.Module):
-    """A block of model.py in two directions, see above; a subclass names the block."""
+    """A block of model.py in two directions, see above; a subclass names the block. It runs as in language models,
+    except that `separate` replaces its `mix`, or `shared` its `scan`."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -101,23 +102,24 @@ class TwoWays(nn.Module):
         if self.directions == "separate":
             self.back = self.block(config, layer)
             del self.back.in_proj, self.back.out_proj  # both directions use those of `there`
+            self.there.mix = self.separate
         if self.directions == "shared":
             self.norm_weight = parameter(2, self.there.d_inner, start=constant(1.0))
+            self.there.scan = self.shared
 
     def forward(self, u):
-        there = self.there
-        x, z = there.in_proj(u).chunk(2, -1)  # (B, T, d_inner) each
-        scanned = there.scanned(x)  # c, dt, k, q
-        if self.directions == "shared":
-            y, y_back = (there.scan(*scanned, None, None, reverse)[0] for reverse in (False, True))
-            y = rms_norm(y, self.norm_weight[0], backend=self.backend)
-            y_back = rms_norm(y_back, self.norm_weight[1], backend=self.backend)
-            return there.out_proj((y + y_back) * F.silu(z))
-        y, _ = there.scan(*scanned, z, None)  # (B, T, d_inner)
-        if self.directions == "separate":
-            y_back, _ = self.back.scan(*self.back.scanned(x, reverse=True), z, None, reverse=True)
-            y = (y + y_back) / 2
-        return there.out_proj(y)
+        return self.there(u)[0]
+
+    def separate(self, x, z, x_before=None, h0=None):
+        y, _ = self.block.mix(self.there, x, z)  # (B, T, d_inner)
+        y_back, _ = self.back.mix(x, z, reverse=True)
+        return (y + y_back) / 2, None
+
+    def shared(self, x, dt, k, q, z, h0):
+        y, y_back = (self.block.scan(self.there, x, dt, k, q, None, None, reverse)[0] for reverse in (False, True))
+        y = rms_norm(y, self.norm_weight[0], backend=self.backend)
+        y_back = rms_norm(y_back, self.norm_weight[1], backend=self.backend)
+        return (y + y_back) * F.silu(z), None
 
     def flops(self, T):
         return (counting.mixing_flops(self.there, T) or 0) * (1 if self.directions == "forward" else 2)
@@ -173,6 +175,18 @@ NORMS = {"vit": lambda config: nn.LayerNorm(config.n_embd, eps=1e-6)}
 
 # --------------------------------------------------------------------------------------------------------------- model
 
+class ImageBranch(Branch):
+    """A branch that in training is skipped for some images, with probability `skip` (Huang et al. 2016)."""
+
+    skip = 0.0
+
+    def forward(self, h, state=None):
+        y, state = super().forward(h, state)
+        if self.skip and self.training:
+            y = y * (torch.rand(len(y), 1, 1, device=y.device) >= self.skip).to(y.dtype) / (1 - self.skip)
+        return y, state
+
+
 class Vision(LM):
     """A classifier for a VisionConfig: `logits, loss = model(images, labels)`, with LM's other methods.
 
@@ -199,8 +213,15 @@ class Vision(LM):
         self.token = parameter(d, start=normal(0.02))
         self.patch_positions = parameter(tokens_of(config), d, start=normal(0.02))
         self.positions = None  # LM's
-        self.layers = nn.ModuleList(Branch(norm(config), mixer(config, i)) for i in range(config.n_layer)
-                                    for mixer in FAMILIES[config.model])
+        blocks = [Layer(config, FAMILIES[config.model], i, norm, ImageBranch) for i in range(config.n_layer)]
+        self.layers = nn.ModuleList(branch for block in blocks for branch in block.branches)  # checkpoints' names
+        for i, branch in enumerate(self.layers):  # the last with probability drop_path, the first never
+            branch.skip = config.drop_path * i / max(1, len(self.layers) - 1)
+        self.blocks = nn.ModuleList(blocks)
+        for block in blocks:
+            branches = list(block.branches)
+            del block.branches  # as submodules they are those of `layers`
+            block.branches = branches
         self.embed_norm, self.norm = nn.Identity(), norm(config)
         self.head = linear(d, config.vocab_size, start=normal(0.02), bias=constant(0.0))
         draw(self)
@@ -221,25 +242,18 @@ class Vision(LM):
         middle = h.shape[1] // 2
         h = torch.cat([h[:, :middle], self.token.to(h.dtype).expand(len(h), 1, -1), h[:, middle:]], 1)
         h = h + self.patch_positions  # (B, T, n_embd), float32, even if the branches are not
-        for i, branch in enumerate(self.layers):
-            h = h + self.drop_path(branch(h)[0], i)
+        for block in self.blocks:
+            h, _ = block(h)
         logits, loss = self.head(self.norm(h[:, middle])), None  # (B, classes)
         if labels is not None:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = F.cross_entropy(wide, labels, label_smoothing=self.config.smoothing if self.training else 0.0)
         return (None if loss_only else logits), loss
 
-    def drop_path(self, y, i):
-        """Skip branch i for some images (Huang et al. 2016): the last with probability drop_path, the first never."""
-        p = self.config.drop_path * i / max(1, len(self.layers) - 1)
-        if p == 0 or not self.training:
-            return y
-        return y * (torch.rand(len(y), 1, 1, device=y.device) >= p).to(y.dtype) / (1 - p)
-
     def toy(self, backend):
         """A small model of the same code, for runtime/self_check.py: 37 tokens, more than one chunk of the scan."""
-        return type(self)(replace(self.config, n_layer=1, n_embd=32, n_head=2, image_size=6 * self.config.patch_size,
-                                  vocab_size=10, backend=backend))
+        return type(self)(replace(self.config, n_layer=min(2, self.config.n_layer), n_embd=32, n_head=2, vocab_size=10,
+                                  image_size=6 * self.config.patch_size, backend=backend))
 
     def toy_batch(self):
         size = self.config.image_size
@@ -328,9 +342,8 @@ def check(config):
         raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
     if config.mixup + config.cutmix > 1:
         raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} add up to more than 1")
-    if config.pattern or config.block_size or config.batch_tokens or config.vocab_size:
-        raise ConfigError("pattern, block_size, batch_tokens and vocab_size are not for images: set model, image_size, "
-                          "patch_size and batch_images")
+    train.check_not_set(config, (*train.TEXT_ONLY, "block_size", "vocab_size"), "is not for images: leave it out; "
+                        "sizes are image_size, patch_size, batch_images, and evaluations read all validation images")
 
 
 def build_model(config, device):

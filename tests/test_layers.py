@@ -1,0 +1,205 @@
+"""Whole layers against transformers' own, with the same weights: outputs and every gradient, in float64. And the
+gradient of the initial state of Mesa, which it lacks.
+
+transformers casts to float32 inside these layers; here that is lifted, so that all but rotary angles (LLaMA) compute in
+float64. Its weights are made from ours by differentiable functions, so the gradients of both are those of our tensors.
+
+    python -m pytest tests/test_layers.py
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.func import functional_call
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.llama import modeling_llama
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.rwkv import modeling_rwkv
+
+import mixers  # noqa: F401  all families
+from kernels.linear_attention import mesa
+from model import FAMILIES, NORMS, Layer, ModelConfig, RMSNorm
+from runtime.parameters import draw
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LENGTHS = (1, 2, 3, 31, 64, 65, 130, 200)
+
+
+class Wide:
+    """torch, in which float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture(autouse=True)
+def without_casts():
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        modules = (modeling_kimi_linear, modeling_llama, modeling_mamba2, modeling_qwen3_next, modeling_rwkv)
+        patches = [mock.patch.object(module, "torch", Wide()) for module in modules]
+        for patch in patches:
+            patch.start()
+        yield
+        for patch in patches:
+            patch.stop()
+
+
+def layer_of(family, **sizes):
+    torch.manual_seed(0)
+    config = ModelConfig(model=family, n_layer=4, mlp_multiple=8, **sizes)
+    layer = Layer(config, FAMILIES[family], 1, NORMS.get(family, RMSNorm))
+    draw(layer)
+    for p in layer.parameters():  # away from ones and zeros, so that one that is forgotten shows
+        torch.nn.init.normal_(p, std=p.shape[1] ** -0.5) if p.dim() > 1 else p.data.uniform_(0.2, 1.0)
+    return config, layer.double().eval()
+
+
+def agree(ours, theirs, weights, d, tolerance, unused=()):
+    """ours(x) and theirs(x), a module given `weights(ours)`: {name: tensor}. unused: our parameters that it lacks."""
+    theirs, names = theirs.double().eval(), [n for n, _ in ours.named_parameters() if n not in unused]
+    assert weights(ours).keys() == dict(theirs.named_parameters()).keys()
+    for T in LENGTHS:
+        x = torch.randn(2, T, d, dtype=torch.float64, requires_grad=True)
+        leaves = [x, *map(ours.get_parameter, names)]
+        outs = ours(x)[0], functional_call(Returning(theirs), {f"f.{k}": v for k, v in weights(ours).items()}, (x,))
+        dy = torch.randn_like(x)
+        got, want = ((y.detach(), *torch.autograd.grad(y, leaves, dy, allow_unused=T == 1)) for y in outs)
+        largest = max(a.norm() for a in want if a is not None)
+        for name, a, b in zip(["output", "x", *names], got, want, strict=True):
+            assert (a is None) == (b is None), (T, name)
+            if b is not None:
+                assert (a - b).norm() <= tolerance * (b.norm() + 1e-3 * largest), (T, name)
+
+
+class Returning(torch.nn.Module):
+    """f(x) alone, if f returns more."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        y = self.f(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+@pytest.mark.parametrize("d, H, W", [(32, 2, 4), (48, 3, 2), (16, 1, 3)])
+def test_gated_deltanet_is_qwen3_nexts(d, H, W):
+    _, layer = layer_of("gated_deltanet", n_embd=d, n_head=H, d_conv=W)
+    ours, n = layer.branches[0].mixer, d // H // 2
+    theirs = modeling_qwen3_next.Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(
+        hidden_size=d, num_hidden_layers=1, linear_num_value_heads=H, linear_num_key_heads=H, linear_key_head_dim=n,
+        linear_value_head_dim=2 * n, linear_conv_kernel_dim=W, rms_norm_eps=1e-5, hidden_act="silu",
+        layer_types=["linear_attention"]), 0)
+
+    def weights(m):
+        by_head = lambda *maps: torch.cat([a.unflatten(0, (H, -1)) for a in maps], 1).flatten(0, 1)
+        q, k, v = m.qkv.weight.split([H * n, H * n, d])
+        return {"in_proj_qkvz.weight": by_head(q, k, v, m.gate.weight), "dt_bias": m.dt_bias, "A_log": m.A_log,
+                "in_proj_ba.weight": by_head(m.beta.weight, m.forget.weight), "conv1d.weight": m.conv_weight[:, None],
+                "norm.weight": m.norm_weight, "out_proj.weight": m.out_proj.weight}
+
+    agree(ours, theirs, weights, d, 1e-12)
+
+
+@pytest.mark.parametrize("d, H, W", [(32, 2, 4), (48, 3, 2), (16, 1, 3)])
+def test_kda_is_kimi_linears(d, H, W):
+    """Its output gate has no bias, as in the paper; ours, as in flash-linear-attention, starts at 0."""
+    _, layer = layer_of("kda", n_embd=d, n_head=H, d_conv=W)
+    ours = layer.branches[0].mixer
+    torch.nn.init.zeros_(ours.gate2.bias)
+    theirs = modeling_kimi_linear.KimiLinearDeltaAttention(transformers.KimiLinearConfig(
+        hidden_size=d, num_hidden_layers=1, linear_num_heads=H, linear_head_dim=d // H, linear_conv_kernel_dim=W,
+        rms_norm_eps=1e-5, hidden_act="silu", layer_types=["linear_attention"]), 0)
+
+    def weights(m):
+        q, k, v = m.qkv.weight.chunk(3)
+        return {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "conv1d.weight": m.conv_weight[:, None],
+                "forget_gate.f_a_proj.weight": m.forget1.weight, "forget_gate.f_b_proj.weight": m.forget2.weight,
+                "forget_gate.dt_bias": m.dt_bias, "forget_gate.A_log": m.A_log[None, None, :, None],
+                "b_proj.weight": m.beta.weight, "g_a_proj.weight": m.gate1.weight, "g_b_proj.weight": m.gate2.weight,
+                "o_norm.weight": m.norm_weight, "o_proj.weight": m.out_proj.weight}
+
+    agree(ours, theirs, weights, d, 1e-12, unused=("gate2.bias",))
+
+
+@pytest.mark.parametrize("d, H, N, W", [(32, 2, 2, 4), (48, 3, 1, 2), (16, 1, 1, 3)])
+def test_mamba2_is_transformers_mamba2_mixer(d, H, N, W):
+    _, layer = layer_of("mamba2", n_embd=d, n_head=H, d_state=N, d_conv=W)
+    theirs = modeling_mamba2.Mamba2Mixer(transformers.Mamba2Config(
+        hidden_size=d, num_heads=2 * H, head_dim=d // H, state_size=8 * N, n_groups=1, num_hidden_layers=1, expand=2,
+        conv_kernel=W, chunk_size=32), 0)
+    weights = lambda m: {
+        "in_proj.weight": m.in_proj.weight, "conv1d.weight": m.conv_weight[:, None], "conv1d.bias": m.conv_bias,
+        "dt_bias": m.dt_bias, "A_log": m.A_log, "D": m.skip, "norm.weight": m.norm_weight,
+        "out_proj.weight": m.out_proj.weight}
+    agree(layer.branches[0].mixer, theirs, weights, d, 1e-12)
+
+
+@pytest.mark.parametrize("d, H", [(32, 2), (48, 3), (16, 1)])
+def test_llama_is_transformers_decoder_layer(d, H):
+    _, layer = layer_of("llama", n_embd=d, n_head=H)
+    config = transformers.LlamaConfig(
+        hidden_size=d, num_attention_heads=H, num_key_value_heads=H, num_hidden_layers=1, rms_norm_eps=1e-5,
+        intermediate_size=layer.branches[1].mixer.w1.out_features, attn_implementation="sdpa")
+    rotary = modeling_llama.LlamaRotaryEmbedding(config)
+
+    class WithAngles(modeling_llama.LlamaDecoderLayer):
+        def forward(self, x):
+            return super().forward(x, position_embeddings=rotary(x, torch.arange(x.shape[1])[None]))
+
+    def weights(layer):
+        attention, mlp = (b.mixer for b in layer.branches)
+        q, k, v = attention.qkv.weight.chunk(3)
+        return {"self_attn.q_proj.weight": q, "self_attn.k_proj.weight": k, "self_attn.v_proj.weight": v,
+                "self_attn.o_proj.weight": attention.out_proj.weight, "mlp.gate_proj.weight": mlp.w1.weight,
+                "mlp.up_proj.weight": mlp.w3.weight, "mlp.down_proj.weight": mlp.w2.weight,
+                "input_layernorm.weight": layer.branches[0].norm.weight,
+                "post_attention_layernorm.weight": layer.branches[1].norm.weight}
+
+    agree(layer, WithAngles(config, 0), weights, d, 1e-6)
+
+
+@pytest.mark.parametrize("d", [32, 48])
+def test_rwkv4_is_transformers_block(d):
+    _, layer = layer_of("rwkv4", n_embd=d, n_head=1)
+    theirs = modeling_rwkv.RwkvBlock(transformers.RwkvConfig(
+        hidden_size=d, attention_hidden_size=d, intermediate_size=layer.branches[1].mixer.key.out_features,
+        num_hidden_layers=2, layer_norm_epsilon=1e-5, context_length=200), 1)
+
+    def weights(layer):
+        (ln1, time), (ln2, channel) = ((b.norm, b.mixer) for b in layer.branches)
+        now = lambda mu: (1 - mu)[None, None]  # theirs weighs the present, ours the past
+        r, k, v = map(now, time.mu)
+        r2, k2 = map(now, channel.mu)
+        maps = {f"attention.{n}.weight": getattr(time, n).weight for n in ("receptance", "key", "value", "output")}
+        maps |= {f"feed_forward.{n}.weight": getattr(channel, n).weight for n in ("receptance", "key", "value")}
+        return {"ln1.weight": ln1.weight, "ln1.bias": ln1.bias, "ln2.weight": ln2.weight, "ln2.bias": ln2.bias, **maps,
+                "attention.time_decay": time.decay, "attention.time_first": time.bonus,
+                "attention.time_mix_receptance": r, "attention.time_mix_key": k, "attention.time_mix_value": v,
+                "feed_forward.time_mix_receptance": r2, "feed_forward.time_mix_key": k2}
+
+    agree(layer, theirs, weights, d, 1e-12)
+
+
+@pytest.mark.parametrize("T", [1, 7, 70])
+def test_the_gradient_of_mesas_initial_state_is_that_of_the_loop(T):
+    """Also of the part of H that is not symmetric, which only a loss outside the model can ask for."""
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(2, *shape, dtype=torch.float64)
+    q, k, v, H, U = draw(T, 2, 4), F.normalize(draw(T, 2, 4), dim=-1), draw(T, 2, 3), draw(2, 4, 4), draw(2, 4, 3)
+    state = [(H @ H.mT).requires_grad_(), U.requires_grad_()]
+    timed, ridge, grads = (draw(T, 2).sigmoid(), -draw(T, 2).exp()), torch.rand(2, 4, dtype=torch.float64) + 0.5, []
+    weights = draw(T, 2, 3), draw(2, 4, 4), draw(2, 4, 3)
+    for backend in ("", "torch"):
+        o, after = mesa(q, k, v, *timed, ridge, tuple(state), backend=backend)
+        total = sum((a * w).sum() for a, w in zip((o, *after), weights, strict=True))
+        grads.append(torch.autograd.grad(total, state))
+    for fast, slow in zip(*grads, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
