@@ -3,6 +3,7 @@
 #   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config and settings (data: pystdlib)
 #   make train OUT=out/again                                            another output folder
 #   make test ARGS="-k scan -x"                                         a part of the tests
+#   make test-fused                                                     flash-linear-attention's kernels, on this CPU
 #   make chaos                                                          long fault injection; as root also a cut cable
 #   make slurm                                                          sweeps and tokens on a real Slurm (root) and Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
@@ -18,7 +19,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/$(basename $(notdir $(CONFIG)))
 
-.PHONY: train test eval chaos slurm lint bench gpu clean
+.PHONY: train test test-fused eval chaos slurm lint bench gpu clean
 
 train: $(VENV)/main
 	$(PY) data/pystdlib/prepare.py
@@ -29,6 +30,10 @@ train: $(VENV)/main
 # Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for each other.
 test: $(VENV)/main $(VENV)/test lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
+
+# Other libraries' kernels in Triton's interpreter, two minutes of CPU; on a GPU the tests above run the real ones.
+test-fused: $(VENV)/main $(VENV)/test $(VENV)/fused
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist=worksteal tests/test_fused.py $(ARGS)
 
 # Installs the lm-evaluation-harness for evaluate.py; scores the model of `make train`, if there is one.
 eval: $(VENV)/main $(VENV)/eval
@@ -65,6 +70,10 @@ $(VENV)/main: requirements.txt
 
 $(VENV)/test: requirements-test.txt requirements-eval.txt requirements-experiments.txt $(VENV)/main
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+$(VENV)/fused: requirements-fused.txt $(VENV)/main
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-fused.txt
 	@touch $@
 
 $(VENV)/eval: requirements-eval.txt $(VENV)/main

@@ -127,12 +127,13 @@ def train(config, model, data, evaluate, schedule=None):
     the run cannot continue (runtime/errors.py).
     """
     schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
+    dtype = getattr(torch, config.dtype)
     if config.self_check == "only":
-        line = self_check(model)
+        line = self_check(model, dtype)
         return print(line, flush=True) if distributed.rank() == 0 else None
     with (Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry,
           Signals() as signals):  # out of memory becomes one line here
-        telemetry.say(self_check(model) if config.self_check == "on" else "self-check: off")
+        telemetry.say(self_check(model, dtype) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
         folder.resume(optimizers, schedule, telemetry)  # from the newest intact checkpoint, if there is one

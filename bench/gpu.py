@@ -257,7 +257,8 @@ def build(emit, dry_run, budget_s):
         return
     p = device(dry_run).properties
     architecture = f"sm_{p.major}{p.minor}"
-    shape = lambda update, size: build.cuda_shape(*size, p.multi_processor_count, update != "exact")
+    shape = lambda update, size: build.cuda_shape(update, *size, p.multi_processor_count,
+                                                        p.shared_memory_per_multiprocessor, update != "exact")
     wanted = dict.fromkeys((build.build_cuda, update, dtype, shape(update, size), architecture)
                            for size in BENCHMARKED + TESTED for update in build.UPDATES for dtype in build.DTYPES)
     wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (4,), architecture) for dtype in build.DTYPES)
@@ -302,9 +303,10 @@ def small(emit, dry_run, budget_s):
 
 # ------------------------------------------------------------------------------------------- stages: profile, variants
 
-TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64)]  # B, T, D, N
+TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (8, 4096, 1536, 16)]  # B, T, D, N; T of the last is split
 VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8",
-            "LONGER=1"]  # values for constants in longhorn_scan.cu
+            "LONGER=1",  # values for constants in longhorn_scan.cu
+            "SPLIT_BELOW=0", "FILL=2", "FILL=4"]  # whether T is split, and how finely: build.cuda_segments
 
 
 def profiled(emit, dry_run, budget_s):

@@ -39,8 +39,12 @@ CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn
 MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
+SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB of longhorn_scan.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
+SPLIT_BELOW = 1  # T is split if a GPU gets at most so many blocks per multiprocessor
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
+# (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
+CUDA_SHAPES = ((4, 2), (8, 2), (4, 4), (8, 4), (4, 8), (8, 8), (4, 16), (8, 16), (4, 32), (8, 32))
 # Kernels with a variant for whole chunks and blocks -> the rows that it fetches ahead.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
 LA = "kernels/linear_attention.py: "
@@ -65,7 +69,7 @@ NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no lib
 
 # ------------------------------------------------------------------------------------------------------ which body runs
 
-_forced_plain = set()
+_forced_plain, _libraries_off = set(), False
 
 
 @contextlib.contextmanager
@@ -86,6 +90,24 @@ def plain(*ops):
         _forced_plain.difference_update(added)
 
 
+@contextlib.contextmanager
+def without_libraries():
+    """In this context operators run this repository's bodies where `backend` would call other libraries' kernels."""
+    global _libraries_off
+    before, _libraries_off = _libraries_off, True
+    try:
+        yield
+    finally:
+        _libraries_off = before
+
+
+def places(op, backend, device, dtype):
+    """(place of the body of `op` that runs for these arguments of `choose`, place of its plain body), for messages."""
+    fast, slow = BODIES[op]
+    library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
+    return fused.place(op) if library else fast, slow
+
+
 def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
     """The body of `op` (a key of BODIES) to run: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the
     device ('cpu', 'cuda') for this repository's own body on it. Every operator calls this.
@@ -97,22 +119,26 @@ def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
 
     Raises ValueError for an unknown backend, RuntimeError with the reason if the given backend cannot run here.
     """
-    return _choose(op, backend or "", device, dtype, cannot, library_cannot, op in _forced_plain, transformed())
+    backend = "" if backend == "fused" and _libraries_off else backend or ""
+    return _choose(op, backend, device, dtype, cannot, library_cannot, op in _forced_plain, _libraries_off,
+                   transformed())
 
 
 @constant_when_compiled
-def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, inside):
+def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, libraries_off, inside):
     if backend not in ("", *BACKENDS):
         raise ValueError(f"{op}: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or leave it empty")
     if backend == "torch" or forced_plain:
         return "torch"
     if backend == "fused" and op in NO_LIBRARY:
         raise RuntimeError(f"{op}: {NO_LIBRARY[op]}: leave backend empty")
-    if op in fused.LIBRARIES and (backend == "fused" or not backend and op in fused.BY_DEFAULT):
+    default = not backend and op in fused.BY_DEFAULT and not libraries_off
+    if op in fused.LIBRARIES and (backend == "fused" or default):
         reason = f"the tensors are on {device}" if device != fused.GPU else fused.refusal(op, dtype) or library_cannot
         reason = reason or fused.load(op)[1]
         if reason is None:
-            say_once(f"{op}: {fused.LIBRARIES[op][0]}")
+            tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
+            say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")
             return "fused"
         if backend:
             raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install "
@@ -162,8 +188,9 @@ def unavailable(device):
     if device == "cuda":
         if not torch.cuda.is_available():
             return "PyTorch sees no GPU"
-        if torch.cuda.get_device_capability() < (8, 0):
-            return "the kernels need a GPU of compute capability 8.0 (Ampere) or later"
+        if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < (8, 0):
+            return ("the kernels need GPUs of compute capability 8.0 (Ampere) or later: hide others with "
+                    "CUDA_VISIBLE_DEVICES")
         return cuda.missing()
     try:
         library()
@@ -388,31 +415,56 @@ def _announce(where, words, seconds):
 
 # ---------------------------------------------------------------------------------------------------- shapes on a GPU
 
+def backward_bytes(update, P, L):
+    """Shared memory of a block that needs the most, the backward without rows fetched ahead: BackwardShared in
+    longhorn_scan.cu."""
+    keys = 2 * CHUNK * P * L + CHUNK  # k, q, |k|^2
+    per_lane = CHUNK // SUB * 2 * P + SUB + (2 * P if update == "mamba" else 1)  # states, gated, rates
+    sums = CUDA_THREADS // 32 * SUB * (2 * P * L + 1)  # dk, dq, d|k|^2
+    return 4 * (keys + CUDA_THREADS * per_lane + sums)
+
+
+def blocks_at_once(update, shape, shared):
+    """The backward blocks that fit a multiprocessor with `shared` bytes of shared memory; 0: none can be launched."""
+    return shared // (backward_bytes(update, *shape) + cuda.RESERVED)
+
+
 @functools.cache
-def cuda_shape(B, T, D, N, multiprocessors, may_split=True):
-    """(P, L): L lanes share two channels, and each holds P states of both (P * L is N, padded to a power of two >= 8).
+def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True):
+    """(P, L), one of CUDA_SHAPES: L lanes share two channels, and each holds P states of both (P * L is N, padded to a
+    power of two >= 8).
 
-    Eight states per lane take the least work; four, if eight would leave multiprocessors idle even with T split into
-    segments. Two blocks per multiprocessor count as enough, which no GPU has confirmed.
+    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work; four, if with eight
+    fewer than two blocks would fit a multiprocessor, or multiprocessors would be idle even with T split into segments.
+    That two blocks per multiprocessor are enough no GPU has confirmed. Raises ValueError if no block fits.
     """
-    if N > 256:  # no GPU has enough shared memory for the backward of more
-        raise ValueError(f"scan: the CUDA kernels take up to 256 states per channel, got {N}: use backend='torch'")
     states = max(8, 1 << (N - 1).bit_length())
-    P = 8 if states >= 16 else 4
+    launched = [shape for shape in CUDA_SHAPES if blocks_at_once(update, shape, shared)]
+    fitting = [(P, L) for P, L in launched if P * L == states]
+    if not fitting:
+        most = max(P * L for P, L in launched)
+        raise ValueError(f"scan: on this GPU, with {shared >> 10} KB of shared memory per multiprocessor, the CUDA "
+                         f"kernels of {update} take up to {most} states per channel, got {N}: use backend='torch'")
+    four, eight = min(fitting), max(fitting)
+    lanes = D * states // (2 * eight[0])
     most = max(1, T // SEGMENT) if may_split and T % CHUNK == 0 else 1
-    if P == 8 and states < 256 and most * B * -(-D // (2 * CUDA_THREADS * P // states)) < 2 * multiprocessors:
-        P = 4
-    return P, states // P
+    idle = most * B * -(-lanes // CUDA_THREADS) < 2 * multiprocessors
+    crowded = blocks_at_once(update, eight, shared) < 2 <= blocks_at_once(update, four, shared)
+    return four if idle or crowded else eight
 
 
-def cuda_segments(blocks, T, multiprocessors):
+def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared):
     """The number of segments, of at least SEGMENT steps, to split T into; a kernel has `blocks` blocks per segment.
 
-    With more than one block per multiprocessor T stays whole. Otherwise blocks would wait for memory, so T is split to
-    get two per multiprocessor. Joining the segments costs the forward about as much again, the backward a quarter of
-    that.
+    With more than SPLIT_BELOW blocks per multiprocessor T stays whole. Otherwise blocks would wait for memory, so T is
+    split to get as many as fit at once in the backward: registers are there for three in 16 bits, else for two. Joining
+    the segments costs the forward about as much again, the backward a quarter of that, for any number of segments.
     """
-    return max(1, min(T // SEGMENT, 2 * multiprocessors // blocks)) if blocks <= multiprocessors else 1
+    if blocks > cuda.tuning("SPLIT_BELOW", SPLIT_BELOW) * multiprocessors:
+        return 1
+    at_once = min(3 if dtype.itemsize == 2 else 2, blocks_at_once(update, shape, shared))
+    fill = cuda.tuning("FILL", max(2, at_once))
+    return max(1, min(T // SEGMENT, fill * multiprocessors // blocks))
 
 
 def segment_sizes(T, segments):
@@ -517,12 +569,14 @@ def _prepare(args_class, shape, dtype, device, update, rows, gated, threads, **s
         else:
             # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
             may_split = gated and rows is None and update != "exact"
-            layout = cuda_shape(B, T, D, sizes["N"], gpu.multi_processor_count, may_split)
+            shared = gpu.shared_memory_per_multiprocessor
+            layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split)
             module = cuda_module(update, dtype, layout, architecture, device.index)
             row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
             whole = T % CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
             if may_split and whole and row_bytes >= 16:
-                segments = cuda_segments(B * D // module.channels, T, gpu.multi_processor_count)
+                segments = cuda_segments(update, dtype, layout, B * D // module.channels, T, gpu.multi_processor_count,
+                                         shared)
         if T >= 2**31 - CUDA_THREADS or 2 * D * 4 >= 2**31:  # steps; bytes of a row, which may be half of a wider one
             raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
                              f"{2**31 - CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")

@@ -96,12 +96,21 @@ def ways(architecture):
     return [*((name, "cubin", architecture) for name in compilers), *((name, "ptx", older) for name in compilers)]
 
 
+def tunings():
+    return os.environ.get("LONGHORN_CUDA_DEFINES", "").split()
+
+
+def tuning(name, default):
+    """A number that $LONGHORN_CUDA_DEFINES gives for build.py's choices rather than for the compiler."""
+    return int(dict(word.split("=", 1) for word in tunings() if "=" in word).get(name, default))
+
+
 def defines(update, dtype, *shape):
     """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), or "conv" for (W,).
 
     $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
     """
-    tuning = [f"-D{words}" for words in os.environ.get("LONGHORN_CUDA_DEFINES", "").split()]
+    tuning = [f"-D{word}" for word in tunings() if not word.startswith(("SPLIT_BELOW=", "FILL="))]
     if update == "conv":
         return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={shape[0]}", *tuning]
     sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PL", shape, strict=True)]

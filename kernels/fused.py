@@ -13,12 +13,14 @@ import torch
 GPU = "cuda"  # where these kernels run
 HALF = (torch.bfloat16, torch.float16)
 ALL = (torch.float32, *HALF)
-LIBRARIES = {  # operator: (package, module, function, dtypes)
+# operator: (package, module, function, dtypes). flash-linear-attention multiplies float32 matrices in TF32 (11 bits),
+# whatever PyTorch is told, so it gets 16 bits only and float32 goes to the chunks in PyTorch.
+LIBRARIES = {
     "selective_scan": ("mamba-ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", ALL),
     "causal_conv1d": ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", ALL),
     "attention": ("flash-attn", "flash_attn", "flash_attn_func", HALF),
-    "gated_linear_attention": ("flash-linear-attention", "fla.ops.gla", "chunk_gla", ALL),
-    "retention": ("flash-linear-attention", "fla.ops.simple_gla", "chunk_simple_gla", ALL),
+    "gated_linear_attention": ("flash-linear-attention", "fla.ops.gla", "chunk_gla", HALF),
+    "retention": ("flash-linear-attention", "fla.ops.simple_gla", "chunk_simple_gla", HALF),
     "delta_rule": ("flash-linear-attention", "fla.ops.delta_rule", "chunk_delta_rule", HALF),
     "gated_delta_rule": ("flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", HALF),
     "kda": ("flash-linear-attention", "fla.ops.kda", "chunk_kda", HALF),
@@ -53,6 +55,12 @@ def refusal(op, dtype):
     """The reason why the library does not take tensors of `dtype`, or None."""
     package, _, _, dtypes = LIBRARIES[op]
     return None if dtype in (None, *dtypes) else f"{package} takes {names(dtypes)}, got {names([dtype])}"
+
+
+def place(op):
+    """The library's function for `op`, as "flash-linear-attention's fla.ops.gla.chunk_gla"."""
+    package, module, name, _ = LIBRARIES[op]
+    return f"{package}'s {module}.{name}"
 
 
 def names(dtypes):

@@ -218,8 +218,8 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
         state: (B, W - 1, D), the inputs before the first step; None for zeros.
         silu: apply SiLU to the result.
         reverse: run from the last step to the first, as if x were flipped in T and y flipped back.
-        backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, or the native kernel if there is a state or W is
-            not 2 to 4. On a GPU, call it once before capturing a CUDA graph.
+        backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, or the native kernel if there is a state, W is not
+            2 to 4, or D or a stride is no multiple of 8. On a GPU, call it once before capturing a CUDA graph.
 
     Returns:
         y (B, T, D) in x's dtype, differentiable once. `conv_state(x, state, W)` is the state after it.
@@ -234,7 +234,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     check_shapes("causal_conv1d", f"x {tuple(x.shape)}", x.device, optional=("bias", "state"), wanted={
         "weight": (weight, (D, W)), "bias": (bias, (D,)), "state": (state, (B, W - 1, D))})
     x = x.to(build.compute_dtype(x))
-    if backend == "fused" and (state is not None or not 2 <= W <= 4):
+    if backend == "fused" and (state is not None or not 2 <= W <= 4 or any(n % 8 for n in (D, *x.stride()[:2]))):
         backend = None
     cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
     chosen, packed = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot), documents_of(x)

@@ -116,7 +116,8 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         reverse: run from the last step to the first, as if every tensor were flipped in T and y flipped back, but
             without copying; h0 is the state after the last step, hT the one before the first. Used for images.
         backend: 'cpu' or 'cuda' (native kernels) or 'torch' (the loop over time); None or "": the fastest that runs
-            here. On a GPU up to 256 states; call it once before capturing a CUDA graph: the first call compiles.
+            here. On a GPU up to 128 or 256 states, by its shared memory; call it once before capturing a CUDA graph:
+            the first call compiles.
 
     Returns:
         y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32. Differentiable once; any number of times

@@ -14,7 +14,10 @@ compares the loss and every gradient:
 It also stops at a model that is not deterministic, and at one whose logits depend on later tokens.
 
 Each tensor may differ by FACTOR times the error that the plain operators make in float32, measured against the same toy
-in float64. `--self_check=off` skips the check, `--self_check=only` stops after it.
+in float64. If training computes in bfloat16, the operators are compared once more in bfloat16, where they may have
+ROUNDING times the plain operators' own error; other libraries' kernels that take 16 bits only are compared there alone.
+
+`--self_check=off` skips the check, `--self_check=only` stops after it.
 """
 
 import contextlib
@@ -45,6 +48,7 @@ IN_ONE = {(ops, "PIECE"): 1024}  # the plain loops without recomputation
 SIZES = dict(n_embd=32, n_head=2, vocab_size=64, mlp_multiple=16, block_size=128, window=8)
 SCANS = ("longhorn_scan", "selective_scan")
 FACTOR, LEAST = 10, 1e-5
+ROUNDING = 3  # how often the plain operators' own error in 16 bits may be reached
 TORCH = "edit both, or train with --backend=torch, which runs plain PyTorch everywhere"
 LOGITS = "edit both, or --loss_from_logits=true, which trains on the loss of the logits (at more memory)"
 STATE = "edit both paths, or what is sampled is not what was trained"
@@ -53,21 +57,23 @@ POSITIONS = "; if positions are added, count the tokens in the state, as RWKVTim
 OFF = "--self_check=off trains without the check"
 
 
-def self_check(model):
+def self_check(model, dtype=torch.float32):
     """Returns a line on what agreed. Raises ConfigError, naming both places and the way out, if two versions differ.
 
-    A model that is not an LM must have toy(backend) -> a small model of the same code; toy_batch() -> (x, y) gives its
-    inputs if they are not tokens. Neither the model nor the random state is changed.
+    dtype: of training's matrix products. A model that is not an LM must have toy(backend) -> a small model of the same
+    code; toy_batch() -> (x, y) gives its inputs if they are not tokens. Neither the model nor the random state is
+    changed.
     """
     began, device = time.perf_counter(), next(model.parameters()).device
-    precision, half = torch.get_float32_matmul_precision(), model.config.backend == "fused"
+    precision, rounds = torch.get_float32_matmul_precision(), dtype != torch.float32 and model.config.backend != "torch"
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(SHORT):
         try:
-            toy, plain, batch = toys(model, device)
-            packed = getattr(model.config, "documents", "join") == "pack"
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):  # some fused kernels take 16 bits only
-                line = compare(toy, plain, batch, packed, 5e-2 if half else LEAST)
+            with build.without_libraries() if rounds else contextlib.nullcontext():
+                toy, plain, batch = toys(model, device)
+                packed = getattr(model.config, "documents", "join") == "pack"
+                line = compare(toy, plain, batch, packed, LEAST)
+            line += f"; {compare_rounded(toy, plain, batch, dtype)}" if rounds else ""
         except ConfigError:
             raise
         except Exception as error:  # an edit may raise anything
@@ -231,6 +237,34 @@ def compare(toy, plain, batch, packed, least):
         return f"{tally}; state left out: {', '.join(dict.fromkeys(without))} keeps none"
     compare_states(toy, batch, once["the logits"], tally, None if packed else trains)
     return str(tally)
+
+
+def compare_rounded(toy, plain, batch, dtype):
+    """A line on how well the operators that train in a 16-bit dtype agree with float32: within ROUNDING times the plain
+    operators' own error in that dtype. Raises ConfigError, naming the operator, if they do not.
+
+    An error is the root mean square over the loss and all gradients: a single one of two numbers may be right by
+    chance, and a mistake in any of them is a hundred times the rounding.
+    """
+    device, number = batch[1].device.type, str(dtype).removeprefix("torch.")
+    toy.eval(), plain.eval()
+    true = gradients(plain, loss_alone, batch)
+    with torch.autocast(device, dtype):
+        errors = lambda m: differences(gradients(m, loss_alone, batch), true)
+        size = lambda errors: math.hypot(*errors.values())
+        rounding, trained = errors(plain), errors(toy)
+        times = size(trained) / size(rounding)
+        if times <= ROUNDING:
+            return f"in {number} to {times:.1f} times the plain operators' rounding"
+        name, left = max(trained, key=trained.get), {}
+        for op in build.BODIES:
+            with build.plain(op):
+                left[op] = size(errors(toy))
+        op = min(left, key=left.get)
+        fast, slow = build.places(op, toy.config.backend, device, dtype)
+    way_out = TORCH if fast == build.BODIES[op][0] else f"train with --backend={device}, which calls no other library"
+    raise ConfigError(f"self-check: in {number} {fast} and {slow} ({op}) disagree by {trained[name]:.0e} in {name}, "
+                      f"{times:.0f} times the rounding of plain operators: {way_out}")
 
 
 @torch.no_grad()

@@ -24,8 +24,10 @@ from tools.loss_curve import draw_loss
 PICTURE_SECONDS = 60  # between plots, drawn by a separate process: importing matplotlib takes 2 s
 
 # Dense bf16 peak per device in FLOP/s, from data sheets; an unknown device gets no MFU.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-              "L40S": 362e12, "B200": 2250e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+# The first name in a device's counts: H200 stands before H20, A100 and A10G before A10.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12,
+              "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "B200": 2250e12, "B300": 2250e12, "RTX 5090": 209e12,
+              "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 class Telemetry:

@@ -9,6 +9,7 @@ itself. A block's threads are fibers here; missing barriers are found by test_pt
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -332,7 +333,7 @@ def test_what_is_prepared_for_a_gpu(monkeypatch):
         channels, states = (128, 0) if update == "conv" else (2 * 128 // shape[1], shape[0] * shape[1])
         return mock.Mock(threads=128, channels=channels, states=states)
 
-    gpu = mock.Mock(major=9, minor=0, multi_processor_count=132)
+    gpu = mock.Mock(major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(build, "cuda_module", module)
 
@@ -345,11 +346,14 @@ def test_what_is_prepared_for_a_gpu(monkeypatch):
         return a.splits, prepared["segments"], prepared["aligned"], getattr(a, "segment_T", None)
 
     assert prepare(64, 1024, 1536) == (12, 1, 1, 1024)  # 128 channels per block
-    assert prepare(2, 32768, 1536) == (12, 11, 16, 3008)  # 264 // 24 segments of whole chunks
+    assert prepare(2, 32768, 1536) == (12, 16, 16, 2048)  # 3 * 132 // 24 segments of whole chunks
     for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
         assert prepare(2, 32768, 1536, **whole)[1:3] == (1, 1)
     assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
     assert prepare(4, 130, 300, None, W=4) == (3, 3, 1, None)
+    gpu.shared_memory_per_multiprocessor = 100 << 10
+    with pytest.raises(ValueError, match="with 100 KB .* up to 128 states"):  # before the forward
+        prepare(64, 1024, 1536, N=256)
     with pytest.raises(ValueError, match="^2147483647 steps of 8 channels: .* use backend='torch'$"):
         prepare(1, 2**31 - 1, 8)
     with pytest.raises(ValueError, match="^1073741824 rows of 300 channels take .* split the batch$"):
@@ -390,18 +394,65 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
         build.build_cuda("longhorn", BF16, PAIRS, "sm_90", folder=tmp_path)
 
 
+H200, A100, RTX = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)  # multiprocessors, shared memory of each
+
+
+def choice(gpu, update, dtype, B, T, D, N):
+    """(layout, segments of T, blocks per multiprocessor) on a GPU, for a gated scan of whole chunks."""
+    shape = build.cuda_shape(update, B, T, D, N, *gpu)
+    blocks = B * -(-D * shape[1] // 256)
+    segments = build.cuda_segments(update, dtype, shape, blocks, T, *gpu)
+    return shape, segments, blocks * segments / gpu[0]
+
+
 def test_shape_of_the_state():
-    for N in range(1, 129):
+    for N, gpu in itertools.product(range(1, 129), (H200, A100, RTX)):
         for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
-            P, L = build.cuda_shape(B, T, D, N, 132)
-            assert N <= P * L < max(2 * N, 9) and P in (4, 8) and L in (2, 4, 8, 16, 32)
-            assert 1 <= build.cuda_segments(B * -(-D * L // 256), T, 132) <= max(1, T // build.SEGMENT)
+            (P, L), segments, _ = choice(gpu, "longhorn", BF16, B, T, D, N)
+            assert N <= P * L < max(2 * N, 9) and (P, L) in build.CUDA_SHAPES
+            assert 1 <= segments <= max(1, T // build.SEGMENT)
     for B, T, shape, segments in ((64, 1024, PAIRS, 1),  # the paper's
                                   (16, 4096, PAIRS, 1),  # 192 blocks for 132 multiprocessors
-                                  (1, 65536, PAIRS, 22),  # one long sequence: 12 blocks
+                                  (8, 4096, PAIRS, 4),  # 96 blocks: 2.9 per multiprocessor, where three fit
+                                  (1, 65536, PAIRS, 33),  # one long sequence: 12 blocks
                                   (1, 1024, (4, 4), 8), (1, 200, (4, 4), 1)):  # short: over lanes
-        assert build.cuda_shape(B, T, 1536, 16, 132) == shape
-        assert build.cuda_segments(B * 1536 * shape[1] // 256, T, 132) == segments
+        assert choice(H200, "longhorn", BF16, B, T, 1536, 16)[:2] == (shape, segments)
+
+
+@pytest.mark.parametrize("gpu,update,N,shape", [
+    (A100, "longhorn", 16, PAIRS), (RTX, "longhorn", 16, (4, 4)), (RTX, "mamba", 16, (4, 4)),
+    (RTX, "longhorn", 128, (4, 32)), (RTX, "longhorn", 64, (8, 8)), (H200, "longhorn", 256, (8, 32)),
+    (A100, "longhorn", 256, (8, 32))])
+def test_blocks_fit_the_shared_memory_of_the_gpu(gpu, update, N, shape):
+    """Two per multiprocessor where either number of states per lane allows it; one at least."""
+    assert choice(gpu, update, BF16, 64, 1024, 1536, N)[0] == shape
+    assert build.blocks_at_once(update, shape, gpu[1]) >= (2 if N == 16 else 1)
+
+
+@pytest.mark.parametrize("gpu,update,N,most", [(RTX, "longhorn", 256, 128), (RTX, "exact", 129, 128),
+                                               (A100, "mamba", 256, 128), (H200, "mamba", 257, 256)])
+def test_what_fits_no_gpu_block_is_refused_with_the_limit(gpu, update, N, most):
+    with pytest.raises(ValueError, match=rf"{gpu[1] >> 10} KB .* {update} take up to {most} states per channel, got "
+                                         rf"{N}: use backend='torch'$"):
+        build.cuda_shape(update, 64, 1024, 1536, N, *gpu)
+
+
+@pytest.mark.parametrize("update", ("longhorn", "mamba"))
+def test_once_split_T_fills_the_gpu(update):
+    """As many blocks as the backward holds at once: less by at most one part."""
+    for (gpu, least), blocks, dtype in itertools.product(((H200, 3), (A100, 2)), range(1, 200), (F32, BF16)):
+        segments = build.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
+        least = 2 if update == "mamba" or dtype == F32 else least
+        assert (segments == 1) == (blocks > gpu[0])
+        if segments > 1:
+            assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
+
+
+def test_the_choice_to_split_can_be_tuned(monkeypatch):
+    layout = choice(H200, "longhorn", BF16, 16, 4096, 1536, 16)
+    monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "SPLIT_BELOW=2 FILL=4 STAGES=4")
+    assert layout[1] == 1 and choice(H200, "longhorn", BF16, 16, 4096, 1536, 16)[1] == 2
+    assert cuda.defines("longhorn", BF16, *PAIRS)[-1] == "-DSTAGES=4"  # the compiler gets its own only
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 1000, 65536))

@@ -6,6 +6,7 @@ that is computed in (more for Mesa, which solves), and half a unit more where th
     python -m pytest tests/test_linear_attention.py
 """
 
+import functools
 import importlib
 from unittest import mock
 
@@ -387,7 +388,7 @@ def calls(library):
 
 
 def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
-    a = {n: x.float() for n, x in inputs("gla", 3).items()}
+    a = {n: x.to(BF16) for n, x in inputs("gla", 3).items()}
     for error, words in (
             (ModuleNotFoundError("No module named 'fla'", name="fla"), "is not installed"),
             (ModuleNotFoundError("No module named 'triton'", name="triton"), "needs triton"),
@@ -404,14 +405,16 @@ def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
 
 @pytest.mark.parametrize("state", (True, False))
 @pytest.mark.parametrize("case", list(OPS)[:-1])
-def test_the_library_is_called_right(case, state, library, calls):
+def test_the_library_is_called_right(case, state, library, calls, monkeypatch):
     """In its own layout it computes what the loop does, gradients included, also with a bonus, which it does not know.
     A single step is not worth its chunks."""
     fast, loop = both(case)
-    dtype = BF16 if case in (*DELTA, "mesa") else F32  # which the library has for half types only
+    dtype = BF16 if case in (*DELTA, "mesa") else F32
+    make = functools.partial(inputs, case, dtype=dtype, state=state, V=5)
+    monkeypatch.setattr(fused, "refusal", lambda op, dtype: None)  # this stand-in is exact in float32
     for T in (2, 20):
         calls.clear()
-        a = inputs(case, T, dtype=dtype, state=state)
+        a = make(T)
         got = outputs(fast, {n: x.to(dtype if n in ("q", "k", "v", "beta") else F32) for n, x in a.items()})
         assert wrong(got, outputs(loop, a), F32) == {}
         call, = calls
@@ -421,24 +424,33 @@ def test_the_library_is_called_right(case, state, library, calls):
         if dtype == F32:
             assert wrong(graded(fast, a, F32), graded(loop, a), F32) == {}
             assert case == "gla" or calls[-1]["g"].shape == (2, T, 3)  # learnt, so given for every step
-    outputs(fast, {n: x.to(dtype) for n, x in inputs(case, 1, state=state).items()}, backend="fused")
+    outputs(fast, {n: x.to(dtype) for n, x in make(1).items()}, backend="fused")
     assert len(calls) == (2 if dtype == F32 else 1)
-    assert library.said and set(library.said) == {f"{OPS[case]}: flash-linear-attention"}
+    assert library.said and set(library.said) == {f"{OPS[case]}: flash-linear-attention, whose kernels are tuned at "
+                                             "their first start, for minutes"}
 
 
 def test_what_the_library_cannot_do_goes_to_chunks(calls):
     a = {n: x.float() for n, x in inputs("gla", 20).items()}
-    with torch.autocast("cpu", dtype=BF16):  # it gets the lower type
+    with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
         o, S = la.gated_linear_attention(**a)
     call = calls.pop()
     assert call["dtypes"] == {BF16} and call["g"].dtype == o.dtype == S.dtype == F32
     la.gated_linear_attention(**inputs("gla", 3))  # float64
     with torch.autocast("cpu", dtype=BF16):
         assert la.gated_linear_attention(**inputs("gla", 3))[0].dtype == F64
-    la.delta_rule(**{n: x.float() for n, x in inputs("delta_rule", 3).items()})
-    wide = {n: x.to(BF16) for n, x in inputs("delta_rule", 3, 1, 1, 257, 2).items()}
-    with pytest.raises(RuntimeError, match="up to a width of 256, not 257"):
-        la.delta_rule(**wide, backend="fused")
+    for case, f in (("delta_rule", la.delta_rule), ("gla", la.gated_linear_attention), ("retention", la.retention)):
+        a = {n: x.float() for n, x in inputs(case, 3).items()}
+        f(**a)
+        with pytest.raises(RuntimeError, match=f"{f.__name__}: backend 'fused' cannot run here: .* takes bfloat16, "):
+            f(**a, backend="fused")
+    for case, K, V, words in (("delta_rule", 257, 2, "up to a width of 256, not 257"),
+                              ("mesa", 5, 7, "of one width, at most 128, not 5 and 7"),
+                              ("mesa", 130, 130, "at most 128, not 130 and 130")):
+        a = {n: x.to(BF16) for n, x in inputs(case, 3, 1, 1, K, V, state=False).items()}
+        outputs(getattr(la, case), a)
+        with pytest.raises(RuntimeError, match=f"{case}: backend 'fused' cannot run here: .*{words}"):
+            outputs(getattr(la, case), a, backend="fused")
     assert calls == []
 
 

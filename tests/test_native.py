@@ -294,6 +294,19 @@ def test_what_runs_is_said_once_and_by_one_rank(request, monkeypatch, tmp_path, 
     assert capfd.readouterr().err == ""
 
 
+def test_a_machine_is_judged_by_its_oldest_visible_gpu(fresh, monkeypatch):
+    """A model may be on any of them, not only on the current one."""
+    capabilities = [(9, 0), (7, 5)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capabilities[device])
+    monkeypatch.setattr(build.cuda, "missing", lambda: None)
+    assert "8.0 (Ampere) or later: hide others with CUDA_VISIBLE_DEVICES" in build.unavailable("cuda")
+    capabilities.pop()
+    build.unavailable.cache_clear()
+    assert build.unavailable("cuda") is None
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_what_cannot_be_said_ends_nothing():
     code = LEAN + "build.say_once('a'); build.say_once('b'); print('went on')"

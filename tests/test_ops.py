@@ -261,12 +261,14 @@ def test_fused_convolution_is_causal_conv1ds_in_its_own_layout(library):
         return conv_true(x.transpose(1, 2), weight, bias, silu=activation == "silu").transpose(1, 2)
 
     library("causal_conv1d", causal_conv1d_fn)
-    a = conv_inputs(2, 9, 5, 4, state=False)
+    a = conv_inputs(2, 9, 8, 4, state=False)
     for silu in (True, False):
         got, true = graded(causal_conv1d, a, backend="fused", silu=silu), graded(conv_true, double(a), silu=silu)
         assert all(agree(got[n], true[n]) for n in true)
-    assert seen == [((2, 5, 9), "silu"), ((2, 5, 9), None)]
-    for other in (conv_inputs(2, 9, 5, 4), conv_inputs(2, 9, 5, 5, state=False)):  # what it lacks: this repository's
+    assert seen == [((2, 8, 9), "silu"), ((2, 8, 9), None)]
+    part = {**a, "x": torch.randn(2, 9, 12)[..., :8]}
+    for other in (conv_inputs(2, 9, 8, 4), conv_inputs(2, 9, 8, 5, state=False), conv_inputs(2, 9, 12, 4, state=False),
+                  part):  # what it lacks: this repository's
         assert torch.equal(causal_conv1d(**other, backend="fused"), causal_conv1d(**other))
     assert len(seen) == 2
     with torch.autocast("cpu", BF16):

@@ -23,10 +23,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from test_scan import source_text, with_mistake
 from test_train import arguments, succeed
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels.scan
 import mixers  # noqa: F401  all families
 import model
-from kernels import build, linear_attention, ops
+from kernels import build, fused, linear_attention, ops
+from kernels import linear_attention as la
+from kernels.scan import selective_scan
 from model import FAMILIES, LM, ModelConfig
 from runtime.errors import ConfigError
 from runtime.self_check import self_check
@@ -514,3 +518,117 @@ def test_eight_families_with_packed_documents_start(d, probe):
 def test_only_the_check(data, out):
     said = succeed(arguments(data, out, self_check="only")).out
     assert said.splitlines()[-1].startswith("self-check: the loss alone") and "step" not in said and not out.exists()
+
+
+# -------------------------------------------------------------------------------------------- other libraries' kernels
+
+class TF32(TorchDispatchMode):
+    """Matrix products of float32 numbers as a GPU's tensor cores make them: of operands with 11 bits."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            args = [(a.view(torch.int32) + 0x1000 & ~0x1fff).view(a.dtype) if a.dtype == torch.float32 else a
+                    for a in args]
+        return func(*args, **kwargs or {})
+
+
+def library_bodies():
+    """{operator: a stand-in for the library's function}, which computes what it should with TF32's products."""
+    def chunks(body):
+        def function(q, k, v, scale, initial_state, output_final_state, **rest):
+            assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16, torch.float16} and scale == 1.0
+            return body(q, k, v, initial_state, **rest)
+        return function
+
+    def chunk_simple_gla(q, k, v, state, g=None, g_gamma=None):
+        return la._gated_retention(q, k, v, g, state) if g_gamma is None else la._retention(q, k, v, g_gamma, None,
+                                                                                            state)
+
+    def chunk_mesa_net(q, k, v, g, beta, lamb, h_kk_init, h_kv_init, output_final_state, max_CG_iteration):
+        o, (H, U) = la._mesa(q, k, v, beta, g, lamb, None if h_kk_init is None else (h_kk_init, h_kv_init))
+        return o, H, U
+
+    def selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
+        u, delta, B, C, z = (a.transpose(1, 2) for a in (u, delta, B, C, z))
+        return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
+
+    def causal_conv1d_fn(x, weight, bias, activation):
+        return ops.causal_conv1d(x.transpose(1, 2), weight, bias, silu=bool(activation)).transpose(1, 2)
+
+    def flash_attn_func(q, k, v, causal, window_size=(-1, -1)):
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        return ops.attention(q, k, v, None if window_size[0] < 0 else window_size[0] + 1).transpose(1, 2)
+
+    delta = chunks(lambda q, k, v, state, beta, g=None: la._delta_rule(q, k, v, beta, g, state))
+    return {"gated_linear_attention": chunks(lambda q, k, v, state, g: la._gla(q, k, v, g, state)),
+            "retention": chunks(chunk_simple_gla), **dict.fromkeys(("delta_rule", "gated_delta_rule", "kda"), delta),
+            "mesa": chunk_mesa_net, "selective_scan": selective_scan_fn, "causal_conv1d": causal_conv1d_fn,
+            "attention": flash_attn_func}
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """The stand-ins, where this CPU is taken for the GPU that they need; and what was called."""
+    bodies, called = library_bodies(), []
+
+    def load(op):
+        def function(*args, **kwargs):
+            called.append(op)
+            with TF32():
+                return bodies[op](*args, **kwargs)
+        return function, None
+
+    monkeypatch.setattr(fused, "GPU", "cpu")
+    monkeypatch.setattr(fused, "load", load)
+    monkeypatch.setattr(build, "say_once", lambda line: None)
+    return SimpleNamespace(bodies=bodies, called=called)
+
+
+BY_LIBRARY = {  # family: (--backend, operators of libraries that train it)
+    "gla": ("", {"gated_linear_attention"}), "retnet": ("", {"retention"}), "rwkv": ("", {"retention"}),
+    "mamba2": ("", {"retention"}), "deltanet": ("", {"delta_rule"}), "gated_deltanet": ("", {"gated_delta_rule"}),
+    "kda": ("", {"kda"}), "mesa": ("", {"mesa"}), "llama": ("fused", {"attention"}), "swa": ("fused", {"attention"}),
+    "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
+
+
+def small_lm(family):
+    torch.manual_seed(0)
+    return LM(ModelConfig(pattern=family, n_layer=2, n_head=2, n_embd=32, vocab_size=64, mlp_multiple=16,
+                          backend=BY_LIBRARY.get(family, ("", None))[0]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, libraries):
+    """TF32's products are no edit: every family starts. In float32 nothing that takes 16 bits runs."""
+    line, trained = self_check(small_lm(family), torch.bfloat16), set(libraries.called)
+    assert trained == BY_LIBRARY.get(family, ("", set()))[1]
+    assert float(re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)[1]) <= 3
+    libraries.called.clear()
+    if "attention" not in trained:  # which the user asks for, and cannot have
+        assert "bfloat16" not in self_check(small_lm(family))
+        assert set(libraries.called) == trained & {"selective_scan", "causal_conv1d"}
+
+
+@pytest.mark.parametrize("family,op", [(family, op) for family, (_, ops) in BY_LIBRARY.items() for op in sorted(ops)])
+def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(family, op, libraries):
+    body = libraries.bodies[op]
+
+    def flipped(*args, **kwargs):
+        kwargs |= {"v": -kwargs["v"]} if "v" in kwargs else {}
+        return body(*args, **kwargs) if "v" in kwargs else body(-args[0], *args[1:], **kwargs)
+
+    libraries.bodies[op] = flipped
+    with pytest.raises(ConfigError) as stopped:
+        self_check(small_lm(family), torch.bfloat16)
+    package, module, name, _ = fused.LIBRARIES[op]
+    assert re.match(rf"self-check: in bfloat16 {package}'s {module}\.{name} and kernels/\S+ \S+ \({op}\) disagree .*: "
+                    "train with --backend=cpu[^\n]*$", str(stopped.value))
+
+
+def test_a_kernel_that_is_wrong_in_16_bits_alone_stops(monkeypatch):
+    scan = kernels.scan._scan_op
+    monkeypatch.setattr(kernels.scan, "_scan_op", lambda x, *rest: scan(-x if x.dtype == torch.bfloat16 else x, *rest))
+    lm = small_lm("longhorn")
+    assert "agree" in self_check(lm)
+    with pytest.raises(ConfigError, match="in bfloat16 longhorn_scan.cu: Longhorn and .*edit both"):
+        self_check(lm, torch.bfloat16)

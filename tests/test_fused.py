@@ -1,0 +1,148 @@
+"""Our operators with backend="fused" on other libraries' own kernels, against the float64 loops, with every gradient.
+
+    make test-fused                         # on a CPU: flash-linear-attention's kernels in Triton's interpreter
+    python -m pytest tests/test_fused.py    # on a GPU: these in bfloat16, and mamba-ssm, causal-conv1d, flash-attn
+
+In the interpreter inputs are float16: it computes with bfloat16 as if it were an integer.
+"""
+
+import builtins
+import os
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_linear_attention import OPS, both, inputs, outputs
+from test_scan import inputs_of
+
+import mixers  # noqa: F401  all families
+from kernels import build, fused, ops
+from kernels.scan import selective_scan, selective_scan_ref
+from model import LM, ModelConfig
+from runtime.self_check import self_check
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+TOLERANCE = 2e-3 * torch.finfo(DTYPE).eps / torch.finfo(torch.float16).eps
+LENGTHS = pytest.mark.parametrize("T", (70, 101))
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="no GPU here, and no interpreter: make test-fused runs these kernels on a CPU")
+
+
+class Step(int):
+    """A number of a kernel's loop: a tensor for the compiler, but a number for the interpreter."""
+
+    def to(self, dtype):
+        return self
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter():
+    """Lets the interpreter run fla's kernels on this CPU."""
+    if not INTERPRETED:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "GPU", "cpu")
+        patch.setattr(build, "say_once", lambda line: None)
+        for op in fused.BY_DEFAULT:
+            assert fused.load(op)[1] is None
+        from triton import language
+        from triton.runtime.autotuner import Autotuner
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        configs, dot = Autotuner.prune_configs, InterpreterBuilder.create_dot
+        patch.setattr(Autotuner, "prune_configs", lambda *args: configs(*args)[:1])  # there is nothing to time
+
+        def widened_dot(self, a, b, *rest):
+            widen = lambda x: self.cast_impl(x, language.float32) if x.dtype.scalar == language.bfloat16 else x
+            return dot(self, widen(a), widen(b), *rest)
+
+        patch.setattr(InterpreterBuilder, "create_dot", widened_dot)  # Mesa's states are bfloat16
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fla.ops."):
+                patch.setattr(module, "range", lambda *bounds: map(Step, builtins.range(*bounds)), raising=False)
+        yield
+
+
+def needs(op):
+    """Skip a test where the library of `op` is missing: only in Triton's interpreter must all of fla be there."""
+    if not INTERPRETED and fused.load(op)[1]:
+        pytest.skip(fused.load(op)[1])
+
+
+def graded(f, a):
+    """The outputs of f, and the gradients of all arguments."""
+    y, g = f(a), torch.Generator().manual_seed(5)
+    weight = lambda y: torch.randn(y.shape, generator=g, dtype=torch.float64).to(y.device)
+    loss = sum((v.double() * weight(v)).sum() for v in y.values())
+    return {**y, **{f"d{n}": d for n, d in zip(a, torch.autograd.grad(loss, list(a.values())), strict=True)}}
+
+
+def errors(fast, slow, a, half):
+    """{name: error} of every output and gradient, relative to the norm of the loop's, in float64 on the same inputs.
+    half: the arguments in 16 bits."""
+    cast = lambda dtype: {n: v.to(DEVICE, dtype if n in half else torch.float32).requires_grad_() for n, v in a.items()}
+    got = graded(fast, cast(DTYPE))
+    true = graded(slow, {n: v.detach().double().requires_grad_() for n, v in cast(DTYPE).items()})
+    return {n: ((got[n].double() - true[n]).norm() / true[n].norm()).item() for n in true}
+
+
+def beyond(errors, tolerance=TOLERANCE):
+    return {n: error for n, error in errors.items() if not error <= tolerance}
+
+
+@LENGTHS
+@pytest.mark.parametrize("state", (True, False))
+@pytest.mark.parametrize("case", [case for case in OPS if OPS[case] in fused.LIBRARIES])
+def test_flash_linear_attention_computes_the_loop(case, state, T):
+    needs(OPS[case])
+    fast, loop = both(case)
+    a = inputs(case, T, 1, 2, 16, 16, dtype=DTYPE, state=state)
+    wrong = errors(lambda a: outputs(fast, a, backend="fused"), lambda a: outputs(loop, a), a, ("q", "k", "v", "beta"))
+    assert not beyond(wrong, TOLERANCE * (4 if case == "mesa" else 1))
+
+
+@pytest.mark.parametrize("family", ("gla", "retnet", "rwkv", "mamba2", "deltanet", "gated_deltanet", "kda", "mesa"))
+def test_a_model_starts_on_these_kernels(family):
+    torch.manual_seed(0)
+    lm = LM(ModelConfig(pattern=family, n_layer=1, n_head=2, n_embd=32, vocab_size=64, mlp_multiple=16)).to(DEVICE)
+    assert f"in {str(DTYPE).removeprefix('torch.')} to " in self_check(lm, DTYPE)
+
+
+on_gpu = pytest.mark.skipif(INTERPRETED, reason="not written in Triton: needs a GPU")
+
+
+@on_gpu
+@LENGTHS
+def test_mamba_ssm_computes_the_loop(T):
+    needs("selective_scan")
+    a = {n: v for n, v in inputs_of("mamba", 2, T, 48, 16, dtype=DTYPE).items() if n != "h0"}
+    names = {"x": "u", "dt": "delta", "k": "B", "q": "C", "dt_bias": "delta_bias"}
+    a, half = {names.get(n, n): v for n, v in a.items()}, ("u", "delta", "B", "C", "z")
+    run = lambda f, **kw: lambda a: {"y": f(**a, delta_softplus=True, **kw)}
+    assert not beyond(errors(run(selective_scan, backend="fused"), run(selective_scan_ref), a, half))
+
+
+@on_gpu
+@LENGTHS
+@pytest.mark.parametrize("silu", (True, False))
+def test_causal_conv1d_computes_the_convolution(silu, T):
+    needs("causal_conv1d")
+    a = {"x": torch.randn(2, T, 48), "weight": torch.randn(48, 4), "bias": torch.randn(48)}
+    run = lambda backend: lambda a: {"y": ops.causal_conv1d(**a, silu=silu, backend=backend)}
+    assert not beyond(errors(run("fused"), run("torch"), a, ("x",)))
+
+
+@on_gpu
+@LENGTHS
+@pytest.mark.parametrize("window", (None, 24))
+def test_flash_attn_computes_the_softmax(window, T):
+    needs("attention")
+    a = {n: F.normalize(torch.randn(2, 2, T, 32), dim=-1) * 4 for n in ("q", "k", "v")}
+    run = lambda backend: lambda a: {"y": ops.attention(**a, window=window, backend=backend)}
+    assert not beyond(errors(run("fused"), run("torch"), a, tuple(a)))
