@@ -285,7 +285,7 @@ def test_unedited_all_agrees(pattern, backend):
 
 def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
     lm = LM(ModelConfig(n_layer=1, n_embd=32, vocab_size=64))
-    monkeypatch.setattr("runtime.self_check.toy_of", lambda model, backend, **sizes: LM(ModelConfig(n_head=0)))
+    monkeypatch.setattr("runtime.toys.toy_of", lambda model, backend, **sizes: LM(ModelConfig(n_head=0)))
     with pytest.raises(ConfigError, match=r"^self-check: a small version [^\n]*n_head 0[^\n]*\(model.py, line [^\n]*"
                                           r"toy\(self, backend\)[^\n]*--self_check=off[^\n]*$"):
         self_check(lm)
