@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_linear_attention import OPS, both, inputs, outputs
-from test_scan import inputs_of
+from test_scan import inputs as inputs_of
 
 import mixers  # noqa: F401  all families
 from kernels import build, fused, ops

@@ -291,19 +291,22 @@ class Ray:
         self.ray.shutdown()
 
 
-def open_engine(cluster, cluster_args, folder, jobs, nproc=1, gpus=()):
-    """The engine for --cluster; jobs: cells at a time, on a cluster 0: all.
+def cluster_options(cluster, cluster_args):
+    """(kind, address, {option: value}) of --cluster and --cluster_args. Raises ConfigError.
 
     cluster_args: "partition=gpu,nodelist=n1,n2,exclusive=true", where true stands for an option without a value.
-
-    Raises ConfigError if the cluster is not there.
     """
-    (kind, _, address), folder = cluster.partition(":"), Path(folder).resolve()
+    kind, _, address = cluster.partition(":")
     options = dict(part.lstrip("-").split("=", 1) for part in re.split(",(?=[^,]*=)", cluster_args) if "=" in part)
-    options = {key: value == "true" or value for key, value in options.items()}
     if kind not in ("", "slurm", "ray") or bool(options) != bool(kind and cluster_args):
         raise ConfigError(f"--cluster={cluster} --cluster_args={cluster_args}: slurm, ray or ray:HOST:PORT, and its "
                           "options as key=value,key=value")
+    return kind, address, {key: value == "true" or value for key, value in options.items()}
+
+
+def open_engine(cluster, cluster_args, folder, jobs, nproc=1, gpus=()):
+    """The engine for --cluster; jobs: cells at a time, on a cluster 0: all. Raises ConfigError if it is not there."""
+    (kind, address, options), folder = cluster_options(cluster, cluster_args), Path(folder).resolve()
     try:
         engine = (Local(folder, jobs, nproc, gpus) if not kind else
                   Slurm(folder, options, nproc) if kind == "slurm" else Ray(folder, address, options, nproc))

@@ -30,7 +30,7 @@ from tqdm import tqdm
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from experiments.sweeps.engines import cores, open_engine  # noqa: E402
+from experiments.sweeps.engines import cluster_options, cores, open_engine  # noqa: E402
 from runtime.errors import ConfigError, main_error  # noqa: E402
 from runtime.records import (  # noqa: E402
     BadRecord,
@@ -163,6 +163,7 @@ def placement(args, nproc=1, per_gpu=1):
     """(cells at a time, 0: all; ids of this machine's GPUs; where the cells run, in words). Raises ConfigError."""
     if args.jobs < 0:
         raise ConfigError(f"--jobs={args.jobs}: 0 or more")
+    cluster_options(args.cluster, args.cluster_args)  # refused before anything is planned
     if args.cluster:
         return args.jobs, (), args.cluster
     gpus = visible_gpus()
