@@ -117,7 +117,8 @@ def test_documents_of_the_validation_split(tmp_path):
     ends = np.cumsum(lengths := list(range(3, 13))).tolist()
     assert starts(lengths) == [0, *ends[:-1]]
     assert starts([10] * 7) == starts([10] * 7, tokenizer="char", table="\0a") == [int(70 * i / 8) for i in range(8)]
-    listed = [{"start": start} for start in (0, 9, 12, 20, 31, 32, 33, 40)]
+    edges = (0, 9, 12, 20, 31, 32, 33, 40, 50)
+    listed = [{"name": str(a), "start": a, "tokens": b - a} for a, b in zip(edges, edges[1:], strict=False)]
     assert starts([50], documents={"val": listed}) == [d["start"] for d in listed]
     assert starts([5] * 64) == list(range(0, 320, 5)) and starts([5] * 65) == list(range(0, 325, 10))
 

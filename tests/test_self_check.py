@@ -174,7 +174,7 @@ def read(lm):
         losses.append(lm(x, y, loss_only=True)[1])
         if not all(branch.has_state for _, branch in lm.branches()):
             return torch.stack(losses).tolist(), None
-        state, parts = lm.initial_state(2), []
+        x, y, state, parts = x[:1], y[:1], lm.initial_state(1), []  # one row: documents of others end elsewhere
         for t in range(40):
             logits, _, state = lm(x[:, t:t + 1], y[:, t:t + 1], state=state)
             parts.append(logits)
