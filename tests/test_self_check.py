@@ -417,9 +417,9 @@ def test_noise_in_training_hides_nothing(probe):
 
 def test_a_failure_says_tensor_disagreement_and_tolerance(probe):
     line = probe(*reversed(STOPS["decay of GLA's chunks"][:2])).line
-    found = re.search(r"disagree by (\S+) in the gradient of layers\.[01]\.\S+ \((\S+) is usual, (\S+) allowed\)", line)
-    error, usual, allowed = map(float, found.groups())
-    assert usual < 1e-5 <= allowed <= 11 * max(usual, 1e-6) < error
+    error, usual, allowed = map(float, re.search(r"disagree by (\S+) in the gradient of layers\.[01]\.\S+ "
+                                                 r"\((\S+) is usual, (\S+) allowed\)", line).groups())
+    assert usual < 1e-5 and allowed == 2e-4 < error
 
 
 def test_a_mixer_that_sees_later_tokens_is_named(probe, monkeypatch):
@@ -508,10 +508,14 @@ def test_positions_that_begin_again_are_told_how_to_go_on(probe):
     assert "count the tokens in the state" in answer.line
 
 
-@pytest.mark.parametrize("d", [64, 256])
-def test_eight_families_with_packed_documents_start(d, probe):
-    pattern = "longhorn,mamba,llama,gla,retnet,rwkv,kda,mamba2"
-    answer = probe({}, pattern, n_layer=8, n_embd=d, documents="pack")
+EIGHT = "longhorn,mamba,llama,gla,retnet,rwkv,kda,mamba2"
+
+
+@pytest.mark.parametrize("pattern, n_layer, d", [(EIGHT, 8, 64), (EIGHT, 8, 256), ("rwkv", 12, 64),
+                                                 ("longhorn*2,retnet,swa*3", 12, 64)])
+def test_unedited_models_with_packed_documents_start(pattern, n_layer, d, probe):
+    """The last two amplify rounding: fast and plain differ by fifty times what is usual."""
+    answer = probe({}, pattern, n_layer=n_layer, n_embd=d, documents="pack")
     assert not answer.stopped, answer.line
 
 
