@@ -604,8 +604,8 @@ def test_a_second_interrupt_does_not_wait(launch, data, out, silent):
 SLURM = {
     "srun": """shift; code=0  # after the options comes the command, here for two tasks
 for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done; exit $code""",
-    "scontrol": '[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> $TOLD',
-    "python": 'echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR "$@" >> $TOLD; exit $CODE'}
+    "scontrol": '[ $1 = show ] && echo 127.0.0.1 || echo "$@" >> "$TOLD"',
+    "python": 'echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR "$@" >> "$TOLD"; exit $CODE'}
 
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
