@@ -206,7 +206,7 @@ def checked(kind, name, at, records, accept_code=()):
                     if key != "schedule" or at.get("stage") != "cosine"}  # a cosine run differs on purpose
         row = {**config, **result, **{key: at.get(key, 0) for key in PLACE[kind]},
                "device": environment["cpu"] if result["device_name"] == "cpu" else result["device_name"],
-               **{key: environment.get(key) for key in ("commit", "cpu", "torch", "python")}, "code": codes[-1],
+               **{key: environment.get(key) or "" for key in ("commit", "cpu", "torch", "python")}, "code": codes[-1],
                "time": str(record.get("time", "")), "left_out": "", "same": {"settings": settings}}
         return {"scaling": of_scaling, "recall": of_recall, "images": of_images}[kind](row, record, evaluations)
 
@@ -272,7 +272,7 @@ def of_images(row, record, evaluations):
 
 def of_extrapolation(saved):
     """(rows, attrs) of models evaluated at several lengths: the recorded keys, and loss_T for each length T."""
-    rows = [{**r["checkpoint"], **r, "time": r["date"], "left_out": "", "commit": r["environment"]["commit"],
+    rows = [{**r["checkpoint"], **r, "time": r["date"], "left_out": "", "commit": r["environment"]["commit"] or "",
              "torch": r["environment"]["torch"], **{f"loss_{x['length']}": x.get("loss") for x in r["lengths"]}}
             for r in saved]
     return rows, {"code": [{"code": code} for code in sorted({row["code"] for row in rows} - {"unknown"})]}

@@ -18,6 +18,7 @@ import safetensors.torch
 import test_sample
 import torch
 import transformers
+from test_layout import tracked
 from test_records import left_behind
 from test_sample import VOCAB, byte_level_bpe, make_run, refused, run_program
 
@@ -440,10 +441,8 @@ def edited(tmp_path, monkeypatch):
 
     def edited(text, family="llama"):
         root = tmp_path / "copy"
-        command = ["git", "ls-files", "*.py", "*.cu", "*.h"]
-        names = subprocess.check_output(command, cwd=export.ROOT, text=True).split()
-        for name in names:
-            if not name.startswith(("tests/", "bench/", "experiments/")):
+        for name in tracked():
+            if name.endswith((".py", ".cu", ".h")) and not name.startswith(("tests/", "bench/", "experiments/")):
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).write_bytes((export.ROOT / name).read_bytes())
         with open(root / "model.py", "a") as f:

@@ -299,7 +299,9 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
     assert not (tmp_path / "records.json").exists()
 
 
-def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path):
+def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path, monkeypatch):
+    """In a copy without git too, where a record's commit is null."""
+    monkeypatch.setattr("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
     run, out = str(save_run(tmp_path / "run", "longhorn", corpus)), tmp_path / "records.json"
     splits = {s: writer.write_split(corpus / f"{s}.bin", [np.zeros(700, int)], 64) for s in ("train", "val")}
     writer.finish(corpus, {"dataset": "test", "vocab_size": 64, "splits": splits})
