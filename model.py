@@ -470,6 +470,7 @@ class LM(nn.Module):
         if config.backend not in BACKENDS:
             raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
         self.config = config
+        seed = torch.randint(2**31, ())  # first: constructors of PyTorch use up random numbers
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.embed.weight.start = normal(0.02)
         self.layers = nn.ModuleList(self.build_layers(config))
@@ -478,7 +479,7 @@ class LM(nn.Module):
         self.embed_norm = norm(families[0]) if families[0] in EMBEDDING_NORMS else nn.Identity()
         self.norm = norm(families[-1])
         self.positions = POSITIONS[families[0]](config) if config.as_released and families[0] in POSITIONS else None
-        draw(self)
+        draw(self, seed)
         if config.documents == "pack":
             self.check_documents()
 

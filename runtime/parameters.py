@@ -3,12 +3,14 @@
     self.in_proj = linear(d, 2 * d_inner, start=uniform(d ** -0.5), parts=[d_inner, d_inner])
     self.dt_bias = parameter(d_inner, start=constant(0.0))
 
-A start is a function that fills a tensor in place. `draw(model)` calls all starts in the order of named_parameters, so
-values do not depend on the order of constructors. An nn.Linear or nn.Parameter without a start keeps its values.
+A start is a function that fills a tensor in place. `draw` gives each parameter a random stream of its own, seeded by its
+name, so an edit of one parameter leaves all others as they were, and two versions of a model differ only where they
+were edited. An nn.Linear or nn.Parameter without a start keeps its values.
 """
 
 import math
 
+import numpy as np
 import torch
 import torch.nn as nn
 
@@ -33,13 +35,19 @@ def parameter(*shape, start):
 
 
 @torch.no_grad()
-def draw(model):
-    """Fill every parameter that has a start."""
-    for p in model.parameters():
+def draw(model, seed):
+    """Fill every parameter that has a start, each from the stream of (seed, name). seed: a tensor () of int64; on the
+    meta device nothing is drawn."""
+    if seed.is_meta:
+        return
+    before = torch.get_rng_state()
+    for name, p in model.named_parameters():
         start = getattr(p, "start", None)
         if start is not None:
+            torch.manual_seed(int(np.random.SeedSequence([seed.item(), *name.encode()]).generate_state(1)[0]))
             start(p)
             del p.start  # it may keep a tensor alive
+    torch.set_rng_state(before)
 
 
 # -------------------------------------------------------------------------------------------------------------- starts

@@ -7,6 +7,7 @@ of the families here are written down a second time, by hand; a new family in FA
 import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 from pathlib import Path
@@ -539,6 +540,26 @@ def test_every_parameter_starts_as_its_paper_says(family, L, H):
         assert abs(drawn.mean() - law.mean()) < law.std() * slack, name
         assert p.numel() < 8 or drawn.std() == pytest.approx(law.std(), rel=slack), name
         assert stats.kstest(drawn.flatten(), law.cdf).pvalue > 1e-4, f"{name} is not {kind}"
+
+
+def test_an_edit_leaves_the_draws_of_all_other_parameters():
+    """Another width of the convolution, one layer more, another family: what has the same name and shape is equal."""
+    def starts(family="longhorn", seed=7, **changes):
+        torch.manual_seed(seed)
+        return dict(LM(config(family, **changes)).named_parameters())
+
+    drawn, shape = starts(), lambda ps: {name: p.shape for name, p in ps.items()}
+    for changed in (starts(d_conv=3), starts(n_layer=3, pattern="longhorn,llama,mamba"), starts("mamba")):
+        same = [name for name, p in changed.items() if name in drawn and p.shape == drawn[name].shape
+                and not name.endswith(("out_proj.weight", "dt_bias", "conv_bias"))]  # of another scale or law
+        assert len(same) > 7 and shape(changed) != shape(drawn)
+        assert all(torch.equal(changed[name], drawn[name]) for name in same)
+    assert not torch.equal(starts(seed=8)["embed.weight"], drawn["embed.weight"])
+    layers = [p for name, p in drawn.items() if name.endswith("in_proj.weight")]
+    assert not any(torch.equal(p, q) for p, q in itertools.combinations(layers, 2))
+    a, b = starts(), LM(config("longhorn"))  # a second model from the same stream of PyTorch
+    assert all(torch.equal(p, drawn[name]) for name, p in a.items())
+    assert not torch.equal(b.embed.weight, a["embed.weight"])
 
 
 def test_logarithms_start_above_minus_infinity():
