@@ -289,6 +289,21 @@ def test_a_difference_is_welchs_or_the_pooled_t_where_documents_agree():
     assert same.low < 0 < same.high and same.p == 1
 
 
+def test_the_difference_of_pairs_is_the_paired_t():
+    rng = np.random.default_rng(3)
+    (a, w), (b, _) = draw(rng, 6), draw(rng, 6, sd=0.003)
+    b += a - 1.4  # the same seed, mostly the same loss
+    d, truth = compare.difference(a, b, w, (1.0, 30), paired=True), stats.ttest_rel(a[:, 0], b[:, 0])
+    interval = truth.confidence_interval(0.95)
+    assert (d.low, d.high) == pytest.approx((interval.low, interval.high)) and d.p == pytest.approx(truth.pvalue)
+    assert d.high - d.low < 0.5 * (lambda e: e.high - e.low)(compare.difference(a, b, w))
+    assert compare.difference(a[:1], b[:1], w, (0.01, 5), paired=True).df == 5  # one pair has no SD
+    effect = 0.02 * rng.standard_normal(len(w))  # on documents: pairing takes off only the noise of seeds
+    d = compare.difference(a + effect, a, w, paired=True)
+    assert d.seeds_se < 1e-9 and d.documents_se == pytest.approx(math.sqrt(compare.document_variance(
+        a[:1] + effect, a[:1], w)[0]))
+
+
 def test_documents_that_disagree_widen_a_difference():
     """Against the variance over many draws of documents, of unequal weight too; for equal ones also a textbook's."""
     rng = np.random.default_rng(0)
@@ -350,6 +365,8 @@ def test_the_error_of_a_curve_is_in_the_multiplier():
 
 def test_equals_are_told_apart_in_one_of_twenty_duels():
     assert compare.null_duels(400, seeds=6, budgets=(512, 1024)) < 0.07
+    for correlation in (0.0, 0.7, 0.95):
+        assert 0.02 < compare.null_duels(600, seeds=6, budgets=(512, 1024), correlation=correlation) < 0.08
     # few seeds whose noise is in the documents: not too rarely either, an interval too wide hides differences
     assert 0.025 < compare.null_duels(2000, seeds=3, sd=0.006, document_sd=0.06, budgets=(512, 1024)) < 0.07
 

@@ -1,7 +1,8 @@
 """Comparing two families: the difference in loss, and the tokens that one needs for the other's loss, with intervals.
 
     difference d = loss of a - loss of b             over seeds, on documents that chose no learning rate
-    variance     = s^2 (1/n_a + 1/n_b)               s: SD over seeds, pooled over a size's families if they agree
+    variance     = s^2 / n                           s: SD of the differences of n pairs, if both have the same seeds
+                   or s^2 (1/n_a + 1/n_b)            s: SD over seeds, pooled over a size's families if they agree
                    + variance over documents         other texts would give another difference: clustered by document,
                                                      less the noise of seeds in it
     interval     = d +- t sqrt(variance)             95%, degrees of freedom by Welch and Satterthwaite; of the seeds
@@ -10,8 +11,9 @@
     multiplier m = tokens a needs for b's loss / tokens b had          read off the curve over budgets of the better
                    one; its interval combines the ends of d's interval and the error of the curve
 
-Seeds are not paired: a seed gives two families the same data order, but their losses are not correlated. An interval
-that contains 1 says how far apart the two may be: they are equal only within that.
+Runs with the same seed are pairs: they see the same tokens in the same order, and parameters of the same name and shape
+start from the same values (runtime/parameters.py). The closer two models are, the more of their noise is shared. An
+interval that contains 1 says how far apart the two may be: they are equal only within that.
 
     python experiments/scaling/compare.py      how often an interval misses 1 when both families are the same
 """
@@ -81,14 +83,18 @@ def pooled_sd(losses):
     return math.sqrt(sum((len(x) - 1) * np.var(x, ddof=1) for x in several) / df), df
 
 
-def difference(a, b, tokens, pooled=None):
+def difference(a, b, tokens, pooled=None, paired=False):
     """Difference of the mean losses of a (seeds, documents) and b; None if there are too few seeds to know the spread.
 
-    tokens (documents,): evaluated tokens of each; pooled: from pooled_sd, or None to use each family's own SD.
+    tokens (documents,): evaluated tokens of each; pooled: from pooled_sd, or None to use each family's own SD; paired:
+    a and b have the same seeds, in the same order: with at least two, their differences have the SD.
     """
     w = tokens / tokens.sum()
     x, y = a @ w, b @ w
-    if pooled:
+    if paired and len(x) > 1:
+        parts = [(np.var(x - y, ddof=1) / len(x), len(x) - 1)]
+        a, b = a - b, np.zeros((1, len(w)))
+    elif pooled:
         parts = [(pooled[0] ** 2 * (1 / len(x) + 1 / len(y)), pooled[1])]
     elif min(len(x), len(y)) < 2:
         return None
@@ -204,34 +210,43 @@ def winner(means, p_of, alpha=0.05):
     return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction", p)
 
 
-def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0.03, budgets=(256, 512, 1024), rng=0):
+def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0.03, budgets=(256, 512, 1024), rng=0,
+               correlation=None):
     """Share of simulated duels between two identical families whose 95% interval for the token multiplier misses 1.
 
     A run's loss on a document = law of its budget + document + seed + seed x document; SDs as recorded on the laptop
     (sd: of a run's loss over seeds; document_sd: additional, of a seed's loss on one document). Document lengths are
-    log-normal, like the standard library's.
+    log-normal, like the standard library's. correlation: of the noise of two runs with the same seed, which are then
+    compared in pairs; None: the families have different seeds.
     """
     rng, misses, main = np.random.default_rng(rng), 0, budgets[-1]
     law = {b: 1.4 + 60 * ((b * 1024.0) ** -0.35 - (main * 1024.0) ** -0.35) for b in budgets}
 
-    def family(tokens, level):
-        noise = sd * rng.standard_normal((seeds, 1)) + document_sd * rng.standard_normal((seeds, len(tokens)))
-        runs = {b: law[b] + level + noise + 0.3 * sd * rng.standard_normal((seeds, 1)) * (b != main) for b in budgets}
+    def noise():
+        return sd * rng.standard_normal((seeds, 1)) + document_sd * rng.standard_normal((seeds, documents))
+
+    def family(tokens, level, shared):
+        r = correlation or 0.0
+        noisy = level + math.sqrt(r) * shared + math.sqrt(1 - r) * noise()
+        runs = {b: law[b] + noisy + 0.3 * sd * rng.standard_normal((seeds, 1)) * (b != main) for b in budgets}
         return runs[main], Curve({b: dict(enumerate(x)) for b, x in runs.items()}, main, tokens)
 
     for _ in range(simulations):
         tokens = np.exp(rng.normal(0, 1, documents))
-        level = rng.normal(0, 0.3, documents)
-        (a, curve_a), (b, curve_b) = family(tokens, level), family(tokens, level)
+        level, shared = rng.normal(0, 0.3, documents), noise()
+        (a, curve_a), (b, curve_b) = family(tokens, level, shared), family(tokens, level, shared)
         w = tokens / tokens.sum()
-        m = multiplier(difference(a, b, tokens, pooled_sd([a @ w, b @ w])), curve_a, curve_b)
+        d = difference(a, b, tokens, pooled_sd([a @ w, b @ w]), paired=correlation is not None)
+        m = multiplier(d, curve_a, curve_b)
         misses += not m.low <= 1 <= m.high
     return misses / simulations
 
 
 if __name__ == "__main__":
-    for seeds, sd in ((13, 0.011), (12, 0.011), (6, 0.006), (5, 0.011), (3, 0.006)):
+    for seeds, sd in ((16, 0.011), (12, 0.011), (6, 0.006), (5, 0.011), (3, 0.006)):
         for documents, document_sd in ((27, 0.03), (12, 0.03), (60, 0.03), (27, 0.01), (27, 0.06)):
-            share = null_duels(3000, seeds, documents, sd, document_sd)
-            print(f"{seeds:2} seeds of SD {sd}, on one document {document_sd}, {documents} documents: the 95% interval "
-                  f"misses 1 in {share:.1%} of 3000 duels of identical families", flush=True)
+            for correlation in (None, 0.0, 0.4, 0.7, 0.95):
+                share = null_duels(3000, seeds, documents, sd, document_sd, correlation=correlation)
+                pairing = "different seeds" if correlation is None else f"pairs, correlation {correlation}"
+                print(f"{seeds:2} seeds of SD {sd}, on one document {document_sd}, {documents} documents, {pairing}: "
+                      f"the 95% interval misses 1 in {share:.1%} of 3000 duels of identical families", flush=True)

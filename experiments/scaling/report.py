@@ -134,7 +134,9 @@ def compared(entries):
         pooled = compare.pooled_sd([np.array(e.losses) for e in of_size.values()])
 
         def differ(a, b, of_size=of_size, pooled=pooled):
-            return compare.difference(of_size[a].matrix, of_size[b].matrix, of_size[a].weights, pooled)
+            a, b = of_size[a], of_size[b]
+            paired = a.at_main.seed.tolist() == b.at_main.seed.tolist()  # at_main is sorted by seed
+            return compare.difference(a.matrix, b.matrix, a.weights, pooled, paired)
 
         won = compare.winner({name: e.mean for name, e in of_size.items()}, lambda a, b: (d := differ(a, b)) and d.p)
         winners.append({"size": size, "winner": won.family and of_size[won.family].model, "reason": won.reason,
