@@ -3,8 +3,8 @@
     self.in_proj = linear(d, 2 * d_inner, start=uniform(d ** -0.5), parts=[d_inner, d_inner])
     self.dt_bias = parameter(d_inner, start=constant(0.0))
 
-A start is a function that fills a tensor in place. `draw` gives each parameter a random stream of its own, seeded by its
-name, so an edit of one parameter leaves all others as they were, and two versions of a model differ only where they
+A start is a function that fills a tensor in place. `draw` gives each parameter a random stream of its own, seeded by
+its name, so an edit of one parameter leaves all others as they were, and two versions of a model differ only where they
 were edited. An nn.Linear or nn.Parameter without a start keeps its values.
 """
 

@@ -52,7 +52,7 @@ class Cell:
     """One run.
 
     name: its folder; argv: its script's arguments; at: its coordinates (model, size, seed ...); seconds: an estimate;
-    after: name of the cell that has to end before.
+    after: name of the cell that has to end before; root: another checkout, whose script is run.
     """
 
     name: str
@@ -60,13 +60,15 @@ class Cell:
     at: dict = field(default_factory=dict)
     seconds: float = 0.0
     after: str = ""
+    root: Path = None
 
     def command(self, folder, nproc=1, script="train.py"):
         """Its command line, to be run at the top of the repository."""
         python = [sys.executable]
         if nproc > 1:
             python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-        return [*python, script, *self.argv, f"--out_dir={os.path.relpath(folder, REPO)}/{self.name}", "--resume=auto"]
+        return [*python, str(self.root / script) if self.root else script, *self.argv,
+                f"--out_dir={os.path.relpath(folder, REPO)}/{self.name}", "--resume=auto"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
