@@ -245,7 +245,7 @@ def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0
 if __name__ == "__main__":
     for seeds, sd in ((16, 0.011), (12, 0.011), (6, 0.006), (5, 0.011), (3, 0.006)):
         for documents, document_sd in ((27, 0.03), (12, 0.03), (60, 0.03), (27, 0.01), (27, 0.06)):
-            for correlation in (None, 0.0, 0.4, 0.7, 0.95):
+            for correlation in (None, 0.0, 0.95):
                 share = null_duels(3000, seeds, documents, sd, document_sd, correlation=correlation)
                 pairing = "different seeds" if correlation is None else f"pairs, correlation {correlation}"
                 print(f"{seeds:2} seeds of SD {sd}, on one document {document_sd}, {documents} documents, {pairing}: "
