@@ -1,0 +1,400 @@
+"""Did my edit help? Trains both versions in pairs of runs until it can tell, and says so in one sentence.
+
+    python experiments/edit.py                        the working tree against HEAD, or --against=COMMIT
+    python experiments/edit.py config/kda_laptop.py --data=mine --sizes=460K,1.5M --minutes=60
+
+    edit: better, needs 0.93 (0.90 .. 0.96) times the tokens of HEAD (8 + 8 runs, 11 minutes)
+
+Both versions run from snapshots, so you can go on editing. The runs of a pair have the same seed: the same tokens in
+the same order, and the same initial values of all parameters that both have. So most of the noise cancels. After each
+pair a sequential test says whether to go on; its interval is valid however often one looks (see `decide`). Kill it at
+any time: the same command goes on. HEAD's runs serve the next edit too.
+
+Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided. Each version trains
+at its config's learning rate, scaled to the width of the size. Schedule (wsd, to 0), budget, evaluation and seeds are
+set here; a config's own do not count. The loss in LM.forward is what is measured: leave it alone.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # an uncaught error would end with exit code 1, which means "worse"
+    sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(2))
+
+import argparse
+import contextlib
+import difflib
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from experiments import pages, records  # noqa: E402
+from experiments.scaling import compare, sweep  # noqa: E402
+from experiments.sweeps import runner  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
+from runtime.records import NO_TRACE, BadRecord, is_finished, read_log, write_json  # noqa: E402
+
+CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
+NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edits of these change no run
+SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
+CURVE_PAIRS = 4  # pairs whose run of HEAD also ends at a quarter and at half of the budget
+SCALE = 2  # of the sequential test: effects of about 1 / sqrt(2) SDs of a pair are found soonest
+USUAL_SD, USUAL_SLOPE = 0.0043, 0.19  # nats: of pairs, and per e-fold of tokens, after 1,024 steps at 460K
+
+
+def log_tokens(difference, curve):
+    """log of how many times HEAD's tokens the edit needs if its loss is higher by `difference` (...,) nats.
+
+    curve (..., 2): by how much HEAD's loss is higher at a quarter and at half of the budget. Through these and the
+    whole budget goes one curve E + B / D^k, with 2^k = (quarter - half) / half.
+    """
+    quarter, half = curve[..., 0], np.maximum(curve[..., 1], 1e-9)
+    ratio = np.clip((quarter - half) / half, 1.001, 4)
+    return np.log1p(np.maximum(difference * (ratio - 1) / half, -0.999)) / np.log2(ratio)
+
+
+def half_width(n, sd, alpha):
+    """Half the interval for the mean of n differences with this standard deviation, valid at any stopping time.
+
+    It holds all means whose mixture likelihood ratio is below 1 / alpha: Student's t against a normal prior on the
+    effect in SDs, of variance 1 / SCALE (Lindon et al. 2022, arXiv 2210.08589). Infinite for very few differences.
+    """
+    share = SCALE / (SCALE + n)
+    ratio = (alpha**2 * share) ** (-1 / n)
+    return sd * np.sqrt((n - 1) / n * (ratio - 1) / (1 - ratio * share)) if ratio * share < 1 else np.inf + 0 * sd
+
+
+def decide(differences, curves, margin=0.02, alpha=0.05):
+    """What the pairs so far say: (verdict, log m, its low and high, mean difference, its half width), each (...,).
+
+    Args:
+        differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
+        curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
+            interval of m, how many times HEAD's tokens the edit needs.
+    Verdicts: "better" and "worse" if the interval of the mean difference excludes 0; "same" if m is within `margin`.
+    """
+    n, k, mean = differences.shape[-1], curves.shape[-2], differences.mean(-1)
+    half = half_width(n, differences.std(-1, ddof=1), alpha)
+    at, low, high = (log_tokens(d, curves.mean(-2)) for d in (mean, mean - half, mean + half))
+    without = [log_tokens(mean, np.delete(curves, i, -2).mean(-2)) for i in range(k)]
+    error = stats.t.ppf(1 - alpha / 2, k - 1) * np.sqrt((k - 1) * np.var(without, 0))
+    low, high = at - np.hypot(at - low, error), at + np.hypot(high - at, error)
+    within = (low > -np.log1p(margin)) & (high < np.log1p(margin))
+    verdict = np.select([mean + half < 0, mean - half > 0, within], ["better", "worse", "same"], "undecided")
+    return verdict, at, low, high, mean, half
+
+
+def git(*args, otherwise="git fails: is it installed, and is this a clone of the repository?"):
+    """Output of a git command in the repository. Raises ConfigError(otherwise)."""
+    try:
+        return subprocess.run(["git", "-C", REPO, *args], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise ConfigError(otherwise) from None
+
+
+def snapshot(out, commit=None):
+    """(folder, {path: hash}) of a copy of a commit, or of the working tree without what git ignores: out/<hash of the
+    code>. Raises ConfigError for a submodule with changes."""
+    out.mkdir(parents=True, exist_ok=True)
+    copy = Path(tempfile.mkdtemp(dir=out, prefix="tmp-"))
+    if commit:
+        with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as tar:
+            tar.extractall(copy)
+    else:
+        for path in map(os.fsdecode, git("ls-files", "-coz", "--exclude-standard").split(b"\0")):
+            if os.path.lexists(REPO / path) and not (REPO / path).is_dir():  # deleted ones and submodules are listed
+                (copy / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPO / path, copy / path, follow_symlinks=False)
+    for path in (line.split("\t")[1] for line in git("ls-files", "-s").decode().splitlines() if line[:6] == "160000"):
+        git("diff", "--quiet", commit or "HEAD", "--", path, otherwise=f"the submodule {path} has changes: commit or "
+            "undo them, and compare versions that have the same submodules")
+        shutil.copytree(REPO / path, copy / path, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
+    names = [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file() and path.suffix != ".md"]
+    files = {name: hashlib.sha256((copy / name).read_bytes()).hexdigest() for name in names
+             if not name.startswith(NO_CODE)}
+    folder = out / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:8]
+    shutil.rmtree(copy) if folder.exists() else copy.rename(folder)
+    return folder, files
+
+
+PROBE = """  # run in a snapshot with a config file and settings: prints what this version trains
+import hashlib, json, sys
+import configurator, train
+from runtime import counting
+plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:]))
+config.vocab_size = config.vocab_size or 256
+train.seed_all(1)
+model = train.build_model(config, "cpu")
+width = plain.n_embd / config.n_embd if "learning_rate" not in str(sys.argv[2:]) else 1
+print(json.dumps({"learning_rate": float(f"{config.learning_rate * width:.3g}"), "dataset": config.dataset,
+    "tokens": config.batch_tokens, "parameters": counting.parameter_count(model)["total"],
+    "FLOPs per token": counting.flops_per_token(model)["total"], "state": counting.state_size(model),
+    "draws": {name: [p.numel(), hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()]
+              for name, p in model.named_parameters()}}))
+"""
+
+
+class Comparison:
+    """Two versions {name: snapshot}, HEAD's first, trained with the settings argv in cells of the sweep in folder."""
+
+    def __init__(self, versions, argv, steps, folder):
+        (self.head, self.edit), self.versions, self.steps, self.folder = versions, versions, steps, folder
+        self.rows, self.probes, self.argv, self.key = {}, {}, {}, {}
+        for name, root in versions.items():
+            ran = subprocess.run([sys.executable, "-c", PROBE, *argv], cwd=root, capture_output=True, text=True)
+            if ran.returncode:
+                why = ran.stderr.strip() or "it printed nothing"
+                raise ConfigError(f"{name} does not start: {why.splitlines()[-1]}")
+            about = self.probes[name] = json.loads(ran.stdout.splitlines()[-1])
+            self.argv[name] = [str(root / argv[0]), *argv[1:], f"--dataset={data_path(about['dataset'])}", "--min_lr=0",
+                               "--schedule=wsd", "--decay_iters=-1", f"--warmup_iters={max(1, steps // 40)}",
+                               f"--learning_rate={about['learning_rate']:g}"]
+            settings = repr([self.argv[name], steps, os.environ["OMP_NUM_THREADS"]]).encode()
+            self.key[name] = f"{root.name}-{hashlib.sha256(settings).hexdigest()[:8]}"
+        if self.probes[self.head]["dataset"] != self.probes[self.edit]["dataset"]:
+            raise ConfigError("the two versions name different datasets: give one for both, as --data=pystdlib")
+
+    def cell(self, name, seed, part=1):
+        """A run of 1/part of the budget; a shorter one branches from the whole one before its decay."""
+        steps, begins = self.steps // part, lambda steps: steps - max(1, round(0.2 * steps))
+        whole, argv = f"{self.key[name]}_seed{seed}", [*self.argv[name], f"--max_iters={steps}", f"--seed={seed}"]
+        if part > 1:
+            argv.append(f"--branch={self.folder.resolve()}/{whole}@{begins(steps)}")
+        elif name == self.head and seed <= CURVE_PAIRS:
+            argv.append(f"--keep_steps={begins(self.steps // 4)},{begins(self.steps // 2)}")
+        at = {"stage": "edit", "version": self.key[name], "against": self.key[self.head], "steps": steps, "seed": seed}
+        after = whole * (part > 1)
+        return runner.Cell(whole + f"_1of{part}" * (part > 1), argv, at, after=after, root=self.versions[name])
+
+    def run(self, engine, first, most):
+        """Run the next pairs, as many as fill the engine, and read them; returns their seeds. Raises BadRecord if the
+        edit diverges, ConfigError if a run fails for another reason."""
+        seeds, cells = [], []
+        while not seeds or len(seeds) < most and sum(
+                not is_finished(self.folder / c.name) for c in cells) < min(engine.jobs, 64):
+            seeds.append(first + len(seeds))
+            cells += [self.cell(name, seeds[-1]) for name in (self.head, self.edit)]
+            cells += [self.cell(self.head, seeds[-1], part) for part in (4, 2) if seeds[-1] <= CURVE_PAIRS]
+        runner.write_plan(self.folder, cells)
+        with (open(self.folder / "runs.txt", "a") as log, contextlib.redirect_stdout(log),
+              contextlib.redirect_stderr(log)):
+            failed = runner.run_cells(cells, self.folder, engine)
+        for cell in cells:
+            name = self.head if cell.at["version"] == self.key[self.head] else self.edit
+            try:
+                if cell.name in failed:
+                    raise BadRecord(failed[cell.name])
+                self.rows[cell.name] = row = records.read_run(self.folder / cell.name, cell.at)
+            except BadRecord as error:
+                diverged = "diverged" in str(error) or "not finite" in str(error)
+                if diverged and name == self.edit:
+                    raise BadRecord(f"worse: it diverges with seed {cell.at['seed']} ({error})") from None
+                raise ConfigError(f"{name} {'diverges' if diverged else 'does not run'}: {error}") from None
+            if row["same"]["data"] != next(iter(self.rows.values()))["same"]["data"]:
+                raise ConfigError(f"{cell.name} saw other data than the runs before: choose another --out")
+        return seeds
+
+    def row(self, name, seed, part=1):
+        return self.rows[self.cell(name, seed, part).name]
+
+    def results(self, n):
+        """(differences (n,), curves (k, 2)) for `decide`, of the first n pairs."""
+        loss = lambda *run: self.row(*run)["val_loss"]
+        curves = [[loss(self.head, seed, part) - loss(self.head, seed) for part in (4, 2)]
+                  for seed in range(1, min(n, CURVE_PAIRS) + 1)]
+        return np.array([loss(self.edit, s) - loss(self.head, s) for s in range(1, n + 1)]), np.array(curves)
+
+    def notes(self, n):
+        """Lines: what differs beside the loss by more than 1%, and whether the pairs share their draws."""
+        head, edit, lines = self.probes[self.head], self.probes[self.edit], []
+        for about, name in (head, self.head), (edit, self.edit):
+            about["tokens/s"] = np.mean([self.row(name, s)["tokens_per_second"] for s in range(1, n + 1)] or [0])
+        for key in ("parameters", "FLOPs per token", "state", "tokens/s", "learning_rate"):
+            if abs(edit[key] - head[key]) > 0.01 * head[key]:
+                lines.append(f"{key} {edit[key]:,.4g}, {self.head} {head[key]:,.4g}: better per token is not better "
+                             "per second")
+        other = sum(draw[0] for name, draw in edit["draws"].items() if draw != head["draws"].get(name))
+        return lines + [f"{other / edit['parameters']:.1%} of the edit's parameters start from other values than "
+                        f"{self.head}'s, so the pairs share less noise"] * bool(other)
+
+
+def data_path(dataset):
+    """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError."""
+    parts = []
+    for name, colon, share in (part.partition(":") for part in dataset.split(",")):
+        folder = Path(name) if Path(name).is_dir() else REPO / "data" / name
+        if not (folder / "meta.json").exists():
+            raise ConfigError(f"{folder} is not prepared: python data/{name}/prepare.py")
+        parts.append(f"{folder.resolve()}{colon}{share}")
+    return ",".join(parts)
+
+
+def compare_versions(c, args, minutes, engine, say):
+    """Run pairs until they decide; returns the numbers of edit.json about this size."""
+    began, n, verdict, sentence = time.monotonic(), 0, "undecided", ""
+    passed = lambda: (time.monotonic() - began) / 60
+    try:
+        while verdict == "undecided" and (n < args.pairs if args.pairs else passed() < minutes):
+            for seed in c.run(engine, n + 1, args.pairs - n if args.pairs else 32):
+                n = seed
+                if n == 1 and np.array_equal(*(c.row(name, 1)["val_document_losses"] for name in (c.head, c.edit))):
+                    verdict, sentence = "same", "identical runs: the edit changes no bit"
+                elif n > 1:
+                    verdict, *interval, mean, half = (
+                        x.item() for x in decide(*c.results(n), args.margin, args.alpha))
+                    times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
+                    say(f"pair {n}: needs {times}; " + (f"{args.pairs - n} pairs left" if args.pairs else
+                                                        f"{max(0, minutes - passed()):.0f} minutes left"))
+                if verdict != "undecided":
+                    break
+    except BadRecord as error:
+        verdict, sentence = "worse", str(error)
+    except KeyboardInterrupt:
+        args.stopped = True
+    numbers, notes = {"verdict": verdict, "pairs": n, "minutes": passed()}, c.notes(n)
+    if n > 1 and not sentence:
+        words = {"better": "better,", "worse": "worse,", "same": f"no difference of more than {args.margin:.1%}:",
+                 "undecided": f"{'stopped' if args.stopped else 'undecided'} after {passed():.0f} minutes:"}[verdict]
+        sentence = f"{words} needs {times} ({n} + {n} runs, {passed():.0f} minutes)"
+        differences, curves = c.results(n)
+        by_text = [np.array([c.row(name, seed)["val_document_losses"] for seed in range(1, n + 1)])
+                   for name in (c.edit, c.head)]
+        d = compare.difference(*by_text, c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%, for one look
+        texts = [np.exp(log_tokens(x, curves.mean(0))).item() for x in (d.low, d.high)]
+        numbers |= {"interval": np.exp(interval).tolist(), "nats": mean, "nats_half_width": half, "over_texts": texts,
+                    "differences": differences.tolist(), "curves": curves.tolist()}
+        notes += [f"loss {mean:+.4f} +- {half:.4f} nats per token, both at their config's learning rate",
+                  f"on these held-out files; over other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
+    return numbers | {"notes": notes, "sentence": sentence or f"undecided: {n} pairs; the same command goes on"}
+
+
+def write_page(out, numbers, comparisons):
+    """The page and its figure: the sentences, training curves, the difference over the run, all pairs, the diff."""
+    blocks = ["# Did the edit help?", pages.shown(out / "edit.png", "training losses, and their difference")]
+    with pages.figure(out / "edit.png", len(comparisons), 2, 5.2, 3.4, layout="constrained") as (_, axes):
+        for (left, right), c, (size, of_size) in zip(axes, comparisons, numbers["sizes"].items(), strict=True):
+            blocks += [pages.bold(f"{size}: {of_size['sentence']}"), pages.listed(of_size["notes"])]
+            if (n := of_size["pairs"]) < 2:
+                continue
+            logs = [[read_log(c.folder / c.cell(name, seed).name, "train") for seed in range(1, n + 1)]
+                    for name in (c.head, c.edit)]
+            losses = np.array([[[e["train_loss"] for e in log] for log in of] for of in logs], float)  # (2, n, lines)
+            width = max(1, losses.shape[-1] // 16)  # of a running mean: a line has one step's loss
+            losses = np.apply_along_axis(np.convolve, -1, losses, np.ones(width) / width, "valid")
+            tokens, change = [e["tokens"] for e in logs[0][0]][width - 1:], losses[1] - losses[0]
+            error = 2 * change.std(0, ddof=1) / np.sqrt(n)
+            left.plot(tokens, losses.mean(1).T, label=[c.head, c.edit])
+            left.legend(title=f"{size}: training loss, nats per token")
+            right.plot(tokens, change.mean(0), label=f"{c.edit} minus {c.head}, +- 2 standard errors")
+            right.fill_between(tokens, change.mean(0) - error, change.mean(0) + error, alpha=0.3)
+            right.legend()
+    n, alpha = numbers["edits_tried"], numbers["alpha"]
+    blocks.append(f"Edits tried against the same runs of {c.head}: {n}. One that does nothing is called better or "
+                  f"worse with probability {alpha:g} at most, one of {n} with up to {1 - (1 - alpha) ** n:.2f}.")
+    diff = (out / "edit.diff").read_text().splitlines()
+    pages.write(out / "edit.md", [*blocks, "\n".join("    " + line for line in diff)], out / "edit.png")
+
+
+def parser():
+    p = argparse.ArgumentParser("edit.py", None, __doc__, "any other --key=value is train.py's, for both versions",
+                                formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("config", nargs="?", default="config/longhorn_laptop.py", help="(%(default)s)")
+    p.add_argument("--against", default="HEAD", metavar="COMMIT", help="the other version (%(default)s)")
+    p.add_argument("--data", default="", help="a prepared dataset (the config's)")
+    p.add_argument("--sizes", type=runner.names, default=("460K",), help=f"of {', '.join(SIZES)}: own (460K)")
+    p.add_argument("--steps", type=int, default=1024, help="of a run; below 512 families' curves cross (%(default)s)")
+    p.add_argument("--minutes", type=float, default=30, help="for all sizes together (%(default)s)")
+    p.add_argument("--pairs", type=int, default=0, help="at most so many, however long they take")
+    p.add_argument("--margin", type=float, default=0.02, help="a difference that would not matter (%(default)s)")
+    p.add_argument("--alpha", type=float, default=0.05, help="share of false verdicts (%(default)s)")
+    p.add_argument("--gpus", default="", metavar="0,1", help="use these (all)")
+    p.add_argument("--out", type=Path, default=REPO / "out" / "edit", help="folder (out/edit)")
+    p.add_argument("--quiet", action="store_true", help="print the sentence only")
+    p.set_defaults(command="run", stopped=False)
+    runner.add_options(p, "one per core or GPU")
+    return p
+
+
+def run(args, extra):
+    """Compare the versions; returns the exit code. Raises ConfigError."""
+    for key, low, high in ("steps", 8, 2**31), ("pairs", 0, 10**6), ("margin", 1e-4, 1), ("alpha", 1e-6, 0.5):
+        if not low <= getattr(args, key) <= high:
+            raise ConfigError(f"--{key}={getattr(args, key)}: from {low:g} to {high:g}")
+    if not SIZES.keys() >= {*args.sizes}:
+        raise ConfigError(f"--sizes={','.join(args.sizes)}: choose of {', '.join(SIZES)}")
+    say, code, began = lambda line: args.quiet or print(line, flush=True), args.out / "code", time.strftime("%H:%M")
+    commit = git("rev-parse", "--verify", f"{args.against}^{{commit}}", otherwise=f"--against={args.against}: there is "
+                 f"no such commit in {REPO}, or no git").decode().strip()
+    (head, head_files), (edit, edit_files) = snapshot(code, commit), snapshot(code)
+    changed, folder = sorted({name for name, _ in head_files.items() ^ edit_files.items()}), args.out / head.name
+    if not changed:
+        raise ConfigError("no file that training reads differs: save your edit, or give --against=COMMIT")
+    if judge := [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]:
+        raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer must be the same in both "
+                          "versions: take that out of the edit")
+    out = folder / f"edit-{edit.name}"
+    out.mkdir(parents=True, exist_ok=True)
+    text = lambda root, name: (root / name).read_text(errors="replace").splitlines() if (root / name).exists() else []
+    diff = [line for name in changed
+            for line in difflib.unified_diff(text(head, name), text(edit, name), name, name, lineterm="")]
+    (out / "edit.diff").write_text("\n".join(diff))
+    say(f"the working tree at {began} against {args.against} ({commit[:10]}): {', '.join(changed)}, "
+        + ", ".join(f"{sum(line[:1] == sign != line[1:2] for line in diff)} lines {sign}" for sign in "+-"))
+    if args.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
+    jobs, gpus, where = runner.placement(args)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // (jobs or 1))))
+    os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
+    comparisons, sizes, versions = [], {}, {args.against: head, "the edit": edit}
+    minutes = args.minutes / len(args.sizes)
+    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", *extra, *[f"--dataset={args.data}"] * bool(args.data)]
+    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
+        for size in args.sizes:
+            if args.stopped:
+                break
+            comparisons.append(c := Comparison(versions, [args.config, *SIZES[size], *settings], args.steps, folder))
+            seconds = sweep.START_SECONDS + args.steps * c.probes[c.edit]["tokens"] * (
+                sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
+            n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
+            shown = half_width(n, USUAL_SD, args.alpha) / USUAL_SLOPE
+            say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs; if they vary as usual at 460K, "
+                           f"they show a difference of {shown:.1%}" * (not gpus)]))
+            sizes[size] = compare_versions(c, args, minutes, engine, say)
+    if snapshot(code)[1] != edit_files:
+        say(f"the verdict is about the tree at {began}: it has changed since")
+    tried = {at["version"] for name, at in runner.read_plan(folder)["cells"].items()
+             if at["against"] == comparisons[0].key[args.against] != at["version"] and is_finished(folder / name)}
+    verdicts = {of_size["verdict"] for of_size in sizes.values()}
+    numbers = {"verdict": verdicts.pop() if len(verdicts) == 1 else "undecided", "sizes": sizes, "alpha": args.alpha,
+               "against": args.against, "commit": commit, "code": {"head": head.name, "edit": edit.name},
+               "changed": changed, "edits_tried": max(1, len(tried)), "machine": where, "command": sys.argv[1:]}
+    write_json(out / "edit.json", json.loads(json.dumps(numbers), parse_constant=lambda name: None))  # infinite: null
+    with contextlib.suppress(ConfigError):  # a package of the reports is missing; edit.json has the numbers
+        records.check_packages()
+        write_page(out, numbers, comparisons)
+    say("\n".join([f"records: {out}/", *(line for of_size in sizes.values() for line in of_size["notes"])]))
+    for size, of_size in sizes.items():
+        print("edit: " + f"{size}: " * (len(sizes) > 1) + of_size["sentence"], flush=True)
+    return CODES[numbers["verdict"]]
+
+
+def main(argv):
+    args, extra = parser().parse_known_args(argv)
+    fixed = {*sweep.SET_BY_THE_SWEEP, "dataset", "decay_iters"} - {"learning_rate", "model", "pattern"}
+    return runner.run_or_report("edit.py", args, extra, run, None, fixed, "--steps, --data and --out")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

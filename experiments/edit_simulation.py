@@ -1,0 +1,102 @@
+"""How often does edit.py's verdict err? Its decision function on simulated pairs, looked at after each of up to 60.
+
+    python experiments/edit_simulation.py results/edit_simulation.json      two minutes on one core
+
+Each cell has 20,000 simulated edits. A run's loss is the law of its budget plus noise; the two runs of a pair share a
+part of the noise (by default such that the pair's difference has the SD of the cell), and HEAD's shorter runs share the
+noise of their trunk.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from experiments.edit import CURVE_PAIRS, USUAL_SD, decide  # noqa: E402
+from runtime.errors import main_error  # noqa: E402
+from runtime.records import write_json  # noqa: E402
+
+PAIRS = 60
+B, K = 0.40, 0.49  # HEAD's loss is E + B (D / whole)^-K nats: Longhorn 460K after a million bytes (results/)
+PAIRS_IN_15_MINUTES = 20  # of 1,024 steps at 460K, on two cores at 45 s per pair
+NOISE = {  # noise of HEAD and of the edit's runs, of unit variance each; then both are scaled
+    "normal": lambda rng, shape: (rng.standard_normal(shape), rng.standard_normal(shape)),
+    "heavy tails (t, 3 degrees of freedom)": lambda rng, shape: (rng.standard_t(3, shape), rng.standard_t(3, shape)),
+    "skewed (gamma, shape 2)": lambda rng, shape: (gamma(rng, shape), gamma(rng, shape)),
+    "unequal (the edit's SD is twice HEAD's)": lambda rng, shape: (
+        rng.standard_normal(shape), 2 * rng.standard_normal(shape)),
+    "unequal and skewed (3 times, gamma)": lambda rng, shape: (gamma(rng, shape), 3 * gamma(rng, shape)),
+    "one pair in five with 3 times the SD": lambda rng, shape: tuple(
+        np.where(rng.random((2, *shape)) < 0.2, 3, 1) * rng.standard_normal((2, *shape))),
+}
+
+
+def gamma(rng, shape):
+    return (rng.gamma(2, 1, shape) - 2) / 2**0.5
+
+
+def law(times):
+    """HEAD's loss after `times` the whole budget, minus that after the whole one."""
+    return B * (times**-K - 1)
+
+
+def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, **limits):
+    """Simulated edits that need `times` HEAD's tokens. Returns {"better", "worse", "same", "undecided": shares,
+    "covers": share of final intervals that hold the truth, "pairs": mean number, "half_width": median, of log m}.
+
+    sd: of a pair's difference; limits: margin and alpha of `decide`.
+    """
+    rng, shape = np.random.default_rng(rng), (simulations, pairs)
+    head, edit = NOISE[noise](rng, shape)
+    scale = sd / np.std(head - edit)
+    head, edit = scale * head, scale * edit
+    differences = edit - head + law(1 / times)
+    # a shorter run's noise: the half of HEAD's that comes from the trunk, and as much of its own
+    own = sd * rng.standard_normal((simulations, CURVE_PAIRS, 2))
+    curves = law(np.array([1 / 4, 1 / 2])) + own - head[:, :CURVE_PAIRS, None] / 2
+    open_, ends = np.arange(simulations), np.zeros((simulations, 3))
+    verdicts = np.full(simulations, "undecided", object)
+    for n in range(2, pairs + 1):
+        verdict, at, low, high, _, _ = decide(differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)], **limits)
+        ends[open_] = np.stack([low, high, np.full(len(open_), n)], -1)
+        verdicts[open_] = verdict
+        open_ = open_[verdict == "undecided"]
+        if not len(open_):
+            break
+    low, high, count = ends.T
+    truth = np.log(times)
+    shares = {name: float(np.mean(verdicts == name)) for name in ("better", "worse", "same", "undecided")}
+    return shares | {"covers": float(np.mean((low <= truth) & (truth <= high))), "pairs": float(count.mean()),
+                     "half_width": float(np.median(high - low) / 2)}
+
+
+def record(simulations=20000):
+    """Every cell: [{"sd", "times", "noise", "pairs_at_most", ...}]."""
+    cells = [(sd, times, noise, PAIRS) for noise in NOISE for sd in (0.003, 0.006, 0.012, 0.03)
+             for times in (1.0, 1.05, 1.1)]
+    cells += [(factor * USUAL_SD, times, "normal", most) for factor in (1, 2, 3)
+              for times, most in ((1.05, PAIRS_IN_15_MINUTES), (1.02, 2 * PAIRS_IN_15_MINUTES),
+                                  (1.0, PAIRS_IN_15_MINUTES))]
+    return [{"sd": sd, "times": times, "noise": noise, "pairs_at_most": pairs, **simulate(
+        sd, times, noise, simulations, pairs, rng=i)} for i, (sd, times, noise, pairs) in enumerate(cells)]
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(prog="edit_simulation.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, help="the file to write")
+    args = parser.parse_args(argv)
+    cells = record()
+    write_json(args.record, {"simulations": 20000, "cells": cells})
+    for cell in cells:
+        print(json.dumps(cell))
+
+
+if __name__ == "__main__":
+    with main_error("edit_simulation.py"):
+        main(sys.argv[1:])

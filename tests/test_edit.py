@@ -1,0 +1,322 @@
+"""edit.py: its decision against other ways to compute it, its course on a stand-in for train.py that takes no time, and
+once on train.py itself."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+from test_layout import tracked
+from test_train import TINY
+
+from experiments import edit, edit_simulation
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Trains what model.py says: losses of a law of the budget, shifted by SHIFT, with noise that both versions share and
+# noise of their own. Counts how often it ran; dies once, edits the tree or fails where model.py says so.
+STAND_IN = textwrap.dedent("""
+    import json, os, pathlib, random, signal, sys
+    import model
+    given = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
+    out, seed, steps = pathlib.Path(given["out_dir"]), int(given["seed"]), int(given["max_iters"])
+    assert "branch" not in given or pathlib.Path(given["branch"].split("@")[0], "result.json").exists()
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "runs", "a") as f:
+        f.write("ran ")
+    if seed == 3 and model.DIES and not (out / "died").exists():
+        (out / "died").touch(); os.kill(os.getpid(), signal.SIGKILL)
+    if model.EDITS:
+        pathlib.Path(model.EDITS).write_text("SHIFT = 9.0")
+    if model.FAILS and seed == 2:
+        sys.exit("train.py: error: " + model.FAILS)
+    loss = 2 + 0.4 * (steps / 16) ** -0.49 + random.Random(seed).gauss(0, 0.01) + model.SHIFT
+    loss += random.Random(f"{seed} {model.SEED} {steps}").gauss(0, model.NOISE)
+    config = {"model": "longhorn", "vocab_size": 256, "block_size": 16, "batch_tokens": 64, "max_iters": steps,
+              "seed": seed, "learning_rate": float(given["learning_rate"]), "out_dir": str(out)}
+    result = {"model": "longhorn", "val_loss": loss, "val_tokens": 100, "val_document_tokens": [60, 40],
+              "val_document_losses": [loss, loss], "seconds": 1.0, "flops": 1.0, "parameters": 10, "processes": 1,
+              "tokens": steps * 64, "tokens_per_second": 100, "seed": seed, "code": "v2" + model.SEED, "steps": steps,
+              "device_name": "cpu"}
+    events = [{"event": "train", "step": s, "tokens": 64 * s, "train_loss": loss} for s in range(1, steps + 1)]
+    events.append({"event": "eval", "step": steps, "tokens": 64 * steps, "val_loss": loss})
+    (out / "log.jsonl").write_text("".join(json.dumps(e) + "\\n" for e in events))
+    (out / "config.json").write_text(json.dumps({
+        "config": config, "derived": {"parameters": {"embedding": 1}}, "environment": {"code": "v2" + model.SEED,
+        "cpu": "x"}, "data": {"splits": {"train": {"sha256": model.DATA}, "val": {"sha256": "v"}}}}))
+    (out / "result.json").write_text(json.dumps(result))
+""")
+PROBE = """
+import json, model
+print(json.dumps({"learning_rate": 0.01, "dataset": "words", "tokens": 64, "parameters": 10 + model.MORE, "state": 4,
+                  "FLOPs per token": 9, "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
+"""
+MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0}
+
+
+@pytest.fixture
+def repo(tmp_path, monkeypatch):
+    """A git repository with the stand-in, whose HEAD has MODEL; edit.py's REPO."""
+    repo = tmp_path / "repo"
+    files = {"train.py": STAND_IN, "model.py": written(), "config/longhorn_laptop.py": "", ".gitignore": "out/\n",
+             "evaluation/validation.py": "", "data/loader.py": "", "docs/a.md": "", "data/words/meta.json": ""}
+    for name, text in files.items():
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text(text)
+    git(repo, "init", "-q")
+    commit(repo)
+    monkeypatch.setattr(edit, "REPO", repo)
+    monkeypatch.setattr(edit, "PROBE", PROBE)
+    for name in ("OMP_NUM_THREADS", "LONGHORN_BUILD_DIR"):
+        monkeypatch.setenv(name, "1")
+    return repo
+
+
+def written(**changes):
+    return "\n".join(f"{key} = {value!r}" for key, value in {**MODEL, **changes}.items())
+
+
+def change(repo, **changes):
+    (repo / "model.py").write_text(written(**changes))
+
+
+def git(repo, *args):
+    subprocess.run(["git", "-C", repo, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
+
+
+def commit(repo):
+    git(repo, "add", "-A")
+    git(repo, "commit", "-qm", "as it was")
+
+
+@pytest.fixture
+def run(repo, capsys):
+    """run(*argv) -> (exit code, what it printed, result-json or None)"""
+    def run(*argv, out=repo / "out"):
+        try:
+            code = edit.main(["--steps=16", "--jobs=4", f"--out={out}", *argv])
+        except SystemExit as stopped:
+            code = stopped.code
+        said = capsys.readouterr()
+        files = sorted(out.glob("*/edit-*/edit.json"), key=os.path.getmtime)
+        return code, said.out + said.err, json.loads(files[-1].read_text()) if files else None
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------- decision
+
+@pytest.mark.parametrize("times", [0.8, 0.97, 1.0, 1.05, 1.5])
+def test_tokens_are_those_of_a_power_law(times):
+    """An edit that needs `times` HEAD's tokens has the loss of HEAD after 1 / times of them."""
+    loss = lambda tokens: 1.1 + 60 * tokens**-0.4
+    curve = np.array([loss(2**18) - loss(2**20), loss(2**19) - loss(2**20)])
+    assert edit.log_tokens(loss(2**20 / times) - loss(2**20), curve) == pytest.approx(math.log(times), abs=1e-9)
+
+
+@pytest.mark.parametrize("n, alpha", [(8, 0.05), (20, 0.05), (40, 0.01)])
+def test_the_interval_ends_where_the_mixture_likelihood_ratio_is_one_over_alpha(n, alpha):
+    """Of Student's t with effects d ~ normal(0, 1 / SCALE) against no effect, by numerical integration."""
+    t = edit.half_width(n, 1.0, alpha) * math.sqrt(n)
+    prior = stats.norm(0, edit.SCALE**-0.5)
+    density = lambda d: stats.nct.pdf(t, n - 1, d * math.sqrt(n)) * prior.pdf(d)
+    ratio = integrate.quad(density, -4, 4, limit=200)[0] / stats.t.pdf(t, n - 1)
+    assert ratio == pytest.approx(1 / alpha, rel=0.01)
+    assert edit.half_width(3, 1.0, alpha) == math.inf
+
+
+def test_verdicts_and_the_error_of_the_curve():
+    rng, curves = np.random.default_rng(0), np.array([[0.39, 0.16]] * 4)
+    noise = 0.003 * rng.standard_normal(20)
+    noise -= noise.mean()
+    verdict = lambda shift, curves=curves, **limits: str(edit.decide(noise + shift, curves, **limits)[0])
+    assert [verdict(shift) for shift in (-0.02, 0.02, 0.0)] == ["better", "worse", "same"]
+    assert verdict(0.0, margin=0.005) == verdict(0.0016, margin=0.005) == "undecided"
+    assert verdict(0.0016, margin=0.005, alpha=0.4) == "worse"
+    unsure = curves + 0.05 * rng.standard_normal((4, 2))
+    width = lambda curves: np.subtract(*edit.decide(noise + 0.02, curves)[3:1:-1])
+    assert width(unsure) > 1.2 * width(curves)
+
+
+@pytest.mark.parametrize("sd, noise", [(0.003, "normal"), (0.012, "unequal and skewed (3 times, gamma)"),
+                                       (0.03, "heavy tails (t, 3 degrees of freedom)")])
+def test_null_edits_are_rarely_called_better_or_worse(sd, noise):
+    """Looked at after each of 60 pairs; 1.5% are three standard errors."""
+    cell = edit_simulation.simulate(sd, 1.0, noise, simulations=1500)
+    assert cell["better"] + cell["worse"] < 0.055 + 0.015 and cell["covers"] > 0.94 - 0.015
+    assert edit_simulation.simulate(sd, 1.1, noise, simulations=500)["covers"] > 0.94 - 0.03
+
+
+def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
+    cells = json.loads((ROOT / "results" / "edit_simulation.json").read_text())["cells"]
+    for cell in cells:
+        if cell["times"] == 1:
+            assert cell["better"] + cell["worse"] <= 0.055, cell
+        assert cell["covers"] >= 0.94, cell
+    usual = {(c["times"], c["pairs_at_most"]): c for c in cells if c["sd"] == edit.USUAL_SD}
+    assert usual[1.05, 20]["worse"] >= 0.9 and usual[1.02, 40]["worse"] >= 0.5 and usual[1, 20]["same"] >= 0.5
+    i, cell = next((i, c) for i, c in enumerate(cells) if c["sd"] == edit.USUAL_SD and c["times"] == 1.05)
+    again = edit_simulation.simulate(cell["sd"], cell["times"], pairs=cell["pairs_at_most"], rng=i)
+    assert again == pytest.approx({key: cell[key] for key in again})
+
+
+# ---------------------------------------------------------------------------------------------------------- the course
+
+@pytest.mark.parametrize("changes, argv, code, words", [
+    ({"SHIFT": -0.05, "SEED": "b"}, [], 0, "edit: better, needs 0."),
+    ({"SHIFT": 0.05, "SEED": "b", "MORE": 5}, [], 1, "edit: worse, needs 1."),
+    ({"SEED": "b"}, [], 3, "edit: no difference of more than 2.0%: needs "),
+    ({"SEED": "b", "NOISE": 0.1}, ["--pairs=5"], 4, "edit: undecided after 0 minutes: needs "),
+    ({}, [], 3, "edit: identical runs: the edit changes no bit"),
+    ({"FAILS": "step 3: loss or gradient not finite", "SEED": "b"}, [], 1, "edit: worse: it diverges with seed "),
+])
+def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
+    (repo / "model.py").write_text(written(**changes) + "\n# edited")
+    ended, said, result = run(*argv)
+    assert (ended, result["verdict"]) == (code, {0: "better", 1: "worse", 3: "same", 4: "undecided"}[code]), said
+    assert said.splitlines()[-1].startswith(words), said
+    page = next((repo / "out").glob("*/edit-*/edit.md")).read_text()
+    assert words[6:20] in page and "against the same runs of HEAD: 1." in page and "+# edited" in page
+    of_size = result["sizes"]["460K"]
+    if of_size["pairs"] > 5:
+        low, high = of_size["interval"][1:]
+        assert (low < 1 < high, low > 1, high < 1) == (code == 3, code == 1, code == 0)
+    more = changes.get("MORE")
+    assert ("parameters 15, HEAD 10: better per token is not better per second" in said) == bool(more)
+    assert ("33.3% of the edit's parameters start from other values" in said) == bool(more)
+
+
+REFUSED = [  # edit, arguments, words of the line
+    (lambda repo: None, [], "no file that training reads differs"),
+    (lambda repo: (repo / "docs" / "a.md").write_text("more"), [], "no file that training reads differs"),
+    (lambda repo: (repo / "data" / "loader.py").write_text("x = 1"), [], "data/loader.py differs"),
+    (lambda repo: (repo / "evaluation" / "more.py").write_text("x = 1"), [], "evaluation/more.py differs"),
+    (lambda repo: (repo / "model.py").write_text("SHIFT = "), [], "the edit does not start: SyntaxError"),
+    (lambda repo: change(repo, FAILS="self-check: x", SEED="b"), [], "the edit does not run: train.py: error: self-ch"),
+    (lambda repo: change(repo, DATA="other"), [], "saw other data"),
+    (lambda repo: change(repo, SHIFT=1e9), ["--against=nowhere"], "--against=nowhere: there is no such commit"),
+    (lambda repo: shutil.rmtree(repo / ".git"), [], "--against=HEAD: there is no such commit"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--data=none"], "is not prepared"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--sizes=7B"], "--sizes=7B: choose of 460K, 1.5M, config"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--steps=4"], "--steps=4: from 8"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--seed=4"], "--seed=4: the sweep sets that; see --steps"),
+]
+
+
+@pytest.mark.parametrize("change_it, argv, words", REFUSED)
+def test_mistakes_are_one_line_and_exit_code_2(repo, run, monkeypatch, change_it, argv, words):
+    if argv == ["--data=none"]:
+        monkeypatch.setattr(edit, "PROBE", PROBE.replace("words", "none"))
+    change_it(repo)
+    code, said, result = run(*argv)
+    assert code == 2 and result is None
+    assert words in said.splitlines()[-1] and said.splitlines()[-1].startswith("edit.py: error: "), said
+
+
+def test_a_submodule_with_changes_is_refused_and_a_clean_one_copied(repo, run, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "extra.py").write_text("")
+    git(other, "init", "-q")
+    commit(other)
+    git(repo, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "extra")
+    commit(repo)
+    change(repo, SHIFT=0.5, SEED="b")
+    assert run()[0] == 1
+    assert len(list((repo / "out" / "code").glob("*/extra/extra.py"))) == 2
+    (repo / "extra" / "extra.py").write_text("x = 1")
+    code, said, _ = run()
+    assert code == 2 and "the submodule extra has changes" in said
+
+
+def runs_of(folder):
+    return {path.parent.name: len(path.read_text().split()) for path in folder.glob("*/*seed*/runs")}
+
+
+def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_path):
+    change(repo, SEED="b", NOISE=0.02)
+    whole = run("--pairs=5", out=tmp_path / "whole")
+    change(repo, SEED="b", NOISE=0.02, DIES=True)
+    code, said, _ = run("--pairs=5", out=tmp_path / "killed")
+    assert code == 2 and "signal 9" in said
+    code, _, result = run("--pairs=5", out=tmp_path / "killed")
+    same = ("verdict", "pairs", "interval", "differences", "curves", "over_texts")
+    assert code == whole[0] == 4
+    assert [result["sizes"]["460K"][key] for key in same] == [whole[2]["sizes"]["460K"][key] for key in same]
+    counts = runs_of(tmp_path / "killed")
+    assert sorted(counts.values()) == [1] * (len(counts) - 1) + [2] and len(counts) == 5 + 5 + 8
+
+
+def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
+    change(repo, SHIFT=0.05, SEED="b")
+    assert run()[0] == 1
+    change(repo, SHIFT=-0.05, SEED="c")
+    before = runs_of(repo / "out")
+    code, _, result = run()
+    assert code == 0 and result["edits_tried"] == 2
+    after = runs_of(repo / "out")
+    assert all(after[name] == 1 for name in before) and len(after) > len(before)
+    assert "is called better or worse with probability 0.05 at most, one of 2 with up to 0.10" in max(
+        (repo / "out").glob("*/edit-*/edit.md"), key=os.path.getmtime).read_text()
+
+
+def test_an_edit_while_it_runs_does_not_change_the_runs(repo, run):
+    change(repo, SHIFT=0.05, SEED="b", EDITS=str(repo / "model.py"))
+    code, said, result = run()
+    assert (repo / "model.py").read_text() == "SHIFT = 9.0"
+    assert code == 1 and result["sizes"]["460K"]["nats"] == pytest.approx(0.05, abs=0.002)
+    assert "the verdict is about the tree at" in said
+
+
+def test_ctrl_c_prints_the_interval_so_far(repo, run, monkeypatch):
+    run_cells, batches = edit.runner.run_cells, []
+
+    def interrupted(*args):
+        batches.append(args)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return run_cells(*args)
+
+    monkeypatch.setattr(edit.runner, "run_cells", interrupted)
+    change(repo, SEED="b", NOISE=0.05)
+    code, said, _ = run("--jobs=8", "--sizes=460K,1.5M")
+    assert code == 4 and "stopped after 0 minutes: needs " in said.splitlines()[-1]
+
+
+def test_any_other_error_ends_with_exit_code_2(tmp_path):
+    """A traceback would be 1, which means "worse"."""
+    (tmp_path / "numpy.py").write_text("1 / 0")
+    ran = subprocess.run([sys.executable, ROOT / "experiments" / "edit.py"], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert ran.returncode == 2 and "ZeroDivisionError" in ran.stderr
+
+
+def test_train_itself(tmp_path, monkeypatch, data, run, repo):
+    """With a short convolution of three taps: its own weights start from other values, everything else alike."""
+    shutil.rmtree(repo)
+    for name in tracked():
+        if not name.startswith(("results/", "docs/", "tests/")):
+            (repo / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, repo / name)
+    git(repo, "init", "-q")
+    commit(repo)
+    monkeypatch.undo()
+    monkeypatch.setattr(edit, "REPO", repo)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "build"))
+    source = (repo / "model.py").read_text()
+    (repo / "model.py").write_text(source.replace("config.d_state, config.d_conv", "config.d_state, 3"))
+    toy = [f"--{key}={value}" for key, value in TINY.items() if key not in ("max_iters", "eval_interval")]
+    code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", "--backend=torch", *toy)
+    assert code == 4 and said.splitlines()[-1] == "edit: undecided: 1 pairs; the same command goes on", said
+    assert "model.py, 1 lines +, 1 lines -" in said and "of the edit's parameters start from other values" in said
+    runs = {path.parent.name: json.loads(path.read_text()) for path in (repo / "out").glob("*/*/result.json")}
+    assert sorted(run["steps"] for run in runs.values()) == [4, 8, 16, 16]
+    head = {run["steps"]: run["val_loss"] for name, run in runs.items() if name.startswith(result["code"]["head"])}
+    assert head[4] > head[8] > head[16]
