@@ -170,6 +170,7 @@ class Comparison:
         """A run of 1/part of the budget; a shorter one branches from the whole one before its decay."""
         steps, begins = self.steps // part, lambda steps: steps - max(1, round(0.2 * steps))
         whole, argv = f"{self.key[name]}_seed{seed}", [*self.argv[name], f"--max_iters={steps}", f"--seed={seed}"]
+        argv += ["--self_check=off"] * (seed > 1)  # the first pair's runs check this code
         if part > 1:
             argv.append(f"--branch={self.folder.resolve()}/{whole}@{begins(steps)}")
         elif name == self.head and seed <= CURVE_PAIRS:
@@ -352,19 +353,18 @@ def run(args, extra):
     (out / "edit.diff").write_text("\n".join(diff))
     say(f"the working tree at {began} against {args.against} ({commit[:10]}): {', '.join(changed)}, "
         + ", ".join(f"{sum(line[:1] == sign != line[1:2] for line in diff)} lines {sign}" for sign in "+-"))
-    if args.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
+    os.environ |= {"CUDA_VISIBLE_DEVICES": args.gpus} if args.gpus else {}
     jobs, gpus, where = runner.placement(args)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // (jobs or 1))))
     os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
-    comparisons, sizes, versions = [], {}, {args.against: head, "the edit": edit}
-    minutes = args.minutes / len(args.sizes)
+    comparisons, sizes, minutes = [], {}, args.minutes / len(args.sizes)
     settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", *extra, *[f"--dataset={args.data}"] * bool(args.data)]
     with runner.driver(args, folder, jobs, gpus=gpus) as engine:
         for size in args.sizes:
             if args.stopped:
                 break
-            comparisons.append(c := Comparison(versions, [args.config, *SIZES[size], *settings], args.steps, folder))
+            argv, versions = [args.config, *SIZES[size], *settings], {args.against: head, "the edit": edit}
+            comparisons.append(c := Comparison(versions, argv, args.steps, folder))
             seconds = sweep.START_SECONDS + args.steps * c.probes[c.edit]["tokens"] * (
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))

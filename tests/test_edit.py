@@ -185,7 +185,8 @@ def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
     assert words[6:20] in page and "against the same runs of HEAD: 1." in page and "+# edited" in page
     of_size = result["sizes"]["460K"]
     if of_size["pairs"] > 5:
-        low, high = of_size["interval"][1:]
+        times, low, high = of_size["interval"]
+        assert times == pytest.approx((1 + changes.get("SHIFT", 0) / 0.4) ** (1 / 0.49), rel=0.02)
         assert (low < 1 < high, low > 1, high < 1) == (code == 3, code == 1, code == 0)
     more = changes.get("MORE")
     assert ("parameters 15, HEAD 10: better per token is not better per second" in said) == bool(more)
