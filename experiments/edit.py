@@ -297,7 +297,7 @@ def write_page(out, numbers, comparisons):
             tokens, change = [e["tokens"] for e in logs[0][0]][width - 1:], losses[1] - losses[0]
             error = 2 * change.std(0, ddof=1) / np.sqrt(n)
             left.plot(tokens, losses.mean(1).T, label=[c.head, c.edit])
-            left.legend(title=f"{size}: training loss, nats per token")
+            left.legend(title=f"{size}: training loss in nats by tokens")
             right.plot(tokens, change.mean(0), label=f"{c.edit} minus {c.head}, +- 2 standard errors")
             right.fill_between(tokens, change.mean(0) - error, change.mean(0) + error, alpha=0.3)
             right.legend()

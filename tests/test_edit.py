@@ -257,7 +257,9 @@ def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_
 def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
     change(repo, SHIFT=0.05, SEED="b")
     assert run()[0] == 1
-    change(repo, SHIFT=-0.05, SEED="c")
+    change(repo, SHIFT=0.02, SEED="c")
+    assert run("--steps=32", "--pairs=2")[2]["edits_tried"] == 1  # other runs of HEAD
+    change(repo, SHIFT=-0.05, SEED="d")
     before = runs_of(repo / "out")
     code, _, result = run()
     assert code == 0 and result["edits_tried"] == 2
