@@ -220,12 +220,13 @@ class Comparison:
     def notes(self, n):
         """Lines: what differs beside the loss by more than 1%, and whether the pairs share their draws."""
         head, edit, lines = self.probes[self.head], self.probes[self.edit], []
+        number = lambda x: f"{x:,.0f}" if x >= 100 else f"{x:g}"
         for about, name in (head, self.head), (edit, self.edit):
             about["tokens/s"] = np.mean([self.row(name, s)["tokens_per_second"] for s in range(1, n + 1)] or [0])
         for key in ("parameters", "FLOPs per token", "state", "tokens/s", "learning_rate"):
             if abs(edit[key] - head[key]) > 0.01 * head[key]:
-                lines.append(f"{key} {edit[key]:,.4g}, {self.head} {head[key]:,.4g}: better per token is not better "
-                             "per second")
+                lines.append(f"{key} {number(edit[key])}, {self.head} {number(head[key])}"
+                             + ": better per token is not better per second" * (key != "learning_rate"))
         other = sum(draw[0] for name, draw in edit["draws"].items() if draw != head["draws"].get(name))
         return lines + [f"{other / edit['parameters']:.1%} of the edit's parameters start from other values than "
                         f"{self.head}'s, so the pairs share less noise"] * bool(other)
@@ -345,8 +346,7 @@ def run(args, extra):
     if judge := [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]:
         raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer must be the same in both "
                           "versions: take that out of the edit")
-    out = folder / f"edit-{edit.name}"
-    out.mkdir(parents=True, exist_ok=True)
+    (out := folder / f"edit-{edit.name}").mkdir(parents=True, exist_ok=True)
     text = lambda root, name: (root / name).read_text(errors="replace").splitlines() if (root / name).exists() else []
     diff = [line for name in changed
             for line in difflib.unified_diff(text(head, name), text(edit, name), name, name, lineterm="")]
@@ -369,8 +369,8 @@ def run(args, extra):
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
             shown = half_width(n, USUAL_SD, args.alpha) / USUAL_SLOPE
-            say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs; if they vary as usual at 460K, "
-                           f"they show a difference of {shown:.1%}" * (not gpus)]))
+            words = f"show a difference of {shown:.1%} if they vary as usual at 460K" if shown < 1 else "are too few"
+            say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, which {words}" * (not gpus)]))
             sizes[size] = compare_versions(c, args, minutes, engine, say)
     if snapshot(code)[1] != edit_files:
         say(f"the verdict is about the tree at {began}: it has changed since")

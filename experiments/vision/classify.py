@@ -206,6 +206,7 @@ class Vision(LM):
         if config.image_size % config.patch_size:
             raise ValueError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}: "
                              "choose another of the two")
+        seed = torch.randint(2**31, ())  # first: constructors of PyTorch use up random numbers
         d, self.config, self.average = config.n_embd, config, None
         norm = NORMS.get(config.model, RMSNorm)
         pixels = config.channels * config.patch_size**2
@@ -224,7 +225,7 @@ class Vision(LM):
             block.branches = branches
         self.embed_norm, self.norm = nn.Identity(), norm(config)
         self.head = linear(d, config.vocab_size, start=normal(0.02), bias=constant(0.0))
-        draw(self)
+        draw(self, seed)
 
     def forward(self, images, labels=None, loss_only=False):
         """Classify images.
