@@ -51,7 +51,7 @@ NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edi
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS = 4  # pairs whose run of HEAD also ends at a quarter and at half of the budget
 SCALE = 2  # of the sequential test: effects of about 1 / sqrt(2) SDs of a pair are found soonest
-USUAL_SD, USUAL_SLOPE = 0.0043, 0.19  # nats: of pairs, and per e-fold of tokens, after 1,024 steps at 460K
+USUAL_SD, USUAL_SLOPE = 0.0043, 0.19  # nats: of quiet pairs, and per e-fold of tokens, after 1,024 steps at 460K
 
 
 def log_tokens(difference, curve):
@@ -369,7 +369,7 @@ def run(args, extra):
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
             shown = half_width(n, USUAL_SD, args.alpha) / USUAL_SLOPE
-            words = f"show a difference of {shown:.1%} if they vary as usual at 460K" if shown < 1 else "are too few"
+            words = f"show a difference of {shown:.1%} to {2 * shown:.1%} at 460K" if shown < 1 else "are too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, which {words}" * (not gpus)]))
             sizes[size] = compare_versions(c, args, minutes, engine, say)
     if snapshot(code)[1] != edit_files:
