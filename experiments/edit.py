@@ -51,7 +51,7 @@ NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edi
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS = 4  # pairs whose run of HEAD also ends at a quarter and at half of the budget
 SCALE = 2  # of the sequential test: effects of about 1 / sqrt(2) SDs of a pair are found soonest
-USUAL_SD, USUAL_SLOPE = 0.0043, 0.19  # nats: of quiet pairs, and per e-fold of tokens, after 1,024 steps at 460K
+USUAL_SD, USUAL_SLOPE = 0.0043, 0.19  # nats: of quiet pairs (others have twice that), and per e-fold of tokens at 460K
 
 
 def log_tokens(difference, curve):
