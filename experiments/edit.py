@@ -5,10 +5,9 @@
 
     edit: better, needs 0.93 (0.90 .. 0.96) times the tokens of HEAD (8 + 8 runs, 11 minutes)
 
-Both versions run from snapshots, so you can go on editing. The runs of a pair have the same seed: the same tokens in
-the same order, and the same initial values of all parameters that both have. So most of the noise cancels. After each
-pair a sequential test says whether to go on; its interval is valid however often one looks (see `decide`). Kill it at
-any time: the same command goes on. HEAD's runs serve the next edit too.
+Both versions run from snapshots, so you can go on editing. The runs of a pair share their seed, so their tokens and the
+initial values of all parameters that both have, and most of the noise cancels. After each pair a sequential test says
+whether to go on (see `decide`). Kill it at any time: the same command goes on. HEAD's runs serve the next edit too.
 
 Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided. Each version trains
 at its config's learning rate, scaled to the width of the size. Schedule (wsd, to 0), budget, evaluation and seeds are
@@ -31,6 +30,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def half_width(n, sd, alpha):
     """Half the interval for the mean of n differences with this standard deviation, valid at any stopping time.
 
     It holds all means whose mixture likelihood ratio is below 1 / alpha: Student's t against a normal prior on the
-    effect in SDs, of variance 1 / SCALE (Lindon et al. 2022, arXiv 2210.08589). Infinite for very few differences.
+    effect in SDs, of variance 1 / SCALE (Lindon et al. 2022, arXiv 2210.08589). Infinite for very few.
     """
     share = SCALE / (SCALE + n)
     ratio = (alpha**2 * share) ** (-1 / n)
@@ -83,7 +83,7 @@ def decide(differences, curves, margin=0.02, alpha=0.05):
         differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
         curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
             interval of m, how many times HEAD's tokens the edit needs.
-    Verdicts: "better" and "worse" if the interval of the mean difference excludes 0; "same" if m is within `margin`.
+    "better" and "worse": the interval of the mean difference excludes 0; "same": m is within `margin`.
     """
     n, k, mean = differences.shape[-1], curves.shape[-2], differences.mean(-1)
     half = half_width(n, differences.std(-1, ddof=1), alpha)
@@ -118,8 +118,8 @@ def snapshot(out, commit=None):
                 (copy / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(REPO / path, copy / path, follow_symlinks=False)
     for path in (line.split("\t")[1] for line in git("ls-files", "-s").decode().splitlines() if line[:6] == "160000"):
-        git("diff", "--quiet", commit or "HEAD", "--", path, otherwise=f"the submodule {path} has changes: commit or "
-            "undo them, and compare versions that have the same submodules")
+        git("diff", "--quiet", commit or "HEAD", "--", path,
+            otherwise=f"the submodule {path} has changes: undo them, or compare versions that have the same")
         shutil.copytree(REPO / path, copy / path, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
     names = [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file() and path.suffix != ".md"]
     files = {name: hashlib.sha256((copy / name).read_bytes()).hexdigest() for name in names
@@ -130,9 +130,9 @@ def snapshot(out, commit=None):
 
 
 PROBE = """  # run in a snapshot with a config file and settings: prints what this version trains
-import hashlib, json, sys
+import hashlib, importlib, json, pathlib, sys
 import configurator, train
-from runtime import counting
+counting = importlib.import_module("runtime.counting") if pathlib.Path("runtime").exists() else train.LM  # once methods
 plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:]))
 config.vocab_size = config.vocab_size or 256
 train.seed_all(1)
@@ -155,8 +155,7 @@ class Comparison:
         for name, root in versions.items():
             ran = subprocess.run([sys.executable, "-c", PROBE, *argv], cwd=root, capture_output=True, text=True)
             if ran.returncode:
-                why = ran.stderr.strip() or "it printed nothing"
-                raise ConfigError(f"{name} does not start: {why.splitlines()[-1]}")
+                raise ConfigError(f"{name} does not start: {(ran.stderr.strip() or 'no output').splitlines()[-1]}")
             about = self.probes[name] = json.loads(ran.stdout.splitlines()[-1])
             self.argv[name] = [str(root / argv[0]), *argv[1:], f"--dataset={data_path(about['dataset'])}", "--min_lr=0",
                                "--schedule=wsd", "--decay_iters=-1", f"--warmup_iters={max(1, steps // 40)}",
@@ -176,12 +175,11 @@ class Comparison:
         elif name == self.head and seed <= CURVE_PAIRS:
             argv.append(f"--keep_steps={begins(self.steps // 4)},{begins(self.steps // 2)}")
         at = {"stage": "edit", "version": self.key[name], "against": self.key[self.head], "steps": steps, "seed": seed}
-        after = whole * (part > 1)
-        return runner.Cell(whole + f"_1of{part}" * (part > 1), argv, at, after=after, root=self.versions[name])
+        name_of_part, root = whole + f"_1of{part}" * (part > 1), self.versions[name]
+        return runner.Cell(name_of_part, argv, at, after=whole * (part > 1), root=root)
 
     def run(self, engine, first, most):
-        """Run the next pairs, as many as fill the engine, and read them; returns their seeds. Raises BadRecord if the
-        edit diverges, ConfigError if a run fails for another reason."""
+        """Run the next pairs, as many as fill the engine; returns their seeds. BadRecord: the edit diverges."""
         seeds, cells = [], []
         while not seeds or len(seeds) < most and sum(
                 not is_finished(self.folder / c.name) for c in cells) < min(engine.jobs, 64):
@@ -222,9 +220,10 @@ class Comparison:
         head, edit, lines = self.probes[self.head], self.probes[self.edit], []
         number = lambda x: f"{x:,.0f}" if x >= 100 else f"{x:g}"
         for about, name in (head, self.head), (edit, self.edit):
-            about["tokens/s"] = np.mean([self.row(name, s)["tokens_per_second"] for s in range(1, n + 1)] or [0])
+            speeds = [self.row(name, s)["tokens_per_second"] for s in range(1, n + 1)] or [0]
+            about |= {"tokens/s": np.mean(speeds), "noise": np.std(speeds)}
         for key in ("parameters", "FLOPs per token", "state", "tokens/s", "learning_rate"):
-            if abs(edit[key] - head[key]) > 0.01 * head[key]:
+            if abs(edit[key] - head[key]) > max(0.01 * head[key], head["noise"] * (key == "tokens/s")):
                 lines.append(f"{key} {number(edit[key])}, {self.head} {number(head[key])}"
                              + ": better per token is not better per second" * (key != "learning_rate"))
         other = sum(draw[0] for name, draw in edit["draws"].items() if draw != head["draws"].get(name))
@@ -254,8 +253,7 @@ def compare_versions(c, args, minutes, engine, say):
                 if n == 1 and np.array_equal(*(c.row(name, 1)["val_document_losses"] for name in (c.head, c.edit))):
                     verdict, sentence = "same", "identical runs: the edit changes no bit"
                 elif n > 1:
-                    verdict, *interval, mean, half = (
-                        x.item() for x in decide(*c.results(n), args.margin, args.alpha))
+                    verdict, *interval, mean, half = (x.item() for x in decide(*c.results(n), args.margin, args.alpha))
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
                     say(f"pair {n}: needs {times}; " + (f"{args.pairs - n} pairs left" if args.pairs else
                                                         f"{max(0, minutes - passed()):.0f} minutes left"))
@@ -271,9 +269,8 @@ def compare_versions(c, args, minutes, engine, say):
                  "undecided": f"{'stopped' if args.stopped else 'undecided'} after {passed():.0f} minutes:"}[verdict]
         sentence = f"{words} needs {times} ({n} + {n} runs, {passed():.0f} minutes)"
         differences, curves = c.results(n)
-        by_text = [np.array([c.row(name, seed)["val_document_losses"] for seed in range(1, n + 1)])
-                   for name in (c.edit, c.head)]
-        d = compare.difference(*by_text, c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%, for one look
+        of = lambda name: np.array([c.row(name, seed)["val_document_losses"] for seed in range(1, n + 1)])
+        d = compare.difference(of(c.edit), of(c.head), c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%
         texts = [np.exp(log_tokens(x, curves.mean(0))).item() for x in (d.low, d.high)]
         numbers |= {"interval": np.exp(interval).tolist(), "nats": mean, "nats_half_width": half, "over_texts": texts,
                     "differences": differences.tolist(), "curves": curves.tolist()}
@@ -305,8 +302,7 @@ def write_page(out, numbers, comparisons):
     n, alpha = numbers["edits_tried"], numbers["alpha"]
     blocks.append(f"Edits tried against the same runs of {c.head}: {n}. One that does nothing is called better or "
                   f"worse with probability {alpha:g} at most, one of {n} with up to {1 - (1 - alpha) ** n:.2f}.")
-    diff = (out / "edit.diff").read_text().splitlines()
-    pages.write(out / "edit.md", [*blocks, "\n".join("    " + line for line in diff)], out / "edit.png")
+    pages.write(out / "edit.md", [*blocks, textwrap.indent((out / "edit.diff").read_text(), "    ")], out / "edit.png")
 
 
 def parser():
@@ -343,15 +339,18 @@ def run(args, extra):
     changed, folder = sorted({name for name, _ in head_files.items() ^ edit_files.items()}), args.out / head.name
     if not changed:
         raise ConfigError("no file that training reads differs: save your edit, or give --against=COMMIT")
-    if judge := [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]:
-        raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer must be the same in both "
-                          "versions: take that out of the edit")
+    judge = [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]
+    if not (head / "experiments" / "edit.py").exists():  # up to then all versions measure alike
+        judge = git("diff", "--name-only", "HEAD", "--", "evaluation", ":(glob)data/*.py").decode().split()
+    if judge:
+        raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer are no part of an edit")
     (out := folder / f"edit-{edit.name}").mkdir(parents=True, exist_ok=True)
     text = lambda root, name: (root / name).read_text(errors="replace").splitlines() if (root / name).exists() else []
     diff = [line for name in changed
             for line in difflib.unified_diff(text(head, name), text(edit, name), name, name, lineterm="")]
     (out / "edit.diff").write_text("\n".join(diff))
-    say(f"the working tree at {began} against {args.against} ({commit[:10]}): {', '.join(changed)}, "
+    say(f"the working tree at {began} against {args.against} ({commit[:10]}): "
+        + ", ".join(changed[:9] + ["..."] * (len(changed) > 9)) + ", "
         + ", ".join(f"{sum(line[:1] == sign != line[1:2] for line in diff)} lines {sign}" for sign in "+-"))
     os.environ |= {"CUDA_VISIBLE_DEVICES": args.gpus} if args.gpus else {}
     jobs, gpus, where = runner.placement(args)
@@ -369,8 +368,8 @@ def run(args, extra):
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
             shown = half_width(n, USUAL_SD, args.alpha) / USUAL_SLOPE
-            words = f"show a difference of {shown:.1%} to {2 * shown:.1%} at 460K" if shown < 1 else "are too few"
-            say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, which {words}" * (not gpus)]))
+            words = f": about {n} pairs, which at 460K find a difference of {shown:.1%} to {2 * shown:.1%} of tokens"
+            say("\n".join([*c.notes(0), f"{size} on {where}" + words * (not gpus)]))
             sizes[size] = compare_versions(c, args, minutes, engine, say)
     if snapshot(code)[1] != edit_files:
         say(f"the verdict is about the tree at {began}: it has changed since")
