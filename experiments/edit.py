@@ -368,9 +368,8 @@ def run(args, extra):
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
             shown = half_width(n, USUAL_SD, args.alpha) / USUAL_SLOPE
-            words = f": about {n} pairs, " + (f"which at 460K find a difference of {shown:.1%} to {2 * shown:.1%} of tokens"
-                                              if shown < 1 else "too few to tell")
-            say("\n".join([*c.notes(0), f"{size} on {where}" + words * (not gpus)]))
+            words = f"which at 460K find a difference of {shown:.1%} to {2 * shown:.1%}" if shown < 1 else "too few"
+            say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))
             sizes[size] = compare_versions(c, args, minutes, engine, say)
     if snapshot(code)[1] != edit_files:
         say(f"the verdict is about the tree at {began}: it has changed since")

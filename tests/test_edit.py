@@ -66,7 +66,8 @@ def repo(tmp_path, monkeypatch):
     """A git repository with the stand-in, whose HEAD has MODEL; edit.py's REPO."""
     repo = tmp_path / "repo"
     files = {"train.py": STAND_IN, "model.py": written(), "config/longhorn_laptop.py": "", ".gitignore": "out/\n",
-             "evaluation/validation.py": "", "data/loader.py": "", "docs/a.md": "", "data/words/meta.json": ""}
+             "evaluation/validation.py": "", "data/loader.py": "", "docs/a.md": "",
+             "experiments/edit.py": "", "data/words/meta.json": ""}
     for name, text in files.items():
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
         (repo / name).write_text(text)
@@ -218,6 +219,20 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, monkeypatch, change_it
     code, said, result = run(*argv)
     assert code == 2 and result is None
     assert words in said.splitlines()[-1] and said.splitlines()[-1].startswith("edit.py: error: "), said
+
+
+def test_versions_older_than_the_command_are_compared_though_their_loader_differs(repo, run):
+    (repo / "data" / "loader.py").write_text("x = 1")
+    (repo / "experiments" / "edit.py").unlink()
+    commit(repo)
+    (repo / "experiments" / "edit.py").touch()
+    (repo / "data" / "loader.py").write_text("x = 2")
+    change(repo, SHIFT=0.3)
+    code, said, _ = run("--against=HEAD", "--pairs=6")
+    assert code == 2 and "data/loader.py differs" in said, said  # not committed: an edit
+    commit(repo)
+    code, said, result = run("--against=HEAD~1", "--pairs=6")
+    assert code == 1 and "data/loader.py" in result["changed"], said
 
 
 def test_a_submodule_with_changes_is_refused_and_a_clean_one_copied(repo, run, tmp_path):
