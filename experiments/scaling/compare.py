@@ -189,30 +189,35 @@ class Curve:
 
     runs {tokens: {seed: losses (documents,)}}; main: tokens; weights (documents,); pooled {tokens: (SD over seeds of
     the change from the main budget, degrees of freedom), or None}: from all families of a size. x: log(tokens / main),
-    ascending; y: loss minus the loss at the main budget; reach: half the 95% interval of y. A budget whose noise is not
+    ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A budget whose noise is not
     known (one seed, nothing pooled) is left out.
     """
 
     def __init__(self, runs, main, weights, pooled=None):
-        w, points = weights / weights.sum(), [(0.0, 0.0, 0.0)]
+        w, points = weights / weights.sum(), [(0.0, 0.0, 0.0, 1.0)]
         for tokens in runs.keys() - {main}:
             change = changes(runs, tokens, main)
             spread = len(change) and ((pooled or {}).get(tokens) or pooled_sd([change @ w]))
             if not spread:
                 continue
             documents, df = document_variance(change, np.zeros((1, len(w))), weights)
-            total, _, quantile = t_sum([(spread[0] ** 2 / len(change), spread[1]), (max(0.0, documents), df)])
-            points.append((math.log(tokens / main), float((change @ w).mean()), quantile * math.sqrt(total)))
-        self.x, self.y, self.reach = np.array(sorted(points)).T
+            total, df, _ = t_sum([(spread[0] ** 2 / len(change), spread[1]), (max(0.0, documents), df)])
+            points.append((math.log(tokens / main), float((change @ w).mean()), math.sqrt(total), df))
+        self.x, self.y, self.se, self.df = np.array(sorted(points)).T
         self.known = len(points) > 1
-        # on the grid, the parabola through the points minus its value at the main budget is basis @ y
+        # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget is basis @ y
         self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
-        degree, weight = min(2, len(points) - 1), 1 / (0.1 + np.abs(self.x))
-        through = np.linalg.pinv(weight[:, None] * np.vander(self.x, degree + 1)) * weight
-        self.basis = (np.vander(self.grid, degree + 1) - np.vander([0.0], degree + 1)) @ through
+        powers = lambda x: np.vander(np.exp(-0.35 * x), min(3, len(points)))
+        weight = 1 / (0.1 + np.abs(self.x))
+        through = np.linalg.pinv(weight[:, None] * powers(self.x)) * weight
+        self.basis = (powers(self.grid) - powers(np.zeros(1))) @ through
+
+    def rise(self, x):
+        """Nats by which the loss at x <= 0 is above the main budget's."""
+        return float(np.interp(-x, -self.grid, self.basis @ self.y))
 
     def log_tokens(self, rise, shift=0.0):
-        """The x <= 0 at which the loss is `rise` above the main budget's, on a parabola through the points, moved by
+        """The x <= 0 at which the loss is `rise` above the main budget's, on a curve through the points, moved by
         `shift` (points,)."""
         loss = np.maximum.accumulate(self.basis @ (self.y + shift))
         over = max(0.0, rise - loss[-1]) / max(loss[-1] / -self.grid[-1], 1e-9)  # linear extrapolation beyond the grid
@@ -238,8 +243,11 @@ def multiplier(d, a, b):
 
     at, low, high = (log_m(mean) for mean in (d.mean, d.low, d.high))
     better = a if d.mean <= 0 else b
-    error = math.hypot(*(log_m(d.mean, shift) - at for shift in np.diag(better.reach) if shift.any()))
-    low, high = at - math.hypot(at - low, error), at + math.hypot(high - at, error)
+    of_curve = [((log_m(d.mean, shift) - at) ** 2, df) for shift, df in zip(np.diag(better.se), better.df, strict=True)]
+    _, _, of_d = t_sum([(1.0, d.df)])
+    _, _, both = t_sum([(((high - low) / 2 / of_d) ** 2, d.df), *of_curve])
+    error = math.sqrt(sum(v for v, _ in of_curve))
+    low, high = at - both * math.hypot((at - low) / of_d, error), at + both * math.hypot((high - at) / of_d, error)
     return Multiplier(*(math.exp(v) for v in (at, low, high)), bool(abs(at) > -better.x[0] + 1e-9))
 
 
