@@ -207,7 +207,7 @@ class Curve:
         self.known = len(points) > 1
         # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget is basis @ y
         self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
-        powers = lambda x: np.vander(np.exp(-0.35 * x), min(3, len(points)))
+        powers = lambda x: np.exp(-0.35 * x)[:, None] ** np.arange(min(3, len(points)))
         weight = 1 / (0.1 + np.abs(self.x))
         through = np.linalg.pinv(weight[:, None] * powers(self.x)) * weight
         self.basis = (powers(self.grid) - powers(np.zeros(1))) @ through

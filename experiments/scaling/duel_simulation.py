@@ -1,7 +1,7 @@
 """How often does a duel's 95% interval miss the truth? Simulated duels, judged by compare.py as a report judges real
 ones: the search of both rates and its error, seeds or pairs, pooling, held-out files, the curve over budgets.
 
-    python experiments/scaling/duel_simulation.py results/duel_simulation.json      minutes on one core
+    python experiments/scaling/duel_simulation.py results/duel_simulation.json      five minutes on two cores
 
 A run's loss = law of its budget + file + seed + seed x file + what its rate costs. Each cell has 20,000 duels.
 """
@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def law(budget):
     return 1.4 + B * (budget**-K - 1)
 
 
-def duel(rng, seeds, times=1.0, correlation=None, search=4, by_file=BY_FILE):
+def duel(rng, seeds, times=1.0, correlation=None, search=4):
     """A simulated duel in which a needs `times` b's tokens: (Difference, Multiplier).
 
     seeds: of each family; correlation: of the noise of two runs with the same seed, which are then compared in pairs,
@@ -44,7 +45,7 @@ def duel(rng, seeds, times=1.0, correlation=None, search=4, by_file=BY_FILE):
     """
     r, tokens = correlation or 0.0, np.exp(rng.normal(0, 1, FILES))
     w, best = tokens / tokens.sum(), 2e-3 * 2 ** rng.uniform(-0.5, 0.5)
-    level, effect = rng.normal(0, 0.25, FILES), by_file * rng.standard_normal(FILES)
+    level, effect = rng.normal(0, 0.25, FILES), BY_FILE * rng.standard_normal(FILES)
     normal = lambda *shape: rng.standard_normal(shape)
     noise_like = lambda *shape: SEED * normal(*shape[:-1], 1) + SEED_BY_FILE * normal(*shape)
     searched, shared = normal(len(RATES), search), noise_like(seeds, FILES)
@@ -93,19 +94,19 @@ def grown(simulations, until, rng=0, looks=(5, 8, 11, 14, 16)):
 
 
 def record(simulations=20000):
-    """Every cell, [{"seeds", "times", "correlation", "search", "by_file", "misses"}], and the two ways to add seeds."""
-    cells = [dict(seeds=16, correlation=r, search=4) for r in (None, 0.0, 0.7, 0.95)]
-    cells += [dict(seeds=16, correlation=r, search=2) for r in (None, 0.7)]
-    cells += [dict(seeds=16, correlation=0.7, search=4, by_file=0.05)]
-    cells += [dict(seeds=n, correlation=r, search=s) for n in (5, 3)
-              for r, s in ((None, 1), (0.7, 1), (0.95, 1), (0.7, 4))]
-    cells += [dict(seeds=n, times=times, correlation=r, search=s) for n, r, s in ((16, 0.7, 4), (5, None, 1),
-              (3, 0.7, 1)) for times in (1.05, 1.1, 1.3, 2.0)]
-    for i, cell in enumerate(cells):
-        cell |= {"times": cell.get("times", 1.0), "by_file": cell.get("by_file", BY_FILE)}
-        cell["misses"] = misses(simulations, rng=i, **cell)
-        print(json.dumps(cell), flush=True)
-    return {"cells": cells, "seeds_added": {until: grown(simulations, until) for until in ("narrow", "decides")}}
+    """Every cell, [{"seeds", "correlation", "search", "times", "misses"}], and the two ways to add seeds."""
+    designs = [(16, r, 4) for r in (None, 0.0, 0.7, 0.95)] + [(16, None, 2)]
+    designs += [(n, r, 1) for n in (5, 3) for r in (None, 0.95)]
+    designs = [(*design, 1.0) for design in designs]
+    designs += [(*design, times) for design in ((16, 0.7, 4), (3, None, 1)) for times in (1.05, 1.1, 1.3, 2.0)]
+    cells = [dict(zip(("seeds", "correlation", "search", "times"), design, strict=True)) for design in designs]
+    with ProcessPoolExecutor() as pool:
+        runs = [pool.submit(misses, simulations, rng=i, **cell) for i, cell in enumerate(cells)]
+        added = {until: pool.submit(grown, simulations, until) for until in ("narrow", "decides")}
+        for cell, run in zip(cells, runs, strict=True):
+            cell["misses"] = run.result()
+            print(json.dumps(cell), flush=True)
+        return {"cells": cells, "seeds_added": {until: run.result() for until, run in added.items()}}
 
 
 def main(argv):
