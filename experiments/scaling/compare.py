@@ -139,8 +139,8 @@ def t_sum(parts):
     A negative variance makes the sum smaller. In the degrees of freedom the same draw would count again, and with 3
     seeds leave 2 of the 4; so only the positive ones count there.
     """
-    above = [(v, df) for v, df in parts if v > 0]
-    df = sum(v for v, _ in above) ** 2 / sum(v * v / df for v, df in above) if above else math.inf
+    spread = sum(v * v / df for v, df in parts if v > 0)
+    df = sum(v for v, _ in parts if v > 0) ** 2 / spread if spread else math.inf
     return sum(v for v, _ in parts), float(df), float(special.stdtrit(df, (1 + CONFIDENCE) / 2))
 
 

@@ -61,8 +61,7 @@ class Entry:
     rate: float = None
     tried: dict = field(default_factory=dict)  # {rate: mean loss on the choosing files}; None: diverged
     search: dict = field(default_factory=dict)  # {rate: {seed: loss on the choosing files}}; inf: diverged
-    search_tokens: list = field(default_factory=list)  # the search's budget
-    search_noise: tuple = None  # (variance over seeds of a run of the search's budget, degrees of freedom)
+    search_noise: tuple = (0.0, 0)  # (variance over seeds of a reported run of the search's budget, degrees of freedom)
     notes: list = field(default_factory=list)
 
     at_main = functools.cached_property(lambda self: self.at(self.main))
@@ -109,11 +108,6 @@ def collect(runs):
     searched = {}
     for e in entries:
         if e.search:
-            of_size = [o for o in entries if o.size == e.size]
-            spread = [o.at(tokens).loss_of_choosing_files for o in of_size for tokens in e.search_tokens]
-            spread = [(x.var(), len(x) - 1) for x in spread if len(x) > 1]
-            if df := sum(df for _, df in spread):
-                e.search_noise = sum(v * df for v, df in spread) / df, df
             searched[e.model] = e
         elif e.rate and (before := searched.get(e.model)):
             e.search, e.search_noise = before.search, before.search_noise
@@ -145,8 +139,9 @@ def entry_of(model, size, cells):
     runs = runs[runs.learning_rate == rate]
     runs = runs.iloc[np.argsort(pandas.factorize(runs.tokens)[0], kind="stable")]  # budget by budget, as planned
     tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()} if best else {}
-    return Entry(model, size, runs, rate=rate, tried=tried, notes=notes, search=search,
-                 search_tokens=searched.tokens.dropna().unique().tolist())
+    alike = runs[runs.tokens.isin(searched.tokens)].loss_of_choosing_files
+    noise = (alike.var(), len(alike) - 1) if len(alike) > 1 else (0.0, 0)
+    return Entry(model, size, runs, rate=rate, tried=tried, notes=notes, search=search, search_noise=noise)
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -180,8 +175,15 @@ def difference(families, a, b, tokens, losses_of=None):
         return None
     rows = lambda losses: np.array(list(losses.values()))
     pooled = compare.pooled_sd([rows(z) @ a.weights / a.weights.sum() for z in map(losses_of, families) if z])
-    rates = compare.rate_variance(a.search, b.search, a.search_noise) if tokens else None
+    rates = rate_variance(a, b) if tokens else None
     return compare.difference(rows(x), rows(y), a.weights, pooled, x.keys() == y.keys(), rates)
+
+
+def rate_variance(a, b):
+    """compare.rate_variance of two Entries."""
+    noise = [e.search_noise for e in (a, b)]
+    df = sum(df for _, df in noise)
+    return compare.rate_variance(a.search, b.search, (sum(v * df for v, df in noise) / df, df) if df else None)
 
 
 def pair(families, a, b):
@@ -206,7 +208,7 @@ def pair(families, a, b):
     crossings = [math.exp(x + (at - x) * y / (y - above)) for (x, y), (at, above) in itertools.pairwise(means)
                  if y * above < 0]
     return {"size": a.size, "a": a.model, "b": b.model, **next(r for r in rows if r["tokens_each"] == a.main),
-            "rates_known": compare.rate_variance(a.search, b.search, a.search_noise) is not None,
+            "rates_known": rate_variance(a, b) is not None,
             "trend": trend and trend._asdict(), "crossings": crossings, "budgets": rows}
 
 
@@ -301,8 +303,11 @@ def sentences(pairs):
                              f"{p['size']}, with one budget and so no multiplier")
             else:
                 beyond = ", beyond the budgets it ran" * m["beyond"]
+                if (d["low"] > 0 or d["high"] < 0) and p["p_holm"] >= 0.05:
+                    beyond += f", not decided: p = {p['p_holm']:.2g} by Holm's method"
+                seconds = p["seconds"] and f", {span(p['seconds'])} times its seconds"
                 parts.append(f"needs {span(m)} times {name_of(b)}'s tokens at {p['size']} ({span(p['flops'])} times "
-                             f"its FLOPs, {span(p['seconds'])} times its seconds{beyond})")
+                             f"its FLOPs{seconds or ''}{beyond})")
         equal = all(e and e[0] <= 1 <= e[1] for e in ends)
         within = f"{max(max(1 - low, high - 1) for low, high in ends):.0%}" if equal else ""
         tail = f"; they cannot be told apart, and are equal within {within}" * equal
@@ -353,7 +358,7 @@ def loss_table(numbers):
 def pair_table(numbers):
     """Rows of the table of differences and multipliers, one per budget."""
     rows = []
-    for p, r in itertools.chain.from_iterable(zip(itertools.repeat(p), p["budgets"]) for p in numbers["pairs"]):
+    for p, r in itertools.chain.from_iterable(itertools.product([p], p["budgets"]) for p in numbers["pairs"]):
         d, (n, m) = r["difference"], r["seeds"]
         rows.append({"pair": f"{name_of(p['a'])} / {name_of(p['b'])}", "at": p["size"],
                      "after": human(r["tokens_each"]), "seeds": str(n) if n == m else f"{n}, {m}",
@@ -362,7 +367,7 @@ def pair_table(numbers):
             times = {key: r[key.lower()] for key in ("tokens", "FLOPs", "seconds")}
             rows[-1] |= {**{key: span(m) if m else DASH for key, m in times.items()},
                          "p, Holm": f"{p['p_holm']:.2g}" if r["tokens_each"] == p["tokens_each"] else DASH,
-                         "SE (df)": f"{d['se']:.4f} ({d['df']:.0f})", "of it seeds, files, rates":
+                         "SE (df)": f"{d['se']:.4f} ({d['df'] or math.inf:.0f})", "of it seeds, files, rates":
                          ", ".join(f"{d[part + '_se']:.4f}" for part in ("seeds", "documents", "rates"))}
     return rows
 
