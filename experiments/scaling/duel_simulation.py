@@ -96,7 +96,7 @@ def grown(simulations, until, rng=0, looks=(5, 8, 11, 14, 16)):
 def record(simulations=20000):
     """Every cell, [{"seeds", "correlation", "search", "times", "misses"}], and the two ways to add seeds."""
     designs = [(16, r, 4) for r in (None, 0.0, 0.7, 0.95)] + [(16, None, 2)]
-    designs += [(n, r, 1) for n in (5, 3) for r in (None, 0.95)]
+    designs += [(n, r, search) for n in (5, 3) for r, search in ((None, 1), (0.95, 2))]
     designs = [(*design, 1.0) for design in designs]
     designs += [(*design, times) for design in ((16, 0.7, 4), (3, None, 1)) for times in (1.05, 1.1, 1.3, 2.0)]
     cells = [dict(zip(("seeds", "correlation", "search", "times"), design, strict=True)) for design in designs]
@@ -114,12 +114,10 @@ def main(argv):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, help="the file to write")
     args, where = parser.parse_args(argv), environment()
-    begun, simulations = time.time(), 20000
-    numbers = record(simulations)
-    write_json(args.record, {
-        "command": f"python experiments/scaling/duel_simulation.py {args.record}", "machine": where["cpu"],
-        "commit": where["commit"], "date": time.strftime("%Y-%m-%d", time.gmtime(begun)),
-        "seconds": round(time.time() - begun), "simulations": simulations, **numbers})
+    simulations = 20000
+    about = {"command": f"python experiments/scaling/duel_simulation.py {args.record}", "machine": where["cpu"],
+             "commit": where["commit"], "date": time.strftime("%Y-%m-%d", time.gmtime()), "simulations": simulations}
+    write_json(args.record, about | record(simulations))
 
 
 if __name__ == "__main__":

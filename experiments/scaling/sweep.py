@@ -1,6 +1,6 @@
 """Is my architecture better, by how much, and how sure? Plan the runs, run them, report.
 
-    python experiments/scaling/sweep.py duel longhorn mamba       two families, 40 minutes on two cores: one sentence
+    python experiments/scaling/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
     python experiments/scaling/sweep.py duel longhorn "longhorn*3,llama"         a pattern of layers is a family too
     python experiments/scaling/sweep.py laptop                    the paper's six families, an hour on two cores
     python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
@@ -81,13 +81,13 @@ PRESETS = {
         "460K": Size(M, 1024, (256, 512), seeds=16, search=4),
         "1.5M": Size(L, 1024, (256, 512), seeds=16, search=3)}),
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
-        "460K": Size(M, 1024, (256, 512), seeds=5, search=1), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
+        "460K": Size(M, 1024, (256, 512), seeds=5, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
     "night": Preset(models=(*FAMILIES, "rwkv4", "deltanet", "longhorn_exact"), warmup=51, args=LAPTOP, sizes={
-        "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=1),
+        "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=2),
         "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 2048, (1024, 4096), seeds=3)}),
     # 31M tokens: each is read once where the standard library has 31 MB (data/pystdlib/prepare.py --roots for more)
     "gpu": Preset(warmup=23, rate_times_width=0.5, rates=3, jobs_per_gpu=4, sizes={
-        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 940, (235, 470), seeds=4, search=1, config="120m"),
+        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 940, (235, 470), seeds=4, search=2, config="120m"),
         "11.5M": Size(("--n_layer=6", "--n_head=6", "--n_embd=384"), 940, (235, 470), seeds=2, config="120m")}, args=(
             "--dataset=pystdlib", "--vocab_size=0", "--mlp_multiple=64", "--batch_tokens=32768",
             "--micro_batch_size=32", "--compile=false", "--eval_interval=0", "--eval_tokens=0", "--log_interval=20",
