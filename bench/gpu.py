@@ -397,7 +397,7 @@ def convolution(emit, dry_run, budget_s):
             for direction, passes in (("forward", 2), ("backward", 3)) if "reason" not in row else ():
                 times = row[direction]
                 times["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / times["median_seconds"]
-            emit(B=B, T=T, D=D, **row)
+            emit(B=B, T=T, D=D, copy_bytes_per_second=bandwidth, **row)
     if failed:
         sys.exit(failed[0])
 
@@ -417,13 +417,28 @@ def conv_results(a, dy, backend):
 
 # --------------------------------------------------------------------------------------- stages that are other programs
 
-def tests(context):
+def pytest(*arguments):
     for package in ("pytest", "hypothesis"):
         if importlib.util.find_spec(package) is None:
             raise Skip(f"{package} is not installed in this Python")
+    return [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
+
+
+def tests(context):
+    """The tests that run on a GPU: those called test_gpu..., and those with "cuda" as their device."""
     files = [f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))
              if re.search(r"^def test_gpu", path.read_text(), re.M)]
-    return [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *files, "-k", "test_gpu"]
+    return pytest(*files, "-k", "test_gpu or cuda]")
+
+
+def fused(context):
+    """The operators on other libraries' kernels; those of a library that is not installed are skipped."""
+    return pytest("tests/test_fused.py")
+
+
+def output_of(stage, log):
+    """What a stage printed, in the text of a call's log."""
+    return re.split(rf"^===== {stage}: ", log, flags=re.M)[-1].partition("\n===== ")[0]
 
 
 def tests_read(text):
@@ -522,7 +537,8 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("build", 150, lambda c: c.inner("build"), build_summary),
           Stage("tests", 200, tests, tests_summary, read=tests_read),
           sanitizer("memcheck"), sanitizer("racecheck"),
-          Stage("mamba_ssm", 60, mamba_ssm, in_short),
+          Stage("mamba_ssm", 30, mamba_ssm, in_short),
+          Stage("fused", 30, fused, tests_summary, read=tests_read),
           Stage("benchmark", 160, benchmark, in_short),
           Stage("profile", 40, profile),
           Stage("convolution", 30, lambda c: c.inner("convolution"), times_summary),
@@ -532,7 +548,7 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           preset("recall_gpu", 70, "experiments/recall/mqar.py", "run", "--preset=gpu"),
           preset("table1_gpu", 80, "experiments/scaling/sweep.py", "gpu")]
 GATES = ("build", "tests")
-CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm"),
+CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
          "speed": ("environment", "build", "benchmark", "profile", "convolution", "variants"),
          "training": ("environment", "build", "training", "training_compiled", "training_4096", "training_8192",
                       "recall_gpu", "table1_gpu")}
