@@ -261,7 +261,8 @@ def build(emit, dry_run, budget_s):
                                                         p.shared_memory_per_multiprocessor, update != "exact")
     wanted = dict.fromkeys((build.build_cuda, update, dtype, shape(update, size), architecture)
                            for size in BENCHMARKED + TESTED for update in build.UPDATES for dtype in build.DTYPES)
-    wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (4,), architecture) for dtype in build.DTYPES)
+    wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (width,), architecture)
+                            for width in (4, 1, 3, 8) for dtype in build.DTYPES)  # the models', and tests/test_ops.py's
     start = time.perf_counter()
     first, *arguments = next(iter(wanted))
     emit(first_kernel_seconds=first(*arguments)[1])
