@@ -431,6 +431,16 @@ def test_the_library_is_called_right(case, state, library, calls, monkeypatch):
     assert set(library.said) == lines | copies and len(copies) == (case == "shared")
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
+def test_the_library_is_called_from_compiled_code(calls, library):
+    """As its functions are marked: not compiled themselves."""
+    name = "fla.ops.simple_gla"
+    library("retention", torch.compiler.disable(importlib.import_module(name).chunk_simple_gla))
+    a = {n: x.to(BF16) for n, x in inputs("shared", 20, state=False).items()}
+    compiled = torch.compile(lambda **a: la.retention(**a)[0], backend="aot_eager")
+    assert torch.equal(compiled(**a), la.retention(**a)[0]) and len(calls) == 2
+
+
 def test_what_the_library_cannot_do_goes_to_chunks(calls):
     a = {n: x.float() for n, x in inputs("gla", 20).items()}
     with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
