@@ -427,7 +427,7 @@ def test_the_library_is_called_right(case, state, library, calls, monkeypatch):
     outputs(fast, {n: x.to(dtype) for n, x in make(1).items()}, backend="fused")
     assert len(calls) == (2 if dtype == F32 else 1)
     lines = {f"{OPS[case]}: flash-linear-attention, whose kernels are tuned at their first start, for minutes"}
-    copies = {line for line in library.said if line.endswith("at 32K tokens: --backend=cuda needs no copies")}
+    copies = {line for line in library.said if line.endswith("at 32K tokens; --backend=cuda needs no copies")}
     assert set(library.said) == lines | copies and len(copies) == (case == "shared")
 
 
