@@ -43,7 +43,7 @@ SLACK = 1.15  # of bandwidth: reading is faster than copying, and the last write
 # Instructions per token, channel and state that no scan can do without: forget, write and read the state; the backward
 # recomputes the state, and has the gradients of state, key, query, value and step size.
 INSTRUCTIONS = {"forward": 4, "backward": 10, "forward_backward": 14}
-SUMMARIES = {stage.name: stage.summary for stage in gpu.STAGES}
+STAGES = {stage.name: stage for stage in gpu.STAGES}
 
 
 def faults(folder, dry_run=False, root=ROOT):
@@ -60,7 +60,8 @@ def faults(folder, dry_run=False, root=ROOT):
         with fields(name):
             kinds = {"gpu": call_faults, "scan_cuda": scan_faults, "step": step_faults}
             lines = [*origin_faults(record, records[FIRST], dry_run, root), *number_faults(record)]
-            lines += stage_faults(record, name) if record["benchmark"] == "gpu" else []
+            if record["benchmark"] == "gpu":
+                lines += stage_faults(record, name.removesuffix(".json"), read_log(folder, name) or "", records)
             lines += kinds[record["benchmark"]](record, dry_run, records)
             yield from (f"{name}: {line}" for line in lines)
 
@@ -78,37 +79,49 @@ def read_once(path):
     return record
 
 
-def stage_faults(record, file):
-    """Stages that are not those of the call, from its first on, in order."""
+def read_log(folder, name):
+    """The text of the log beside the record `name`, or None."""
+    log = Path(folder) / name.replace(".json", ".log")
+    return log.read_text(errors="replace") if log.exists() else None
+
+
+def stage_faults(record, name, log, records):
+    """Stages that are not those of the call `name`, from its first on, in order, or say something else than their
+    records and the log."""
     names = [stage["stage"] for stage in record["stages"]]
     if len(set(names)) < len(names):
         yield "it names a stage twice"
     alone = [stage.name for stage in gpu.STAGES if stage.name in names]  # of --stages=build,tests
-    call = gpu.CALLS.get(file.removeprefix("gpu_").removesuffix(".json"), alone)
+    call = gpu.CALLS.get(name.removeprefix("gpu_"), alone)
     if names != list(call[:len(names)]) or record["finished"] and len(names) < len(call):
         yield f"its stages are {', '.join(names)}, and not {', '.join(call)}"
+    for stage in record["stages"]:
+        name, own = stage["stage"], own_record(stage["stage"])
+        if stage["status"] not in ("ok", "failed", "over time", "skipped", "left out"):
+            yield f"stage {name} is {stage['status']}"
+        elif stage["status"] == "ok" and own in (None, *records):
+            in_short = scan_cuda.in_short if name == "benchmark" else step.in_short
+            words = gpu.summary_of(STAGES[name], stage["records"], gpu.output_of(name, log))
+            words = "; ".join(in_short(records[own])) if own else words
+            if stage["summary"] != words:
+                yield f"the summary of its stage {name} is not that of its records: {words}"
+
+
+def own_record(stage):
+    """The file of a stage that is another program with its own record, or None."""
+    return "scan_cuda.json" if stage == "benchmark" else f"{stage}.json" if stage.startswith("training") else None
 
 
 def call_faults(record, dry_run, records):
-    """A build or a test that failed, and stages whose own record is missing, or says something else than they."""
+    """A build or a test that failed, stages whose own record is missing or was cut, and times of other stages."""
     for stage in record["stages"]:
         name = stage["stage"]
         gate = name in (*gpu.GATES, "environment", "memcheck", "racecheck")
         if gate and stage["status"] == "failed" or stage["status"] == "ok" and stage["exit_status"] not in (0, 124):
             yield f"stage {name} failed"  # 124: a sweep whose time was up
-        own = "scan_cuda.json" if name == "benchmark" else f"{name}.json" if name.startswith("training") else None
-        if stage["status"] != "ok":
-            continue
-        if own and own not in records:
-            yield f"the record of its stage {name}, {own}, is missing"
-        elif own or name in gpu.FUNCTIONS or stage["records"]:
-            in_short = scan_cuda.in_short if name == "benchmark" else step.in_short
-            if own:
-                words = "; ".join(in_short(records[own]))
-            else:
-                words = SUMMARIES[name](stage["records"], "") if stage["records"] else ""
-            if stage["summary"] != words:
-                yield f"the summary of its stage {name} is not that of its records: {words}"
+        own = own_record(name)
+        if own and stage["status"] == "ok" and records.get(own, {}).get("finished") is not True:
+            yield f"the record of its stage {name}, {own}, is {'cut' if own in records else 'missing'}"
         for row in stage["records"]:
             yield from row_faults(name, row, records)
 
@@ -137,10 +150,11 @@ def correctness_faults(record, folder, dry_run):
     (counts,) = stages.get("tests", {}).get("records") or gpu.tests_read("")
     if counts["failed"] or not counts["passed"] + dry_run * counts["skipped"]:
         yield f"{counts['passed']} tests passed and {len(counts['failed'])} failed"
-    log = folder / FIRST.replace(".json", ".log")
-    printed = gpu.tests_read(gpu.output_of("tests", log.read_text(errors="replace"))) if log.exists() else None
+    log = read_log(folder, FIRST)
+    printed = None if log is None else gpu.tests_read(gpu.output_of("tests", log))
     if printed != [counts]:
-        yield f"{log.name} {'is missing' if printed is None else f'has other tests: {printed[0]}'}"
+        name = FIRST.replace(".json", ".log")
+        yield f"{name} {'is missing' if printed is None else f'has other tests: {printed[0]}'}"
 
 
 def origin_faults(record, first, dry_run, root):
@@ -148,7 +162,7 @@ def origin_faults(record, first, dry_run, root):
     ran, origin = record["environment"], first["environment"]
     if record["benchmark"] != "step" and record["dry_run"] is not dry_run:
         yield "a dry run measures nothing" if record["dry_run"] else "it is no dry run, as --dry_run says"
-    needed = ("python", "torch", *(() if dry_run else ("gpu", "cuda")))
+    needed = ("python", "torch", "cpu", *(() if dry_run else ("gpu", "cuda")))
     for name in needed:
         if not isinstance(ran[name], str) or not ran[name]:
             yield f"it does not name its {name} ({ran[name]!r})"
@@ -166,8 +180,8 @@ def origin_faults(record, first, dry_run, root):
         if not dry_run and not (device.get("nvidia_smi") or {}).get("driver_version"):
             yield "it does not name the driver's version"
         for name in () if dry_run else ("capability", "multiprocessors"):
-            if not device.get(name):
-                yield f"it does not name its device's {name}"
+            if not device.get(name) or [device[name]] != [d.get(name) for d in described(first)]:
+                yield f"it does not name its device's {name}, or {FIRST} has another"
         for name in ("torch", "cuda"):
             if device.get(name, ran[name]) != ran[name]:
                 yield f"its {name} is {ran[name]}, and its device's {device[name]}"
@@ -251,13 +265,13 @@ def scan_faults(record, dry_run, records):
         yield f"its {len(rows)} comparisons with float64 are not those of bench/scan_cuda.py, from the first on"
     for row in rows:
         most = scan_cuda.slack(row["family"], row["T"], "key" in row or "logit" in row)
+        most += torch.finfo(DTYPES[row["dtype"]]).eps / 2
         results = row.get("results", {})
         right = set(results) == results_of(row["family"]) and all(
-            r["relative_error"] <= r["tolerance"] <= most + torch.finfo(DTYPES[row["dtype"]]).eps / 2
-            for r in results.values())
+            r["right"] is True and r["relative_error"] <= r["tolerance"] <= most for r in results.values())
         if not (right and row["right"] is True and row["two_runs_agree"] is True):
             yield f"wrong: {row['family']} {scan_cuda.describe_case(row)}"
-    if record["wrong"]:
+    if record["wrong"] != {}:
         yield f"wrong: {', '.join(record['wrong'])}"
     copied, peak = record["copy_bytes_per_second"], peak_bytes(record["device"]["name"])
     if not 0 < copied <= peak:
@@ -271,7 +285,12 @@ def scan_faults(record, dry_run, records):
             yield f"not all contenders have a row at {shape}"
         for row in entry["rows"]:
             if "reason" not in row and row["contender"] in scan_cuda.SCANS:
-                yield from time_faults(row, shape, DTYPES[entry["dtype"]].itemsize, record)
+                itemsize = DTYPES[entry["dtype"]].itemsize
+                yield from time_faults(row, shape, itemsize, record)
+                for direction, moved in scan_cuda.bytes_of_passes(shape, itemsize).items():
+                    share = moved / copied / row[direction]["median_seconds"]
+                    if not math.isclose(row[direction]["share_of_bandwidth"], share, rel_tol=1e-6):
+                        yield f"{row['contender']} {direction} at {shape}: its share of the bandwidth does not follow"
 
 
 def results_of(family):
@@ -281,16 +300,13 @@ def results_of(family):
 
 
 def time_faults(row, shape, itemsize, record):
-    """Times of a scan below what `record`, scan_cuda's, says that the device needs, and shares that do not follow."""
+    """Times of a scan below what the device of `record`, scan_cuda's, needs."""
     moved, copied = scan_cuda.bytes_of_passes(shape, itemsize), record["copy_bytes_per_second"]
     for direction in scan_cuda.PASSES:
         times, timed = row[direction], f"{row['contender']} {direction} at {shape}"
         floor = max(moved[direction] / copied / SLACK, arithmetic(record["device"], shape, direction))
         if times["fastest_seconds"] < floor:
             yield f"{timed} in {1e3 * times['fastest_seconds']:.3g} ms: it takes {1e3 * floor:.3g} ms at least"
-        share = moved[direction] / copied / times["median_seconds"]
-        if not math.isclose(times.get("share_of_bandwidth", share), share, rel_tol=1e-6):
-            yield f"{timed}: its share of the bandwidth does not follow from its median"
 
 
 def peak_bytes(device):
@@ -310,7 +326,7 @@ def arithmetic(device, shape, direction):
 def step_faults(record, dry_run, records):
     """Values that do not follow from the times, and models that do not learn."""
     tokens, peak = record["shape"]["batch_size"] * record["shape"]["block_size"], peak_flops(record["device"])
-    if record["peak_flops"] != (peak if record["dtype"] != "float32" else None):
+    if record["peak_flops"] != (peak if DTYPES[record["dtype"]] != torch.float32 else None):
         yield f"its peak_flops {record['peak_flops']} are not those of its device"
     rows = copy.deepcopy(record["rows"])
     for row in rows:

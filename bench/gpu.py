@@ -138,12 +138,16 @@ def run_stage(stage, context, limit_s, log):
         verdict = "failed", f"ended by signal {-status} ({signal.Signals(-status).name})"
     else:
         verdict = stage.verdict(status, text)
-    try:
-        summary = stage.summary(rows, text)
-    except Exception as error:  # the records are kept anyway
-        summary = f"no summary ({type(error).__name__}: {error})"
+    summary = summary_of(stage, rows, text)
     return result | {"command": shown, "exit_status": status, "seconds": round(seconds, 2), "records": rows,
                      "status": verdict[0], "reason": verdict[1], "summary": summary}
+
+
+def summary_of(stage, rows, text):
+    try:
+        return stage.summary(rows, text)
+    except Exception as error:  # the records are kept anyway
+        return f"no summary ({type(error).__name__}: {error})"
 
 
 def last_line(text):
@@ -439,8 +443,9 @@ def fused(context):
 
 
 def output_of(stage, log):
-    """What a stage printed, in the text of a call's log."""
-    return re.split(rf"^===== {stage}: ", log, flags=re.M)[-1].partition("\n===== ")[0]
+    """What a stage printed, in the text of a call's log: the lines between its header and the next one."""
+    _, *parts = re.split(rf"^===== {stage}: .*\n", log, flags=re.M)
+    return re.split(r"^===== \w+: ", parts[-1], flags=re.M)[0] if parts else ""
 
 
 def tests_read(text):
