@@ -78,7 +78,7 @@ def misses(simulations, rng=0, times=1.0, **design):
     return missed / simulations
 
 
-def grown(simulations, until, rng=0, looks=(5, 8, 11, 14, 16)):
+def grown(simulations, until, rng=0, looks=(8, 11, 14, 16)):
     """Share of duels of equals that end with an interval without 0, if seeds are added up to the last of `looks`, until
     the interval is "narrow" (half of it at most .007 nats), or until it "decides" (has no 0)."""
     rng, missed, w = np.random.default_rng(rng), 0, np.ones(1)
