@@ -28,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from runtime.errors import ConfigError, regular
@@ -255,10 +256,11 @@ class Log:
     """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
     `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
-    `damage`: a line that says which lines could not be read and where the old file is kept; "" if all could be.
+    `damage`: a line that says which lines could not be read and where the old file is kept, or that the log is not the
+    one with the checksum `crc32`; "" if all is well. `crc32` is kept up to date: that of all lines, without line feeds.
     """
 
-    def __init__(self, folder, step=0):
+    def __init__(self, folder, step=0, crc32=None):
         self.path = Path(folder) / "log.jsonl"
         events, damaged = _read_lines(folder) if step else ([], [])
         kept, self.damage = [e for e in events if e["step"] <= step], ""
@@ -267,8 +269,14 @@ class Log:
             shutil.copyfile(self.path, aside)
             self.damage = (f"{len(damaged)} lines of {self.path} are damaged (the first is line {damaged[0]}) and left "
                            f"out: the old file is kept as {aside}")
+        lines, self.crc32 = [json.dumps(e).encode() for e in kept], 0
+        for line in lines:
+            self.crc32 = zlib.crc32(line, self.crc32)
+        if crc32 not in (None, self.crc32) and not damaged:
+            self.damage = (f"{self.path} is not the log of this checkpoint: up to step {step} it is another run's, or "
+                           "lines are missing")
         with replacing(self.path) as tmp:
-            Path(tmp).write_text("".join(json.dumps(e) + "\n" for e in kept))
+            Path(tmp).write_bytes(b"".join(line + b"\n" for line in lines))
         self.file = open(self.path, "ab", buffering=0)
         self.unwritten = []
 
@@ -278,7 +286,9 @@ class Log:
         Raises OSError if the disk refuses it; the line is then kept in `unwritten`, and no line in the file is torn.
         """
         record = _finite({"event": event, "step": step, **values})
-        self.unwritten.append(json.dumps(record).encode() + b"\n")
+        line = json.dumps(record).encode()
+        self.crc32 = zlib.crc32(line, self.crc32)
+        self.unwritten.append(line + b"\n")
         self.flush()
         return record
 
@@ -324,12 +334,23 @@ def changed_files(before, now):
     return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
 
 
-def code_since(folder):
+def is_of_run(record, versions):
+    """False if a config.json is another run's than the checkpoint with these versions of the code (None: not known).
+    It may have more of them, if the run was resumed in other code and has not saved since."""
+    ran = record.get("code_versions") or [record["environment"]["code"]]
+    return not versions or ran[:len(versions)] == versions
+
+
+def code_since(folder, versions=None):
     """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
-    not, or if its config.json does not say."""
+    not, or if its config.json does not say. Another line if that is another run's (see is_of_run)."""
     try:
         with fields():
-            ran_in = read_json(Path(folder) / "config.json")["environment"]
+            record = read_json(Path(folder) / "config.json")
+            ran_in = record["environment"]
+            if not is_of_run(record, versions):
+                return (f"{folder}/config.json is not of this checkpoint: it names code {ran_in['code']}, the "
+                        f"checkpoint {', then '.join(versions)}; so this may be another model")
             changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
             back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
             back += " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""

@@ -760,6 +760,10 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     a.check_unchanged()
     shard = tmp_path / "out" / tokens.meta["splits"]["train"]["shards"][1]["file"]
     content = shard.read_bytes()
+    times = lambda: token_data(tmp_path / "out", batch_tokens=16 * 40).file_times
+    before, (one, two) = times(), (tmp_path / "out" / f"0000{i}.train.bin" for i in (0, 1))
+    os.utime(two, ns=(0, 0))
+    assert times() != before  # although the latest time is the same
     shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     refused(a.check_unchanged, "out changed during the run (written to)")
     refused(lambda: Tokens(tmp_path / "out"), shard.name, "sha256 differs")
@@ -769,7 +773,7 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     refused(lambda: Tokens(tmp_path / "out"), shard.name, "is missing")
 
 
-def test_tokens_go_on_after_kill_9(small_units, tmp_path):
+def test_tokens_go_on_after_kill_9(small_units, tmp_path, monkeypatch):
     """Before the renames of plan.json and of a shard's files; at last with a shard that the disk lost."""
     out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": 0.2, "workers": 2}
     prepare = functools.partial(any_tokens.prepare, files=[write_jsonl(tmp_path / "a.jsonl", documents(60))], **how)
@@ -780,6 +784,11 @@ def test_tokens_go_on_after_kill_9(small_units, tmp_path):
     lost.write_bytes(lost.read_bytes()[:-2])
     assert run(0) == 0
     assert Tokens(out).meta["splits"] == whole.meta["splits"] and not list(out.glob("*.tmp-*"))
+    (out / "meta.json").unlink()  # killed before it, and then the shard of another preparation in the place of one
+    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 0)
+    lost.write_bytes(lost.read_bytes()[::-1])
+    assert run(0) == 0
+    Tokens(out).verify()
 
 
 def test_a_data_set_of_the_hub(small_units, tmp_path):
@@ -957,5 +966,6 @@ def test_a_mixture_is_known_by_its_parts(tmp_path):
     data.verify(), data.check_unchanged()
     content = (tmp_path / "b/train.bin").read_bytes()
     (tmp_path / "b/train.bin").write_bytes(content[2:] + content[:2])
+    assert make((a, b), "1/2", "1/2").file_times != data.file_times == again.file_times  # a resumed run reads all files
     refused(data.check_unchanged, f"{tmp_path}/b changed during the run")
     refused(data.verify, f"{tmp_path}/b/train.bin is not the file")

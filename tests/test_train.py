@@ -859,6 +859,36 @@ def test_a_damaged_line_costs_that_line(whole, data, out):
     assert out / "log-damaged-1.jsonl" in records.run_files(out)  # moves aside with the run
 
 
+@pytest.mark.parametrize("damage, words", [
+    (lambda out, other: shutil.copy(other / "log.jsonl", out), "log.jsonl is not the log of this checkpoint: up to"),
+    (lambda out, other: (out / "log.jsonl").unlink(), "log.jsonl is not the log of this checkpoint: up to step 12"),
+    (lambda out, other: shutil.copy(other / "result.json", out), "result.json is damaged, or another run's"),
+    (lambda out, other: None, None)], ids=["log", "no log", "result", "nothing"])
+def test_records_of_another_run_are_seen(whole, data, out, tmp_path, damage, words):
+    """In the folder of a finished run: with other records than its own, a result is made again, a log is named."""
+    shutil.copytree(whole, out)
+    succeed(arguments(data, tmp_path / "other", seed=5))
+    damage(out, tmp_path / "other")
+    if words and "log" in words:
+        (out / "result.json").unlink()
+    said = succeed(arguments(data, out, resume="auto")).out
+    assert (words or "already finished") in said and ("is not the log" in said) == ("log" in (words or "")), said
+    assert record(out)["seed"] == record(whole)["seed"] and record(out)["val_loss"] == record(whole)["val_loss"]
+
+
+def test_a_validation_set_that_changed_is_said(data, out, tmp_path):
+    """While the run was down, in the line that continues it; under the run, in one that ends it."""
+    other = write_data(tmp_path / "other", seed=1)
+    argv = arguments(data, out, eval_sets=f"code:{other}", resume="auto")
+    succeed(argv, LM=stops_at(3))
+    assert "have changed" not in succeed(argv, LM=stops_at(2)).out
+    shutil.rmtree(other)
+    write_data(other, seed=2)
+    assert "at step 5; the tokens of eval_sets code have changed" in succeed(argv, LM=stops_at(1)).out
+    refuse(argv, "other/val.bin changed during the run",
+           LM=acting(lambda n, model, loss: (other / "val.bin").write_bytes(b"a") * 0 or None))
+
+
 @pytest.mark.parametrize("kill", ["at result.json", "at loss.png"])
 def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(data, out, kill):
     argv = arguments(data, out, max_iters=2)

@@ -336,11 +336,12 @@ def write_shard(folder, prefix, parts, n_vocab):
     return entries
 
 
-def is_whole(folder, splits, n_vocab):
-    """Whether the files of a shard are there in full."""
+def is_whole(folder, splits, n_vocab, read=False):
+    """Whether the files of a shard are there in full; with `read`, also whether their content is the recorded one."""
     itemsize = np.dtype(DTYPES[token_dtype(n_vocab)]).itemsize
     files = [(folder / entry["file"], entry["tokens"] * itemsize) for entry in splits.values()]
-    return all(path.is_file() and path.stat().st_size == size for path, size in files)
+    return all(path.is_file() and path.stat().st_size == size for path, size in files) and not (
+        read and any(file_sha256(folder / entry["file"]) != entry["sha256"] for entry in splits.values()))
 
 
 def finish_shards(folder, shards, meta):
@@ -439,7 +440,7 @@ def prepare(out, workers=1, force=False, **choices):
         path, shards = folder / "plan.json", []
         if path.exists():
             with fields(f"{path}: its records"):
-                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab),
+                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab, True),
                                               read_json(path).get("shards", []))
         save = lambda: write_json(path, {"inputs": meta["inputs"], "shards": shards})
         save()
