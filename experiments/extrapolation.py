@@ -447,12 +447,11 @@ def draw(groups, path):
                     if by := measured[-1].get("difference_by_place"):
                         curve(gain, middles(by), by["difference"], by["difference_standard_error"], style)
                 loud = loudest(r.state_norms)
-                if any(rms > 0 for rms in loud.values()):
-                    norm.plot(list(loud), list(loud.values()), **style)
+                norm.plot(list(loud), list(loud.values()), **style)
         for axis, (x, y) in zip((length, position, gain, norm), labels, strict=True):
             axis.set_xscale("log", base=2)
-            logarithmic = axis is length or axis is norm and norm.lines  # attention alone has no state to show
-            axis.set(xlabel=x, ylabel=y, yscale="log" if logarithmic else "linear")
+            positive = np.isfinite(axis.yaxis.get_minpos())  # attention has no state to show, and losses may be NaN
+            axis.set(xlabel=x, ylabel=y, yscale="log" if axis in (length, norm) and positive else "linear")
             for trained in sorted({r.block_size for seeds in groups.values() for r in seeds}):
                 axis.axvline(trained, color="black", ls="--", lw=0.9)
             axis.xaxis.set_major_formatter(plain)
@@ -461,7 +460,8 @@ def draw(groups, path):
             norm.yaxis.set_minor_formatter(LogFormatter())  # only where there is room
         for axis in (length, norm):
             axis.yaxis.set_major_formatter(plain)
-        length.legend(fontsize=8)
+        if length.get_legend_handles_labels()[0]:
+            length.legend(fontsize=8)
         figure.suptitle(f"trained at the dashed length; {in_words(first.text)}; {first.device}, {first.time[:10]}",
                         fontsize=10)
         figure.tight_layout()

@@ -284,6 +284,10 @@ def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path
     text = out.with_suffix(".md").read_text()
     assert "Left out: llama at 256: no memory." in text and "nan (+nan" in text and "NOT all curves" in text
     assert out.with_suffix(".png").exists()
+    llama["lengths"] = [{**x, "loss": None, "loss_standard_error": None} for x in limited["lengths"]]  # it diverged
+    out.write_text(json.dumps({"extrapolation": [llama]}))
+    ex.main(["report", str(out)])
+    assert "| nan" in out.with_suffix(".md").read_text()
 
 
 def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
