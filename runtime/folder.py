@@ -107,6 +107,8 @@ class Folder:
         if step > 0 and self.at_end(step) and (out / "result.json").exists():
             if self.is_result_of(meta):
                 telemetry.is_complete(step)
+                if wrong := records.log_until(out, step, meta.get("log_crc32"))[2]:
+                    telemetry.say(wrong)
                 return
             lines.append(f"{out / 'result.json'} is damaged, or another run's: it is made again")
         if self.is_main:

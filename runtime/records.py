@@ -252,29 +252,34 @@ def _read_lines(folder):
     return events, damaged
 
 
+def log_until(folder, step, crc32=None):
+    """([the lines of log.jsonl up to `step`, as bytes], their CRC-32, a phrase about damaged lines, or about a CRC-32
+    that is not that of the checkpoint; "" if all is well)."""
+    path, (events, damaged) = Path(folder) / "log.jsonl", _read_lines(folder)
+    lines, actual, wrong = [json.dumps(e).encode() for e in events if e["step"] <= step], 0, ""
+    for line in lines:
+        actual = zlib.crc32(line, actual)
+    if damaged:
+        wrong = f"{len(damaged)} lines of {path} are damaged (the first is line {damaged[0]}) and left out"
+    elif crc32 not in (None, actual):
+        wrong = f"{path} is not the log of this checkpoint: up to step {step} lines are another run's, or missing"
+    return lines, actual, wrong
+
+
 class Log:
     """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
     `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
-    `damage`: a line that says which lines could not be read and where the old file is kept, or that the log is not the
-    one with the checksum `crc32`; "" if all is well. `crc32` is kept up to date: that of all lines, without line feeds.
+    `crc32`: of all lines, for the checkpoint. `damage`: what `log_until` finds wrong, and where the old file is kept.
     """
 
     def __init__(self, folder, step=0, crc32=None):
         self.path = Path(folder) / "log.jsonl"
-        events, damaged = _read_lines(folder) if step else ([], [])
-        kept, self.damage = [e for e in events if e["step"] <= step], ""
-        if damaged:
+        lines, self.crc32, self.damage = log_until(folder, step, crc32) if step else ([], 0, "")
+        if self.damage and self.path.exists():
             aside = _free(folder, "log-damaged-{}.jsonl")
             shutil.copyfile(self.path, aside)
-            self.damage = (f"{len(damaged)} lines of {self.path} are damaged (the first is line {damaged[0]}) and left "
-                           f"out: the old file is kept as {aside}")
-        lines, self.crc32 = [json.dumps(e).encode() for e in kept], 0
-        for line in lines:
-            self.crc32 = zlib.crc32(line, self.crc32)
-        if crc32 not in (None, self.crc32) and not damaged:
-            self.damage = (f"{self.path} is not the log of this checkpoint: up to step {step} it is another run's, or "
-                           "lines are missing")
+            self.damage += f": the old file is kept as {aside}"
         with replacing(self.path) as tmp:
             Path(tmp).write_bytes(b"".join(line + b"\n" for line in lines))
         self.file = open(self.path, "ab", buffering=0)

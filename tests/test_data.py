@@ -66,7 +66,9 @@ def run_python(*arguments, **environment):
 
 def edit_meta(folder, **changes):
     path = folder / "meta.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    meta = {**json.loads(path.read_text()), **changes}
+    meta.pop("crc32", None)
+    path.write_text(json.dumps(meta))
 
 
 def write_files(root, files):
@@ -345,9 +347,18 @@ def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
     text = path.read_text()
     for wrong in WRONG.get(field) or WRONG_IN_SPLIT[field]:
         meta = json.loads(text)
+        del meta["crc32"]
         (meta if field in WRONG else meta["splits"]["train"])[field] = wrong
         path.write_text(json.dumps(meta))
         refused(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
+
+
+def test_any_field_that_was_changed_is_refused(tmp_path):
+    path = write_folder(tmp_path, bytes_per_token=1.0) / "meta.json"
+    path.write_text(path.read_text().replace('"bytes_per_token": 1', '"bytes_per_token": 3'))
+    refused(lambda: Tokens(tmp_path), "meta.json is damaged or edited", "or remove crc32")
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "crc32"}))
+    assert Tokens(tmp_path).bytes_per_token == 3
 
 
 def test_a_description_written_by_hand_needs_little(tmp_path):
