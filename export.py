@@ -22,7 +22,8 @@ JSON and safetensors are opened; nothing is unpickled.
 
 Before an export is done, transformers loads what was written, and its logits on random tokens are compared with the
 model's. An edited LLaMA, Mamba or RWKV-4 that transformers' class does not reproduce is exported under model_type
-"longhorn", with its code. `--check=FOLDER` repeats the comparison on any later day and machine.
+"longhorn", with its code. `--check=FOLDER` repeats the comparison on any later day and machine. That runs the code in
+the folder; an import runs none.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ class ExportConfig:
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     push: str = ""  # export: user/name, also upload the folder to Hugging Face's hub (log in first: hf auth login)
     license: str = ""  # export: licence of the weights for the model card, as mit or cc-by-4.0
-    check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint)
+    check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint); runs its code
     overwrite: bool = False  # replace an earlier export or import in that folder
 
 
@@ -649,6 +650,8 @@ def check_folder(config):
     checkpoint.load(folder / "model.safetensors", prefix="no tensor")
     try:
         recorded = there["run"]["verified"]
+        if not 0 < recorded["tokens"] <= CHECK_TOKENS:
+            raise LookupError
         logits = logits_from(folder, there, recorded["tokens"])
         if config.out_dir:
             lm, _ = sample.load_model(config.out_dir)

@@ -838,6 +838,11 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     for name in ("bad.jsonl", "cut.jsonl.gz", "bad.parquet"):
         for shuffle in (None, 1):
             refused(lambda n=name, seed=shuffle: prepare(files=[tmp_path / n], shuffle=seed), f"{name} cannot be read")
+    (tmp_path / "long.jsonl").write_text('{"text": "a"}\n{"text": "' + "a " * 50 + '"}')  # a bomb, say
+    with monkeypatch.context() as patch:
+        patch.setattr(any_tokens, "MOST_OF_A_LINE", 100)
+        refused(lambda: prepare(files=[tmp_path / "long.jsonl"]), "long.jsonl cannot be read", "a line of more than")
+    prepare(files=[tmp_path / "long.jsonl"], val_fraction=0.5)
     (tmp_path / "a.csv").write_text("a")
     refused(lambda: prepare(files=[tmp_path / "a.csv"]), "a.csv", ".parquet")
     prepare()

@@ -525,8 +525,9 @@ def test_check_sees_what_is_no_longer_what_was_exported(tmp_path):
         checkpoint.save(to / "model.safetensors", tensors, {}, kind="pt")
         refused(run(check=to), "not the model that was exported", "differ")
         (to / "model.safetensors").write_bytes(weights)
-        (to / "config.json").write_text(json.dumps({**json.loads(text), "run": {}}))
-        refused(run(check=to), "does not say what to verify")
+        for verified in ({}, {"verified": {"tokens": -1}}, {"verified": {"tokens": 10**12}}):
+            (to / "config.json").write_text(json.dumps({**json.loads(text), "run": verified}))
+            refused(run(check=to), "does not say what to verify")
     refused(run(check=tmp_path / "nowhere"), "nowhere/config.json")
     refused(run(check=to, to=tmp_path / "a", out_dir=run_dir), "--check")
 

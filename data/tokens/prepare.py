@@ -61,6 +61,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 SHARD_TOKENS = 100_000_000
 UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
+MOST_OF_A_LINE = 1 << 28  # bytes of a document in a jsonl file, which is read whole
 OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
 
 
@@ -155,6 +156,8 @@ def read_file(path, column):
                 if lines:
                     lines[0], rest = b"".join([*rest, lines[0]]), []
                 rest.append(last)
+                if sum(map(len, rest)) > MOST_OF_A_LINE:
+                    raise ValueError(f"a line of more than {MOST_OF_A_LINE:,} bytes")
                 yield from ((as_text(json.loads(line)[column]), True) for line in lines if line.strip())
             if (line := b"".join(rest)).strip():
                 yield as_text(json.loads(line)[column]), True
