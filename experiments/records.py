@@ -212,24 +212,18 @@ def checked(kind, name, at, records, accept_code=()):
 
 
 def of_scaling(row, record, evaluations):
-    """The row with tokens and losses per held-out file as arrays (older records: one entry for all), and the losses on
-    the half that chooses learning rates and on the half that is reported."""
+    """The row with tokens and losses per held-out file as arrays (older records: one entry for all), and the loss on
+    the first half of them, which chooses learning rates."""
     tokens = np.array(row.get("val_document_tokens", [row["val_tokens"]]), float)
     losses = np.array(row.get("val_document_losses", [row["val_loss"]]), float)
     if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - row["val_loss"]) > 1e-4:
         raise BadRecord("its documents' losses do not make up its loss")
-    n = len(tokens) // 2
-    loss = lambda half: float(np.average(losses[half], weights=tokens[half]))
+    first = slice(len(tokens) // 2 or None)
     splits, embedding = record["data"]["splits"], record["derived"]["parameters"]["embedding"]
     row["same"]["data"] = {f"{name} data": splits[name]["sha256"] for name in ("train", "val")} | {
         "val_tokens": row["val_tokens"]}
     return row | {"val_document_tokens": tokens, "val_document_losses": losses, "embedding": embedding,
-                  "loss_of_choosing_files": loss(slice(n or None)), "loss_of_reported_files": loss(slice(n, None))}
-
-
-def reported(values):
-    """The values of the reported half of the held-out files; a single file is in both halves."""
-    return values[len(values) // 2:]
+                  "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}
 
 
 def of_recall(row, record, evaluations):

@@ -362,7 +362,7 @@ def test_command_line_choices():
     cells = sweep.search_cells(preset, "gla", "460K", [1e-3, 2e-3])
     assert [c.at["learning_rate"] for c in cells] == [1e-3, 2e-3] and all("--wandb=offline" in c.argv for c in cells)
     sized = chosen("laptop", "longhorn", "--sizes=1.5M", "--sizes=250K:n_embd=96")
-    assert list(sized.sizes) == ["1.5M", "250K"] and sized.sizes["1.5M"].search == 1  # it has none before it
+    assert list(sized.sizes) == ["1.5M", "250K"] and sized.sizes["1.5M"].search == 2  # it has none before it
     assert sweep.load(sweep.base_arguments(sized, "longhorn", "250K")).n_embd == 96
     hybrid = chosen("duel", "longhorn", "longhorn*3,llama", "longhorn@again")
     cells = [c for c in every_cell(hybrid) if c.at["size"] == "1.5M" and c.at["stage"] == "seed"]
@@ -399,7 +399,7 @@ def pretend(monkeypatch):
         def read_run(folder, at):
             if loss(at) is None:
                 raise BadRecord("its loss is None: it diverged")
-            return {"loss_of_choosing_files": loss(at), "loss_of_reported_files": loss(at) + 9}
+            return {"loss_of_choosing_files": loss(at), "val_loss": loss(at) + 9}
         monkeypatch.setattr(runner, "run_cells", run_cells)
         monkeypatch.setattr(sweep, "read_run", read_run)
         monkeypatch.setattr(sweep, "check_data", lambda *_: None)
@@ -451,12 +451,14 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
         assert sweep.main(["laptop", *argv, f"--out={tmp_path}", "--steps=80"]) == 0
         return ran
     first = "gla", "--sizes=460K", "--budgets=64"
-    assert len(run(*first, "--seeds=2")) == 4 + 4 + 1 and run(*first, "--seeds=2") == []
+    assert len(run(*first, "--seeds=2")) == 8 + 4 + 1 and run(*first, "--seeds=2") == []
     rate = next(at["learning_rate"] for at in runner.read_plan(tmp_path)["cells"].values() if at["stage"] == "seed")
-    assert run(*first, "--seeds=3") == [f"gla_460K_80steps_lr{rate:g}_seed1003"]
-    assert len(run(*first, "--sizes=80K:n_layer=1,n_embd=64,n_head=1", "--seeds=1")) == 5 + 2 + 1
+    assert run(*first, "--seeds=3") == [f"gla_460K_{steps}steps_lr{rate:g}_seed1003" for steps in (80, 64)]
+    assert run(*first, "--seeds=3", "--budgets=64,96") == [  # a longer one: of two seeds
+        f"gla_460K_96steps_lr{rate:g}_seed{seed}" for seed in (1001, 1002)]
+    assert len(run(*first, "--sizes=80K:n_layer=1,n_embd=64,n_head=1", "--seeds=1")) == 10 + 2 + 1
     assert run("gla", "--sizes=460K", "--seeds=1", "--budgets=48") == [f"gla_460K_48steps_lr{rate:g}_seed1001"]
-    assert len(run("mamba", *first, "--seeds=1")) == 4 + 2 + 1  # its cosine too: it is this command's first
+    assert len(run("mamba", *first, "--seeds=1")) == 8 + 2 + 1  # its cosine too: it is this command's first
     plan = runner.read_plan(tmp_path)
     assert set(plan["sizes"]) == {"460K", "80K"} and plan["models"] == ["gla", "mamba"] and plan["warmup"] == 26
     with pytest.raises(SystemExit):

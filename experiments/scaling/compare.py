@@ -1,30 +1,30 @@
 """Comparing two families: the difference in loss, and the tokens that one needs for the other's loss, with intervals.
 
-    difference d = loss of a - loss of b             over seeds, on documents that chose no learning rate
+    difference d = loss of a - loss of b             over seeds that chose no learning rate, on all held-out documents
     variance     = s^2 / n                           s: SD of the differences of n pairs, if both have the same seeds
                    or s^2 (1/n_a + 1/n_b)            s: SD over seeds, pooled over a size's families if they agree
                    + variance over documents         other texts would give another difference: clustered by document,
                                                      less the noise of seeds in it
+                   + variance of the chosen rates    another search would give other rates: see rate_variance
     interval     = d +- t sqrt(variance)             95%, degrees of freedom by Welch and Satterthwaite; of the seeds
                                                      only, if the variance over documents is negative
 
     multiplier m = tokens a needs for b's loss / tokens b had          read off the curve over budgets of the better
-                   one; its interval combines the ends of d's interval and the error of the curve
+                   one; its interval combines the ends of d's interval and the error of the curve, both by Student's t
 
 Runs with the same seed are pairs: they see the same tokens in the same order, and parameters of the same name and shape
 start from the same values (runtime/parameters.py). The closer two models are, the more of their noise is shared. An
-interval that contains 1 says how far apart the two may be: they are equal only within that.
-
-    python experiments/scaling/compare.py      how often an interval misses 1 when both families are the same
+interval that contains 1 says how far apart the two may be: they are equal only within that. How often an interval
+misses the truth: experiments/scaling/duel_simulation.py.
 """
 
 import math
 from collections import namedtuple
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
-Difference = namedtuple("Difference", "mean low high se df p seeds_se documents_se")
+Difference = namedtuple("Difference", "mean low high se df p seeds_se documents_se rates_se", defaults=(0.0,))
 Multiplier = namedtuple("Multiplier", "value low high beyond")  # beyond: outside the budgets of the better family
 BestRate = namedtuple("BestRate", "rate beyond tried")  # beyond: the next rate to try if the best is at the edge
 Winner = namedtuple("Winner", "family reason p")  # name or None; sentence; {other family: p by Holm's method, or None}
@@ -46,9 +46,54 @@ def best_rate(losses_by_rate):
     x, y = np.log(tried[i - 1:i + 2]), np.array(losses[i - 1:i + 2])
     if not np.isfinite(y).all():  # a neighbour diverged, so no parabola: keep this rate
         return BestRate(tried[i], None, means)
-    a, b, _ = np.polyfit(x - x[1], y, 2)
-    vertex = x[1] - b / (2 * a) if a > 0 else x[1]
-    return BestRate(float(f"{math.exp(vertex):.3g}"), None, means)
+    return BestRate(float(f"{math.exp(parabola(x, y)[0]):.3g}"), None, means)
+
+
+def parabola(x, y):
+    """(x of the vertex, half the second derivative, derivative of the vertex by each y) of the parabola through three
+    points, of which the middle one is the lowest."""
+    p, q, _ = np.linalg.inv(np.vander(x - x[1], 3))
+    a, b = p @ y, q @ y
+    if a <= 0:  # three equal losses
+        return x[1], 0.0, np.zeros(3)
+    return x[1] - b / (2 * a), a, (p * b / a - q) / (2 * a)
+
+
+def rate_variance(a, b, noise=None):
+    """(variance, degrees of freedom) that choosing both learning rates adds to a difference of losses. None if the
+    searches cannot tell: the best rate is at the edge, or each rate ran once and `noise` is not known.
+
+    A rate that is off by e (of its logarithm) costs c e^2 nats, c: curvature of the search's parabola. The vertex is
+    off because the losses of the search are noisy: with several seeds by the residuals over seeds and rates, which two
+    families with the same seeds may share; with one seed by `noise`, (variance over seeds of a run of that budget,
+    degrees of freedom). The variance is the second moment of c_a e_a^2 - c_b e_b^2, for normal e.
+
+    a, b: {rate: {seed: loss}}, inf for a diverged run.
+    """
+    searches = []
+    for search in (a, b):
+        tried, seeds = sorted(search), sorted(set.intersection(*map(set, search.values()))) if search else []
+        losses = np.array([[search[rate][seed] for rate in tried] for seed in seeds])  # (seeds, rates)
+        i = int(np.argmin(losses.mean(0))) if seeds else 0
+        three, finite = slice(i - 1, i + 2), np.isfinite(losses).all(0)
+        if i in (0, len(tried) - 1) or not finite[three].all() or not (len(seeds) > 1 or noise):
+            return None
+        _, curvature, slopes = parabola(np.log(tried[three]), losses[:, three].mean(0))
+        residuals = losses[:, finite] - losses[:, finite].mean(0)
+        residuals -= residuals.mean(1, keepdims=True)
+        df = (len(seeds) - 1) * (len(residuals.T) - 1)
+        variance, df = ((residuals**2).sum() / df, df) if df else noise
+        searches.append((seeds, dict(zip(np.array(tried)[finite].tolist(), residuals.T, strict=True)),
+                         dict(zip(tried[three], slopes, strict=True)), curvature,
+                         variance * slopes @ slopes / len(seeds), df))
+    (seeds, off_a, slopes_a, c_a, v_a, df_a), (seeds_b, off_b, slopes_b, c_b, v_b, df_b) = searches
+    shared, rates = 0.0, off_a.keys() & off_b.keys()  # covariance of e_a and e_b
+    if seeds == seeds_b and len(seeds) > 1 and len(rates) > 1:
+        shared = sum(off_a[r] @ off_b[r] for r in rates) / ((len(seeds) - 1) * (len(rates) - 1) * len(seeds))
+        shared *= sum(slopes_a[r] * slopes_b[r] for r in slopes_a.keys() & slopes_b.keys())
+    costs, df = (c_a * v_a, c_b * v_b), min(df_a, df_b)
+    moment = 3 * (costs[0]**2 + costs[1]**2) - 2 * costs[0] * costs[1] - 4 * c_a * c_b * shared**2
+    return max(0.0, moment) / (1 + 2 / df), max(1.0, df / 4)  # products of estimates are too large by 1 + 2 / df
 
 
 # ----------------------------------------------------------------------------------------------------- two mean losses
@@ -75,23 +120,40 @@ def document_variance(a, b, tokens):
 def pooled_sd(losses):
     """(SD, degrees of freedom) over seeds, pooled over families [(seeds,) ...]; None if their SDs differ (Bartlett's
     test at 5%) or no family has two seeds."""
-    several = [x for x in losses if len(x) > 1]
-    spread = min((np.ptp(x) for x in several), default=0.0)
-    if not several or len(several) > 1 and spread > 0 and stats.bartlett(*several).pvalue < 0.05:
+    several = [(np.var(x, ddof=1), len(x) - 1) for x in losses if len(x) > 1]
+    if not several:
         return None
-    df = sum(len(x) - 1 for x in several)
-    return math.sqrt(sum((len(x) - 1) * np.var(x, ddof=1) for x in several) / df), df
+    variances, dfs = np.array(several).T
+    df, pooled = float(dfs.sum()), variances @ dfs / dfs.sum()
+    if len(dfs) > 1 and variances.min() > 0:
+        excess = df * math.log(pooled) - dfs @ np.log(variances)
+        excess /= 1 + ((1 / dfs).sum() - 1 / df) / (3 * (len(dfs) - 1))
+        if special.chdtrc(len(dfs) - 1, excess) < 0.05:
+            return None
+    return math.sqrt(pooled), df
 
 
-def difference(a, b, tokens, pooled=None, paired=False):
+def t_sum(parts):
+    """(sum, degrees of freedom by Welch and Satterthwaite, quantile of t) of variances [(variance, df)].
+
+    A negative variance makes the sum smaller. In the degrees of freedom the same draw would count again, and with 3
+    seeds leave 2 of the 4; so only the positive ones count there.
+    """
+    spread = sum(v * v / df for v, df in parts if v > 0)
+    df = sum(v for v, _ in parts if v > 0) ** 2 / spread if spread else math.inf
+    return sum(v for v, _ in parts), float(df), float(special.stdtrit(df, (1 + CONFIDENCE) / 2))
+
+
+def difference(a, b, tokens, pooled=None, paired=False, rates=None):
     """Difference of the mean losses of a (seeds, documents) and b; None if there are too few seeds to know the spread.
 
     tokens (documents,): evaluated tokens of each; pooled: from pooled_sd, or None to use each family's own SD; paired:
-    a and b have the same seeds, in the same order: with at least two, their differences have the SD.
+    a and b have the same seeds, in the same order: from three on (two, if nothing is pooled), their differences have
+    the SD; rates: from rate_variance, or None to leave out the error of the chosen rates.
     """
     w = tokens / tokens.sum()
     x, y = a @ w, b @ w
-    if paired and len(x) > 1:
+    if paired and len(x) > (2 if pooled else 1):
         parts = [(np.var(x - y, ddof=1) / len(x), len(x) - 1)]
         a, b = a - b, np.zeros((1, len(w)))
     elif pooled:
@@ -102,52 +164,64 @@ def difference(a, b, tokens, pooled=None, paired=False):
         parts = [(np.var(z, ddof=1) / len(z), len(z) - 1) for z in (x, y)]
     seeds = sum(v for v, _ in parts)
     variance, df = document_variance(a, b, tokens)
-    parts.append((max(variance, -0.3 * seeds), df))  # cutting at 0 would make it too large on average
-    total = sum(v for v, _ in parts)
+    parts += [(max(variance, -0.3 * seeds), df), rates or (0.0, 1)]  # cutting at 0 would make it too large on average
+    total, df, quantile = t_sum(parts)
     mean = float(x.mean() - y.mean())
     if total <= 1e-24:  # the same runs twice
         return Difference(mean, mean, mean, 0.0, math.inf, 1.0 if abs(mean) < 1e-12 else 0.0, 0.0, 0.0)
-    # A negative part makes the total smaller. In the degrees of freedom the same draw would count again, and with 3
-    # seeds leave 2 of the 4; so only the positive parts count there.
-    above = [(v, df) for v, df in parts if v > 0]
-    df = sum(v for v, _ in above) ** 2 / sum(v * v / df for v, df in above)
-    half, se = stats.t.ppf((1 + CONFIDENCE) / 2, df) * math.sqrt(total), math.sqrt(total)
-    return Difference(mean, mean - half, mean + half, se, float(df), float(2 * stats.t.sf(abs(mean) / se, df)),
-                      math.sqrt(seeds), math.sqrt(max(0.0, variance)))
+    se = math.sqrt(total)
+    return Difference(mean, mean - quantile * se, mean + quantile * se, se, df,
+                      float(2 * special.stdtr(df, -abs(mean) / se)), math.sqrt(seeds), math.sqrt(max(0.0, variance)),
+                      math.sqrt(parts[-1][0]))
 
 
 # ---------------------------------------------------------------------------------------------------------- multipliers
 
+def changes(runs, tokens, main):
+    """Losses at a budget minus those at the main one, of the seeds that were run at both: (seeds, documents).
+    runs {tokens: {seed: losses (documents,)}}."""
+    common = sorted(runs.get(tokens, {}).keys() & runs.get(main, {}).keys())
+    return np.array([runs[tokens][seed] - runs[main][seed] for seed in common])
+
+
 class Curve:
     """A family's loss at its budgets relative to the main one, from seeds that were run at both.
 
-    runs {tokens: {seed: losses (documents,)}}; main: tokens; weights (documents,). x: log(tokens / main), ascending;
-    y: loss minus the loss at the main budget; se: standard error of y.
+    runs {tokens: {seed: losses (documents,)}}; main: tokens; weights (documents,); pooled {tokens: (SD over seeds of
+    the change from the main budget, degrees of freedom), or None}: from all families of a size. x: log(tokens / main),
+    ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A budget whose noise is not
+    known (one seed, nothing pooled) is left out.
     """
 
-    def __init__(self, runs, main, weights):
-        w, points = weights / weights.sum(), [(0.0, 0.0, 0.0)]
-        for tokens, seeds in runs.items():
-            common = sorted(seeds.keys() & runs[main].keys())
-            if tokens == main or not common:
+    def __init__(self, runs, main, weights, pooled=None):
+        w, points = weights / weights.sum(), [(0.0, 0.0, 0.0, 1.0)]
+        for tokens in runs.keys() - {main}:
+            change = changes(runs, tokens, main)
+            spread = len(change) and ((pooled or {}).get(tokens) or pooled_sd([change @ w]))
+            if not spread:
                 continue
-            change = np.array([seeds[s] - runs[main][s] for s in common])  # (seeds, documents)
-            variance = np.var(change @ w, ddof=1) / len(common) if len(common) > 1 else 0.0
-            variance += max(0.0, document_variance(change, np.zeros((1, len(w))), weights)[0])
-            points.append((math.log(tokens / main), float((change @ w).mean()), math.sqrt(variance)))
-        self.x, self.y, self.se = np.array(sorted(points)).T
-        self.known = len(points) > 1 and self.x[0] < 0
+            documents, df = document_variance(change, np.zeros((1, len(w))), weights)
+            total, df, _ = t_sum([(spread[0] ** 2 / len(change), spread[1]), (max(0.0, documents), df)])
+            points.append((math.log(tokens / main), float((change @ w).mean()), math.sqrt(total), df))
+        self.x, self.y, self.se, self.df = np.array(sorted(points)).T
+        self.known = len(points) > 1
+        # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget is basis @ y
+        self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
+        powers = lambda x: np.exp(-0.35 * x)[:, None] ** np.arange(min(3, len(points)))
+        weight = 1 / (0.1 + np.abs(self.x))
+        through = np.linalg.pinv(weight[:, None] * powers(self.x)) * weight
+        self.basis = (powers(self.grid) - powers(np.zeros(1))) @ through
+
+    def rise(self, x):
+        """Nats by which the loss at x <= 0 is above the main budget's."""
+        return float(np.interp(-x, -self.grid, self.basis @ self.y))
 
     def log_tokens(self, rise, shift=0.0):
-        """The x <= 0 at which the loss is `rise` above the main budget's, on a parabola through the points, moved by
+        """The x <= 0 at which the loss is `rise` above the main budget's, on a curve through the points, moved by
         `shift` (points,)."""
-        y = self.y + shift
-        grid = np.linspace(min(self.x[0] - math.log(2), -0.1), 0, 400)
-        fit = np.polyfit(self.x, y, min(2, len(y) - 1), w=1 / (0.1 + np.abs(self.x)))
-        loss = np.maximum.accumulate((np.polyval(fit, grid) - np.polyval(fit, 0))[::-1])  # starts at the main budget
-        slope = (loss[-1] - loss[0]) / -grid[0]
-        over = max(0.0, rise - loss[-1]) / max(slope, 1e-9)  # linear extrapolation beyond the grid
-        return float(np.interp(rise, loss, grid[::-1]) - over)
+        loss = np.maximum.accumulate(self.basis @ (self.y + shift))
+        over = max(0.0, rise - loss[-1]) / max(loss[-1] / -self.grid[-1], 1e-9)  # linear extrapolation beyond the grid
+        return float(np.interp(rise, loss, self.grid) - over)
 
 
 def welch(a, b):
@@ -158,7 +232,7 @@ def welch(a, b):
 def multiplier(d, a, b):
     """How many times b's tokens a needs for b's loss at the main budget: a Multiplier, or None.
 
-    d: the Difference there; a, b: their Curves. None if d is None, or a family has no shorter budget.
+    d: the Difference there; a, b: their Curves. None if d is None, or a family has no other budget.
     """
     if d is None or not (a.known and b.known):
         return None
@@ -169,21 +243,29 @@ def multiplier(d, a, b):
 
     at, low, high = (log_m(mean) for mean in (d.mean, d.low, d.high))
     better = a if d.mean <= 0 else b
-    error = sum((log_m(d.mean, shift) - at) ** 2 for shift in np.diag(better.se) if shift.any())
-    reach = stats.norm.ppf((1 + CONFIDENCE) / 2) ** 2 * error
-    low, high = at - math.hypot(at - low, math.sqrt(reach)), at + math.hypot(high - at, math.sqrt(reach))
+    of_curve = [((log_m(d.mean, shift) - at) ** 2, df) for shift, df in zip(np.diag(better.se), better.df, strict=True)]
+    _, _, of_d = t_sum([(1.0, d.df)])
+    _, _, both = t_sum([(((high - low) / 2 / of_d) ** 2, d.df), *of_curve])
+    error = math.sqrt(sum(v for v, _ in of_curve))
+    low, high = at - both * math.hypot((at - low) / of_d, error), at + both * math.hypot((high - at) / of_d, error)
     return Multiplier(*(math.exp(v) for v in (at, low, high)), bool(abs(at) > -better.x[0] + 1e-9))
 
 
-def times(m, log_ratio, se=0.0):
-    """The Multiplier of another cost than tokens, of which a token of a costs exp(log_ratio) times a token of b; se: of
-    log_ratio."""
+def times(m, log_ratio, half=0.0):
+    """The Multiplier of another cost than tokens, of which a token of a costs exp(log_ratio) times a token of b; half:
+    half the 95% interval of log_ratio."""
     if m is None:
         return None
     at, low, high = map(math.log, m[:3])
-    half = stats.norm.ppf((1 + CONFIDENCE) / 2) * se
     values = at, at - math.hypot(at - low, half), at + math.hypot(high - at, half)
     return Multiplier(*(math.exp(v + log_ratio) for v in values), m.beyond)
+
+
+def holm(p):
+    """{key: p} corrected for their number by Holm's method; None stays None."""
+    ranked = sorted((key for key in p if p[key] is not None), key=p.get)
+    corrected = np.maximum.accumulate([p[key] * (len(ranked) - rank) for rank, key in enumerate(ranked)])
+    return p | dict(zip(ranked, np.minimum(corrected, 1.0).tolist(), strict=True))
 
 
 def winner(means, p_of, alpha=0.05):
@@ -200,53 +282,9 @@ def winner(means, p_of, alpha=0.05):
         untested = [f for f in others if p[f] is None]
         return Winner(None, f"{best} is lowest, but cannot be tested against {', '.join(untested)}: two seeds are "
                       "needed", p)
-    ranked = sorted(others, key=p.get)
-    holm = np.maximum.accumulate([p[family] * (len(others) - rank) for rank, family in enumerate(ranked)])
-    p |= zip(ranked, np.minimum(holm, 1.0).tolist(), strict=True)
+    p = holm(p)
     worst = max(others, key=p.get)
     if p[worst] >= alpha:
         return Winner(None, f"{best} is lowest, but not significantly below {worst}: p = {p[worst]:.2g}, limit "
                       f"{alpha:g}", p)
     return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction", p)
-
-
-def null_duels(simulations=2000, seeds=12, documents=27, sd=0.011, document_sd=0.03, budgets=(256, 512, 1024), rng=0,
-               correlation=None):
-    """Share of simulated duels between two identical families whose 95% interval for the token multiplier misses 1.
-
-    A run's loss on a document = law of its budget + document + seed + seed x document; SDs as recorded on the laptop
-    (sd: of a run's loss over seeds; document_sd: additional, of a seed's loss on one document). Document lengths are
-    log-normal, like the standard library's. correlation: of the noise of two runs with the same seed, which are then
-    compared in pairs; None: the families have different seeds.
-    """
-    rng, misses, main = np.random.default_rng(rng), 0, budgets[-1]
-    law = {b: 1.4 + 60 * ((b * 1024.0) ** -0.35 - (main * 1024.0) ** -0.35) for b in budgets}
-
-    def noise():
-        return sd * rng.standard_normal((seeds, 1)) + document_sd * rng.standard_normal((seeds, documents))
-
-    def family(tokens, level, shared):
-        r = correlation or 0.0
-        noisy = level + math.sqrt(r) * shared + math.sqrt(1 - r) * noise()
-        runs = {b: law[b] + noisy + 0.3 * sd * rng.standard_normal((seeds, 1)) * (b != main) for b in budgets}
-        return runs[main], Curve({b: dict(enumerate(x)) for b, x in runs.items()}, main, tokens)
-
-    for _ in range(simulations):
-        tokens = np.exp(rng.normal(0, 1, documents))
-        level, shared = rng.normal(0, 0.3, documents), noise()
-        (a, curve_a), (b, curve_b) = family(tokens, level, shared), family(tokens, level, shared)
-        w = tokens / tokens.sum()
-        d = difference(a, b, tokens, pooled_sd([a @ w, b @ w]), paired=correlation is not None)
-        m = multiplier(d, curve_a, curve_b)
-        misses += not m.low <= 1 <= m.high
-    return misses / simulations
-
-
-if __name__ == "__main__":
-    for seeds, sd in ((16, 0.011), (12, 0.011), (6, 0.006), (5, 0.011), (3, 0.006)):
-        for documents, document_sd in ((27, 0.03), (12, 0.03), (60, 0.03), (27, 0.01), (27, 0.06)):
-            for correlation in (None, 0.0, 0.95):
-                share = null_duels(3000, seeds, documents, sd, document_sd, correlation=correlation)
-                pairing = "different seeds" if correlation is None else f"pairs, correlation {correlation}"
-                print(f"{seeds:2} seeds of SD {sd}, on one document {document_sd}, {documents} documents, {pairing}: "
-                      f"the 95% interval misses 1 in {share:.1%} of 3000 duels of identical families", flush=True)

@@ -67,11 +67,11 @@ def draw(entries, pairs, path, style=None):
 
 def draw_losses(axes, size, entries, looks):
     axes.set(xscale="log", xlabel="training tokens, each point a budget with its own decay",
-             ylabel="loss on the reported files (nats)", title=f"Loss against tokens, {size}")
+             ylabel="loss on the held-out files (nats)", title=f"Loss against tokens, {size}")
     ends = []
     for e in sorted(entries, key=lambda e: family_order(e.model)):
         name, colour, marker = looks[e.model]
-        losses = e.runs.groupby("tokens").loss_of_reported_files
+        losses = e.runs.groupby("tokens").val_loss
         x, y, band = losses.mean().index.to_numpy(float), losses.mean().to_numpy(), losses.std().fillna(0).to_numpy()
         axes.plot(x, y, color=colour, lw=1.3, marker=marker, ms=5, markeredgecolor="white")
         axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, lw=0)

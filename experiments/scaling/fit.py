@@ -449,6 +449,7 @@ def law(N, D, E, A, alpha, B, beta):
     return E + A / N**alpha + B / D**beta
 
 
+EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besiroglu et al. 2024, tokens of text
 BYTES = dict(E=0.6, A=30.0, alpha=0.35, B=60.0, beta=0.35)  # roughly the losses per byte at the laptop sizes
 DESIGNS = {  # preset of sweep.py: [(N, SD of log L, {steps of a budget: seeds})] for a family's sizes
     "laptop": [(467e3, 0.008, {1024: 5, 256: 2, 512: 2}), (1.49e6, 0.004, {1024: 3, 256: 2, 512: 2})],

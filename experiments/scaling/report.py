@@ -4,11 +4,12 @@
     report.md      the page, beside figure.png        table.tex     losses and multipliers, for a paper
     report.html    the same page, with the figure inside
 
-Learning rates are chosen on the first half of the held-out files; all other numbers are on the second half, from seeds
-that chose nothing.
+Learning rates are chosen on the first half of the held-out files, by seeds that are not reported; all other numbers are
+on all files.
 """
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -22,9 +23,9 @@ import pandas
 
 from experiments import pages, records
 from experiments.pages import DASH, bold, escaped, listed, table, titled
-from experiments.records import reported
 from experiments.scaling import compare, figures, fit
 from experiments.scaling.figures import family_order, name_of
+from experiments.sweeps import runner
 from runtime.errors import ConfigError
 from runtime.records import mixed_identities, write_json
 
@@ -37,11 +38,13 @@ PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M a
          "mamba": {"120M": 3.238, "120M at 4096": 3.231, "350M": 2.902, "350M at 4096": 2.868},
          "llama": {"120M": 3.247, "120M at 4096": 3.273, "350M": 2.891, "350M at 4096": 2.883},
          "longhorn": {"120M": 3.225, "120M at 4096": 3.192, "350M": 2.888, "350M at 4096": 2.859}}
+PAPER_TOKENS = {"120M": 2.5e9, "350M": 7e9}  # Table 5
+CLAIM = 1.8  # times Mamba's sample efficiency, Figure 1: 1.3B parameters, 100B tokens
 COVERAGE_DRAWS = 40  # simulated sweeps behind "intervals of this plan cover"
 # Columns of points.csv, and other columns used here
 POINTS = ("run", *records.PLACE["scaling"], "parameters", "embedding", "tokens", "flops", "seconds", "val_loss",
-          "val_bits_per_byte", "block_size", "device", "processes", "code", "time", "loss_of_reported_files",
-          "loss_of_choosing_files", "commit", "left_out")
+          "val_bits_per_byte", "block_size", "device", "processes", "code", "time", "loss_of_choosing_files", "commit",
+          "left_out")
 READ = ("val_document_tokens", "val_document_losses", "cpu", "torch", "python")
 
 
@@ -49,7 +52,7 @@ READ = ("val_document_tokens", "val_document_losses", "cpu", "torch", "python")
 
 @dataclass
 class Entry:
-    """A family at a size: its reported runs at its learning rate, budget by budget, and how that rate was found."""
+    """A family at a size: its reported runs at its learning rate, budget by budget, and how that rate was chosen."""
 
     model: str
     size: str
@@ -57,29 +60,36 @@ class Entry:
     main: int = 0  # tokens of the budget that is compared, the same for all families of the size
     rate: float = None
     tried: dict = field(default_factory=dict)  # {rate: mean loss on the choosing files}; None: diverged
+    search: dict = field(default_factory=dict)  # {rate: {seed: loss on the choosing files}}; inf: diverged
+    search_noise: tuple = (0.0, 0)  # (variance over seeds of a reported run of the search's budget, degrees of freedom)
     notes: list = field(default_factory=list)
 
-    at_main = functools.cached_property(lambda self: self.runs[self.runs.tokens == self.main].sort_values("seed"))
-    losses = property(lambda self: self.at_main.loss_of_reported_files.tolist())
+    at_main = functools.cached_property(lambda self: self.at(self.main))
+    losses = property(lambda self: self.at_main.val_loss.tolist())
     mean = property(lambda self: statistics.fmean(self.losses) if self.losses else None)
     sd = property(lambda self: statistics.stdev(self.losses) if len(self.losses) > 1 else None)
     first = property(lambda self: self.at_main.iloc[0])
-    weights = property(lambda self: reported(self.first.val_document_tokens))  # tokens of each reported document
-    matrix = property(lambda self: np.array(  # (seeds, documents)
-        [reported(losses) for losses in self.at_main.val_document_losses]))
+    weights = property(lambda self: self.first.val_document_tokens)  # tokens of each held-out document
+    documents = functools.cached_property(lambda self: self.by_seed("val_document_losses", np.asarray))
+
+    def at(self, tokens):
+        return self.runs[self.runs.tokens == tokens].sort_values("seed")
 
     def by_seed(self, column, show=float):
         """{tokens: {seed: value in the column}}"""
         return {int(tokens): {int(seed): show(value) for seed, value in zip(group.seed, group[column], strict=True)}
                 for tokens, group in self.runs.sort_values("seed").groupby("tokens")}
 
-    def curve(self):
-        return compare.Curve(self.by_seed("val_document_losses", reported), self.main, self.weights)
+    def trend(self, budgets):
+        """{seed: nats by which each document's loss changes per doubling of the tokens}, for seeds with all budgets."""
+        x = np.log2(np.array(budgets) / budgets[0])
+        slope = (x - x.mean()) / ((x - x.mean()) @ (x - x.mean()))
+        seeds = sorted(set.intersection(*(set(self.documents.get(t, ())) for t in budgets)))
+        return {seed: slope @ np.array([self.documents[t][seed] for t in budgets]) for seed in seeds}
 
     def log_seconds(self):
-        """(mean, standard error) of log(seconds per token)."""
-        values = [math.log(r.seconds / r.tokens) for r in self.at_main.itertuples()]
-        return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if values[1:] else 0.0
+        """log(seconds per token) of each seed."""
+        return [math.log(r.seconds / r.tokens) for r in self.at_main.itertuples()]
 
 
 def collect(runs):
@@ -94,17 +104,26 @@ def collect(runs):
         if of_size and not common:
             e.notes.append("the families of this size have no budget in common: nothing is compared")
         parameters[e.size] = statistics.median([n for o in of_size for n in o.runs.parameters] or [math.inf])
-    return sorted(entries, key=lambda e: (parameters[e.size], e.size, order.index(e.model)))
+    entries.sort(key=lambda e: (parameters[e.size], e.size, order.index(e.model)))
+    searched = {}
+    for e in entries:
+        if e.search:
+            searched[e.model] = e
+        elif e.rate and (before := searched.get(e.model)):
+            e.search, e.search_noise = before.search, before.search_noise
+            e.notes.append(f"the learning rate is that of {before.size}, scaled by 1 / width: intervals have the error "
+                           "of its search, not that of the scaling")
+    return entries
 
 
 def entry_of(model, size, cells):
     """The Entry of a family's runs at a size; `main` is set by collect."""
-    losses_by_rate, notes = {}, []
-    for run in cells[cells.stage == "search"].itertuples():
+    search, notes, searched = {}, [], cells[cells.stage == "search"]
+    for run in searched.itertuples():
         if not run.left_out or "diverged" in run.left_out:
             loss = math.inf if run.left_out else run.loss_of_choosing_files
-            losses_by_rate.setdefault(run.learning_rate, []).append(loss)
-    best = compare.best_rate(losses_by_rate)
+            search.setdefault(run.learning_rate, {})[run.seed] = loss
+    best = compare.best_rate({rate: list(losses.values()) for rate, losses in search.items()})
     if best and best.beyond:
         notes.append(f"the best learning rate, {best.rate:g}, is still at the edge of those tried")
     planned = cells[cells.stage == "seed"]
@@ -120,39 +139,77 @@ def entry_of(model, size, cells):
     runs = runs[runs.learning_rate == rate]
     runs = runs.iloc[np.argsort(pandas.factorize(runs.tokens)[0], kind="stable")]  # budget by budget, as planned
     tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()} if best else {}
-    return Entry(model, size, runs, rate=rate, tried=tried, notes=notes)
+    alike = runs[runs.tokens.isin(searched.tokens)].loss_of_choosing_files
+    noise = (alike.var(), len(alike) - 1) if len(alike) > 1 else (0.0, 0)
+    return Entry(model, size, runs, rate=rate, tried=tried, notes=notes, search=search, search_noise=noise)
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 def compared(entries):
-    """([dict] of the first family against every other one per size: difference and multipliers, with intervals;
-    [dict] of which family is below all others, per size)."""
+    """([dict] of the first family against every other one per size: difference and multipliers at the compared budget,
+    the same at every `budgets`, and how the difference changes with them; [dict] of which family is below all others,
+    per size)."""
     pairs, winners = [], []
     for size in dict.fromkeys(e.size for e in entries):
         of_size = {name_of(e.model): e for e in entries if e.size == size and e.losses}
-        pooled = compare.pooled_sd([np.array(e.losses) for e in of_size.values()])
-
-        def differ(a, b, of_size=of_size, pooled=pooled):
-            a, b = of_size[a], of_size[b]
-            paired = a.at_main.seed.tolist() == b.at_main.seed.tolist()  # at_main is sorted by seed
-            return compare.difference(a.matrix, b.matrix, a.weights, pooled, paired)
-
-        won = compare.winner({name: e.mean for name, e in of_size.items()}, lambda a, b: (d := differ(a, b)) and d.p)
+        main = next((e.main for e in of_size.values()), 0)
+        at_main = lambda a, b, of_size=of_size, main=main: difference(of_size.values(), of_size[a], of_size[b], main)
+        won = compare.winner({name: e.mean for name, e in of_size.items()},
+                             lambda a, b, at_main=at_main: (d := at_main(a, b)) and d.p)
         winners.append({"size": size, "winner": won.family and of_size[won.family].model, "reason": won.reason,
                         "p": {of_size[name].model: p for name, p in won.p.items()}})
         first = name_of(entries[0].model)
         for other in list(of_size)[1:] if next(iter(of_size), None) == first else ():
-            a, b, d = of_size[first], of_size[other], differ(first, other)
-            m = compare.multiplier(d, a.curve(), b.curve())
-            flops = math.log((a.first.flops / a.first.tokens) / (b.first.flops / b.first.tokens))
-            (at_a, se_a), (at_b, se_b) = a.log_seconds(), b.log_seconds()
-            kinds = {"difference": d, "tokens": m, "flops": compare.times(m, flops),
-                     "seconds": compare.times(m, at_a - at_b, math.hypot(se_a, se_b))}
-            pairs.append({"size": size, "a": a.model, "b": b.model, "tokens_each": a.main,
-                          "seeds": [len(a.losses), len(b.losses)], "pooled_sd": pooled and pooled[0],
-                          **{kind: value and value._asdict() for kind, value in kinds.items()}})
-    return pairs, winners
+            pairs.append(pair(of_size.values(), of_size[first], of_size[other]))
+    corrected = compare.holm({i: p["difference"] and p["difference"]["p"] for i, p in enumerate(pairs)})
+    return [p | {"p_holm": corrected[i]} for i, p in enumerate(pairs)], winners
+
+
+def difference(families, a, b, tokens, losses_of=None):
+    """The compare.Difference of a's and b's losses at a budget, or of losses_of(Entry), {seed: losses (documents,)};
+    families: all of the size, over which the SD is pooled."""
+    losses_of = losses_of or (lambda e: e.documents.get(tokens, {}))
+    x, y = losses_of(a), losses_of(b)
+    if not (x and y):
+        return None
+    rows = lambda losses: np.array(list(losses.values()))
+    pooled = compare.pooled_sd([rows(z) @ a.weights / a.weights.sum() for z in map(losses_of, families) if z])
+    rates = rate_variance(a, b) if tokens else None
+    return compare.difference(rows(x), rows(y), a.weights, pooled, x.keys() == y.keys(), rates)
+
+
+def rate_variance(a, b):
+    """compare.rate_variance of two Entries."""
+    noise = [e.search_noise for e in (a, b)]
+    df = sum(df for _, df in noise)
+    return compare.rate_variance(a.search, b.search, (sum(v * df for v, df in noise) / df, df) if df else None)
+
+
+def pair(families, a, b):
+    """What the report says of two Entries; families: all of the size."""
+    flops = math.log((a.first.flops / a.first.tokens) / (b.first.flops / b.first.tokens))
+    seconds, w = compare.welch(a.log_seconds(), b.log_seconds()), a.weights / a.weights.sum()
+    budgets, rows = sorted(a.documents.keys() & b.documents.keys()), []
+    for tokens in budgets:
+        d = difference(families, a, b, tokens)
+        pooled = {t: compare.pooled_sd([c @ w for e in families if len(c := compare.changes(e.documents, t, tokens))])
+                  for t in budgets}
+        curves = [compare.Curve(e.documents, tokens, w, pooled) for e in (a, b)]
+        m = compare.multiplier(d, *curves)
+        kinds = {"difference": d, "tokens": m, "flops": compare.times(m, flops), "seconds": seconds and compare.times(
+            m, seconds.mean, seconds.high - seconds.mean)}
+        rows.append({"tokens_each": tokens, "seeds": [len(e.documents[tokens]) for e in (a, b)],
+                     **{kind: value and value._asdict() for kind, value in kinds.items()},
+                     "of_claim": curves[0].rise(-math.log(CLAIM)) if curves[0].known else None})
+    shorter = [t for t in budgets if t <= a.main]
+    trend = difference(families, a, b, None, lambda e: e.trend(shorter)) if shorter[1:] else None
+    means = [(math.log(r["tokens_each"]), r["difference"]["mean"]) for r in rows if r["difference"]]
+    crossings = [math.exp(x + (at - x) * y / (y - above)) for (x, y), (at, above) in itertools.pairwise(means)
+                 if y * above < 0]
+    return {"size": a.size, "a": a.model, "b": b.model, **next(r for r in rows if r["tokens_each"] == a.main),
+            "rates_known": rate_variance(a, b) is not None,
+            "trend": trend and trend._asdict(), "crossings": crossings, "budgets": rows}
 
 
 def laws(entries, bootstrap):
@@ -161,7 +218,7 @@ def laws(entries, bootstrap):
     for model in dict.fromkeys(e.model for e in entries if len(e.runs)):
         runs = pandas.concat([e.runs for e in entries if e.model == model and len(e.runs)])
         row = {"model": model, "cannot": None, "warnings": [], "coverage": None, "isoflop": None}
-        N, D, L = runs[["parameters", "tokens", "loss_of_reported_files"]].to_numpy(float).T
+        N, D, L = runs[["parameters", "tokens", "val_loss"]].to_numpy(float).T
         rows.append(row)
         try:
             law = fit.fit_loss(N, D, L, runs.run.tolist(), bootstrap=bootstrap)
@@ -181,8 +238,7 @@ def cosines(runs, entries):
     same = ["model", "size", "tokens", "seed", "learning_rate"]
     lines = runs[(runs.left_out == "") & (runs.stage == "cosine")].merge(
         pandas.concat([runs[:0], *(e.runs for e in entries)]), on=same, suffixes=("", "_wsd"))
-    return [{"model": r.model, "size": r.size, "cosine": r.loss_of_reported_files, "wsd": r.loss_of_reported_files_wsd}
-            for r in lines.itertuples()]
+    return [{"model": r.model, "size": r.size, "cosine": r.val_loss, "wsd": r.val_loss_wsd} for r in lines.itertuples()]
 
 
 def hours_of(used):
@@ -191,16 +247,29 @@ def hours_of(used):
     return hours.groupby(np.where(used.device == used.cpu, "CPU hours", "GPU hours")).sum().to_dict()
 
 
+def wall_hours(used):
+    """Hours during which at least one run was under way; None if some run does not say when it began."""
+    begun = pandas.to_datetime(used.time, utc=True, errors="coerce")
+    if begun.isna().any():
+        return None
+    spent, last = 0.0, -math.inf
+    seconds = (1 - used["from"] / used.steps) * used.seconds
+    for begin, end in sorted((t.timestamp(), t.timestamp() + s) for t, s in zip(begun, seconds, strict=True)):
+        spent, last = spent + max(0.0, end - max(begin, last)), max(last, end)
+    return spent / 3600
+
+
 def numbers_of(runs, entries, accepted, bootstrap):
     """The content of report.json."""
     used, plan, left_out = runs[runs.left_out == ""], runs.attrs, runs[runs.left_out != ""]
     rows = [{"model": e.model, "size": e.size, "learning_rate": e.rate, "learning_rates_tried": e.tried,
-              "mean_loss": e.mean, "sd_loss": e.sd, "losses": e.by_seed("loss_of_reported_files").get(e.main, {}),
-              "notes": e.notes, "budgets": e.by_seed("loss_of_reported_files"),
+              "mean_loss": e.mean, "sd_loss": e.sd, "losses": e.by_seed("val_loss").get(e.main, {}),
+              "notes": e.notes, "budgets": e.by_seed("val_loss"),
               "paper_loss": PAPER.get(e.model, {}).get(e.size) if plan.get("paper") is True else None}
              | ({"parameters": e.first.parameters, "tokens": e.main, "context": e.first.block_size,
                  "bits_per_byte": e.mean / math.log(2) if e.first.val_bits_per_byte > 0 else None,
-                 "flops": e.first.flops, "tokens_per_second": math.exp(-e.log_seconds()[0])} if e.losses else {})
+                 "flops": e.first.flops, "tokens_per_second": math.exp(-statistics.fmean(e.log_seconds()))}
+                if e.losses else {})
              for e in entries]
     pairs, winners = compared(entries)
     numbers = {
@@ -211,7 +280,7 @@ def numbers_of(runs, entries, accepted, bootstrap):
         "mixed_identities": mixed_identities(c["code"] for c in plan["code"]),
         "files": max(map(len, used.val_document_tokens), default=0), "table": rows, "pairs": pairs,
         "sentences": sentences(pairs), "cosines": cosines(runs, entries), "winners": winners,
-        "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(used)},
+        "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(used), "wall": wall_hours(used)},
         "begun": sorted(time[:10] for time in used.time if time)[::max(1, len(used) - 1)],
         "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in used.itertuples()}),
         "versions": {key: sorted(set(used[key].dropna())) for key in ("torch", "python")}}
@@ -234,8 +303,11 @@ def sentences(pairs):
                              f"{p['size']}, with one budget and so no multiplier")
             else:
                 beyond = ", beyond the budgets it ran" * m["beyond"]
+                if (d["low"] > 0 or d["high"] < 0) and p["p_holm"] >= 0.05:
+                    beyond += f", not decided: p = {p['p_holm']:.2g} by Holm's method"
+                seconds = p["seconds"] and f", {span(p['seconds'])} times its seconds"
                 parts.append(f"needs {span(m)} times {name_of(b)}'s tokens at {p['size']} ({span(p['flops'])} times "
-                             f"its FLOPs, {span(p['seconds'])} times its seconds{beyond})")
+                             f"its FLOPs{seconds or ''}{beyond})")
         equal = all(e and e[0] <= 1 <= e[1] for e in ends)
         within = f"{max(max(1 - low, high - 1) for low, high in ends):.0%}" if equal else ""
         tail = f"; they cannot be told apart, and are equal within {within}" * equal
@@ -284,18 +356,60 @@ def loss_table(numbers):
 
 
 def pair_table(numbers):
-    """Rows of the table of differences and multipliers."""
+    """Rows of the table of differences and multipliers, one per budget."""
     rows = []
-    for p in numbers["pairs"]:
-        d = p["difference"]
-        rows.append({"at": p["size"], "pair": f"{name_of(p['a'])} / {name_of(p['b'])}", "loss minus the other's":
-                     f"{d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f})" if d else "one seed: no interval"})
+    for p, r in itertools.chain.from_iterable(itertools.product([p], p["budgets"]) for p in numbers["pairs"]):
+        d, (n, m) = r["difference"], r["seeds"]
+        rows.append({"pair": f"{name_of(p['a'])} / {name_of(p['b'])}", "at": p["size"],
+                     "after": human(r["tokens_each"]), "seeds": str(n) if n == m else f"{n}, {m}",
+                     "loss minus the other's": nats(d) if d else "one seed: no interval"})
         if d:
-            times = {key: p[key.lower()] for key in ("tokens", "FLOPs", "seconds")}
+            times = {key: r[key.lower()] for key in ("tokens", "FLOPs", "seconds")}
             rows[-1] |= {**{key: span(m) if m else DASH for key, m in times.items()},
-                         "SD of seeds": f"{p['pooled_sd']:.4f}" if p["pooled_sd"] else "they differ",
-                         "SE: seeds, files": f"{d['seeds_se']:.4f}, {d['documents_se']:.4f}"}
+                         "p, Holm": f"{p['p_holm']:.2g}" if r["tokens_each"] == p["tokens_each"] else DASH,
+                         "SE (df)": f"{d['se']:.4f} ({d['df'] or math.inf:.0f})", "of it seeds, files, rates":
+                         ", ".join(f"{d[part + '_se']:.4f}" for part in ("seeds", "documents", "rates"))}
     return rows
+
+
+def nats(d):
+    """+0.0028 (-0.0036 .. +0.0091)"""
+    return f"{d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f})"
+
+
+def crossing_lines(numbers):
+    """Where the curves of two families cross, and how their difference changes, in sentences."""
+    lines, others = [], 0
+    for p in numbers["pairs"]:
+        d, at = p["difference"], f"{p['size']}, {name_of(p['a'])} / {name_of(p['b'])}"
+        if not p["rates_known"]:
+            lines.append(f"{at}: the search does not show the error of the chosen rates, so the interval lacks it.")
+        if not (d and p["budgets"][1:]):
+            continue
+        if not (p["crossings"] or d["low"] <= 0 <= d["high"]):
+            others += 1
+            continue
+        where = f"cross at about {' and '.join(map(human, p['crossings']))} tokens" if p["crossings"] else (
+            f"do not cross between {human(p['budgets'][0]['tokens_each'])} and "
+            f"{human(p['budgets'][-1]['tokens_each'])} tokens")
+        trend = f"; the difference changes by {nats(p['trend'])} nats per doubling of the tokens" if p["trend"] else ""
+        lines.append(f"{at}: the mean curves {where}{trend}.")
+    return lines + [f"{others} other pairs of mean curves do not cross."] * bool(others)
+
+
+def paper_lines(numbers):
+    """What the paper claims of Longhorn and Mamba, in nats of this sweep, and what its Table 1 amounts to in tokens."""
+    pairs = [p for p in numbers["pairs"] if (p["a"], p["b"]) == ("longhorn", "mamba") and p["of_claim"]]
+    here = [f"{-r['of_claim']:.3f} at {p['size']} after {human(r['tokens_each'])}" for p in pairs for r in p["budgets"]
+            if r["of_claim"] and r["tokens_each"] >= p["tokens_each"]]
+    gaps = {cell: PAPER["mamba"][cell] - loss for cell, loss in PAPER["longhorn"].items()}
+    slope = lambda tokens: fit.EPOCH["beta"] * fit.EPOCH["B"] / tokens ** fit.EPOCH["beta"]  # nats per e-fold of tokens
+    times = [math.exp(gap / slope(PAPER_TOKENS[cell.split()[0]])) for cell, gap in gaps.items()]
+    return pairs and [
+        f"The paper says that Longhorn has {CLAIM:g} times Mamba's sample efficiency (Figure 1: 1.3B parameters, 100B "
+        f"tokens). Here that would be a difference of {', '.join(here)} nats.",
+        f"In the paper's Table 1 Longhorn ends {min(gaps.values()):.3f} to {max(gaps.values()):.3f} nats below Mamba. "
+        f"By the law of Besiroglu et al. 2024 this is worth {min(times):.2f} to {max(times):.2f} times the tokens."]
 
 
 def law_table(numbers):
@@ -313,15 +427,17 @@ def code_table(numbers):
 # ----------------------------------------------------------------------------------------------------------------- page
 
 LOSSES = """\
-Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on the second half of the {files} held-out
-files; the learning rates were chosen on the first half, with other seeds. Every run decayed its learning rate to 0.
+Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on all {files} held-out files; the learning
+rates were chosen on the first half of them, with other seeds. Every run decayed its learning rate to 0.
 Bold: significantly below all other families of its size (5%, with Holm's correction)."""
 DIFFERENCES = """\
-In brackets: 95% intervals, over seeds and held-out files. Tokens: the first family needs this many times the other's
-tokens to reach the other's loss at the budget in the table, read off the better one's curve over budgets; below 1 the
-first is better. FLOPs and seconds: the same, times the cost per token of each; compare seconds only between runs on an
-otherwise idle machine. If the interval contains 1, the two cannot be told apart and are equal within its ends. The
-intervals are per pair, without correction for multiple comparisons."""
+In brackets: 95% intervals, over seeds, held-out files and the choice of the learning rates: SE times the quantile of
+Student's t with these degrees of freedom on either side. The squares of the three parts add up to that of the SE; a
+part of files that is estimated below 0 is shown as 0. Tokens: the first family needs this many times the other's tokens
+to reach the other's loss at the budget in the row, read off the better one's curve over budgets; below 1 the first is
+better. FLOPs and seconds: the same, times the cost per token of each; compare seconds only between runs on an otherwise
+idle machine. If the interval contains 1, the two cannot be told apart and are equal within its ends. The intervals are
+per pair; p is corrected by Holm's method for all pairs of this page. Only the learning rate was tuned per family."""
 LAW = """\
 L(N, D) = E + A / N^alpha + B / D^beta, fitted to log L with the summed Huber loss (delta 0.001) over runs that decayed
 their learning rate to 0; in brackets 90% intervals. N counts matrices and head (the embedding is tied). a: N_opt ~ C^a.
@@ -343,7 +459,9 @@ def page(numbers, picture):
             f"those of {accepted} are compared with the others because of --accept_code." if accepted
             else "only runs of one version are compared."))
     short += [f"{w['size']}: {w['reason']}." for w in numbers["winners"]]
+    wall = numbers["cost"]["wall"]
     short += [f"All used runs together took {hours:.2f} {kind}." for kind, hours in numbers["cost"]["hours"].items()]
+    short += [f"At least one of them was under way for {runner.hours(3600 * wall)}."] * bool(wall)
     for e in numbers["table"]:
         at = f"{e['size']}, {name_of(e['model'])}"
         tried = ", ".join(rate + (" diverged" if loss is None else f" {loss:.4f}")
@@ -375,6 +493,8 @@ def page(numbers, picture):
         "## Losses", *(titled(LOSSES.format(files=numbers["files"]), loss_table(numbers)) if numbers["runs_used"] else
                        ["There is no usable run."]), listed(notes),
         *titled(f"## Differences and multipliers\n\n{DIFFERENCES}", pair_table(numbers)),
+        listed(crossing_lines(numbers)),
+        *(["## Beside the paper", listed(lines)] if (lines := paper_lines(numbers)) else []),
         *(["## The law L(N, D)", LAW, table(law_table(numbers)), listed(laws)] * bool(numbers["fits"])),
         "## Code and runs left out", code, table(code_table(numbers)),
         "These runs enter no mean, fit or figure in this report." if left_out else "No run was left out.",

@@ -1,6 +1,6 @@
 """Is my architecture better, by how much, and how sure? Plan the runs, run them, report.
 
-    python experiments/scaling/sweep.py duel longhorn mamba       two families, 40 minutes on two cores: one sentence
+    python experiments/scaling/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
     python experiments/scaling/sweep.py duel longhorn "longhorn*3,llama"         a pattern of layers is a family too
     python experiments/scaling/sweep.py laptop                    the paper's six families, an hour on two cores
     python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
@@ -54,7 +54,7 @@ class Size:
 
     argv: tuple = ()
     steps: int = None  # the budget of every reported seed; None: the config's own schedule
-    others: tuple = ()  # further budgets, of the first two seeds: the curve that multipliers are read off
+    others: tuple = ()  # further budgets: the curve that multipliers are read off. Longer ones: of the first two seeds
     seeds: int = 1  # reported
     search: int = 0  # seeds of the search for a rate, at half the budget; 0: the rate of the size before
     config: str = "laptop"
@@ -78,15 +78,16 @@ LAPTOP = ("--eval_block_size=0", "--eval_interval=0", "--eval_tokens=131072", "-
           "--log_interval=32", "--checkpoint_interval=256", "--keep_checkpoints=1")
 PRESETS = {
     "duel": Preset(warmup=26, args=(*LAPTOP, "--eval_tokens=262144", "--final_eval_tokens=262144"), sizes={
-        "460K": Size(M, 1024, (256, 512), seeds=14, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=16)}),
+        "460K": Size(M, 1024, (256, 512), seeds=16, search=4),
+        "1.5M": Size(L, 1024, (256, 512), seeds=16, search=3)}),
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
-        "460K": Size(M, 1024, (256, 512), seeds=5, search=1), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
+        "460K": Size(M, 1024, (256, 512), seeds=5, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
     "night": Preset(models=(*FAMILIES, "rwkv4", "deltanet", "longhorn_exact"), warmup=51, args=LAPTOP, sizes={
-        "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=1),
+        "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=2),
         "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 2048, (1024, 4096), seeds=3)}),
     # 31M tokens: each is read once where the standard library has 31 MB (data/pystdlib/prepare.py --roots for more)
     "gpu": Preset(warmup=23, rate_times_width=0.5, rates=3, jobs_per_gpu=4, sizes={
-        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 940, (235, 470), seeds=4, search=1, config="120m"),
+        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 940, (235, 470), seeds=4, search=2, config="120m"),
         "11.5M": Size(("--n_layer=6", "--n_head=6", "--n_embd=384"), 940, (235, 470), seeds=2, config="120m")}, args=(
             "--dataset=pystdlib", "--vocab_size=0", "--mlp_multiple=64", "--batch_tokens=32768",
             "--micro_batch_size=32", "--compile=false", "--eval_interval=0", "--eval_tokens=0", "--log_interval=20",
@@ -186,7 +187,7 @@ def reported_cells(preset, rates, folder=REPO / "out"):
                 if not s.steps:
                     cells.append(make_cell(preset, "seed", model, size))
                     continue
-                budgets = {s.steps, *(s.others if i < 2 else ())}
+                budgets = {s.steps, *(b for b in s.others if b < s.steps or i < 2)}  # a shorter one is a branch
                 cells += seed_cells(preset, model, size, rate, seed, budgets, folder)
                 if i == 0 and model == preset.models[0]:
                     cells.append(make_cell(preset, "cosine", model, size, s.steps, rate, seed))
@@ -326,8 +327,9 @@ def parser():
                          "new size as LABEL:key=value,key=value, with the runs of the preset's first; give the option "
                          f"once per new size ({', '.join(preset.sizes)})")
         run.add_argument("--steps", type=int, help="the budget of every seed, in optimizer steps")
-        run.add_argument("--budgets", type=numbers(int), help="further budgets, of the first two seeds")
+        run.add_argument("--budgets", type=numbers(int), help="further budgets; longer ones: of the first two seeds")
         run.add_argument("--seeds", type=int, help="how many are reported, at every size")
+        run.add_argument("--search", type=int, help="seeds of the search for a learning rate, at every size")
         runner.add_options(run, "one per core, or the preset's per GPU")
         run.add_argument("--nproc", type=int, help="processes per run (default 1; paper: one per GPU)")
         run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
@@ -362,11 +364,11 @@ def chosen(args, extra=()):
     first = next(iter(preset.sizes.values()))
     sizes = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
              for label, argv in given.items()} or preset.sizes
-    for key in ("seeds", "steps", "nproc"):
+    for key in ("seeds", "steps", "nproc", "search"):
         value = getattr(args, key)
         if value is not None and value < 1:
             raise ConfigError(f"--{key}={value}: 1 or more")
-    changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets}
+    changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets, "search": args.search}
     changes = {key: value for key, value in changes.items() if value is not None}
     sizes = {label: dataclasses.replace(size, **changes) for label, size in sizes.items()}
     smallest = next(iter(sizes))  # of the sizes left out, the rates would be missing
