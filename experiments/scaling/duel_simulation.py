@@ -96,7 +96,7 @@ def grown(simulations, until, rng=0, looks=(8, 11, 14, 16)):
 def record(simulations=20000):
     """Every cell, [{"seeds", "correlation", "search", "times", "misses"}], and the two ways to add seeds."""
     designs = [(16, r, 4) for r in (None, 0.0, 0.7, 0.95)] + [(16, None, 2)]
-    designs += [(n, r, search) for n in (5, 3) for r, search in ((None, 1), (0.95, 2))]
+    designs += [(n, r, search) for n in (5, 3) for r, search in ((None, 1), (0.95, 1), (0.95, 2))]
     designs = [(*design, 1.0) for design in designs]
     designs += [(*design, times) for design in ((16, 0.7, 4), (3, None, 1)) for times in (1.05, 1.1, 1.3, 2.0)]
     cells = [dict(zip(("seeds", "correlation", "search", "times"), design, strict=True)) for design in designs]
