@@ -377,7 +377,7 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
     "the plain loss": ("llama", {"kernels.ops.cross_entropy": lambda f: lambda *args: 1.1 * f(*args)},
                        ("ops.py: linear_cross_entropy", "ops.py: _LinearCrossEntropy"), {}),
     "the exact form's loop": ("longhorn_exact", {"kernels.scan.STEPS": lambda steps: {**steps, "exact": lambda *args: (
-        1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact and", "_exact_step"), {}),
+        1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact,", "_exact_step"), {}),
     "no numbers from the kernel": ("llama", {"kernels.ops._rms_norm_op": lambda f: lambda *args: tuple(
         a * math.nan for a in f(*args))}, ("norm_forward_rows and kernels/ops.py: rms_norm",), {}),
     "the plain loop's own part": ("mamba", {"kernels.scan._loop": lambda f: lambda update, x, *rest: f(
