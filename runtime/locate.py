@@ -23,6 +23,7 @@ from runtime.toys import (
     packing,
     random_rows,
     repeated,
+    through_state,
 )
 
 
@@ -150,15 +151,6 @@ def which_state(toy, x):
     return who(toy, lambda module: differs_by_state(module, random_rows(toy)))
 
 
-def through_state(toy, x):
-    """The logits of x, read in the pieces of CUTS."""
-    state, parts = toy.initial_state(len(x)), []
-    for part in x.split(CUTS, 1):
-        logits, _, state = toy(part, state=state)
-        parts.append(logits)
-    return torch.cat(parts, 1)
-
-
 def apart(a, b):
     """Whether two tensors differ by more than rounding."""
     return max(differences({"": in_float64(a)}, {"": in_float64(b)}).values()) > LEAST
@@ -223,4 +215,5 @@ def first_nan(toy, batch):
         loss_alone(toy, *batch)
     for hook in hooks:
         hook.remove()
-    return f"first behind {bad[0]}" if bad else f"no branch makes it: see {place(type(toy).forward)}"
+    not_finite = lambda module: not is_finite(output_and_gradients(module, random_rows(toy)))
+    return f"first behind {bad[0]}" if bad else f"see {who(toy, not_finite)}"

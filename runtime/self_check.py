@@ -46,6 +46,7 @@ from runtime.toys import (
     is_finite,
     loss_alone,
     loss_of_logits,
+    loss_of_whole,
     loss_through_state,
     original,
     output_and_gradients,
@@ -53,6 +54,7 @@ from runtime.toys import (
     packing,
     random_rows,
     repeated,
+    through_state,
     toys,
 )
 
@@ -147,7 +149,7 @@ def compare(toy, plain, batch, packed):
     toy.train()
     varies = varies_in_training(toy, batch[0])
     with packing(packed, toy, plain):
-        trains, tally = compare_training(toy, plain, rows, varies)
+        tally = compare_training(toy, plain, rows, varies)
     toy.eval()
     with torch.no_grad():
         if not varies:
@@ -161,7 +163,7 @@ def compare(toy, plain, batch, packed):
     if without:
         return f"{tally}; state left out: {', '.join(dict.fromkeys(without))} keeps none"
     with packing(packed, toy):
-        compare_states(toy, rows, tally, trains)
+        compare_states(toy, rows, tally)
     return str(tally)
 
 
@@ -177,8 +179,8 @@ def varies_in_training(toy, x):
 
 
 def compare_training(toy, plain, batch, varies):
-    """(the loss and gradients, a Tally): the loss alone and from logits, fast and plain operators. Gradients are
-    compared in training mode, or in eval mode if `varies`: float32 and float64 do not draw the same random numbers."""
+    """A Tally: the loss alone and from logits, fast and plain operators, gradients on and off. Gradients are compared
+    in training mode, or in eval mode if `varies`: float32 and float64 do not draw the same random numbers."""
     backend = toy.config.backend
     with repeated(toy), torch.no_grad():
         once = {"the loss": loss_alone(toy.train(), *batch)}
@@ -202,7 +204,7 @@ def compare_training(toy, plain, batch, varies):
     tally.agree("", got, trains, lambda: f"{locate.which_by_gradients(toy, batch)} with gradients and under "
                 "torch.no_grad", MODES)
     if backend == "torch":
-        return trains, tally
+        return tally
     ways = lambda: two_losses(toy)
     tally.agree("the loss alone and from logits", gradients(toy, loss_of_logits, batch), trains, ways, LOGITS)
     with torch.no_grad():
@@ -227,7 +229,7 @@ def compare_training(toy, plain, batch, varies):
             with build.plain(op), constants(IN_ONE):
                 slow = output_and_gradients(locate.Alone(mixer), x)
         tally.agree(operators, slow, fast, lambda op=op: locate.operator_places(toy, op), TORCH)
-    return trains, tally
+    return tally
 
 
 def two_losses(toy):
@@ -268,9 +270,8 @@ def compare_reading(toy, x, logits, packed_rows, tally):
                     "start each document empty, as token_shift of mixers.py does, or use --documents=join")
 
 
-def compare_states(toy, batch, tally, trains):
-    """In eval mode: whole sequences, and the same tokens through the state. trains: loss and gradients of the whole
-    that are known already, and used if the loss is the same."""
+def compare_states(toy, batch, tally):
+    """In eval mode: whole sequences, and the same tokens through the state."""
     x, y = batch
     places = lambda: f"{locate.which_state(toy, x)} over the whole sequence and through the state"
     last = {"last_only": True} if "last_only" in inspect.signature(toy.forward).parameters else {}
@@ -279,13 +280,12 @@ def compare_states(toy, batch, tally, trains):
         for part in x.split(CUTS, 1):  # as in sampling, where a cache grows in place
             step, _, state = toy(part, state=state, **last)
             steps.append(step[:, -1])
-        logits, loss = toy(x)[0], loss_alone(toy, x, y)
+        logits = toy(x)[0]
     ends = torch.tensor(CUTS).cumsum(0) - 1
     tally.agree("whole sequences and states", {"the logits": torch.stack(steps, 1)}, {"the logits": logits[:, ends]},
                 places, STATE)
-    same = torch.equal(loss.double().cpu(), trains["the loss"])
     tally.agree("whole sequences and states", gradients(toy, loss_through_state, batch),
-                trains if same else gradients(toy, loss_alone, batch), places, STATE)
+                gradients(toy, loss_of_whole, batch), places, STATE)
 
 
 def compare_rounded(toy, plain, batch, dtype):
@@ -328,7 +328,7 @@ def compare_rounded_paths(toy, plain, batch, number):
         with torch.autocast(x.device.type, enabled=False):
             true = toy(x)[0]
         usual, = differences({"": plain(x)[0]}, {"": true}).values()
-        error, = differences({"": locate.through_state(toy, x)}, {"": toy(x)[0]}).values()
+        error, = differences({"": through_state(toy, x)}, {"": toy(x)[0]}).values()
         if error > max(ROUNDING * usual, OTHER_ORDER):
             places = locate.who(toy, lambda m: locate.differs_by_state(m, random_rows(toy), ROUNDING * usual))
             refuse(f"in {number} {places} over the whole sequence and through the state", error, "the logits", usual,

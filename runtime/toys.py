@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from kernels import linear_attention, ops
 
@@ -144,13 +145,22 @@ def loss_of_logits(model, x, y):
     return model(x, y)[1]
 
 
+def loss_of_whole(model, x, y):
+    """The plain loss of the logits without targets: whatever loss is trained on, sampling follows these."""
+    return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+
+
 def loss_through_state(model, x, y):
-    """The loss of the same tokens, read in the pieces of CUTS."""
-    state, loss = model.initial_state(len(x)), 0.0
-    for x_part, y_part in zip(x.split(CUTS, 1), y.split(CUTS, 1), strict=True):
-        _, part, state = model(x_part, y_part, state=state)
-        loss = loss + part * (x_part.shape[1] / x.shape[1])
-    return loss
+    return F.cross_entropy(through_state(model, x).flatten(0, 1), y.flatten())
+
+
+def through_state(model, x):
+    """The logits of x, read in the pieces of CUTS."""
+    state, parts = model.initial_state(len(x)), []
+    for part in x.split(CUTS, 1):
+        logits, _, state = model(part, state=state)
+        parts.append(logits)
+    return torch.cat(parts, 1)
 
 
 def gradients(model, loss_of, batch):
