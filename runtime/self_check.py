@@ -7,16 +7,16 @@ compares the loss and every gradient:
 
     loss alone   the loss that training computes, and the loss computed from logits
     operators    the training backend, and --backend=torch
-    mode         training and eval mode, unless the model draws random numbers in training
-    state        whole sequences, and the same tokens in chunks and single steps
+    mode         training and eval mode, unless the model draws random numbers in training; with gradients and without
+    state        whole sequences, and the same tokens in chunks and single steps; logits with targets and without
     documents    with --documents=pack: packed documents, and each document alone
 
 It also stops at a model that is not deterministic, and at one whose logits depend on later tokens.
 
 Each tensor may differ by FACTOR times the error that the plain operators make in float32, measured against the same toy
-in float64, or by LEAST; by OTHER_ORDER where the two sum in another order. If training computes in bfloat16, the
-operators are compared once more in bfloat16, where they may have ROUNDING times the plain operators' own error; other
-libraries' kernels that take 16 bits only are compared there alone.
+in float64, or by LEAST; by OTHER_ORDER where the two sum in another order. If training computes in bfloat16, operators,
+losses and states are compared once more in bfloat16, where operators and states may have ROUNDING times the plain
+operators' own error; other libraries' kernels that take 16 bits only are compared there alone.
 
 `--self_check=off` skips the check, `--self_check=only` stops after it.
 """

@@ -191,9 +191,8 @@ def output_and_gradients(branch, x, state=None, cuts=None):
 
 
 def in_float64(a):
-    """A tensor in float64 on the CPU; complex numbers are pairs."""
-    a = a.detach()
-    return (torch.view_as_real(a) if a.is_complex() else a).double().cpu()
+    """A tensor in float64 on the CPU."""
+    return a.detach().double().cpu()
 
 
 @contextlib.contextmanager
