@@ -18,6 +18,8 @@ from runtime.toys import (
     in_float64,
     is_finite,
     loss_alone,
+    loss_of_whole,
+    loss_through_state,
     original,
     output_and_gradients,
     packing,
@@ -134,15 +136,17 @@ def functions_of(run, *args):
         sys.setprofile(before)
 
 
-def which_state(toy, x):
+def which_state(toy, batch, tally):
     """The operator whose plain version keeps the right state, else the mixers that differ through the state."""
     def agrees(*plain):
-        with build.plain(*plain), torch.no_grad():
-            return not apart(through_state(toy, x), toy(x)[0])
+        with build.plain(*plain):
+            with torch.no_grad():
+                ys = {"the logits": through_state(toy, batch[0])}, {"the logits": toy(batch[0])[0]}
+            both = [ys, [gradients(toy, loss, batch) for loss in (loss_through_state, loss_of_whole)]]
+            return all(tally.excess(got, wanted)[0] < 1 for got, wanted in both)
 
-    operators = dict.fromkeys(getattr(b.mixer, "operator", None) for _, b in toy.branches())
-    for op in operators if toy.config.backend != "torch" and not agrees() else ():
-        if op in build.BODIES and agrees(op):
+    for op in build.BODIES if toy.config.backend != "torch" else ():
+        if agrees(op):
             return f"{' and '.join(build.BODIES[op])} ({op})"
     if toy.config.documents == "pack":
         with packing(False, toy):

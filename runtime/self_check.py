@@ -272,8 +272,8 @@ def compare_reading(toy, x, logits, packed_rows, tally):
 
 def compare_states(toy, batch, tally):
     """In eval mode: whole sequences, and the same tokens through the state."""
-    x, y = batch
-    places = lambda: f"{locate.which_state(toy, x)} over the whole sequence and through the state"
+    x = batch[0]
+    places = lambda: f"{locate.which_state(toy, batch, tally)} over the whole sequence and through the state"
     last = {"last_only": True} if "last_only" in inspect.signature(toy.forward).parameters else {}
     with torch.no_grad():
         state, steps = toy.initial_state(len(x)), []

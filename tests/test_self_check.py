@@ -389,6 +389,10 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
             lambda ctx, *args: f(ctx, *args) * (1 if args[-1] else 1.01)))},
         ("ops.py: _LinearCrossEntropy", "with gradients and under"), {}),
     "a cache that grows": ("llama", {"model.append_to_cache": forgets}, ("model.py: Attention.forward", *STATE), {}),
+    "the gradient of a convolution's state": (
+        "mamba", {"kernels.ops._conv_op": lambda f: lambda x, weight, bias, state, *rest: f(
+            x, weight, bias, state if state is None else (state + state.detach()) / 2, *rest)},
+        ("kernels/conv_norm.cu: conv_forward and kernels/ops.py: _conv_torch (causal_conv1d)", *STATE), {}),
     "a norm in training": ("gla", {"model.RMSNorm.forward": lambda f: lambda self, x: f(
         self, x) * (1.02 if self.training else 1)}, ("self-check: model.py: RMSNorm.forward in training and in",), {}),
     "a branch in training": ("gla", {"model.Branch.forward": lambda f: lambda self, h, state=None: (
