@@ -28,6 +28,8 @@ from runtime.toys import (
     through_state,
 )
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 class Alone(torch.nn.Module):
     """A branch's mixer or norm, called as a branch is."""
@@ -67,14 +69,16 @@ def of_mixer(branch):
 
 def place(function):
     """'model.py: LM.forward'."""
-    return f"{function.__module__.replace('.', '/')}.py: {function.__qualname__}"
+    file = f"{function.__module__.replace('.', '/')}.py"
+    if file == "__main__.py":  # as experiments/vision/classify.py
+        file = Path(sys.modules["__main__"].__file__).resolve().relative_to(ROOT)
+    return f"{file}: {function.__qualname__}"
 
 
 def described(error):
     """'IndexError: index 1 is out of range (model.py, line 439)', in the project's own file."""
-    root = Path(__file__).resolve().parents[1]
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if root in Path(f.filename).parents]
-    where = f" ({Path(frames[-1].filename).relative_to(root)}, line {frames[-1].lineno})" if frames else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if ROOT in Path(f.filename).parents]
+    where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
@@ -103,6 +107,7 @@ def operator_places(toy, op):
     starts = document_starts(x) if toy.config.documents == "pack" else None
     for part in (Alone(part) for _, branch in toy.branches() for part in (branch.mixer, branch.norm)):
         with ops.documents(starts), contextlib.suppress(Exception):  # what does not run alone is left out
+            output_and_gradients(part, x)  # shapes are checked at the first call only
             fast, by_kernels = functions_of(output_and_gradients, part, x)
             with build.plain(op):
                 slow, by_loops = functions_of(output_and_gradients, part, x)

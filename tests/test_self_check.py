@@ -405,8 +405,8 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
                                       ("longhorn_scan.cu: Mamba", "kernels/scan.py: _mamba"), {"documents": "pack"}),
     "a kernel's helper": ("mamba", {"kernels.ops._conv_anew": lambda f: lambda y, *rest: 1.1 * f(y, *rest)},
                           ("conv_norm.cu: conv_forward, kernels/ops.py:", "_conv_anew"), {"documents": "pack"}),
-    "token 0 ignored": ("llama", {"model.cross_entropy": lambda f: lambda logits, targets: F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=0)}, LOSSES, {}),
+    "token 0 ignored": ("gla", {"model.cross_entropy": lambda f: lambda logits, targets: F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=0)}, LOSSES, {"n_layer": 4}),
     "no numbers in the gradient": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
         self, x + (0 * x).sqrt(), state)}, ("its gradient has no numbers: see model.py: GLA.forward (GLA)",), {}),
     "evaluation only": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
@@ -419,7 +419,7 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
     "the exact form's loop": ("longhorn_exact", {"kernels.scan.STEPS": lambda steps: {**steps, "exact": lambda *args: (
         1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact,", "_exact_step"), {}),
     "no numbers from the kernel": ("llama", {"kernels.ops._rms_norm_op": lambda f: lambda *args: tuple(
-        a * math.nan for a in f(*args))}, ("norm_forward_rows and kernels/ops.py: rms_norm",), {}),
+        a * math.nan for a in f(*args))}, ("norm_forward_rows", "_rms_norm_backward", "and kernels/ops.py: rms_norm (rms_norm)"), {}),
     "the plain loop's own part": ("mamba", {"kernels.scan._loop": lambda f: lambda update, x, *rest: f(
         update, 0.9 * x, *rest)}, ("longhorn_scan.cu: Mamba and", "_mamba_step", "_loop"), {}),
     # neither names a place that was not edited
