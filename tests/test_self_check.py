@@ -419,7 +419,7 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
     "the exact form's loop": ("longhorn_exact", {"kernels.scan.STEPS": lambda steps: {**steps, "exact": lambda *args: (
         1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact,", "_exact_step"), {}),
     "no numbers from the kernel": ("llama", {"kernels.ops._rms_norm_op": lambda f: lambda *args: tuple(
-        a * math.nan for a in f(*args))}, ("norm_forward_rows", "_rms_norm_backward", "kernels/ops.py: rms_norm ("), {}),
+        a * math.nan for a in f(*args))}, ("norm_forward_rows", "_norm_args", "kernels/ops.py: rms_norm ("), {}),
     "the plain loop's own part": ("mamba", {"kernels.scan._loop": lambda f: lambda update, x, *rest: f(
         update, 0.9 * x, *rest)}, ("longhorn_scan.cu: Mamba", "_mamba_step", "_loop"), {}),
     # neither names a place that was not edited
