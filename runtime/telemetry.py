@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import math
+import re
 import resource
 import shlex
 import subprocess
@@ -24,7 +25,7 @@ from tools.loss_curve import draw_loss
 PICTURE_SECONDS = 60  # between plots, drawn by a separate process: importing matplotlib takes 2 s
 
 # Dense bf16 peak per device in FLOP/s, from data sheets; an unknown device gets no MFU.
-# The first name in a device's counts: H200 stands before H20, A100 and A10G before A10.
+# The first name in a device's counts, as the end of a word: H100 stands after H100 PCIe.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12,
               "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "B200": 2250e12, "B300": 2250e12, "RTX 5090": 209e12,
               "RTX 4090": 165e12, "RTX 3090": 71e12}
@@ -61,9 +62,9 @@ class Telemetry:
         """Mark the run as already finished: `finish` will only say so."""
         self.done, self.complete = step, True
 
-    def open(self, step, settings, lines):
-        """Open the records at `step`: config.json, log.jsonl, Weights & Biases, the progress bar; and print a summary
-        of the run."""
+    def open(self, step, settings, lines, log_crc32=None):
+        """Open the records at `step`: config.json, log.jsonl (of the checksum that the checkpoint has, if any), Weights
+        & Biases, the progress bar; and print a summary of the run."""
         config, model, progress = self.config, self.model, self.progress
         self.done, self.last_log_step, self.paused_seconds = step, step, 0.0
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -86,7 +87,7 @@ class Telemetry:
                     "config": settings, "derived": self.derived, "environment": self.environment,
                     "code_versions": progress.code_versions, "data": data,
                     "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
-                self.log_file = Log(self.out, step)
+                self.log_file = Log(self.out, step, log_crc32)
             lines += [self.log_file.damage] * bool(self.log_file.damage)
             if self.wandb:
                 progress.wandb_id = progress.wandb_id or uuid.uuid4().hex[:8]  # a resumed run keeps its id
@@ -310,8 +311,9 @@ def in_words(metrics):
 
 
 def peak_flops(device_name):
-    """The device's dense bf16 peak in FLOP/s; None if unknown."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in (device_name or "")), None)
+    """The device's dense bf16 peak in FLOP/s; None if unknown. A laptop's GPU is another one of the same name."""
+    named = lambda name: re.search(rf"{name}\b(?!.* Laptop)", device_name or "")
+    return next((peak for name, peak in PEAK_FLOPS.items() if named(name)), None)
 
 
 def peak_memory(device):
