@@ -147,9 +147,10 @@ def parameter_count(model):
 
 
 def running_branches(model):
-    """A model's branches without those of an average of weights; [] if it is not an LM."""
-    left_out, modules = averages(model), model.named_modules(remove_duplicate=False)
-    return [m for name, m in modules if isinstance(m, Branch) and name not in left_out] * hasattr(model, "branches")
+    """A model's branches in every place where they stand, without those of an average of weights; [] if it is not an
+    LM."""
+    left_out, branches = averages(model), {b for _, b in model.branches()} if hasattr(model, "branches") else ()
+    return [m for name, m in model.named_modules(remove_duplicate=False) if m in branches and name not in left_out]
 
 
 def state_size(model, T=None):
