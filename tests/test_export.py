@@ -474,6 +474,55 @@ def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
     assert run(check=tmp_path / "hf").code == run(check=tmp_path / "hf", out_dir=tmp_path / "run").code == 0
 
 
+@pytest.mark.parametrize("family", PARITY)
+def test_packed_documents_leave_with_their_code(family, tmp_path, monkeypatch):
+    """The class of transformers would read on after the token that ends a document."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    lm, text = tiny(family, documents="pack", end_of_text=10), torch.tensor([[65, 66, 10, 67, 68, 69]])
+    said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf").out
+    assert f"no {export.ARCHITECTURES[family]}: " in said and "documents=pack" in said
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    close(theirs(text).logits, lm(text)[0], 1e-5)
+    make_run(tmp_path / "other", tiny(family, documents="pack"))  # with no such token there is nothing to end
+    assert "trust_remote_code" not in run(out_dir=tmp_path / "other", to=tmp_path / "to").out
+
+
+def test_rwkv4_may_leave_with_code_that_reads_padded_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    lm = tiny("rwkv4")
+    said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "theirs").out
+    assert "attention_mask" in said and "--own_code" in said
+    said = run(out_dir=tmp_path / "run", to=tmp_path / "ours", own_code=True).out
+    assert "trust_remote_code=True" in said and "attention_mask" not in said
+    ids, mask = side_by_side(ROWS, "left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", trust_remote_code=True)
+    for logits, row, real in zip(model(ids, attention_mask=mask).logits, ROWS, mask.bool(), strict=True):
+        close(logits[real], lm(row[None])[0][0], 1e-5)
+
+
+def test_every_way_to_import_a_file_of_ones_own_travels(edited, tmp_path):
+    """The copy is not on sys.path, as in a process elsewhere."""
+    root = tmp_path / "copy"
+    (root / "inner").mkdir(parents=True)
+    (root / "ones_own.py").write_text("import math, inner.deep\nSCALE = inner.deep.HALF * math.sqrt(4.0)\n")
+    (root / "inner" / "__init__.py").touch()
+    (root / "inner" / "deep.py").write_text("HALF = 0.5\n")
+    edited("""
+import ones_own as oo
+import inner.deep as deep  # a remark
+import math, ones_own
+def scaled(m, x):
+    import inner.deep, math
+    from inner import (
+        deep as again,
+    )
+    import ones_own
+    return RMSNorm.unscaled(m, x) * oo.SCALE * inner.deep.HALF * math.sqrt(ones_own.SCALE + deep.HALF + again.HALF)
+RMSNorm.unscaled, RMSNorm.forward = RMSNorm.forward, scaled
+""", "gla")
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
+
+
 def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
     edited("# a remark\n")
     assert "trust_remote_code" not in run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
@@ -523,6 +572,18 @@ def test_check_sees_what_is_no_longer_what_was_exported(tmp_path):
         checkpoint.save(to / "model.safetensors", tensors, {}, kind="pt")
         refused(run(check=to), "not the model that was exported", "differ")
         (to / "model.safetensors").write_bytes(weights)
+        for name in {*os.listdir(to)} - {"model.safetensors", "README.md"}:
+            content = (to / name).read_bytes()
+            at = content.index(b"e")
+            for damaged in (content[:at] + b"f" + content[at + 1:], None, content[:at] + b"\xff" + content[at + 1:]):
+                (to / name).unlink() if damaged is None else (to / name).write_bytes(damaged)
+                refused(run(check=to), name)
+            (to / name).write_bytes(content)
+        (to / "config.json").write_text(json.dumps({**json.loads(text), "eos_token_id": 7}))
+        refused(run(check=to), "its config.json is missing, damaged or edited")
+        (to / "README.md").write_text("mine")
+        (to / "config.json").write_text(json.dumps(json.loads(text), indent=1))
+        assert run(check=to).code == 0
         (to / "config.json").write_text(json.dumps({**json.loads(text), "run": {}}))
         refused(run(check=to), "does not say what to verify")
     refused(run(check=tmp_path / "nowhere"), "nowhere/config.json")
@@ -742,7 +803,7 @@ def test_what_else_transformers_asks_of_a_model(family, code):
     assert (once, twice, gradients()[0]) == (2, 4, 2) and all(map(torch.equal, plain, again))
 
 
-TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n"]
+TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n", "\0ÿĀ\x7f"]
 
 
 def test_tokenizers_travel(tmp_path):
@@ -761,9 +822,9 @@ def test_tokenizers_travel(tmp_path):
         config = export.read_json(tmp_path / f"to_{kind}" / "config.json")
         end = {"gpt2": 50256, "hf": 0}.get(kind)
         assert config["eos_token_id"] == theirs.eos_token_id == end
-        padding = {"bytes": None, "char": len(table)}.get(kind, end)  # LLaMA's 256 rows leave no room for one
-        assert theirs.pad_token_id == padding == config["pad_token_id"]
-        assert padding is None or theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
+        padding = {"bytes": 255, "char": len(table)}.get(kind, end)  # no text has byte 255
+        assert theirs.pad_token_id == padding and config["pad_token_id"] == (None if kind == "bytes" else padding)
+        assert theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
 
 
 def test_a_push_is_the_hubs_own_client(tmp_path, monkeypatch):

@@ -63,8 +63,21 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
     def get_data(self, path):
         text = SOURCES.get(Path(path).relative_to(self.root).as_posix(), "")
         text = re.sub(rf"(?m)^(\s*)from ({self.names})\b", rf"\1from {self.package}.\2", text)
-        text = re.sub(rf"(?m)^(\s*)import ({self.names})$", rf"\1from {self.package} import \2", text)
+        text = re.sub(r"(?m)^(\s*)import ([\w ,.]+)", self.imports, text)
         return text.replace('"longhorn::', f'"{self.package}::').encode()
+
+    def imports(self, line):
+        """`import a, b.c as d`, in which our own are imported from the package."""
+        parts = []
+        for part in map(str.strip, line[2].split(",")):
+            name, top = part.split(" ")[0], re.split(r"[ .]", part)[0]
+            if not re.fullmatch(self.names, top):
+                parts.append(f"import {part}")
+            elif " as " in part:
+                parts.append(f"import {self.package}.{part}")
+            else:
+                parts.append(f"import {self.package}.{name}; from {self.package} import {top}")
+        return line[1] + "; ".join(parts)
 
 
 def load_sources():
