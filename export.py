@@ -86,7 +86,7 @@ SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "bac
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
 CHECK_TOKENS = 4096  # at most block_size
-RWKV = "; RwkvForCausalLM ignores attention_mask (pad no batches) and has no beam search: --own_code has both"
+RWKV = "; RwkvForCausalLM ignores attention_mask and mixes a batch's rows: give it one text at a time, or --own_code"
 
 KINDS = {"llama": "llama", "mamba": "mamba", "rwkv": "rwkv4"}  # model_type in transformers -> our family
 # field -> (default in transformers, value that our skeleton has); other values would change the function
@@ -442,9 +442,9 @@ def modelling_code():
 def tokenizer_files(meta, vocab=None, most=None):
     """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the one that pads or None).
 
-    Padding is the token that ends a text or, if that is ordinary text, byte 255, which no UTF-8 text has; for other
-    tokenizers a token after the vocabulary, below `most` if given. Without files if the tokenizer is unknown, or cannot
-    be loaded (which is printed).
+    Padding is the token that ends a text or, if that is ordinary text, one after the vocabulary, below `most` if given;
+    of 256 bytes then byte 255, which no UTF-8 text has. Without files if the tokenizer is unknown, or cannot be loaded
+    (which is printed).
     """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
@@ -461,10 +461,10 @@ def tokenizer_files(meta, vocab=None, most=None):
     if end:
         settings |= {"bos_token": end, "eos_token": end, "pad_token": end}
         end = padding = text.eot_token
-    elif text.kind == "bytes" or most is None or text.n_vocab < most:
-        padding, settings["pad_token"] = 255 if text.kind == "bytes" else text.n_vocab, "<|pad|>"
-        if text.kind == "bytes":
-            ids = tokenizer_json["model"]["vocab"]
+    elif most is None or text.n_vocab < most or text.kind == "bytes":
+        padding, settings["pad_token"] = text.n_vocab, "<|pad|>"
+        if padding == most:
+            padding, ids = 255, tokenizer_json["model"]["vocab"]
             tokenizer_json["model"]["vocab"] = {token if i < 255 else "<|pad|>": i for token, i in ids.items()}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer_json["added_tokens"].append({"id": padding, "content": "<|pad|>", **flags, "special": True})

@@ -822,7 +822,7 @@ def test_tokenizers_travel(tmp_path):
         config = export.read_json(tmp_path / f"to_{kind}" / "config.json")
         end = {"gpt2": 50256, "hf": 0}.get(kind)
         assert config["eos_token_id"] == theirs.eos_token_id == end
-        padding = {"bytes": 255, "char": len(table)}.get(kind, end)  # no text has byte 255
+        padding = {"bytes": 255, "char": len(table)}.get(kind, end)  # LLaMA has 256 rows; no text has byte 255
         assert theirs.pad_token_id == padding and config["pad_token_id"] == (None if kind == "bytes" else padding)
         assert theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
 
