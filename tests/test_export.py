@@ -523,6 +523,27 @@ RMSNorm.unscaled, RMSNorm.forward = RMSNorm.forward, scaled
     assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
 
 
+def test_a_parameter_with_two_names_stays_one(edited, tmp_path):
+    """A norm shared by a layer's branches, and a head that is the embedding: loaded, saved by transformers, loaded."""
+    lm = edited("""
+class Shared(LM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.head = nn.Linear(32, 256, bias=False)
+        self.head.weight = self.embed.weight
+        for layer in self.layers:
+            layer.branches[1].norm = layer.branches[0].norm
+LM = Shared
+""", "gla")
+    run(out_dir=tmp_path / "run", to=tmp_path / "hf")
+    for folder in (tmp_path / "hf", tmp_path / "again"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        close(model(TOKENS).logits, lm(TOKENS)[0], 1e-5)
+        assert model.num_parameters() == sum(p.numel() for p in lm.parameters())
+        assert model.model.head.weight is model.model.embed.weight
+        model.save_pretrained(tmp_path / "again")
+
+
 def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
     edited("# a remark\n")
     assert "trust_remote_code" not in run(out_dir=tmp_path / "run", to=tmp_path / "hf").out

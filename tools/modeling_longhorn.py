@@ -173,7 +173,13 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
             self.model = module.LM(module.ModelConfig(**settings, backend=config.backend or backend))
         saved = self.state_dict()
         self.unsaved = {name: buffer.clone() for name, buffer in self.named_buffers() if name not in saved}
+        first = {}  # parameter: the first of its names
+        of = {name: first.setdefault(p, name) for name, p in self.named_parameters(remove_duplicate=False)}
+        self._tied_weights_keys = {name: source for name, source in of.items() if name != source}
         self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels=False):
+        return dict(self._tied_weights_keys)  # transformers would look at the config's tie_word_embeddings
 
     @torch.no_grad()
     def _init_weights(self, module):
