@@ -148,7 +148,7 @@ def names(config, kind):
     have RWKV-4's shifts; any other for our own.
     """
     if kind not in ENDS:
-        return {name: (name, None) for name in skeleton(config).state_dict()}
+        return {name: (name, None) for name in weights_of(skeleton(config))}
     mapping = {name: (prefix, None) for name, prefix in ENDS[kind].items()}
     layer, whole_names, fused = LAYERS[kind]
     for i in range(2 * config.n_layer if kind == "mamba" else config.n_layer):
@@ -167,6 +167,11 @@ def skeleton(config):
         return LM(config)
 
 
+def weights_of(lm):
+    """The LM's state_dict without what get_extra_state returns, which is for training."""
+    return {name: t for name, t in lm.state_dict().items() if not name.endswith("_extra_state")}
+
+
 def as_in_file(state, config, kind):
     """{name in the file: tensor} from one of our state_dicts; views where possible."""
     tensors = {}
@@ -181,7 +186,7 @@ def as_in_file(state, config, kind):
 
 def misfit(lm):
     """Why transformers' class for its family cannot hold an LM's tensors; None if it can, as far as names tell."""
-    ours, kind = lm.state_dict(), family(lm.config)
+    ours, kind = weights_of(lm), family(lm.config)
     theirs = {our_name for our_name, _ in names(lm.config, kind).values()}
     if kind in ARCHITECTURES and lm.config.documents == "pack" and lm.config.end_of_text >= 0:
         return "it reads on after the token that ends a document (documents=pack)"
@@ -247,7 +252,7 @@ def from_hf(config, tensors):
         lm = skeleton(ours)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the config describes no valid model: {error}") from None
-    expected, skeletons = as_in_file(lm.state_dict(), ours, kind), lm.state_dict()
+    expected, skeletons = as_in_file(lm.state_dict(), ours, kind), weights_of(lm)
     check_tensors(expected, tensors, ours.model)
     floats = [tensors[name].dtype for name, t in expected.items() if t.is_floating_point()]
     dtype, parts = functools.reduce(torch.promote_types, floats, torch.float32), {}
@@ -256,7 +261,7 @@ def from_hf(config, tensors):
         parts.setdefault(our_name, []).append(1 - t if ".time_mix_" in name else t)
     state = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in parts.items()}
     lm = LM(ours).to(dtype)  # not the skeleton: a mixer may hold tensors that no file has
-    lm.load_state_dict({name: t.reshape(skeletons[name].shape) for name, t in state.items()})
+    lm.load_state_dict({name: t.reshape(skeletons[name].shape) for name, t in state.items()}, strict=False)
     return lm.eval()
 
 

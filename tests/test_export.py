@@ -439,7 +439,7 @@ def edited(tmp_path, monkeypatch):
     export.py reads; its class is that of the edited code, and so is what is exported."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
-    def edited(text, family="llama"):
+    def edited(text, family="llama", prepare=lambda lm: None):
         root = tmp_path / "copy"
         for name in tracked():
             if name.endswith((".py", ".cu", ".h")) and not name.startswith(("tests/", "bench/", "experiments/")):
@@ -453,6 +453,7 @@ def edited(tmp_path, monkeypatch):
         module = namespace["load_sources"]()[0]
         monkeypatch.setattr(test_sample, "LM", module.LM)
         lm = tiny(family)
+        prepare(lm)
         make_run(tmp_path / "run", lm)
         monkeypatch.setattr(export, "LM", module.LM)
         monkeypatch.setattr(sample, "load_model", lambda folder: (
@@ -521,6 +522,26 @@ def scaled(m, x):
 RMSNorm.unscaled, RMSNorm.forward = RMSNorm.forward, scaled
 """, "gla")
     assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
+
+
+def test_extra_state_stays_with_the_run(edited, tmp_path):
+    """What a model keeps for its training through get_extra_state, in any form, is no weight."""
+    lm = edited("""
+class Counting(LM):
+    steps = None
+    def get_extra_state(self):
+        return {"steps": self.steps, "last": torch.ones(3)} if self.steps else None
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+LM = Counting
+""", "gla", lambda lm: setattr(lm, "steps", 5))
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    close(model(TOKENS).logits, lm(TOKENS)[0], 1e-5)
+    model.save_pretrained(tmp_path / "again")
+    tensors, meta = checkpoint.load(tmp_path / "run" / "checkpoint.safetensors")
+    state = checkpoint.unflatten(tensors, meta["skeleton"])["model"]
+    assert state["_extra_state"]["steps"] == 5 and checkpoint.misfit(state, type(lm)(lm.config)) is None
 
 
 def test_a_parameter_with_two_names_stays_one(edited, tmp_path):

@@ -178,6 +178,13 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         self._tied_weights_keys = {name: source for name, source in of.items() if name != source}
         self.post_init()
 
+    def state_dict(self, *args, **how):
+        """Without what get_extra_state returns, which is for training."""
+        state = super().state_dict(*args, **how)
+        for name in [name for name in state if name.endswith("_extra_state")]:
+            del state[name]
+        return state
+
     def get_expanded_tied_weights_keys(self, all_submodels=False):
         return dict(self._tied_weights_keys)  # transformers would look at the config's tie_word_embeddings
 
