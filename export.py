@@ -244,7 +244,7 @@ def from_hf(config, tensors):
     """
     ours = model_config(config)
     kind = "longhorn" if config["model_type"] == "longhorn" else ours.model
-    if kind == "longhorn":  # transformers adds a prefix when it saves
+    if kind == "longhorn" and all(name.startswith("model.") for name in tensors):  # transformers' prefix when it saves
         tensors = {name.removeprefix("model."): t for name, t in tensors.items()}
     if ours.n_layer > len(tensors):  # check before building a skeleton with so many layers
         raise ConfigError(f"the config has {ours.n_layer} layers, more than there are tensors ({len(tensors)})")

@@ -550,8 +550,8 @@ def test_a_parameter_with_two_names_stays_one(edited, tmp_path):
 class Shared(LM):
     def __init__(self, config):
         super().__init__(config)
-        self.head = nn.Linear(32, 256, bias=False)
-        self.head.weight = self.embed.weight
+        self.model = nn.Linear(32, 256, bias=False)  # the head, under a name that transformers uses as a prefix
+        self.model.weight = self.embed.weight
         for layer in self.layers:
             layer.branches[1].norm = layer.branches[0].norm
 LM = Shared
@@ -561,8 +561,10 @@ LM = Shared
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         close(model(TOKENS).logits, lm(TOKENS)[0], 1e-5)
         assert model.num_parameters() == sum(p.numel() for p in lm.parameters())
-        assert model.model.head.weight is model.model.embed.weight
+        assert model.model.model.weight is model.model.embed.weight
         model.save_pretrained(tmp_path / "again")
+    close(export.load(tmp_path / "hf")(TOKENS)[0], lm(TOKENS)[0], 0)
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "half", dtype="bfloat16").code == 0
 
 
 def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
