@@ -138,12 +138,16 @@ def run_stage(stage, context, limit_s, log):
         verdict = "failed", f"ended by signal {-status} ({signal.Signals(-status).name})"
     else:
         verdict = stage.verdict(status, text)
-    try:
-        summary = stage.summary(rows, text)
-    except Exception as error:  # the records are kept anyway
-        summary = f"no summary ({type(error).__name__}: {error})"
+    summary = summary_of(stage, rows, text)
     return result | {"command": shown, "exit_status": status, "seconds": round(seconds, 2), "records": rows,
                      "status": verdict[0], "reason": verdict[1], "summary": summary}
+
+
+def summary_of(stage, rows, text):
+    try:
+        return stage.summary(rows, text)
+    except Exception as error:  # the records are kept anyway
+        return f"no summary ({type(error).__name__}: {error})"
 
 
 def last_line(text):
@@ -261,7 +265,8 @@ def build(emit, dry_run, budget_s):
                                                         p.shared_memory_per_multiprocessor, update != "exact")
     wanted = dict.fromkeys((build.build_cuda, update, dtype, shape(update, size), architecture)
                            for size in BENCHMARKED + TESTED for update in build.UPDATES for dtype in build.DTYPES)
-    wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (4,), architecture) for dtype in build.DTYPES)
+    wanted |= dict.fromkeys((build.build_cuda, "conv", dtype, (width,), architecture)
+                            for width in (4, 1, 3, 8) for dtype in build.DTYPES)  # the models', and tests/test_ops.py's
     start = time.perf_counter()
     first, *arguments = next(iter(wanted))
     emit(first_kernel_seconds=first(*arguments)[1])
@@ -397,7 +402,7 @@ def convolution(emit, dry_run, budget_s):
             for direction, passes in (("forward", 2), ("backward", 3)) if "reason" not in row else ():
                 times = row[direction]
                 times["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / times["median_seconds"]
-            emit(B=B, T=T, D=D, **row)
+            emit(B=B, T=T, D=D, copy_bytes_per_second=bandwidth, **row)
     if failed:
         sys.exit(failed[0])
 
@@ -417,13 +422,30 @@ def conv_results(a, dy, backend):
 
 # --------------------------------------------------------------------------------------- stages that are other programs
 
-def tests(context):
+def pytest(*arguments):
     for package in ("pytest", "hypothesis"):
         if importlib.util.find_spec(package) is None:
             raise Skip(f"{package} is not installed in this Python")
+    return [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
+
+
+def tests(context):
+    """The tests called test_gpu..., and those of the convolution with "cuda" as their device. Those of the loss compile
+    27 graphs, and are left to make test."""
     files = [f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))
              if re.search(r"^def test_gpu", path.read_text(), re.M)]
-    return [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *files, "-k", "test_gpu"]
+    return pytest(*files, "-k", "test_gpu or test_conv and cuda]")
+
+
+def fused(context):
+    """The operators on other libraries' kernels; those of a library that is not installed are skipped."""
+    return pytest("tests/test_fused.py")
+
+
+def output_of(stage, log):
+    """What a stage printed, in the text of a call's log: the lines between its header and the next one."""
+    _, *parts = re.split(rf"^===== {stage}: .*\n", log, flags=re.M)
+    return re.split(r"^===== \w+: ", parts[-1], flags=re.M)[0] if parts else ""
 
 
 def tests_read(text):
@@ -522,7 +544,8 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("build", 150, lambda c: c.inner("build"), build_summary),
           Stage("tests", 200, tests, tests_summary, read=tests_read),
           sanitizer("memcheck"), sanitizer("racecheck"),
-          Stage("mamba_ssm", 60, mamba_ssm, in_short),
+          Stage("mamba_ssm", 30, mamba_ssm, in_short),
+          Stage("fused", 30, fused, tests_summary, read=tests_read),
           Stage("benchmark", 160, benchmark, in_short),
           Stage("profile", 40, profile),
           Stage("convolution", 30, lambda c: c.inner("convolution"), times_summary),
@@ -532,7 +555,7 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           preset("recall_gpu", 70, "experiments/recall/mqar.py", "run", "--preset=gpu"),
           preset("table1_gpu", 80, "experiments/scaling/sweep.py", "gpu")]
 GATES = ("build", "tests")
-CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm"),
+CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
          "speed": ("environment", "build", "benchmark", "profile", "convolution", "variants"),
          "training": ("environment", "build", "training", "training_compiled", "training_4096", "training_8192",
                       "recall_gpu", "table1_gpu")}

@@ -331,9 +331,13 @@ def print_rows(rows, peak):
             print(f"  {r['name']}: {r['cut']}")
     print("  FLOPs as counted for our models, also for the peers; the peak includes weights, gradients and optimizer "
           "state")
+
+
+def in_short(record):
+    """Yields a line: every model's tokens/s."""
     mfu = lambda r: f" (MFU {r['mfu']:.1%})" if r["mfu"] else ""
-    speeds = [f"{r['name']} {r['tokens_per_second']:,.0f}{mfu(r)}" for r in rows if "seconds" in r]
-    print(f"in short: tokens/s: {', '.join(speeds) or 'none'}")
+    speeds = [f"{r['name']} {r['tokens_per_second']:,.0f}{mfu(r)}" for r in record["rows"] if "seconds" in r]
+    yield f"tokens/s: {', '.join(speeds) or 'none'}"
 
 
 def start(args, benchmark, **about):
@@ -432,6 +436,8 @@ def main(argv=None):
 
     save(run_rounds(specs, args.rounds, args.budget_s, save=save))
     print_rows(record["rows"], peak)
+    for line in in_short(record):
+        print(f"in short: {line}")
     finish(out, record)
     return int(any("reason" in r for r in record["rows"] if r["peer"] is None))
 

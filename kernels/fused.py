@@ -7,6 +7,7 @@ All of these packages are optional, and none is imported before an operator need
 
 import functools
 import importlib
+import sys
 
 import torch
 
@@ -48,7 +49,8 @@ def load(op):
 
 def call(op, *args, **kwargs):
     """Call the library's function for `op`; `build.choose` has checked that it can be loaded."""
-    return load(op)[0](*args, **kwargs)
+    _, module, name, _ = LIBRARIES[op]
+    return getattr(sys.modules[module], name)(*args, **kwargs)  # not by `load`: torch.compile warns about its cache
 
 
 def refusal(op, dtype):

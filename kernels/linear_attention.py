@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import build, fused, ops
+from runtime import torch_private
 
 CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta rule at width 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer
@@ -182,8 +183,7 @@ def retention(q, k, v, log_decay, bonus=None, state=None, backend=None):
     Args:
         log_decay: log w <= 0, differentiable; -1e-3 and -148 are both fine. (H,): per head, constant in time; or
             (B, T, H): per head and token, as in Mamba-2 (arXiv 2405.21060), where all heads may share one q and k,
-            (B, T, 1, K). The library gets a copy of q and k for every head: 9.7 GB in a 120M model at 32K tokens;
-            backend='cuda' needs none.
+            (B, T, 1, K). The library then gets a copy of q and k for every head, and says so.
         bonus: (H,) or None; only with a constant decay.
         q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
@@ -653,7 +653,15 @@ def _fused_mesa(q, k, v, beta, log_decay, ridge, state):
     return o.to(v.dtype), (H, U)
 
 
+@torch_private.constant_when_compiled
+def _say_that_heads_are_copied():
+    build.say_once("retention: flash-linear-attention gets a copy of q and k for every head that shares them: 9.7 GB "
+                   "in mamba2_120m at 32K tokens; --backend=cuda needs no copies")
+
+
 def _fused_retention(q, k, v, log_decay, bonus, state):
+    if q.shape[2] < v.shape[2]:
+        _say_that_heads_are_copied()
     g = log_decay.float()
     # the library has no gradient for a constant decay: a learned one is passed per step
     by_step = g.dim() == 3 or g.requires_grad and torch.is_grad_enabled()

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import math
+import re
 import resource
 import shlex
 import subprocess
@@ -24,7 +25,7 @@ from tools.loss_curve import draw_loss
 PICTURE_SECONDS = 60  # between plots, drawn by a separate process: importing matplotlib takes 2 s
 
 # Dense bf16 peak per device in FLOP/s, from data sheets; an unknown device gets no MFU.
-# The first name in a device's counts: H200 stands before H20, A100 and A10G before A10.
+# The first name in a device's counts, as the end of a word: H100 stands after H100 PCIe.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12,
               "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "B200": 2250e12, "B300": 2250e12, "RTX 5090": 209e12,
               "RTX 4090": 165e12, "RTX 3090": 71e12}
@@ -310,8 +311,9 @@ def in_words(metrics):
 
 
 def peak_flops(device_name):
-    """The device's dense bf16 peak in FLOP/s; None if unknown."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in (device_name or "")), None)
+    """The device's dense bf16 peak in FLOP/s; None if unknown. A laptop's GPU is another one of the same name."""
+    named = lambda name: re.search(rf"{name}\b(?!.* Laptop)", device_name or "")
+    return next((peak for name, peak in PEAK_FLOPS.items() if named(name)), None)
 
 
 def peak_memory(device):

@@ -198,6 +198,25 @@ def test_stages_of_a_gpu_on_the_cpu(tmp_path):
         assert args.block_size * args.batch_size == 32768 and args.compile == name.endswith("compiled")
 
 
+def test_the_stage_of_tests_runs_those_of_a_gpu(tmp_path):
+    (tmp_path / "test_x.py").write_text("""import pytest
+devices = pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_gpu_a(): pass
+def test_cpu(): assert 0
+@devices
+@pytest.mark.parametrize("width", (1, 2))
+def test_conv(width, device): assert device == "cuda"
+@devices
+def test_loss(device): assert 0
+""")
+    command = gpu.tests(Context(tmp_path, True))
+    files = [word for word in command if word.startswith("tests/")]
+    assert {"tests/test_cuda.py", "tests/test_ops.py"} <= set(files)
+    command = [word for word in command if word not in files]
+    run = subprocess.run([*command, "test_x.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0 and "3 passed, 5 deselected" in run.stdout
+
+
 def test_make_takes_the_interpreter_it_is_given():
     ours = ("PYTHON", "OUT", "ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # the last three where make runs these tests
     env = {k: v for k, v in os.environ.items() if k not in ours}

@@ -487,8 +487,9 @@ def test_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
 
 @on_gpu
 @pytest.mark.parametrize("dtype", (torch.float64, BF16))
-def test_gpu_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
-    compiled_loss_agrees(*loss_inputs(1000, 64, 50304, dtype, "cuda", ignored=0), monkeypatch)
+@pytest.mark.parametrize("V", (301, 50304))
+def test_gpu_compiled_loss_is_the_plain_one(V, dtype, compiled_here, monkeypatch):
+    compiled_loss_agrees(*loss_inputs(1000, 64, V, dtype, "cuda", ignored=0), monkeypatch)
 
 
 def test_a_loss_that_cannot_be_compiled_is_the_plain_one_and_says_so(compiled_here, monkeypatch):

@@ -232,7 +232,8 @@ def test_learning_rate(schedule, max_iters, warmup, decay, low):
 def test_peak_flops_by_the_drivers_name():
     known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "cpu": None,
              None: None, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GTX 750": None, "NVIDIA H20": 148e12,
-             "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12, "NVIDIA GeForce RTX 5090": 209e12, "NVIDIA B300": 2250e12}
+             "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12, "NVIDIA GeForce RTX 5090": 209e12, "NVIDIA B300": 2250e12,
+             "NVIDIA GH200 480GB": 989e12, "NVIDIA RTX A1000": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
     assert {name: peak_flops(name) for name in known} == known
 
 
