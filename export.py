@@ -56,7 +56,7 @@ from model import FAMILIES, LM, ModelConfig, round_up
 from runtime import checkpoint, errors
 from runtime.errors import ConfigError, regular
 from runtime.folder import lock_run_dir
-from runtime.records import NATIVE_SOURCES, BadRecord, fields, sync_folder, write_json
+from runtime.records import NATIVE_SOURCES, BadRecord, code_since, fields, sync_folder, write_json
 from runtime.records import read_json as read_record
 
 
@@ -714,6 +714,7 @@ def model_card(config, lm, meta, there, verified):
             ran_in = read_record(Path(config.out_dir) / "config.json")["environment"]
             code = f"commit {ran_in['commit']}, {ran_in['code']}"
             code += ", with uncommitted changes" if ran_in["uncommitted_changes"] else ""
+            code += "; changed between training and export" if code_since(config.out_dir) else ""
     except BadRecord:
         code = "unknown (the run's config.json is missing or damaged)"
     splits = ", ".join(f"{split} sha256 {str(value)[:16]}" for split, value in (meta["data"] or {}).items())

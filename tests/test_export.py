@@ -646,6 +646,11 @@ def test_the_model_card(tmp_path):
     for words in ("license: cc-by-4.0\n", "commit 0123abc, v2abc, with uncommitted changes", "700 tokens",
                   "random tokens agree to", 'from_pretrained("hf", trust_remote_code=True)'):
         assert words in card, words
+    assert "changed between" not in card
+    environment["code_files"] = {"model.py": "0"}
+    (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
+    run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True)
+    assert "changed between training and export" in (tmp_path / "hf" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
