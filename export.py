@@ -23,7 +23,7 @@ JSON and safetensors are opened; nothing is unpickled.
 Before an export is done, transformers loads what was written, and its logits on random tokens are compared with the
 model's. An edited LLaMA, Mamba or RWKV-4 that transformers' class does not reproduce is exported under model_type
 "longhorn", with its code; so is one of packed documents, and any with --own_code. `--check=FOLDER` repeats the
-comparison on any later day and machine.
+comparison on any later day and machine. That runs the code in the folder; an import runs none.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ from model import FAMILIES, LM, ModelConfig, round_up
 from runtime import checkpoint, errors
 from runtime.errors import ConfigError, regular
 from runtime.folder import lock_run_dir
-from runtime.records import NATIVE_SOURCES, BadRecord, code_since, fields, sync_folder, write_json
+from runtime.records import NATIVE_SOURCES, BadRecord, code_since, fields, is_of_run, sync_folder, write_json
 from runtime.records import read_json as read_record
 
 
@@ -71,7 +71,7 @@ class ExportConfig:
     push: str = ""  # export: user/name, also upload the folder to Hugging Face's hub (log in first: hf auth login)
     license: str = ""  # export: licence of the weights for the model card, as mit or cc-by-4.0
     own_code: bool = False  # export: with this project's code, also where transformers has the family
-    check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint)
+    check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint); runs its code
     overwrite: bool = False  # replace an earlier export or import in that folder
 
 
@@ -419,7 +419,21 @@ def read(folder):
             tensors |= safetensors.torch.load_file(regular(path))
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: not readable as safetensors: {error}") from None
+        check_weights(path, config.get("run"))
     return config, tensors
+
+
+def check_weights(path, run):
+    """Raises ConfigError if weights that `write` wrote are damaged, or not those that "run" in config.json names."""
+    try:
+        crc32 = checkpoint.checksum(path)
+    except checkpoint.CheckpointError:
+        return  # others have none
+    expected = run.get("weights_crc32", crc32) if isinstance(run, dict) else crc32
+    if crc32 != expected:
+        raise ConfigError(f"{path}: these are the weights of another export (checksum {crc32}, config.json names "
+                          f"{str(expected)[:20]}): take both files from one folder")
+    checkpoint.load(path, prefix="no tensor")
 
 
 def read_json(path):
@@ -502,8 +516,9 @@ def write(folder, config, tensors, overwrite=False, files=(), verified=None):
     try:
         tmp.mkdir(parents=True)
         with locked(tmp):  # so that others see that its writer lives
-            write_json(tmp / "config.json", config)
             checkpoint.save(tmp / "model.safetensors", tensors, {}, kind="pt")  # the only kind that transformers reads
+            weights = {"weights_crc32": checkpoint.checksum(tmp / "model.safetensors")}
+            write_json(tmp / "config.json", {**config, "run": {**config.get("run", {}), **weights}})
             for more in (lambda: dict(files), lambda: verified(tmp) if verified else {}):
                 for name, text in more().items():
                     (tmp / name).write_text(text, encoding="utf-8")
@@ -598,7 +613,7 @@ def fingerprint(logits):
 
 
 def checksums(config, texts):
-    """{name: sha256} of config.json and other files, {name: text}; the weights have their own."""
+    """{name: sha256} of config.json, before `write` adds that of the weights, and of other files, {name: text}."""
     texts = {**texts, "config.json": json.dumps(config, sort_keys=True)}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
@@ -654,12 +669,16 @@ def check_folder(config):
     checkpoint.load(folder / "model.safetensors", prefix="no tensor")
     try:
         recorded = there["run"]["verified"]
+        if there["run"].pop("weights_crc32") != checkpoint.checksum(folder / "model.safetensors"):
+            raise Unlike("its weights differ (config.json names another checksum)")
         sums = recorded.pop("files")
         present = [folder / name for name in sums if (folder / name).is_file()]
         now = checksums(there, {path.name: path.read_bytes().decode(errors="replace") for path in present})
         for name in sums:
             if now.get(name) != sums[name]:
                 raise Unlike(f"its {name} is missing, damaged or edited")
+        if not 0 < recorded["tokens"] <= CHECK_TOKENS:
+            raise LookupError
         logits = logits_from(folder, there, recorded["tokens"])
         if config.out_dir:
             lm, _ = sample.load_model(config.out_dir)
@@ -711,12 +730,15 @@ def model_card(config, lm, meta, there, verified):
     """The README.md of an exported folder: data, licence, commit, and how it was verified."""
     try:
         with fields():
-            ran_in = read_record(Path(config.out_dir) / "config.json")["environment"]
+            record = read_record(Path(config.out_dir) / "config.json")
+            if not is_of_run(record, meta.get("code_versions")):
+                raise BadRecord("another run's")
+            ran_in = record["environment"]
             code = f"commit {ran_in['commit']}, {ran_in['code']}"
             code += ", with uncommitted changes" if ran_in["uncommitted_changes"] else ""
             code += "; changed between training and export" if code_since(config.out_dir) else ""
     except BadRecord:
-        code = "unknown (the run's config.json is missing or damaged)"
+        code = "unknown (the run's config.json is missing, damaged, or another run's)"
     splits = ", ".join(f"{split} sha256 {str(value)[:16]}" for split, value in (meta["data"] or {}).items())
     return CARD.format(
         name=config.push or Path(config.to).resolve().name, license=config.license or "unknown",

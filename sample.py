@@ -68,7 +68,7 @@ def load_model(folder, device="cpu"):
                 raise ValueError(wrong)
         lm = LM(sizes)
         lm.load_state_dict(weights["model"])
-    if (changed := records.code_since(folder)) and distributed.rank() == 0:
+    if (changed := records.code_since(folder, meta.get("code_versions"))) and distributed.rank() == 0:
         print(changed, file=sys.stderr)
     return lm.to(device).eval(), meta
 

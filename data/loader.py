@@ -20,6 +20,7 @@ import math
 import re
 import shlex
 import sys
+import zlib
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -183,7 +184,16 @@ def _read_meta(folder):
         raise DataError(f"{path} is damaged ({wrong} is missing, or of the wrong type or range): prepare again ({how})")
     if meta["dtype"] not in DTYPES:
         raise DataError(f"{path}: dtype {meta['dtype']!r} is not {' or '.join(DTYPES)}: prepare again ({how})")
+    if meta.get("crc32", crc32 := meta_crc32(meta)) != crc32:
+        raise DataError(f"{path} is damaged or edited (its checksum is {crc32}, recorded as {meta['crc32']}): prepare "
+                        f"again ({how}), or remove crc32 from it if it is right")
     return {"tokenizer": None, **meta}
+
+
+def meta_crc32(meta):
+    """The CRC-32 of all other fields of meta.json; one written by hand need not have it."""
+    rest = {key: value for key, value in meta.items() if key != "crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
 def _fields(meta):

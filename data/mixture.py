@@ -29,6 +29,7 @@ class MixtureData(TokenData):
                                                  zip(self.parts, self.counts, strict=True)]),
                          "val": self.identity["val"]}
         self._stamps = [file_stamp(tokens.train) for tokens in self.parts] + self._stamps[1:]
+        self.file_times = [list(stamp[1:]) for stamp in self._stamps]
         self.n_train_windows = int(min(n / count for n, count in zip(self.n_windows, self.counts, strict=True)) * cycle)
 
     def windows(self, step, rank=0, world_size=1):

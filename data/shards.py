@@ -40,12 +40,13 @@ def shards_sha256(entries):
 
 def file_stamp(tokens):
     """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when the file is replaced, cut or written
-    to. For Shards: a hash of the inodes, the total bytes, the latest mtime. If a file cannot be read: the reason."""
+    to. For Shards: a hash of the inodes, the total bytes, a hash of the sizes and mtimes, which changes when two shards
+    are exchanged. If a file cannot be read: the reason."""
     if isinstance(tokens, Shards):
         stamps = [file_stamp(file) for file in tokens.files]
         bad = next((stamp for stamp in stamps if isinstance(stamp, str)), None)
         inodes, sizes, times = zip(*stamps, strict=True) if bad is None else ((), (), ())
-        return bad or (hash(inodes), sum(sizes), max(times))
+        return bad or (hash(inodes), sum(sizes), hash((sizes, times)))
     try:
         status = os.stat(tokens.filename)
     except OSError as error:

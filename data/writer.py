@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import data.loader
-from data.loader import DTYPES, SPLITS, DataError, Tokens
+from data.loader import DTYPES, SPLITS, DataError, Tokens, meta_crc32
 from runtime.errors import main_error
 from runtime.records import lock_folder, replacing, write_json
 
@@ -80,15 +80,15 @@ def write_split(path, chunks, vocab_size):
 def finish(folder, meta):
     """Write meta.json, the last step of a preparation, and open the folder.
 
-    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype (unless given)
-    and the Python and NumPy versions are added. Returns: Tokens. Raises: DataError if meta.json does not match the
-    files; it is then removed.
+    Args: meta: {"dataset", "vocab_size", "tokenizer", "splits": {"train": ..., "val": ...}, ...}; dtype (unless given),
+    the Python and NumPy versions and a checksum are added. Returns: Tokens. Raises: DataError if meta.json does not
+    match the files; it is then removed.
     """
     folder = Path(folder)
     versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
     meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
     path = folder / "meta.json"
-    write_json(path, meta)
+    write_json(path, {**meta, "crc32": meta_crc32(meta)})
     try:
         return Tokens(folder)
     except DataError:

@@ -40,6 +40,7 @@ class Evaluate:
                                   "as code:data/a,prose:data/b")
             windows = eval_windows(len(other.val), block, config.eval_tokens)
             self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
+        data.eval_sets = {name: of_set.identity["val"] for name, (of_set, _) in self.sets.items()}  # for checkpoints
         if config.eval_tasks_interval:  # load now: a mistake would otherwise end the run at the first evaluation
             self.harness, self.scores = tasks.import_harness(), tasks.scores
             self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
@@ -61,6 +62,7 @@ class Evaluate:
             if "val_bits_per_byte" in metrics and self.data.meta.get("xz9_bits_per_byte"):
                 metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
         for name, (data, windows) in self.sets.items():
+            data.check_unchanged()
             loss = self.loss(model, data, windows)[0]
             metrics.setdefault("sets", {})[name] = {"val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
                                                     **bits_per_byte(loss, data)}

@@ -287,12 +287,12 @@ def limited(lm, window):
 def evaluate(folder, args, run):
     """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name.
     Raises ConfigError, one line."""
-    began, ran, device = time.perf_counter(), Path(folder) / "config.json", named_device(args.device)
+    began, device = time.perf_counter(), named_device(args.device)
     lm, meta = load_model(folder, device)
     with fields(f"{folder}: its records"):
         dtype, dataset = pick_dtype(meta["config"]["dtype"], device), args.dataset or str(meta["config"]["dataset"])
         checkpoint = {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": lm.config.block_size,
-                      "code": read_json(ran)["environment"]["code"] if ran.exists() else "unknown",
+                      "code": (meta.get("code_versions") or ["unknown"])[-1],
                       "parameters": sum(p.numel() for p in lm.parameters()), "seed": meta["config"]["seed"]}
     data_folder, trained = find_dataset(dataset), lm.config.block_size
     data = Tokens(data_folder, vocab_size=lm.config.vocab_size)
@@ -450,15 +450,18 @@ def draw(groups, path):
                 norm.plot(list(loud), list(loud.values()), **style)
         for axis, (x, y) in zip((length, position, gain, norm), labels, strict=True):
             axis.set_xscale("log", base=2)
-            axis.set(xlabel=x, ylabel=y, yscale="log" if axis in (length, norm) else "linear")
+            positive = np.isfinite(axis.yaxis.get_minpos())  # attention has no state to show, and losses may be NaN
+            axis.set(xlabel=x, ylabel=y, yscale="log" if axis in (length, norm) and positive else "linear")
             for trained in sorted({r.block_size for seeds in groups.values() for r in seeds}):
                 axis.axvline(trained, color="black", ls="--", lw=0.9)
             axis.xaxis.set_major_formatter(plain)
         length.yaxis.set_minor_formatter(plain)
-        norm.yaxis.set_minor_formatter(LogFormatter())  # only where there is room
+        if norm.get_yscale() == "log":
+            norm.yaxis.set_minor_formatter(LogFormatter())  # only where there is room
         for axis in (length, norm):
             axis.yaxis.set_major_formatter(plain)
-        length.legend(fontsize=8)
+        if length.get_legend_handles_labels()[0]:
+            length.legend(fontsize=8)
         figure.suptitle(f"trained at the dashed length; {in_words(first.text)}; {first.device}, {first.time[:10]}",
                         fontsize=10)
         figure.tight_layout()
@@ -513,9 +516,9 @@ def read_runs(runs, args, out):
     """Evaluate the checkpoints of {name: folder}, each added to the file `out` in the place of its records; report."""
     for name, folder in runs.items():
         records = evaluate(folder, args, name)
-        names = {r["run"] for r in records}
+        old = lambda r, run=name: r["run"] == run or r["run"].startswith(f"{run}, last ")  # see `evaluate`
         with fields(f"{out}: its records"):
-            others = [r for r in read_json(out)["extrapolation"] if r["run"] not in names] if out.exists() else []
+            others = [r for r in read_json(out)["extrapolation"] if not old(r)] if out.exists() else []
         write_record(out, {"extrapolation": [*others, *records]})
     pages.after_sweep(report, out, "experiments/extrapolation.py")
 

@@ -74,7 +74,7 @@ class Folder:
 
         Raises ConfigError if the checkpoint belongs to another run.
         """
-        config, out, step, path, lines = self.config, self.out, 0, None, []
+        config, out, step, path, lines, meta = self.config, self.out, 0, None, [], {}
         self.settings, self.optimizers = dataclasses.asdict(config), optimizers
         self.kept_steps = {int(kept) for kept in config.keep_steps.split(",") if kept}
         self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, self.kept_steps)
@@ -104,9 +104,13 @@ class Folder:
             raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
                               "the same on every node")
         self.saved_step = step
-        if step > 0 and self.at_end(step) and records.is_finished(out):
-            telemetry.is_complete(step)
-            return
+        if step > 0 and self.at_end(step) and (out / "result.json").exists():
+            if self.is_result_of(meta):
+                telemetry.is_complete(step)
+                if wrong := records.log_until(out, step, meta.get("log_crc32"))[2]:
+                    telemetry.say(wrong)
+                return
+            lines.append(f"{out / 'result.json'} is damaged, or another run's: it is made again")
         if self.is_main:
             with writing_to(out):
                 if not resumes and not self.began_before():
@@ -116,7 +120,17 @@ class Folder:
                 if path is not None and not resumes:  # a branch's log starts with its trunk's
                     shutil.copyfile(path.parent / "log.jsonl", out / "log.jsonl")
                 (out / "result.json").unlink(missing_ok=True)  # from before the run was extended
-        telemetry.open(step, self.settings, lines)
+        telemetry.open(step, self.settings, lines, meta.get("log_crc32"))
+
+    def is_result_of(self, meta):
+        """True if result.json is undamaged and of this checkpoint's run; otherwise it is made again."""
+        with contextlib.suppress(records.BadRecord), records.fields():
+            result = records.read_json(self.out / "result.json")
+            best = meta["best_val_loss"] if math.isfinite(meta["best_val_loss"]) else None
+            ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
+                    "code": meta["code_versions"][-1]}
+            return all(result.get(key, value) == value for key, value in ours.items())
+        return False
 
     def began_before(self):
         """True if out_dir holds records of this same run, killed before its first checkpoint. It then starts over."""
@@ -147,7 +161,11 @@ class Folder:
         elif any(self.data.identity.get(key) != value for key, value in meta["data"].items()):  # older ones have fewer
             refusal = (f"this run was trained on different data (its sha256 differs from {path}): prepare it as "
                        "before, or choose another out_dir")
-        return refusal, [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
+        sets, sets_before = getattr(self.data, "eval_sets", {}), meta.get("eval_sets", {})
+        changes = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
+        both = sorted(sets.keys() & sets_before.keys())
+        return refusal, changes + [f"the tokens of eval_sets {name} have changed" for name in both
+                                   if sets[name] != sets_before[name]]
 
     def restore(self, path, tensors, meta, resumes):
         """Restore what `save` wrote, in this run or in a branch's trunk; returns its step."""
@@ -196,7 +214,8 @@ class Folder:
         meta = {"step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
                 **vars(self.progress), "seconds": telemetry.seconds(), "data": self.data.identity,
                 "file_times": getattr(self.data, "file_times", None),
-                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
+                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table"),
+                "eval_sets": getattr(self.data, "eval_sets", {}), "log_crc32": telemetry.log_file.crc32}
         telemetry.log_file.sync()  # no checkpoint may be on disk before the log that leads to it
         try:
             self.manager.save(state, meta, telemetry.compared_loss, values)

@@ -28,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from runtime.errors import ConfigError, regular
@@ -251,24 +252,36 @@ def _read_lines(folder):
     return events, damaged
 
 
+def log_until(folder, step, crc32=None):
+    """([the lines of log.jsonl up to `step`, as bytes], their CRC-32, a phrase about damaged lines, or about a CRC-32
+    that is not that of the checkpoint; "" if all is well)."""
+    path, (events, damaged) = Path(folder) / "log.jsonl", _read_lines(folder)
+    lines, actual, wrong = [json.dumps(e).encode() for e in events if e["step"] <= step], 0, ""
+    for line in lines:
+        actual = zlib.crc32(line, actual)
+    if damaged:
+        wrong = f"{len(damaged)} lines of {path} are damaged (the first is line {damaged[0]}) and left out"
+    elif crc32 not in (None, actual):
+        wrong = f"{path} is not the log of this checkpoint: up to step {step} lines are another run's, or missing"
+    return lines, actual, wrong
+
+
 class Log:
     """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
     `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
-    `damage`: a line that says which lines could not be read and where the old file is kept; "" if all could be.
+    `crc32`: of all lines, for the checkpoint. `damage`: what `log_until` finds wrong, and where the old file is kept.
     """
 
-    def __init__(self, folder, step=0):
+    def __init__(self, folder, step=0, crc32=None):
         self.path = Path(folder) / "log.jsonl"
-        events, damaged = _read_lines(folder) if step else ([], [])
-        kept, self.damage = [e for e in events if e["step"] <= step], ""
-        if damaged:
+        lines, self.crc32, self.damage = log_until(folder, step, crc32) if step else ([], 0, "")
+        if self.damage and self.path.exists():
             aside = _free(folder, "log-damaged-{}.jsonl")
             shutil.copyfile(self.path, aside)
-            self.damage = (f"{len(damaged)} lines of {self.path} are damaged (the first is line {damaged[0]}) and left "
-                           f"out: the old file is kept as {aside}")
+            self.damage += f": the old file is kept as {aside}"
         with replacing(self.path) as tmp:
-            Path(tmp).write_text("".join(json.dumps(e) + "\n" for e in kept))
+            Path(tmp).write_bytes(b"".join(line + b"\n" for line in lines))
         self.file = open(self.path, "ab", buffering=0)
         self.unwritten = []
 
@@ -278,7 +291,9 @@ class Log:
         Raises OSError if the disk refuses it; the line is then kept in `unwritten`, and no line in the file is torn.
         """
         record = _finite({"event": event, "step": step, **values})
-        self.unwritten.append(json.dumps(record).encode() + b"\n")
+        line = json.dumps(record).encode()
+        self.crc32 = zlib.crc32(line, self.crc32)
+        self.unwritten.append(line + b"\n")
         self.flush()
         return record
 
@@ -324,12 +339,23 @@ def changed_files(before, now):
     return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
 
 
-def code_since(folder):
+def is_of_run(record, versions):
+    """False if a config.json is another run's than the checkpoint with these versions of the code (None: not known).
+    It may have more of them, if the run was resumed in other code and has not saved since."""
+    ran = record.get("code_versions") or [record["environment"]["code"]]
+    return not versions or ran[:len(versions)] == versions
+
+
+def code_since(folder, versions=None):
     """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
-    not, or if its config.json does not say."""
+    not, or if its config.json does not say. Another line if that is another run's (see is_of_run)."""
     try:
         with fields():
-            ran_in = read_json(Path(folder) / "config.json")["environment"]
+            record = read_json(Path(folder) / "config.json")
+            ran_in = record["environment"]
+            if not is_of_run(record, versions):
+                return (f"{folder}/config.json is not of this checkpoint: it names code {ran_in['code']}, the "
+                        f"checkpoint {', then '.join(versions)}; so this may be another model")
             changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
             back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
             back += " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""

@@ -62,9 +62,9 @@ class Telemetry:
         """Mark the run as already finished: `finish` will only say so."""
         self.done, self.complete = step, True
 
-    def open(self, step, settings, lines):
-        """Open the records at `step`: config.json, log.jsonl, Weights & Biases, the progress bar; and print a summary
-        of the run."""
+    def open(self, step, settings, lines, log_crc32=None):
+        """Open the records at `step`: config.json, log.jsonl (of the checksum that the checkpoint has, if any), Weights
+        & Biases, the progress bar; and print a summary of the run."""
         config, model, progress = self.config, self.model, self.progress
         self.done, self.last_log_step, self.paused_seconds = step, step, 0.0
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -87,7 +87,7 @@ class Telemetry:
                     "config": settings, "derived": self.derived, "environment": self.environment,
                     "code_versions": progress.code_versions, "data": data,
                     "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
-                self.log_file = Log(self.out, step)
+                self.log_file = Log(self.out, step, log_crc32)
             lines += [self.log_file.damage] * bool(self.log_file.damage)
             if self.wandb:
                 progress.wandb_id = progress.wandb_id or uuid.uuid4().hex[:8]  # a resumed run keeps its id

@@ -66,7 +66,9 @@ def run_python(*arguments, **environment):
 
 def edit_meta(folder, **changes):
     path = folder / "meta.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    meta = {**json.loads(path.read_text()), **changes}
+    meta.pop("crc32", None)
+    path.write_text(json.dumps(meta))
 
 
 def write_files(root, files):
@@ -345,9 +347,18 @@ def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
     text = path.read_text()
     for wrong in WRONG.get(field) or WRONG_IN_SPLIT[field]:
         meta = json.loads(text)
+        del meta["crc32"]
         (meta if field in WRONG else meta["splits"]["train"])[field] = wrong
         path.write_text(json.dumps(meta))
         refused(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
+
+
+def test_any_field_that_was_changed_is_refused(tmp_path):
+    path = write_folder(tmp_path, bytes_per_token=1.0) / "meta.json"
+    path.write_text(path.read_text().replace('"bytes_per_token": 1', '"bytes_per_token": 3'))
+    refused(lambda: Tokens(tmp_path), "meta.json is damaged or edited", "or remove crc32")
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "crc32"}))
+    assert Tokens(tmp_path).bytes_per_token == 3
 
 
 def test_a_description_written_by_hand_needs_little(tmp_path):
@@ -760,6 +771,10 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     a.check_unchanged()
     shard = tmp_path / "out" / tokens.meta["splits"]["train"]["shards"][1]["file"]
     content = shard.read_bytes()
+    times = lambda: token_data(tmp_path / "out", batch_tokens=16 * 40).file_times
+    before, (one, two) = times(), (tmp_path / "out" / f"0000{i}.train.bin" for i in (0, 1))
+    os.utime(two, ns=(0, 0))
+    assert times() != before  # although the latest time is the same
     shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     refused(a.check_unchanged, "out changed during the run (written to)")
     refused(lambda: Tokens(tmp_path / "out"), shard.name, "sha256 differs")
@@ -769,7 +784,7 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     refused(lambda: Tokens(tmp_path / "out"), shard.name, "is missing")
 
 
-def test_tokens_go_on_after_kill_9(small_units, tmp_path):
+def test_tokens_go_on_after_kill_9(small_units, tmp_path, monkeypatch):
     """Before the renames of plan.json and of a shard's files; at last with a shard that the disk lost."""
     out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": 0.2, "workers": 2}
     prepare = functools.partial(any_tokens.prepare, files=[write_jsonl(tmp_path / "a.jsonl", documents(60))], **how)
@@ -780,6 +795,11 @@ def test_tokens_go_on_after_kill_9(small_units, tmp_path):
     lost.write_bytes(lost.read_bytes()[:-2])
     assert run(0) == 0
     assert Tokens(out).meta["splits"] == whole.meta["splits"] and not list(out.glob("*.tmp-*"))
+    (out / "meta.json").unlink()  # killed before it, and then the shard of another preparation in the place of one
+    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 0)
+    lost.write_bytes(lost.read_bytes()[::-1])
+    assert run(0) == 0
+    Tokens(out).verify()
 
 
 def test_a_data_set_of_the_hub(small_units, tmp_path):
@@ -818,6 +838,11 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
     for name in ("bad.jsonl", "cut.jsonl.gz", "bad.parquet"):
         for shuffle in (None, 1):
             refused(lambda n=name, seed=shuffle: prepare(files=[tmp_path / n], shuffle=seed), f"{name} cannot be read")
+    (tmp_path / "long.jsonl").write_text('{"text": "a"}\n{"text": "' + "a " * 50 + '"}')  # a bomb, say
+    with monkeypatch.context() as patch:
+        patch.setattr(any_tokens, "MOST_OF_A_LINE", 100)
+        refused(lambda: prepare(files=[tmp_path / "long.jsonl"]), "long.jsonl cannot be read", "a line of more than")
+    prepare(files=[tmp_path / "long.jsonl"], val_fraction=0.5)
     (tmp_path / "a.csv").write_text("a")
     refused(lambda: prepare(files=[tmp_path / "a.csv"]), "a.csv", ".parquet")
     prepare()
@@ -957,5 +982,6 @@ def test_a_mixture_is_known_by_its_parts(tmp_path):
     data.verify(), data.check_unchanged()
     content = (tmp_path / "b/train.bin").read_bytes()
     (tmp_path / "b/train.bin").write_bytes(content[2:] + content[:2])
+    assert make((a, b), "1/2", "1/2").file_times != data.file_times == again.file_times  # a resumed run reads all files
     refused(data.check_unchanged, f"{tmp_path}/b changed during the run")
     refused(data.verify, f"{tmp_path}/b/train.bin is not the file")

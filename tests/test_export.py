@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import types
@@ -125,7 +126,8 @@ def test_out_and_in_again(family, tmp_path):
     assert (kind in PARITY) == ("trust_remote_code" not in said)
     config = export.read_json(tmp_path / "folder" / "config.json")
     assert config["run"].pop("verified")["tokens"] == 24
-    assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"}}
+    assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"},
+                             "weights_crc32": checkpoint.checksum(tmp_path / "folder" / "model.safetensors")}
     if kind not in PARITY:
         assert config["model_type"] == "longhorn" and config["architectures"] == ["LonghornForCausalLM"]
         assert (config["pattern"] or config["model"]) == family
@@ -628,10 +630,27 @@ def test_check_sees_what_is_no_longer_what_was_exported(tmp_path):
         (to / "README.md").write_text("mine")
         (to / "config.json").write_text(json.dumps(json.loads(text), indent=1))
         assert run(check=to).code == 0
-        (to / "config.json").write_text(json.dumps({**json.loads(text), "run": {}}))
-        refused(run(check=to), "does not say what to verify")
+        for verified in ({}, {"verified": {"tokens": -1}}, {"verified": {"tokens": 10**12}}):
+            (to / "config.json").write_text(json.dumps({**json.loads(text), "run": verified}))
+            refused(run(check=to), "does not say what to verify")
     refused(run(check=tmp_path / "nowhere"), "nowhere/config.json")
     refused(run(check=to, to=tmp_path / "a", out_dir=run_dir), "--check")
+
+
+def test_an_import_takes_no_damaged_weights_and_none_of_another_export(tmp_path):
+    for name in ("one", "other"):
+        lm = tiny("llama")
+        lm.embed.weight.data[5, 3] += len(name)
+        run(out_dir=make_run(tmp_path / name, lm), to=tmp_path / f"hf_{name}")
+    weights = [(tmp_path / f"hf_{name}/model.safetensors") for name in ("one", "other")]
+    content = weights[0].read_bytes()
+    weights[0].write_bytes(content[:-9] + bytes([content[-9] ^ 64]) + content[-8:])
+    refused(run(from_hf=tmp_path / "hf_one", out_dir=tmp_path / "in"), "hf_one/model.safetensors: damaged")
+    shutil.copy(weights[1], weights[0])
+    refused(run(from_hf=tmp_path / "hf_one", out_dir=tmp_path / "in"), "the weights of another export")
+    tensors = safetensors.torch.load(content)
+    safetensors.torch.save_file(tensors, weights[0], {"format": "pt"})  # written by transformers, after fine-tuning say
+    assert run(from_hf=tmp_path / "hf_one", out_dir=tmp_path / "in").code == 0
 
 
 def test_the_model_card(tmp_path):
@@ -651,6 +670,11 @@ def test_the_model_card(tmp_path):
     (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
     run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True)
     assert "changed between training and export" in (tmp_path / "hf" / "README.md").read_text()
+    tensors, meta = checkpoint.load(run_dir / "checkpoint.safetensors")
+    checkpoint.save(run_dir / "checkpoint.safetensors", tensors, {**meta, "code_versions": ["v2def"]})
+    said = run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True).err
+    assert f"{run_dir}/config.json is not of this checkpoint: it names code v2abc, the checkpoint v2def" in said
+    assert "code: unknown" in (tmp_path / "hf" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

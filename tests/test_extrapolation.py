@@ -215,7 +215,8 @@ def save_run(folder, family, corpus):
     tensors, skeleton = checkpoint.flatten({"model": lm.state_dict()})
     folder.mkdir(parents=True)
     checkpoint.save(folder / "checkpoint.safetensors", tensors, {
-        "skeleton": skeleton, "step": 3, "tokens": 99, "config": config, "data": data.sha256})
+        "skeleton": skeleton, "step": 3, "tokens": 99, "config": config, "data": data.sha256,
+        "code_versions": ["abc"]})
     (folder / "config.json").write_text(json.dumps({"environment": {"code": "abc"}}))
     return folder
 
@@ -267,6 +268,13 @@ def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path
     assert records.read(out.with_suffix("")).drop(columns=["environment"]).astype(str).equals(
         runs.drop(columns=["environment"]).astype(str))
 
+    shutil.rmtree(tmp_path / "longhorn")  # trained again in the same folder, as another family
+    for family, names in (("llama", ["llama", "llama, last 16 tokens"]), ("longhorn", ["llama"])):
+        folder = save_run(tmp_path / "again/llama", family, corpus)
+        ex.main(["--checkpoint", str(folder), f"--out={tmp_path / 'again.json'}"])
+        assert records.read(tmp_path / "again.json").run.tolist() == names
+        shutil.rmtree(folder)
+
     llama["lengths"][-1] = {"length": 256, "left_out": "no memory"}
     llama["lengths"][1] |= {"loss": None, "perplexity": None, "difference": None}
     llama["text"]["sha256"] = "other"
@@ -276,6 +284,10 @@ def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path
     text = out.with_suffix(".md").read_text()
     assert "Left out: llama at 256: no memory." in text and "nan (+nan" in text and "NOT all curves" in text
     assert out.with_suffix(".png").exists()
+    llama["lengths"] = [{**x, "loss": None, "loss_standard_error": None} for x in limited["lengths"]]  # it diverged
+    out.write_text(json.dumps({"extrapolation": [llama]}))
+    ex.main(["report", str(out)])
+    assert "| nan" in out.with_suffix(".md").read_text()
 
 
 def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):

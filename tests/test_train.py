@@ -311,7 +311,7 @@ def test_records_of_a_finished_run(whole, data):
 def test_bits_per_byte_of_tokens_that_are_not_bytes(data, out, tmp_path, bytes_of_val):
     folder = shutil.copytree(data, tmp_path / "data")
     meta = record(folder, "meta")
-    del meta["bytes_per_token"]
+    del meta["bytes_per_token"], meta["crc32"]
     if bytes_of_val:
         meta["splits"]["val"]["bytes"], meta["splits"]["train"]["bytes"] = bytes_of_val, 9999
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -858,6 +858,43 @@ def test_a_damaged_line_costs_that_line(whole, data, out):
         (line["event"], line["step"]) == (e["event"], e["step"]) for e in lost)]
     assert [(e["event"], e["step"]) for e in records.read_log(out)] == [(e["event"], e["step"]) for e in kept]
     assert out / "log-damaged-1.jsonl" in records.run_files(out)  # moves aside with the run
+
+
+@pytest.mark.parametrize("damage, kept", [
+    (lambda out, other: shutil.copy(other / "log.jsonl", out), True),
+    (lambda out, other: (out / "log.jsonl").unlink(), False)])
+def test_another_runs_log_is_seen(whole, data, out, tmp_path, damage, kept):
+    """Or none, at the next start, of a finished run too; and it is kept, if the run goes on."""
+    shutil.copytree(whole, out)
+    succeed(arguments(data, tmp_path / "other", seed=5))
+    damage(out, tmp_path / "other")
+    line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are another run's, or missing"
+    assert line in (said := succeed(arguments(data, out, resume="auto")).out) and "already finished" in said
+    (out / "result.json").unlink()
+    assert line in succeed(arguments(data, out, resume="auto")).out
+    assert (out / "log-damaged-1.jsonl").exists() == kept
+
+
+def test_another_runs_result_is_made_again(whole, data, out, tmp_path):
+    shutil.copytree(whole, out)
+    succeed(arguments(data, tmp_path / "other", seed=5))
+    shutil.copy(tmp_path / "other/result.json", out)
+    assert f"{out / 'result.json'} is damaged, or another run's" in succeed(arguments(data, out, resume="auto")).out
+    assert_same_run(out, whole)
+    assert "already finished" in succeed(arguments(data, out, resume="auto")).out
+
+
+def test_a_validation_set_that_changed_is_said(data, out, tmp_path):
+    """While the run was down, in the line that continues it; under the run, in one that ends it."""
+    other = write_data(tmp_path / "other", seed=1)
+    argv = arguments(data, out, eval_sets=f"code:{other}", resume="auto")
+    succeed(argv, LM=stops_at(3))
+    assert "have changed" not in succeed(argv, LM=stops_at(2)).out
+    shutil.rmtree(other)
+    write_data(other, seed=2)
+    assert "at step 5; the tokens of eval_sets code have changed" in succeed(argv, LM=stops_at(1)).out
+    refuse(argv, "other/val.bin changed during the run",
+           LM=acting(lambda n, model, loss: (other / "val.bin").write_bytes(b"a") * 0 or None))
 
 
 @pytest.mark.parametrize("kill", ["at result.json", "at loss.png"])

@@ -34,7 +34,7 @@ from data.loader import DTYPES, SPLITS, DataError
 from data.tokens import prepare as one_process
 from data.tokens.prepare import finish_shards, is_whole, split_of, token_arrays, write_shard
 from data.writer import preparing, run, token_dtype
-from runtime.records import BadRecord, read_json, write_json
+from runtime.records import BadRecord, fields, read_json, write_json
 
 # datatrove, tqdm and ray are imported where they are used: only this needs them, and --help should not.
 
@@ -107,12 +107,13 @@ class Task:
             finish_shards(self.folder, shards, self.meta)
 
 
-def written(folder, tasks, n_vocab):
-    """[{split: its entry for meta.json}, ...] of all tasks; None for one whose shard is not there in full."""
+def written(folder, tasks, n_vocab, read=False):
+    """[{split: its entry for meta.json}, ...] of all tasks; None for one whose shard is not there in full, or with
+    `read` of another content."""
     def shard(rank):
-        with contextlib.suppress(BadRecord):
+        with contextlib.suppress(BadRecord), fields():
             entries = read_json(folder / f"task-{rank:05d}/shard.json")
-            return entries if is_whole(folder, entries, n_vocab) else None
+            return entries if is_whole(folder, entries, n_vocab, read) else None
     return [shard(rank) for rank in range(tasks)]
 
 
@@ -228,7 +229,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
         if force:
             for path in [folder / "datatrove", *folder.glob("task-*")]:
                 shutil.rmtree(path, ignore_errors=True)
-        shards = written(folder, tasks, text.n_vocab)
+        shards = written(folder, tasks, text.n_vocab, read=True)
         if None in shards and job.exists():
             print(f"{failure(folder, shards)} in job {job.read_text()}: see {folder}/datatrove/slurm_logs")
         for path in (marks, folder / "datatrove/logs"):

@@ -61,6 +61,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 SHARD_TOKENS = 100_000_000
 UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
+MOST_OF_A_LINE = 1 << 28  # bytes of a document in a jsonl file, which is read whole
 OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
 
 
@@ -155,6 +156,8 @@ def read_file(path, column):
                 if lines:
                     lines[0], rest = b"".join([*rest, lines[0]]), []
                 rest.append(last)
+                if sum(map(len, rest)) > MOST_OF_A_LINE:
+                    raise ValueError(f"a line of more than {MOST_OF_A_LINE:,} bytes")
                 yield from ((as_text(json.loads(line)[column]), True) for line in lines if line.strip())
             if (line := b"".join(rest)).strip():
                 yield as_text(json.loads(line)[column]), True
@@ -336,11 +339,12 @@ def write_shard(folder, prefix, parts, n_vocab):
     return entries
 
 
-def is_whole(folder, splits, n_vocab):
-    """Whether the files of a shard are there in full."""
+def is_whole(folder, splits, n_vocab, read=False):
+    """Whether the files of a shard are there in full; with `read`, also whether their content is the recorded one."""
     itemsize = np.dtype(DTYPES[token_dtype(n_vocab)]).itemsize
     files = [(folder / entry["file"], entry["tokens"] * itemsize) for entry in splits.values()]
-    return all(path.is_file() and path.stat().st_size == size for path, size in files)
+    return all(path.is_file() and path.stat().st_size == size for path, size in files) and not (
+        read and any(file_sha256(folder / entry["file"]) != entry["sha256"] for entry in splits.values()))
 
 
 def finish_shards(folder, shards, meta):
@@ -439,7 +443,7 @@ def prepare(out, workers=1, force=False, **choices):
         path, shards = folder / "plan.json", []
         if path.exists():
             with fields(f"{path}: its records"):
-                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab),
+                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab, True),
                                               read_json(path).get("shards", []))
         save = lambda: write_json(path, {"inputs": meta["inputs"], "shards": shards})
         save()
