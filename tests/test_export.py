@@ -242,7 +242,8 @@ SETTINGS = [  # of the command line
 
 def imported(folder, config, tensors):
     """The answer of --from_hf to a folder with this config and these tensors."""
-    export.write(folder / "folder", config, tensors)
+    export.write(folder / "folder", {}, tensors)
+    (folder / "folder" / "config.json").write_text(json.dumps(config))
     result = run(from_hf=folder / "folder", out_dir=folder / "out")
     assert (folder / "out").exists() == (result.code == 0)
     return result
