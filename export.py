@@ -22,8 +22,8 @@ JSON and safetensors are opened; nothing is unpickled.
 
 Before an export is done, transformers loads what was written, and its logits on random tokens are compared with the
 model's. An edited LLaMA, Mamba or RWKV-4 that transformers' class does not reproduce is exported under model_type
-"longhorn", with its code. `--check=FOLDER` repeats the comparison on any later day and machine. That runs the code in
-the folder; an import runs none.
+"longhorn", with its code; so is one of packed documents, and any with --own_code. `--check=FOLDER` repeats the
+comparison on any later day and machine. That runs the code in the folder; an import runs none.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ from model import FAMILIES, LM, ModelConfig, round_up
 from runtime import checkpoint, errors
 from runtime.errors import ConfigError, regular
 from runtime.folder import lock_run_dir
-from runtime.records import NATIVE_SOURCES, BadRecord, fields, is_of_run, sync_folder, write_json
+from runtime.records import NATIVE_SOURCES, BadRecord, code_since, fields, is_of_run, sync_folder, write_json
 from runtime.records import read_json as read_record
 
 
@@ -70,6 +70,7 @@ class ExportConfig:
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     push: str = ""  # export: user/name, also upload the folder to Hugging Face's hub (log in first: hf auth login)
     license: str = ""  # export: licence of the weights for the model card, as mit or cc-by-4.0
+    own_code: bool = False  # export: with this project's code, also where transformers has the family
     check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint); runs its code
     overwrite: bool = False  # replace an earlier export or import in that folder
 
@@ -84,7 +85,8 @@ OWN = {"architectures": ["LonghornForCausalLM"], "model_type": "longhorn", "tie_
 SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # backend depends on the machine
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
-CHECK_TOKENS = 2048  # at most block_size
+CHECK_TOKENS = 4096  # at most block_size
+RWKV = "; RwkvForCausalLM ignores attention_mask and mixes a batch's rows: give it one text at a time, or --own_code"
 
 KINDS = {"llama": "llama", "mamba": "mamba", "rwkv": "rwkv4"}  # model_type in transformers -> our family
 # field -> (default in transformers, value that our skeleton has); other values would change the function
@@ -146,7 +148,7 @@ def names(config, kind):
     have RWKV-4's shifts; any other for our own.
     """
     if kind not in ENDS:
-        return {name: (name, None) for name in skeleton(config).state_dict()}
+        return {name: (name, None) for name in weights_of(skeleton(config))}
     mapping = {name: (prefix, None) for name, prefix in ENDS[kind].items()}
     layer, whole_names, fused = LAYERS[kind]
     for i in range(2 * config.n_layer if kind == "mamba" else config.n_layer):
@@ -165,6 +167,11 @@ def skeleton(config):
         return LM(config)
 
 
+def weights_of(lm):
+    """The LM's state_dict without what get_extra_state returns, which is for training."""
+    return {name: t for name, t in lm.state_dict().items() if not name.endswith("_extra_state")}
+
+
 def as_in_file(state, config, kind):
     """{name in the file: tensor} from one of our state_dicts; views where possible."""
     tensors = {}
@@ -179,8 +186,10 @@ def as_in_file(state, config, kind):
 
 def misfit(lm):
     """Why transformers' class for its family cannot hold an LM's tensors; None if it can, as far as names tell."""
-    ours, kind = lm.state_dict(), family(lm.config)
+    ours, kind = weights_of(lm), family(lm.config)
     theirs = {our_name for our_name, _ in names(lm.config, kind).values()}
+    if kind in ARCHITECTURES and lm.config.documents == "pack" and lm.config.end_of_text >= 0:
+        return "it reads on after the token that ends a document (documents=pack)"
     if kind not in ARCHITECTURES or ours.keys() == theirs:
         return None
     odd = next(name for name in [*ours, *theirs] if (name in ours) != (name in theirs))
@@ -235,7 +244,7 @@ def from_hf(config, tensors):
     """
     ours = model_config(config)
     kind = "longhorn" if config["model_type"] == "longhorn" else ours.model
-    if kind == "longhorn":  # transformers adds a prefix when it saves
+    if kind == "longhorn" and all(name.startswith("model.") for name in tensors):  # transformers' prefix when it saves
         tensors = {name.removeprefix("model."): t for name, t in tensors.items()}
     if ours.n_layer > len(tensors):  # check before building a skeleton with so many layers
         raise ConfigError(f"the config has {ours.n_layer} layers, more than there are tensors ({len(tensors)})")
@@ -243,7 +252,7 @@ def from_hf(config, tensors):
         lm = skeleton(ours)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the config describes no valid model: {error}") from None
-    expected, skeletons = as_in_file(lm.state_dict(), ours, kind), lm.state_dict()
+    expected, skeletons = as_in_file(lm.state_dict(), ours, kind), weights_of(lm)
     check_tensors(expected, tensors, ours.model)
     floats = [tensors[name].dtype for name, t in expected.items() if t.is_floating_point()]
     dtype, parts = functools.reduce(torch.promote_types, floats, torch.float32), {}
@@ -252,7 +261,7 @@ def from_hf(config, tensors):
         parts.setdefault(our_name, []).append(1 - t if ".time_mix_" in name else t)
     state = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in parts.items()}
     lm = LM(ours).to(dtype)  # not the skeleton: a mixer may hold tensors that no file has
-    lm.load_state_dict({name: t.reshape(skeletons[name].shape) for name, t in state.items()})
+    lm.load_state_dict({name: t.reshape(skeletons[name].shape) for name, t in state.items()}, strict=False)
     return lm.eval()
 
 
@@ -452,8 +461,9 @@ def modelling_code():
 def tokenizer_files(meta, vocab=None, most=None):
     """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the one that pads or None).
 
-    Padding is the token that ends a text or, if that is ordinary text, one after the vocabulary, below `most` if given.
-    Without files if the tokenizer is unknown, or cannot be loaded (which is printed).
+    Padding is the token that ends a text or, if that is ordinary text, one after the vocabulary, below `most` if given;
+    of 256 bytes then byte 255, which no UTF-8 text has. Without files if the tokenizer is unknown, or cannot be loaded
+    (which is printed).
     """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
@@ -470,8 +480,11 @@ def tokenizer_files(meta, vocab=None, most=None):
     if end:
         settings |= {"bos_token": end, "eos_token": end, "pad_token": end}
         end = padding = text.eot_token
-    elif most is None or text.n_vocab < most:
+    elif most is None or text.n_vocab < most or text.kind == "bytes":
         padding, settings["pad_token"] = text.n_vocab, "<|pad|>"
+        if padding == most:
+            padding, ids = 255, tokenizer_json["model"]["vocab"]
+            tokenizer_json["model"]["vocab"] = {token if i < 255 else "<|pad|>": i for token, i in ids.items()}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer_json["added_tokens"].append({"id": padding, "content": "<|pad|>", **flags, "special": True})
     texts = json.dumps(tokenizer_json, ensure_ascii=False), json.dumps(settings, indent=1)
@@ -599,6 +612,12 @@ def fingerprint(logits):
                                               logits[-1].logsumexp(0).item()]}
 
 
+def checksums(config, texts):
+    """{name: sha256} of config.json, before `write` adds that of the weights, and of other files, {name: text}."""
+    texts = {**texts, "config.json": json.dumps(config, sort_keys=True)}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
 @torch.inference_mode()
 def logits_from(folder, config, n):
     """(T, vocab_size) float32 of a written folder on n random tokens, computed by transformers' class or, if that is
@@ -644,12 +663,20 @@ def compare(expected, logits, config):
 
 
 def check_folder(config):
-    """--check: every byte of the weights, and the logits against those at the export, or those of a run."""
+    """--check: every file but the model card, and the logits against those at the export, or those of a run."""
     folder = Path(config.check)
     there = read_json(folder / "config.json")
     checkpoint.load(folder / "model.safetensors", prefix="no tensor")
     try:
         recorded = there["run"]["verified"]
+        if there["run"].pop("weights_crc32") != checkpoint.checksum(folder / "model.safetensors"):
+            raise Unlike("its weights differ (config.json names another checksum)")
+        sums = recorded.pop("files")
+        present = [folder / name for name in sums if (folder / name).is_file()]
+        now = checksums(there, {path.name: path.read_bytes().decode(errors="replace") for path in present})
+        for name in sums:
+            if now.get(name) != sums[name]:
+                raise Unlike(f"its {name} is missing, damaged or edited")
         if not 0 < recorded["tokens"] <= CHECK_TOKENS:
             raise LookupError
         logits = logits_from(folder, there, recorded["tokens"])
@@ -661,11 +688,11 @@ def check_folder(config):
         difference = compare(expected, logits, there)
     except Unlike as error:
         raise ConfigError(f"{folder} is not the model that was exported: {error}") from None
-    except (LookupError, TypeError, RuntimeError):
+    except (LookupError, TypeError, AttributeError, RuntimeError):
         raise ConfigError(f"{folder}/config.json does not say what to verify: it was not written by export.py, or by "
                           "an earlier version") from None
     against = f"{config.out_dir}'s" if config.out_dir else "those at the export"
-    print(f"{folder}: the weights' checksum is right; logits agree to {difference:.0e} with {against}")
+    print(f"{folder}: the files' checksums are right; logits agree to {difference:.0e} with {against}")
 
 
 def rounded(lm, dtype, config):
@@ -709,6 +736,7 @@ def model_card(config, lm, meta, there, verified):
             ran_in = record["environment"]
             code = f"commit {ran_in['commit']}, {ran_in['code']}"
             code += ", with uncommitted changes" if ran_in["uncommitted_changes"] else ""
+            code += "; changed between training and export" if code_since(config.out_dir) else ""
     except BadRecord:
         code = "unknown (the run's config.json is missing, damaged, or another run's)"
     splits = ", ".join(f"{split} sha256 {str(value)[:16]}" for split, value in (meta["data"] or {}).items())
@@ -724,7 +752,7 @@ def export_run(config):
     check_target(config.to, FILES, config.overwrite)  # check first: reading may take minutes
     lm, meta = sample.load_model(config.out_dir)
     kind, dtype = family(lm.config), getattr(torch, config.dtype)
-    if kind in ARCHITECTURES:
+    if kind in ARCHITECTURES and not config.own_code:
         reason = misfit(lm) or (not has_transformers() and "pip install transformers, which would verify that")
         try:
             if not reason:
@@ -749,6 +777,7 @@ def written(config, lm, meta, kind, dtype):
     there["run"] = {**{key: meta[key] for key in ("tokenizer", "table", "step", "tokens", "data")},
                     "verified": fingerprint(expected)}
     files |= {CODE: modelling_code()} if kind not in ARCHITECTURES else {}
+    there["run"]["verified"]["files"] = checksums(there, files)
     agreement = []
 
     def verified(tmp):
@@ -761,7 +790,7 @@ def written(config, lm, meta, kind, dtype):
     write(config.to, there, tensors, config.overwrite, files, verified)
     count, trust = sum(p.numel() for p in lm.parameters()), ", trust_remote_code=True" if CODE in files else ""
     print(f"wrote {config.to}: {count:,} parameters; load it with AutoModelForCausalLM.from_pretrained({config.to!r}"
-          f"{trust}); {agreement[0]}")
+          f"{trust}); {agreement[0]}{RWKV if kind == 'rwkv4' else ''}")
     if config.push:
         push(config.to, config.push)
         print(f"uploaded to {config.push}")

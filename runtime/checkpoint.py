@@ -281,10 +281,12 @@ def fitting(path):
 
 
 def misfit(weights, model):
-    """A line about the first tensor of a state_dict that does not fit the model; None if all fit."""
-    expected = model.state_dict()
+    """A line about the first tensor of a state_dict that does not fit the model; None if all fit. What get_extra_state
+    returns may be anything, and of any shape."""
+    expected, extra = model.state_dict(), "_extra_state"
+    shape = lambda sd, name: "missing" if name not in sd else "" if extra in name else str(tuple(sd[name].shape))
     for name in {**expected, **weights}:
-        saved, wanted = (str(tuple(sd[name].shape)) if name in sd else "missing" for sd in (weights, expected))
+        saved, wanted = shape(weights, name), shape(expected, name)
         if saved != wanted:
             return f"{name} is {saved} in the checkpoint, {wanted} in the model"
 

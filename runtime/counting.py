@@ -4,9 +4,11 @@ FLOPs are those of the mathematics: a linear map with n weights costs 2 n in the
 embedding look-up does not; causal attention counts only the visible half; a recurrence counts its token-by-token form,
 however it is computed. The backward counts twice the forward; recomputation is not counted.
 
-What any module holds counts, once: an nn.Linear on the model with the embedding's shape is the head, which is then not
-tied. An average of weights (AveragedModel, or a frozen copy) does not count. Experts of which a token passes some set
-`active_share` on the module that holds them, as 2 / 8, by which their maps are multiplied.
+A parameter that any module holds counts, once. A layer or map that stands in two places runs, and keeps a state, twice.
+An nn.Linear on the model with the embedding's shape is the head, which is then not tied. An average of weights
+(AveragedModel, or a frozen copy) does not count. Experts of which a token passes some set `active_share` on the module
+that holds them, as 2 / 8, by which their maps are multiplied. A map whose weight is a bare parameter has no FLOPs here:
+make it an nn.Linear.
 """
 
 import math
@@ -96,7 +98,7 @@ def forward_flops(modules, T):
     """Forward FLOPs per token of the linear maps among `modules`, and of the mixers of the branches among them."""
     modules = list(modules)
     share = dict.fromkeys(modules, 1)
-    for module in modules:
+    for module in list(share):
         for inner in module.modules() if hasattr(module, "active_share") else ():
             share[inner] = share.get(inner, 1) * module.active_share
     linear = sum(2 * m.weight.numel() * share[m] for m in modules if isinstance(m, nn.Linear))
@@ -112,7 +114,7 @@ def flops_per_token(model, T=None):
     else:
         left_out, embed = averages(model), getattr(getattr(model, "embed", None), "weight", torch.empty(0))
         untied = any(isinstance(m, nn.Linear) and m.weight.shape == embed.shape for m in model.children())
-        running = [m for name, m in model.named_modules() if name not in left_out]
+        running = [m for name, m in model.named_modules(remove_duplicate=False) if name not in left_out]
         forward = forward_flops(running, T) + (0 if untied else 2 * embed.numel())
     return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
@@ -120,8 +122,13 @@ def flops_per_token(model, T=None):
 def parameter_count(model):
     """{part: parameters}: each class of mixers, norms, positions, the embedding (tied with the head), others and the
     total. A model's `rest` is the name of all that is not of mixers, norms and positions."""
-    averaged = averages(model)
-    count = lambda module: 0 if module is None else sum(p.numel() for p in module.parameters())
+    averaged, counted = averages(model), set()
+
+    def count(module):
+        new = {} if module is None else {id(p): p.numel() for p in module.parameters() if id(p) not in counted}
+        counted.update(new)
+        return sum(new.values())
+
     total = sum(p.numel() for name, p in model.named_parameters() if name not in averaged)
     if not hasattr(model, "branches"):
         return {"total": total}
@@ -134,14 +141,16 @@ def parameter_count(model):
     rest = total - sum(parts.values())
     if hasattr(model, "rest"):
         return {model.rest: rest, **parts, "total": total}
-    others = {"others": rest - count(model.embed)} if rest > count(model.embed) else {}
-    return {"embedding": count(model.embed), **parts, **others, "total": total}
+    embedding = count(model.embed)
+    others = {"others": rest - embedding} if rest > embedding else {}
+    return {"embedding": embedding, **parts, **others, "total": total}
 
 
 def running_branches(model):
-    """A model's branches without those of an average of weights; [] if it is not an LM."""
-    averaged = averages(model)
-    return [branch for name, branch in model.branches() if name not in averaged] if hasattr(model, "branches") else []
+    """A model's branches in every place where they stand, without those of an average of weights; [] if it is not an
+    LM."""
+    left_out, branches = averages(model), {b for _, b in model.branches()} if hasattr(model, "branches") else ()
+    return [m for name, m in model.named_modules(remove_duplicate=False) if m in branches and name not in left_out]
 
 
 def state_size(model, T=None):

@@ -297,7 +297,7 @@ def first_loss(forward, config, data, device):
 def find_micro_batch_size(model, config, data):
     """Halve micro_batch_size until forward and backward fit in memory on every process, next to the gradients and
     AdamW's state."""
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
     if config.parallel != "ddp":
         raise ConfigError(f"auto_micro_batch: the micro-batch size cannot be probed with parallel={config.parallel}: "

@@ -1,5 +1,6 @@
 """Where two versions of the code differ, in words: for the lines of the check at the start (self_check.py)."""
 
+import contextlib
 import sys
 import traceback
 from pathlib import Path
@@ -12,22 +13,54 @@ from runtime.toys import (
     DOCUMENTS,
     LEAST,
     differences,
+    document_starts,
     gradients,
+    in_float64,
     is_finite,
     loss_alone,
+    loss_of_whole,
+    loss_through_state,
     original,
     output_and_gradients,
+    packing,
     random_rows,
     repeated,
+    through_state,
 )
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Alone(torch.nn.Module):
+    """A branch's mixer or norm, called as a branch is."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x, state=None):
+        out = self.part(x) if state is None else self.part(x, state)
+        return out if isinstance(out, tuple) else (out, None)
+
+    def initial_state(self, batch_size, device):
+        return self.part.initial_state(batch_size, device) if hasattr(self.part, "initial_state") else None
 
 
 def who(toy, differs):
-    """The mixers of the branches for which differs(branch) is true, as 'model.py: ScanBlock.forward (Mamba)'; if there
-    are none, the layers'; or the model."""
-    mixers = [of_mixer(branch) for _, branch in toy.branches() if differs(branch)]
-    layers = [place(type(layer).forward) for layer in toy.layers if not mixers and differs(layer)]
-    return ", ".join(dict.fromkeys(mixers or layers)) or place(type(toy).forward)
+    """The mixers for which differs(module) is true, as 'model.py: ScanBlock.forward (Mamba)', and the norms; if neither
+    are, the branches; the layers; or the model."""
+    def alone(module):
+        try:
+            return differs(module)
+        except Exception:  # it does not run alone: its layer passes it more than is usual
+            return False
+
+    branches = [branch for _, branch in toy.branches()]
+    mixers = [of_mixer(branch) for branch in branches if alone(Alone(branch.mixer))]
+    norms = [place(type(branch.norm).forward) for branch in branches if alone(Alone(branch.norm))]
+    for modules in (branches, getattr(toy, "blocks", toy.layers)) if not mixers + norms else ():
+        norms = norms or [place(type(module).forward) for module in modules if alone(module)]
+    return ", ".join(dict.fromkeys(mixers + norms)) or place(type(toy).forward)
 
 
 def of_mixer(branch):
@@ -36,14 +69,16 @@ def of_mixer(branch):
 
 def place(function):
     """'model.py: LM.forward'."""
-    return f"{function.__module__.replace('.', '/')}.py: {function.__qualname__}"
+    file = f"{function.__module__.replace('.', '/')}.py"
+    if file == "__main__.py":  # as experiments/vision/classify.py
+        file = Path(sys.modules["__main__"].__file__).resolve().relative_to(ROOT)
+    return f"{file}: {function.__qualname__}"
 
 
 def described(error):
     """'IndexError: index 1 is out of range (model.py, line 439)', in the project's own file."""
-    root = Path(__file__).resolve().parents[1]
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if root in Path(f.filename).parents]
-    where = f" ({Path(frames[-1].filename).relative_to(root)}, line {frames[-1].lineno})" if frames else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if ROOT in Path(f.filename).parents]
+    where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
@@ -55,48 +90,48 @@ def which_operator(toy, plain, batch, tally):
             slow = gradients(toy, loss_alone, batch)
         if tally.excess(slow, trains)[0] > 0.5 if is_finite(trains) else is_finite(slow):
             return operator_places(toy, op)
-    pairs, x = zip(toy.branches(), plain.branches(), strict=True), random_rows(toy)
-    mixers = [of_mixer(a) for (_, a), (_, b) in pairs
-              if max(differences(output_and_gradients(a, x), output_and_gradients(b, x)).values()) > LEAST]
-    return (f"{', '.join(dict.fromkeys(mixers)) or place(type(toy).forward)} with "
-            f"--backend={toy.config.backend or '(empty)'} and with --backend=torch")
+    twins, x = dict(zip(parts_of(toy), parts_of(plain), strict=True)), random_rows(toy)
+    places = who(toy, lambda part: max(differences(output_and_gradients(part, x), output_and_gradients(
+        twins.get(part) or Alone(twins[part.part]), x)).values()) > LEAST)
+    return f"{places} with --backend={toy.config.backend or '(empty)'} and with --backend=torch"
+
+
+def parts_of(toy):
+    return [*getattr(toy, "blocks", toy.layers), *(part for _, b in toy.branches() for part in (b, b.mixer, b.norm))]
 
 
 def operator_places(toy, op):
-    """'longhorn_scan.cu: Exact and kernels/scan.py: _exact_step, _loop, _step_size (longhorn_scan)': the two versions,
-    with the functions that only one of them runs in the mixers that differ."""
-    x, starts, ran, exact = random_rows(toy), None, ({}, {}), False
-    if toy.config.documents == "pack":
-        starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        starts[:, torch.tensor(DOCUMENTS[:-1]).cumsum(0)] = True
-    for _, branch in toy.branches():
-        with ops.documents(starts):
-            fast, by_kernels = functions_of(output_and_gradients, branch, x)
+    """'longhorn_scan.cu: Exact, kernels/scan.py: _scan and kernels/scan.py: _exact_step, _loop (longhorn_scan)': both
+    versions, with the functions that only one of them runs in the mixers and norms that differ."""
+    x, ran, exact = random_rows(toy), ({}, {}), False
+    starts = document_starts(x) if toy.config.documents == "pack" else None
+    for part in (Alone(part) for _, branch in toy.branches() for part in (branch.mixer, branch.norm)):
+        with ops.documents(starts), contextlib.suppress(Exception):  # what does not run alone is left out
+            output_and_gradients(part, x)  # shapes are checked at the first call only
+            fast, by_kernels = functions_of(output_and_gradients, part, x)
             with build.plain(op):
-                slow, by_loops = functions_of(output_and_gradients, branch, x)
-        if max(differences(fast, slow).values()) > LEAST:
-            exact = exact or getattr(branch.mixer, "exact", False)
-            ran[0].update(by_kernels), ran[1].update(by_loops)
+                slow, by_loops = functions_of(output_and_gradients, part, x)
+            if max(differences(fast, slow).values()) > LEAST:
+                exact = exact or getattr(part.part, "exact", False)
+                ran[0].update(by_kernels), ran[1].update(by_loops)
     places = []
     for table, mine, others in zip(build.BODIES[op], ran, ran[::-1], strict=True):
-        file, _, names = table.partition(": ")
-        if file.endswith(".cu"):
-            places.append(table.replace("Longhorn", "Exact") if exact else table)
-            continue
+        file, _, names = (table.replace("Longhorn", "Exact") if exact else table).partition(": ")
         more = [f for f in mine if f not in others and f.partition(": ")[2] not in names.split(", ")]
-        known = [name for name in names.split(", ") if f"{file}: {name}" in mine or not more]
-        words = [*known, *(f.removeprefix(f"{file}: ") for f in reversed(more))]
-        places.append(f"{file}: {', '.join(words)}")
+        files = {file: [n for n in names.split(", ") if f"{file}: {n}" in mine or not more or file.endswith(".cu")]}
+        for f in reversed(more):
+            files.setdefault(f.partition(": ")[0], []).append(f.partition(": ")[2])
+        places.append(", ".join(f"{file}: {', '.join(names)}" for file, names in files.items() if names))
     return f"{places[0]} and {places[1]} ({op})"
 
 
 def functions_of(run, *args):
-    """(run(*args), {'kernels/scan.py: _loop': None} of the functions in kernels/ that it calls)."""
-    ran, before = {}, sys.getprofile()
+    """(run(*args), {'kernels/scan.py: _loop': None} of the functions in kernels/ that it calls, but for build.py)."""
+    ran, before, folder = {}, sys.getprofile(), Path(ops.__file__).parent
 
     def note(frame, event, _):
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if event == "call" and file.parent == Path(ops.__file__).parent and name in frame.f_globals:
+        if event == "call" and file.parent == folder and file.name != "build.py" and name in frame.f_globals:
             ran[f"kernels/{file.name}: {name}"] = None
 
     sys.setprofile(note)
@@ -106,57 +141,76 @@ def functions_of(run, *args):
         sys.setprofile(before)
 
 
-def which_state(toy, x):
+def which_state(toy, batch, tally):
     """The operator whose plain version keeps the right state, else the mixers that differ through the state."""
     def agrees(*plain):
-        with build.plain(*plain), torch.no_grad():
-            state, parts = toy.initial_state(len(x)), []
-            for part in x.split(CUTS, 1):
-                logits, _, state = toy(part, state=state)
-                parts.append(logits)
-            return max(differences({"": torch.cat(parts, 1)}, {"": toy(x)[0]}).values()) < LEAST
+        with build.plain(*plain):
+            with torch.no_grad():
+                ys = {"the logits": through_state(toy, batch[0])}, {"the logits": toy(batch[0])[0]}
+            both = [ys, [gradients(toy, loss, batch) for loss in (loss_through_state, loss_of_whole)]]
+            return all(tally.excess(got, wanted)[0] < 1 for got, wanted in both)
 
-    operators = dict.fromkeys(getattr(b.mixer, "operator", None) for _, b in toy.branches())
-    for op in operators if toy.config.backend != "torch" and not agrees() else ():
-        if op in build.BODIES and agrees(op):
+    for op in build.BODIES if toy.config.backend != "torch" else ():
+        if agrees(op):
             return f"{' and '.join(build.BODIES[op])} ({op})"
-    return who(toy, lambda branch: differs_by_state(branch, random_rows(toy)))
+    if toy.config.documents == "pack":
+        with packing(False, toy):
+            if agrees():
+                return place(type(toy).through_documents)
+    return who(toy, lambda module: differs_by_state(module, random_rows(toy)))
 
 
-def differs_by_state(branch, x):
+def apart(a, b):
+    """Whether two tensors differ by more than rounding."""
+    return max(differences({"": in_float64(a)}, {"": in_float64(b)}).values()) > LEAST
+
+
+def differs_by_state(module, x, allowed=LEAST):
     """Whether whole sequences and states differ, with gradients or without (where a cache grows in place)."""
-    if hasattr(branch, "branches"):
-        start = [b.initial_state(len(x), x.device) for b in branch.branches]
+    if hasattr(module, "branches"):
+        start = [b.initial_state(len(x), x.device) for b in module.branches]
     else:
-        start = branch.initial_state(len(x), x.device)
+        start = module.initial_state(len(x), x.device)
     for graded in (True, False):
         with torch.set_grad_enabled(graded):
-            ys = output_and_gradients(branch, x), output_and_gradients(branch, x, start, CUTS)
-        if max(differences(*ys).values()) > LEAST:
+            ys = output_and_gradients(module, x), output_and_gradients(module, x, start, CUTS)
+        if max(differences(*ys).values()) > allowed:
             return True
     return False
 
 
-def differs_by_mode(branch, x):
-    """Whether training and eval mode, in which it leaves the branch, differ."""
-    trains = {"": branch.train()(x)[0].double().cpu()}
-    return max(differences({"": branch.eval()(x)[0].double().cpu()}, trains).values()) > LEAST
+def differs_by_mode(module, x):
+    """Whether training and eval mode, in which it leaves the module, differ."""
+    trains = module.train()(x)[0]
+    return apart(module.eval()(x)[0], trains)
 
 
-def looks_ahead(branch, x):
+def which_by_gradients(toy, batch):
+    """The operator whose plain version is the same with gradients and under torch.no_grad, else the mixers that
+    differ."""
+    def differs(run, *args):
+        with torch.no_grad(), repeated(toy):
+            without = run(*args)
+        with torch.enable_grad(), repeated(toy):
+            return apart(run(*args), without)
+
+    for op in build.BODIES if toy.config.backend != "torch" else ():
+        with build.plain(op):
+            if not differs(loss_alone, toy, *batch):
+                return f"{' and '.join(build.BODIES[op])} ({op})"
+    return who(toy, lambda module: differs(lambda x: module(x)[0], random_rows(toy)))
+
+
+def looks_ahead(module, x):
     """Whether outputs depend on a later token."""
-    other = torch.cat([x[:, :-1], -x[:, -1:]], 1)
-    ys = ({"": branch(a)[0][:, :-1].double().cpu()} for a in (x, other))
-    return max(differences(*ys).values()) > LEAST
+    return apart(*(module(a)[0][:, :-1] for a in (x, torch.cat([x[:, :-1], -x[:, -1:]], 1))))
 
 
-def leaks(branch, x):
+def leaks(module, x):
     """Whether packed documents differ from each document alone."""
-    starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-    starts[:, torch.tensor(DOCUMENTS[:-1]).cumsum(0)] = True
-    alone = torch.cat([branch(part)[0] for part in x.split(DOCUMENTS, 1)], 1)
-    with ops.documents(starts):
-        return max(differences({"": branch(x)[0].double().cpu()}, {"": alone.double().cpu()}).values()) > LEAST
+    alone = torch.cat([module(part)[0] for part in x.split(DOCUMENTS, 1)], 1)
+    with ops.documents(document_starts(x)):
+        return apart(module(x)[0], alone)
 
 
 def first_nan(toy, batch):
@@ -170,4 +224,5 @@ def first_nan(toy, batch):
         loss_alone(toy, *batch)
     for hook in hooks:
         hook.remove()
-    return f"first behind {bad[0]}" if bad else f"no branch makes it: see {place(type(toy).forward)}"
+    not_finite = lambda module: not is_finite(output_and_gradients(module, random_rows(toy)))
+    return f"first behind {bad[0]}" if bad else f"see {who(toy, not_finite)}"

@@ -7,16 +7,16 @@ compares the loss and every gradient:
 
     loss alone   the loss that training computes, and the loss computed from logits
     operators    the training backend, and --backend=torch
-    mode         training and eval mode, unless the model draws random numbers in training
-    state        whole sequences, and the same tokens in chunks and single steps
+    mode         training and eval mode, unless the model draws random numbers in training; with gradients and without
+    state        whole sequences, and the same tokens in chunks and single steps; logits with targets and without
     documents    with --documents=pack: packed documents, and each document alone
 
 It also stops at a model that is not deterministic, and at one whose logits depend on later tokens.
 
 Each tensor may differ by FACTOR times the error that the plain operators make in float32, measured against the same toy
-in float64, or by LEAST; by OTHER_ORDER where the two sum in another order. If training computes in bfloat16, the
-operators are compared once more in bfloat16, where they may have ROUNDING times the plain operators' own error; other
-libraries' kernels that take 16 bits only are compared there alone.
+in float64, or by LEAST; by OTHER_ORDER where the two sum in another order. If training computes in bfloat16, operators,
+losses and states are compared once more in bfloat16, where operators and states may have ROUNDING times the plain
+operators' own error; other libraries' kernels that take 16 bits only are compared there alone.
 
 `--self_check=off` skips the check, `--self_check=only` stops after it.
 """
@@ -30,7 +30,7 @@ import time
 
 import torch
 
-from kernels import build
+from kernels import build, ops
 from runtime import locate
 from runtime.errors import ConfigError
 from runtime.toys import (
@@ -41,10 +41,12 @@ from runtime.toys import (
     SHORT,
     constants,
     differences,
+    document_starts,
     gradients,
     is_finite,
     loss_alone,
     loss_of_logits,
+    loss_of_whole,
     loss_through_state,
     original,
     output_and_gradients,
@@ -52,6 +54,7 @@ from runtime.toys import (
     packing,
     random_rows,
     repeated,
+    through_state,
     toys,
 )
 
@@ -76,11 +79,14 @@ def self_check(model, dtype=torch.float32):
     """
     began, device = time.perf_counter(), next(model.parameters()).device
     precision, rounds = torch.get_float32_matmul_precision(), dtype != torch.float32 and model.config.backend != "torch"
+    way_out = (f"define toy(self, backend) in {type(model).__name__}, returning a model of sizes that run, as Recall "
+               "of experiments/recall/models.py does")
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(SHORT):
         try:
             with build.without_libraries() if rounds else contextlib.nullcontext():
                 toy, plain, batch = toys(model, device)
+                way_out = "correct that"
                 packed = getattr(model.config, "documents", "join") == "pack"
                 line = compare(toy, plain, batch, packed)
             line += f"; {compare_rounded(toy, plain, batch, dtype)}" if rounds else ""
@@ -88,8 +94,7 @@ def self_check(model, dtype=torch.float32):
             raise
         except Exception as error:  # an edit may raise anything
             raise ConfigError(f"self-check: a small version of this model does not run: {locate.described(error)}: "
-                              f"define toy(self, backend) in {type(model).__name__}, returning a model of sizes that "
-                              f"run, as Recall of experiments/recall/models.py does, or {OFF}") from error
+                              f"{way_out}, or {OFF}") from error
         finally:
             torch.set_float32_matmul_precision(precision)
     return f"self-check: {line} ({1000 * (time.perf_counter() - began):.0f} ms)"
@@ -117,16 +122,20 @@ class Tally:
             got, wanted, LEAST if way_out in (LOGITS, MODES) else OTHER_ORDER)
         if excess > 1:
             where = places()
-            way_out += POSITIONS * (way_out == STATE and where.startswith(locate.place(type(self.toy).forward)))
-            raise ConfigError(f"self-check: {where} disagree by {error:.0e} in {original(self.toy, name)} "
-                              f"({usual:.0e} is usual, {allowed:.0e} allowed): {way_out}")
+            way_out += POSITIONS * (f"{locate.place(type(self.toy).forward)} over the whole" in where)
+            refuse(where, error, original(self.toy, name), usual, allowed, way_out)
         self.worst = max(self.worst, (error, usual))
-        self.agreed += [] if words in self.agreed else [words]
+        self.agreed += [words] * bool(words and words not in self.agreed)
 
     def __str__(self):
         worst, usual = self.worst
         agreed = sorted(self.agreed, key=lambda words: words != "documents")
         return f"{', '.join(agreed)} agree to {worst:.0e} ({usual:.0e} is usual)" if agreed else "nothing to compare"
+
+
+def refuse(where, error, name, usual, allowed, way_out):
+    raise ConfigError(f"self-check: {where} disagree by {error:.0e} in {name} ({usual:.0e} is usual, {allowed:.0e} "
+                      f"allowed): {way_out}")
 
 
 def compare(toy, plain, batch, packed):
@@ -140,17 +149,21 @@ def compare(toy, plain, batch, packed):
     toy.train()
     varies = varies_in_training(toy, batch[0])
     with packing(packed, toy, plain):
-        trains, tally = compare_training(toy, plain, rows, varies)
+        tally = compare_training(toy, plain, rows, varies)
     toy.eval()
     with torch.no_grad():
         if not varies:
             compare_modes(toy, batch[0], once, tally)
+        beside = {"the logits": toy(*batch)[0]}
+        if beside["the logits"].shape == once["the logits"].shape:  # Recall's are of queries only
+            tally.agree("", beside, once, lambda: f"{locate.place(type(toy).forward)} with and without targets", STATE)
         if not hasattr(toy, "toy_batch"):
             compare_reading(toy, batch[0], once["the logits"], rows if packed else None, tally)
     without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
     if without:
         return f"{tally}; state left out: {', '.join(dict.fromkeys(without))} keeps none"
-    compare_states(toy, batch, once["the logits"], tally, None if packed else trains)
+    with packing(packed, toy):
+        compare_states(toy, rows, tally)
     return str(tally)
 
 
@@ -166,8 +179,8 @@ def varies_in_training(toy, x):
 
 
 def compare_training(toy, plain, batch, varies):
-    """(the loss and gradients, a Tally): the loss alone and from logits, fast and plain operators. Gradients are
-    compared in training mode, or in eval mode if `varies`: float32 and float64 do not draw the same random numbers."""
+    """A Tally: the loss alone and from logits, fast and plain operators, gradients on and off. Gradients are compared
+    in training mode, or in eval mode if `varies`: float32 and float64 do not draw the same random numbers."""
     backend = toy.config.backend
     with repeated(toy), torch.no_grad():
         once = {"the loss": loss_alone(toy.train(), *batch)}
@@ -182,14 +195,17 @@ def compare_training(toy, plain, batch, varies):
         raise ConfigError(f"self-check: the loss of a small version of this model is {float(trains['the loss'])}, or "
                           f"its gradient has no numbers: {locate.first_nan(toy, batch)}: correct that, or {OFF}")
     tally = Tally(toy, rounding(plain, batch, slow))
-    if backend == "torch":
-        return trains, tally
     operators = f"{backend or 'native'} and plain operators"
     of_operator = lambda: locate.which_operator(toy, plain, batch, tally)
     if not is_finite(trains):
         tally.agree(operators, slow, trains, of_operator, TORCH)
-    ways = lambda: (f"{locate.place(type(toy).forward)} and kernels/ops.py: cross_entropy, the loss from logits, and "
-                    "kernels/ops.py: _LinearCrossEntropy, the loss alone,")
+    with repeated(toy), torch.no_grad():
+        got = {"the loss": loss_alone(toy, *batch)}
+    tally.agree("", got, trains, lambda: f"{locate.which_by_gradients(toy, batch)} with gradients and under "
+                "torch.no_grad", MODES)
+    if backend == "torch":
+        return tally
+    ways = lambda: two_losses(toy)
     tally.agree("the loss alone and from logits", gradients(toy, loss_of_logits, batch), trains, ways, LOGITS)
     with torch.no_grad():
         with repeated(toy), build.plain("linear_cross_entropy"):
@@ -205,14 +221,20 @@ def compare_training(toy, plain, batch, varies):
     mode = f"in {'training' if varies else 'eval'} mode"
     tally.agree("the loss alone and from logits", runs[1], runs[0], lambda: f"{mode} {ways()}", LOGITS)
     tally.agree(operators, runs[-1], runs[1], lambda: f"{mode} {of_operator()}", TORCH)
-    scans = {type(b.mixer): b for _, b in toy.branches() if getattr(b.mixer, "operator", None) in SCANS}
-    for branch in scans.values():  # their chunks are compiled
-        x, op = random_rows(toy, 4 * build.CHUNK + 1)[:1], branch.mixer.operator
-        fast = output_and_gradients(branch, x)
-        with build.plain(op), constants(IN_ONE):
-            slow = output_and_gradients(branch, x)
+    scans = {type(b.mixer): b.mixer for _, b in toy.branches() if getattr(b.mixer, "operator", None) in SCANS}
+    for mixer in scans.values():  # their chunks are compiled
+        x, op = random_rows(toy, 4 * build.CHUNK + 8)[:1], mixer.operator
+        with ops.documents(document_starts(x) if toy.config.documents == "pack" else None):
+            fast = output_and_gradients(locate.Alone(mixer), x)
+            with build.plain(op), constants(IN_ONE):
+                slow = output_and_gradients(locate.Alone(mixer), x)
         tally.agree(operators, slow, fast, lambda op=op: locate.operator_places(toy, op), TORCH)
-    return trains, tally
+    return tally
+
+
+def two_losses(toy):
+    return (f"{locate.place(type(toy).forward)} and kernels/ops.py: cross_entropy, the loss from logits, and "
+            "kernels/ops.py: _LinearCrossEntropy, the loss alone,")
 
 
 def compare_modes(toy, x, evaluated, tally):
@@ -248,35 +270,28 @@ def compare_reading(toy, x, logits, packed_rows, tally):
                     "start each document empty, as token_shift of mixers.py does, or use --documents=join")
 
 
-def compare_states(toy, batch, logits, tally, trains):
-    """In eval mode: whole sequences, and the same tokens through the state. trains: loss and gradients of the whole
-    that are known already, and used if the loss is the same; None if packed documents are trained on, so that the
-    rounding of gradients without packing is not known: then only the loss is compared."""
-    x, y = batch
-    places = lambda: f"{locate.which_state(toy, x)} over the whole sequence and through the state"
+def compare_states(toy, batch, tally):
+    """In eval mode: whole sequences, and the same tokens through the state."""
+    x = batch[0]
+    places = lambda: f"{locate.which_state(toy, batch, tally)} over the whole sequence and through the state"
     last = {"last_only": True} if "last_only" in inspect.signature(toy.forward).parameters else {}
     with torch.no_grad():
         state, steps = toy.initial_state(len(x)), []
         for part in x.split(CUTS, 1):  # as in sampling, where a cache grows in place
             step, _, state = toy(part, state=state, **last)
             steps.append(step[:, -1])
-        loss = loss_alone(toy, x, y)
+        logits = toy(x)[0]
     ends = torch.tensor(CUTS).cumsum(0) - 1
     tally.agree("whole sequences and states", {"the logits": torch.stack(steps, 1)}, {"the logits": logits[:, ends]},
                 places, STATE)
-    if trains is None:
-        with torch.no_grad():
-            tally.agree("whole sequences and states", {"the loss": loss_through_state(toy, x, y)}, {"the loss": loss},
-                        places, STATE)
-        return
-    same = torch.equal(loss.double().cpu(), trains["the loss"])
     tally.agree("whole sequences and states", gradients(toy, loss_through_state, batch),
-                trains if same else gradients(toy, loss_alone, batch), places, STATE)
+                gradients(toy, loss_of_whole, batch), places, STATE)
 
 
 def compare_rounded(toy, plain, batch, dtype):
     """A line on how well the operators that train in a 16-bit dtype agree with float32: within ROUNDING times the plain
-    operators' own error in that dtype. Raises ConfigError, naming the operator, if they do not.
+    operators' own error in that dtype. Raises ConfigError, naming the operator, if they do not, or if the loss alone
+    and from logits, or whole sequences and states, differ in that dtype only.
 
     An error is the root mean square over the loss and all gradients: a single one of two numbers may be right by
     chance, and a mistake in any of them is a hundred times the rounding.
@@ -290,6 +305,7 @@ def compare_rounded(toy, plain, batch, dtype):
         rounding, trained = errors(plain), errors(toy)
         times = size(trained) / size(rounding)
         if times <= ROUNDING:
+            compare_rounded_paths(toy, plain, batch, number)
             return f"in {number} to {times:.1f} times the plain operators' rounding"
         name, left = max(trained, key=trained.get), {}
         for op in build.BODIES:
@@ -300,6 +316,23 @@ def compare_rounded(toy, plain, batch, dtype):
     way_out = TORCH if fast == build.BODIES[op][0] else f"train with --backend={device}, which calls no other library"
     raise ConfigError(f"self-check: in {number} {fast} and {slow} ({op}) disagree by {trained[name]:.0e} in {name}, "
                       f"{times:.0f} times the rounding of plain operators: {way_out}")
+
+
+@torch.no_grad()
+def compare_rounded_paths(toy, plain, batch, number):
+    """In eval mode and under autocast to a 16-bit dtype: the loss alone and from logits, whole sequences and states."""
+    x, y = batch
+    alone, of_logits = ({"the loss": loss(toy, x, y)} for loss in (loss_alone, loss_of_logits))
+    Tally(toy, {"typical": 1e-5}).agree("", of_logits, alone, lambda: f"in {number} {two_losses(toy)}", LOGITS)
+    if all(b.has_state for _, b in toy.branches()):
+        with torch.autocast(x.device.type, enabled=False):
+            true = plain(x)[0]  # other libraries' kernels take 16 bits only
+        usual, = differences({"": plain(x)[0]}, {"": true}).values()
+        error, = differences({"": through_state(toy, x)}, {"": toy(x)[0]}).values()
+        if error > max(ROUNDING * usual, OTHER_ORDER):
+            places = locate.who(toy, lambda m: locate.differs_by_state(m, random_rows(toy), ROUNDING * usual))
+            refuse(f"in {number} {places} over the whole sequence and through the state", error, "the logits", usual,
+                   ROUNDING * usual, STATE)
 
 
 # ----------------------------------------------------------------------------------------------------------- tolerances

@@ -7,17 +7,18 @@ import re
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from kernels import linear_attention, ops
 
 T = 42  # tokens of a toy
-CUTS = [22, 1, 1, 18]  # lengths of the pieces that are read through the state
+CUTS = [1, 22, 1, 18]  # lengths of the pieces that are read through the state; the last one outgrows the first cache
 DOCUMENTS = [1, 2, 13, 17, 9]  # lengths of packed documents
 SHORT = {  # constants during the check: T tokens pass through at least five chunks, pieces or blocks of each kind
     (linear_attention, "CHUNK"): 8, (linear_attention, "GLA_CHUNK"): 8, (ops, "PIECE"): 8,
     (ops, "WINDOW_QUERIES"): 8, (ops, "LOGITS_AT_ONCE"): {"cpu": 64 * 8, "cuda": 64 * 8}}
 IN_ONE = {(ops, "PIECE"): 1024}  # the plain loops without recomputation
-SIZES = dict(n_embd=32, n_head=2, vocab_size=64, mlp_multiple=16, block_size=128, window=8)
+SIZES = dict(n_embd=32, n_head=2, vocab_size=64, mlp_multiple=16, block_size=256, window=8)
 LEAST = 1e-5  # a difference below this is rounding
 
 
@@ -97,7 +98,7 @@ def batch_of(toy):
     """(x, y) for a toy: its own toy_batch(), or tokens and targets (2, T)."""
     if hasattr(toy, "toy_batch"):
         return toy.toy_batch()
-    idx = torch.randint(toy.config.vocab_size, (2, T + 1))
+    idx = torch.randperm(2 * T + 2).view(2, T + 1) % toy.config.vocab_size  # all tokens of a small vocabulary
     return idx[:, :-1], idx[:, 1:]
 
 
@@ -111,6 +112,14 @@ def packed_batch(toy, batch):
 def random_rows(toy, length=T):
     torch.manual_seed(2)
     return torch.randn(2, length, toy.config.n_embd, device=next(toy.parameters()).device)
+
+
+def document_starts(x):
+    """(B, T) of x (B, T, d): True where packed documents of the lengths in DOCUMENTS begin; the last one is longer if T
+    is."""
+    starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    starts[:, torch.tensor(DOCUMENTS[:-1]).cumsum(0)] = True
+    return starts
 
 
 @torch.no_grad()
@@ -136,23 +145,32 @@ def loss_of_logits(model, x, y):
     return model(x, y)[1]
 
 
+def loss_of_whole(model, x, y):
+    """The plain loss of the logits without targets: whatever loss is trained on, sampling follows these."""
+    return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+
+
 def loss_through_state(model, x, y):
-    """The loss of the same tokens, read in the pieces of CUTS."""
-    state, loss = model.initial_state(len(x)), 0.0
-    for x_part, y_part in zip(x.split(CUTS, 1), y.split(CUTS, 1), strict=True):
-        _, part, state = model(x_part, y_part, state=state)
-        loss = loss + part * (x_part.shape[1] / x.shape[1])
-    return loss
+    return F.cross_entropy(through_state(model, x).flatten(0, 1), y.flatten())
+
+
+def through_state(model, x):
+    """The logits of x, read in the pieces of CUTS."""
+    state, parts = model.initial_state(len(x)), []
+    for part in x.split(CUTS, 1):
+        logits, _, state = model(part, state=state)
+        parts.append(logits)
+    return torch.cat(parts, 1)
 
 
 def gradients(model, loss_of, batch):
     """{name: value} of the loss and of every parameter's gradient, if it has one, in float64 on the CPU."""
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with repeated(model), torch.enable_grad():
         loss = loss_of(model, *batch)
         grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     grads = {f"the gradient of {n}": g for n, g in zip(named, grads, strict=True) if g is not None}
-    return {name: a.detach().double().cpu() for name, a in {"the loss": loss, **grads}.items()}
+    return {name: in_float64(a) for name, a in {"the loss": loss, **grads}.items()}
 
 
 def output_and_gradients(branch, x, state=None, cuts=None):
@@ -165,11 +183,16 @@ def output_and_gradients(branch, x, state=None, cuts=None):
             ys.append(y)
         y = torch.cat(ys, 1)
         if not torch.is_grad_enabled():
-            return {"the output": y.double().cpu()}
-        named = {"x": x, **dict(branch.named_parameters())}
+            return {"the output": in_float64(y)}
+        named = {"x": x, **{name: p for name, p in branch.named_parameters() if p.requires_grad}}
         grads = torch.autograd.grad(y.square().sum(), list(named.values()), allow_unused=True)
     grads = {f"the gradient of {n}": g for n, g in zip(named, grads, strict=True) if g is not None}
-    return {name: a.detach().double().cpu() for name, a in {"the output": y, **grads}.items()}
+    return {name: in_float64(a) for name, a in {"the output": y, **grads}.items()}
+
+
+def in_float64(a):
+    """A tensor in float64 on the CPU."""
+    return a.detach().double().cpu()
 
 
 @contextlib.contextmanager

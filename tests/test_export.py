@@ -242,7 +242,8 @@ SETTINGS = [  # of the command line
 
 def imported(folder, config, tensors):
     """The answer of --from_hf to a folder with this config and these tensors."""
-    export.write(folder / "folder", config, tensors)
+    export.write(folder / "folder", {}, tensors)
+    (folder / "folder" / "config.json").write_text(json.dumps(config))
     result = run(from_hf=folder / "folder", out_dir=folder / "out")
     assert (folder / "out").exists() == (result.code == 0)
     return result
@@ -441,7 +442,7 @@ def edited(tmp_path, monkeypatch):
     export.py reads; its class is that of the edited code, and so is what is exported."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
-    def edited(text, family="llama"):
+    def edited(text, family="llama", prepare=lambda lm: None):
         root = tmp_path / "copy"
         for name in tracked():
             if name.endswith((".py", ".cu", ".h")) and not name.startswith(("tests/", "bench/", "experiments/")):
@@ -455,6 +456,7 @@ def edited(tmp_path, monkeypatch):
         module = namespace["load_sources"]()[0]
         monkeypatch.setattr(test_sample, "LM", module.LM)
         lm = tiny(family)
+        prepare(lm)
         make_run(tmp_path / "run", lm)
         monkeypatch.setattr(export, "LM", module.LM)
         monkeypatch.setattr(sample, "load_model", lambda folder: (
@@ -474,6 +476,98 @@ def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
     with torch.no_grad():
         close(theirs(TOKENS).logits, lm(TOKENS)[0], 1e-5)
     assert run(check=tmp_path / "hf").code == run(check=tmp_path / "hf", out_dir=tmp_path / "run").code == 0
+
+
+@pytest.mark.parametrize("family", PARITY)
+def test_packed_documents_leave_with_their_code(family, tmp_path, monkeypatch):
+    """The class of transformers would read on after the token that ends a document."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    lm, text = tiny(family, documents="pack", end_of_text=10), torch.tensor([[65, 66, 10, 67, 68, 69]])
+    said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf").out
+    assert f"no {export.ARCHITECTURES[family]}: " in said and "documents=pack" in said
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    close(theirs(text).logits, lm(text)[0], 1e-5)
+    make_run(tmp_path / "other", tiny(family, documents="pack"))  # with no such token there is nothing to end
+    assert "trust_remote_code" not in run(out_dir=tmp_path / "other", to=tmp_path / "to").out
+
+
+def test_rwkv4_may_leave_with_code_that_reads_padded_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    lm = tiny("rwkv4")
+    said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "theirs").out
+    assert "attention_mask" in said and "--own_code" in said
+    said = run(out_dir=tmp_path / "run", to=tmp_path / "ours", own_code=True).out
+    assert "trust_remote_code=True" in said and "attention_mask" not in said
+    ids, mask = side_by_side(ROWS, "left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", trust_remote_code=True)
+    for logits, row, real in zip(model(ids, attention_mask=mask).logits, ROWS, mask.bool(), strict=True):
+        close(logits[real], lm(row[None])[0][0], 1e-5)
+
+
+def test_every_way_to_import_a_file_of_ones_own_travels(edited, tmp_path):
+    """The copy is not on sys.path, as in a process elsewhere."""
+    root = tmp_path / "copy"
+    (root / "inner").mkdir(parents=True)
+    (root / "ones_own.py").write_text("import math, inner.deep\nSCALE = inner.deep.HALF * math.sqrt(4.0)\n")
+    (root / "inner" / "__init__.py").touch()
+    (root / "inner" / "deep.py").write_text("HALF = 0.5\n")
+    edited("""
+import ones_own as oo
+import inner.deep as deep  # a remark
+import math, ones_own
+def scaled(m, x):
+    import inner.deep, math
+    from inner import (
+        deep as again,
+    )
+    import ones_own
+    return RMSNorm.unscaled(m, x) * oo.SCALE * inner.deep.HALF * math.sqrt(ones_own.SCALE + deep.HALF + again.HALF)
+RMSNorm.unscaled, RMSNorm.forward = RMSNorm.forward, scaled
+""", "gla")
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
+
+
+def test_extra_state_stays_with_the_run(edited, tmp_path):
+    """What a model keeps for its training through get_extra_state, in any form, is no weight."""
+    lm = edited("""
+class Counting(LM):
+    steps = None
+    def get_extra_state(self):
+        return {"steps": self.steps, "last": torch.ones(3)} if self.steps else None
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+LM = Counting
+""", "gla", lambda lm: setattr(lm, "steps", 5))
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    close(model(TOKENS).logits, lm(TOKENS)[0], 1e-5)
+    model.save_pretrained(tmp_path / "again")
+    tensors, meta = checkpoint.load(tmp_path / "run" / "checkpoint.safetensors")
+    state = checkpoint.unflatten(tensors, meta["skeleton"])["model"]
+    assert state["_extra_state"]["steps"] == 5 and checkpoint.misfit(state, type(lm)(lm.config)) is None
+
+
+def test_a_parameter_with_two_names_stays_one(edited, tmp_path):
+    """A norm shared by a layer's branches, and a head that is the embedding: loaded, saved by transformers, loaded."""
+    lm = edited("""
+class Shared(LM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = nn.Linear(32, 256, bias=False)  # the head, under a name that transformers uses as a prefix
+        self.model.weight = self.embed.weight
+        for layer in self.layers:
+            layer.branches[1].norm = layer.branches[0].norm
+LM = Shared
+""", "gla")
+    run(out_dir=tmp_path / "run", to=tmp_path / "hf")
+    for folder in (tmp_path / "hf", tmp_path / "again"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        close(model(TOKENS).logits, lm(TOKENS)[0], 1e-5)
+        assert model.num_parameters() == sum(p.numel() for p in lm.parameters())
+        assert model.model.model.weight is model.model.embed.weight
+        model.save_pretrained(tmp_path / "again")
+    close(export.load(tmp_path / "hf")(TOKENS)[0], lm(TOKENS)[0], 0)
+    assert run(out_dir=tmp_path / "run", to=tmp_path / "half", dtype="bfloat16").code == 0
 
 
 def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
@@ -525,6 +619,18 @@ def test_check_sees_what_is_no_longer_what_was_exported(tmp_path):
         checkpoint.save(to / "model.safetensors", tensors, {}, kind="pt")
         refused(run(check=to), "not the model that was exported", "differ")
         (to / "model.safetensors").write_bytes(weights)
+        for name in {*os.listdir(to)} - {"model.safetensors", "README.md"}:
+            content = (to / name).read_bytes()
+            at = content.index(b"e")
+            for damaged in (content[:at] + b"f" + content[at + 1:], None, content[:at] + b"\xff" + content[at + 1:]):
+                (to / name).unlink() if damaged is None else (to / name).write_bytes(damaged)
+                refused(run(check=to), name)
+            (to / name).write_bytes(content)
+        (to / "config.json").write_text(json.dumps({**json.loads(text), "eos_token_id": 7}))
+        refused(run(check=to), "its config.json is missing, damaged or edited")
+        (to / "README.md").write_text("mine")
+        (to / "config.json").write_text(json.dumps(json.loads(text), indent=1))
+        assert run(check=to).code == 0
         for verified in ({}, {"verified": {"tokens": -1}}, {"verified": {"tokens": 10**12}}):
             (to / "config.json").write_text(json.dumps({**json.loads(text), "run": verified}))
             refused(run(check=to), "does not say what to verify")
@@ -560,6 +666,11 @@ def test_the_model_card(tmp_path):
     for words in ("license: cc-by-4.0\n", "commit 0123abc, v2abc, with uncommitted changes", "700 tokens",
                   "random tokens agree to", 'from_pretrained("hf", trust_remote_code=True)'):
         assert words in card, words
+    assert "changed between" not in card
+    environment["code_files"] = {"model.py": "0"}
+    (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
+    run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True)
+    assert "changed between training and export" in (tmp_path / "hf" / "README.md").read_text()
     tensors, meta = checkpoint.load(run_dir / "checkpoint.safetensors")
     checkpoint.save(run_dir / "checkpoint.safetensors", tensors, {**meta, "code_versions": ["v2def"]})
     said = run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True).err
@@ -766,7 +877,7 @@ def test_what_else_transformers_asks_of_a_model(family, code):
     assert (once, twice, gradients()[0]) == (2, 4, 2) and all(map(torch.equal, plain, again))
 
 
-TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n"]
+TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n", "\0ÿĀ\x7f"]
 
 
 def test_tokenizers_travel(tmp_path):
@@ -785,9 +896,9 @@ def test_tokenizers_travel(tmp_path):
         config = export.read_json(tmp_path / f"to_{kind}" / "config.json")
         end = {"gpt2": 50256, "hf": 0}.get(kind)
         assert config["eos_token_id"] == theirs.eos_token_id == end
-        padding = {"bytes": None, "char": len(table)}.get(kind, end)  # LLaMA's 256 rows leave no room for one
-        assert theirs.pad_token_id == padding == config["pad_token_id"]
-        assert padding is None or theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
+        padding = {"bytes": 255, "char": len(table)}.get(kind, end)  # LLaMA has 256 rows; no text has byte 255
+        assert theirs.pad_token_id == padding and config["pad_token_id"] == (None if kind == "bytes" else padding)
+        assert theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
 
 
 def test_a_push_is_the_hubs_own_client(tmp_path, monkeypatch):

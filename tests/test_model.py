@@ -319,6 +319,22 @@ def test_counts_of_edited_models(edit):
     assert counting.state_size(lm) == before[2]
 
 
+@pytest.mark.parametrize("family", ["llama", "longhorn"])
+def test_what_stands_in_two_places_has_its_parameters_once_and_runs_twice(family):
+    """Two layers that are one, whose two norms are one; against torch's sum and a model of two layers."""
+    lm, plain = tiny(family, n_layer=2), tiny(family, n_layer=2)
+    lm.layers[1], first = lm.layers[0], lm.layers[0].branches
+    first[1].norm = first[0].norm
+    parts = counting.parameter_count(lm)
+    assert parts.pop("total") == sum(parts.values()) == sum(p.numel() for p in lm.parameters())
+    assert counting.flops_per_token(lm) == counting.flops_per_token(plain)
+    assert counting.state_size(lm) == counting.state_size(plain)
+    lm.layers[0].active_share = 1 / 4
+    maps = sum(2 * m.weight.numel() for m in first.modules() if isinstance(m, nn.Linear))
+    mixing = sum(counting.mixing_flops(branch.mixer, 24) or 0 for branch in first)
+    assert counting.flops_per_token(lm, 24)["forward"] == 2 * (maps + mixing) / 4 + 2 * lm.embed.weight.numel()
+
+
 def test_experts_count_by_the_share_that_is_active(monkeypatch):
     """Against PyTorch's counter on what runs."""
     monkeypatch.setitem(FAMILIES, "experts", [Experts])

@@ -168,8 +168,8 @@ def read(lm):
     x, y = idx[:, :-1], idx[:, 1:]
     losses = [lm(x, y, loss_only=True)[1]]
     with torch.no_grad():
-        grads = torch.autograd.grad(losses[0], list(lm.parameters()), allow_unused=True)
-        for p, grad in zip(lm.parameters(), grads, strict=True):
+        trained = [p for p in lm.parameters() if p.requires_grad]
+        for p, grad in zip(trained, torch.autograd.grad(losses[0], trained, allow_unused=True), strict=True):
             p -= 0 if grad is None else grad
         losses.append(lm(x, y, loss_only=True)[1])
         if not all(branch.has_state for _, branch in lm.branches()):
@@ -347,6 +347,15 @@ class Future(Cumulative):
         return self.linear(x.flip(1).cumsum(1).flip(1))
 
 
+def forgets(f):
+    """A cache that outgrows its room loses the values that it had."""
+    def append(cache, k, v):
+        past, room = cache[0].shape[2], model.ROOMS.get(cache[0])
+        full = past and (room is None or past + k.shape[2] > room[0].shape[2])
+        return f((cache[0], 0 * cache[1]) if full and not torch.is_grad_enabled() else cache, k, v)
+    return append
+
+
 halved = lambda y: (0.5 * y[0], *y[1:])
 GLA_STATE = ("model.py: GLA.forward (GLA)", *STATE)
 ONCE = ("deterministic", "--self_check=off")
@@ -369,6 +378,37 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
     "the last position only": ("gla", {"model.LM.forward": lambda f: lambda self, *args, last_only=False, **kw: (
         halved if last_only else tuple)(f(self, *args, last_only=last_only, **kw))},
                                ("model.py: LM.forward with and without last_only",), {}),
+    "logits without a loss": ("gla", {"model.LM.forward": lambda f: lambda self, idx, targets=None, *args, **kw: (
+        halved if targets is None else tuple)(f(self, idx, targets, *args, **kw))},
+                              ("model.py: LM.forward with and without targets",), {}),
+    "without gradients": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
+        self, x if torch.is_grad_enabled() else 0.9 * x, state)},
+                          ("model.py: GLA.forward (GLA) with gradients and under torch.no_grad",), {}),
+    "the loss in slices without gradients": (
+        "llama", {"kernels.ops._LinearCrossEntropy.forward": lambda f: staticmethod(functools.wraps(f)(
+            lambda ctx, *args: f(ctx, *args) * (1 if args[-1] else 1.01)))},
+        ("ops.py: _LinearCrossEntropy", "with gradients and under"), {}),
+    "a cache that grows": ("llama", {"model.append_to_cache": forgets}, ("model.py: Attention.forward", *STATE), {}),
+    "the gradient of a convolution's state": (
+        "mamba", {"kernels.ops._conv_op": lambda f: lambda x, weight, bias, state, *rest: f(
+            x, weight, bias, state if state is None else (state + state.detach()) / 2, *rest)},
+        ("kernels/conv_norm.cu: conv_forward and kernels/ops.py: _conv_torch (causal_conv1d)", *STATE), {}),
+    "a norm in training": ("gla", {"model.RMSNorm.forward": lambda f: lambda self, x: f(
+        self, x) * (1.02 if self.training else 1)}, ("self-check: model.py: RMSNorm.forward in training and in",), {}),
+    "a branch in training": ("gla", {"model.Branch.forward": lambda f: lambda self, h, state=None: (
+        halved if self.training else tuple)(f(self, h, state))}, ("self-check: model.py: Branch.forward in training",),
+                             {}),
+    "packed documents through the state": ("gla", {"model.emptied": lambda f: lambda state, empty, rows: state},
+                                           ("model.py: LM.through_documents", *STATE), {"documents": "pack"}),
+    "documents longer than a chunk": ("mamba", {"kernels.scan._scan_op": lambda f: lambda x, *rest: f(
+        -x if rest[8] is not None and rest[8].diff().max() > 32 else x, *rest)},
+                                      ("longhorn_scan.cu: Mamba", "kernels/scan.py: _mamba"), {"documents": "pack"}),
+    "a kernel's helper": ("mamba", {"kernels.ops._conv_anew": lambda f: lambda y, *rest: 1.1 * f(y, *rest)},
+                          ("conv_norm.cu: conv_forward, kernels/ops.py:", "_conv_anew"), {"documents": "pack"}),
+    "token 0 ignored": ("gla", {"model.cross_entropy": lambda f: lambda logits, targets: F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=0)}, LOSSES, {"n_layer": 4}),
+    "no numbers in the gradient": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
+        self, x + (0 * x).sqrt(), state)}, ("its gradient has no numbers: see model.py: GLA.forward (GLA)",), {}),
     "evaluation only": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
         self, x if self.training else 0.9 * x, state)}, ("model.py: GLA.forward (GLA) in training and in eval",), {}),
     "one operator in training": ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: (
@@ -377,11 +417,11 @@ REACHED = {  # what is edited: (family, edits, what the line has, settings)
     "the plain loss": ("llama", {"kernels.ops.cross_entropy": lambda f: lambda *args: 1.1 * f(*args)},
                        ("ops.py: linear_cross_entropy", "ops.py: _LinearCrossEntropy"), {}),
     "the exact form's loop": ("longhorn_exact", {"kernels.scan.STEPS": lambda steps: {**steps, "exact": lambda *args: (
-        1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact and", "_exact_step"), {}),
+        1.01 * steps["exact"](*args))}}, ("longhorn_scan.cu: Exact,", "_exact_step"), {}),
     "no numbers from the kernel": ("llama", {"kernels.ops._rms_norm_op": lambda f: lambda *args: tuple(
-        a * math.nan for a in f(*args))}, ("norm_forward_rows and kernels/ops.py: rms_norm",), {}),
+        a * math.nan for a in f(*args))}, ("norm_forward_rows", "_norm_args", "kernels/ops.py: rms_norm ("), {}),
     "the plain loop's own part": ("mamba", {"kernels.scan._loop": lambda f: lambda update, x, *rest: f(
-        update, 0.9 * x, *rest)}, ("longhorn_scan.cu: Mamba and", "_mamba_step", "_loop"), {}),
+        update, 0.9 * x, *rest)}, ("longhorn_scan.cu: Mamba", "_mamba_step", "_loop"), {}),
     # neither names a place that was not edited
     "a cap of the logits": ("longhorn", CAP, ("--loss_from_logits=true",), {}),
     "dropout that never ends": ("llama", {"model.SwiGLU.forward": lambda f: lambda self, x, state=None: (
@@ -469,6 +509,25 @@ def ahead(f):
     return forward
 
 
+def gives_more(f):
+    """Branches are given a third value."""
+    def forward(self, h, state=None):
+        after, first = [], h
+        for branch, s in zip(self.branches, state or [None] * len(self.branches), strict=True):
+            y, s = branch(h, s, first)
+            h = h + y
+            after.append(s)
+        return h, after
+    return forward
+
+
+def freezes(f):
+    def __init__(self, config, layer):
+        f(self, config, layer)
+        self.gate.weight.requires_grad_(False)
+    return __init__
+
+
 def skips(layer):
     return {"model.LM.forward": lambda f: lambda self, idx, *args, **kw: f(
         self, idx + 0 * len(self.layers[layer].branches), *args, **kw)}
@@ -488,9 +547,15 @@ def positions(f):
     ("gla", skips(1), {"n_layer": 2}), ("gla", skips(5), {"n_layer": 6}),
     ("gla", {"model.GLA.forward": lambda f: lambda self, x, state=None: f(
         self, F.dropout(x, 0.1, self.training), state)}, {}),
+    ("gla", {"model.GLA.__init__": freezes}, {}),
+    ("longhorn", {"model.Layer.forward": gives_more, "model.Branch.forward": lambda f: lambda self, h, state, first: f(
+        self, h + 0.1 * first, state)}, {}),
+    ("gla", {"model.cross_entropy": lambda f: lambda logits, targets: F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum")}, {"loss_from_logits": True}),
     ("longhorn", {"model.LM.__init__": lambda f: lambda self, config: (
         check_that(config.n_embd == 96 and config.block_size == 40), f(self, config))[1]}, {"n_embd": 96})],
-    ids=["random buffers", "head width", "prediction of two tokens", "layers[1]", "layers[5]", "dropout", "asserts"])
+    ids=["random buffers", "head width", "prediction of two tokens", "layers[1]", "layers[5]", "dropout", "frozen",
+         "a third value", "sum of losses", "asserts"])
 def test_these_edits_start(family, edits, settings, probe, monkeypatch):
     for name, mixer in (("noisy", Noisy), ("wide", WideHeads)):
         monkeypatch.setitem(model.FAMILIES, name, [mixer])
@@ -628,6 +693,24 @@ def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(fam
     package, module, name, _ = fused.LIBRARIES[op]
     assert re.match(rf"self-check: in bfloat16 {package}'s {module}\.{name} and kernels/\S+ \S+ \({op}\) disagree .*: "
                     "train with --backend=cpu[^\n]*$", str(stopped.value))
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("F.linear", lambda h, weight: 0.9 * F.linear(h, weight), "LM.forward and kernels/ops.py: cross_entropy"),
+    ("GLA.forward", lambda self, x, state=None, f=model.GLA.forward: f(self, x if state is None else -x, state),
+     r"GLA.forward \(GLA\) over the whole sequence and through the state")])
+def test_what_differs_in_16_bits_alone_stops(name, change, words, monkeypatch):
+    f = pkgutil.resolve_name(f"model.{name}")
+    changed = lambda *args, **kw: (change if torch.is_autocast_enabled("cpu") else f)(*args, **kw)
+    if name == "F.linear":
+        monkeypatch.setattr(model, "F", SimpleNamespace(**{**vars(F), "linear": changed}))
+    else:
+        monkeypatch.setattr(model.GLA, "forward", functools.update_wrapper(
+            lambda self, x, state=None: changed(self, x, state), f))
+    lm = small_lm("gla")
+    assert "agree" in self_check(lm)
+    with pytest.raises(ConfigError, match=f"in bfloat16 model.py: {words}"):
+        self_check(lm, torch.bfloat16)
 
 
 def test_a_kernel_that_is_wrong_in_16_bits_alone_stops(monkeypatch):

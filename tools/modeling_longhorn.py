@@ -63,8 +63,21 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
     def get_data(self, path):
         text = SOURCES.get(Path(path).relative_to(self.root).as_posix(), "")
         text = re.sub(rf"(?m)^(\s*)from ({self.names})\b", rf"\1from {self.package}.\2", text)
-        text = re.sub(rf"(?m)^(\s*)import ({self.names})$", rf"\1from {self.package} import \2", text)
+        text = re.sub(r"(?m)^(\s*)import ([\w ,.]+)", self.imports, text)
         return text.replace('"longhorn::', f'"{self.package}::').encode()
+
+    def imports(self, line):
+        """`import a, b.c as d`, in which our own are imported from the package."""
+        parts = []
+        for part in map(str.strip, line[2].split(",")):
+            name, top = part.split(" ")[0], re.split(r"[ .]", part)[0]
+            if not re.fullmatch(self.names, top):
+                parts.append(f"import {part}")
+            elif " as " in part:
+                parts.append(f"import {self.package}.{part}")
+            else:
+                parts.append(f"import {self.package}.{name}; from {self.package} import {top}")
+        return line[1] + "; ".join(parts)
 
 
 def load_sources():
@@ -160,7 +173,20 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
             self.model = module.LM(module.ModelConfig(**settings, backend=config.backend or backend))
         saved = self.state_dict()
         self.unsaved = {name: buffer.clone() for name, buffer in self.named_buffers() if name not in saved}
+        first = {}  # parameter: the first of its names
+        of = {name: first.setdefault(p, name) for name, p in self.named_parameters(remove_duplicate=False)}
+        self._tied_weights_keys = {name: source for name, source in of.items() if name != source}
         self.post_init()
+
+    def state_dict(self, *args, **how):
+        """Without what get_extra_state returns, which is for training."""
+        state = super().state_dict(*args, **how)
+        for name in [name for name in state if name.endswith("_extra_state")]:
+            del state[name]
+        return state
+
+    def get_expanded_tied_weights_keys(self, all_submodels=False):
+        return dict(self._tied_weights_keys)  # transformers would look at the config's tie_word_embeddings
 
     @torch.no_grad()
     def _init_weights(self, module):
