@@ -17,6 +17,7 @@ from test_layout import tracked
 from test_train import TINY
 
 from experiments import edit, edit_simulation
+from experiments.sweeps import engines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,6 +76,7 @@ def repo(tmp_path, monkeypatch):
     commit(repo)
     monkeypatch.setattr(edit, "REPO", repo)
     monkeypatch.setattr(edit, "PROBE", PROBE)
+    monkeypatch.setattr(engines.Local, "poll_seconds", 0.01)
     for name in ("OMP_NUM_THREADS", "LONGHORN_BUILD_DIR"):
         monkeypatch.setenv(name, "1")
     return repo

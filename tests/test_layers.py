@@ -54,7 +54,7 @@ def layer_of(family, **sizes):
     torch.manual_seed(0)
     config = ModelConfig(model=family, n_layer=4, mlp_multiple=8, **sizes)
     layer = Layer(config, FAMILIES[family], 1, NORMS.get(family, RMSNorm))
-    draw(layer)
+    draw(layer, torch.tensor(0))
     for p in layer.parameters():  # away from ones and zeros, so that one that is forgotten shows
         torch.nn.init.normal_(p, std=p.shape[1] ** -0.5) if p.dim() > 1 else p.data.uniform_(0.2, 1.0)
     return config, layer.double().eval()

@@ -278,7 +278,7 @@ def test_unedited_all_agrees(pattern, backend):
     assert line.startswith("self-check: ") and "\n" not in line
     assert "training and eval mode, whole sequences and states agree to " in line
     assert ("plain operators" in line) == (backend != "torch")
-    assert float(line.split("agree to ")[1].split()[0]) < 5e-5 and " is usual)" in line
+    assert float(line.split("agree to ")[1].split()[0]) < 1e-4 and " is usual)" in line
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), weights, strict=True))
     assert torch.equal(torch.get_rng_state(), random) and lm.training and precision == "high"
 
