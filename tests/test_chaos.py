@@ -324,7 +324,7 @@ def test_other_numbers_of_processes_finish_what_two_began(undisturbed, launch, d
     assert worst < 1e-3, worst  # other batches differ by 0.1 and more
 
 
-@pytest.mark.parametrize("world, stopped", [(2, 1), (3, 0)])  # 0 holds the list of who is alive
+@pytest.mark.parametrize("world, stopped", [(2, 1), pytest.param(3, 0, marks=LONG_FORM)])  # 0 has the list
 def test_a_process_that_hangs_is_named(launch, data, out, world, stopped):
     r = launch(arguments(data, out, RUN, batch_tokens=96, micro_batch_size=2, eval_interval=0), world,
                hold=[("step", 10)], patience=1)
@@ -575,6 +575,7 @@ def kill_driver(pid, driver, life):
     driver.wait()
 
 
+@LONG_FORM  # test_sweep.py does this to stand-ins for runs
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells cells that their driver died")
 def test_a_sweep_whose_driver_and_cells_are_killed(start, launch, data, tmp_path):
     kill_cell = lambda pid, *_: os.kill(pid, signal.SIGKILL)

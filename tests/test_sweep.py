@@ -360,7 +360,8 @@ def test_command_line_choices():
     size = preset.sizes["460K"]
     assert (preset.models, size.seeds, size.steps, size.others) == (("longhorn", "gla"), 2, 512, (128, 256))
     cells = sweep.search_cells(preset, "gla", "460K", [1e-3, 2e-3])
-    assert [c.at["learning_rate"] for c in cells] == [1e-3, 2e-3] * 2 and all("--wandb=offline" in c.argv for c in cells)
+    assert [c.at["learning_rate"] for c in cells] == [1e-3, 2e-3] * 2
+    assert all("--wandb=offline" in c.argv for c in cells)
     sized = chosen("laptop", "longhorn", "--sizes=1.5M", "--sizes=250K:n_embd=96")
     assert list(sized.sizes) == ["1.5M", "250K"] and sized.sizes["1.5M"].search == 2  # it has none before it
     assert sweep.load(sweep.base_arguments(sized, "longhorn", "250K")).n_embd == 96
