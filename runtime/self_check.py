@@ -298,14 +298,15 @@ def compare_rounded(toy, plain, batch, dtype):
     """
     device, number = batch[1].device.type, str(dtype).removeprefix("torch.")
     toy.eval(), plain.eval()
-    true = gradients(plain, loss_alone, batch)
+    some = batch if hasattr(toy, "toy_batch") else [a[:1, :26] for a in batch]  # four chunks: loops in 16 bits are slow
+    true = gradients(plain, loss_alone, some)
     with torch.autocast(device, dtype):
-        errors = lambda m: differences(gradients(m, loss_alone, batch), true)
+        errors = lambda m: differences(gradients(m, loss_alone, some), true)
         size = lambda errors: math.hypot(*errors.values())
         rounding, trained = errors(plain), errors(toy)
         times = size(trained) / size(rounding)
         if times <= ROUNDING:
-            compare_rounded_paths(toy, plain, batch, number)
+            compare_rounded_paths(toy, plain, [a[:1] for a in batch], number)
             return f"in {number} to {times:.1f} times the plain operators' rounding"
         name, left = max(trained, key=trained.get), {}
         for op in build.BODIES:
