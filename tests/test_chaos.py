@@ -683,7 +683,7 @@ def test_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
     assert_same_run(out, undisturbed(1))
 
 
-@pytest.mark.parametrize("room", [0, 300_000])
+@pytest.mark.parametrize("room", [0, pytest.param(300_000, marks=LONG_FORM)])
 def test_a_disk_that_stays_full(launch, small_disk, data, tmp_path, room):
     """The run says so, and ends after a resume. Where the small records still fit, and no checkpoint, result.json must
     not say that it is finished."""
