@@ -51,7 +51,7 @@ NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edi
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS = 4  # pairs whose run of HEAD also ends at a quarter and at half of the budget
 SCALE = 2  # of the sequential test: effects of about 1 / sqrt(2) SDs of a pair are found soonest
-USUAL_SD, USUAL_SLOPE = 0.0043, 0.19  # nats: of quiet pairs (others have twice that), and per e-fold of tokens at 460K
+USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 
 
 def log_tokens(difference, curve):
@@ -312,7 +312,7 @@ def parser():
     p.add_argument("--against", default="HEAD", metavar="COMMIT", help="the other version (%(default)s)")
     p.add_argument("--data", default="", help="a prepared dataset (the config's)")
     p.add_argument("--sizes", type=runner.names, default=("460K",), help=f"of {', '.join(SIZES)}: own (460K)")
-    p.add_argument("--steps", type=int, default=1024, help="of a run; below 512 families' curves cross (%(default)s)")
+    p.add_argument("--steps", type=int, default=512, help="of a run; below 512 families' curves cross (%(default)s)")
     p.add_argument("--minutes", type=float, default=30, help="for all sizes together (%(default)s)")
     p.add_argument("--pairs", type=int, default=0, help="at most so many, however long they take")
     p.add_argument("--margin", type=float, default=0.02, help="a difference that would not matter (%(default)s)")

@@ -22,8 +22,8 @@ from runtime.errors import main_error  # noqa: E402
 from runtime.records import write_json  # noqa: E402
 
 PAIRS = 60
-B, K = 0.40, 0.49  # HEAD's loss is E + B (D / whole)^-K nats: Longhorn 460K after a million bytes (results/)
-PAIRS_IN_15_MINUTES = 20  # of 1,024 steps at 460K, on two cores at 45 s per pair
+B, K = 0.75, 0.36  # HEAD's loss is E + B (D / whole)^-K nats: Longhorn 460K, 512 steps of 1,024 bytes
+PAIRS_IN_15_MINUTES = 36  # of 512 steps at 460K, on two cores at 25 s per pair
 NOISE = {  # noise of HEAD and of the edit's runs, of unit variance each; then both are scaled
     "normal": lambda rng, shape: (rng.standard_normal(shape), rng.standard_normal(shape)),
     "heavy tails (t, 3 degrees of freedom)": lambda rng, shape: (rng.standard_t(3, shape), rng.standard_t(3, shape)),
