@@ -96,13 +96,13 @@ def stage_faults(record, name, log, records):
     if names != list(call[:len(names)]) or record["finished"] and len(names) < len(call):
         yield f"its stages are {', '.join(names)}, and not {', '.join(call)}"
     for stage in record["stages"]:
-        name, own = stage["stage"], own_record(stage["stage"])
+        name, file = stage["stage"], own_record(stage["stage"])
         if stage["status"] not in ("ok", "failed", "over time", "skipped", "left out"):
             yield f"stage {name} is {stage['status']}"
-        elif stage["status"] == "ok" and own in (None, *records):
+        elif stage["status"] == "ok" and file in (None, *records):
             in_short = scan_cuda.in_short if name == "benchmark" else step.in_short
             words = gpu.summary_of(STAGES[name], stage["records"], gpu.output_of(name, log))
-            words = "; ".join(in_short(records[own])) if own else words
+            words = "; ".join(in_short(records[file])) if file else words
             if stage["summary"] != words:
                 yield f"the summary of its stage {name} is not that of its records: {words}"
 
@@ -119,9 +119,9 @@ def call_faults(record, dry_run, records):
         gate = name in (*gpu.GATES, "environment", "memcheck", "racecheck")
         if gate and stage["status"] == "failed" or stage["status"] == "ok" and stage["exit_status"] not in (0, 124):
             yield f"stage {name} failed"  # 124: a sweep whose time was up
-        own = own_record(name)
-        if own and stage["status"] == "ok" and records.get(own, {}).get("finished") is not True:
-            yield f"the record of its stage {name}, {own}, is {'cut' if own in records else 'missing'}"
+        file = own_record(name)
+        if file and stage["status"] == "ok" and records.get(file, {}).get("finished") is not True:
+            yield f"the record of its stage {name}, {file}, is {'cut' if file in records else 'missing'}"
         for row in stage["records"]:
             yield from row_faults(name, row, records)
 

@@ -57,8 +57,8 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, *
     head, edit = scale * head, scale * edit
     differences = edit - head + law(1 / times)
     # a shorter run's noise: the half of HEAD's that comes from the trunk, and as much of its own
-    own = sd * rng.standard_normal((simulations, CURVE_PAIRS, 2))
-    curves = law(np.array([1 / 4, 1 / 2])) + own - head[:, :CURVE_PAIRS, None] / 2
+    apart = sd * rng.standard_normal((simulations, CURVE_PAIRS, 2))
+    curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
     open_, ends = np.arange(simulations), np.zeros((simulations, 3))
     verdicts = np.full(simulations, "undecided", object)
     for n in range(2, pairs + 1):

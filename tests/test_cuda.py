@@ -382,8 +382,8 @@ def test_of_several_nvrtcs_pytorchs_own_version_is_taken(monkeypatch):
     monkeypatch.setattr(cuda.glob, "glob", lambda pattern: ["libnvrtc.so.13.8", "libnvrtc.so.12.8"])
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: mock.Mock(path=path))
     monkeypatch.setattr(cuda, "nvrtc_version", lambda library: library.path[-4:])
-    for own, taken in (("12.8", "libnvrtc.so.12.8"), ("13.8", "libnvrtc.so.13.8"), ("11.0", "libnvrtc.so.12.8")):
-        monkeypatch.setattr(torch.version, "cuda", own)
+    for torchs, taken in (("12.8", "libnvrtc.so.12.8"), ("13.8", "libnvrtc.so.13.8"), ("11.0", "libnvrtc.so.12.8")):
+        monkeypatch.setattr(torch.version, "cuda", torchs)
         assert cuda.nvrtc.__wrapped__().path == taken
 
 

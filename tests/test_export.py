@@ -725,14 +725,14 @@ for folder in sys.argv[1:]:
     half, few = load(folder, trust_remote_code=True, dtype=torch.bfloat16), prompt[:, :3]
     assert half(few).logits.dtype == torch.bfloat16, folder
     assert (half(few).logits - model(few).logits).abs().max() < 0.1 * model(few).logits.abs().max(), folder
-    found = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    tokens = model.generate(prompt, max_new_tokens=12, do_sample=False)
     if folder == sys.argv[1]:
         writer = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
         how, texts = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}, [text, "a", text[:5]]
         in_batches = [out[0]["generated_text"] for out in writer(texts, batch_size=2, **how)]
         assert in_batches == [writer(t, **how)[0]["generated_text"] for t in texts], folder
     logits = model(prompt, labels=prompt)
-    print("found", model.model.config.backend, float(logits.loss), *found[0].tolist())
+    print("found", model.model.config.backend, float(logits.loss), *tokens[0].tolist())
 """
 
 

@@ -51,9 +51,9 @@ def duel(rng, seeds, times=1.0, correlation=None, search=4):
     searched, shared = normal(len(RATES), search), noise_like(seeds, FILES)
     runs, searches, half = [], [], []
     for factor, tilt in ((times, effect), (1.0, 0.0)):
-        own = math.sqrt(r) * searched + math.sqrt(1 - r) * normal(len(RATES), search)
+        noise_of_search = math.sqrt(r) * searched + math.sqrt(1 - r) * normal(len(RATES), search)
         cost = CURVATURE * np.log(RATES / best) ** 2
-        losses = cost[:, None] + normal(1, search) * 2 * SEED + SEARCH * own
+        losses = cost[:, None] + normal(1, search) * 2 * SEED + SEARCH * noise_of_search
         searches.append({rate: dict(enumerate(row)) for rate, row in zip(RATES.tolist(), losses.tolist(), strict=True)})
         rate = compare.best_rate({rate: list(by.values()) for rate, by in searches[-1].items()}).rate
         noise = math.sqrt(r) * shared + math.sqrt(1 - r) * noise_like(seeds, FILES)

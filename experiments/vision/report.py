@@ -32,13 +32,13 @@ def summarise(runs):
 def page(runs, rows, picture):
     """The page as blocks of Markdown; `picture`: the line that shows the figure, if there is one."""
     used, codes = runs[runs.left_out == ""], runs.attrs["code"]
-    what = [f"{len(used)} of {len(runs)} runs"]
+    about = [f"{len(used)} of {len(runs)} runs"]
     if rows:
-        what = [f"{what[0]} on {runs.attrs['settings']['dataset']}", *used.device.unique(),
-                f"commit {(codes[0]['commit'] or 'none')[:10]}. Top-1 accuracy in percent of {used.val_images.max()} "
-                "held-out images, by seed; images per second of forward and backward, one thread of a CPU or one GPU"]
+        about = [f"{about[0]} on {runs.attrs['settings']['dataset']}", *used.device.unique(),
+                 f"commit {(codes[0]['commit'] or 'none')[:10]}. Top-1 accuracy in percent of {used.val_images.max()} "
+                 "held-out images, by seed; images per second of forward and backward, one thread of a CPU or one GPU"]
     return [
-        "# Images: families, directions and depth", escaped(", ".join(what) + "."),
+        "# Images: families, directions and depth", escaped(", ".join(about) + "."),
         mixed_identities(code["code"] for code in codes), picture,
         table([{"model": r["name"], "parameters": f"{r['parameters']:,}", "mean": f"{r['mean']:.1f}",
                 "spread": f"{r['spread']:.1f}", "seeds": ", ".join(f"{a:.1f}" for a in r["accuracies"]),
