@@ -44,7 +44,7 @@ from experiments import pages, records  # noqa: E402
 from experiments.scaling import compare, sweep  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
-from runtime.records import NO_TRACE, BadRecord, is_finished, read_log, write_json  # noqa: E402
+from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_log, write_json  # noqa: E402
 
 CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
 NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edits of these change no run
@@ -378,7 +378,8 @@ def run(args, extra):
     verdicts = {of_size["verdict"] for of_size in sizes.values()}
     numbers = {"verdict": verdicts.pop() if len(verdicts) == 1 else "undecided", "sizes": sizes, "alpha": args.alpha,
                "against": args.against, "commit": commit, "code": {"head": head.name, "edit": edit.name},
-               "changed": changed, "edits_tried": max(1, len(tried)), "machine": where, "command": sys.argv[1:]}
+               "changed": changed, "edits_tried": max(1, len(tried)), "date": time.strftime("%Y-%m-%d"),
+               "machine": f"{cpu_model()}, {where}", "command": sys.argv[1:]}
     write_json(out / "edit.json", json.loads(json.dumps(numbers), parse_constant=lambda name: None))  # infinite: null
     with contextlib.suppress(ConfigError):  # a package of the reports is missing; edit.json has the numbers
         records.check_packages()
