@@ -50,43 +50,30 @@ CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
 NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edits of these change no run
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS = 4  # pairs whose run of HEAD also ends at a quarter and at half of the budget
-SCALE = 2  # of the sequential test: effects of about 1 / sqrt(2) SDs of a pair are found soonest
 USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 
 
 def log_tokens(difference, curve):
-    """log of how many times HEAD's tokens the edit needs if its loss is higher by `difference` (...,) nats.
-
-    curve (..., 2): by how much HEAD's loss is higher at a quarter and at half of the budget. Through these and the
-    whole budget goes one curve E + B / D^k, with 2^k = (quarter - half) / half.
+    """log of how many times HEAD's tokens the edit needs if its loss is `difference` (...,) nats higher, on the curve
+    E + B / D^k with 2^k = (quarter - half) / half. curve (..., 2): how much higher HEAD's loss is at these budgets.
     """
     quarter, half = curve[..., 0], np.maximum(curve[..., 1], 1e-9)
     ratio = np.clip((quarter - half) / half, 1.001, 4)
     return np.log1p(np.maximum(difference * (ratio - 1) / half, -0.999)) / np.log2(ratio)
 
 
-def half_width(n, sd, alpha):
-    """Half the interval for the mean of n differences with this standard deviation, valid at any stopping time.
-
-    It holds all means whose mixture likelihood ratio is below 1 / alpha: Student's t against a normal prior on the
-    effect in SDs, of variance 1 / SCALE (Lindon et al. 2022, arXiv 2210.08589). Infinite for very few.
-    """
-    share = SCALE / (SCALE + n)
-    ratio = (alpha**2 * share) ** (-1 / n)
-    return sd * np.sqrt((n - 1) / n * (ratio - 1) / (1 - ratio * share)) if ratio * share < 1 else np.inf + 0 * sd
-
-
-def decide(differences, curves, margin=0.02, alpha=0.05):
+def decide(differences, curves, bound, margin=0.02, alpha=0.05):
     """What the pairs so far say: (verdict, log m, its low and high, mean difference, its half width), each (...,).
 
     Args:
         differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
         curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
             interval of m, how many times HEAD's tokens the edit needs.
+        bound: of Student's t at this look, the last of `compare.bounds`.
     "better" and "worse": the interval of the mean difference excludes 0; "same": m is within `margin`.
     """
     n, k, mean = differences.shape[-1], curves.shape[-2], differences.mean(-1)
-    half = half_width(n, differences.std(-1, ddof=1), alpha)
+    half = bound * differences.std(-1, ddof=1) / n**0.5
     at, low, high = (log_tokens(d, curves.mean(-2)) for d in (mean, mean - half, mean + half))
     without = [log_tokens(mean, np.delete(curves, i, -2).mean(-2)) for i in range(k)]
     error = stats.t.ppf(1 - alpha / 2, k - 1) * np.sqrt((k - 1) * np.var(without, 0))
@@ -242,39 +229,51 @@ def data_path(dataset):
     return ",".join(parts)
 
 
-def compare_versions(c, args, minutes, engine, say):
-    """Run pairs until they decide; returns the numbers of edit.json about this size."""
-    began, n, verdict, sentence = time.monotonic(), 0, "undecided", ""
-    passed = lambda: (time.monotonic() - began) / 60
+def compare_versions(c, args, minutes, engine, say, looks):
+    """Run pairs until they decide: the numbers of edit.json about this size. looks: file of when each ended."""
+    plan = f"{args.pairs} pairs" if args.pairs else f"{minutes:g} minutes"
+    ends, plans = json.loads(looks.read_text()).values() if looks.exists() else ([], [])
+    began, n, verdict, sentence, passed = time.monotonic() - 60 * max(ends, default=0), 0, "undecided", "", [0]
+    spent = lambda: (time.monotonic() - began) / 60
     try:
-        while verdict == "undecided" and (n < args.pairs if args.pairs else passed() < minutes):
-            for seed in c.run(engine, n + 1, args.pairs - n if args.pairs else 32):
-                n = seed
+        while verdict == "undecided" and passed[-1] < 1:
+            seeds = c.run(engine, n + 1, args.pairs - n if args.pairs else len(ends) - n or 32)
+            ends += np.linspace(max(ends, default=0), spent(), max(1, seeds[-1] - len(ends) + 1))[1:].tolist()
+            for n in seeds:
+                plans += [plan] * (n > 1 and plan not in plans)
+                write_json(looks, {"minutes": ends, "plans": plans})
+                passed = np.minimum(1, np.arange(1, n + 1) / args.pairs if args.pairs else np.divide(ends[:n], minutes))
                 if n == 1 and np.array_equal(*(c.row(name, 1)["val_document_losses"] for name in (c.head, c.edit))):
                     verdict, sentence = "same", "identical runs: the edit changes no bit"
                 elif n > 1:
-                    verdict, *interval, mean, half = (x.item() for x in decide(*c.results(n), args.margin, args.alpha))
+                    decided = decide(*c.results(n), compare.bounds(passed, args.alpha)[-1], args.margin, args.alpha)
+                    verdict, *interval, mean, half = (x.item() for x in decided)
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
                     say(f"pair {n}: needs {times}; " + (f"{args.pairs - n} pairs left" if args.pairs else
-                                                        f"{max(0, minutes - passed()):.0f} minutes left"))
-                if verdict != "undecided":
+                                                        f"{max(0, minutes - spent()):.0f} minutes left"))
+                if verdict != "undecided" or passed[-1] == 1:
                     break
     except BadRecord as error:
         verdict, sentence = "worse", str(error)
     except KeyboardInterrupt:
         args.stopped = True
-    numbers, notes = {"verdict": verdict, "pairs": n, "minutes": passed()}, c.notes(n)
+    numbers, notes = {"verdict": verdict, "pairs": n, "minutes": spent()}, c.notes(n)
     if n > 1 and not sentence:
         words = {"better": "better,", "worse": "worse,", "same": f"no difference of more than {args.margin:.1%}:",
-                 "undecided": f"{'stopped' if args.stopped else 'undecided'} after {passed():.0f} minutes:"}[verdict]
-        sentence = f"{words} needs {times} ({n} + {n} runs, {passed():.0f} minutes)"
+                 "undecided": f"{'stopped' if args.stopped else 'undecided'} after {spent():.0f} minutes:"}[verdict]
+        sentence = f"{words} needs {times} ({n} + {n} runs, {spent():.0f} minutes)"
         differences, curves = c.results(n)
-        of = lambda name: np.array([c.row(name, seed)["val_document_losses"] for seed in range(1, n + 1)])
-        d = compare.difference(of(c.edit), of(c.head), c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%
+        of = lambda name, key: np.array([c.row(name, seed)[key] for seed in range(1, n + 1)])
+        edit, head = ([of(name, key) for key in ("val_loss", "val_document_losses")] for name in (c.edit, c.head))
+        d = compare.difference(edit[1], head[1], c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%
         texts = [np.exp(log_tokens(x, curves.mean(0))).item() for x in (d.low, d.high)]
         numbers |= {"interval": np.exp(interval).tolist(), "nats": mean, "nats_half_width": half, "over_texts": texts,
-                    "differences": differences.tolist(), "curves": curves.tolist()}
-        notes += [f"loss {mean:+.4f} +- {half:.4f} nats per token, both at their config's learning rate",
+                    "losses": [head[0].tolist(), edit[0].tolist()], "curves": curves.tolist()}
+        if len(plans) > 1:
+            notes.append(f"planned {', '.join(plans)}: false verdicts with probability {len(plans) * args.alpha:g}")
+        notes += [f"the losses of pairs correlate by {np.corrcoef(head[0], edit[0])[0, 1]:.2f}: without pairs "
+                  f"{(head[0].var() + edit[0].var()) / differences.var():.1f} times as many runs",
+                  f"loss {mean:+.4f} +- {half:.4f} nats per token, both at their config's learning rate",
                   f"on these held-out files; over other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
     return numbers | {"notes": notes, "sentence": sentence or f"undecided: {n} pairs; the same command goes on"}
 
@@ -327,7 +326,7 @@ def parser():
 
 def run(args, extra):
     """Compare the versions; returns the exit code. Raises ConfigError."""
-    for key, low, high in ("steps", 8, 2**31), ("pairs", 0, 10**6), ("margin", 1e-4, 1), ("alpha", 1e-6, 0.5):
+    for key, low, high in ("steps", 8, 2**31), ("pairs", 0, 10**6), ("margin", 1e-4, 1), ("alpha", 1e-3, 0.5):
         if not low <= getattr(args, key) <= high:
             raise ConfigError(f"--{key}={getattr(args, key)}: from {low:g} to {high:g}")
     if not SIZES.keys() >= {*args.sizes}:
@@ -357,7 +356,8 @@ def run(args, extra):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // (jobs or 1))))
     os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
     comparisons, sizes, minutes = [], {}, args.minutes / len(args.sizes)
-    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", *extra, *[f"--dataset={args.data}"] * bool(args.data)]
+    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
+                *extra, *[f"--dataset={args.data}"] * bool(args.data)]  # 655,360: all held-out bytes of pystdlib
     with runner.driver(args, folder, jobs, gpus=gpus) as engine:
         for size in args.sizes:
             if args.stopped:
@@ -367,10 +367,10 @@ def run(args, extra):
             seconds = sweep.START_SECONDS + args.steps * c.probes[c.edit]["tokens"] * (
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
-            shown = half_width(n, USUAL_SD, args.alpha) / USUAL_SLOPE
-            words = f"which at 460K find a difference of {shown:.1%} to {2 * shown:.1%}" if shown < 1 else "too few"
+            shown = compare.bounds(np.arange(1, n + 1) / n, args.alpha)[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
+            words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))
-            sizes[size] = compare_versions(c, args, minutes, engine, say)
+            sizes[size] = compare_versions(c, args, minutes, engine, say, out / f"looks-{c.key[c.edit]}.json")
     if snapshot(code)[1] != edit_files:
         say(f"the verdict is about the tree at {began}: it has changed since")
     tried = {at["version"] for name, at in runner.read_plan(folder)["cells"].items()

@@ -18,6 +18,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from experiments.edit import CURVE_PAIRS, USUAL_SD, decide  # noqa: E402
+from experiments.scaling.compare import bounds  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from runtime.records import write_json  # noqa: E402
 
@@ -45,11 +46,12 @@ def law(times):
     return B * (times**-K - 1)
 
 
-def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, **limits):
+def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, plan=None, rng=0, **limits):
     """Simulated edits that need `times` HEAD's tokens. Returns {"better", "worse", "same", "undecided": shares,
     "covers": share of final intervals that hold the truth, "pairs": mean number, "half_width": median, of log m}.
 
-    sd: of a pair's difference; limits: margin and alpha of `decide`.
+    sd: of a pair's difference; pairs: looked at; plan: pairs that were planned (the same number); limits: margin and
+    alpha of `decide`.
     """
     rng, shape = np.random.default_rng(rng), (simulations, pairs)
     head, edit = NOISE[noise](rng, shape)
@@ -61,8 +63,10 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, *
     curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
     open_, ends = np.arange(simulations), np.zeros((simulations, 3))
     verdicts = np.full(simulations, "undecided", object)
+    bound = bounds(np.arange(1, pairs + 1) / (plan or pairs), limits.get("alpha", 0.05))
     for n in range(2, pairs + 1):
-        verdict, at, low, high, _, _ = decide(differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)], **limits)
+        verdict, at, low, high, _, _ = decide(differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)],
+                                              bound[n - 1], **limits)
         ends[open_] = np.stack([low, high, np.full(len(open_), n)], -1)
         verdicts[open_] = verdict
         open_ = open_[verdict == "undecided"]

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import integrate, stats
+from scipy import stats
 from test_layout import tracked
 from test_train import TINY
 
 from experiments import edit, edit_simulation
+from experiments.scaling import compare
 from experiments.sweeps import engines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,27 +124,38 @@ def test_tokens_are_those_of_a_power_law(times):
     assert edit.log_tokens(loss(2**20 / times) - loss(2**20), curve) == pytest.approx(math.log(times), abs=1e-9)
 
 
-@pytest.mark.parametrize("n, alpha", [(8, 0.05), (20, 0.05), (40, 0.01)])
-def test_the_interval_ends_where_the_mixture_likelihood_ratio_is_one_over_alpha(n, alpha):
-    """Of Student's t with effects d ~ normal(0, 1 / SCALE) against no effect, by numerical integration."""
-    t = edit.half_width(n, 1.0, alpha) * math.sqrt(n)
-    prior = stats.norm(0, edit.SCALE**-0.5)
-    density = lambda d: stats.nct.pdf(t, n - 1, d * math.sqrt(n)) * prior.pdf(d)
-    ratio = integrate.quad(density, -4, 4, limit=200)[0] / stats.t.pdf(t, n - 1)
-    assert ratio == pytest.approx(1 / alpha, rel=0.01)
-    assert edit.half_width(3, 1.0, alpha) == math.inf
+@pytest.mark.parametrize("alpha", [0.05, 0.2])
+def test_the_bound_of_one_look_is_students_and_of_two_the_integral_over_both(alpha):
+    error = 0.65 * alpha
+    assert compare.bounds([0] * 11 + [1], alpha)[-1] == pytest.approx(stats.t.isf(error / 2, 11), rel=0.02)
+    first, last = np.array(compare.bounds([0] * 99 + [0.5] + [0.5] * 99 + [1], alpha))[[99, 199]]
+    assert first == pytest.approx(stats.t.isf(error * 0.5**2 / 2, 99), rel=0.03)
+    first, last = stats.norm.isf(stats.t.sf([first, last], [99, 199]))  # so many pairs are nearly normal
+    both = stats.multivariate_normal(cov=[[1, 0.5**0.5], [0.5**0.5, 1]])  # of the looks after 100 and 200 pairs
+    assert both.cdf([first, last], lower_limit=[-first, -last]) == pytest.approx(1 - error, abs=0.06 * error)
+
+
+@pytest.mark.parametrize("fractions", [np.arange(1, 41) / 40, np.linspace(0.1, 1, 20) ** 2, [0.1, 0.2, 0.2, 0.6, 1]])
+def test_looks_spend_what_they_may_whenever_they_fall(fractions):
+    n, bounds = np.arange(1, len(fractions) + 1), np.array(compare.bounds(fractions, 0.1))
+    x = np.random.default_rng(7).standard_normal((40000, len(n)))
+    means, squares = x.cumsum(1) / n, (x**2).cumsum(1)
+    with np.errstate(all="ignore"):
+        t = means * np.sqrt(n / (squares / n - means**2) * (n - 1) / n)
+    beyond = np.maximum.accumulate(abs(t[:, 1:]) > bounds[1:], 1).mean(0)
+    assert beyond == pytest.approx(0.065 * np.array(fractions[1:]) ** 2, abs=4 * math.sqrt(0.1 / 40000))
 
 
 def test_verdicts_and_the_error_of_the_curve():
     rng, curves = np.random.default_rng(0), np.array([[0.39, 0.16]] * 4)
     noise = 0.003 * rng.standard_normal(20)
     noise -= noise.mean()
-    verdict = lambda shift, curves=curves, **limits: str(edit.decide(noise + shift, curves, **limits)[0])
+    verdict = lambda shift, bound=3.0, **limits: str(edit.decide(noise + shift, curves, bound, **limits)[0])
     assert [verdict(shift) for shift in (-0.02, 0.02, 0.0)] == ["better", "worse", "same"]
     assert verdict(0.0, margin=0.005) == verdict(0.0016, margin=0.005) == "undecided"
-    assert verdict(0.0016, margin=0.005, alpha=0.4) == "worse"
+    assert verdict(0.0016, margin=0.005, bound=1.5) == "worse"
     unsure = curves + 0.05 * rng.standard_normal((4, 2))
-    width = lambda curves: np.subtract(*edit.decide(noise + 0.02, curves)[3:1:-1])
+    width = lambda curves: np.subtract(*edit.decide(noise + 0.02, curves, 3.0)[3:1:-1])
     assert width(unsure) > 1.2 * width(curves)
 
 
@@ -265,11 +277,22 @@ def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_
     code, said, _ = run("--pairs=5", out=tmp_path / "killed")
     assert code == 2 and "signal 9" in said
     code, _, result = run("--pairs=5", out=tmp_path / "killed")
-    same = ("verdict", "pairs", "interval", "differences", "curves", "over_texts")
+    same = ("verdict", "pairs", "interval", "losses", "curves", "over_texts")
     assert code == whole[0] == 4
     assert [result["sizes"]["460K"][key] for key in same] == [whole[2]["sizes"]["460K"][key] for key in same]
     counts = runs_of(tmp_path / "killed")
     assert sorted(counts.values()) == [1] * (len(counts) - 1) + [2] and len(counts) == 5 + 5 + 8
+
+
+def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
+    change(repo, SEED="b", NOISE=0.1)
+    first = run("--minutes=0.03")[2]["sizes"]["460K"]
+    again = run("--minutes=0.03")[2]["sizes"]["460K"]
+    assert again["verdict"] == "undecided" and again["minutes"] > 0.03
+    assert [again[key] for key in ("pairs", "interval")] == [first[key] for key in ("pairs", "interval")]
+    code, said, result = run("--minutes=0.1")
+    assert code == 4 and result["sizes"]["460K"]["pairs"] > first["pairs"]
+    assert "planned 0.03 minutes, 0.1 minutes: false verdicts with probability 0.1" in said
 
 
 def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):

@@ -288,3 +288,26 @@ def winner(means, p_of, alpha=0.05):
         return Winner(None, f"{best} is lowest, but not significantly below {worst}: p = {p[worst]:.2g}, limit "
                       f"{alpha:g}", p)
     return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction", p)
+
+
+# ------------------------------------------------------------------------------------------------ a look at every pair
+
+def bounds(fractions, alpha, walks=100_000):
+    """What Student's t of the mean of n differences has to exceed after each pair, such that all tests together err
+    with probability 0.65 alpha (the rest is for skewed differences). The last is little above that of one test.
+
+    fractions (n,): how much of the plan (time, or pairs) had passed after each; until then the tests may spend
+    fraction^2 of the error (Lan and DeMets 1983, 1989). Each bound is that of simulated normal differences that
+    exceeded none before; infinite for one pair, and where less than one of `walks` may.
+    """
+    rng, sums, squares, spent, found = np.random.default_rng(0), np.zeros(walks), np.zeros(walks), 0, []
+    for n, fraction in enumerate(fractions, 1):
+        x = rng.standard_normal(len(sums))
+        sums, squares, more = sums + x, squares + x * x, round(walks * 0.65 * alpha * fraction**2) - spent
+        if n == 1 or more < 1:
+            found.append(math.inf)
+            continue
+        t = abs(sums) / np.sqrt((n * squares - sums**2) / (n - 1))
+        found.append(np.partition(t, -more)[-more].item())
+        sums, squares, spent = sums[t < found[-1]], squares[t < found[-1]], spent + more
+    return found
