@@ -2,12 +2,11 @@
 
     python experiments/edit.py                        the working tree against HEAD, or --against=COMMIT
     python experiments/edit.py config/kda_laptop.py --data=mine --sizes=460K,1.5M --minutes=60
-
     edit: better, needs 0.93 (0.90 .. 0.96) times the tokens of HEAD (8 + 8 runs, 11 minutes)
 
-Both versions run from snapshots, so you can go on editing. The runs of a pair share their seed, so their tokens and the
-initial values of all parameters that both have, and most of the noise cancels. After each pair a sequential test says
-whether to go on (see `decide`). Kill it at any time: the same command goes on. HEAD's runs serve the next edit too.
+Both versions run from snapshots, so you can go on editing. The runs of a pair share seed, tokens and the initial values
+of all parameters that both have, so most of the noise cancels. After each pair a sequential test says whether to go on,
+but --pairs are run to the end. Kill it at any time: the same command goes on. HEAD's runs serve the next edit too.
 
 Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided. Each version trains
 at its config's learning rate, scaled to the width of the size. Schedule (wsd, to 0), budget, evaluation and seeds are
@@ -50,6 +49,7 @@ CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
 NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edits of these change no run
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS = 4  # pairs whose run of HEAD also ends at a quarter and at half of the budget
+FEWEST = 6  # pairs for a verdict, if the plan has them: with 4 an interval may reach from 1.3 to 5
 USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 
 
@@ -233,10 +233,10 @@ def compare_versions(c, args, minutes, engine, say, looks):
     """Run pairs until they decide: the numbers of edit.json about this size. looks: file of when each ended."""
     plan = f"{args.pairs} pairs" if args.pairs else f"{minutes:g} minutes"
     ends, plans = json.loads(looks.read_text()).values() if looks.exists() else ([], [])
-    began, n, verdict, sentence, passed = time.monotonic() - 60 * max(ends, default=0), 0, "undecided", "", [0]
+    began, n, verdict, sentence, done = time.monotonic() - 60 * max(ends, default=0), 0, "undecided", "", False
     spent = lambda: (time.monotonic() - began) / 60
     try:
-        while verdict == "undecided" and passed[-1] < 1:
+        while not done:
             seeds = c.run(engine, n + 1, args.pairs - n if args.pairs else len(ends) - n or 32)
             ends += np.linspace(max(ends, default=0), spent(), max(1, seeds[-1] - len(ends) + 1))[1:].tolist()
             for n in seeds:
@@ -251,7 +251,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
                     say(f"pair {n}: needs {times}; " + (f"{args.pairs - n} pairs left" if args.pairs else
                                                         f"{max(0, minutes - spent()):.0f} minutes left"))
-                if verdict != "undecided" or passed[-1] == 1:
+                if done := passed[-1] == 1 or sentence or verdict != "undecided" and n >= FEWEST and not args.pairs:
                     break
     except BadRecord as error:
         verdict, sentence = "worse", str(error)
@@ -313,7 +313,7 @@ def parser():
     p.add_argument("--sizes", type=runner.names, default=("460K",), help=f"of {', '.join(SIZES)}: own (460K)")
     p.add_argument("--steps", type=int, default=512, help="of a run; below 512 families' curves cross (%(default)s)")
     p.add_argument("--minutes", type=float, default=30, help="for all sizes together (%(default)s)")
-    p.add_argument("--pairs", type=int, default=0, help="at most so many, however long they take")
+    p.add_argument("--pairs", type=int, default=0, help="run so many, also if it is clear before")
     p.add_argument("--margin", type=float, default=0.02, help="a difference that would not matter (%(default)s)")
     p.add_argument("--alpha", type=float, default=0.05, help="share of false verdicts (%(default)s)")
     p.add_argument("--gpus", default="", metavar="0,1", help="use these (all)")

@@ -17,7 +17,7 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from experiments.edit import CURVE_PAIRS, USUAL_SD, decide  # noqa: E402
+from experiments.edit import CURVE_PAIRS, FEWEST, USUAL_SD, decide  # noqa: E402
 from experiments.scaling.compare import bounds  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from runtime.records import write_json  # noqa: E402
@@ -69,7 +69,7 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, plan=Non
                                               bound[n - 1], **limits)
         ends[open_] = np.stack([low, high, np.full(len(open_), n)], -1)
         verdicts[open_] = verdict
-        open_ = open_[verdict == "undecided"]
+        open_ = open_[(verdict == "undecided") | (n < FEWEST)]
         if not len(open_):
             break
     low, high, count = ends.T

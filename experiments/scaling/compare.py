@@ -297,8 +297,8 @@ def bounds(fractions, alpha, walks=100_000):
     with probability 0.65 alpha (the rest is for skewed differences). The last is little above that of one test.
 
     fractions (n,): how much of the plan (time, or pairs) had passed after each; until then the tests may spend
-    fraction^2 of the error (Lan and DeMets 1983, 1989). Each bound is that of simulated normal differences that
-    exceeded none before; infinite for one pair, and where less than one of `walks` may.
+    fraction^2 of the error (Kim and DeMets 1987, Lan and DeMets 1989). Each is that of simulated normal differences
+    which exceeded none before; infinite for one pair, and where less than one of `walks` may.
     """
     rng, sums, squares, spent, found = np.random.default_rng(0), np.zeros(walks), np.zeros(walks), 0, []
     for n, fraction in enumerate(fractions, 1):
