@@ -48,8 +48,7 @@ from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_lo
 CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
 NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edits of these change no run
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
-CURVE_PAIRS = 4  # pairs whose run of HEAD also ends at a quarter and at half of the budget
-FEWEST = 6  # pairs for a verdict, if the plan has them: with 4 an interval may reach from 1.3 to 5
+CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; pairs for a verdict, if planned
 USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 
 
@@ -69,7 +68,7 @@ def decide(differences, curves, bound, margin=0.02, alpha=0.05):
         differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
         curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
             interval of m, how many times HEAD's tokens the edit needs.
-        bound: of Student's t at this look, the last of `compare.bounds`.
+        bound: of Student's t at this look, from `compare.bounds`.
     "better" and "worse": the interval of the mean difference excludes 0; "same": m is within `margin`.
     """
     n, k, mean = differences.shape[-1], curves.shape[-2], differences.mean(-1)
@@ -234,7 +233,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
     plan = f"{args.pairs} pairs" if args.pairs else f"{minutes:g} minutes"
     ends, plans = json.loads(looks.read_text()).values() if looks.exists() else ([], [])
     began, n, verdict, sentence, done = time.monotonic() - 60 * max(ends, default=0), 0, "undecided", "", False
-    spent = lambda: (time.monotonic() - began) / 60
+    spent, limits = lambda: (time.monotonic() - began) / 60, compare.bounds(passed := [], args.alpha)
     try:
         while not done:
             seeds = c.run(engine, n + 1, args.pairs - n if args.pairs else len(ends) - n or 32)
@@ -242,11 +241,12 @@ def compare_versions(c, args, minutes, engine, say, looks):
             for n in seeds:
                 plans += [plan] * (n > 1 and plan not in plans)
                 write_json(looks, {"minutes": ends, "plans": plans})
-                passed = np.minimum(1, np.arange(1, n + 1) / args.pairs if args.pairs else np.divide(ends[:n], minutes))
+                passed.append(min(1, n / args.pairs if args.pairs else ends[n - 1] / minutes))
+                bound = next(limits)
                 if n == 1 and np.array_equal(*(c.row(name, 1)["val_document_losses"] for name in (c.head, c.edit))):
                     verdict, sentence = "same", "identical runs: the edit changes no bit"
                 elif n > 1:
-                    decided = decide(*c.results(n), compare.bounds(passed, args.alpha)[-1], args.margin, args.alpha)
+                    decided = decide(*c.results(n), bound, args.margin, args.alpha)
                     verdict, *interval, mean, half = (x.item() for x in decided)
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
                     say(f"pair {n}: needs {times}; " + (f"{args.pairs - n} pairs left" if args.pairs else
@@ -367,7 +367,7 @@ def run(args, extra):
             seconds = sweep.START_SECONDS + args.steps * c.probes[c.edit]["tokens"] * (
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
-            shown = compare.bounds(np.arange(1, n + 1) / n, args.alpha)[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
+            shown = list(compare.bounds(np.arange(1, n + 1) / n, args.alpha))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
             words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))
             sizes[size] = compare_versions(c, args, minutes, engine, say, out / f"looks-{c.key[c.edit]}.json")

@@ -46,12 +46,11 @@ def law(times):
     return B * (times**-K - 1)
 
 
-def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, plan=None, rng=0, **limits):
+def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, **limits):
     """Simulated edits that need `times` HEAD's tokens. Returns {"better", "worse", "same", "undecided": shares,
     "covers": share of final intervals that hold the truth, "pairs": mean number, "half_width": median, of log m}.
 
-    sd: of a pair's difference; pairs: looked at; plan: pairs that were planned (the same number); limits: margin and
-    alpha of `decide`.
+    sd: of a pair's difference; pairs: planned; limits: margin and alpha of `decide`.
     """
     rng, shape = np.random.default_rng(rng), (simulations, pairs)
     head, edit = NOISE[noise](rng, shape)
@@ -63,7 +62,7 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, plan=Non
     curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
     open_, ends = np.arange(simulations), np.zeros((simulations, 3))
     verdicts = np.full(simulations, "undecided", object)
-    bound = bounds(np.arange(1, pairs + 1) / (plan or pairs), limits.get("alpha", 0.05))
+    bound = list(bounds(np.arange(1, pairs + 1) / pairs, limits.get("alpha", 0.05)))
     for n in range(2, pairs + 1):
         verdict, at, low, high, _, _ = decide(differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)],
                                               bound[n - 1], **limits)

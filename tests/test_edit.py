@@ -127,8 +127,8 @@ def test_tokens_are_those_of_a_power_law(times):
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_the_bound_of_one_look_is_students_and_of_two_the_integral_over_both(alpha):
     error = 0.65 * alpha
-    assert compare.bounds([0] * 11 + [1], alpha)[-1] == pytest.approx(stats.t.isf(error / 2, 11), rel=0.02)
-    first, last = np.array(compare.bounds([0] * 99 + [0.5] + [0.5] * 99 + [1], alpha))[[99, 199]]
+    assert list(compare.bounds([0] * 11 + [1], alpha))[-1] == pytest.approx(stats.t.isf(error / 2, 11), rel=0.02)
+    first, last = np.array(list(compare.bounds([0] * 99 + [0.5] + [0.5] * 99 + [1], alpha)))[[99, 199]]
     assert first == pytest.approx(stats.t.isf(error * 0.5**2 / 2, 99), rel=0.03)
     first, last = stats.norm.isf(stats.t.sf([first, last], [99, 199]))  # so many pairs are nearly normal
     both = stats.multivariate_normal(cov=[[1, 0.5**0.5], [0.5**0.5, 1]])  # of the looks after 100 and 200 pairs
@@ -137,7 +137,7 @@ def test_the_bound_of_one_look_is_students_and_of_two_the_integral_over_both(alp
 
 @pytest.mark.parametrize("fractions", [np.arange(1, 41) / 40, np.linspace(0.1, 1, 20) ** 2, [0.1, 0.2, 0.2, 0.6, 1]])
 def test_looks_spend_what_they_may_whenever_they_fall(fractions):
-    n, bounds = np.arange(1, len(fractions) + 1), np.array(compare.bounds(fractions, 0.1))
+    n, bounds = np.arange(1, len(fractions) + 1), np.array(list(compare.bounds(fractions, 0.1)))
     x = np.random.default_rng(7).standard_normal((40000, len(n)))
     means, squares = x.cumsum(1) / n, (x**2).cumsum(1)
     with np.errstate(all="ignore"):
@@ -297,7 +297,7 @@ def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
 
 @pytest.mark.parametrize("argv, pairs", [([], edit.FEWEST), (["--pairs=4"], 4), (["--pairs=9"], 9)])
 def test_pairs_run_to_the_end_and_no_verdict_comes_before_the_sixth(repo, run, monkeypatch, argv, pairs):
-    monkeypatch.setattr(edit.compare, "bounds", lambda fractions, alpha: [3.0] * len(fractions))
+    monkeypatch.setattr(edit.compare, "bounds", lambda fractions, alpha: (3.0 for _ in fractions))
     change(repo, SHIFT=0.5, SEED="b", NOISE=0.00001)
     code, _, result = run(*argv, "--jobs=2")
     assert code == 1 and result["sizes"]["460K"]["pairs"] == pairs

@@ -37,7 +37,7 @@ STAND_IN = textwrap.dedent(f"""
     out = pathlib.Path(settings["out_dir"]); out.mkdir(parents=True, exist_ok=True)
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    note = lambda what: open(out / "notes", "a").write(f"{{what}} {{time.time()}}\\n")
+    note = lambda event: open(out / "notes", "a").write(f"{{event}} {{time.time()}}\\n")
     note("started")
     lock = lock_folder(out, wait=60)
     at = len(list(out.glob("checkpoint*")))

@@ -293,21 +293,21 @@ def winner(means, p_of, alpha=0.05):
 # ------------------------------------------------------------------------------------------------ a look at every pair
 
 def bounds(fractions, alpha, walks=100_000):
-    """What Student's t of the mean of n differences has to exceed after each pair, such that all tests together err
-    with probability 0.65 alpha (the rest is for skewed differences). The last is little above that of one test.
+    """Yields what Student's t of the mean of n differences has to exceed after each pair, such that all tests together
+    err with probability 0.65 alpha (the rest is for skewed differences). The last is little above that of one test.
 
-    fractions (n,): how much of the plan (time, or pairs) had passed after each; until then the tests may spend
-    fraction^2 of the error (Kim and DeMets 1987, Lan and DeMets 1989). Each is that of simulated normal differences
-    which exceeded none before; infinite for one pair, and where less than one of `walks` may.
+    fractions: how much of the plan (time, or pairs) had passed after each; a list may grow meanwhile. Until then the
+    tests may spend fraction^2 of the error (Kim and DeMets 1987, Lan and DeMets 1989). Each bound is that of simulated
+    normal differences which exceeded none before; infinite for one pair, and where less than one of `walks` may.
     """
-    rng, sums, squares, spent, found = np.random.default_rng(0), np.zeros(walks), np.zeros(walks), 0, []
+    rng, sums, squares, spent = np.random.default_rng(0), np.zeros(walks), np.zeros(walks), 0
     for n, fraction in enumerate(fractions, 1):
         x = rng.standard_normal(len(sums))
         sums, squares, more = sums + x, squares + x * x, round(walks * 0.65 * alpha * fraction**2) - spent
         if n == 1 or more < 1:
-            found.append(math.inf)
+            yield math.inf
             continue
         t = abs(sums) / np.sqrt((n * squares - sums**2) / (n - 1))
-        found.append(np.partition(t, -more)[-more].item())
-        sums, squares, spent = sums[t < found[-1]], squares[t < found[-1]], spent + more
-    return found
+        bound = np.partition(t, -more)[-more].item()
+        sums, squares, spent = sums[t < bound], squares[t < bound], spent + more
+        yield bound
