@@ -134,7 +134,7 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
     mine, dead = tmp_path / "result.json", left_behind(tmp_path / "result.json")
     host, pid, start = re.fullmatch(r"result.json.tmp-(.+)-(\d+)-(\d+)", dead.name).groups()
     of = lambda *parts: f"result.json.tmp-{'-'.join(map(str, parts))}"
-    gone = [dead.name, of(host, os.getpid(), int(start) - 10**6)]  # a process that had this one's number before
+    gone = [dead.name, of(host, os.getpid(), 1)]  # a process that had this one's number before
     kept = [of("elsewhere", pid, start), Path(records.temporary(mine)).name, of(host, os.getppid(),
             records.started(os.getppid())), "result.json.tmp-17", "result.json.tmp-", "mine.tmp-3", "x.json"]
     for clean in (lambda: lock_folder(tmp_path).close(), lambda: write_json(tmp_path / "result.json", {})):
