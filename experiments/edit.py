@@ -2,11 +2,11 @@
 
     python experiments/edit.py                        the working tree against HEAD, or --against=COMMIT
     python experiments/edit.py config/kda_laptop.py --data=mine --sizes=460K,1.5M --minutes=60
-    edit: better, needs 0.93 (0.90 .. 0.96) times the tokens of HEAD (8 + 8 runs, 11 minutes)
+    edit: better, needs 0.96 (0.93 .. 0.99) times the tokens of HEAD (16 + 16 runs, 7 minutes)
 
 Both versions run from snapshots, so you can go on editing. The runs of a pair share seed, tokens and the initial values
-of all parameters that both have, so most of the noise cancels. After each pair a sequential test says whether to go on,
-but --pairs are run to the end. Kill it at any time: the same command goes on. HEAD's runs serve the next edit too.
+of all parameters that both have, so most of the noise cancels. From the sixth pair on a sequential test says after each
+whether to stop; --pairs are run to the end. Kill it at any time and rerun the command. HEAD's runs serve the next edit.
 
 Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided. Each version trains
 at its config's learning rate, scaled to the width of the size. Schedule (wsd, to 0), budget, evaluation and seeds are
@@ -48,7 +48,7 @@ from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_lo
 CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
 NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edits of these change no run
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
-CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; pairs for a verdict, if planned
+CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; fewest pairs before a verdict
 USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 
 
@@ -118,7 +118,7 @@ def snapshot(out, commit=None):
 PROBE = """  # run in a snapshot with a config file and settings: prints what this version trains
 import hashlib, importlib, json, pathlib, sys
 import configurator, train
-counting = importlib.import_module("runtime.counting") if pathlib.Path("runtime").exists() else train.LM  # once methods
+counting = importlib.import_module("runtime.counting") if pathlib.Path("runtime").exists() else train.LM  # was methods
 plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:]))
 config.vocab_size = config.vocab_size or 256
 train.seed_all(1)
@@ -249,8 +249,8 @@ def compare_versions(c, args, minutes, engine, say, looks):
                     decided = decide(*c.results(n), bound, args.margin, args.alpha)
                     verdict, *interval, mean, half = (x.item() for x in decided)
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
-                    say(f"pair {n}: needs {times}; " + (f"{args.pairs - n} pairs left" if args.pairs else
-                                                        f"{max(0, minutes - spent()):.0f} minutes left"))
+                    left = f"{args.pairs - n} pairs" if args.pairs else f"{max(0, minutes - spent()):.0f} minutes"
+                    say(f"pair {n}: {'too early' if interval[2] - interval[1] > 2 else 'needs ' + times}; {left} left")
                 if done := passed[-1] == 1 or sentence or verdict != "undecided" and n >= FEWEST and not args.pairs:
                     break
     except BadRecord as error:
@@ -272,10 +272,10 @@ def compare_versions(c, args, minutes, engine, say, looks):
         if len(plans) > 1:
             notes.append(f"planned {', '.join(plans)}: false verdicts with probability {len(plans) * args.alpha:g}")
         notes += [f"the losses of pairs correlate by {np.corrcoef(head[0], edit[0])[0, 1]:.2f}: without pairs "
-                  f"{(head[0].var() + edit[0].var()) / differences.var():.1f} times as many runs",
+                  f"{(head[0].var() + edit[0].var()) / max(differences.var(), 1e-12):.1f} times as many runs",
                   f"loss {mean:+.4f} +- {half:.4f} nats per token, both at their config's learning rate",
                   f"on these held-out files; over other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
-    return numbers | {"notes": notes, "sentence": sentence or f"undecided: {n} pairs; the same command goes on"}
+    return numbers | {"notes": notes, "sentence": sentence or f"undecided: {n} pairs; rerun the command to resume"}
 
 
 def write_page(out, numbers, comparisons):
@@ -310,12 +310,12 @@ def parser():
     p.add_argument("config", nargs="?", default="config/longhorn_laptop.py", help="(%(default)s)")
     p.add_argument("--against", default="HEAD", metavar="COMMIT", help="the other version (%(default)s)")
     p.add_argument("--data", default="", help="a prepared dataset (the config's)")
-    p.add_argument("--sizes", type=runner.names, default=("460K",), help=f"of {', '.join(SIZES)}: own (460K)")
-    p.add_argument("--steps", type=int, default=512, help="of a run; below 512 families' curves cross (%(default)s)")
+    p.add_argument("--sizes", type=runner.names, default=("460K",), help=f"some of {','.join(SIZES)} (460K)")
+    p.add_argument("--steps", type=int, default=512, help="of a run (%(default)s); below 512 families' curves cross")
     p.add_argument("--minutes", type=float, default=30, help="for all sizes together (%(default)s)")
-    p.add_argument("--pairs", type=int, default=0, help="run so many, also if it is clear before")
+    p.add_argument("--pairs", type=int, default=0, help="run this many, even if the verdict is clear before")
     p.add_argument("--margin", type=float, default=0.02, help="a difference that would not matter (%(default)s)")
-    p.add_argument("--alpha", type=float, default=0.05, help="share of false verdicts (%(default)s)")
+    p.add_argument("--alpha", type=float, default=0.05, help="probability of a false verdict (%(default)s)")
     p.add_argument("--gpus", default="", metavar="0,1", help="use these (all)")
     p.add_argument("--out", type=Path, default=REPO / "out" / "edit", help="folder (out/edit)")
     p.add_argument("--quiet", action="store_true", help="print the sentence only")
@@ -339,7 +339,7 @@ def run(args, extra):
     if not changed:
         raise ConfigError("no file that training reads differs: save your edit, or give --against=COMMIT")
     judge = [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]
-    if not (head / "experiments" / "edit.py").exists():  # up to then all versions measure alike
+    if not (head / "experiments" / "edit.py").exists():  # older ones all evaluate alike
         judge = git("diff", "--name-only", "HEAD", "--", "evaluation", ":(glob)data/*.py").decode().split()
     if judge:
         raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer are no part of an edit")
@@ -357,7 +357,7 @@ def run(args, extra):
     os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
     comparisons, sizes, minutes = [], {}, args.minutes / len(args.sizes)
     settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
-                *extra, *[f"--dataset={args.data}"] * bool(args.data)]  # 655,360: all held-out bytes of pystdlib
+                *extra, *[f"--dataset={args.data}"] * bool(args.data)]  # 655,360: more than pystdlib holds out
     with runner.driver(args, folder, jobs, gpus=gpus) as engine:
         for size in args.sizes:
             if args.stopped:

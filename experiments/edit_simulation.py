@@ -1,4 +1,4 @@
-"""How often does edit.py's verdict err? Its decision function on simulated pairs, looked at after each of up to 60.
+"""How often does edit.py's verdict err? Its decision function on simulated pairs, looked at after each pair.
 
     python experiments/edit_simulation.py results/edit_simulation.json      two minutes on one core
 
@@ -8,6 +8,7 @@ noise of their trunk.
 """
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -41,6 +42,11 @@ def gamma(rng, shape):
     return (rng.gamma(2, 1, shape) - 2) / 2**0.5
 
 
+@functools.cache
+def planned(pairs, alpha):
+    return list(bounds(np.arange(1, pairs + 1) / pairs, alpha))
+
+
 def law(times):
     """HEAD's loss after `times` the whole budget, minus that after the whole one."""
     return B * (times**-K - 1)
@@ -57,12 +63,12 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, *
     scale = sd / np.std(head - edit)
     head, edit = scale * head, scale * edit
     differences = edit - head + law(1 / times)
-    # a shorter run's noise: the half of HEAD's that comes from the trunk, and as much of its own
+    # a shorter run has half of HEAD's noise, from their trunk, and noise of its own: more than it really has
     apart = sd * rng.standard_normal((simulations, CURVE_PAIRS, 2))
     curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
     open_, ends = np.arange(simulations), np.zeros((simulations, 3))
     verdicts = np.full(simulations, "undecided", object)
-    bound = list(bounds(np.arange(1, pairs + 1) / pairs, limits.get("alpha", 0.05)))
+    bound = planned(pairs, limits.get("alpha", 0.05))
     for n in range(2, pairs + 1):
         verdict, at, low, high, _, _ = decide(differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)],
                                               bound[n - 1], **limits)

@@ -353,8 +353,7 @@ def test_a_result_that_was_lost_or_damaged_is_made_again_without_a_line_in_the_l
     argv = arguments(data, out, RUN, micro_batch_size=4 // world, max_iters=8, eval_interval=4)
     launch(argv, world).succeed()
     before, result = log_lines(out), record(out)
-    for damage in ((out / "result.json").unlink, *(partial((out / "result.json").write_text, text)
-                                                   for text in ("", "{", "null", "\0\0\0"))):
+    for damage in (out / "result.json").unlink, partial((out / "result.json").write_text, "{"):
         damage()
         launch([*argv, "--resume=auto"], world).succeed()
         assert log_lines(out) == before

@@ -57,8 +57,8 @@ def test_no_layout_is_chosen_that_cannot_be_launched(gpu):
 
 
 @pytest.mark.skipif(cuda.nvcc() is None, reason="no nvcc here: nothing is compiled for a GPU with a report")
-def test_twelve_cubins_of_the_day_are_as_the_table_says():
-    keys = random.Random(datetime.date.today().toordinal()).sample(cubins.keys(), 12)
+def test_four_cubins_of_the_day_are_as_the_table_says():
+    keys = random.Random(datetime.date.today().toordinal()).sample(cubins.keys(), 4)
     for key in keys:
         row = cubins.measure(*key)
         check(key, row)

@@ -419,16 +419,6 @@ def test_shape_of_the_state():
         assert choice(H200, "longhorn", BF16, B, T, 1536, 16)[:2] == (shape, segments)
 
 
-@pytest.mark.parametrize("gpu,update,N,shape", [
-    (A100, "longhorn", 16, PAIRS), (RTX, "longhorn", 16, (4, 4)), (RTX, "mamba", 16, (4, 4)),
-    (RTX, "longhorn", 128, (4, 32)), (RTX, "longhorn", 64, (8, 8)), (H200, "longhorn", 256, (8, 32)),
-    (A100, "longhorn", 256, (8, 32))])
-def test_blocks_fit_the_shared_memory_of_the_gpu(gpu, update, N, shape):
-    """Two per multiprocessor where either number of states per lane allows it; one at least."""
-    assert choice(gpu, update, BF16, 64, 1024, 1536, N)[0] == shape
-    assert build.blocks_at_once(update, shape, gpu[1]) >= (2 if N == 16 else 1)
-
-
 @pytest.mark.parametrize("gpu,update,N,most", [(RTX, "longhorn", 256, 128), (RTX, "exact", 129, 128),
                                                (A100, "mamba", 256, 128), (H200, "mamba", 257, 256)])
 def test_what_fits_no_gpu_block_is_refused_with_the_limit(gpu, update, N, most):

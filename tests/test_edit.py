@@ -105,7 +105,7 @@ def run(repo, capsys):
     """run(*argv) -> (exit code, what it printed, result-json or None)"""
     def run(*argv, out=repo / "out"):
         try:
-            code = edit.main(["--steps=16", "--jobs=4", f"--out={out}", *argv])
+            code = edit.main(["--steps=16", "--jobs=4", "--minutes=0.2", f"--out={out}", *argv])
         except SystemExit as stopped:
             code = stopped.code
         said = capsys.readouterr()
@@ -366,7 +366,7 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     (repo / "model.py").write_text(source.replace("config.d_state, config.d_conv", "config.d_state, 3"))
     toy = [f"--{key}={value}" for key, value in TINY.items() if key not in ("max_iters", "eval_interval")]
     code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", "--backend=torch", *toy)
-    assert code == 4 and said.splitlines()[-1] == "edit: undecided: 1 pairs; the same command goes on", said
+    assert code == 4 and said.splitlines()[-1] == "edit: undecided: 1 pairs; rerun the command to resume", said
     assert "model.py, 1 lines +, 1 lines -" in said and "of the edit's parameters start from other values" in said
     runs = {path.parent.name: json.loads(path.read_text()) for path in (repo / "out").glob("*/*/result.json")}
     assert sorted(run["steps"] for run in runs.values()) == [4, 8, 16, 16]

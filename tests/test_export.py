@@ -801,7 +801,8 @@ def side_by_side(rows, side, padding=300):  # beyond the vocabulary: looking it 
 
 ROWS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 4, 14)]
 GREEDY = {"do_sample": False, "pad_token_id": 300}
-VARIANTS = [*((family, {}) for family in (*FAMILIES, "longhorn,llama")), ("rwkv", {"as_released": True}),
+VARIANTS = [*((family, {}) for family in ("longhorn", "mesa", "rwkv4", "llama", "swa", "longhorn,llama")),
+            ("rwkv", {"as_released": True}),
             *((family, {"documents": "pack", "end_of_text": 115}) for family in ("longhorn", "swa", "longhorn,llama"))]
 
 

@@ -20,15 +20,16 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from test_data import write_folder
 
 import configurator
 import mixers  # noqa: F401  all families
 from bench.measure import finite
-from data import loader, writer
+from data import loader
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from experiments import pages, records
-from model import FAMILIES, LM, ModelConfig
+from model import LM, ModelConfig
 from runtime import checkpoint, counting, errors
 from runtime.errors import ConfigError
 from train import TrainConfig
@@ -90,7 +91,7 @@ def test_longest_sequences_stay_within_documents():
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ("longhorn", "llama", "mesa"))
 def test_chunks_give_the_loss_of_whole_sequences(family):
     lm, rows = tiny(family), some_rows()
     for T, chunk, batch_size in ((64, 24, 2), (8, 24, 1)):
@@ -199,14 +200,9 @@ def test_a_cache_has_no_norm_and_a_norm_that_is_lost_is_seen():
 
 @pytest.fixture
 def corpus(tmp_path):
-    rng, folder = np.random.default_rng(0), tmp_path / "corpus"
-    folder.mkdir()
-    splits = {s: writer.write_split(folder / f"{s}.bin", [rng.integers(64, size=n)], 64)
-              for s, n in (("train", 500), ("val", 700))}
     documents = [{"name": "a", "start": 0, "tokens": 300}, {"name": "b", "start": 300, "tokens": 40},
                  {"name": "c", "start": 340, "tokens": 360}]
-    writer.finish(folder, {"dataset": "test", "vocab_size": 64, "splits": splits, "documents": {"val": documents}})
-    return folder
+    return write_folder(tmp_path / "corpus", 500, 700, 64, documents={"val": documents})
 
 
 def save_run(folder, family, corpus):
@@ -315,8 +311,7 @@ def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path, monk
     """In a copy without git too, where a record's commit is null."""
     monkeypatch.setattr("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
     run, out = str(save_run(tmp_path / "run", "longhorn", corpus)), tmp_path / "records.json"
-    splits = {s: writer.write_split(corpus / f"{s}.bin", [np.zeros(700, int)], 64) for s in ("train", "val")}
-    writer.finish(corpus, {"dataset": "test", "vocab_size": 64, "splits": splits})
+    write_folder(corpus, [0] * 700, [0] * 700, 64)
     with pytest.raises(ConfigError, match="is not what .* was trained on .* name other text with --dataset"):
         ex.main(["--checkpoint", run, f"--out={out}"])
     ex.main(["--checkpoint", run, f"--dataset={corpus}", "--lengths=16,64", "--eval_tokens=64", f"--out={out}"])

@@ -294,7 +294,7 @@ def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
 # ------------------------------------------------------------------------------------------------------------- one run
 
 SMALL = ["--n_embd=16", "--block_size=16", "--pairs=2", "--vocab_size=32", "--train_examples=600", "--test_examples=50",
-         "--batch_examples=50", "--device=cpu", "--dtype=float32"]
+         "--batch_examples=50", "--device=cpu", "--dtype=float32", "--self_check=off"]
 
 
 def small_run(out, *more):
@@ -304,7 +304,7 @@ def small_run(out, *more):
 
 def test_a_run_and_its_records(tmp_path, capsys):
     settings = ["--model=based", "--epochs=2", "--eval_interval=5", "--seed=3"]
-    result = small_run(tmp_path / "a", *settings)
+    result = small_run(tmp_path / "a", *settings, "--self_check=on")
     assert re.search("self-check: .*native and plain operators.* agree", capsys.readouterr().out)
     config, log = record(tmp_path / "a", "config"), read_log(tmp_path / "a", "eval")
     assert [e["step"] for e in log] == [5, 10, 15, 20, 24]
@@ -434,7 +434,7 @@ def test_the_papers_448_runs_as_specified():
 
 
 IN_A_SWEEP = [*(a for a in SMALL if not a.startswith(("--block_size=", "--n_embd"))), "--eval_interval=6",
-              "--epochs=1", "--self_check=off"]
+              "--epochs=1"]
 
 
 def test_a_sweep_from_its_plan_to_the_report(tmp_path, monkeypatch, capsys):

@@ -213,7 +213,8 @@ VICTIM = "longhorn_460K_1024steps_lr0.004_seed1003"
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_run_is_named_and_left_out(tmp_path, how):
     """Also of the saved sweep, which keeps the reason where the records cannot be kept."""
-    names = make_sweep(tmp_path, models=("longhorn", "mamba"), others=())
+    sizes = {size: SIZES[size] for size in ("130K", "460K")}
+    names = make_sweep(tmp_path, models=("longhorn", "mamba"), sizes=sizes, others=())
     damage, reason = DAMAGE[how]
     damage(tmp_path / VICTIM)
     records.save(tmp_path, tmp_path / "saved.json")

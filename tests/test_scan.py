@@ -240,24 +240,6 @@ def with_mistake(text, place, mistake):
 
 # ------------------------------------------------------------------------------------------------------ the loop itself
 
-@given(N=st.integers(1, 6), seed=st.integers(0, 1000), logit=st.floats(-5, 5), key=st.sampled_from([0.1, 1.0, 10.0]))
-@property_test
-def test_a_step_minimises_eq5(N, seed, logit, key):
-    """With the full matrix I - eps k k^T, S_t is the minimiser of Eq. 5; the scan's diagonal equals it for N = 1."""
-    g = torch.Generator().manual_seed(seed)
-    S0, x = torch.randn(3, N, generator=g).double(), torch.randn(3, generator=g).double()
-    k, dt = key * torch.randn(N, generator=g).double(), logit + torch.randn(3, generator=g).double()
-    # the gradient of |S - S0|^2 + |S k - x|^2_diag(beta) is zero where S_i (I + beta_i k k^T) = S0_i + beta_i x_i k
-    beta = dt.sigmoid()
-    normal = torch.eye(N).double() + beta[:, None, None] * torch.outer(k, k)
-    solved = torch.linalg.solve(normal, S0 + (beta * x)[:, None] * k)
-    for f, dtype, tolerance in ((longhorn_scan_ref, torch.float64, 1e-9), (longhorn_scan, F32, 1e-4)):
-        x1, dt1, k1, S1 = (v[None].to(dtype) for v in (x[None], dt[None], k[None], S0))
-        for exact in (True, False) if N == 1 else (True,):
-            _, hT = f(x1, dt1, k1, k1, h0=S1, return_state=True, exact=exact)
-            assert torch.allclose(hT[0].double(), solved, rtol=tolerance, atol=tolerance / 10)
-
-
 def test_selective_scan_has_mamba_ssms_signature():
     """The arguments of mamba_ssm.ops.selective_scan_interface.selective_scan_fn, by name and in their order."""
     names = "u delta A B C D z delta_bias delta_softplus return_last_state".split()

@@ -515,13 +515,15 @@ def test_further_sets_are_evaluated_too(whole, data, out, tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"pattern": "longhorn,llama", "n_layer": 2}, {"optimizer": "muon"},
                                      {"log_interval": 3}], ids=str)  # the stop leaves no line of its own
 def test_stopping_and_continuing_changes_nothing(whole, data, out, tmp_path, changes):
-    succeed(arguments(data, tmp_path / "undisturbed", **changes))
+    undisturbed = tmp_path / "undisturbed" if changes else whole
+    if changes:
+        succeed(arguments(data, undisturbed, **changes))
     last = succeed(arguments(data, out, **changes, resume="auto"), LM=stops_at(7)).out.splitlines()[-1]
     assert last.startswith("stopped after step 7 of 12") and last.endswith(" --resume=auto")
     assert f"--out_dir={out}" in shlex.split(last) and last.count("--resume=") == 1
     assert saved(out)[1]["step"] == 7 and not (out / "result.json").exists()
     assert "at step 7" in succeed(arguments(data, out, **changes, resume="auto")).out
-    assert_same_run(out, tmp_path / "undisturbed")
+    assert_same_run(out, undisturbed)
     assert losses(out) != losses(whole) or not changes
 
 
@@ -860,14 +862,20 @@ def test_a_damaged_line_costs_that_line(whole, data, out):
     assert out / "log-damaged-1.jsonl" in records.run_files(out)  # moves aside with the run
 
 
+@pytest.fixture(scope="module")
+def other_run(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("other_run") / "run"
+    succeed(arguments(data, out, seed=5))
+    return out
+
+
 @pytest.mark.parametrize("damage, kept", [
     (lambda out, other: shutil.copy(other / "log.jsonl", out), True),
     (lambda out, other: (out / "log.jsonl").unlink(), False)])
-def test_another_runs_log_is_seen(whole, data, out, tmp_path, damage, kept):
+def test_another_runs_log_is_seen(whole, other_run, data, out, damage, kept):
     """Or none, at the next start, of a finished run too; and it is kept, if the run goes on."""
     shutil.copytree(whole, out)
-    succeed(arguments(data, tmp_path / "other", seed=5))
-    damage(out, tmp_path / "other")
+    damage(out, other_run)
     line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are another run's, or missing"
     assert line in (said := succeed(arguments(data, out, resume="auto")).out) and "already finished" in said
     (out / "result.json").unlink()
@@ -875,10 +883,9 @@ def test_another_runs_log_is_seen(whole, data, out, tmp_path, damage, kept):
     assert (out / "log-damaged-1.jsonl").exists() == kept
 
 
-def test_another_runs_result_is_made_again(whole, data, out, tmp_path):
+def test_another_runs_result_is_made_again(whole, other_run, data, out):
     shutil.copytree(whole, out)
-    succeed(arguments(data, tmp_path / "other", seed=5))
-    shutil.copy(tmp_path / "other/result.json", out)
+    shutil.copy(other_run / "result.json", out)
     assert f"{out / 'result.json'} is damaged, or another run's" in succeed(arguments(data, out, resume="auto")).out
     assert_same_run(out, whole)
     assert "already finished" in succeed(arguments(data, out, resume="auto")).out
@@ -951,8 +958,7 @@ REFUSED = [
     ({"batch_size": 8}, "batch_size", "micro_batch_size"), ({"eval_datasets": "x"}, "eval_datasets", "--eval_sets"),
     ({"scan_backend": "cpu"}, "backend"), ({"pattern": "longhorn*3,lama"}, "'lama'", "longhorn", "llama"),
     ({"block_size": 701, "batch_tokens": 701}, "block_size 701", "val.bin (700 tokens", "smaller block"),
-    ({"batch_tokens": 400}, "batch_tokens 400", "block_size 32", "the nearest is 384"),
-    ({"vocab_size": 100}, "100", "256"), ({"device": "gpu"}, "'gpu'", "cpu, cuda"),
+    ({"device": "gpu"}, "'gpu'", "cpu, cuda"),
     ({"micro_batch_size": 0}, "micro_batch_size 0", "at least 1"),
     ({"eval_interval": -1}, "eval_interval -1", "0 or more"), ({"seed": -1}, "seed -1"),
     ({"min_lr": 1}, "min_lr 1.0", "learning_rate 0.003"), ({"warmup_iters": 12}, "warmup_iters 12", "max_iters 12"),

@@ -249,7 +249,7 @@ def test_images_are_known_by_their_content(shelf, tmp_path, monkeypatch, most):
     it. A checkpoint from before contents were compared can be continued."""
     monkeypatch.setattr(images, "READ_WHOLE", most)
     Image.effect_noise((60, 60), 50).save(shelf / "val/dark/0.bmp")
-    argv = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4, max_iters=2)
+    argv = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4, max_iters=2, self_check="off")
     succeed(argv, draw_loss=no_picture)
     path = shelf / "val/dark/0.bmp"
     before, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
@@ -413,7 +413,7 @@ def test_a_run_is_as_long_as_its_epochs(tmp_path):
 
 def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
     out, parts = whole[0], tmp_path / "whole"
-    argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2)
+    argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2, self_check="off")
     process = launch(argv, hold=[("step", 5)], main=classify)
     assert process.held() and (parts / "checkpoint.safetensors").exists()
     process.send(signal.SIGKILL)

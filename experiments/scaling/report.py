@@ -386,7 +386,7 @@ def crossing_lines(numbers):
             lines.append(f"{at}: the search does not show the error of the chosen rates, so the interval lacks it.")
         if not (d and p["budgets"][1:]):
             continue
-        if not (p["crossings"] or d["low"] <= 0 <= d["high"]):
+        if not (p["crossings"] or d["low"] <= 0 <= d["high"] or len(numbers["pairs"]) <= 3):  # in a duel, all
             others += 1
             continue
         where = f"cross at about {' and '.join(map(human, p['crossings']))} tokens" if p["crossings"] else (
@@ -400,14 +400,14 @@ def crossing_lines(numbers):
 def paper_lines(numbers):
     """What the paper claims of Longhorn and Mamba, in nats of this sweep, and what its Table 1 amounts to in tokens."""
     pairs = [p for p in numbers["pairs"] if (p["a"], p["b"]) == ("longhorn", "mamba") and p["of_claim"]]
-    claimed = [f"{-r['of_claim']:.3f} at {p['size']} after {human(r['tokens_each'])}"
+    claimed = [f"{-r['of_claim']:.3f} nats at {p['size']} after {human(r['tokens_each'])} tokens"
                for p in pairs for r in p["budgets"] if r["of_claim"] and r["tokens_each"] >= p["tokens_each"]]
     gaps = {cell: PAPER["mamba"][cell] - loss for cell, loss in PAPER["longhorn"].items()}
     slope = lambda tokens: fit.EPOCH["beta"] * fit.EPOCH["B"] / tokens ** fit.EPOCH["beta"]  # nats per e-fold of tokens
     times = [math.exp(gap / slope(PAPER_TOKENS[cell.split()[0]])) for cell, gap in gaps.items()]
     return pairs and [
         f"The paper says that Longhorn has {CLAIM:g} times Mamba's sample efficiency (Figure 1: 1.3B parameters, 100B "
-        f"tokens). Here that would be a difference of {', '.join(claimed)} nats.",
+        f"tokens). Here that would be a difference of {', '.join(claimed)}.",
         f"In the paper's Table 1 Longhorn ends {min(gaps.values()):.3f} to {max(gaps.values()):.3f} nats below Mamba. "
         f"By the law of Besiroglu et al. 2024 this is worth {min(times):.2f} to {max(times):.2f} times the tokens."]
 
