@@ -1,4 +1,4 @@
-"""Do models read on beyond the length that they were trained at? Section 5.4, and Figure 1 on the right.
+"""Do models extrapolate beyond their training length? Section 5.4, and Figure 1 on the right.
 
     python experiments/extrapolation.py --checkpoint out/longhorn_laptop out/llama_laptop --lengths=256,1024,4096
     python experiments/extrapolation.py run --preset=laptop     # trains seven families at 256, reads to 16384: an hour

@@ -1,6 +1,6 @@
 """Checkpoints: written whole or not at all, checked when loaded, never unpickled.
 
-    state = {"model": model.state_dict(), "optimizer": [o.state_dict() for o in optimizers], "rng": rng_state()}
+    state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "rng": rng_state()}
     tensors, skeleton = flatten(state)
     save("out/run/checkpoint.safetensors", tensors, {"step": 10, "skeleton": skeleton})
     tensors, meta = load("out/run/checkpoint.safetensors")

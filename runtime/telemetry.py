@@ -63,7 +63,7 @@ class Telemetry:
         self.done, self.complete = step, True
 
     def open(self, step, settings, lines, log_crc32=None):
-        """Open the records at `step`: config.json, log.jsonl (of the checksum that the checkpoint has, if any), Weights
+        """Open the records at `step`: config.json, log.jsonl (compared with the checkpoint's checksum, if any), Weights
         & Biases, the progress bar; and print a summary of the run."""
         config, model, progress = self.config, self.model, self.progress
         self.done, self.last_log_step, self.paused_seconds = step, step, 0.0

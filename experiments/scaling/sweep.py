@@ -1,4 +1,4 @@
-"""Is my architecture better, by how much, and how sure? Plan the runs, run them, report.
+"""Is my architecture better, by how much, and how sure can we be? Plan the runs, run them, report.
 
     python experiments/scaling/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
     python experiments/scaling/sweep.py duel longhorn "longhorn*3,llama"         a pattern of layers is a family too

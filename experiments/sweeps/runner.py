@@ -9,7 +9,8 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
 One process drives a sweep: it plans, submits, waits and reports. The cells run on this machine, under Slurm or on Ray
 (engines.py). A cell is finished once its result.json exists, which its process renames into place as its last act; no
 list is kept beside it. So after any kill the same command resumes the cells from their checkpoints, and later ones add
-to the plan. sweep.py plans runs and runs.py reads them back; recall, images and extrapolation use this module too.
+to the plan. scaling/sweep.py plans runs, experiments/records.py reads them; recall, images and extrapolation use this
+module too.
 """
 
 import argparse

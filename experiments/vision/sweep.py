@@ -85,7 +85,7 @@ def speed(cells, rounds=7):
 # -------------------------------------------------------------------------------------------------------- command line
 
 def parser():
-    top = argparse.ArgumentParser(prog="experiments/vision/classify.py", description=__doc__,
+    top = argparse.ArgumentParser(prog="experiments/vision/sweep.py", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run what has no final record yet, then report", allow_abbrev=False)
