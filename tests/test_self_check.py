@@ -199,13 +199,21 @@ def broken(builds):
     return broken
 
 
+def model_of(pattern, backend, **settings):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 4 if "," in pattern else 2, "n_head": 2, "n_embd": 32, "block_size": 40, "vocab_size": 64,
+             "mlp_multiple": 16, "end_of_text": 0}
+    return model.LM(ModelConfig(pattern=pattern, backend=backend, **sizes | settings))
+
+
+@functools.cache
+def unedited_losses(pattern, backend=""):
+    return read(model_of(pattern, backend))[0]
+
+
 @pytest.fixture
 def probe(request):
-    """probe(edits, model): what the self-check of a model under these edits says, and what `read` gives."""
-    @functools.cache
-    def unedited(pattern, backend):
-        return probe({}, pattern, backend)
-
+    """probe(edits, pattern): what the self-check says of a model with these edits; what `read` gives, if it starts."""
     def probe(edits, pattern, backend="", **settings):
         with contextlib.ExitStack() as edited:
             for target, change in edits.items():
@@ -218,17 +226,13 @@ def probe(request):
                 if callable(original) and not isinstance(replacement, staticmethod):
                     functools.update_wrapper(replacement, original)  # it stands where the original stood
                 edited.enter_context(mock.patch(target, replacement))
-            torch.manual_seed(0)
-            sizes = {"n_layer": 4 if "," in pattern else 2, "n_head": 2, "n_embd": 32, "block_size": 40,
-                     "vocab_size": 64, "mlp_multiple": 16, "end_of_text": 0}
-            lm = model.LM(ModelConfig(pattern=pattern, backend=backend, **sizes | settings))
+            lm = model_of(pattern, backend, **settings)
             try:
                 line, stopped = self_check(lm), False
             except ConfigError as error:
                 line, stopped = str(error), True
-            return SimpleNamespace(line=line, stopped=stopped, read=read(lm))
+            return SimpleNamespace(line=line, stopped=stopped, read=None if stopped else read(lm))
 
-    probe.unedited = lambda pattern, backend="": unedited(pattern, backend).read[0]
     return probe
 
 
@@ -238,7 +242,7 @@ def test_an_edit_of_what_is_read_trains_and_samples(edit, probe):
     answer = probe(edits, family)
     assert not answer.stopped, answer.line
     losses, apart = answer.read
-    assert all(a != b for a, b in zip(losses, probe.unedited(family), strict=True)), "another model trained"
+    assert all(a != b for a, b in zip(losses, unedited_losses(family), strict=True)), "another model trained"
     assert apart < 1e-4
 
 
@@ -254,7 +258,7 @@ def test_an_edit_of_one_of_two_bodies_stops_in_a_line_with_both(edit, probe):
 def test_with_plain_pytorch_an_edited_loop_trains(probe):
     """--backend=torch is the mode for editing an operator: no native kernel is asked about it."""
     answer = probe(HALF, "longhorn", "torch")
-    assert not answer.stopped and answer.read[0] != probe.unedited("longhorn", "torch") and answer.read[1] < 1e-4
+    assert not answer.stopped and answer.read[0] != unedited_losses("longhorn", "torch") and answer.read[1] < 1e-4
 
 
 def test_a_mixer_with_only_forward_trains(probe, monkeypatch):
@@ -470,7 +474,7 @@ def test_a_cap_trains_with_the_loss_from_logits(probe):
     settings = {"loss_from_logits": True}
     capped, plain = (probe(edits, "llama", **settings) for edits in (CAP, {}))
     assert not capped.stopped and capped.read[0] != plain.read[0] and capped.read[1] < 1e-4
-    assert plain.read[0] == pytest.approx(probe.unedited("llama"), rel=1e-5)
+    assert plain.read[0] == pytest.approx(unedited_losses("llama"), rel=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------- no false alarms
