@@ -177,7 +177,7 @@ def main():
     parser.add_argument("--adopt", action="store_true", help="write a meta.json for files that another program wrote")
     parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
     parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="with --adopt: of the files (default uint16)")
-    parser.add_argument("--tokenizer", help="with --adopt: bytes, gpt2, tiktoken:NAME or hf:NAME")
+    parser.add_argument("--tokenizer", help="with --adopt: bytes, tiktoken:NAME or hf:NAME")
     parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, to report bits per byte")
     args = vars(parser.parse_args())
     if args.pop("adopt"):
@@ -187,7 +187,7 @@ def main():
             name = canonical(args["tokenizer"])
             args["tokenizer"], args["table"] = name, Text(args["tokenizer"]).table if name.startswith("hf:") else None
             if name not in ("bytes", "gpt2") and not name.startswith(("hf:", "tiktoken:")):
-                raise DataError(f"--tokenizer {name} is unknown: choose bytes, gpt2, tiktoken:NAME or hf:NAME")
+                raise DataError(f"--tokenizer {name} is unknown: choose bytes, tiktoken:NAME or hf:NAME")
         if args["vocab_size"] is None:
             raise DataError("--adopt needs --vocab_size: 50257 for GPT-2's tokens")
         tokens, checked = adopt(**args), "meta.json written"
