@@ -215,14 +215,14 @@ static_assert(CHUNK % KEYS == 0 && KEYS % TILE == 0 && CHUNK % SUB == 0);
 // The L lanes of two channels each hold a part of a sum per channel; each lane gets the sum of the channel that it
 // owns, its number 0. Number 1 is the neighbour's.
 template <int L> MATH float sum_states(const float (&v)[C]) {
-    float own = v[0] + __shfl_xor_sync(ALL_LANES, v[1], 1);
+    float sum = v[0] + __shfl_xor_sync(ALL_LANES, v[1], 1);
     #pragma unroll
-    for (int m = L / 2; m >= C; m /= 2) own += __shfl_xor_sync(ALL_LANES, own, m);
-    return own;
+    for (int m = L / 2; m >= C; m /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, m);
+    return sum;
 }
-MATH void share(float own, float (&all)[C]) {                            // all: a lane's own value, and the neighbour's
-    all[0] = own;
-    all[1] = __shfl_xor_sync(ALL_LANES, own, 1);
+MATH void share(float value, float (&all)[C]) {                          // all: a lane's own value, and the neighbour's
+    all[0] = value;
+    all[1] = __shfl_xor_sync(ALL_LANES, value, 1);
 }
 
 // Sums P values over the lanes of a warp that are L apart, which hold the same states of different channels. It is a
@@ -334,12 +334,12 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
     __device__ __forceinline__ void load(int t0, int T) {
         #pragma unroll
         for (int p = 0; p < PASSES; p++) {
-            const int t = t0 + row + p * THREADS % ITEMS / W, here = t < T ? left : 0;
+            const int t = t0 + row + p * THREADS % ITEMS / W, valid = t < T ? left : 0;
             const E *at = at_step(t, p);
             #pragma unroll
             for (int g = 0; g < GROUPS; g++)
                 #pragma unroll
-                for (int i = 0; i < 4; i++) v[p][g][i] = g * STEP + i < here ? at[g * STEP + i] : E{};
+                for (int i = 0; i < 4; i++) v[p][g][i] = g * STEP + i < valid ? at[g * STEP + i] : E{};
         }
     }
     // The same by asynchronous copies through shared memory, for full ROWS and columns: `begin` starts them, `take`
@@ -477,12 +477,12 @@ MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P
     #pragma unroll
     for (int i = 0; i < C * P; i++) S[i] = U::next(s[i / P], S[i], k[i % P], U::decay(s[i / P], rate(i)));
 }
-MATH void share_step(Step<float> own, Step<float> (&all)[C]) {
+MATH void share_step(Step<float> step, Step<float> (&all)[C]) {
     float x[C], size[C];
-    share(own.x, x);
-    share(own.size, size);
+    share(step.x, x);
+    share(step.size, size);
     #pragma unroll
-    for (int n = 0; n < C; n++) all[n] = n ? Step<float>{x[n], size[n], 0.0f, 0.0f} : own;
+    for (int n = 0; n < C; n++) all[n] = n ? Step<float>{x[n], size[n], 0.0f, 0.0f} : step;
 }
 
 // WHOLE, for the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a
@@ -537,9 +537,9 @@ MATH void scan_forward(const ScanArgs &a) {
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + i % P;
-        const int64_t own = at.channel[i / P];
-        S[i] = !SEGMENT_STATE && a.h0 && j < N ? a.h0[(b * a.D + own) * N + j] : 0.0f;
-        rates[i] = U::rates && j < N ? LOG2E * a.A[own * N + j] : 0.0f;
+        const int64_t channel = at.channel[i / P];
+        S[i] = !SEGMENT_STATE && a.h0 && j < N ? a.h0[(b * a.D + channel) * N + j] : 0.0f;
+        rates[i] = U::rates && j < N ? LOG2E * a.A[channel * N + j] : 0.0f;
         gates[i] = 1.0f;
     }
     Ahead<E> xs[STEPS], dts[STEPS], zs[STEPS];
@@ -554,8 +554,8 @@ MATH void scan_forward(const ScanArgs &a) {
         }
     };
     KeyRows<U, E, P, L, BATCH> keys(a, at.row);
-    const int own = at.channel[0] % Shared::Rows::CHANNELS;              // among the warp's channels
-    const typename Shared::Rows rows(at.lane, at.row, c - own,
+    const int col = at.channel[0] % Shared::Rows::CHANNELS;              // among the warp's channels
+    const typename Shared::Rows rows(at.lane, at.row, c - col,
                                      {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}});
     auto begin_rows = [&](int t) {
         rows.template begin<SEGMENT_STATE ? 2 : 3>(async.rows[at.warp][t / STEPS % STAGES], t < T ? t : T - STEPS);
@@ -596,9 +596,9 @@ MATH void scan_forward(const ScanArgs &a) {
             #pragma unroll
             for (int i = 0; i < STEPS; i++) {
                 auto &now = async.rows[at.warp][t0 / STEPS % STAGES].row;
-                xf[i] = ASYNC ? to_float(now[0][i][own]) : to_float(xs[i]);
-                dtf[i] = ASYNC ? to_float(now[1][i][own]) : to_float(dts[i]);
-                gate[i] = SEGMENT_STATE ? 0.0f : ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]);
+                xf[i] = ASYNC ? to_float(now[0][i][col]) : to_float(xs[i]);
+                dtf[i] = ASYNC ? to_float(now[1][i][col]) : to_float(dts[i]);
+                gate[i] = SEGMENT_STATE ? 0.0f : ASYNC ? to_float(now[2][i][col]) : to_float(zs[i]);
             }
             if (!ASYNC) read_rows(t0 + STEPS);
             const float *key = s.k[buffer][t0 - batch], *query = s.q[buffer][t0 - batch];
@@ -679,9 +679,9 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     #pragma unroll
     for (int i = 0; i < C * P; i++) {
         const int j = at.part * P + (i % P ^ order);
-        const int64_t own = at.channel[i / P];
-        G[i] = a.dhT && (WHOLE || at.live[i / P]) && j < N ? a.dhT[(b * a.D + own) * N + j] : 0.0f;
-        if (U::rates) s.rates[i][at.tid] = j < N ? LOG2E * a.A[own * N + j] : 0.0f;
+        const int64_t channel = at.channel[i / P];
+        G[i] = a.dhT && (WHOLE || at.live[i / P]) && j < N ? a.dhT[(b * a.D + channel) * N + j] : 0.0f;
+        if (U::rates) s.rates[i][at.tid] = j < N ? LOG2E * a.A[channel * N + j] : 0.0f;
         drates[i] = 0.0f;
     }
     auto rate = [&](int i) { return U::rates ? s.rates[i][at.tid] : 0.0f; };
@@ -692,8 +692,8 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     };
     // Stages of rows follow the walk below: a chunk's sub-chunks forwards, except the last, with x and dt only; then
     // all of them backwards. While one stage is in use the next one is on its way, also across chunks.
-    const int own = c % Rows::CHANNELS;                                  // among the warp's channels
-    const Rows rows(at.lane, at.row, c - own, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t},
+    const int col = c % Rows::CHANNELS;                                  // among the warp's channels
+    const Rows rows(at.lane, at.row, c - col, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t},
                                                {a.dy, a.dy_b, a.dy_t}});
     int stage = 0;
     auto begin_keys = [&](int t0) {
@@ -765,7 +765,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 float k[P];
                 read_four<L>(s.k[r], at.part, order, k);
                 Step<float> step[C];
-                if constexpr (ASYNC) step_of(to_float(now[0][i][own]), to_float(now[1][i][own]), r, true, step);
+                if constexpr (ASYNC) step_of(to_float(now[0][i][col]), to_float(now[1][i][col]), r, true, step);
                 else step_of(to_float(x(t)), to_float(dt(t)), r, within(t0 + r), step);
                 next_states<U, L>(step, S, k, rate);
             }
@@ -807,12 +807,12 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 const bool in = within(t0 + r) && live;
                 // otherwise the compiler interleaves steps until registers spill
                 __syncwarp();
-                const float zt = ASYNC ? to_float(now[2][i][own]) : to_float(zs[i]), sig = sigmoid(zt);
-                const float dyt = !in ? 0.0f : ASYNC ? to_float(now[3][i][own]) : to_float(dys[i]);
+                const float zt = ASYNC ? to_float(now[2][i][col]) : to_float(zs[i]), sig = sigmoid(zt);
+                const float dyt = !in ? 0.0f : ASYNC ? to_float(now[3][i][col]) : to_float(dys[i]);
                 float k[P], q[P], gated[C], sum[C] = {}, dq[P] = {};
                 read_four<L>(s.k[r], at.part, order, k);
                 read_four<L>(s.q[r], at.part, order, q);
-                if constexpr (ASYNC) step_of(to_float(now[0][i][own]), to_float(now[1][i][own]), r, true, steps[i]);
+                if constexpr (ASYNC) step_of(to_float(now[0][i][col]), to_float(now[1][i][col]), r, true, steps[i]);
                 else step_of(to_float(xs[i]), to_float(dts[i]), r, within(t0 + r), steps[i]);
                 share(gate ? dyt * (zt * sig) : dyt, gated);
                 s.gated[i][at.tid] = gated[0];
@@ -867,8 +867,8 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 float dx[C], dsize[C];
                 #pragma unroll
                 for (int n = 0; n < C; n++) { dx[n] = over_states[n].dx; dsize[n] = over_states[n].dsize; }
-                const Sums<float> own = {sum_states<L>(dx), sum_states<L>(dsize)};
-                const StepGrads<float> d = U::finish(steps[i][0], own, Gk[0]);
+                const Sums<float> sums = {sum_states<L>(dx), sum_states<L>(dsize)};
+                const StepGrads<float> d = U::finish(steps[i][0], sums, Gk[0]);
                 dkk[i] = L == C || at.owner ? d.dkk : 0.0f;
                 E *dx_at = step_at((E *)((char *)a.dx + out_at), i, out_t);
                 E *ddt_at = step_at((E *)((char *)a.ddt + out_at), i, out_t);
@@ -957,8 +957,8 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
         }
     };
     KeyRows<U, E, P, L, BATCH> keys(a, at.row);
-    const int own = c % Shared::Rows::CHANNELS;                          // among the warp's channels
-    const typename Shared::Rows rows(at.lane, at.row, c - own,
+    const int col = c % Shared::Rows::CHANNELS;                          // among the warp's channels
+    const typename Shared::Rows rows(at.lane, at.row, c - col,
                                      {{a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t}, {a.dy, a.dy_b, a.dy_t}});
     auto begin_rows = [&](int t) {
         rows.begin(s.rows[at.warp][(t / STEPS + STAGES) % STAGES], t < 0 ? 0 : t);
@@ -982,7 +982,7 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
             auto &now = s.rows[at.warp][t / STEPS % STAGES].row;
             #pragma unroll
             for (int i = STEPS - 1; i >= 0; i--)
-                step_back(t - batch + i, to_float(now[0][i][own]), to_float(now[1][i][own]), to_float(now[2][i][own]));
+                step_back(t - batch + i, to_float(now[0][i][col]), to_float(now[1][i][col]), to_float(now[2][i][col]));
         }
     }
     copy_wait<0>();
@@ -1005,9 +1005,9 @@ MATH void combine(const ScanArgs &a) {
     for (int64_t n = 0; n < a.segments; n++) {
         const int64_t at = (b * a.segments + (a.reverse ? a.segments - 1 - n : n)) * a.D * a.N + i;
         const bool last = n == a.segments - 1;
-        const float own = last ? 0.0f : a.hT[at], kept = last ? 0.0f : a.decay[at];
+        const float segment = last ? 0.0f : a.hT[at], kept = last ? 0.0f : a.decay[at];
         a.hT[at] = h;
-        h = kept * h + own;
+        h = kept * h + segment;
     }
 }
 

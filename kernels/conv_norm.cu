@@ -144,14 +144,14 @@ template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvA
         slide(s.window, to_float(xs[i]));
         const float p = at.sum(s.window), gate = sigmoid(p), slope = a.silu ? gate * (1.0f + p * (1.0f - gate)) : 1.0f;
         slide(s.dp, INSIDE || t + i < at.T ? to_float(dys[i]) * slope : 0.0f);
-        const float own = INSIDE || t + i < at.t1 ? s.dp[W - 1] : 0.0f;
+        const float grad = INSIDE || t + i < at.t1 ? s.dp[W - 1] : 0.0f;
         dxs[i] = 0.0f;
         #pragma unroll
         for (int j = 0; j < W; j++) {
             dxs[i] += at.weight[j] * s.dp[W - 1 - j];
-            s.dweight[j] += own * s.window[j];
+            s.dweight[j] += grad * s.window[j];
         }
-        s.dbias += own;
+        s.dbias += grad;
     }
     if (!at.live) return;
     #pragma unroll

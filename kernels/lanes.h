@@ -51,14 +51,14 @@ MATH float widen_fp16(uint16_t u) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v)
 MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v)); return e; }    // 2 ulp
 // 1 ulp, no slow path
 MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
-// A predicated store. For `if (here)` nvcc may make two copies of a loop, one for lanes that write and one for the
+// A predicated store. For `if (active)` nvcc may make two copies of a loop, one for lanes that write and one for the
 // others, which a warp would run one after the other.
-MATH void store_32(int here, void *p, float v) {
-    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(here), "l"(p),
+MATH void store_32(int active, void *p, float v) {
+    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(active), "l"(p),
                  "f"(v) : "memory");
 }
-MATH void store_16(int here, void *p, uint16_t v) {
-    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(here), "l"(p),
+MATH void store_16(int active, void *p, uint16_t v) {
+    asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.u16 [%1], %2; }" :: "r"(active), "l"(p),
                  "h"(v) : "memory");
 }
 MATH void store_two(float *shared, float a, float b) {                   // nvcc would make two stores
@@ -123,12 +123,12 @@ MATH float to_float(Ahead<fp16> v) { return widen_fp16((uint16_t)v.bits); }
 MATH void set(float *p, float v) { *p = v; }
 MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
 MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }
-MATH void set_if(int here, float *p, float v) { store_32(here, p, v); }
-MATH void set_if(int here, bf16 *p, float v) { store_16(here, p, round_to_bf16(v)); }
-MATH void set_if(int here, fp16 *p, float v) { store_16(here, p, round_to_fp16(v)); }
-template <bool SOME, class E> MATH void write(bool here, E *p, float v) {       // SOME: `here` depends on the lane
-    if constexpr (SOME) set_if(here, p, v);
-    else if (here) set(p, v);
+MATH void set_if(int active, float *p, float v) { store_32(active, p, v); }
+MATH void set_if(int active, bf16 *p, float v) { store_16(active, p, round_to_bf16(v)); }
+MATH void set_if(int active, fp16 *p, float v) { store_16(active, p, round_to_fp16(v)); }
+template <bool SOME, class E> MATH void write(bool active, E *p, float v) {     // SOME: `active` depends on the lane
+    if constexpr (SOME) set_if(active, p, v);
+    else if (active) set(p, v);
 }
 
 // 2 a - b, for which nvcc takes two additions

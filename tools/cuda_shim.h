@@ -112,8 +112,8 @@ inline uint16_t round_to_bf16(float f) {
 inline uint16_t round_to_fp16(float f) { _Float16 v = (_Float16)f; uint16_t h; memcpy(&h, &v, 2); return h; }
 inline float widen_fp16(uint16_t h) { _Float16 v; memcpy(&v, &h, 2); return (float)v; }
 inline float exp2_fast(float v) { return exp2f(v); }
-inline void store_32(int here, void *p, float v) { if (here) memcpy(p, &v, 4); }
-inline void store_16(int here, void *p, uint16_t v) { if (here) memcpy(p, &v, 2); }
+inline void store_32(int active, void *p, float v) { if (active) memcpy(p, &v, 4); }
+inline void store_16(int active, void *p, uint16_t v) { if (active) memcpy(p, &v, 2); }
 inline void store_two(float *shared, float a, float b) { shared[0] = a; shared[1] = b; }
 inline uint32_t read_16(const void *p) { uint16_t u; memcpy(&u, p, 2); return u; }
 inline uint32_t read_32(const void *p) { uint32_t u; memcpy(&u, p, 4); return u; }
