@@ -2,7 +2,7 @@
 
     python experiments/edit.py                        the working tree against HEAD, or --against=COMMIT
     python experiments/edit.py config/kda_laptop.py --data=mine --sizes=460K,1.5M --minutes=60
-    edit: better, needs 0.96 (0.93 .. 0.99) times the tokens of HEAD (16 + 16 runs, 7 minutes)
+    edit: better, needs 0.96 (0.93 .. 0.99) times the tokens of HEAD (16 + 16 runs, 3 minutes)
 
 Both versions run from snapshots, so you can go on editing. The runs of a pair share seed, tokens and the initial values
 of all parameters that both have, so most of the noise cancels. From the sixth pair on a sequential test says after each
