@@ -156,13 +156,12 @@ class Comparison:
         steps, begins = self.steps // part, lambda steps: steps - max(1, round(0.2 * steps))
         whole, argv = f"{self.key[name]}_seed{seed}", [*self.argv[name], f"--max_iters={steps}", f"--seed={seed}"]
         argv += ["--self_check=off"] * (seed > 1)  # the first pair's runs check this code
-        if part > 1:
+        if branch := part > 1:
             argv.append(f"--branch={self.folder.resolve()}/{whole}@{begins(steps)}")
         elif name == self.head and seed <= CURVE_PAIRS:
             argv.append(f"--keep_steps={begins(self.steps // 4)},{begins(self.steps // 2)}")
         at = {"stage": "edit", "version": self.key[name], "against": self.key[self.head], "steps": steps, "seed": seed}
-        name_of_part, root = whole + f"_1of{part}" * (part > 1), self.versions[name]
-        return runner.Cell(name_of_part, argv, at, after=whole * (part > 1), root=root)
+        return runner.Cell(whole + f"_1of{part}" * branch, argv, at, after=whole * branch, root=self.versions[name])
 
     def run(self, engine, first, most):
         """Run the next pairs, as many as fill the engine; returns their seeds. BadRecord: the edit diverges."""
@@ -233,7 +232,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
     plan = f"{args.pairs} pairs" if args.pairs else f"{minutes:g} minutes"
     ends, plans = json.loads(looks.read_text()).values() if looks.exists() else ([], [])
     began, n, verdict, sentence, done = time.monotonic() - 60 * max(ends, default=0), 0, "undecided", "", False
-    spent, limits = lambda: (time.monotonic() - began) / 60, compare.bounds(passed := [], args.alpha)
+    spent, limits = lambda: (time.monotonic() - began) / 60, compare.bounds(passed := [], *args.error)
     try:
         while not done:
             seeds = c.run(engine, n + 1, args.pairs - n if args.pairs else len(ends) - n or 32)
@@ -331,6 +330,7 @@ def run(args, extra):
             raise ConfigError(f"--{key}={getattr(args, key)}: from {low:g} to {high:g}")
     if not SIZES.keys() >= {*args.sizes}:
         raise ConfigError(f"--sizes={','.join(args.sizes)}: choose of {', '.join(SIZES)}")
+    args.error = args.alpha, 8 if args.pairs else 2  # for compare.bounds: --pairs run to the end, and spend it there
     say, code, began = lambda line: args.quiet or print(line, flush=True), args.out / "code", time.strftime("%H:%M")
     commit = git("rev-parse", "--verify", f"{args.against}^{{commit}}", otherwise=f"--against={args.against}: there is "
                  f"no such commit in {REPO}, or no git").decode().strip()
@@ -367,7 +367,7 @@ def run(args, extra):
             seconds = sweep.START_SECONDS + args.steps * c.probes[c.edit]["tokens"] * (
                 sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
             n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
-            shown = list(compare.bounds(np.arange(1, n + 1) / n, args.alpha))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
+            shown = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
             words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))
             sizes[size] = compare_versions(c, args, minutes, engine, say, out / f"looks-{c.key[c.edit]}.json")

@@ -135,15 +135,16 @@ def test_the_bound_of_one_look_is_students_and_of_two_the_integral_over_both(alp
     assert both.cdf([first, last], lower_limit=[-first, -last]) == pytest.approx(1 - error, abs=0.06 * error)
 
 
+@pytest.mark.parametrize("power", [2, 8])
 @pytest.mark.parametrize("fractions", [np.arange(1, 41) / 40, np.linspace(0.1, 1, 20) ** 2, [0.1, 0.2, 0.2, 0.6, 1]])
-def test_looks_spend_what_they_may_whenever_they_fall(fractions):
-    n, bounds = np.arange(1, len(fractions) + 1), np.array(list(compare.bounds(fractions, 0.1)))
+def test_looks_spend_what_they_may_whenever_they_fall(fractions, power):
+    n, bounds = np.arange(1, len(fractions) + 1), np.array(list(compare.bounds(fractions, 0.1, power)))
     x = np.random.default_rng(7).standard_normal((40000, len(n)))
     means, squares = x.cumsum(1) / n, (x**2).cumsum(1)
     with np.errstate(all="ignore"):
         t = means * np.sqrt(n / (squares / n - means**2) * (n - 1) / n)
     beyond = np.maximum.accumulate(abs(t[:, 1:]) > bounds[1:], 1).mean(0)
-    assert beyond == pytest.approx(0.065 * np.array(fractions[1:]) ** 2, abs=4 * math.sqrt(0.1 / 40000))
+    assert beyond == pytest.approx(0.065 * np.array(fractions[1:]) ** power, abs=4 * math.sqrt(0.1 / 40000))
 
 
 def test_verdicts_and_the_error_of_the_curve():
@@ -297,10 +298,11 @@ def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
 
 @pytest.mark.parametrize("argv, pairs", [([], edit.FEWEST), (["--pairs=4"], 4), (["--pairs=9"], 9)])
 def test_pairs_run_to_the_end_and_no_verdict_comes_before_the_sixth(repo, run, monkeypatch, argv, pairs):
-    monkeypatch.setattr(edit.compare, "bounds", lambda fractions, alpha: (3.0 for _ in fractions))
+    asked = set()  # a plan of pairs keeps its error for the last one
+    monkeypatch.setattr(edit.compare, "bounds", lambda fractions, *error: asked.add(error) or (3.0 for _ in fractions))
     change(repo, SHIFT=0.5, SEED="b", NOISE=0.00001)
     code, _, result = run(*argv, "--jobs=2")
-    assert code == 1 and result["sizes"]["460K"]["pairs"] == pairs
+    assert code == 1 and result["sizes"]["460K"]["pairs"] == pairs and asked == {(0.05, 8 if argv else 2)}
 
 
 def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
