@@ -43,8 +43,8 @@ def gamma(rng, shape):
 
 
 @functools.cache
-def planned(pairs, alpha):
-    return list(bounds(np.arange(1, pairs + 1) / pairs, alpha))
+def planned(pairs, alpha, power):
+    return list(bounds(np.arange(1, pairs + 1) / pairs, alpha, power))
 
 
 def law(times):
@@ -52,11 +52,11 @@ def law(times):
     return B * (times**-K - 1)
 
 
-def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, **limits):
+def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, power=2, **limits):
     """Simulated edits that need `times` HEAD's tokens. Returns {"better", "worse", "same", "undecided": shares,
     "covers": share of final intervals that hold the truth, "pairs": mean number, "half_width": median, of log m}.
 
-    sd: of a pair's difference; pairs: planned; limits: margin and alpha of `decide`.
+    sd: of a pair's difference; pairs: planned; power: of `bounds`; limits: margin and alpha of `decide`.
     """
     rng, shape = np.random.default_rng(rng), (simulations, pairs)
     head, edit = NOISE[noise](rng, shape)
@@ -68,7 +68,7 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, *
     curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
     open_, ends = np.arange(simulations), np.zeros((simulations, 3))
     verdicts = np.full(simulations, "undecided", object)
-    bound = planned(pairs, limits.get("alpha", 0.05))
+    bound = planned(pairs, limits.get("alpha", 0.05), power)
     for n in range(2, pairs + 1):
         verdict, at, low, high, _, _ = decide(differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)],
                                               bound[n - 1], **limits)
@@ -85,14 +85,17 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, *
 
 
 def record(simulations=20000):
-    """Every cell: [{"sd", "times", "noise", "pairs_at_most", ...}]."""
-    cells = [(sd, times, noise, PAIRS) for noise in NOISE for sd in (0.003, 0.006, 0.012, 0.03)
+    """Every cell: [{"sd", "times", "noise", "pairs_at_most", "power", ...}]. With power 8, that of edit.py's --pairs, a
+    verdict counts at any pair too, although edit.py goes on: one may read the line and stop it."""
+    cells = [(sd, times, noise, PAIRS, 2) for noise in NOISE for sd in (0.003, 0.006, 0.012, 0.03)
              for times in (1.0, 1.05, 1.1)]
-    cells += [(factor * USUAL_SD, times, "normal", most) for factor in (1, 2, 3)
+    cells += [(factor * USUAL_SD, times, "normal", most, 2) for factor in (1, 2, 3)
               for times, most in ((1.05, PAIRS_IN_15_MINUTES), (1.02, 2 * PAIRS_IN_15_MINUTES),
                                   (1.0, PAIRS_IN_15_MINUTES))]
-    return [{"sd": sd, "times": times, "noise": noise, "pairs_at_most": pairs, **simulate(
-        sd, times, noise, simulations, pairs, rng=i)} for i, (sd, times, noise, pairs) in enumerate(cells)]
+    cells += [(0.012, 1.0, noise, most, power) for noise in NOISE
+              for most, power in ((10, 2), (20, 2), (10, 8), (20, 8), (PAIRS, 8))]
+    return [{"sd": sd, "times": times, "noise": noise, "pairs_at_most": pairs, "power": power, **simulate(
+        sd, times, noise, simulations, pairs, i, power)} for i, (sd, times, noise, pairs, power) in enumerate(cells)]
 
 
 def main(argv):

@@ -294,17 +294,17 @@ def winner(means, p_of, alpha=0.05):
 
 def bounds(fractions, alpha, power=2, walks=100_000):
     """Yields what Student's t of the mean of n differences has to exceed after each pair, such that all tests together
-    err with probability 0.65 alpha (the rest is for skewed differences).
+    err with probability 0.6 alpha (the rest is for skewed differences).
 
     fractions: how much of the plan (time, or pairs) had passed after each; a list may grow meanwhile. Until then the
-    tests may spend fraction^power of the error (Kim and DeMets 1987, Lan and DeMets 1989); with 22 pairs the last
-    bound is 17% above that of one test, with power 8 4%. Each bound is that of simulated normal differences which
-    exceeded none before; infinite for one pair, and where less than one of `walks` may.
+    tests may spend fraction^power of the error (Kim and DeMets 1987, Lan and DeMets 1989): of 22 bounds the last is
+    17% above that of a single test with this error, with power 8 3%. Each bound is that of simulated normal
+    differences which exceeded none before; infinite for one pair, and where less than one of `walks` may.
     """
     rng, sums, squares, spent = np.random.default_rng(0), np.zeros(walks), np.zeros(walks), 0
     for n, fraction in enumerate(fractions, 1):
         x = rng.standard_normal(len(sums))
-        sums, squares, more = sums + x, squares + x * x, round(walks * 0.65 * alpha * fraction**power) - spent
+        sums, squares, more = sums + x, squares + x * x, round(walks * 0.6 * alpha * fraction**power) - spent
         if n == 1 or more < 1:
             yield math.inf
             continue
