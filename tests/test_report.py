@@ -292,7 +292,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(pages, "save_figure", save)
 
 
-@pytest.mark.parametrize("name", ["scaling_laptop", "duel_longhorn_mamba", "duel_longhorn_mamba_460K",
+@pytest.mark.parametrize("name", ["scaling_laptop", "duel_longhorn_mamba_460K", "duel_longhorn_mamba_1.5M",
                                   "duel_longhorn_longhorn_exact"])
 def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, undrawn):
     report.write(RESULTS / f"{name}.json", tmp_path)

@@ -23,7 +23,7 @@ from experiments.scaling import compare  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from runtime.records import environment, write_json  # noqa: E402
 
-# As recorded for Longhorn and Mamba of 460K parameters after a million bytes (results/duel_longhorn_mamba.json), nats
+# About as recorded for Longhorn and Mamba after a million bytes (results/duel_longhorn_mamba_1.5M.json), in nats
 B, K = 0.40, 0.49  # loss is E + B (tokens / whole budget)^-K
 SEED, SEED_BY_FILE = 0.006, 0.03  # SD of a run's loss over seeds, and further on each file
 CHANGE, CHANGE_BY_FILE = 0.005, 0.015  # SD of what a shorter run of a seed has of its own
