@@ -79,9 +79,9 @@ ROOT = Path(__file__).resolve().parent
 CODE, TOKENIZER = "modeling_longhorn.py", ("tokenizer.json", "tokenizer_config.json")
 FILES = ("config.json", "model.safetensors", "README.md", CODE, *TOKENIZER)
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM", "rwkv4": "RwkvForCausalLM"}
-OWN = {"architectures": ["LonghornForCausalLM"], "model_type": "longhorn", "tie_word_embeddings": False,
-       "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
-                    "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
+FIXED = {"architectures": ["LonghornForCausalLM"], "model_type": "longhorn", "tie_word_embeddings": False,
+         "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
+                      "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
 SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "backend"}  # backend depends on the machine
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
@@ -214,7 +214,7 @@ def to_hf(lm, dtype=None, end_of_text=None, kind=None):
     if kind not in ARCHITECTURES:
         settings = {name: getattr(c, name) for name in SETTINGS}
         settings |= {"backend": "torch"} if c.backend == "torch" else {}  # its plain operators may have been edited
-        return {**OWN, "dtype": dtype, "eos_token_id": end_of_text, "bos_token_id": end_of_text, **settings}, tensors
+        return {**FIXED, "dtype": dtype, "eos_token_id": end_of_text, "bos_token_id": end_of_text, **settings}, tensors
     config = {"architectures": [ARCHITECTURES[kind]], "model_type": {"rwkv4": "rwkv"}.get(kind, kind), "dtype": dtype,
               "vocab_size": c.vocab_size, "hidden_size": c.n_embd, "use_cache": True, "initializer_range": 0.02,
               # set all three: transformers' defaults would end every text at token 2 or 0
@@ -362,7 +362,7 @@ def mlp_multiple(hidden, d, least, times):
 
 
 def own_config(config):
-    known = {*OWN, "dtype", "run", "backend", "transformers_version", "use_cache",
+    known = {*FIXED, "dtype", "run", "backend", "transformers_version", "use_cache",
              *(f"{name}_token_id" for name in ("bos", "eos", "pad"))}
     unknown = config.keys() - SETTINGS.keys() - known
     if unknown:

@@ -14,7 +14,7 @@ from kernels import build, cuda
 from tools import cubins
 
 MADE_WITH, ROWS = cubins.read_table()
-HERE = [cubins.name(*key) for key in cubins.keys()]
+NAMES = [cubins.name(*key) for key in cubins.keys()]
 LAUNCHED = [cuda.SCAN_KERNELS.index(name) for name in ("forward_kernel", "backward_kernel")]  # if no other fits
 BACKWARD = cuda.SCAN_KERNELS.index("backward_kernel")
 
@@ -33,7 +33,7 @@ def check(key, row):
 
 
 def test_every_row_is_within_bounds():
-    assert ROWS and set(ROWS) <= set(HERE)
+    assert ROWS and set(ROWS) <= set(NAMES)
     for key in cubins.keys():
         if cubins.name(*key) in ROWS:
             check(key, ROWS[cubins.name(*key)])

@@ -132,7 +132,7 @@ def test_out_and_in_again(family, tmp_path):
         assert config["model_type"] == "longhorn" and config["architectures"] == ["LonghornForCausalLM"]
         assert (config["pattern"] or config["model"]) == family
         tokens = {f"{name}_token_id" for name in ("bos", "eos", "pad")}
-        assert config.keys() == {*export.SETTINGS, *export.OWN, *tokens, "dtype", "run"}
+        assert config.keys() == {*export.SETTINGS, *export.FIXED, *tokens, "dtype", "run"}
         assert safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors").keys() == lm.state_dict().keys()
     run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
     again, meta = sample.load_model(tmp_path / "imported")
@@ -782,7 +782,7 @@ def code():
 def in_code(code, lm):
     """The LM as transformers sees it."""
     config, tensors = to_hf(lm, kind="longhorn")
-    settings = {key: value for key, value in config.items() if key not in (*export.OWN, "dtype")}
+    settings = {key: value for key, value in config.items() if key not in (*export.FIXED, "dtype")}
     model = code.LonghornForCausalLM(code.LonghornConfig(**settings)).eval()
     model.model.load_state_dict(tensors)
     return model
