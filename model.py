@@ -470,8 +470,10 @@ class LM(nn.Module):
         if config.backend not in BACKENDS:
             raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
         self.config = config
-        seed = torch.randint(2**31, ())  # first: constructors of PyTorch use up random numbers
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        # First: constructors of PyTorch use up random numbers. Neither randint nor Embedding(V, d): on "meta" these
+        # import a second's worth of modules.
+        seed = torch.empty((), dtype=torch.int64).random_(2**31)
+        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         self.embed.weight.start = normal(0.02)
         self.layers = nn.ModuleList(self.build_layers(config))
         families = config.families  # the first layer's family decides the norm before all layers, the last one's after

@@ -12,7 +12,9 @@ import torch
 import torch.nn as nn
 
 from runtime import distributed
-from runtime.torch_private import muon
+from runtime.torch_private import muon, never_compiled
+
+AdamW = never_compiled(torch.optim.AdamW)
 
 
 def build_optimizers(model, config):
@@ -29,8 +31,8 @@ def build_optimizers(model, config):
     rest = {name: p for name, p in named.items() if name not in matrices}
     groups = [{"params": [p for name, p in rest.items() if name in with_decay], "weight_decay": config.weight_decay},
               {"params": [p for name, p in rest.items() if name not in with_decay], "weight_decay": 0.0}]
-    optimizers.append(torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
-                                        betas=(config.beta1, config.beta2), fused=True))
+    optimizers.append(AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
+                            betas=(config.beta1, config.beta2), fused=True))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -60,7 +62,7 @@ def muon_matrices(model):
             if isinstance(module, nn.Linear)}
 
 
-class Muon(torch.optim.Muon):
+class Muon(never_compiled(torch.optim.Muon)):
     """torch.optim.Muon with the parts of a fused projection orthogonalised separately: x|z are two maps in one matrix.
 
     matrices: [(parameter (m, n), rows of its parts, which add up to m)]. Updates are scaled to AdamW's size (Liu et al.

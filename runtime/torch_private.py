@@ -2,6 +2,7 @@
 test of this file fails, and only this file has to change."""
 
 import functools
+import inspect
 import sys
 import types
 
@@ -77,6 +78,14 @@ def fast_apply(function):
 
 
 # ------------------------------------------------------------------------------------------------------------ training
+
+def never_compiled(optimizer):
+    """A torch.optim class without the marks for torch.compile on its methods, which import torch._dynamo: a second of
+    CPU at every start. Its steps run eagerly also where the model is compiled."""
+    methods = "add_param_group", "zero_grad", "state_dict", "load_state_dict", "step"
+    bare = {name: inspect.unwrap(getattr(optimizer, name)) for name in methods}
+    return type(optimizer.__name__, (optimizer,), {**bare, "step": torch.no_grad()(bare["step"])})
+
 
 def muon(*tensors, **settings):
     """torch.optim.Muon's step as a function of lists of tensors; the class takes whole parameters only."""

@@ -37,8 +37,7 @@ def nursery():
 
     folders = os.pathsep.join(str(folder) for folder in Path(__file__).resolve().parents[:2])
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo: the first optimizer imports it, which takes 2 s
-    context.set_forkserver_preload(["test_chaos", "torch._dynamo"])
+    context.set_forkserver_preload(["test_chaos"])
     with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
     return context  # its process ends with this one
