@@ -248,7 +248,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
                     decided = decide(*c.results(n), bound, args.margin, args.alpha)
                     verdict, *interval, mean, half = (x.item() for x in decided)
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
-                    left = f"{args.pairs - n} pairs" if args.pairs else f"{max(0, minutes - spent()):.0f} minutes"
+                    left = f"{max(0, spent() / n * (args.pairs - n) if args.pairs else minutes - spent()):.0f} minutes"
                     say(f"pair {n}: {'too early' if interval[2] - interval[1] > 2 else 'needs ' + times}; {left} left")
                 if done := passed[-1] == 1 or sentence or verdict != "undecided" and n >= FEWEST and not args.pairs:
                     break

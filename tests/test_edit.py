@@ -301,8 +301,9 @@ def test_pairs_run_to_the_end_and_no_verdict_comes_before_the_sixth(repo, run, m
     asked = set()  # a plan of pairs keeps its error for the last one
     monkeypatch.setattr(edit.compare, "bounds", lambda fractions, *error: asked.add(error) or (3.0 for _ in fractions))
     change(repo, SHIFT=0.5, SEED="b", NOISE=0.00001)
-    code, _, result = run(*argv, "--jobs=2")
+    code, said, result = run(*argv, "--jobs=2")
     assert code == 1 and result["sizes"]["460K"]["pairs"] == pairs and asked == {(0.05, 8 if argv else 2)}
+    assert said.count("; 0 minutes left\n") == pairs - 1  # a line for each pair but the first
 
 
 def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
