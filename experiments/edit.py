@@ -116,17 +116,18 @@ def snapshot(out, commit=None):
 
 
 PROBE = """  # run in a snapshot with a config file and settings: prints what this version trains
-import hashlib, importlib, json, pathlib, sys
-import configurator, train
+import hashlib, importlib, json, pathlib, sys, timeit, torch, configurator, train
 counting = importlib.import_module("runtime.counting") if pathlib.Path("runtime").exists() else train.LM  # was methods
 plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:]))
 config.vocab_size = config.vocab_size or 256
 train.seed_all(1)
 model = train.build_model(config, "cpu")
 width = plain.n_embd / config.n_embd if "learning_rate" not in str(sys.argv[2:]) else 1
+idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
+times = [0] if torch.cuda.is_available() else timeit.repeat(lambda: model(idx, idx)[1].backward(), repeat=4, number=1)
 print(json.dumps({"learning_rate": float(f"{config.learning_rate * width:.3g}"), "dataset": config.dataset,
-    "tokens": config.batch_tokens, "parameters": counting.parameter_count(model)["total"],
-    "FLOPs per token": counting.flops_per_token(model)["total"], "state": counting.state_size(model),
+    "tokens": config.batch_tokens, "pace": min(times) / idx.numel(), "state": counting.state_size(model),  # s / token
+    "parameters": counting.parameter_count(model)["total"], "FLOPs per token": counting.flops_per_token(model)["total"],
     "draws": {name: [p.numel(), hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()]
               for name, p in model.named_parameters()}}))
 """
@@ -364,9 +365,8 @@ def run(args, extra):
                 break
             argv, versions = [args.config, *SIZES[size], *settings], {args.against: head, "the edit": edit}
             comparisons.append(c := Comparison(versions, argv, args.steps, folder))
-            seconds = sweep.START_SECONDS + args.steps * c.probes[c.edit]["tokens"] * (
-                sweep.CPU_SECONDS_PER_TOKEN + sweep.CPU_SECONDS_PER_FLOP * c.probes[c.edit]["FLOPs per token"])
-            n = args.pairs or max(2, int(60 * minutes / seconds * max(1, jobs / 2)))
+            seconds = sum(4 + p["pace"] * (args.steps * p["tokens"] + 2e5) for p in c.probes.values())  # 4 s: start
+            n = args.pairs or max(2, int(60 * minutes * (jobs or 1) / seconds))
             shown = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
             words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))

@@ -57,8 +57,8 @@ STAND_IN = textwrap.dedent("""
 """)
 PROBE = """
 import json, model
-print(json.dumps({"learning_rate": 0.01, "dataset": "words", "tokens": 64, "parameters": 10 + model.MORE, "state": 4,
-                  "FLOPs per token": 9, "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
+print(json.dumps({"learning_rate": 0.01, "dataset": "words", "tokens": 64, "pace": 0, "parameters": 10 + model.MORE,
+                  "state": 4, "FLOPs per token": 9, "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
 """
 MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0}
 
@@ -249,6 +249,14 @@ def test_versions_older_than_the_command_are_compared_though_their_loader_differ
     commit(repo)
     code, said, result = run("--against=HEAD~1", "--pairs=6")
     assert code == 1 and "data/loader.py" in result["changed"], said
+
+
+def test_how_many_pairs_fit_in_the_time_is_measured(repo, run, monkeypatch):
+    """Four runs at a time: each takes 4 s to start, and trains on 1,024 tokens; its evaluation costs as much as 2e5."""
+    change(repo, SHIFT=0.5, SEED="b")
+    assert "about 6 pairs" in run("--minutes=0.2")[1]
+    monkeypatch.setattr(edit, "PROBE", PROBE.replace('"pace": 0', f'"pace": {4 / (16 * 64 + 2e5)}'))
+    assert "about 6 pairs" in run("--minutes=0.4")[1]
 
 
 def test_a_submodule_with_changes_is_refused_and_a_clean_one_copied(repo, run, tmp_path):
