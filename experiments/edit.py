@@ -126,7 +126,7 @@ width = plain.n_embd / config.n_embd if "learning_rate" not in str(sys.argv[2:])
 idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
 times = [0] if torch.cuda.is_available() else timeit.repeat(lambda: model(idx, idx)[1].backward(), repeat=4, number=1)
 print(json.dumps({"learning_rate": float(f"{config.learning_rate * width:.3g}"), "dataset": config.dataset,
-    "tokens": config.batch_tokens, "pace": min(times) / idx.numel(), "state": counting.state_size(model),  # s / token
+    "tokens": config.batch_tokens, "s/token": min(times) / idx.numel(), "state": counting.state_size(model),
     "parameters": counting.parameter_count(model)["total"], "FLOPs per token": counting.flops_per_token(model)["total"],
     "draws": {name: [p.numel(), hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()]
               for name, p in model.named_parameters()}}))
@@ -365,8 +365,8 @@ def run(args, extra):
                 break
             argv, versions = [args.config, *SIZES[size], *settings], {args.against: head, "the edit": edit}
             comparisons.append(c := Comparison(versions, argv, args.steps, folder))
-            seconds = sum(4 + p["pace"] * (args.steps * p["tokens"] + 2e5) for p in c.probes.values())  # 4 s: start
-            n = args.pairs or max(2, int(60 * minutes * (jobs or 1) / seconds))
+            seconds = sum(4 + p["s/token"] * (args.steps * p["tokens"] + 2e5) for p in c.probes.values())
+            n = args.pairs or max(2, int(60 * minutes * (jobs or 1) / seconds))  # 4 s to start; 2e5: the evaluation
             shown = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
             words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))

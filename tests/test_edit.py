@@ -57,7 +57,7 @@ STAND_IN = textwrap.dedent("""
 """)
 PROBE = """
 import json, model
-print(json.dumps({"learning_rate": 0.01, "dataset": "words", "tokens": 64, "pace": 0, "parameters": 10 + model.MORE,
+print(json.dumps({"learning_rate": 0.01, "dataset": "words", "tokens": 64, "s/token": 0, "parameters": 10 + model.MORE,
                   "state": 4, "FLOPs per token": 9, "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
 """
 MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0}
@@ -258,7 +258,7 @@ def test_how_many_pairs_fit_in_the_time_is_measured(repo, run, monkeypatch):
     monkeypatch.setattr(edit, "write_page", lambda *args: None)
     change(repo, SEED="b")
     assert "about 6 pairs" in run("--minutes=0.2")[1]
-    monkeypatch.setattr(edit, "PROBE", PROBE.replace('"pace": 0', f'"pace": {4 / (16 * 64 + 2e5)}'))
+    monkeypatch.setattr(edit, "PROBE", PROBE.replace('"s/token": 0', f'"s/token": {4 / (16 * 64 + 2e5)}'))
     assert "about 6 pairs" in run("--minutes=0.4")[1]
 
 
