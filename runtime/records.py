@@ -315,6 +315,11 @@ class Log:
             del self.unwritten[0]
 
 
+@functools.cache
+def _resolved(folder):  # a tenth of a millisecond; there are a hundred folders, and a thousand files
+    return Path(folder).resolve()
+
+
 def code_identity():
     """The code that this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
 
@@ -323,9 +328,12 @@ def code_identity():
     sources, keeps the identity; an edited mixer changes it.
     """
     root = Path(__file__).resolve().parents[1]
-    loaded = [Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
-    paths = {path.relative_to(root) for path in loaded  # some of PyTorch's modules name files that do not exist
-             if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}
+    files = {os.path.split(os.path.abspath(m.__file__)) for m in list(sys.modules.values())
+             if getattr(m, "__file__", None)}
+    folders = {folder: _resolved(folder) for folder in {folder for folder, _ in files}}
+    inside = {folder: path.relative_to(root) for folder, path in folders.items() if path.is_relative_to(root)}
+    paths = {inside[folder] / name for folder, name in files if folder in inside and name.endswith(".py")
+             and os.path.exists(os.path.join(folder, name))}  # some of PyTorch's modules name files that do not exist
     names = sorted(path.as_posix() for path in paths | set(map(Path, NATIVE_SOURCES))
                    if not path.parts[0].startswith("."))  # not .venv
     contents = {name: (root / name).read_bytes() for name in names if not name.startswith(NO_TRACE)}
