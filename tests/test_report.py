@@ -519,6 +519,11 @@ def test_rates_at_the_edge_and_rates_that_diverged_are_said(told):
     assert "460K, Longhorn / Mamba: the search does not show the error of the chosen rates, so the interval la" in text
 
 
+def test_rates_of_much_shorter_runs_are_said(whole, told):
+    _, text = told(seeds=(1001, 1002), others=(512, 4096))
+    assert "460K, Longhorn: the learning rate was chosen after 524K tokens" in text and "was chosen" not in whole[3]
+
+
 def test_a_hole_is_a_dash_with_its_reason(told):
     def damage(folder, names):
         for name in names:

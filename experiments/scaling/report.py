@@ -60,6 +60,7 @@ class Entry:
     main: int = 0  # tokens of the budget that is compared, the same for all families of the size
     rate: float = None
     tried: dict = field(default_factory=dict)  # {rate: mean loss on the choosing files}; None: diverged
+    tried_tokens: int = 0  # of each run of the search
     search: dict = field(default_factory=dict)  # {rate: {seed: loss on the choosing files}}; inf: diverged
     search_noise: tuple = (0.0, 0)  # (variance over seeds of a reported run of the search's budget, degrees of freedom)
     notes: list = field(default_factory=list)
@@ -109,6 +110,9 @@ def collect(runs):
     for e in entries:
         if e.search:
             searched[e.model] = e
+            if e.main > 2 * e.tried_tokens:
+                e.notes.append(f"the learning rate was chosen after {human(e.tried_tokens)} tokens: intervals have the "
+                               "error of this search, but longer runs may want another rate")
         elif e.rate and (before := searched.get(e.model)):
             e.search, e.search_noise = before.search, before.search_noise
             e.notes.append(f"the learning rate is that of {before.size}, scaled by 1 / width: intervals have the error "
@@ -141,7 +145,8 @@ def entry_of(model, size, cells):
     tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()} if best else {}
     alike = runs[runs.tokens.isin(searched.tokens)].loss_of_choosing_files
     noise = (alike.var(), len(alike) - 1) if len(alike) > 1 else (0.0, 0)
-    return Entry(model, size, runs, rate=rate, tried=tried, notes=notes, search=search, search_noise=noise)
+    return Entry(model, size, runs, rate=rate, tried=tried, tried_tokens=int(searched.tokens.max()) if tried else 0,
+                 notes=notes, search=search, search_noise=noise)
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -263,6 +268,7 @@ def numbers_of(runs, entries, accepted, bootstrap):
     """The content of report.json."""
     used, plan, left_out = runs[runs.left_out == ""], runs.attrs, runs[runs.left_out != ""]
     rows = [{"model": e.model, "size": e.size, "learning_rate": e.rate, "learning_rates_tried": e.tried,
+             "learning_rates_tried_tokens": e.tried_tokens,
               "mean_loss": e.mean, "sd_loss": e.sd, "losses": e.by_seed("val_loss").get(e.main, {}),
               "notes": e.notes, "budgets": e.by_seed("val_loss"),
               "paper_loss": PAPER.get(e.model, {}).get(e.size) if plan.get("paper") is True else None}
@@ -468,7 +474,9 @@ def page(numbers, picture):
                           for rate, loss in e["learning_rates_tried"].items())
         notes += [f"{at}: {note}." for note in e["notes"]]
         if tried:
-            notes.append(f"{at}: learning rates tried at half the budget, with the loss on the first half: {tried}.")
+            tokens = human(e["learning_rates_tried_tokens"])
+            notes.append(f"{at}: learning rates tried for {tokens} tokens, with the loss on the first half of the "
+                         f"files: {tried}.")
     notes += [f"{c['size']}, {name_of(c['model'])}: a cosine to 0 with the same length, seed and rate ends at "
               f"{c['cosine']:.4f}, this schedule at {c['wsd']:.4f}." for c in numbers["cosines"]]
     for f in numbers["fits"]:
