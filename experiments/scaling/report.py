@@ -239,11 +239,12 @@ def laws(entries, bootstrap):
 
 
 def cosines(runs, entries):
-    """[{"model", "size", "cosine", "wsd"}]: losses of both schedules with the same seed, rate and budget."""
+    """[{"model", "size", "tokens", "cosine", "wsd"}]: losses of both schedules with the same seed, rate and budget."""
     same = ["model", "size", "tokens", "seed", "learning_rate"]
     lines = runs[(runs.left_out == "") & (runs.stage == "cosine")].merge(
         pandas.concat([runs[:0], *(e.runs for e in entries)]), on=same, suffixes=("", "_wsd"))
-    return [{"model": r.model, "size": r.size, "cosine": r.val_loss, "wsd": r.val_loss_wsd} for r in lines.itertuples()]
+    return [{"model": r.model, "size": r.size, "tokens": r.tokens, "cosine": r.val_loss, "wsd": r.val_loss_wsd}
+            for r in lines.itertuples()]
 
 
 def hours_of(used):
@@ -478,7 +479,8 @@ def page(numbers, picture):
             notes.append(f"{at}: learning rates tried for {tokens} tokens, with the loss on the first half of the "
                          f"files: {tried}.")
     notes += [f"{c['size']}, {name_of(c['model'])}: a cosine to 0 with the same length, seed and rate ends at "
-              f"{c['cosine']:.4f}, this schedule at {c['wsd']:.4f}." for c in numbers["cosines"]]
+              f"{c['cosine']:.4f} after {human(c['tokens'])} tokens, this schedule at {c['wsd']:.4f}."
+              for c in numbers["cosines"]]
     for f in numbers["fits"]:
         name = name_of(f["model"])
         laws += [f"{name}: cannot be fitted: {f['cannot']}."] * bool(f["cannot"])
