@@ -653,8 +653,8 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
 
 
 def test_the_identity_of_the_code(tmp_path, monkeypatch):
-    """By content of what a process imports, a user's file too, and of the kernels. A README, a script beside it,
-    pictures, reports and scores of tasks are not in it, whether they are imported or not."""
+    """By content of what a process imports, a user's file or a link to one too, and of the kernels. A README, a script
+    beside it, pictures, reports and scores of tasks are not in it, whether they are imported or not."""
     apart = ["README.md", ".venv/torch.py", "sample.py", "tools/loss_curve.py", "evaluation/tasks.py", "bench/scan.py",
              "experiments/recall/report.py", "experiments/sweeps/runner.py", "experiments/vision/wrong_images.py"]
     inside = ["train.py", "mixers.py", "my_loss.py", "data/loader.py", "longhorn_scan.cu", "kernels/conv_norm.cu",
@@ -665,6 +665,8 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
         (tmp_path / name).write_text(name)
         if name.endswith(".py") and name != "plots.py":
             monkeypatch.setitem(sys.modules, name, mock.Mock(__file__=str(tmp_path / name)))
+    linked = (tmp_path / "my_loss.py").rename(tmp_path.with_suffix(".py"))
+    (tmp_path / "my_loss.py").symlink_to(linked)
     codes = [records.code_identity()]
     for name in ("plots.py", *apart, *inside):
         (tmp_path / name).write_text("edited")
