@@ -330,10 +330,8 @@ def code_identity():
     root = Path(__file__).resolve().parents[1]
     files = {os.path.split(os.path.abspath(m.__file__)) for m in list(sys.modules.values())
              if getattr(m, "__file__", None)}
-    folders = {folder: _resolved(folder) for folder in {folder for folder, _ in files}}
-    inside = {folder: path.relative_to(root) for folder, path in folders.items() if path.is_relative_to(root)}
-    paths = {inside[folder] / name for folder, name in files if folder in inside and name.endswith(".py")
-             and os.path.exists(os.path.join(folder, name))}  # some of PyTorch's modules name files that do not exist
+    paths = {path.relative_to(root) for path in (_resolved(folder) / name for folder, name in files)
+             if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}  # PyTorch names some that do not
     names = sorted(path.as_posix() for path in paths | set(map(Path, NATIVE_SOURCES))
                    if not path.parts[0].startswith("."))  # not .venv
     contents = {name: (root / name).read_bytes() for name in names if not name.startswith(NO_TRACE)}

@@ -110,7 +110,7 @@ def collect(runs):
     for e in entries:
         if e.search:
             searched[e.model] = e
-            if e.main > 2 * e.tried_tokens:
+            if e.main > 3 * e.tried_tokens:  # usually 2
                 e.notes.append(f"the learning rate was chosen after {human(e.tried_tokens)} tokens: intervals have the "
                                "error of this search, but longer runs may want another rate")
         elif e.rate and (before := searched.get(e.model)):
