@@ -423,11 +423,11 @@ template <class E> struct Channel {
 struct Source { const void *p; int64_t stride_b, stride_t; };
 template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
     static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
-    static const int EACH = ROWS * PIECES;                               // pieces per tensor and stage
-    static const int PASSES = EACH > 32 ? EACH / 32 : 1;                 // passes per tensor, of 32 / PIECES rows each
-    static const int TOGETHER = EACH > 32 ? 1 : 32 / EACH;               // tensors per pass
+    static const int PER_TENSOR = ROWS * PIECES;                         // pieces per tensor and stage
+    static const int PASSES = PER_TENSOR > 32 ? PER_TENSOR / 32 : 1;     // passes per tensor, of 32 / PIECES rows each
+    static const int TOGETHER = PER_TENSOR > 32 ? 1 : 32 / PER_TENSOR;   // tensors per pass
     static const int SETS = (TENSORS + TOGETHER - 1) / TOGETHER;         // sets of tensors that are fetched together
-    static_assert(EACH <= 32 || EACH % 32 == 0);
+    static_assert(PER_TENSOR <= 32 || PER_TENSOR % 32 == 0);
     static const bool fits = BYTES >= 16;
     struct alignas(16) Stage { E row[TENSORS][ROWS][CHANNELS]; };
     const char *from[SETS];                                              // this lane's piece of its row, at step 0
@@ -438,7 +438,7 @@ template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
         for (int s = 0; s < SETS; s++) {
             #pragma unroll
             for (int n = 0; n < TOGETHER && s * TOGETHER + n < TENSORS; n++) {
-                if (n && lane / EACH != n) continue;
+                if (n && lane / PER_TENSOR != n) continue;
                 const Source &one = all[s * TOGETHER + n];
                 from[s] = (const char *)((const E *)one.p + offset(r, one.stride_b, one.stride_t) + channel);
                 stride[s] = (int)(one.stride_t * sizeof(E));
@@ -452,7 +452,7 @@ template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
         for (int s = 0; s * TOGETHER < FIRST; s++)
             #pragma unroll
             for (int n = 0; n < PASSES; n++)
-                if ((s + 1) * TOGETHER <= FIRST || lane / EACH < FIRST - s * TOGETHER)
+                if ((s + 1) * TOGETHER <= FIRST || lane / PER_TENSOR < FIRST - s * TOGETHER)
                     copy_begin<16>((char *)&stage + ((s * PASSES + n) * 32 + lane) * 16,
                                    step_at(from[s], t + n * (32 / PIECES), stride[s]));
     }
@@ -715,9 +715,9 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     };
     // The place in s.states of the states before sub-chunk `sub`. If ASYNC there is no room for those of the first:
     // they are fetched again, for this chunk and the next one, into places of later sub-chunks that have been read.
-    constexpr int HERE = SUBS - 2, NEXT = SUBS - 3;
+    constexpr int CURRENT = SUBS - 2, NEXT = SUBS - 3;
     static_assert(!ASYNC || SUBS >= 4);
-    auto place_of = [](int sub) { return !ASYNC ? sub : sub ? sub - 1 : HERE; };
+    auto place_of = [](int sub) { return !ASYNC ? sub : sub ? sub - 1 : CURRENT; };
     const int last = ((int)ceil_div(T, CHUNK) - 1) * CHUNK;
     if constexpr (ASYNC) {
         begin_keys(last);
@@ -782,7 +782,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 arrived();
                 // the states of later sub-chunks have been read
                 if (sub == 1) {
-                    begin_states(s.states[HERE], t0);
+                    begin_states(s.states[CURRENT], t0);
                     if (t0) begin_states(s.states[NEXT], t0 - CHUNK);
                 }
                 if (sub) rows.begin(async.rows[at.warp][stage ^ 1], t0 + (sub - 1) * SUB);
