@@ -52,6 +52,13 @@ def bold(text):
     return f"**{escaped(text)}**"
 
 
+def human(n, digits=3):
+    """1485888 as '1.49M'."""
+    n = float(f"{n:.{digits}g}")
+    unit, scale = next((u for u in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if n >= u[1]), ("", 1))
+    return f"{n / scale:g}{unit}"
+
+
 def listed(lines):
     """A list in Markdown; "" if there are no lines."""
     return "\n".join(f"- {escaped(line)}" for line in lines)

@@ -326,6 +326,18 @@ def test_runs_of_a_preset_differ_in_nothing_else(name):
         assert len(counts) == len(preset.models) and max(counts) / min(counts) < 1.12, (size, counts)
 
 
+def test_a_plan_counts_the_vocabulary_of_the_dataset(tmp_path):
+    """A row of the embedding, which is also the output's, per token; rounded up to 64 as in train.py."""
+    counts = {}
+    for tokens in (0, 256, 2000):
+        if tokens:
+            (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": tokens}))
+        [cell, *_] = every_cell(chosen("duel", "longhorn", "mamba", "--sizes=1.5M", f"--dataset={tmp_path}"))
+        sweep.estimate([cell])
+        counts[tokens] = cell.at["parameters"]
+    assert counts == {0: 1485888, 256: 1485888, 2000: 1485888 + (2048 - 256) * 192}
+
+
 def test_a_seed_is_one_trunk_and_its_branches():
     """Every step is trained once: the longest budget keeps checkpoints where the decay of each one begins."""
     preset = chosen("duel", "longhorn", "mamba")

@@ -22,7 +22,7 @@ import numpy as np
 import pandas
 
 from experiments import pages, records
-from experiments.pages import DASH, bold, escaped, listed, table, titled
+from experiments.pages import DASH, bold, escaped, human, listed, table, titled
 from experiments.scaling import compare, figures, fit
 from experiments.scaling.figures import family_order, name_of
 from experiments.sweeps import runner
@@ -329,13 +329,6 @@ def span(m):
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-
-def human(n, digits=3):
-    """1485888 as '1.49M'."""
-    n = float(f"{n:.{digits}g}")
-    unit, scale = next((u for u in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if n >= u[1]), ("", 1))
-    return f"{n / scale:g}{unit}"
-
 
 def interval(row, name):
     """'0.35 (0.31 .. 0.39)', or 'undetermined' if the runs do not show it."""

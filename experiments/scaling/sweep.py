@@ -19,6 +19,7 @@ goes to every run (`--wandb=offline`, `--dtype=float32`).
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -31,7 +32,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
-from experiments import pages  # noqa: E402
+from experiments.pages import after_sweep, human  # noqa: E402
 from experiments.records import SAME, check_packages, own_settings, read_run, stem  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
@@ -256,6 +257,18 @@ CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
 START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
 
+def vocabulary(dataset):
+    """The vocab_size that train.py gives a model for `dataset`; bytes', 256, if the dataset is not prepared yet."""
+    from data.loader import find_dataset
+    from data.mixture import parse_mixture
+
+    try:
+        meta = json.loads((find_dataset(parse_mixture(dataset)[0][0]) / "meta.json").read_text())
+        return -(-meta["vocab_size"] // 64) * 64
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: a run says so
+        return 256
+
+
 def estimate(cells):
     """Set parameters, tokens and flops of every cell, and `seconds`, by which the time left is shared among cells.
 
@@ -271,7 +284,7 @@ def estimate(cells):
     for c in cells:
         config, key = load(c.argv), (c.at["model"], c.at["size"])
         if key not in made:
-            settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or 256}
+            settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocabulary(config.dataset)}
             try:
                 with torch.device("meta"):
                     made[key] = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
@@ -294,7 +307,7 @@ def print_plan(cells, jobs, nproc, where):
     for (model, size, tokens), group in lines.items():
         a, stages = group[0].at, Counter(c.at["stage"] for c in group)
         rates = sorted({f"{c.at['learning_rate']:g}" for c in group if c.at["stage"] == "search"}, key=float)
-        print(f"{model:{wide}}{size:>13}{a['context']:>9,}{a['parameters'] / 1e6:>11.3g}M{tokens / 1e6:>8,.3g}M  "
+        print(f"{model:{wide}}{size:>13}{a['context']:>9,}{human(a['parameters']):>12}{human(tokens):>9}  "
               + ", ".join(f"{n} {stage}" for stage, n in stages.items()) + (f" at {', '.join(rates)}" if rates else ""))
     print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs or 'all'} at a time"
           + f" by {nproc} processes each" * (nproc > 1))
@@ -416,7 +429,7 @@ def run(args, extra):
 
         go(reported_cells(preset, find_rates(preset, folder, go), folder))
         write = lambda folder: write_report(folder, None, args)
-        runner.say_written(pages.after_sweep(write, folder, "experiments/scaling/sweep.py"))
+        runner.say_written(after_sweep(write, folder, "experiments/scaling/sweep.py"))
     return runner.say_failed(failed, planned)
 
 
