@@ -31,6 +31,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.ops import same_documents
+from runtime import records
 from runtime.errors import ConfigError, env_int, is_out_of_memory, main_error
 from runtime.torch_private import average_gradients
 
@@ -46,6 +47,7 @@ class Lost(RuntimeError):
 def launch(prog, main):
     """Run main(argv) as a program; errors become one line and an exit code. Returns the exit code."""
     with main_error(prog):
+        records.files_at_start = records.code_identity()["code_files"]
         try:
             code = main(sys.argv[1:])
             leave()

@@ -43,6 +43,7 @@ NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py
 # Changes in these do not change what a trained model computes.
 MACHINERY = ("train.py", "optim.py", "configurator.py", "runtime/", "evaluation/")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
+files_at_start = {}  # code_files when `distributed.launch` began, which is just after they were imported
 
 
 def write_json(path, record):
@@ -330,10 +331,11 @@ def code_identity():
     root = Path(__file__).resolve().parents[1]
     files = {os.path.split(os.path.abspath(m.__file__)) for m in list(sys.modules.values())
              if getattr(m, "__file__", None)}
-    paths = {path.relative_to(root) for path in (_resolved(folder) / name for folder, name in files)
-             if path.suffix == ".py" and path.is_relative_to(root) and path.exists()}  # PyTorch names some that do not
+    paths = {path.relative_to(root) for folder, name in files if name.endswith(".py")
+             for path in (Path(folder, name), _resolved(folder) / name)  # a folder in the repository may be a link
+             if path.is_relative_to(root) and path.exists()}  # PyTorch names some that do not
     names = sorted(path.as_posix() for path in paths | set(map(Path, NATIVE_SOURCES))
-                   if not path.parts[0].startswith("."))  # not .venv
+                   if not path.parts[0].startswith(".") and "site-packages" not in path.parts)  # .venv, venv
     contents = {name: (root / name).read_bytes() for name in names if not name.startswith(NO_TRACE)}
     files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
     return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
@@ -400,10 +402,14 @@ def code_version():
 
 
 def environment():
-    """This process's code, commit, versions, machine and command, for config.json."""
+    """This process's code, commit, versions, machine and command, for config.json. Raises ConfigError if a file was
+    edited since the program was launched: it runs with what was imported before."""
     import torch
 
-    return {**code_identity(), **code_version(),
+    identity = code_identity()
+    if edited := changed_files(files_at_start, identity["code_files"]):
+        raise ConfigError(f"{', '.join(edited)} was edited while this program was starting: start it again")
+    return {**identity, **code_version(),
             "command": shlex.join([Path(sys.executable).name, *sys.argv]), "python": platform.python_version(),
             "torch": torch.__version__, "system": platform.platform(), "cpu": cpu_model(), "cores": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

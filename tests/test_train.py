@@ -40,7 +40,7 @@ import train
 from data import loader, writer
 from experiments.vision import classify
 from model import LM
-from runtime import checkpoint, counting, errors, records
+from runtime import checkpoint, counting, distributed, errors, records
 from runtime.folder import MAY_CHANGE_ON_RESUME, lock_run_dir
 from runtime.telemetry import peak_flops
 from tools.loss_curve import draw_loss
@@ -653,12 +653,13 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
 
 
 def test_the_identity_of_the_code(tmp_path, monkeypatch):
-    """By content of what a process imports, a user's file or a link to one too, and of the kernels. A README, a script
-    beside it, pictures, reports and scores of tasks are not in it, whether they are imported or not."""
-    apart = ["README.md", ".venv/torch.py", "sample.py", "tools/loss_curve.py", "evaluation/tasks.py", "bench/scan.py",
-             "experiments/recall/report.py", "experiments/sweeps/runner.py", "experiments/vision/wrong_images.py"]
-    inside = ["train.py", "mixers.py", "my_loss.py", "data/loader.py", "longhorn_scan.cu", "kernels/conv_norm.cu",
-              "kernels/lanes.h"]
+    """By content of what a process imports, a user's file or a link to one or its folder too, and of the kernels. A
+    README, a package, a script beside it, pictures, reports and scores of tasks are not in it, imported or not."""
+    apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "tools/loss_curve.py",
+             "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/sweeps/runner.py",
+             "experiments/vision/wrong_images.py"]
+    inside = ["train.py", "mixers.py", "my_loss.py", "mine/loss.py", "data/loader.py", "longhorn_scan.cu",
+              "kernels/conv_norm.cu", "kernels/lanes.h"]
     monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
     for name in ("plots.py", *apart, *inside):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -667,6 +668,8 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
             monkeypatch.setitem(sys.modules, name, mock.Mock(__file__=str(tmp_path / name)))
     linked = (tmp_path / "my_loss.py").rename(tmp_path.with_suffix(".py"))
     (tmp_path / "my_loss.py").symlink_to(linked)
+    folder = (tmp_path / "mine").rename(tmp_path.with_suffix(".d"))
+    (tmp_path / "mine").symlink_to(folder)
     codes = [records.code_identity()]
     for name in ("plots.py", *apart, *inside):
         (tmp_path / name).write_text("edited")
@@ -677,6 +680,26 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
     line = records.mixed_identities(["v2aa", "v2bb", "0123456789ab"])
     assert "0123456789ab" in line and "v2" not in line
     assert records.mixed_identities(["v2aa", "v2bb"]) is None and records.mixed_identities(["01", "23", "01"]) is None
+
+
+def test_an_edit_while_a_run_starts_is_seen(tmp_path, monkeypatch, capsys):
+    """Imports, the build of the kernels and the check take seconds; the run has what was imported before."""
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
+    monkeypatch.setattr(records, "files_at_start", {})
+    (tmp_path / "kernels").mkdir()
+    for name in (*records.NATIVE_SOURCES, "my_mixer.py"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setitem(sys.modules, "my_mixer", mock.Mock(__file__=str(tmp_path / "my_mixer.py")))
+    stops = []
+    for text in ("my_mixer.py", "edited"):  # saved again as it was, then edited
+        with contextlib.suppress(SystemExit):
+            def main(argv, text=text):
+                (tmp_path / "my_mixer.py").write_text(text)
+                records.environment()
+                sys.exit(0)  # `launch` would leave the process
+            distributed.launch("train.py", main)
+        stops.append(capsys.readouterr().err)
+    assert stops == ["", "train.py: error: my_mixer.py was edited while this program was starting: start it again\n"]
 
 
 WATCHED = """
@@ -711,7 +734,7 @@ def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
     code = WATCHED + "\nassert not {'torch._dynamo', 'sympy'} & sys.modules.keys()"
     said = subprocess.check_output([sys.executable, "-c", code, json.dumps([*programs.values()])], cwd=ROOT, text=True)
     lists = [json.loads(line) for line in said.splitlines() if line.startswith('{"loaded"')]
-    for needs, of_run in zip(programs, lists, strict=True):
+    for needs, of_run in zip(programs, lists[1::2], strict=True):  # the first list is made before the run
         inside = [Path(p).relative_to(ROOT) for p in of_run["loaded"] if Path(p).is_relative_to(ROOT)]
         loaded = {p.as_posix() for p in inside if not p.parts[0].startswith(".") and (ROOT / p).stat().st_size}
         hashed = of_run["hashed"]
