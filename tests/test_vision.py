@@ -162,6 +162,7 @@ def test_average_drop_path_and_smoothing():
     torch.manual_seed(0)
     c = small(ema=0.9, drop_path=0.5, smoothing=0.2)
     vision, x, y = build_model(c, "cpu"), torch.randn(64, 1, 8, 8), torch.arange(64) % 10
+    vision.keep_average()
     mean, branch = vision.head.weight.detach().clone(), torch.ones(10000, 3, 2)
     for _ in range(3):
         nn.init.normal_(vision.head.weight)
@@ -390,6 +391,7 @@ def test_records_and_pictures(whole, tmp_path):
     data = images.ImageData(config_of(), torch.device("cpu"))
     assert [len(s.labels) for s in (data.train, data.val)] == [1347, 450] and data.steps_per_epoch == 21
     vision, y = build_model(small(ema=0.9), "cpu"), torch.from_numpy(data.val.labels)
+    vision.keep_average()
     tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
     vision.load_state_dict(checkpoint.unflatten(tensors, meta["skeleton"])["model"])
     x = torch.from_numpy(np.stack([images.read(data.val, i, small()) for i in range(450)]) / np.float32(127.5) - 1)
@@ -402,6 +404,14 @@ def test_records_and_pictures(whole, tmp_path):
     Evaluate(small(), data)(vision.train())
     assert vision.training
     assert draw(tmp_path, data.val, data.classes, data.val.labels).exists()  # nothing wrong
+
+
+def test_fine_tuning_begins_with_the_old_weights_and_an_average_of_them(whole, tmp_path):
+    with mock.patch("experiments.vision.wrong_images.draw"):
+        succeed(arguments(tmp_path / "run", ema=0.9, max_iters=1, learning_rate=1e-30, self_check="off",
+                          init_from=whole[0]))
+    before, after = record(whole[0]), record(tmp_path / "run")
+    assert after["val_loss"] == before["val_loss"] == pytest.approx(after["ema_loss"], rel=1e-6) != before["ema_loss"]
 
 
 def test_a_run_is_as_long_as_its_epochs(tmp_path):

@@ -269,7 +269,8 @@ class Vision(LM):
     # ---------------------------------------------------------------------------------------- average of the weights
 
     def keep_average(self):
-        """Keep an exponential average of the weights, with decay config.ema. Call it on the final device."""
+        """Keep an exponential average of the weights, with decay config.ema, from the present ones on. Call it on the
+        final device."""
         average = AveragedModel(self, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema))
         average.n_averaged += 1  # start from the current weights
         object.__setattr__(self, "average", average)  # not a submodule, which would be trained and counted
@@ -353,11 +354,9 @@ def build_model(config, device):
     try:
         model = Vision(config).to(device)
         counting.computed_by(model)  # chooses the backend of every operator
+        return model
     except (ValueError, RuntimeError) as error:
         raise ConfigError(error) from None
-    if config.ema:
-        model.keep_average()
-    return model
 
 
 def main(config):
@@ -374,6 +373,8 @@ def main(config):
     train.seed_all(config.seed)
     model = build_model(config, device)
     train.load_weights(model, config, data)
+    if config.ema:
+        model.keep_average()
     evaluate = Evaluate(config, data)
     metrics = train.train(config, model, data, evaluate)
     if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
