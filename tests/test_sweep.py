@@ -359,11 +359,27 @@ def test_further_budgets_branch_from_what_is_there(tmp_path):
     (tmp_path / first[0].name).mkdir()
     (tmp_path / first[0].name / "result.json").write_text('{"steps": 1}')
     (tmp_path / first[0].name / "config.json").write_text("{}")
+    (tmp_path / first[0].name / "checkpoint-819.safetensors").touch()
     longer, same, shorter = more()
     assert longer.after == first[0].name and longer.at["from"] == 819 and "--keep_steps=1638" in longer.argv
     assert not shorter.after and shorter.at["from"] == 0  # nothing was kept before its decay
     runner.write_plan(tmp_path, [longer, same, shorter])
     assert same.argv == first[0].argv  # as it began
+
+
+def test_further_budgets_branch_from_a_run_that_has_begun(tmp_path):
+    """It keeps another checkpoint for a budget whose decay it has not come to; one that it has passed is lost."""
+    preset = chosen("duel", "longhorn", "mamba")
+    plan = lambda budgets: sweep.seed_cells(preset, "longhorn", "460K", 2e-3, 1001, budgets, tmp_path)
+    first = plan({1024, 512})
+    runner.write_plan(tmp_path, first)
+    (tmp_path / first[0].name).mkdir()
+    (tmp_path / first[0].name / "config.json").write_text("{}")
+    (tmp_path / first[0].name / "checkpoint-256.safetensors").touch()
+    runner.write_plan(tmp_path, trunk_and_branches := plan({1024, 700, 256}))
+    trunk, branch, lost = trunk_and_branches
+    assert "--keep_steps=410,560,819" in trunk.argv and [a for a in trunk.argv if "keep_steps" in a] == trunk.argv[-1:]
+    assert branch.after == trunk.name and branch.at["from"] == 560 and not lost.after and lost.at["from"] == 0
 
 
 def test_command_line_choices():
@@ -484,6 +500,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--slurm=16"], "--cluster=slurm --cluster_args=partition=NAME,gpus=1,time=240 --jobs=16"),
     (["laptop", "--slurm", "16"], "--jobs=16"), (["laptop", "--cluster_args=partition=gpu"], "slurm, ray"),
     (["laptop", "--cluster=slurm", "--cluster_args=gpu"], "key=value"),
+    (["laptop", "--budgets=28.5", "--dry-run"], "'28.5': numbers are expected"),
     (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 must be below max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
     (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give one of them, or another label with its settings"),

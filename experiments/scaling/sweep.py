@@ -148,6 +148,7 @@ def make_cell(preset, stage, model, size, steps=None, rate=None, seed=None):
 def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     """The runs of a seed at all budgets: the longest from scratch, or from what `folder` has already, the others from
     it. {step: cell that kept its checkpoint} grows along the way."""
+    from runtime.checkpoint import steps as steps_of
     from train import decay_steps
 
     cells = [make_cell(preset, "seed", model, size, steps, rate, seed) for steps in sorted(budgets)[::-1]]
@@ -156,12 +157,15 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     for name, at in runner.read_plan(folder, new=True)["cells"].items():
         same = all(at.get(key) == cells[0].at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
         if same and is_finished(folder / name):
-            kept |= {int(step): name for step in runner.settings(at["argv"]).get("keep_steps", "").split(",") if step}
+            planned = runner.settings(at["argv"]).get("keep_steps", "").split(",")
+            kept |= {step: name for step in steps_of(folder / name) if str(step) in planned}
     for c in cells:
         if is_finished(folder / c.name):  # what it kept is known
             continue
+        saved = steps_of(folder / c.name)  # if it has begun: steps before the last are kept, or are past
         base = max((step for step, name in kept.items() if step <= ends[c.name] and name != c.name), default=0)
-        keep = sorted({end for end in ends.values() if base < end <= ends[c.name]} - kept.keys())
+        keep = sorted({end for end in ends.values() if base < end <= ends[c.name]
+                       and (end in saved or end > max(saved, default=0))} - kept.keys())
         if keep:
             c.argv.append(f"--keep_steps={','.join(map(str, keep))}")
             kept |= dict.fromkeys(keep, c.name)
@@ -452,10 +456,12 @@ def about_sweep(args, extra, preset, folder, before):
 
 def check_data(cells):
     """Open the data of every context: what is missing is said now, in one line, and not by every run."""
-    from data.loader import Tokens
+    from data.loader import Tokens, find_dataset
+    from data.mixture import parse_mixture
 
     for dataset, context in {(load(c.argv).dataset, c.at["context"]) for c in cells}:
-        Tokens(Path(dataset) if Path(dataset).is_dir() else REPO / "data" / dataset, block_size=context)
+        for name, _ in parse_mixture(dataset):
+            Tokens(find_dataset(name), block_size=context)
 
 
 def check_settings(cells):

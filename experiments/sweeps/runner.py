@@ -77,8 +77,8 @@ class Cell:
 def write_plan(folder, cells, **about):
     """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
 
-    A cell that has begun keeps the arguments it began with (cell.argv is set to them). Raises ConfigError where the new
-    ones would give another result.
+    A cell that has begun keeps the arguments it began with (cell.argv is set to them), and with the new keep_steps.
+    Raises ConfigError where the new ones would give another result.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,9 @@ def write_plan(folder, cells, **about):
             changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
             raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
                               "choose another --out")
-        c.argv = began
+        kept, more = ({*settings(argv).get("keep_steps", "").split(",")} - {""} for argv in (began, c.argv))
+        steps = ",".join(sorted(kept | more, key=int))
+        c.argv = [*(a for a in began if "--keep_steps=" not in a), f"--keep_steps={steps}"] if more - kept else began
     new = {c.name: {**c.at, "argv": c.argv} for c in cells}
     write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
 
@@ -311,8 +313,10 @@ def numbers(kind, least=None):
     """A parser of numbers joined by commas, each above 0, or at least `least`."""
     def parse(text):
         with contextlib.suppress(ValueError, OverflowError):
-            values = tuple(kind(float(v)) for v in text.split(","))
-            if len(set(values)) == len(values) and all(v > 0 if least is None else v >= least for v in values):
+            given = [float(v) for v in text.split(",")]
+            values = tuple(map(kind, given))
+            if len(set(values)) == len(given) and all(v > 0 if least is None else v >= least for v in values) and (
+                    list(values) == given):  # 1e3 is an integer, 1.5 is not
                 return values
         raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas, each once and "
                                          + ("above 0" if least is None else f"{least} or more"))
