@@ -142,10 +142,11 @@ def compared(kind, plan, records, source, accept_code):
         if other:
             rows[name] = "not comparable: " + ", ".join(other)
 
-    environments = {row["code"]: records[name].config["environment"] for name, row in ran.items()}
+    environments = [records[name].config["environment"] for name in ran]  # of the last version of a run
+    environments = {code_of(environment)[:12]: environment for environment in environments}
     for version in sorted(versions, key=lambda version: (version != first, -versions[version])):
-        before, files = (environments[v].get("code_files") for v in (first, version))
-        code.append({"code": version, "commit": environments[version].get("commit"), "runs": versions[version],
+        before, files = (environments.get(v, {}).get("code_files") for v in (first, version))
+        code.append({"code": version, "commit": environments.get(version, {}).get("commit"), "runs": versions[version],
                      "used": sum(row["code"] == version for row in finished().values()),
                      "changed_files": runner.changed_files(before, files) if before and files else None})
     about = {key: value for key, value in plan.items() if key != "cells"}
@@ -219,8 +220,9 @@ def of_scaling(row, record, evaluations):
     if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - row["val_loss"]) > 1e-4:
         raise BadRecord("its documents' losses do not make up its loss")
     first = slice(len(tokens) // 2 or None)
-    splits, embedding = record["data"]["splits"], record["derived"]["parameters"]["embedding"]
-    row["same"]["data"] = {f"{name} data": splits[name]["sha256"] for name in ("train", "val")} | {
+    data, embedding = record["data"], record["derived"]["parameters"]["embedding"]
+    sha256 = data.get("identity") or {name: split["sha256"] for name, split in data["splits"].items()}  # older ones
+    row["same"]["data"] = {f"{name} data": sha256[name] for name in ("train", "val")} | {
         "val_tokens": row["val_tokens"]}
     return row | {"val_document_tokens": tokens, "val_document_losses": losses, "embedding": embedding,
                   "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}

@@ -18,7 +18,7 @@ import optim
 from runtime import checkpoint, counting, distributed
 from runtime.errors import ConfigError, Stopped
 from runtime.folder import resume_command, writing_to
-from runtime.records import Log, environment, write_json
+from runtime.records import BadRecord, Log, environment, read_json, write_json
 from tools import loss_curve
 from tools.loss_curve import draw_loss
 
@@ -82,11 +82,15 @@ class Telemetry:
                 lines.append(f"the code was {versions[-1]}, is {code}: config.json names both")
             progress.code_versions = versions + [code] * (versions[-1:] != [code])
             data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long; in every checkpoint
+            began = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+            if step > 0:  # resumed: it began when it did; a branch has no config.json yet
+                with contextlib.suppress(OSError, BadRecord, LookupError):
+                    began = read_json(self.out / "config.json")["time"]
             with writing_to(self.out):
                 write_json(self.out / "config.json", {
                     "config": settings, "derived": self.derived, "environment": self.environment,
-                    "code_versions": progress.code_versions, "data": data,
-                    "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
+                    "code_versions": progress.code_versions, "time": began,
+                    "data": {**data, "identity": self.data.identity}})
                 self.log_file = Log(self.out, step, log_crc32)
             lines += [self.log_file.damage] * bool(self.log_file.damage)
             if self.wandb:

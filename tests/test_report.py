@@ -257,6 +257,12 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
     assert {c["code"]: c["used"] for c in sweep["code"]} == {CODE: n - 3, "cafe": 0, "beef": 1}
     assert "those of beef are compared with the others because of --accept" in (tmp_path / "report.md").read_text()
     assert "cafe" in str(sweep["left_out"]) and "beef" not in str(sweep["left_out"])
+    *_, last = json.loads((tmp_path / "plan.json").read_text())["cells"]  # it began in CODE and ended in beef
+    change(tmp_path / last / "config.json", environment__code="beef", environment__commit="b" * 40,
+           code_versions=[CODE, "beef"])
+    change(tmp_path / last / "result.json", code="beef")
+    joined = records.read(tmp_path, ("beef",)).attrs["code"]
+    assert {c["code"]: c["commit"] for c in joined}[CODE] == "f" * 40
     assert records.read(tmp_path, (CODE,)).attrs["code"][0]["code"] != CODE  # what is joined decides nothing
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         report.write(tmp_path, accept_code=("f00d",))
@@ -402,6 +408,7 @@ def test_the_multiplier_is_that_of_the_laws(whole):
     assert said.startswith("Longhorn needs 0.") and said in html.unescape(page) and "at 1.5M" in said
     tex = whole[1]["table.tex"].read_text()
     assert tex.count("\\begin{tabular}") == 2 and "% " + said in tex and "\\$x\\_" in tex
+    assert "{llrr}" in pages.latex([{"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3, "d": 4}])  # by all rows
 
 
 def test_a_winner_is_bold_only_where_it_is_significant(whole, told):

@@ -288,7 +288,7 @@ def test_records_of_a_finished_run(whole, data):
     assert derived["tokens"] == 12 * 384 and derived["epochs"] == pytest.approx(144 / 124)
     assert "embed.weight" in derived["decayed"] and derived["parameters"]["total"] > 0
     assert where["torch"] == torch.__version__ and "--max_iters=12" in where["command"]
-    assert config["data"]["splits"]["train"]["sha256"] and config["time"]
+    assert config["data"]["splits"]["train"]["sha256"] == config["data"]["identity"]["train"] and config["time"]
 
     assert list(events(whole, "eval")) == [5, 10, 12] and list(events(whole)) == list(range(1, 13))
     keys = {"event", "step", "tokens", "train_loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "seconds"}
@@ -644,7 +644,10 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
 
     assert go_on("a", stops_at(3)) == [] and versions() == ["a"]
     assert go_on("a", stops_at(1)) == [] and versions() == ["a"]
+    path = out / "config.json"
+    path.write_text(json.dumps(record(out, "config") | {"time": "2026-11-01T00:00:00+00:00"}))
     said = go_on("b", stops_at(1))
+    assert record(out, "config")["time"] == "2026-11-01T00:00:00+00:00"  # it began when it did
     assert len(said) == 1 and "the code was a, is b" in said[0] and versions() == ["a", "b"]
     assert go_on("b", stops_at(1)) == [] and versions() == ["a", "b"]
     assert len(go_on("a")) == 1 and versions() == ["a", "b", "a"] == saved(out)[1]["code_versions"]
