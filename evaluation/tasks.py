@@ -236,7 +236,7 @@ def tokens_to_reach(points, perplexity):
 def report(runs, figure=None):
     """The lines of a report on runs; `figure`: also plot perplexity against tokens to this file."""
     curves = {str(run): curve(run) for run in runs}
-    last = {run: read_log(run, "tasks")[-1] for run in curves}
+    last = {run: [e for e in read_log(run, "tasks") if e.get("perplexity")][-1] for run in curves}
     sets = {run: {e["set"]: e["val_loss"] for e in read_log(run, "eval_set")} for run in curves}
     scores = dict.fromkeys(key for e in last.values() for key in e if key.endswith(("_acc", "_acc_norm")))
     losses = dict.fromkeys(name for metrics in sets.values() for name in metrics)

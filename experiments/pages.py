@@ -79,8 +79,8 @@ def table(rows):
 
 def latex(rows):
     """The same table for LaTeX, with booktabs."""
-    text = frame_of(rows, lambda cell: cell.removeprefix("**")).to_latex(
-        index=False, escape=True, column_format="ll" + "r" * (len(rows and rows[0]) - 2))
+    frame = frame_of(rows, lambda cell: cell.removeprefix("**"))
+    text = frame.to_latex(index=False, escape=True, column_format="ll" + "r" * (frame.shape[1] - 2))
     return text.replace("\u00b1", r"$\pm$").replace(DASH, "--").replace(" .. ", r" \,..\, ") * bool(rows)
 
 

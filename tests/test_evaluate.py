@@ -364,6 +364,7 @@ def test_tokens_at_equal_perplexity(tmp_path):
             log.write("tasks", step, tokens=1000 * step, perplexity=9 * (1000 * step / times) ** -0.3, my_acc=0.5,
                       my_acc_stderr=0.01)
         log.write("eval_set", 8, set="code", val_loss=1.25)
+        log.write("tasks", 9, tokens=9000, perplexity=math.nan, my_acc=math.nan)  # it diverged
     table, ratio, drawn = tasks.report([tmp_path / "a", tmp_path / "b"], tmp_path / "figure.png")
     assert "1.80 times as many" in ratio and f"after {8000 / 1.8:,.0f} tokens" in ratio and "after 8,000" in ratio
     assert "50.0 +- 1.0" in table and "val_loss code" in table and "1.2500" in table

@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 import signal
-from itertools import permutations
+from itertools import combinations, permutations
 from unittest import mock
 
 import numpy as np
@@ -551,6 +551,11 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them(tmp_path):
     assert report.mann_whitney([1, 3, 5], [2, 4, 6]) == pytest.approx(
         stats.mannwhitneyu([1, 3, 5], [2, 4, 6], method="exact").pvalue)
     assert report.mann_whitney([never] * 3, [never] * 3) == 1 and report.mann_whitney([1.0], times) is None
+    tied, other = [1, 2, 2, 3, never], [2, 3, 3, never]
+    off = lambda a: abs(sum(stats.rankdata(tied + other)[list(a)]) - 25)
+    ways = [off(a) for a in combinations(range(9), 5)]
+    assert report.mann_whitney(tied, other) == pytest.approx(np.mean([way >= off(range(5)) for way in ways]))
+    assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # not one by one
     runs = table_of(tmp_path, [row(m, seed=s, accuracy=a + s / 100) for m, a in (("longhorn", 0.9), ("mamba", 0.2))
                                for s in range(6)])
     text = re.sub(" +", " ", "\n".join(filter(None, report.page(runs, report.summarise(runs), ""))))
