@@ -348,6 +348,11 @@ def test_multipliers_that_cannot_be_told():
     d = compare.Difference(-0.6, -0.61, -0.59, 0, 9, 0, 0, 0)
     assert compare.multiplier(None, a, a) is None and compare.multiplier(d, a, one) is None
     assert compare.multiplier(d, a, a).beyond and compare.multiplier(d, a, a).value < 0.2
+    flat = curve_of(lambda t: 1 + 1e-4 * t / 2**20, budgets, 2**20)  # it overfits: the longest run is the worst
+    noisy = curve_of(lambda t: 1.0, budgets, 2**20, noise=0.01)
+    assert compare.multiplier(d, flat, a) is compare.multiplier(d, noisy, a) is compare.multiplier(d, a, flat) is None
+    steep = compare.Difference(-50.0, -50.1, -49.9, 0, 9, 0, 0, 0)
+    assert compare.multiplier(steep, a, a) is None
 
 
 def test_the_error_of_a_curve_is_in_the_multiplier():

@@ -204,7 +204,7 @@ class Curve:
             total, df, _ = t_sum([(spread[0] ** 2 / len(change), spread[1]), (max(0.0, documents), df)])
             points.append((math.log(tokens / main), float((change @ w).mean()), math.sqrt(total), df))
         self.x, self.y, self.se, self.df = np.array(sorted(points)).T
-        self.known = len(points) > 1
+        self.known = self.y[0] - self.y[-1] > 2 * math.hypot(self.se[0], self.se[-1])  # the loss falls with the budget
         # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget is basis @ y
         self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
         powers = lambda x: np.exp(-0.35 * x)[:, None] ** np.arange(min(3, len(points)))
@@ -232,7 +232,8 @@ def welch(a, b):
 def multiplier(d, a, b):
     """How many times b's tokens a needs for b's loss at the main budget: a Multiplier, or None.
 
-    d: the Difference there; a, b: their Curves. None if d is None, or a family has no other budget.
+    d: the Difference there; a, b: their Curves. None if d is None, if a family has no other budget or does not clearly
+    fall from the shortest to the longest, or if the interval reaches a factor of 10,000.
     """
     if d is None or not (a.known and b.known):
         return None
@@ -248,6 +249,8 @@ def multiplier(d, a, b):
     _, _, both = t_sum([(((high - low) / 2 / of_d) ** 2, d.df), *of_curve])
     error = math.sqrt(sum(v for v, _ in of_curve))
     low, high = at - both * math.hypot((at - low) / of_d, error), at + both * math.hypot((high - at) / of_d, error)
+    if max(map(abs, (at, low, high))) > math.log(1e4):
+        return None
     return Multiplier(*(math.exp(v) for v in (at, low, high)), bool(abs(at) > -better.x[0] + 1e-9))
 
 

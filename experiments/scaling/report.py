@@ -307,7 +307,7 @@ def sentences(pairs):
                 parts.append(f"has one seed at {p['size']}, which gives no interval")
             elif m is None:
                 parts.append(f"ends {d['mean']:+.4f} ({d['low']:+.4f} .. {d['high']:+.4f}) nats from {name_of(b)} at "
-                             f"{p['size']}, with one budget and so no multiplier")
+                             f"{p['size']}; its budgets do not tell how many tokens that is")
             else:
                 beyond = ", beyond the budgets it ran" * m["beyond"]
                 if (d["low"] > 0 or d["high"] < 0) and p["p_holm"] >= 0.05:
