@@ -23,11 +23,9 @@ import argparse
 import contextlib
 import difflib
 import hashlib
-import io
 import json
 import shutil
 import subprocess
-import tarfile
 import tempfile
 import textwrap
 import time
@@ -96,8 +94,7 @@ def snapshot(out, commit=None):
     out.mkdir(parents=True, exist_ok=True)
     copy = Path(tempfile.mkdtemp(dir=out, prefix="tmp-"))
     if commit:
-        with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as tar:
-            tar.extractall(copy)
+        subprocess.run(["tar", "-xC", copy], input=git("archive", commit), check=True)
     else:
         for path in map(os.fsdecode, git("ls-files", "-coz", "--exclude-standard").split(b"\0")):
             if os.path.lexists(REPO / path) and not (REPO / path).is_dir():  # deleted ones and submodules are listed
@@ -107,9 +104,8 @@ def snapshot(out, commit=None):
         git("diff", "--quiet", commit or "HEAD", "--", path,
             otherwise=f"the submodule {path} has changes: undo them, or compare versions that have the same")
         shutil.copytree(REPO / path, copy / path, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
-    names = [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file() and path.suffix != ".md"]
-    files = {name: hashlib.sha256((copy / name).read_bytes()).hexdigest() for name in names
-             if not name.startswith(NO_CODE)}
+    files = {name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.rglob("*") if path.is_file()
+             and path.suffix != ".md" and not (name := path.relative_to(copy).as_posix()).startswith(NO_CODE)}
     folder = out / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:8]
     shutil.rmtree(copy) if folder.exists() else copy.rename(folder)
     return folder, files
@@ -118,11 +114,13 @@ def snapshot(out, commit=None):
 PROBE = """  # run in a snapshot with a config file and settings: prints what this version trains
 import hashlib, importlib, json, pathlib, sys, timeit, torch, configurator, train
 counting = importlib.import_module("runtime.counting") if pathlib.Path("runtime").exists() else train.LM  # was methods
-plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:]))
-config.vocab_size = config.vocab_size or 256
+plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:-1]))
+meta = pathlib.Path(sys.argv[-1], config.dataset.split(":")[0], "meta.json")  # of a mixture's first part
+vocab = json.loads(meta.read_text())["vocab_size"] if meta.exists() else 256
+config.vocab_size = config.vocab_size or -(-vocab // 64) * 64
 train.seed_all(1)
 model = train.build_model(config, "cpu")
-width = plain.n_embd / config.n_embd if "learning_rate" not in str(sys.argv[2:]) else 1
+width = plain.n_embd / config.n_embd if "learning_rate" not in str(sys.argv[2:-1]) else 1
 idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
 times = [0] if torch.cuda.is_available() else timeit.repeat(lambda: model(idx, idx)[1].backward(), repeat=4, number=1)
 print(json.dumps({"learning_rate": float(f"{config.learning_rate * width:.3g}"), "dataset": config.dataset,
@@ -140,7 +138,8 @@ class Comparison:
         (self.head, self.edit), self.versions, self.steps, self.folder = versions, versions, steps, folder
         self.rows, self.probes, self.argv, self.key = {}, {}, {}, {}
         for name, root in versions.items():
-            ran = subprocess.run([sys.executable, "-c", PROBE, *argv], cwd=root, capture_output=True, text=True)
+            command = [sys.executable, "-c", PROBE, *argv, REPO / "data"]  # where the vocabulary is
+            ran = subprocess.run(command, cwd=root, capture_output=True, text=True)
             if ran.returncode:
                 raise ConfigError(f"{name} does not start: {(ran.stderr.strip() or 'no output').splitlines()[-1]}")
             about = self.probes[name] = json.loads(ran.stdout.splitlines()[-1])
@@ -173,8 +172,7 @@ class Comparison:
             cells += [self.cell(name, seeds[-1]) for name in (self.head, self.edit)]
             cells += [self.cell(self.head, seeds[-1], part) for part in (4, 2) if seeds[-1] <= CURVE_PAIRS]
         runner.write_plan(self.folder, cells)
-        with (open(self.folder / "runs.txt", "a") as log, contextlib.redirect_stdout(log),
-              contextlib.redirect_stderr(log)):
+        with open(self.folder / "runs.txt", "a") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
             failed = runner.run_cells(cells, self.folder, engine)
         for cell in cells:
             name = self.head if cell.at["version"] == self.key[self.head] else self.edit
@@ -275,7 +273,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
                   f"{(head[0].var() + edit[0].var()) / max(differences.var(), 1e-12):.1f} times as many runs",
                   f"loss {mean:+.4f} +- {half:.4f} nats per token, both at their config's learning rate",
                   f"on these held-out files; over other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
-    return numbers | {"notes": notes, "sentence": sentence or f"undecided: {n} pairs; rerun the command to resume"}
+    return numbers | {"notes": notes, "sentence": sentence or f"undecided: too few pairs ({n}); rerun, or ask for more"}
 
 
 def write_page(out, numbers, comparisons):
@@ -317,7 +315,7 @@ def parser():
     p.add_argument("--margin", type=float, default=0.02, help="a difference that would not matter (%(default)s)")
     p.add_argument("--alpha", type=float, default=0.05, help="probability of a false verdict (%(default)s)")
     p.add_argument("--gpus", default="", metavar="0,1", help="use these (all)")
-    p.add_argument("--out", type=Path, default=REPO / "out" / "edit", help="folder (out/edit)")
+    p.add_argument("--out", type=lambda name: Path(name).resolve(), default=REPO / "out/edit", help="folder (out/edit)")
     p.add_argument("--quiet", action="store_true", help="print the sentence only")
     p.set_defaults(command="run", stopped=False)
     runner.add_options(p, "one per core or GPU")
@@ -335,6 +333,8 @@ def run(args, extra):
     say, code, began = lambda line: args.quiet or print(line, flush=True), args.out / "code", time.strftime("%H:%M")
     commit = git("rev-parse", "--verify", f"{args.against}^{{commit}}", otherwise=f"--against={args.against}: there is "
                  f"no such commit in {REPO}, or no git").decode().strip()
+    if args.out.is_relative_to(REPO):  # or a snapshot would have the snapshots before
+        git("check-ignore", "-q", code, otherwise=f"--out={args.out}: git does not ignore it; choose a folder in out/")
     (head, head_files), (edit, edit_files) = snapshot(code, commit), snapshot(code)
     changed, folder = sorted({name for name, _ in head_files.items() ^ edit_files.items()}), args.out / head.name
     if not changed:
@@ -358,7 +358,7 @@ def run(args, extra):
     os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
     comparisons, sizes, minutes = [], {}, args.minutes / len(args.sizes)
     settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
-                *extra, *[f"--dataset={args.data}"] * bool(args.data)]  # 655,360: more than pystdlib holds out
+                *extra, *([f"--dataset={data_path(args.data)}"] if args.data else [])]  # 655,360: all of pystdlib
     with runner.driver(args, folder, jobs, gpus=gpus) as engine:
         for size in args.sizes:
             if args.stopped:

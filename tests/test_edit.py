@@ -237,6 +237,30 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, monkeypatch, change_it
     assert words in said.splitlines()[-1] and said.splitlines()[-1].startswith("edit.py: error: "), said
 
 
+def test_no_output_goes_where_the_next_snapshot_would_copy_it(repo, run):
+    change(repo, SHIFT=1.0)
+    code, said, _ = run(out=repo / "edits")
+    assert code == 2 and said.endswith("edits: git does not ignore it; choose a folder in out/\n"), said
+    assert not (repo / "edits").exists()
+
+
+def test_relative_output(repo, run, monkeypatch):
+    monkeypatch.chdir(repo / "docs")
+    change(repo, SHIFT=1.0)
+    assert run("--pairs=6", "--out=../out/there")[0] == 1 and list((repo / "out/there").glob("*/edit-*/edit.json"))
+
+
+def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path):
+    """Of the first dataset of a mixture, rounded up to 64; of bytes where none is prepared, which is said next."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/meta.json").write_text('{"vocab_size": 2000}')
+    tiny = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16", "--batch_tokens=16", "--backend=torch"]
+    for dataset, tokens in ("mine:0.8,other:0.2", 2048), ("other", 256):
+        argv = ["config/longhorn_laptop.py", *tiny, f"--dataset={dataset}", tmp_path]
+        about = json.loads(subprocess.check_output([sys.executable, "-c", edit.PROBE, *argv], cwd=ROOT))
+        assert about["draws"]["embed.weight"][0] == 32 * tokens and about["dataset"] == dataset
+
+
 def test_versions_older_than_the_command_are_compared_though_their_loader_differs(repo, run):
     (repo / "data" / "loader.py").write_text("x = 1")
     (repo / "experiments" / "edit.py").unlink()
@@ -380,7 +404,7 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     (repo / "model.py").write_text(source.replace("config.d_state, config.d_conv", "config.d_state, 3"))
     toy = [f"--{key}={value}" for key, value in TINY.items() if key not in ("max_iters", "eval_interval")]
     code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", "--backend=torch", *toy)
-    assert code == 4 and said.splitlines()[-1] == "edit: undecided: 1 pairs; rerun the command to resume", said
+    assert code == 4 and said.splitlines()[-1] == "edit: undecided: too few pairs (1); rerun, or ask for more", said
     assert "model.py, 1 lines +, 1 lines -" in said and "of the edit's parameters start from other values" in said
     runs = {path.parent.name: json.loads(path.read_text()) for path in (repo / "out").glob("*/*/result.json")}
     assert sorted(run["steps"] for run in runs.values()) == [4, 8, 16, 16]
