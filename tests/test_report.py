@@ -268,6 +268,15 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
         report.write(tmp_path, accept_code=("f00d",))
 
 
+def test_bits_per_byte_are_not_bits_per_token(told):
+    """With tokens of three bytes."""
+    def damage(folder, names):
+        for path in (folder / name / "result.json" for name in names):
+            change(path, val_bits_per_byte=json.loads(path.read_text())["val_bits_per_byte"] / 3)
+    cell = cell_of(told(damage)[0], "mamba", "460K")
+    assert cell["bits_per_byte"] == pytest.approx(cell["mean_loss"] / math.log(2) / 3)
+
+
 def test_a_saved_sweep_gives_the_same_report_of_the_same_records(told, tmp_path, monkeypatch):
     before, _ = told(lambda folder, names: cut(folder / VICTIM / "result.json"))
     monkeypatch.setattr(report, "REPO", tmp_path)

@@ -274,7 +274,7 @@ def numbers_of(runs, entries, accepted, bootstrap):
               "notes": e.notes, "budgets": e.by_seed("val_loss"),
               "paper_loss": PAPER.get(e.model, {}).get(e.size) if plan.get("paper") is True else None}
              | ({"parameters": e.first.parameters, "tokens": e.main, "context": e.first.block_size,
-                 "bits_per_byte": e.mean / math.log(2) if e.first.val_bits_per_byte > 0 else None,
+                 "bits_per_byte": e.mean * bits / e.first.val_loss if (bits := e.first.val_bits_per_byte) > 0 else None,
                  "flops": e.first.flops, "tokens_per_second": math.exp(-statistics.fmean(e.log_seconds()))}
                 if e.losses else {})
              for e in entries]
