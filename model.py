@@ -81,7 +81,8 @@ class ModelConfig:
 
     @property
     def families(self):
-        """The family of each layer. Raises ValueError for a pattern that cannot be parsed."""
+        """The family of each layer. Raises ValueError for a pattern that cannot be parsed, or is so much longer than
+        n_layer that a family has no layer."""
         pattern = self.pattern or self.model
         parts = [re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part) for part in pattern.split(",")]
         if not all(parts):
@@ -91,7 +92,11 @@ class ModelConfig:
             if name not in FAMILIES:
                 others = "" if "rwkv" in FAMILIES else "; `import mixers` adds the others"
                 raise ValueError(f"unknown model {name!r}: choose one of {', '.join(FAMILIES)}{others}")
-        return list(itertools.islice(itertools.cycle(names), self.n_layer))
+        layers = list(itertools.islice(itertools.cycle(names), self.n_layer))
+        if lost := [name for name in names if name not in layers]:
+            raise ValueError(f"pattern {pattern!r}: no {lost[0]} in {self.n_layer} layers; set n_layer to {len(names)} "
+                             "or more, or give a shorter pattern")
+        return layers
 
     @property
     def n_branches(self):

@@ -2,7 +2,7 @@
 
     python train.py config/longhorn_laptop.py
     python train.py config/longhorn_350m.py --micro_batch_size=8
-    python train.py config/longhorn_laptop.py "--pattern=longhorn*3,llama" --optimizer=muon
+    python train.py config/longhorn_laptop.py --pattern=longhorn,llama --optimizer=muon
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --nnodes=2 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --standalone --nproc_per_node=8 --max-restarts=9 train.py config/longhorn_350m.py --resume=auto

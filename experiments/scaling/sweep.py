@@ -1,7 +1,7 @@
 """Is my architecture better, by how much, and how sure can we be? Plan the runs, run them, report.
 
     python experiments/scaling/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
-    python experiments/scaling/sweep.py duel longhorn "longhorn*3,llama"         a pattern of layers is a family too
+    python experiments/scaling/sweep.py duel longhorn longhorn,llama             a pattern of layers is a family too
     python experiments/scaling/sweep.py laptop                    the paper's six families, an hour on two cores
     python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
     python experiments/scaling/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
