@@ -486,7 +486,7 @@ def page(numbers, picture):
                         f"C^{f['isoflop']:.2f}.")
     left_out = [f"{why} ({len(names)}): {', '.join(names)}" for why, names in numbers["left_out"].items()]
     repeat = [*numbers["commands"], "the report, from the records alone: python experiments/scaling/sweep.py report "
-              f"results/{numbers['name']}.json", "every run: points.csv; every number: report.json",
+              f"results/{numbers['name']}.json", "every run: points.csv; every number: report.json, which this writes",
               f"machine: {'; '.join(numbers['devices']) or numbers['machine'] or 'unknown'}",
               f"runs begun: {' to '.join(numbers['begun']) or 'unknown'}",
               "torch {}, Python {}".format(*(", ".join(numbers["versions"][key]) for key in ("torch", "python")))]

@@ -2,7 +2,7 @@
 
     python experiments/scaling/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
     python experiments/scaling/sweep.py duel longhorn longhorn,llama             a pattern of layers is a family too
-    python experiments/scaling/sweep.py laptop                    the paper's six families, an hour on two cores
+    python experiments/scaling/sweep.py laptop                    the paper's six families, 1 to 2 hours on two cores
     python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
     python experiments/scaling/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
     python experiments/scaling/sweep.py report out/duel_longhorn_mamba           from the records alone
