@@ -231,7 +231,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
     plan = f"{args.pairs} pairs" if args.pairs else f"{minutes:g} minutes"
     ends, plans = json.loads(looks.read_text()).values() if looks.exists() else ([], [])
     began, n, verdict, sentence, done = time.monotonic() - 60 * max(ends, default=0), 0, "undecided", "", False
-    spent, limits = lambda: (time.monotonic() - began) / 60, compare.bounds(passed := [], *args.error)
+    spent, limits = lambda: (time.monotonic() - began) / 60, compare.bounds(fractions := [], *args.error)
     try:
         while not done:
             seeds = c.run(engine, n + 1, args.pairs - n if args.pairs else len(ends) - n or 32)
@@ -239,7 +239,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
             for n in seeds:
                 plans += [plan] * (n > 1 and plan not in plans)
                 write_json(looks, {"minutes": ends, "plans": plans})
-                passed.append(min(1, n / args.pairs if args.pairs else ends[n - 1] / minutes))
+                fractions.append(min(1, n / args.pairs if args.pairs else ends[n - 1] / minutes))
                 bound = next(limits)
                 if n == 1 and np.array_equal(*(c.row(name, 1)["val_document_losses"] for name in (c.head, c.edit))):
                     verdict, sentence = "same", "identical runs: the edit changes no bit"
@@ -249,7 +249,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
                     left = f"{max(0, spent() / n * (args.pairs - n) if args.pairs else minutes - spent()):.0f} minutes"
                     say(f"pair {n}: {'too early' if interval[2] - interval[1] > 2 else 'needs ' + times}; {left} left")
-                if done := passed[-1] == 1 or sentence or verdict != "undecided" and n >= FEWEST and not args.pairs:
+                if done := fractions[-1] == 1 or sentence or verdict != "undecided" and n >= FEWEST and not args.pairs:
                     break
     except BadRecord as error:
         verdict, sentence = "worse", str(error)

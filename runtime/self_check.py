@@ -78,18 +78,19 @@ def self_check(model, dtype=torch.float32):
     changed.
     """
     began, device = time.perf_counter(), next(model.parameters()).device
-    precision, rounds = torch.get_float32_matmul_precision(), dtype != torch.float32 and model.config.backend != "torch"
+    in_16_bits = dtype != torch.float32 and model.config.backend != "torch"
+    precision = torch.get_float32_matmul_precision()
     way_out = (f"define toy(self, backend) in {type(model).__name__}, returning a model of sizes that run, as Recall "
                "of experiments/recall/models.py does")
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(SHORT):
         try:
-            with build.without_libraries() if rounds else contextlib.nullcontext():
+            with build.without_libraries() if in_16_bits else contextlib.nullcontext():
                 toy, plain, batch = toys(model, device)
                 way_out = "correct that"
                 packed = getattr(model.config, "documents", "join") == "pack"
                 line = compare(toy, plain, batch, packed)
-            line += f"; {compare_rounded(toy, plain, batch, dtype)}" if rounds else ""
+            line += f"; {compare_rounded(toy, plain, batch, dtype)}" if in_16_bits else ""
         except ConfigError:
             raise
         except Exception as error:  # an edit may raise anything

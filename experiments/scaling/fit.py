@@ -241,12 +241,12 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     share below which a fraction `confidence` of fits to data simulated at theta stay. See the module's docstring."""
     M, p, rows = model.terms, model.size, model.quantities()
     noise = np.exp(np.log(spread).mean())
-    zero, at = np.zeros(p), np.where
+    zero = np.zeros(p)
     C0 = np.array([rows[n] if n != "a" else np.eye(p)[model.slots["D"] + 1] for n in names])
     C1 = np.array([zero if n != "a" else -np.eye(p)[model.slots["D"] + 1] - np.eye(p)[model.slots["N"] + 1]
                    for n in names])
     K = np.array([n != "a" for n in names])  # constant = value where (C0 + value C1) @ theta = K value
-    hat = at(K, C0 @ theta, -(C0 @ theta) / at(K, 1, C1 @ theta))
+    hat = np.where(K, C0 @ theta, -(C0 @ theta) / np.where(K, 1, C1 @ theta))
 
     def held(q, value, start, target):
         """Fits (R, p) and their losses with quantity q[r] fixed at value[r], for target y (R, n)."""
@@ -270,7 +270,7 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     # walk outwards from the estimate on both sides until the loss is too high, then narrow down
     q, side = np.tile(np.arange(Q), 2), np.repeat([-1.0, 1.0], Q)
     J = _jacobian(M, theta)
-    slope = (C0 + hat[:, None] * C1) / at(K, 1, -(C1 @ theta))[:, None]
+    slope = (C0 + hat[:, None] * C1) / np.where(K, 1, -(C1 @ theta))[:, None]
     step = noise * np.sqrt(np.einsum("qp,pr,qr->q", slope, np.linalg.pinv(J.T @ J, hermitian=True), slope))[q] + 1e-12
     limits = {"E": (math.log(1e-6) + y.min(), y.min() + 1), "a": (0, 1)}
     limits |= {n: (-10 / model.scale[d], 30 / model.scale[d]) for n, d in (("alpha", "N"), ("beta", "D"))}
@@ -290,7 +290,7 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     walking = np.arange(2 * Q)
     while len(walking):
         value = inside[walking] + side[walking] * step[walking]
-        value = at(side[walking] * (value - limit[walking]) > 0, limit[walking], value)
+        value = np.where(side[walking] * (value - limit[walking]) > 0, limit[walking], value)
         over = step_to(walking, value)
         step[walking] *= 1.6
         walking = walking[~over & (value != limit[walking])]
@@ -298,11 +298,11 @@ def _intervals(model, y, theta, huber, spread, names, bootstrap, confidence, rng
     for k in range(12):  # near the end the root of the excess is nearly linear, so a chord beats halving
         chord = np.clip((1 - root[0, ends]) / (root[1, ends] - root[0, ends]), 0.05, 0.95)
         step_to(ends, inside[ends] + (0.5 if k < 5 else chord) * (outside[ends] - inside[ends]))
-    bound = at(np.isfinite(outside), outside, at(np.array(names)[q] == "a", limit, side * np.inf))
+    bound = np.where(np.isfinite(outside), outside, np.where(np.array(names)[q] == "a", limit, side * np.inf))
     low, high = np.minimum(bound[:Q], hat), np.maximum(bound[Q:], hat)
     logs = [n not in ("alpha", "beta", "a") for n in names]
-    low, high = [at(logs, np.exp(np.minimum(at(logs, v, 0), 709)), v) for v in (low, high)]
-    high = at((high > 1e307) & logs, np.inf, high)
+    low, high = [np.where(logs, np.exp(np.minimum(np.where(logs, v, 0), 709)), v) for v in (low, high)]
+    high = np.where((high > 1e307) & logs, np.inf, high)
     return {n: (float(lo), float(hi)) for n, lo, hi in zip(names, low, high, strict=True)}
 
 

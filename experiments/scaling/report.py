@@ -516,7 +516,6 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
         style: a .mplstyle file applied over pages.STYLE.
     Raises ConfigError if there is no sweep, OSError if `out` cannot be written.
     """
-    records.check_packages()
     source = Path(source)
     if style and not Path(style).is_file():
         raise ConfigError(f"--style={style}: there is no such file")
