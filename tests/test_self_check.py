@@ -87,7 +87,7 @@ CAP = {"model.F": functional(linear=cap)}
 SMOOTH = {"model.cross_entropy": lambda f: lambda logits, targets: F.cross_entropy(
     logits.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.1)}
 HALF = {"kernels.scan._step_size": half}
-HYBRID = "longhorn*3,llama"
+HYBRID = "longhorn*2,llama"
 TRAINS = {  # what is edited: (family, edits); the loss changes, and sampling follows
     "keys and queries normalised": ("longhorn", {"model.Longhorn.scan": lambda f: lambda self, x, dt, k, q, *rest: f(
         self, x, dt, F.normalize(k, dim=-1), F.normalize(q, dim=-1), *rest)}),
