@@ -86,6 +86,7 @@ def main(argv):
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
     dtype = distributed.pick_dtype(config.dtype, device)
     adapter, start = harness.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype), time.perf_counter()
+    where = environment()
     output = harness.evaluate(adapter, loaded, config.limit)
     longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
     if output is None:
@@ -103,7 +104,7 @@ def main(argv):
         "limit": config.limit, "max_length": config.max_length,
         "dtype": str(dtype).removeprefix("torch."), "tokenizer": text.name, "longest": max(longest),
         "seconds": round(time.perf_counter() - start, 1), **output, "harness": harness.VERSION,
-        "environment": environment()})
+        "environment": where})
 
 
 def write(path, record):

@@ -80,9 +80,8 @@ class ModelConfig:
     places = range(1024)  # layers that are built: all; the toys of runtime/self_check.py have fewer
 
     @property
-    def families(self):
-        """The family of each layer. Raises ValueError for a pattern that cannot be parsed, or is so much longer than
-        n_layer that a family has no layer."""
+    def unrolled(self):
+        """The family of each layer of the pattern, once. Raises ValueError for one that cannot be parsed."""
         pattern = self.pattern or self.model
         parts = [re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part) for part in pattern.split(",")]
         if not all(parts):
@@ -92,11 +91,19 @@ class ModelConfig:
             if name not in FAMILIES:
                 others = "" if "rwkv" in FAMILIES else "; `import mixers` adds the others"
                 raise ValueError(f"unknown model {name!r}: choose one of {', '.join(FAMILIES)}{others}")
-        layers = list(itertools.islice(itertools.cycle(names), self.n_layer))
-        if lost := [name for name in names if name not in layers]:
-            raise ValueError(f"pattern {pattern!r}: no {lost[0]} in {self.n_layer} layers; set n_layer to {len(names)} "
-                             "or more, or give a shorter pattern")
-        return layers
+        return names
+
+    @property
+    def families(self):
+        """The family of each layer: the pattern, repeated or cut to n_layer."""
+        return list(itertools.islice(itertools.cycle(self.unrolled), self.n_layer))
+
+    def check_pattern(self):
+        """Raises ValueError if the pattern is so much longer than n_layer that one of its families has no layer."""
+        names, n = self.unrolled, self.n_layer
+        if lost := [family for family in names[n:] if family not in names[:n]]:
+            raise ValueError(f"pattern {self.pattern!r}: no {lost[0]} in {n} layers; set n_layer to {len(names)} or "
+                             "more, or give a shorter pattern")
 
     @property
     def n_branches(self):

@@ -263,6 +263,7 @@ def build_model(config, device):
     """The config's LM on the device. Raises ConfigError for sizes that cannot work and a backend that cannot run."""
     sizes = ModelConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)})
     try:
+        sizes.check_pattern()
         with torch.device("meta"):  # takes no memory
             parameters = sum(p.numel() for p in LM(sizes).parameters())
         if 4 * parameters > (limit := distributed.memory_bytes(device)):

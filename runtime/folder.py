@@ -75,6 +75,7 @@ class Folder:
         Raises ConfigError if the checkpoint belongs to another run.
         """
         config, out, step, path, lines, meta = self.config, self.out, 0, None, [], {}
+        self.environment = records.environment() if self.is_main else None  # it may raise: before anything is moved
         self.settings, self.optimizers = dataclasses.asdict(config), optimizers
         self.kept_steps = {int(kept) for kept in config.keep_steps.split(",") if kept}
         self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, self.kept_steps)

@@ -43,7 +43,7 @@ NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py
 # Changes in these do not change what a trained model computes.
 MACHINERY = ("train.py", "optim.py", "configurator.py", "runtime/", "evaluation/")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
-files_at_start = {}  # code_files when `distributed.launch` began, which is just after they were imported
+files_at_start = {}  # code_files when `distributed.launch` began, right after the imports
 
 
 def write_json(path, record):

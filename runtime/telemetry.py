@@ -18,7 +18,7 @@ import optim
 from runtime import checkpoint, counting, distributed
 from runtime.errors import ConfigError, Stopped
 from runtime.folder import resume_command, writing_to
-from runtime.records import BadRecord, Log, environment, read_json, write_json
+from runtime.records import BadRecord, Log, read_json, write_json
 from tools import loss_curve
 from tools.loss_curve import draw_loss
 
@@ -76,7 +76,7 @@ class Telemetry:
             "decayed": optim.decayed(model, getattr(config, "as_released", False)),
             **self.data.derived(config, self.world_size)}
         if self.is_main:
-            self.environment = environment()
+            self.environment = self.folder.environment
             code, versions = self.environment["code"], progress.code_versions
             if versions and versions[-1] != code:
                 lines.append(f"the code was {versions[-1]}, is {code}: config.json names both")

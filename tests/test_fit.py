@@ -351,6 +351,8 @@ def test_multipliers_that_cannot_be_told():
     flat = curve_of(lambda t: 1 + 1e-4 * t / 2**20, budgets, 2**20)  # it overfits: the longest run is the worst
     noisy = curve_of(lambda t: 1.0, budgets, 2**20, noise=0.01)
     assert compare.multiplier(d, flat, a) is compare.multiplier(d, noisy, a) is compare.multiplier(d, a, flat) is None
+    late = curve_of(lambda t: loss(min(t, 2**20)) + (t > 2**20), [*budgets, 2**21], 2**20)  # overfits after this budget
+    assert compare.multiplier(d, late, late).value < 0.5
     steep = compare.Difference(-50.0, -50.1, -49.9, 0, 9, 0, 0, 0)
     assert compare.multiplier(steep, a, a) is None
 

@@ -950,13 +950,17 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
 @pytest.mark.parametrize("pattern, families", [
     ("", ["gla"] * 5), ("llama", ["llama"] * 5), ("longhorn*3,llama", ["longhorn"] * 3 + ["llama", "longhorn"]),
     (" rwkv , mamba * 2 ", ["rwkv", "mamba", "mamba", "rwkv", "mamba"]),
-    ("longhorn*4,llama,longhorn", ["longhorn"] * 4 + ["llama"])])
+    ("longhorn*9,llama", ["longhorn"] * 5), ("longhorn*4,llama,longhorn", ["longhorn"] * 4 + ["llama"])])
 def test_a_pattern_is_repeated_to_n_layer(pattern, families):
     c = config("gla", pattern=pattern, n_layer=5)
     assert c.families == families
     with torch.device("meta"):
         lm = LM(c)
     assert [[type(b.mixer) for b in layer.branches] for layer in lm.layers] == [FAMILIES[f] for f in families]
+    if "9" not in pattern:
+        return c.check_pattern()
+    with pytest.raises(ValueError, match=r"'longhorn\*9,llama': no llama in 5 layers; set n_layer to 10 or more"):
+        c.check_pattern()  # training does
 
 
 @pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba,gla", "gla,retnet,rwkv"])
@@ -1046,7 +1050,6 @@ def with_method(name):
     *(({"pattern": pattern}, r"pattern '.*longhorn\*3,llama") for pattern in (
         ",", "longhorn,", "longhorn*0", "longhorn*-1", "longhorn*x", "longhorn**2", "longhorn llama", "*3",
         "longhorn*99999")),
-    ({"pattern": "longhorn*9,llama"}, r"pattern 'longhorn\*9,llama': no llama in \d layers; set n_layer to 10 or .*"),
     ({"model": "swa", "window": -1}, "window -1 must be at least 1.*"),
     ({"model": "deltanet", "step": "midpoint"}, "unknown step 'midpoint'.*"),
     *(({"model": family, "n_head": n}, f".*n_head {n}.*") for family, n in (

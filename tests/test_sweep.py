@@ -365,6 +365,11 @@ def test_further_budgets_branch_from_what_is_there(tmp_path):
     assert not shorter.after and shorter.at["from"] == 0  # nothing was kept before its decay
     runner.write_plan(tmp_path, [longer, same, shorter])
     assert same.argv == first[0].argv  # as it began
+    (tmp_path / first[0].name / "checkpoint-819.safetensors").unlink()  # its owner made room
+    (tmp_path / longer.name).mkdir()
+    for name in ("config.json", "result.json"):
+        (tmp_path / longer.name / name).write_text('{"steps": 1}')
+    assert [c.at["from"] for c in more()] == [819, 0, 0]  # where it did begin
 
 
 def test_further_budgets_branch_from_a_run_that_has_begun(tmp_path):
@@ -500,6 +505,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
     (["laptop", "--slurm=16"], "--cluster=slurm --cluster_args=partition=NAME,gpus=1,time=240 --jobs=16"),
     (["laptop", "--slurm", "16"], "--jobs=16"), (["laptop", "--cluster_args=partition=gpu"], "slurm, ray"),
     (["laptop", "--cluster=slurm", "--cluster_args=gpu"], "key=value"),
+    (["duel", "longhorn", "longhorn*3,llama", "--dry-run"], "no llama in 2 layers; set n_layer to 4 or more"),
     (["laptop", "--budgets=28.5", "--dry-run"], "'28.5': numbers are expected"),
     (["laptop", "--steps=20", "--dry-run"], "warmup_iters 26 must be below max_iters 10"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),

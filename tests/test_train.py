@@ -985,6 +985,7 @@ REFUSED = [
     ({"end_of_text": -2}, "end_of_text -2", "-1"),
     ({"batch_size": 8}, "batch_size", "micro_batch_size"), ({"eval_datasets": "x"}, "eval_datasets", "--eval_sets"),
     ({"scan_backend": "cpu"}, "backend"), ({"pattern": "longhorn*3,lama"}, "'lama'", "longhorn", "llama"),
+    ({"pattern": "longhorn*9,llama"}, "no llama in"),
     ({"block_size": 701, "batch_tokens": 701}, "block_size 701", "val.bin (700 tokens", "smaller block"),
     ({"device": "gpu"}, "'gpu'", "cpu, cuda"),
     ({"micro_batch_size": 0}, "micro_batch_size 0", "at least 1"),

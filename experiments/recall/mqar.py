@@ -1,7 +1,7 @@
 """Figure 4 of the paper: multi-query associative recall, nine mixers by length, width and learning rate.
 
     python experiments/recall/mqar.py run --preset=laptop           T = 64 and 128, width 64: an hour on two CPU cores
-    python experiments/recall/mqar.py run --preset=sooner           T = 128, two mixers, six seeds: two hours
+    python experiments/recall/mqar.py run --preset=sooner           T = 128, two mixers, six seeds: 2-4 hours
     python experiments/recall/mqar.py run --preset=steps            the delta rule's three steps: 40 minutes
     python experiments/recall/mqar.py run --preset=gpu              the claim: T = 512 at width 64, three mixers
     python experiments/recall/mqar.py run --preset=paper --dry-run  the whole figure: 448 runs

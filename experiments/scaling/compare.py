@@ -204,7 +204,8 @@ class Curve:
             total, df, _ = t_sum([(spread[0] ** 2 / len(change), spread[1]), (max(0.0, documents), df)])
             points.append((math.log(tokens / main), float((change @ w).mean()), math.sqrt(total), df))
         self.x, self.y, self.se, self.df = np.array(sorted(points)).T
-        self.known = self.y[0] - self.y[-1] > 2 * math.hypot(self.se[0], self.se[-1])  # the loss falls with the budget
+        i = 0 if self.x[0] < 0 else -1  # the shortest budget, or the longest if the main one is the shortest
+        self.known = bool(-np.sign(self.x[i]) * self.y[i] > 2 * self.se[i])  # the loss falls with the budget
         # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget is basis @ y
         self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
         powers = lambda x: np.exp(-0.35 * x)[:, None] ** np.arange(min(3, len(points)))
@@ -232,8 +233,8 @@ def welch(a, b):
 def multiplier(d, a, b):
     """How many times b's tokens a needs for b's loss at the main budget: a Multiplier, or None.
 
-    d: the Difference there; a, b: their Curves. None if d is None, if a family has no other budget or does not clearly
-    fall from the shortest to the longest, or if the interval reaches a factor of 10,000.
+    d: the Difference there; a, b: their Curves. None if d is None, if a family has no other budget or its loss does
+    not clearly fall from the shortest on, or if the interval reaches a factor of 10,000.
     """
     if d is None or not (a.known and b.known):
         return None

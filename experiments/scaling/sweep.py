@@ -153,23 +153,27 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
 
     cells = [make_cell(preset, "seed", model, size, steps, rate, seed) for steps in sorted(budgets)[::-1]]
     ends = {c.name: c.at["steps"] - decay_steps(load(c.argv)) for c in cells}  # where another budget can leave it
-    kept = {}
-    for name, at in runner.read_plan(folder, new=True)["cells"].items():
+    plan, kept = runner.read_plan(folder, new=True)["cells"], {}
+    for name, at in plan.items():
         same = all(at.get(key) == cells[0].at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
         if same and is_finished(folder / name):
             planned = runner.settings(at["argv"]).get("keep_steps", "").split(",")
             kept |= {step: name for step in steps_of(folder / name) if str(step) in planned}
     for c in cells:
+        begun = c.name in plan and (folder / c.name / "config.json").exists()
+        if begun:  # it goes on from where it began
+            c.at["from"] = int(runner.settings(plan[c.name]["argv"]).get("branch", "@0").rpartition("@")[2])
         if is_finished(folder / c.name):  # what it kept is known
             continue
         saved = steps_of(folder / c.name)  # if it has begun: steps before the last are kept, or are past
-        base = max((step for step, name in kept.items() if step <= ends[c.name] and name != c.name), default=0)
+        branches = () if begun else [step for step, name in kept.items() if step <= ends[c.name] and name != c.name]
+        base = max(branches, default=c.at["from"])
         keep = sorted({end for end in ends.values() if base < end <= ends[c.name]
                        and (end in saved or end > max(saved, default=0))} - kept.keys())
         if keep:
             c.argv.append(f"--keep_steps={','.join(map(str, keep))}")
             kept |= dict.fromkeys(keep, c.name)
-        if base:
+        if base and not begun:
             c.after, c.at["from"] = kept[base], base
             c.argv.append(f"--branch={os.path.relpath(folder, REPO)}/{c.after}@{base}")
     return cells
@@ -290,8 +294,10 @@ def estimate(cells):
         if key not in made:
             settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocabulary(config.dataset)}
             try:
+                sizes = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
+                sizes.check_pattern()
                 with torch.device("meta"):
-                    made[key] = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
+                    made[key] = LM(sizes)
             except ValueError as error:
                 raise ConfigError(f"{c.argv[0]}: {error}") from None
         tokens = (config.max_iters - c.at["from"]) * config.batch_tokens

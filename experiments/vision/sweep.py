@@ -1,6 +1,6 @@
 """Images: ViL beside Vision Mamba and a ViT at equal parameters, by seed, depth and direction; the paper's Table 3.
 
-    python experiments/vision/sweep.py run                  scikit-learn's digits: 27 runs, 25 minutes of one CPU core
+    python experiments/vision/sweep.py run                  scikit-learn's digits: 27 runs, two hours of one CPU core
     python experiments/vision/sweep.py run --seeds=4,5      more seeds; they add to the same folder
     python experiments/vision/sweep.py report               pages and figure, from the records alone
     python experiments/vision/sweep.py run --config=cifar   config/{vil,vim,vit}_cifar.py, on a GPU; tiny: ImageNet's
