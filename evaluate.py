@@ -86,7 +86,7 @@ def main(argv):
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
     dtype = distributed.pick_dtype(config.dtype, device)
     adapter, start = harness.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype), time.perf_counter()
-    where = environment()
+    where = environment()  # may raise: before hours of scoring
     output = harness.evaluate(adapter, loaded, config.limit)
     longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
     if output is None:

@@ -315,7 +315,7 @@ def parser():
     p.add_argument("--margin", type=float, default=0.02, help="a difference that would not matter (%(default)s)")
     p.add_argument("--alpha", type=float, default=0.05, help="probability of a false verdict (%(default)s)")
     p.add_argument("--gpus", default="", metavar="0,1", help="use these (all)")
-    p.add_argument("--out", type=lambda name: Path(name).resolve(), default=f"{REPO}/out/edit", help="(out/edit)")
+    p.add_argument("--out", type=lambda s: Path(s).resolve(), default=f"{REPO}/out/edit", help="folder (out/edit)")
     p.add_argument("--quiet", action="store_true", help="print the sentence only")
     p.set_defaults(command="run", stopped=False)
     runner.add_options(p, "one per core or GPU")

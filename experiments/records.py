@@ -142,11 +142,12 @@ def compared(kind, plan, records, source, accept_code):
         if other:
             rows[name] = "not comparable: " + ", ".join(other)
 
-    environments = [records[name].config["environment"] for name in ran]  # of the last version of a run
-    environments = {code_of(environment)[:12]: environment for environment in environments}
+    environments = dict.fromkeys(versions, {})  # of a run that began in one version and ended in another: the last's
+    environments |= {code_of(environment)[:12]: environment
+                     for environment in (records[name].config["environment"] for name in ran)}
     for version in sorted(versions, key=lambda version: (version != first, -versions[version])):
-        before, files = (environments.get(v, {}).get("code_files") for v in (first, version))
-        code.append({"code": version, "commit": environments.get(version, {}).get("commit"), "runs": versions[version],
+        before, files = (environments[v].get("code_files") for v in (first, version))
+        code.append({"code": version, "commit": environments[version].get("commit"), "runs": versions[version],
                      "used": sum(row["code"] == version for row in finished().values()),
                      "changed_files": runner.changed_files(before, files) if before and files else None})
     about = {key: value for key, value in plan.items() if key != "cells"}

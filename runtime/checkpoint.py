@@ -117,10 +117,15 @@ def load(path, prefix=""):
 
 def checksum(path):
     """The CRC-32 in a checkpoint's header, which tells it from others. Raises CheckpointError."""
+    return str(_in_header(path, "crc32"))
+
+
+def _in_header(path, key):
+    """A value in a checkpoint's header. The tensors, which may take gigabytes, are not read."""
     try:
         with open(regular(path), "rb") as f:
             length, size = int.from_bytes(f.read(8), "little"), os.fstat(f.fileno()).st_size
-            return str(json.loads(f.read(min(length, size)))["__metadata__"]["crc32"])
+            return json.loads(f.read(min(length, size)))["__metadata__"][key]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as a checkpoint ({error})") from error
 
@@ -132,10 +137,10 @@ def _earlier(folder):
 
 
 def steps(folder):
-    """{step: path} of all checkpoints in a run's folder, except the best."""
+    """{step: path} of all checkpoints in a run's folder, except the best. They may be damaged: `load` checks that."""
     paths = {step: path for step, path in _earlier(folder)}
-    with contextlib.suppress(CheckpointError):
-        paths[load(Path(folder) / NEWEST, prefix="no tensor")[1]["step"]] = Path(folder) / NEWEST
+    with contextlib.suppress(CheckpointError, ValueError, LookupError, TypeError):
+        paths[json.loads(_in_header(Path(folder) / NEWEST, "meta"))["step"] + 0] = Path(folder) / NEWEST
     return paths
 
 

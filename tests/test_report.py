@@ -198,6 +198,8 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
                           f"its code changed while it was down: {CODE}, then beef, then {CODE}"),
     "other weights": (lambda f: change(f / "config.json", config__init_from="out/a"), "not comparable: init_from"),
     "Muon": (lambda f: change(f / "config.json", config__optimizer="muon"), "optimizer muon where most have adamw"),
+    "another mixture": (lambda f: change(f / "config.json", data__identity={"train": "m1x", "val": "801d"}),
+                        "comparable: train data m1x"),
     "other data": (lambda f: change(f / "config.json", data__splits__val__sha256="ffff"), "comparable: val data ffff"),
     "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: val_tokens 7"),
     "other schedule": (lambda f: change(f / "config.json", config__schedule="cosine"), "comparable: schedule"),

@@ -428,7 +428,8 @@ def code_table(numbers):
 
 LOSSES = """\
 Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on all {files} held-out files; the learning
-rates were chosen on the first half of them, with other seeds. Every run decayed its learning rate to 0.
+rates were chosen on the first half of them, with other seeds. Where the data does not mark files, eight equal stretches
+stand in for them. Every run decayed its learning rate to 0.
 Bold: significantly below all other families of its size (5%, with Holm's correction)."""
 DIFFERENCES = """\
 In brackets: 95% intervals, over seeds, held-out files and the choice of the learning rates: SE times the quantile of
