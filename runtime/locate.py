@@ -127,18 +127,20 @@ def operator_places(toy, op):
 
 def functions_of(run, *args):
     """(run(*args), {'kernels/scan.py: _loop': None} of the functions in kernels/ that it calls, but for build.py)."""
-    ran, before, folder = {}, sys.getprofile(), Path(ops.__file__).parent
+    codes, before, folder = {}, sys.getprofile(), Path(ops.__file__).parent
 
-    def note(frame, event, _):
-        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if event == "call" and file.parent == folder and file.name != "build.py" and name in frame.f_globals:
-            ran[f"kernels/{file.name}: {name}"] = None
+    def note(frame, event, _):  # at every call: it only collects
+        if event == "call":
+            codes[frame.f_code] = frame.f_globals
 
     sys.setprofile(note)
     try:
-        return run(*args), ran
+        result = run(*args)
     finally:
         sys.setprofile(before)
+    files = {code: Path(code.co_filename) for code, names in codes.items() if code.co_name in names}
+    return result, {f"kernels/{file.name}: {code.co_name}": None for code, file in files.items()
+                    if file.parent == folder and file.name != "build.py"}
 
 
 def which_state(toy, batch, tally):

@@ -317,8 +317,12 @@ class Log:
 
 
 @functools.cache
-def _resolved(folder):  # a tenth of a millisecond; there are a hundred folders, and a thousand files
-    return Path(folder).resolve()
+def _in_project(folder):  # asked a thousand times, of a hundred folders
+    """The paths of a folder's code from the root of the repository: as it is named, and as it is where it is a link."""
+    root = Path(__file__).resolve().parents[1]
+    folders = Path(os.path.abspath(folder)), Path(folder).resolve()
+    paths = {path.relative_to(root) for path in folders if path.is_relative_to(root)}
+    return [path for path in paths if "site-packages" not in path.parts and not re.match(r"\.[^/]", str(path))]
 
 
 def code_identity():
@@ -328,15 +332,13 @@ def code_identity():
     the native sources, except NO_TRACE and empty files. An edited README or plot, or another commit with the same
     sources, keeps the identity; an edited mixer changes it.
     """
-    root = Path(__file__).resolve().parents[1]
-    files = {os.path.split(os.path.abspath(m.__file__)) for m in list(sys.modules.values())
+    root, current = Path(__file__).resolve().parents[1], os.getcwd()
+    files = {os.path.split(os.path.join(current, m.__file__)) for m in list(sys.modules.values())
              if getattr(m, "__file__", None)}
-    paths = {path.relative_to(root) for folder, name in files if name.endswith(".py")
-             for path in (Path(folder, name), _resolved(folder) / name)  # a folder in the repository may be a link
-             if path.is_relative_to(root) and path.exists()}  # PyTorch names some that do not
-    names = sorted(path.as_posix() for path in paths | set(map(Path, NATIVE_SOURCES))
-                   if not path.parts[0].startswith(".") and "site-packages" not in path.parts)  # .venv, venv
-    contents = {name: (root / name).read_bytes() for name in names if not name.startswith(NO_TRACE)}
+    paths = {path / name for folder, name in files if name.endswith(".py") for path in _in_project(folder)}
+    paths = {path.as_posix() for path in paths if (root / path).exists()}  # PyTorch names some that do not
+    names = sorted(name for name in paths.union(NATIVE_SOURCES) if not name.startswith(NO_TRACE))
+    contents = {name: (root / name).read_bytes() for name in names}
     files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
     return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
             "code_files": files}

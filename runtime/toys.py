@@ -110,8 +110,8 @@ def packed_batch(toy, batch):
 
 
 def random_rows(toy, length=T):
-    torch.manual_seed(2)
-    return torch.randn(2, length, toy.config.n_embd, device=next(toy.parameters()).device)
+    device = next(toy.parameters()).device
+    return torch.randn(2, length, toy.config.n_embd, device=device, generator=torch.Generator(device).manual_seed(2))
 
 
 def document_starts(x):
@@ -198,7 +198,8 @@ def in_float64(a):
 @contextlib.contextmanager
 def repeated(model):
     """In this context the model draws the same random numbers every time; then its buffers are as they were."""
-    torch.manual_seed(1)
+    cpu = next(model.parameters()).is_cpu
+    (torch.default_generator if cpu else torch).manual_seed(1)  # as parameters.draw does, to save time
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
     yield
     with torch.no_grad():
