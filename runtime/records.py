@@ -317,8 +317,9 @@ class Log:
 
 
 @functools.cache
-def _in_project(folder):  # asked a thousand times, of a hundred folders
-    """The paths of a folder's code from the root of the repository: as it is named, and as it is where it is a link."""
+def _in_project(folder):  # cached: a process has a thousand modules in a hundred folders
+    """Where a folder of code lies in the repository: paths relative to its root, as it is named and, if it is a link,
+    as its target is. None outside the repository, and none for installed packages."""
     root = Path(__file__).resolve().parents[1]
     folders = Path(os.path.abspath(folder)), Path(folder).resolve()
     paths = {path.relative_to(root) for path in folders if path.is_relative_to(root)}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import linear_attention, ops
+from runtime.parameters import seed_device
 
 T = 42  # tokens of a toy
 CUTS = [1, 22, 1, 18]  # lengths of the pieces that are read through the state; the last one outgrows the first cache
@@ -198,8 +199,7 @@ def in_float64(a):
 @contextlib.contextmanager
 def repeated(model):
     """In this context the model draws the same random numbers every time; then its buffers are as they were."""
-    cpu = next(model.parameters()).is_cpu
-    (torch.default_generator if cpu else torch).manual_seed(1)  # as parameters.draw does, to save time
+    seed_device(next(model.parameters()), 1)
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
     yield
     with torch.no_grad():

@@ -80,8 +80,8 @@ def test_longest_sequences_stay_within_documents():
                  for n, s, t in (("a", 0, 100), ("b", 100, 31), ("c", 131, 64), ("d", 195, 32))]
     starts, names = ex.longest_sequences(227, documents, 31)  # 31 tokens predict 30 and are too few; 32 are enough
     assert starts == [0, 31, 62, 131, 162, 195] and names == ["a", "a", "a", "c", "c", "d"]
-    each_first = ([0, 31, 131, 195], ["a", "a", "c", "d"])
-    assert ex.longest_sequences(227, documents, 31, 4 * 31 + 30) == each_first
+    longest = ([0, 31, 131, 195], ["a", "a", "c", "d"])
+    assert ex.longest_sequences(227, documents, 31, 4 * 31 + 30) == longest
     assert ex.longest_sequences(227, documents, 110) == ([0, 110], None)  # no document is so long: they lie end to end
     assert ex.longest_sequences(1001, None, 100) == ([100 * i for i in range(10)], None)
     assert ex.longest_sequences(1001, None, 100, 300) == ([0, 300, 600], None)

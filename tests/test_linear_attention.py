@@ -26,7 +26,7 @@ OPS = {"gla": "gated_linear_attention", "retention": "retention", "bonus": "rete
        "shared": "retention", "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule", "kda": "kda",
        "mesa": "mesa", "wkv4": "wkv4"}
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
-EACH_CASE = pytest.mark.parametrize("case", OPS)
+ALL_CASES = pytest.mark.parametrize("case", OPS)
 
 pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
@@ -200,7 +200,7 @@ def test_values_and_every_gradient(case, T):
 
 
 @pytest.mark.parametrize("sizes", ((1, 1, 1, 1), (2, 3, 1, 4), (4, 2, 3, 1), (1, 2, 16, 32), (3, 1, 33, 2)))
-@EACH_CASE
+@ALL_CASES
 def test_other_widths(case, sizes):
     fast, loop = both(case)
     a = inputs(case, 70, *sizes)
@@ -209,7 +209,7 @@ def test_other_widths(case, sizes):
         assert wrong(graded(fast, a, only=only), graded(loop, a, only=only), F64, factor) == {}
 
 
-@EACH_CASE
+@ALL_CASES
 def test_bfloat16_is_rounded_once(case):
     """bfloat16 in and out, computed in float32; decays of a whole head and states stay float32, as in a model."""
     fast, loop = both(case)
@@ -219,7 +219,7 @@ def test_bfloat16_is_rounded_once(case):
     assert wrong(got, outputs(loop, a), F32) == {}
 
 
-@EACH_CASE
+@ALL_CASES
 @pytest.mark.parametrize("T", (1, 70))
 def test_autocast_does_not_touch_it_and_meta_tensors_have_shapes(case, T):
     fast, _ = both(case)
@@ -232,7 +232,7 @@ def test_autocast_does_not_touch_it_and_meta_tensors_have_shapes(case, T):
     assert all((got[n].shape, got[n].dtype) == (want[n].shape, want[n].dtype) and got[n].is_meta for n in want)
 
 
-@EACH_CASE
+@ALL_CASES
 def test_pieces_with_the_state_carried_equal_the_whole(case):
     fast, _ = both(case)
     a = inputs(case, 150)
@@ -256,7 +256,7 @@ def numbers_kept(case, *sizes, **kw):
     return sum(kept)
 
 
-@EACH_CASE
+@ALL_CASES
 def test_memory_grows_with_the_length_and_not_with_its_square(case):
     assert numbers_kept(case, 1024, 1, 1, 8, 8) < 2.2 * numbers_kept(case, 512, 1, 1, 8, 8)
 
@@ -466,7 +466,7 @@ def test_what_the_library_cannot_do_goes_to_chunks(calls):
     assert calls == []
 
 
-@EACH_CASE
+@ALL_CASES
 def test_torch_backend_is_the_loop_in_pieces(case):
     """Over more than one piece, with every gradient, and memory that does not grow with the states of all steps."""
     fast, loop = both(case)

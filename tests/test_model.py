@@ -36,7 +36,7 @@ from kernels import build
 from model import FAMILIES, LM, ModelConfig
 from runtime import counting, parameters
 
-EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+ALL_FAMILIES = pytest.mark.parametrize("family", FAMILIES)
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 
@@ -80,7 +80,7 @@ def in_chunks(lm, idx, splits):
 
 # ------------------------------------------------------------------------------------------ sequences, chunks and steps
 
-@EACH_FAMILY
+@ALL_FAMILIES
 @pytest.mark.parametrize("splits", [[1] * 24, [1, 2, 3, 7, 11], [5, 1, 1, 16, 1]], ids=str)
 @torch.no_grad()
 def test_chunks_with_their_state_equal_the_whole(family, splits):
@@ -97,7 +97,7 @@ def test_chunks_with_their_state_equal_the_whole(family, splits):
     assert (other - whole).abs().amax((0, 2)).min() > 1e-6, "a later position does not see the first token"
 
 
-@EACH_FAMILY
+@ALL_FAMILIES
 @torch.no_grad()
 def test_shapes_loss_and_last_only(family):
     lm, idx, targets = tiny(family), tokens(3, 10), tokens(3, 10, seed=2)
@@ -126,7 +126,7 @@ def test_shapes_loss_and_last_only(family):
 
 # ------------------------------------------------------------------------------------------------------------- learning
 
-@EACH_FAMILY
+@ALL_FAMILIES
 def test_the_first_loss_is_that_of_a_uniform_guess(family):
     torch.manual_seed(0)
     lm = LM(config(family, vocab_size=512))
@@ -135,7 +135,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess(family):
     assert logits.std() < 0.5
 
 
-@EACH_FAMILY
+@ALL_FAMILIES
 def test_every_parameter_gets_a_gradient(family):
     lm = tiny(family)
     lm(tokens(4, 24), tokens(4, 24, seed=2))[1].backward()
@@ -160,7 +160,7 @@ def test_compiled_equals_eager(family):
 
 
 @pytest.mark.parametrize("how", ["bfloat16 autocast", "float64"])
-@EACH_FAMILY
+@ALL_FAMILIES
 def test_other_precisions_agree_with_float32(family, how):
     """Values, gradients and the state, by the size of the whole.
 
@@ -202,7 +202,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-@EACH_FAMILY
+@ALL_FAMILIES
 def test_parameter_count(family, size):
     with torch.device("meta"):
         lm = LM(ModelConfig(model=family, **SIZES[size]))
@@ -346,7 +346,7 @@ def test_experts_count_by_the_share_that_is_active(monkeypatch):
     assert counting.parameter_count(lm)["total"] == sum(p.numel() for p in lm.parameters())
 
 
-@EACH_FAMILY
+@ALL_FAMILIES
 def test_flops_per_token(family):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 24, "vocab_size": 96}
     lm, B, T = LM(ModelConfig(model=family, **shape)), 2, 24
@@ -401,7 +401,7 @@ def test_paper_models_are_table_5s_and_train_alike(family, size):
     assert {name: ours[name] for name in SIZES[size]} == SIZES[size]
 
 
-@EACH_FAMILY
+@ALL_FAMILIES
 @torch.no_grad()
 def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(family):
     for changes in ({"d_state": 4}, {"n_layer": 1}, {"d_conv": 1}):
@@ -532,7 +532,7 @@ RESIDUAL = {"out_proj.weight", "w2.weight", "output.weight"}  # and RWKV's chann
 
 
 @pytest.mark.parametrize("L, H", [(2, 4), (1, 1)])
-@EACH_FAMILY
+@ALL_FAMILIES
 def test_every_parameter_starts_as_its_paper_says(family, L, H):
     torch.manual_seed(0)
     d = 256
@@ -585,7 +585,7 @@ def test_logarithms_start_above_minus_infinity():
     close(p.exp(), torch.full((5,), 1e-4))
 
 
-@EACH_FAMILY
+@ALL_FAMILIES
 def test_matrices_and_the_embedding_decay_and_nothing_else(family):
     lm = LM(config(family))
     named, decayed = dict(lm.named_parameters()), optim.decayed(lm)
@@ -847,7 +847,7 @@ def test_as_released():
 
 # ------------------------------------------------------------------------------------------------------------- backends
 
-@EACH_FAMILY
+@ALL_FAMILIES
 @torch.no_grad()
 def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
     """Of the mixer, the norms and the convolution; the line that train.py prints says the same of the first."""
@@ -1003,7 +1003,7 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern,
 
 # ----------------------------------------------------------------------------------------------------------- generation
 
-@EACH_FAMILY
+@ALL_FAMILIES
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_of_the_whole(family):
     lm, idx = tiny(family), tokens(2, 15)

@@ -32,7 +32,7 @@ from runtime import counting
 from runtime.records import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EACH_MIXER = pytest.mark.parametrize("mixer", MIXERS)
+ALL_MIXERS = pytest.mark.parametrize("mixer", MIXERS)
 NEW = {"short BaseConv": models.BaseConv, "long BaseConv": models.LongBaseConv, "Hyena": models.Hyena,
        "Based": models.TaylorAttention, "attention": models.Attention}
 
@@ -202,7 +202,7 @@ def test_against_direct_sums(name):
             m(x.new_zeros(2, 25, 12))
 
 
-@EACH_MIXER
+@ALL_MIXERS
 @torch.no_grad()
 def test_chunks_equal_the_whole_sequence(mixer):
     m, idx = tiny(mixer), torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -235,7 +235,7 @@ def tiny(mixer):
     return m
 
 
-@EACH_MIXER
+@ALL_MIXERS
 @torch.no_grad()
 def test_a_token_changes_nothing_before_it_and_the_loss_is_taken_at_the_queries(mixer):
     m, idx = tiny(mixer), torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -257,7 +257,7 @@ def test_a_token_changes_nothing_before_it_and_the_loss_is_taken_at_the_queries(
     assert 24 * (every - counting.flops_per_token(m)["total"]) == pytest.approx(21 * 6 * 32 * 16)
 
 
-@EACH_MIXER
+@ALL_MIXERS
 def test_every_parameter_learns_and_what_writes_to_the_residual_stream_starts_at_the_scale_of_two_branches(mixer):
     model = Recall(config_of(mixer, n_embd=64))
     assert model.config.n_branches == 2
@@ -273,7 +273,7 @@ def test_every_parameter_learns_and_what_writes_to_the_residual_stream_starts_at
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0] == []
 
 
-@EACH_MIXER
+@ALL_MIXERS
 @torch.no_grad()
 def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
     model, idx = tiny(mixer), torch.randint(32, (8, 24))

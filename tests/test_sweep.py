@@ -319,10 +319,10 @@ def test_runs_of_a_preset_differ_in_nothing_else(name):
         (chose if c.at["stage"] == "search" else reported).add(config.seed)
     assert len(kinds) == 1, "settings that must not differ within a sweep"
     assert chose and not chose & reported
-    one_each = {(c.at["model"], c.at["size"]): c for c in cells}.values()
-    sweep.estimate(one_each)
+    by_family_and_size = {(c.at["model"], c.at["size"]): c for c in cells}.values()
+    sweep.estimate(by_family_and_size)
     for size in preset.sizes:  # the families are of a size
-        counts = [c.at["parameters"] for c in one_each if c.at["size"] == size]
+        counts = [c.at["parameters"] for c in by_family_and_size if c.at["size"] == size]
         assert len(counts) == len(preset.models) and max(counts) / min(counts) < 1.12, (size, counts)
 
 
