@@ -16,12 +16,14 @@ def pytest_configure():
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending the tests shows what failed so far
 
 
-def pytest_collection():
-    """transformers looks for these packages and lets out any error of their import: without a GPU none is needed."""
-    import torch  # not at the top: with -n the process that only hands out tests does not come to here
+LIBRARIES = "causal_conv1d", "fla", "flash_attn", "mamba_ssm"
 
-    if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:  # test_fused.py runs fla's on a CPU
-        sys.modules.update(dict.fromkeys(("causal_conv1d", "fla", "flash_attn", "mamba_ssm")))
+
+def pytest_collection():
+    """Hides other libraries' kernels, except from test_fused.py: transformers would run them on CPU tensors, and lets
+    out any error of their import."""
+    if "TRITON_INTERPRET" not in os.environ:
+        sys.modules.update(dict.fromkeys(LIBRARIES))
 
 
 def pytest_collection_finish():

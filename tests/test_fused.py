@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import LIBRARIES
 from test_linear_attention import OPS, both, inputs, outputs
 from test_scan import inputs as inputs_of
 
@@ -42,11 +43,13 @@ class Step(int):
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter():
-    """Lets the interpreter run fla's kernels on this CPU."""
-    if not INTERPRETED:
-        yield
-        return
+    """Lets the interpreter run fla's kernels on this CPU. On a GPU: lets the libraries be imported."""
     with pytest.MonkeyPatch.context() as patch:
+        for library in () if INTERPRETED else LIBRARIES:
+            patch.delitem(sys.modules, library, raising=False)
+        if not INTERPRETED:
+            yield
+            return
         patch.setattr(fused, "GPU", "cpu")
         patch.setattr(build, "say_once", lambda line: None)
         for op in fused.BY_DEFAULT:
