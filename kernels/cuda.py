@@ -102,7 +102,7 @@ def tunings():
 
 def tuning(name, default):
     """A number that $LONGHORN_CUDA_DEFINES gives for build.py's choices rather than for the compiler."""
-    return int(dict(word.split("=", 1) for word in tunings() if "=" in word).get(name, default))
+    return type(default)(dict(word.split("=", 1) for word in tunings() if "=" in word).get(name, default))
 
 
 def defines(update, dtype, *shape):

@@ -251,11 +251,11 @@ def _check_cu_seqlens(cu, B, T, device):
 
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
-def _kernels(x, k, z, cu_seqlens, update, reverse):
+def _kernels(x, k, z, cu_seqlens, update, reverse, backward=False):
     """The kernels for these arguments, and cu_seqlens in the form that they take."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
     kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, z is not None,
-                            N=k.shape[2], softplus=int(update.endswith("_softplus")))
+                            backward, N=k.shape[2], softplus=int(update.endswith("_softplus")))
     kernels.reversed = reverse
     if cu_seqlens is not None:
         cu_seqlens = (x.shape[1] - cu_seqlens).flip(0) if reverse else cu_seqlens
@@ -307,7 +307,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     if chunks is None or not chunks.numel():
         raise RuntimeError("scan: cannot differentiate: the forward kept no states (save=False)")
     (B, T, d), N = x.shape, k.shape[2]
-    kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)
+    kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse, backward=True)
     rows, _ = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     like = lambda a, *shape: None if a is None else build.empty(x, *shape)

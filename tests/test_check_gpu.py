@@ -19,11 +19,11 @@ from runtime.records import NATIVE_SOURCES
 DEVICE = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "multiprocessors": 132, "torch": "2.11.0",
           "cuda": "13.0", "nvidia_smi": {"driver_version": "580.1", "clocks.max.sm": "1980"}}
 LOG = """===== tests: python -m pytest
-tests/test_cuda.py::test_gpu_a PASSED [ 50%]
-tests/test_cuda.py::test_gpu_b PASSED [100%]
+[gw0] [ 50%] PASSED tests/test_cuda.py::test_gpu_a
+[gw1] [100%] PASSED tests/test_cuda.py::test_gpu_b
 
 ===== fused: python -m pytest
-tests/test_fused.py::test_c PASSED [100%]
+[gw0] [100%] PASSED tests/test_fused.py::test_c
 """
 DATE = "2026-11-20T{}+00:00"
 

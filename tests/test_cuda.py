@@ -73,7 +73,7 @@ def shim(builds):
 def use(monkeypatch, module, segments=1):
     """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, with T of a scan split into `segments`."""
     class ShimKernels(build.Kernels):
-        def __init__(self, args_class, x, update=None, rows=None, gated=True, **sizes):
+        def __init__(self, args_class, x, update=None, rows=None, gated=True, backward=False, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
             self.module = module
             sizes |= dict(splits=-(-D // self.module.channels))
@@ -337,16 +337,18 @@ def test_what_is_prepared_for_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(build, "cuda_module", module)
 
-    def prepare(B, T, D, update="longhorn", rows=None, gated=True, dtype=BF16, **sizes):
+    def prepare(B, T, D, update="longhorn", rows=None, gated=True, backward=False, dtype=BF16, **sizes):
         struct, sizes = (build.ScanArgs, sizes or {"N": 16}) if update else (build.ConvArgs, sizes)
-        prepared = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated, 1,
-                                              **sizes)
+        prepared = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated,
+                                              backward, 1, **sizes)
         a = prepared["args"]
         assert prepared["dtype"] == dtype and (a.T, a.D, a.B, a.threads) == (T, D, rows or B, 0)
         return a.splits, prepared["segments"], prepared["aligned"], getattr(a, "segment_T", None)
 
     assert prepare(64, 1024, 1536) == (12, 1, 1, 1024)  # 128 channels per block
     assert prepare(2, 32768, 1536) == (12, 16, 16, 2048)  # 3 * 132 // 24 segments of whole chunks
+    assert prepare(2, 32768, 1536) == prepare(2, 32768, 1536, backward=True)
+    assert prepare(8, 4096, 1536)[1] == 1 and prepare(8, 4096, 1536, backward=True)[1] == 4
     for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
         assert prepare(2, 32768, 1536, **whole)[1:3] == (1, 1)
     assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
@@ -434,6 +436,8 @@ def test_once_split_T_fills_the_gpu(update):
         segments = build.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
         least = 2 if update == "mamba" or dtype == F32 else least
         assert (segments == 1) == (blocks > gpu[0])
+        forward = build.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu, backward=False)
+        assert forward == (segments if blocks <= 0.6 * gpu[0] else 1)
         if segments > 1:
             assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
 
