@@ -420,6 +420,35 @@ def conv_results(a, dy, backend):
     return {"y": y.detach(), **{f"d{n}": g for n, g in zip(args, grads, strict=True)}}
 
 
+# --------------------------------------------------------------------------------------------------------- stage: loss
+
+def loss(emit, dry_run, budget_s):
+    """Time the head and its loss for 32K tokens of 50,304 kinds, in slices of several sizes, and PyTorch's."""
+    import torch
+
+    from bench import measure, scan_cuda
+    from kernels import ops
+
+    gpu = device(dry_run)
+    n, D, V = (64, 16, 128) if dry_run else (32768, 768, 50304)
+    a = {"x": torch.randn(n, D, device=gpu.name), "weight": torch.randn(V, D, device=gpu.name) / 32}
+    a, targets = {name: v.bfloat16() for name, v in a.items()}, torch.randint(V, (n,), device=gpu.name)
+
+    def contender(at_once, backend=None):
+        args = measure.leaves(a)
+
+        def call():
+            ops.LOGITS_AT_ONCE[gpu.name] = at_once
+            return ops.linear_cross_entropy(**args, targets=targets, backend=backend)
+
+        return scan_cuda.Pass(call, list(args.values()), torch.ones((), device=gpu.name))
+
+    contenders = {f"slices of 2^{power}": functools.partial(contender, 1 << power) for power in (24, 26, 28, 30)}
+    contenders["torch"] = functools.partial(contender, 1, "torch")
+    for row in scan_cuda.time_contenders(contenders, gpu, 3 if dry_run else 20):
+        emit(B=n, T=1, D=D, N=V, **row)
+
+
 # --------------------------------------------------------------------------------------- stages that are other programs
 
 def pytest(*arguments):
@@ -477,7 +506,8 @@ def mamba_ssm(context):
 def training(name, T):
     """A stage that times compiled training steps of the 120M models on random tokens, 32K per step, as in train.py."""
     def command(context):
-        families, sizes = "longhorn,llama", f"--size=120M --block_size={T} --batch_size={32768 // T} --compile".split()
+        families = "longhorn,llama"
+        sizes = f"--size=120M --block_size={T} --batch_size={32768 // T} --compile --kernels".split()
         if context.dry_run:  # one family without compiling takes seconds
             families, sizes = "longhorn", "--n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 --block_size=16".split()
         device = "cpu" if context.dry_run else "cuda"
@@ -538,7 +568,7 @@ def preset(name, limit_s, *command_line):
     return Stage(name, limit_s, command, lambda rows, text: last_line(text), verdict)
 
 
-FUNCTIONS = {f.__name__: f for f in (environment, build, convolution, small, profiled, timed, variants)}
+FUNCTIONS = {f.__name__: f for f in (environment, build, convolution, loss, small, profiled, timed, variants)}
 # At most 530 s per call: the build takes 95 s on 4 cores, 25 on 16, and what it leaves goes to the next stages.
 STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment_summary),
           Stage("build", 150, lambda c: c.inner("build"), build_summary),
@@ -549,13 +579,14 @@ STAGES = [Stage("environment", 40, lambda c: c.inner("environment"), environment
           Stage("benchmark", 160, benchmark, in_short),
           Stage("profile", 40, profile),
           Stage("convolution", 30, lambda c: c.inner("convolution"), times_summary),
-          Stage("variants", 110, lambda c: c.inner("variants"), times_summary),
+          Stage("loss", 30, lambda c: c.inner("loss"), times_summary),
+          Stage("variants", 80, lambda c: c.inner("variants"), times_summary),
           training("training", 1024), training("training_4096", 4096), training("training_8192", 8192),
           preset("recall_gpu", 60, "experiments/recall/mqar.py", "run", "--preset=gpu"),
           preset("table1_gpu", 70, "experiments/scaling/sweep.py", "gpu")]
 GATES = ("build", "tests")
 CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
-         "speed": ("environment", "build", "benchmark", "profile", "convolution", "variants"),
+         "speed": ("environment", "build", "benchmark", "profile", "convolution", "loss", "variants"),
          "training": ("environment", "build", "training", "training_4096", "training_8192", "recall_gpu", "table1_gpu")}
 
 

@@ -4,6 +4,7 @@
     PYTHONPATH=/tmp/peers python bench/step.py --with_peers --save      # results/step_cpu.json
     python bench/step.py --device=cuda --size=120M --compile --save     # results/step_cuda_120m.json
     python bench/step.py --families=llama,mamba --rounds=3
+    python bench/step.py --families=longhorn --kernels                  # where a step's time goes
 
 A step is that of train.py: forward, backward, clipping, AdamW. The peers are transformers' LLaMA, Mamba and RWKV-4 with
 the same shape and optimizer, and mambapy's Mamba. Install missing ones outside the project, for this comparison only:
@@ -223,6 +224,16 @@ class Trial:
             torch.cuda.empty_cache()
         return {"losses": losses, "seconds": seconds, "peak_bytes": peak}
 
+    def kernels(self):
+        """{'kernels': [[milliseconds per step, calls per step, name], ...]}: the device's slowest, over three steps."""
+        where = "cuda" if self.device.type == "cuda" else "cpu"
+        with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, where.upper())]) as profile:
+            for _ in range(3):
+                self.step()
+        time_of = f"self_{where.replace('cuda', 'device')}_time_total"  # in microseconds
+        rows = [[getattr(e, time_of) / 3e3, e.count / 3, e.key[:100]] for e in profile.key_averages()]
+        return {"kernels": sorted(rows, reverse=True)[:20]}
+
 
 # --------------------------------------------------------------------------------------------------------------- rounds
 
@@ -234,11 +245,11 @@ def verdict(losses):
     return None if losses[-1] < losses[0] else f"the loss does not fall: {losses[0]:.4f} -> {losses[-1]:.4f}"
 
 
-def run_rounds(specs, rounds, budget_s, save=lambda rows: None):
+def run_rounds(specs, rounds, budget_s, save=lambda rows: None, kernels=False):
     """One row per spec, in order. All models start, then take turns, round after round.
 
     A model that has used up `budget_s` seconds gets no further turn; one that takes longer than that for a single turn
-    is stopped. save(rows so far) is called after every round.
+    is stopped. save(rows so far) is called after every round. kernels: at the end, also profile a few steps of each.
     """
     from tqdm import tqdm
 
@@ -279,6 +290,9 @@ def run_rounds(specs, rounds, budget_s, save=lambda rows: None):
                     spent[name] += time.perf_counter() - start
                     turns[name] += 1
                 save(measured())
+            for name in rows if kernels else ():
+                if "reason" not in rows[name]:
+                    keep(name, workers[name].ask("kernels", limit_s=budget_s))
     finally:
         for one in workers.values():
             one.end()
@@ -331,6 +345,10 @@ def print_rows(rows, peak):
             print(f"  {r['name']}: {r['cut']}")
     print("  FLOPs as counted for our models, also for the peers; the peak includes weights, gradients and optimizer "
           "state")
+    for r in rows:
+        if "kernels" in r:
+            print(f"\n{r['name']}, {sum(ms for ms, *_ in r['kernels']):.1f} ms of a step in:")
+            print(*(f"{ms:9.2f} ms {calls:7.0f} x  {name}" for ms, calls, name in r["kernels"]), sep="\n")
 
 
 def in_short(record):
@@ -412,6 +430,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, 60.0)
     parser.add_argument("--compile", action="store_true", help="torch.compile our models; the peers run as published")
+    parser.add_argument("--kernels", action="store_true", help="also show where the time of a step goes")
     parser.add_argument("--with_peers", action="store_true", help="also time other projects' models of the same shape")
     parser.add_argument("--rounds", type=int, default=10, help="turns per model (%(default)s)")
     return settle(parser, parser.parse_args(argv), ["rounds"])
@@ -434,7 +453,7 @@ def main(argv=None):
         if out is not None:
             measure.write_record(out, record)
 
-    save(run_rounds(specs, args.rounds, args.budget_s, save=save))
+    save(run_rounds(specs, args.rounds, args.budget_s, save, args.kernels))
     print_rows(record["rows"], peak)
     for line in in_short(record):
         print(f"in short: {line}")

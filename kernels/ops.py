@@ -7,7 +7,7 @@
 
 The first two have CPU kernels in conv_norm.cu, because eager PyTorch transposes for the convolution and passes over
 memory seventeen times for the norm; the convolution also has a GPU kernel. The loss uses PyTorch's operators in an
-order that needs a sixth of the memory; on a GPU torch.compile makes one kernel of them. Code that all operators share
+order that needs a sixth of the memory; on a GPU torch.compile makes two kernels of them. Code that all operators share
 is here too: checks, documents, loops in pieces.
 
     python -m pytest tests/test_ops.py
@@ -28,7 +28,9 @@ from runtime.errors import is_out_of_memory
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states from which the backward recomputes
 WINDOW_QUERIES = 64  # attention with a window processes at least this many queries at a time
-LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # fit in a core's cache in float32, in a GPU's L2 in 16 bits
+# On a CPU they fit in a core's cache in float32. On a GPU they bound what PyTorch's own kernels would take to 2 GB:
+# slices that fit in its L2, 2^24, are 99 for 32K tokens of 50,304 (results/README.md, "On an H200").
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
 
 
 def check_tensor(op, name, a, floats=True):
@@ -481,13 +483,24 @@ def loss_of_slice(logits, targets, train):
     return log_p[:, 0]
 
 
+def loss_in_two_kernels(logits, targets, train):
+    """`loss_of_slice` for torch.compile: a kernel for the log-probabilities and one for the gradient, in place. With
+    scatter_ it would copy all logits twice."""
+    log_softmax = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_p = log_softmax.gather(1, targets[:, None])
+    if train:
+        at_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+        logits.copy_(log_softmax.exp() - at_target.to(log_softmax.dtype))
+    return log_p[:, 0]
+
+
 def compiled_loss_of_slice(logits, targets, train):
-    """`loss_of_slice`, compiled: it moves 4 bytes per logit of 16 bits, where PyTorch's five kernels move 20. Where
-    torch.compile fails, for lack of Triton or a C compiler, the function as it is, and a line says so."""
+    """`loss_in_two_kernels`, compiled: it moves 6 bytes per logit of 16 bits, PyTorch's five kernels 20. Where
+    torch.compile fails, for lack of Triton or a C compiler, `loss_of_slice`, and a line says so."""
     if not is_plain(logits):
         return loss_of_slice(logits, targets, train)
     try:
-        return torch_private.compiled_for_any_rows(loss_of_slice)(logits, targets, train)
+        return torch_private.compiled_for_any_rows(loss_in_two_kernels)(logits, targets, train)
     except Exception as error:
         if is_out_of_memory(error):
             raise

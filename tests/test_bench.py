@@ -19,6 +19,7 @@ import torch
 from bench import generate, gpu, measure, scan, scan_cuda, step
 from bench.gpu import Context, Skip, Stage
 from experiments import extrapolation, online_learning
+from kernels import ops
 from model import LM, Longhorn, ModelConfig
 from runtime import counting, distributed, records
 from runtime.errors import ConfigError
@@ -62,13 +63,14 @@ def test_scan_on_a_gpu_tried_without_one(tmp_path, capsys):
 def test_step(tmp_path):
     """In processes of their own. Three heads do not divide 32 channels: LLaMA's own message is its reason."""
     out = tmp_path / "step.json"
-    assert step.main([*TINY, "--n_head=3", "--families=llama,longhorn", "--rounds=2", f"--out={out}"]) == 1
+    assert step.main([*TINY, "--n_head=3", "--families=llama,longhorn", "--rounds=2", "--kernels", f"--out={out}"]) == 1
     llama, longhorn = json.loads(out.read_text())["rows"]
     assert llama["reason"].startswith("ValueError: n_embd 32 is not a multiple of n_head 3") and "seconds" not in llama
     lm = LM(ModelConfig(n_layer=1, n_embd=32, n_head=2, block_size=16, vocab_size=64))
     assert longhorn["parameters"] == counting.parameter_count(lm)["total"] and longhorn["seconds"]["runs"] == 2
     assert longhorn["last_loss"] < longhorn["first_loss"] < 5
     assert longhorn["tokens_per_second"] == pytest.approx(4 * 16 / longhorn["seconds"]["median_seconds"])
+    assert len(longhorn["kernels"]) == 20 and 1 in [calls for _, calls, name in longhorn["kernels"] if "AdamW" in name]
 
 
 def test_a_cut_step_leaves_the_rounds_that_ended(tmp_path, monkeypatch):
@@ -182,13 +184,15 @@ def test_tests_that_were_cut_leave_what_they_printed():
     assert gpu.tests_read(text) == [{"passed": 1, "skipped": 1, "failed": ["tests/test_cuda.py::test_gpu_b[x y]"]}]
 
 
-def test_stages_of_a_gpu_on_the_cpu(tmp_path):
+def test_stages_of_a_gpu_on_the_cpu(tmp_path, monkeypatch):
     """The functions of stages run; the commands of others can be parsed; calls name all of them."""
     rows = []
-    for stage in ("environment", "build", "small", "convolution"):
+    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", {})
+    for stage in ("environment", "build", "small", "convolution", "loss"):
         gpu.FUNCTIONS[stage](lambda **record: rows.append(json.loads(json.dumps(record))), True, 10)
     assert rows[0]["device"]["torch"] and sum("scan" in r for r in rows) == len(gpu.SMALL)
-    assert [r["contender"] for r in rows if "contender" in r] == ["cpu", "torch", "fused"]
+    assert [r["contender"] for r in rows if "contender" in r] == [
+        "cpu", "torch", "fused", *(f"slices of 2^{power}" for power in (24, 26, 28, 30)), "torch"]
     assert {stage for call in gpu.CALLS.values() for stage in call} == {stage.name for stage in gpu.STAGES}
     context, commands = Context(tmp_path, False, seconds=120, record="/r"), {s.name: s.command for s in gpu.STAGES}
     limits = {s.name: s.limit_s for s in gpu.STAGES}

@@ -118,6 +118,7 @@ def honest(repository):
     speed = new("gpu", "10:05:00", dry_run=False, stages=[
         *both, stage("benchmark", summary=in_short), stage("profile", "skipped"),
         stage("convolution", records=[conv], summary="ms forward / backward: cuda 0.20 / 0.30"),
+        stage("loss", "skipped"),
         stage("variants", records=[ours], summary="ms forward / backward: as it is 0.40 / 2.02")])
     train = new("gpu", "10:20:00", dry_run=False, finished=False, stages=[*both, stage(
         "training", summary="tokens/s: longhorn 294,941 (MFU 23.9%), llama 324,436 (MFU 26.2%)")])
@@ -266,7 +267,7 @@ ROW = f"{SCAN}, shapes, 0, rows, 0, forward"
     (doctored("gpu_speed, stages, 4, records, 0, forward, share_of_bandwidth", 0.99), "does not follow"),
     (doctored("gpu_speed, stages, 4, summary", "ms forward / backward: cuda 0.10 / 0.20"),
      "the summary of its stage convolution"),
-    (doctored("gpu_speed, stages, 5, records, 0, forward", times(1e-4)), "ours forward at B=64 T=1024 D=1536 N=16 in"),
+    (doctored("gpu_speed, stages, 6, records, 0, forward", times(1e-4)), "ours forward at B=64 T=1024 D=1536 N=16 in"),
     (doctored(f"{FIRST}, stages, 2, seconds", -3.0), "stages[2].seconds is -3.0")])
 def test_doctored_records_are_refused(change, words, honest, repository, tmp_path):
     records = copy.deepcopy(honest)
