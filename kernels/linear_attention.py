@@ -409,8 +409,8 @@ class _Between(torch.autograd.Function):
         C = g.shape[1]
         steps = torch.ones(C, C, dtype=torch.bool, device=g.device)
         sums = torch.where(steps.tril(-1), g, 0.0)  # (B H, C, C), row r has g_r left of the diagonal
-        # not in place: compiled by PyTorch 2.11, the result would have no gradient, without an error
-        between = sums.cumsum(1).masked_fill(~steps.tril(), -torch.inf).exp()
+        # exp_ would lose the result's gradient, without an error, where PyTorch 2.11 compiles this
+        between = sums.cumsum_(1).masked_fill_(~steps.tril(), -torch.inf).exp()
         ctx.save_for_backward(between)
         return between
 
