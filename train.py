@@ -129,11 +129,11 @@ def train(config, model, data, evaluate, schedule=None):
     schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
     dtype = getattr(torch, config.dtype)
     if config.self_check == "only":
-        line = self_check(model, dtype)
+        line = self_check(model, dtype, config.compile)
         return print(line, flush=True) if distributed.rank() == 0 else None
     with (Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry,
           Signals() as signals):  # out of memory becomes one line here
-        telemetry.say(self_check(model, dtype) if config.self_check == "on" else "self-check: off")
+        telemetry.say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
         folder.resume(optimizers, schedule, telemetry)  # from the newest intact checkpoint, if there is one

@@ -10,6 +10,7 @@ compares the loss and every gradient:
     mode         training and eval mode, unless the model draws random numbers in training; with gradients and without
     state        whole sequences, and the same tokens in chunks and single steps; logits with targets and without
     documents    with --documents=pack: packed documents, and each document alone
+    compiled     with --compile: layers as torch.compile traces them, and as they are
 
 It also stops at a model that is not deterministic, and at one whose logits depend on later tokens.
 
@@ -70,12 +71,12 @@ POSITIONS = "; if positions are added, count the tokens in the state, as RWKVTim
 OFF = "--self_check=off trains without the check"
 
 
-def self_check(model, dtype=torch.float32):
+def self_check(model, dtype=torch.float32, compiled=False):
     """Returns a line on what agreed. Raises ConfigError, naming both places and the way out, if two versions differ.
 
-    dtype: of training's matrix products. A model that is not an LM must have toy(backend) -> a small model of the same
-    code; toy_batch() -> (x, y) gives its inputs if they are not tokens. Neither the model nor the random state is
-    changed.
+    dtype: of training's matrix products; compiled: layers are compiled in training. A model that is not an LM must have
+    toy(backend) -> a small model of the same code; toy_batch() -> (x, y) gives its inputs if they are not tokens.
+    Neither the model nor the random state is changed.
     """
     began, device = time.perf_counter(), next(model.parameters()).device
     in_16_bits = dtype != torch.float32 and model.config.backend != "torch"
@@ -89,7 +90,7 @@ def self_check(model, dtype=torch.float32):
                 toy, plain, batch = toys(model, device)
                 way_out = "correct that"
                 packed = getattr(model.config, "documents", "join") == "pack"
-                line = compare(toy, plain, batch, packed)
+                line = compare(toy, plain, batch, packed, compiled)
             line += f"; {compare_rounded(toy, plain, batch, dtype)}" if in_16_bits else ""
         except ConfigError:
             raise
@@ -139,7 +140,7 @@ def refuse(where, error, name, usual, allowed, way_out):
                       f"allowed): {way_out}")
 
 
-def compare(toy, plain, batch, packed):
+def compare(toy, plain, batch, packed, compiled):
     """A line on what agreed. Raises ConfigError for the first pair that differs."""
     rows = packed_batch(toy, batch) if packed else batch
     toy.eval()
@@ -151,6 +152,8 @@ def compare(toy, plain, batch, packed):
     varies = varies_in_training(toy, batch[0])
     with packing(packed, toy, plain):
         tally = compare_training(toy, plain, rows, varies)
+        if compiled:
+            compare_compiled(toy.train(not varies), rows, tally)
     toy.eval()
     with torch.no_grad():
         if not varies:
@@ -231,6 +234,22 @@ def compare_training(toy, plain, batch, varies):
                 slow = output_and_gradients(locate.Alone(mixer), x)
         tally.agree(operators, slow, fast, lambda op=op: locate.operator_places(toy, op), TORCH)
     return tally
+
+
+def compare_compiled(toy, batch, tally):
+    """Loss and gradients of layers that torch.compile has traced, without its code generator, and as they are."""
+    trains, layers = gradients(toy, loss_alone, batch), getattr(toy, "layers", [toy])
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    try:
+        traced = gradients(toy, loss_alone, batch)
+    finally:
+        for layer in layers:
+            del layer.forward
+        torch.compiler.reset()  # training would compare its inputs with the toy's graphs first
+    places = ", ".join(dict.fromkeys(locate.place(type(layer).forward) for layer in layers))
+    tally.agree("compiled layers and layers as they are", traced, trains, lambda: f"{places} compiled and as it is",
+                "train with --compile=false, or with another version of PyTorch")
 
 
 def two_losses(toy):

@@ -586,6 +586,17 @@ def test_unedited_models_with_packed_documents_start(pattern, n_layer, d, probe)
     assert not answer.stopped, answer.line
 
 
+def test_what_only_a_compiled_layer_computes_stops(monkeypatch):
+    lm = LM(ModelConfig(model="llama", n_layer=2, n_embd=16, n_head=2, vocab_size=32, mlp_multiple=8))
+    assert "compiled layers and layers as they are" in self_check(lm, compiled=True)
+    honest = model.SwiGLU.forward
+    monkeypatch.setattr(model.SwiGLU, "forward", lambda self, x, state=None: honest(
+        self, x * (1.01 if torch.compiler.is_compiling() else 1.0), state))
+    assert "compiled" not in self_check(lm)
+    with pytest.raises(ConfigError, match="Layer.forward compiled and as it is disagree by .*--compile=false"):
+        self_check(lm, compiled=True)
+
+
 def test_only_the_check(data, out):
     said = succeed(arguments(data, out, self_check="only")).out
     assert said.splitlines()[-1].startswith("self-check: the loss alone") and "step" not in said and not out.exists()
