@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scan import SCANS, distance, inputs, tolerance, views
-from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build, ops
@@ -538,6 +537,8 @@ def test_all_logits_are_read_by_the_slice_function_once_and_by_the_products(monk
 
 
 def test_the_compiled_loss_makes_no_second_matrix_of_logits():
+    from torch._inductor.utils import run_and_get_code  # takes a second
+
     logits, targets = torch.zeros(50, 320, dtype=BF16), torch.zeros(50, dtype=torch.int64)
     compiled = torch.compile(ops.loss_in_two_kernels, fullgraph=True)
     _, (code, *_) = run_and_get_code(compiled, logits, targets, True)
