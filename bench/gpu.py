@@ -9,10 +9,10 @@
 
 A call is a list of stages (CALLS). Each stage is a separate process with a time limit, and may also use what earlier
 ones have left. A stage that lacks something names it and is skipped. If the kernels do not build, or one of their tests
-fails, all later stages and calls are left out, because they would time wrong kernels. Any other failure stops nothing.
-Output, in results/gpu_<device>/: gpu_<call>.json (after every stage) and gpu_<call>.log (all output), and the records
-of bench/scan.py and bench/step.py. The exit status is 1 if any stage failed. `python bench/check_gpu.py FOLDER` says
-whether the records can be sent in.
+fails, all later stages and calls are left out, because they would time wrong kernels. Any other failure stops nothing,
+nor do tests that were cut while all passed. Output, in results/gpu_<device>/: gpu_<call>.json (after every stage) and
+gpu_<call>.log (all output), and the records of bench/scan.py and bench/step.py. The exit status is 1 if any stage
+failed. `python bench/check_gpu.py FOLDER` says whether the records can be sent in.
 
 Stages that are functions of this file pass their numbers as JSON lines in a file, so a killed stage keeps the numbers
 that it had; the others write their own records as they go, or are read from what they printed.
@@ -168,7 +168,7 @@ def run_all(stages, context, budget_s, about, done=None):
     for i, stage in enumerate(stages):
         left = budget_s - (time.monotonic() - began)
         limit_s = min(left, max(stage.limit_s, left - sum(later.limit_s for later in stages[i + 1:])))
-        gate = next((f"{name}: {done[name]['status']}" for name in GATES if failed(done.get(name))), None)
+        gate = next((f"{name}: {done[name]['status']}" for name in GATES if closed(done.get(name))), None)
         if stage.name in done and done[stage.name]["status"] == "ok":
             result = done[stage.name]
         elif gate or left < 5:
@@ -183,8 +183,12 @@ def run_all(stages, context, budget_s, about, done=None):
     return record["stages"]
 
 
-def failed(result):
-    return result is not None and result["status"] in ("failed", "over time")
+def closed(result):
+    """Whether nothing may follow this stage: a build that did not end, or a test that failed. Tests that were cut stop
+    nothing if none had failed."""
+    if result is None or result["status"] != "over time":
+        return result is not None and result["status"] == "failed"
+    return result["stage"] != "tests" or bool(result["records"][0]["failed"])
 
 
 def print_summary(results, path):
