@@ -485,7 +485,7 @@ def loss_of_slice(logits, targets, train):
 
 def loss_in_two_kernels(logits, targets, train):
     """`loss_of_slice` for torch.compile: a kernel for the log-probabilities and one for the gradient, in place. With
-    scatter_ it would copy all logits twice."""
+    scatter_ it would need a third, which copies all logits."""
     log_softmax = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     log_p = log_softmax.gather(1, targets[:, None])
     if train:

@@ -238,18 +238,22 @@ def compare_training(toy, plain, batch, varies):
 
 def compare_compiled(toy, batch, tally):
     """Loss and gradients of layers that torch.compile has traced, without its code generator, and as they are."""
-    trains, layers = gradients(toy, loss_alone, batch), getattr(toy, "layers", [toy])
+    trains, layers = gradients(toy, loss_alone, batch), list(dict.fromkeys(getattr(toy, "layers", [toy])))
+    way_out = "train with --compile=false, or with another version of PyTorch"
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
     try:
         traced = gradients(toy, loss_alone, batch)
+    except Exception as error:
+        raise ConfigError(f"self-check: a small version of this model runs, but not if its layers are compiled: "
+                          f"{locate.described(error)}: {way_out}") from error
     finally:
         for layer in layers:
             del layer.forward
         torch.compiler.reset()  # training would compare its inputs with the toy's graphs first
     places = ", ".join(dict.fromkeys(locate.place(type(layer).forward) for layer in layers))
     tally.agree("compiled layers and layers as they are", traced, trains, lambda: f"{places} compiled and as it is",
-                "train with --compile=false, or with another version of PyTorch")
+                way_out)
 
 
 def two_losses(toy):

@@ -177,7 +177,7 @@ def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path
     assert run(Stage("d", 10, stages[0].command))[0]["reason"] == "build: failed"
 
 
-@pytest.mark.parametrize("outcome, later", [("PASSED", "ok"), ("FAILED", "left out")])
+@pytest.mark.parametrize("outcome, later", [("PASSED", "ok"), ("FAILED", "left out"), ("", "left out")])
 def test_tests_that_were_cut_stop_what_follows_if_one_had_failed(outcome, later, tmp_path):
     code = f"import time; print('[gw0] [ 50%] {outcome} tests/test_x.py::test_gpu_a', flush=True); time.sleep(99)"
     stages, done = [Stage("tests", 2, python(code), read=gpu.tests_read), Stage("b", 9, python("print('x')"))], {}
@@ -188,8 +188,8 @@ def test_tests_that_were_cut_stop_what_follows_if_one_had_failed(outcome, later,
 def test_tests_that_were_cut_leave_what_they_printed():
     text = ("tests/test_ops.py::test_gpu_c \n[gw1] [  1%] PASSED tests/test_cuda.py::test_gpu_a[1-x y] \n"
             "[gw0] [ 33%] FAILED tests/test_cuda.py::test_gpu_b[x y] \n[gw1] [100%] SKIPPED tests/test_ops.py::test_c\n"
-            "tests/test_ops.py::test_gpu_d ")
-    assert gpu.tests_read(text) == [{"passed": 1, "skipped": 1, "failed": ["tests/test_cuda.py::test_gpu_b[x y]"]}]
+            "tests/test_ops.py::test_gpu_d \ntests/test_ops.py::test_gpu_e[in one process] PASSED [ 4%]")
+    assert gpu.tests_read(text) == [{"passed": 2, "skipped": 1, "failed": ["tests/test_cuda.py::test_gpu_b[x y]"]}]
 
 
 def test_stages_of_a_gpu_on_the_cpu(tmp_path, monkeypatch):

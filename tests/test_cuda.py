@@ -536,7 +536,7 @@ def test_gpu_more_than_two_to_the_31_elements(monkeypatch):
     so do its gradients."""
     monkeypatch.setattr(build, "cuda_segments", lambda *_: 1)  # T of a row alone would be split, which rounds otherwise
     B, T, D, N = 33, 65536, 1024, 16
-    if torch.cuda.get_device_properties(0).total_memory < 100 * 2**30:
+    if torch.cuda.mem_get_info()[0] < 100 * 2**30:  # free: other tests may run on it too
         pytest.skip("needs 100 GB")
     widths = {"x": D, "dt": D, "k": N, "q": N, "z": D}
     a = {n: torch.randn(B, T, width, device="cuda", dtype=BF16).requires_grad_() for n, width in widths.items()}
