@@ -311,7 +311,8 @@ def undrawn(monkeypatch):
 
 @pytest.mark.parametrize("name", ["scaling_laptop", "scaling_laptop_4096", "duel_longhorn_mamba_460K",
                                   "duel_longhorn_mamba_1.5M", "duel_longhorn_mamba_1024", "duel_longhorn_mamba_10M",
-                                  "duel_longhorn_mamba_bpe", "duel_longhorn_longhorn_exact", "duel_32_states"])
+                                  "duel_longhorn_mamba_bpe", "duel_longhorn_longhorn_exact", "duel_16_states",
+                                  "duel_32_states"])
 def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, undrawn):
     report.write(RESULTS / f"{name}.json", tmp_path)
     for file in ("report.md", "points.csv", "table.tex"):
