@@ -22,7 +22,7 @@ JSON and safetensors are opened; nothing is unpickled.
 
 Before an export is done, transformers loads what was written, and its logits on random tokens are compared with the
 model's. An edited LLaMA, Mamba or RWKV-4 that transformers' class does not reproduce is exported under model_type
-"longhorn", with its code; so is one of packed documents, and any with --own_code. `--check=FOLDER` repeats the
+"longhorn", with its code; so is one of packed documents, and any with --with_code. `--check=FOLDER` repeats the
 comparison on any later day and machine. That runs the code in the folder; an import runs none.
 """
 
@@ -70,9 +70,11 @@ class ExportConfig:
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     push: str = ""  # export: user/name, also upload the folder to Hugging Face's hub (log in first: hf auth login)
     license: str = ""  # export: licence of the weights for the model card, as mit or cc-by-4.0
-    own_code: bool = False  # export: with this project's code, also where transformers has the family
+    with_code: bool = False  # export: with this project's code, also where transformers has the family
     check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint); runs its code
     overwrite: bool = False  # replace an earlier export or import in that folder
+
+    RENAMED = {"own_code": "with_code"}
 
 
 ROOT = Path(__file__).resolve().parent
@@ -86,7 +88,7 @@ SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name != "bac
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
 CHECK_TOKENS = 4096  # at most block_size
-RWKV = "; RwkvForCausalLM ignores attention_mask and mixes a batch's rows: give it one text at a time, or --own_code"
+RWKV = "; RwkvForCausalLM ignores attention_mask and mixes a batch's rows: give it one text at a time, or --with_code"
 
 KINDS = {"llama": "llama", "mamba": "mamba", "rwkv": "rwkv4"}  # model_type in transformers -> our family
 # field -> (default in transformers, value that our skeleton has); other values would change the function
@@ -291,7 +293,7 @@ def model_config(config):
     """The ModelConfig for a config.json's dict. Raises ConfigError for anything that it cannot express."""
     kind = config.get("model_type")
     if kind == "longhorn":
-        return own_config(config)
+        return longhorn_config(config)
     if kind not in list(KINDS):  # a list, because values from JSON may not be hashable
         raise ConfigError(f"model_type {kind!r} is not supported: only llama, mamba, rwkv and this project's longhorn")
     kind = KINDS[kind]
@@ -361,7 +363,7 @@ def mlp_multiple(hidden, d, least, times):
                       f"hidden_size {d}")
 
 
-def own_config(config):
+def longhorn_config(config):
     known = {*FIXED, "dtype", "run", "backend", "transformers_version", "use_cache",
              *(f"{name}_token_id" for name in ("bos", "eos", "pad"))}
     unknown = config.keys() - SETTINGS.keys() - known
@@ -752,7 +754,7 @@ def export_run(config):
     check_target(config.to, FILES, config.overwrite)  # check first: reading may take minutes
     lm, meta = sample.load_model(config.out_dir)
     kind, dtype = family(lm.config), getattr(torch, config.dtype)
-    if kind in ARCHITECTURES and not config.own_code:
+    if kind in ARCHITECTURES and not config.with_code:
         reason = misfit(lm) or (not has_transformers() and "pip install transformers, which would verify that")
         try:
             if not reason:

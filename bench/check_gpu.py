@@ -96,7 +96,7 @@ def stage_faults(record, name, log, records):
     if names != list(call[:len(names)]) or record["finished"] and len(names) < len(call):
         yield f"its stages are {', '.join(names)}, and not {', '.join(call)}"
     for stage in record["stages"]:
-        name, file = stage["stage"], own_record(stage["stage"])
+        name, file = stage["stage"], file_written_by(stage["stage"])
         if stage["status"] not in ("ok", "failed", "over time", "skipped", "left out"):
             yield f"stage {name} is {stage['status']}"
         elif stage["status"] == "ok" and file in (None, *records):
@@ -107,7 +107,7 @@ def stage_faults(record, name, log, records):
                 yield f"the summary of its stage {name} is not that of its records: {words}"
 
 
-def own_record(stage):
+def file_written_by(stage):
     """The file of a stage that is another program with its own record, or None."""
     return "scan_cuda.json" if stage == "benchmark" else f"{stage}.json" if stage.startswith("training") else None
 
@@ -119,7 +119,7 @@ def call_faults(record, dry_run, records):
         gate = name in (*gpu.GATES, "environment", "memcheck", "racecheck")
         if gate and stage["status"] == "failed" or stage["status"] == "ok" and stage["exit_status"] not in (0, 124):
             yield f"stage {name} failed"  # 124: a sweep whose time was up
-        file = own_record(name)
+        file = file_written_by(name)
         if file and stage["status"] == "ok" and records.get(file, {}).get("finished") is not True:
             yield f"the record of its stage {name}, {file}, is {'cut' if file in records else 'missing'}"
         for row in stage["records"]:

@@ -9,10 +9,10 @@
 
 A call is a list of stages (CALLS). Each stage is a separate process with a time limit, and may also use what earlier
 ones have left. A stage that lacks something names it and is skipped. If the kernels do not build, or one of their tests
-fails, all later stages and calls are left out, because they would time wrong kernels. Any other failure stops nothing,
-nor do tests that were cut while all passed. Output, in results/gpu_<device>/: gpu_<call>.json (after every stage) and
-gpu_<call>.log (all output), and the records of bench/scan.py and bench/step.py. The exit status is 1 if any stage
-failed. `python bench/check_gpu.py FOLDER` says whether the records can be sent in.
+fails, all later stages and calls are left out, because they would time wrong kernels. Any other failure stops nothing;
+neither do tests that run out of time, if none has failed. Output, in results/gpu_<device>/: gpu_<call>.json (after
+every stage) and gpu_<call>.log (all output), and the records of bench/scan.py and bench/step.py. The exit status is 1
+if any stage failed. `python bench/check_gpu.py FOLDER` says whether the records can be sent in.
 
 Stages that are functions of this file pass their numbers as JSON lines in a file, so a killed stage keeps the numbers
 that it had; the others write their own records as they go, or are read from what they printed.
@@ -292,6 +292,7 @@ def small(emit, dry_run, budget_s):
     import torch
 
     from bench import measure, scan_cuda
+    from kernels.ops import causal_conv1d
 
     gpu = device(dry_run, flush_bytes=0)  # the sanitizers would watch a buffer too
     for family, B, T, D, N, dtype in SMALL:
@@ -304,7 +305,7 @@ def small(emit, dry_run, budget_s):
     for T in (1, 70, 128):
         a = {"x": torch.randn(2, T, 70).bfloat16(), "weight": torch.randn(70, 4), "state": torch.randn(2, 3, 70)}
         a = {n: v.to(gpu.name) for n, v in a.items()}
-        results = conv_results(a, torch.ones_like(a["x"]), gpu.backend)
+        results = results_of(functools.partial(causal_conv1d, backend=gpu.backend), a, torch.ones_like(a["x"]))
         if not all(v.isfinite().all() for v in results.values()):
             raise RuntimeError(f"the convolution at T={T}: a result is not finite")
         emit(convolution=T)
@@ -394,8 +395,9 @@ def convolution(emit, dry_run, budget_s):
         both = torch.randn(B, T, 2 * D, device=gpu.name).bfloat16()  # x is half of a projection, as in the models
         a = {"x": both[..., :D], "weight": torch.randn(D, 4, device=gpu.name), "bias": torch.randn(D, device=gpu.name)}
         dy = torch.randn(B, T, D, device=gpu.name).bfloat16()
-        true = conv_results({n: v.double() for n, v in a.items()}, dy, "torch")
-        errors = measure.compare(conv_results(a, dy, gpu.backend), true, 64 * measure.EPS)
+        conv = lambda backend: functools.partial(causal_conv1d, backend=backend)
+        true = results_of(conv("torch"), {n: v.double() for n, v in a.items()}, dy)
+        errors = measure.compare(results_of(conv(gpu.backend), a, dy), true, 64 * measure.EPS)
         failed += [f"wrong at B={B} T={T} D={D}: {n}" for n, r in errors.items() if not r["right"]]
         del true
 
@@ -413,15 +415,14 @@ def convolution(emit, dry_run, budget_s):
         sys.exit(failed[0])
 
 
-def conv_results(a, dy, backend):
-    """{"y", "dx", ...} of causal_conv1d(**a) and its gradients for dy."""
+def results_of(f, a, dy):
+    """{"y", "dx", ...}: f(**a) and its gradients for dy."""
     import torch
 
     from bench.measure import leaves
-    from kernels.ops import causal_conv1d
 
     args = leaves(a)
-    y = causal_conv1d(**args, backend=backend)
+    y = f(**args)
     grads = torch.autograd.grad(y, list(args.values()), dy.to(y.dtype))
     return {"y": y.detach(), **{f"d{n}": g for n, g in zip(args, grads, strict=True)}}
 
@@ -429,7 +430,7 @@ def conv_results(a, dy, backend):
 # --------------------------------------------------------------------------------------------------------- stage: loss
 
 def loss(emit, dry_run, budget_s):
-    """Time the head and its loss for 32K tokens of 50,304 kinds, in slices of several sizes, and PyTorch's."""
+    """Time the head and its loss for 32K tokens and a vocabulary of 50,304: slices of several sizes, and PyTorch's."""
     import torch
 
     from bench import measure, scan_cuda
@@ -437,15 +438,14 @@ def loss(emit, dry_run, budget_s):
 
     gpu = device(dry_run)
     n, D, V = (64, 16, 128) if dry_run else (32768, 768, 50304)
-    a = {"x": torch.randn(n, D, device=gpu.name), "weight": torch.randn(V, D, device=gpu.name) / 32}
-    a, targets = {name: v.bfloat16() for name, v in a.items()}, torch.randint(V, (n,), device=gpu.name)
-
-    def results(dtype, backend):
-        args = measure.leaves({"x": a["x"][:n // 8].to(dtype), "weight": a["weight"].to(dtype)})
-        loss = ops.linear_cross_entropy(**args, targets=targets[:n // 8], backend=backend)
-        return {"loss": loss.detach(), **dict(zip(args, torch.autograd.grad(loss, list(args.values())), strict=True))}
-
-    errors = measure.compare(results(torch.bfloat16, None), results(torch.float64, "torch"), 0.01)
+    normal = lambda *shape: torch.randn(shape, device=gpu.name).bfloat16()
+    a = {"x": normal(n, D), "weight": normal(V, D) / 32}
+    targets, dy = torch.randint(V, (n,), device=gpu.name), torch.ones((), device=gpu.name)
+    head = lambda backend, n=n: functools.partial(ops.linear_cross_entropy, targets=targets[:n], backend=backend)
+    few = n // 8  # float64 takes 8 bytes per logit
+    some = a | {"x": a["x"][:few]}
+    true = results_of(head("torch", few), {name: v.double() for name, v in some.items()}, dy)
+    errors = measure.compare(results_of(head(None, few), some, dy), true, 0.01)
     if wrong := [name for name, r in errors.items() if not r["right"]]:
         sys.exit(f"the loss is wrong in {', '.join(wrong)}: nothing was timed")
 
@@ -454,9 +454,9 @@ def loss(emit, dry_run, budget_s):
 
         def call():
             ops.LOGITS_AT_ONCE[gpu.name] = at_once
-            return ops.linear_cross_entropy(**args, targets=targets, backend=backend)
+            return head(backend)(**args)
 
-        return scan_cuda.Pass(call, list(args.values()), torch.ones((), device=gpu.name))
+        return scan_cuda.Pass(call, list(args.values()), dy)
 
     contenders = {f"slices of 2^{power}": functools.partial(contender, 1 << power) for power in (24, 26, 28, 30)}
     contenders["torch"] = functools.partial(contender, 1, "torch")

@@ -293,7 +293,8 @@ def run_rounds(specs, rounds, budget_s, save=lambda rows: None, kernels=False):
             for name in rows if kernels else ():
                 if "reason" not in rows[name]:
                     answer = workers[name].ask("kernels", limit_s=budget_s)
-                    rows[name]["kernels"] = answer.get("kernels", [])  # without them the times still count
+                    key, value = ("no_kernels", "reason") if "reason" in answer else ("kernels", "kernels")
+                    rows[name][key] = answer[value]  # the times count also without a profile
     finally:
         for one in workers.values():
             one.end()
@@ -347,7 +348,9 @@ def print_rows(rows, peak):
     print("  FLOPs as counted for our models, also for the peers; the peak includes weights, gradients and optimizer "
           "state")
     for r in rows:
-        if r.get("kernels"):
+        if "no_kernels" in r:
+            print(f"{r['name']}: its steps could not be profiled: {r['no_kernels']}")
+        if "kernels" in r:
             print(f"\n{r['name']}, {sum(ms for ms, *_ in r['kernels']):.1f} ms of a step in:")
             print(*(f"{ms:9.2f} ms {calls:7.0f} x  {name}" for ms, calls, name in r["kernels"]), sep="\n")
 

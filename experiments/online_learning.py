@@ -95,7 +95,7 @@ def longhorn(S_prev, k, x, p):
     return (1 - outer(eps, k * k)) * S_prev + outer(eps * x, k)
 
 # the objective that Eq. 7 does minimise: a number S_ij moves less if the key's other components are larger
-def longhorn_own_loss(S, S_prev, k, x, p):
+def longhorn_diagonal_loss(S, S_prev, k, x, p):
     held = 1 + outer(p.beta, k @ k - k * k)  # (d, N)
     return (held * (S - S_prev).square()).sum() + (p.beta[:, None] * (S * k - x[:, None]).square()).sum()
 
@@ -188,7 +188,7 @@ UPDATES = [
            note="printed next to Eq. 5, which Eq. 6 minimises; Eq. 7 does if S' = 0, N = 1 or k has a single "
                 "nonzero entry"),
     Update("Longhorn, Eq. 7, its own", "sum_ij (1 + b_i (|k|^2 - k_j^2)) (S_ij - S'_ij)^2 + b_i (k_j S_ij - x_i)^2",
-           "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_own_loss, longhorn, "here", tune=None,
+           "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_diagonal_loss, longhorn, "here", tune=None,
            note="the objective that Eq. 7 minimises: each number in row i answers x_i by itself, and moves less the "
                 "larger the key's other entries are"),
     Update("DeltaNet", "|S - S'|^2 + 2 b <S' k - x, S k>", "S' - b (S' k - x) k^T", deltanet_loss, deltanet, "here",

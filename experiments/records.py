@@ -58,7 +58,7 @@ def stem(model):
     return model.partition("@")[0]
 
 
-def own_settings(model):
+def label_settings(model):
     """[--key=value] of NAME@key=value,key=value, settings of this family's runs only; empty for NAME@WORD."""
     changes = model.partition("@")[2]
     return [f"--{change}" for change in changes.split(",")] if "=" in changes else []

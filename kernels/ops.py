@@ -29,7 +29,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states from which the backward recomputes
 WINDOW_QUERIES = 64  # attention with a window processes at least this many queries at a time
 # On a CPU they fit in a core's cache in float32. On a GPU they bound what PyTorch's own kernels would take to 2 GB:
-# slices that fit in its L2, 2^24, are 99 for 32K tokens of 50,304 (results/README.md, "On an H200").
+# slices that fit in its L2, 2^24, are 99 for 32K tokens and a vocabulary of 50,304 (results/README.md, "On an H200").
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
 
 

@@ -151,9 +151,7 @@ def compare(toy, plain, batch, packed, compiled):
     toy.train()
     varies = varies_in_training(toy, batch[0])
     with packing(packed, toy, plain):
-        tally = compare_training(toy, plain, rows, varies)
-        if compiled:
-            compare_compiled(toy.train(not varies), rows, tally)
+        tally = compare_training(toy, plain, rows, varies, compiled)
     toy.eval()
     with torch.no_grad():
         if not varies:
@@ -182,9 +180,10 @@ def varies_in_training(toy, x):
         return any(not torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
-def compare_training(toy, plain, batch, varies):
-    """A Tally: the loss alone and from logits, fast and plain operators, gradients on and off. Gradients are compared
-    in training mode, or in eval mode if `varies`: float32 and float64 do not draw the same random numbers."""
+def compare_training(toy, plain, batch, varies, compiled):
+    """A Tally: the loss alone and from logits, fast and plain operators, gradients on and off, compiled layers and
+    layers as they are. Gradients are compared in training mode, or in eval mode if `varies`: float32 and float64 do not
+    draw the same random numbers."""
     backend = toy.config.backend
     with repeated(toy), torch.no_grad():
         once = {"the loss": loss_alone(toy.train(), *batch)}
@@ -207,6 +206,8 @@ def compare_training(toy, plain, batch, varies):
         got = {"the loss": loss_alone(toy, *batch)}
     tally.agree("", got, trains, lambda: f"{locate.which_by_gradients(toy, batch)} with gradients and under "
                 "torch.no_grad", MODES)
+    if compiled:
+        compare_compiled(toy, batch, trains, tally)
     if backend == "torch":
         return tally
     ways = lambda: two_losses(toy)
@@ -236,9 +237,10 @@ def compare_training(toy, plain, batch, varies):
     return tally
 
 
-def compare_compiled(toy, batch, tally):
-    """Loss and gradients of layers that torch.compile has traced, without its code generator, and as they are."""
-    trains, layers = gradients(toy, loss_alone, batch), list(dict.fromkeys(getattr(toy, "layers", [toy])))
+def compare_compiled(toy, batch, trains, tally):
+    """Loss and gradients of layers that torch.compile has traced, without its code generator, and as they are:
+    `trains`."""
+    layers = list(dict.fromkeys(getattr(toy, "layers", [toy])))
     way_out = "train with --compile=false, or with another version of PyTorch"
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")

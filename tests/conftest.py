@@ -10,13 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for `poison` on a GPU
+LIBRARIES = "causal_conv1d", "fla", "flash_attn", "mamba_ssm"
 
 
 def pytest_configure():
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending the tests shows what failed so far
-
-
-LIBRARIES = "causal_conv1d", "fla", "flash_attn", "mamba_ssm"
 
 
 def pytest_collection():

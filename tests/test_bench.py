@@ -177,12 +177,13 @@ def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path
     assert run(Stage("d", 10, stages[0].command))[0]["reason"] == "build: failed"
 
 
-@pytest.mark.parametrize("outcome, later", [("PASSED", "ok"), ("FAILED", "left out"), ("", "left out")])
-def test_tests_that_were_cut_stop_what_follows_if_one_had_failed(outcome, later, tmp_path):
-    code = f"import time; print('[gw0] [ 50%] {outcome} tests/test_x.py::test_gpu_a', flush=True); time.sleep(99)"
-    stages, done = [Stage("tests", 2, python(code), read=gpu.tests_read), Stage("b", 9, python("print('x')"))], {}
-    results = gpu.run_all(stages, Context(tmp_path, True), 11, {}, done)
-    assert [r["status"] for r in results] == ["over time", later]
+@pytest.mark.parametrize("passed, failed, later", [(1, [], "ok"), (1, ["tests/x.py::a"], "left out"),
+                                                   (0, [], "left out")])
+def test_tests_that_were_cut_stop_what_follows_unless_all_had_passed(passed, failed, later, tmp_path):
+    cut = {"stage": "tests", "status": "over time", "records": [{"passed": passed, "skipped": 0, "failed": failed}]}
+    stage = Stage("b", 60, python("print('x')"))
+    (result,) = gpu.run_all([stage], Context(tmp_path, True), 60, {}, {"tests": cut})
+    assert result["status"] == later
 
 
 def test_tests_that_were_cut_leave_what_they_printed():

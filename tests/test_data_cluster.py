@@ -118,7 +118,7 @@ from data.tokens import cluster
 class Deadly:  # to the process that reads it from a pickle
     def __reduce__(self):
         return signal.raise_signal, (signal.SIGKILL,)
-cluster.run_here(1, pipeline=[Deadly(), bytes(1 << 24)], tasks=1, logging_dir=sys.argv[1])
+cluster.run_locally(1, pipeline=[Deadly(), bytes(1 << 24)], tasks=1, logging_dir=sys.argv[1])
 """
 
 
@@ -133,12 +133,12 @@ def in_this_process(monkeypatch):
     """Tasks run here, one by one, the last first: a process for each would only cost seconds. Every file is a unit."""
     from datatrove.executor import LocalPipelineExecutor
 
-    def run_here(workers, **how):
+    def run_locally(workers, **how):
         for rank in reversed(LocalPipelineExecutor(**how).get_incomplete_ranks()):
             with contextlib.suppress(DataError):
                 LocalPipelineExecutor(**copy.deepcopy(how))._run_for_rank(rank)
 
-    monkeypatch.setattr(cluster, "run_here", run_here)
+    monkeypatch.setattr(cluster, "run_locally", run_locally)
     monkeypatch.setattr(any_tokens, "UNIT_BYTES", 1)
 
 

@@ -69,7 +69,7 @@ def last_rank_stops(rank):
     return stops_at(2) if rank else LM
 
 
-def saves_what_it_read(argv):
+def saves_as_read(argv):
     """A run that continues, and saves at once what it has read, gathered from all processes."""
     resume = Folder.resume
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, 
     assert saved(out)[1]["step"] == 2
     assert "stopped after step 4" in succeed(argv(1), LM=stops_at(2)).out
     before = state(out)
-    assert "continuing from" in launch(argv(4, parallel="fsdp"), 4, main=saves_what_it_read).succeed().said()
+    assert "continuing from" in launch(argv(4, parallel="fsdp"), 4, main=saves_as_read).succeed().said()
     before.pop("rng")
     before, after = checkpoint.flatten(before)[0], checkpoint.load(out / "again.safetensors")[0]
     assert before.keys() == after.keys() and all(torch.equal(t, after[name]) for name, t in before.items())

@@ -495,8 +495,8 @@ def test_rwkv4_may_leave_with_code_that_reads_padded_rows(tmp_path, monkeypatch)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     lm = tiny("rwkv4")
     said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "theirs").out
-    assert "attention_mask" in said and "--own_code" in said
-    said = run(out_dir=tmp_path / "run", to=tmp_path / "ours", own_code=True).out
+    assert "attention_mask" in said and "--with_code" in said
+    said = run(out_dir=tmp_path / "run", to=tmp_path / "ours", with_code=True).out
     assert "trust_remote_code=True" in said and "attention_mask" not in said
     ids, mask = side_by_side(ROWS, "left")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", trust_remote_code=True)

@@ -454,7 +454,7 @@ def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch
 
 
 @pytest.fixture
-def compiled_here(monkeypatch):
+def compiled_on_cpu(monkeypatch):
     """The CPU computes the loss as a GPU does, and nothing is compiled yet."""
     torch.compiler.reset()
     torch_private.compiled_for_any_rows.cache_clear()
@@ -482,18 +482,18 @@ def compiled_loss_agrees(x, weight, targets, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, BF16))
-def test_compiled_loss_is_the_plain_one(dtype, compiled_here, monkeypatch):
+def test_compiled_loss_is_the_plain_one(dtype, compiled_on_cpu, monkeypatch):
     compiled_loss_agrees(*slice_inputs(dtype), monkeypatch)
 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", (torch.float64, BF16))
 @pytest.mark.parametrize("V", (301, 50304))
-def test_gpu_compiled_loss_is_the_plain_one(V, dtype, compiled_here, monkeypatch):
+def test_gpu_compiled_loss_is_the_plain_one(V, dtype, compiled_on_cpu, monkeypatch):
     compiled_loss_agrees(*loss_inputs(1000, 64, V, dtype, "cuda", ignored=0), monkeypatch)
 
 
-def test_a_loss_that_cannot_be_compiled_is_the_plain_one_and_says_so(compiled_here, monkeypatch):
+def test_a_loss_that_cannot_be_compiled_is_the_plain_one_and_says_so(compiled_on_cpu, monkeypatch):
     def without_a_compiler(*args, **kwargs):
         raise RuntimeError("Failed to find C compiler\nand more")
 

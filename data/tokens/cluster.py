@@ -117,7 +117,7 @@ def written(folder, tasks, n_vocab, read=False):
     return [shard(rank) for rank in range(tasks)]
 
 
-def run_here(workers, **how):
+def run_locally(workers, **how):
     """Each task in a process of its own. LocalPipelineExecutor.run() would wait forever for one that was killed."""
     from datatrove.executor import LocalPipelineExecutor
     from multiprocess import get_context
@@ -255,7 +255,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
         if None in shards and cluster == "ray":
             run_on_ray(workers or -1, options, **how)
         elif None in shards:
-            run_here(workers or one_process.CORES, **how)
+            run_locally(workers or one_process.CORES, **how)
         shards = written(folder, tasks, text.n_vocab)
         if None in shards:
             raise DataError(f"{failure(folder, shards)}: rerun this command to resume")

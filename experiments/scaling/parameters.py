@@ -25,7 +25,7 @@ TABLE1 = {  # the paper's counts
 }
 
 
-def own_settings(family, size):
+def config_settings(family, size):
     """Model settings in config/<family>_<size>.py, if that exists: heads, widths and states."""
     path = Path(__file__).resolve().parents[2] / "config" / f"{family}_{size.lower()}.py"
     if not path.exists():
@@ -41,7 +41,7 @@ def main(argv=None):
     print("family         size    parameters   Table 1    off  FLOPs/token  state at 1024")
     for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
         with torch.device("meta"):
-            lm = LM(ModelConfig(model=family, block_size=1024, **shape | own_settings(family, size)))
+            lm = LM(ModelConfig(model=family, block_size=1024, **shape | config_settings(family, size)))
         count, paper = counting.parameter_count(lm)["total"], TABLE1.get(family, {}).get(size)
         beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
         print(f"{family:14} {size:5} {count / 1e6:11.1f}M {beside} "

@@ -33,7 +33,7 @@ sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
 from experiments.pages import after_sweep, human  # noqa: E402
-from experiments.records import SAME, check_packages, own_settings, read_run, stem  # noqa: E402
+from experiments.records import SAME, check_packages, label_settings, read_run, stem  # noqa: E402
 from experiments.scaling.compare import best_rate  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
@@ -122,7 +122,7 @@ def base_arguments(preset, model, size):
         raise ConfigError(f"{name} does not exist: write it, as config/longhorn_laptop.py shows, or choose families of "
                           f"{', '.join(known)}")
     pattern = [f"--pattern={family}"] * bool(re.search("[*,]", family))
-    argv = [name, *s.argv, *preset.args, *pattern, *own_settings(model)]
+    argv = [name, *s.argv, *preset.args, *pattern, *label_settings(model)]
     config = load(argv)
     if not pattern and config.model != family:
         raise ConfigError(f"{name} sets model to {config.model}: write model = {family!r} there")
@@ -180,7 +180,7 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
 
 
 def seed_offset(model):
-    return LABELLED if "@" in model and not own_settings(model) else 0
+    return LABELLED if "@" in model and not label_settings(model) else 0
 
 
 def reported_cells(preset, rates, folder=REPO / "out"):
@@ -381,7 +381,7 @@ def chosen(args, extra=()):
             raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; give one of "
                               "them, or another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
     models = tuple(dict.fromkeys(args.models)) or preset.models
-    for asked in (extra, *(argv or () for argv in given.values()), *map(own_settings, models)):
+    for asked in (extra, *(argv or () for argv in given.values()), *map(label_settings, models)):
         if key := next((key for key in runner.settings(asked) if key in SET_BY_THE_SWEEP), None):
             raise ConfigError(f"{' '.join(asked)}: the sweep sets {key}; see FAMILY, --seeds, --budgets, --out")
     first = next(iter(preset.sizes.values()))
