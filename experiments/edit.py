@@ -155,7 +155,7 @@ class Comparison:
         """A run of 1/part of the budget; a shorter one branches from the whole one before its decay."""
         steps, begins = self.steps // part, lambda steps: steps - max(1, round(0.2 * steps))
         whole, argv = f"{self.key[name]}_seed{seed}", [*self.argv[name], f"--max_iters={steps}", f"--seed={seed}"]
-        argv += ["--self_check=off"] * (seed > 1)  # the first pair's runs check this code
+        argv += ["--self_check=off"] * (seed > 1 or part > 1)  # the first pair's runs check this code
         if branch := part > 1:
             argv.append(f"--branch={self.folder.resolve()}/{whole}@{begins(steps)}")
         elif name == self.head and seed <= CURVE_PAIRS:

@@ -179,7 +179,7 @@ class Telemetry:
             self.write("eval_set", done, set=name, tokens=done * self.config.batch_tokens, **of_set)
             self.say("  ".join([f"step {done:6d}  {name}:", *in_words(of_set)]))
         now = time.perf_counter()
-        if self.is_main and now - self.picture_time > PICTURE_SECONDS:
+        if self.is_main and now - self.picture_time > PICTURE_SECONDS and not self.folder.at_end(done):  # see finish
             self.picture_time = now
             with contextlib.suppress(OSError):
                 self.picture = subprocess.Popen([sys.executable, Path(loss_curve.__file__), self.out],

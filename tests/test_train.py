@@ -406,6 +406,7 @@ def test_the_picture_is_drawn_by_another_process_and_never_worth_a_run(data, out
 
         said = succeed(arguments(data, out), draw_loss=draw_loss).out
     assert process.Popen.call_args[0][0] == [sys.executable, ROOT / "tools" / "loss_curve.py", out]
+    assert process.Popen.call_count == len(events(out, "eval")) - 1  # the last evaluation is in the last picture
     assert said.count("no loss.png: failed to map segment") == 1 and not (out / "loss.png").exists()
 
 
