@@ -317,6 +317,9 @@ def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, un
     report.write(RESULTS / f"{name}.json", tmp_path)
     for file in ("report.md", "points.csv", "table.tex"):
         assert (tmp_path / file).read_text() == (RESULTS / name / file).read_text()
+    spans = [p["tokens"] for p in json.loads((tmp_path / "report.json").read_text())["pairs"] if p["tokens"]]
+    percents = {int(percent) for percent in re.findall(r"equal within (\d+)%", (tmp_path / "report.md").read_text())}
+    assert percents <= {math.ceil(100 * max(1 - span["low"], span["high"] - 1)) for span in spans}  # never rounded down
 
 
 @pytest.mark.parametrize("name", ["recall_laptop", "recall_sooner", "recall_steps"])

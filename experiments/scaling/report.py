@@ -316,8 +316,8 @@ def sentences(pairs):
                 parts.append(f"needs {span(m)} times {name_of(b)}'s tokens at {p['size']} ({span(p['flops'])} times "
                              f"its FLOPs{seconds or ''}{beyond})")
         equal = all(e and e[0] <= 1 <= e[1] for e in ends)
-        within = f"{max(max(1 - low, high - 1) for low, high in ends):.0%}" if equal else ""
-        tail = f"; they cannot be told apart, and are equal within {within}" * equal
+        within = math.ceil(100 * max(max(1 - low, high - 1) for low, high in ends)) if equal else 0
+        tail = f"; they cannot be told apart, and are equal within {within}%" * equal
         texts.append(f"{name_of(a)} {'; '.join(parts)}{tail}.")
     return texts or ["No two families have usable runs at a common budget: there is nothing to compare."]
 
