@@ -40,7 +40,7 @@ from model import (
     SwiGLU,
     apply_rotary,
     head_norm,
-    rotary_angles,
+    rotary_tables,
     round_up,
     split_heads,
 )
@@ -116,18 +116,17 @@ class Retention(nn.Module):
         self.vg = linear(d, 2 * wide, start=released or xavier(wide, d, 2**-2.5), parts=[wide, wide])
         self.out_proj = linear(wide, d, start=released or xavier(d, wide, 0.5))
 
-    def rotate(self, x, t):
-        """Rotate the pairs (even, odd) in the last dimension of x (..., n) by t * frequency; t broadcasts to (...)."""
+    def rotate(self, x, first, last, keep=False):
+        """Rotate the pairs (even, odd) in the last dimension of x (..., T, H, n), at positions first .. last - 1."""
         m = self.n // 2
-        angle = t[..., None] * 10000.0 ** -(torch.arange(m, device=x.device) / max(1, m - 1))  # (..., m), float32
-        cos, sin = angle.cos(), angle.sin()
+        tables = rotary_tables(first, last, m, x.device, max(1, m - 1), keep)
+        cos, sin = (a[:, None] for a in tables)  # (T, 1, m) each
         even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is rotated by T, so rounding would show
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
 
     def forward(self, x, state=None):
         T = x.shape[1]
-        t = torch.arange(T, device=x.device)[:, None]  # (T, 1): the same for all heads
-        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), t)  # (B, T, 2 H, n)
+        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), 0, T, keep=state is None)  # (B, T, 2 H, n)
         q, k = qk.chunk(2, 2)  # (B, T, H, n) each
         v, g = self.vg(x).chunk(2, -1)  # (B, T, H n_v) each
         log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
@@ -137,8 +136,7 @@ class Retention(nn.Module):
         if state is None:
             return y, None
         # only differences of angles matter: rotate the state's keys back by T, so that the next token is at 0 again
-        back = torch.full((), -T, device=x.device)
-        return y, self.rotate(S.transpose(2, 3), back).transpose(2, 3)  # (B, H, n, n_v)
+        return y, self.rotate(S.transpose(2, 3), -T, 1 - T).transpose(2, 3)  # (B, H, n, n_v)
 
     def initial_state(self, batch_size, device):
         return torch.zeros(batch_size, self.H, self.n, self.n_v, device=device)
@@ -276,8 +274,8 @@ class SlidingWindow(Attention):
             k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
             state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep the older ones alive
         S = k.shape[2]
-        angle = rotary_angles(0, S, self.n, x.device)  # (S, n/2)
-        q, k = apply_rotary(q, angle[S - T:].cos(), angle[S - T:].sin()), apply_rotary(k, angle.cos(), angle.sin())
+        cos, sin = rotary_tables(0, S, self.n // 2, x.device, keep=state is None)  # (S, n/2) each
+        q, k = apply_rotary(q, cos[S - T:], sin[S - T:]), apply_rotary(k, cos, sin)
         y = attention(q, k, v, self.window, backend=self.backend)  # (B, H, T, n)
         return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state
 

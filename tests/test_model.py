@@ -159,6 +159,20 @@ def test_compiled_equals_eager(family):
     close(alone[1], loss)
 
 
+@pytest.mark.parametrize("family", ["llama", "swa", "retnet"])
+def test_compiled_layers_read_tables_of_rotary_angles(family):
+    """A GPU took a quarter of LLaMA's step to compute them in every layer, for every channel."""
+    torch.compiler.reset()
+    nodes = []
+
+    def backend(graph, inputs):
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compile(tiny(family, n_layer=1), backend=backend, fullgraph=True)(tokens(2, 16))
+    assert nodes and not {"cos", "sin"} & {*nodes}
+
+
 @pytest.mark.parametrize("how", ["bfloat16 autocast", "float64"])
 @ALL_FAMILIES
 def test_other_precisions_agree_with_float32(family, how):
@@ -484,6 +498,15 @@ def test_a_cache_continues_whatever_was_done_to_it(how, mode):
         for way, (logits, _, after) in zip(ways, begun, strict=True):
             got = torch.cat([logits, lm(way[:, 3:], state=after)[0]], 1)
             close(got, lm(torch.cat([idx, way], 1))[0][:, -5:])
+
+
+@ALL_FAMILIES
+def test_a_model_trains_after_an_evaluation_in_inference_mode(family):
+    lm, idx = tiny(family, n_layer=1), tokens(2, 23)
+    with torch.inference_mode():
+        lm(idx, idx)
+    lm(idx, idx)[1].backward()
+    assert all(p.grad.isfinite().all() for p in lm.parameters())
 
 
 # ----------------------------------------------------------------------------------------- initialisation, weight decay

@@ -151,8 +151,8 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
         self, x, dt, k, q, z if h0 is None else 0.9 * z, h0)}, BLOCK),
     "in single steps only": ("gla", {"model.gated_linear_attention": lambda f: lambda q, k, *rest, **kw: f(
         q, k * (2 if k.shape[1] == 1 else 1), *rest, **kw)}, ("model.py: GLA.forward", *STATE)),
-    "positions begin again": ("llama", {"model.rotary_angles": lambda f: lambda first, last, n, device: f(
-        0, last - first, n, device)}, ("model.py: Attention.forward", *STATE)),
+    "positions begin again": ("llama", {"model.rotary_tables": lambda f: lambda first, last, *rest, **kw: f(
+        0, last - first, *rest, **kw)}, ("model.py: Attention.forward", *STATE)),
     "a cache that grows in place": ("llama", {"model.append_to_cache": lambda f: lambda cache, k, v: f(
         cache, k, v if torch.is_grad_enabled() else v / 2)}, ("model.py: Attention.forward", *STATE)),
     "the token before": ("rwkv", {"mixers.token_shift": lambda f: lambda x, last: f(x, None)},
