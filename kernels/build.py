@@ -27,7 +27,7 @@ import torch
 
 from kernels import cuda, fused
 from runtime.records import remove_leftovers, temporary
-from runtime.torch_private import constant_when_compiled, transformed
+from runtime.torch_private import constant_when_compiled, raw_stream, transformed
 
 ROOT = Path(__file__).resolve().parent.parent
 SCAN = ROOT / "longhorn_scan.cu"
@@ -523,8 +523,12 @@ class Kernels:
     def run(self, function):
         if self.module is None:
             return getattr(library(), function + "_cpu")(ctypes.byref(self.args))
-        with torch.cuda.device(self.device):
-            self.launch(function, torch.cuda.current_stream().cuda_stream)
+        index = self.device.index
+        stream = raw_stream(index)
+        if index == torch.cuda.current_device():
+            return self.launch(function, stream)
+        with torch.cuda.device(index):  # takes as long as a launch
+            self.launch(function, stream)
 
     def launch(self, function, stream):
         a, module = self.args, self.module

@@ -232,5 +232,6 @@ class Module:
             self.ready.add(name)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         code = self.lib.cuLaunchKernel(function, blocks, y, 1, self.threads, 1, 1, shared, stream, params, None)
-        self.check(code, f"the launch of {name} ({blocks} blocks of {self.threads} threads, {shared} bytes of shared "
-                   "memory)")
+        if code:
+            self.check(code, f"the launch of {name} ({blocks} blocks of {self.threads} threads, {shared} bytes of "
+                       "shared memory)")

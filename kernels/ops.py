@@ -141,11 +141,15 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
     Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: torch.library's
     dispatcher and its Python make a call take about half as long again.
     """
-    def custom_op(name, body):
+    def register(qualname, body, fake, gradient, setup):
         run = functools.wraps(body)(lambda *args: tensors_only(args[0], body(*args)))
-        return torch.library.custom_op(f"longhorn::{name}", run, mutates_args=())
-
-    op, op_backward = custom_op(name, forward), custom_op(f"{name}_backward", backward)
+        schema = torch.library.infer_schema(run, mutates_args=())
+        torch.library.define(qualname, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(qualname, "default", run)
+        torch.library.register_fake(qualname, fake)
+        torch.library.register_autograd(qualname, gradient, setup_context=setup)
+        namespace, name = qualname.split("::")
+        return getattr(getattr(torch.ops, namespace), name).default
 
     def setup(ctx, inputs, output):
         kept = output[results:] if isinstance(output, tuple) else ()
@@ -168,11 +172,10 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
     def refuse(ctx, *grads):
         raise RuntimeError(f"{name}: the kernels are differentiable once: use backend='torch'")
 
-    op.register_fake(fake)
-    op.register_autograd(gradient, setup_context=setup)
-    op_backward.register_autograd(refuse)
     like = lambda a: None if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
-    op_backward.register_fake(lambda *args: tensors_only(args[0], tuple(map(like, args[results:results + tensors]))))
+    fake_backward = lambda *args: tensors_only(args[0], tuple(map(like, args[results:results + tensors])))
+    op = register(f"longhorn::{name}", forward, fake, gradient, setup)
+    op_backward = register(f"longhorn::{name}_backward", backward, fake_backward, refuse, None)
 
     class Eager(torch.autograd.Function):
         @staticmethod
