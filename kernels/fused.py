@@ -7,6 +7,8 @@ All of these packages are optional, and none is imported before an operator need
 
 import functools
 import importlib
+import importlib.metadata
+import re
 import sys
 
 import torch
@@ -45,6 +47,21 @@ def load(op):
     except Exception as error:  # these packages import Triton, which asks for a driver: any error is possible
         problem = f"cannot be imported ({' '.join(str(error).split())[:200]})"
     return None, f"{package} {problem}"
+
+
+@functools.cache
+def wrong_gradients(op):
+    """The reason why the library's gradients of `op` would be wrong on this GPU, or None.
+
+    On an H200 with Triton 3.6.0 a gradient of RetNet's was off by half of it. With gates the library refuses to run.
+    """
+    if op not in ("retention", "gated_delta_rule") or not torch.cuda.is_available():
+        return None
+    version = importlib.metadata.version("triton")
+    broken = (3, 4) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 7, 1)
+    if not broken or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    return f"Triton {version} computes wrong gradients for it on Hopper GPUs, 3.7.1 or later does not"
 
 
 def call(op, *args, **kwargs):

@@ -404,6 +404,26 @@ def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
                                      "machine with a GPU")
 
 
+@pytest.mark.parametrize("triton, gpu, right", [
+    ("3.6.0", 9, False), ("3.7.0", 9, False), ("3.7.1", 9, True), ("3.3.1", 9, True), ("3.6.0", 8, True)])
+def test_a_triton_with_wrong_gradients_is_left_alone(triton, gpu, right, calls, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (gpu, 0))
+    monkeypatch.setattr(importlib.metadata, "version", {"triton": triton}.get)
+    fused.wrong_gradients.cache_clear()
+    for case in ("retention", "gated_delta_rule"):
+        a = {n: x.to(BF16) for n, x in inputs(case, 20).items()}
+        both(case)[0](**a)
+        assert len(calls) == right, case
+        if not right:
+            with pytest.raises(RuntimeError, match=f"Triton {triton} computes wrong gradients"):
+                both(case)[0](**a, backend="fused")
+        calls.clear()
+    both("gla")[0](**{n: x.to(BF16) for n, x in inputs("gla", 20).items()})
+    assert calls
+    fused.wrong_gradients.cache_clear()
+
+
 @pytest.mark.parametrize("state", (True, False))
 @pytest.mark.parametrize("case", list(OPS)[:-1])
 def test_the_library_is_called_right(case, state, library, calls, monkeypatch):
