@@ -116,17 +116,17 @@ class Retention(nn.Module):
         self.vg = linear(d, 2 * wide, start=released or xavier(wide, d, 2**-2.5), parts=[wide, wide])
         self.out_proj = linear(wide, d, start=released or xavier(d, wide, 0.5))
 
-    def rotate(self, x, first, last, keep=False):
+    def rotate(self, x, first, last, constant=False):
         """Rotate the pairs (even, odd) in the last dimension of x (..., T, H, n), at positions first .. last - 1."""
         m = self.n // 2
-        tables = rotary_tables(first, last, m, x.device, max(1, m - 1), keep)
+        tables = rotary_tables(first, last, m, x.device, max(1, m - 1), constant)
         cos, sin = (a[:, None] for a in tables)  # (T, 1, m) each
         even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is rotated by T, so rounding would show
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
 
     def forward(self, x, state=None):
         T = x.shape[1]
-        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), 0, T, keep=state is None)  # (B, T, 2 H, n)
+        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), 0, T, constant=state is None)  # (B, T, 2 H, n)
         q, k = qk.chunk(2, 2)  # (B, T, H, n) each
         v, g = self.vg(x).chunk(2, -1)  # (B, T, H n_v) each
         log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
@@ -274,7 +274,7 @@ class SlidingWindow(Attention):
             k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
             state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep the older ones alive
         S = k.shape[2]
-        cos, sin = rotary_tables(0, S, self.n // 2, x.device, keep=state is None)  # (S, n/2) each
+        cos, sin = rotary_tables(0, S, self.n // 2, x.device, constant=state is None)  # (S, n/2) each
         q, k = apply_rotary(q, cos[S - T:], sin[S - T:]), apply_rotary(k, cos, sin)
         y = attention(q, k, v, self.window, backend=self.backend)  # (B, H, T, n)
         return self.out_proj(y.transpose(1, 2).reshape(B, T, d)), state

@@ -22,7 +22,6 @@ reads long texts in chunks.
 `python model.py` prints parameters, FLOPs and state sizes next to the paper's Table 1.
 """
 
-import functools
 import itertools
 import math
 import operator
@@ -224,7 +223,7 @@ class Attention(nn.Module):
         B, T, d = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
         past = 0 if state is None else state[0].shape[2]
-        cos, sin = rotary_tables(past, past + T, self.n // 2, x.device, keep=state is None)  # (T, n/2) each
+        cos, sin = rotary_tables(past, past + T, self.n // 2, x.device, constant=state is None)  # (T, n/2) each
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if state is not None:
             k, v = state = append_to_cache(state, k, v)
@@ -242,22 +241,20 @@ def apply_rotary(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)  # computed in float32
 
 
-def rotary_tables(first, last, pairs, device, steps=None, keep=False):
+def rotary_tables(first, last, pairs, device, steps=None, constant=False):
     """Cosine and sine (last - first, pairs), float32, of position times 10000 ** -(i / steps) for positions first ..
-    last - 1 and pairs i; steps: `pairs`, unless given. keep: for the next call too. A compiled layer that does not load
-    them computes them anew for every channel, which took a quarter of LLaMA's step on an H200."""
-    if keep:
-        return kept_rotary_tables(operator.index(first), operator.index(last), pairs, device, steps)
+    last - 1 and pairs i; steps: `pairs`, unless given. constant: compiled layers load them; else they compute them anew
+    for every channel, which took a quarter of LLaMA's step on an H200."""
+    if constant:
+        return constant_rotary_tables(operator.index(first), operator.index(last), pairs, device, steps)
     frequency = 10000.0 ** -(torch.arange(pairs, device=device) / (steps or pairs))
     angle = torch.arange(first, last, device=device)[:, None] * frequency
     return angle.cos(), angle.sin()
 
 
-@functools.lru_cache(16)  # layers share them
 @constant_when_compiled
-def kept_rotary_tables(*args):
-    with torch.inference_mode(False):  # training may use them after an evaluation
-        return rotary_tables(*args)
+def constant_rotary_tables(*args):
+    return rotary_tables(*args)
 
 
 # Keys returned by `append_to_cache` -> (buffers of keys and values with room at the end; the values returned with them)

@@ -500,15 +500,6 @@ def test_a_cache_continues_whatever_was_done_to_it(how, mode):
             close(got, lm(torch.cat([idx, way], 1))[0][:, -5:])
 
 
-@ALL_FAMILIES
-def test_a_model_trains_after_an_evaluation_in_inference_mode(family):
-    lm, idx = tiny(family, n_layer=1), tokens(2, 23)
-    with torch.inference_mode():
-        lm(idx, idx)
-    lm(idx, idx)[1].backward()
-    assert all(p.grad.isfinite().all() for p in lm.parameters())
-
-
 # ----------------------------------------------------------------------------------------- initialisation, weight decay
 
 def expected_init(family, layer, branch, d, L, H, N=16, W=4):
