@@ -357,16 +357,16 @@ def run(args, extra):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // (jobs or 1))))
     os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
     comparisons, sizes, minutes = [], {}, args.minutes / len(args.sizes)
-    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=163840", "--final_eval_tokens=163840",
-                *extra, *([f"--dataset={data_path(args.data)}"] if args.data else [])]
+    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
+                *extra, *([f"--dataset={data_path(args.data)}"] if args.data else [])]  # 655,360: all of pystdlib
     with runner.driver(args, folder, jobs, gpus=gpus) as engine:
         for size in args.sizes:
             if args.stopped:
                 break
             argv, versions = [args.config, *SIZES[size], *settings], {args.against: head, "the edit": edit}
             comparisons.append(c := Comparison(versions, argv, args.steps, folder))
-            seconds = sum(4 + p["s/token"] * (args.steps * p["tokens"] + 5e4) for p in c.probes.values())
-            n = args.pairs or max(2, int(60 * minutes * (jobs or 1) / seconds))  # 4 s to start; 5e4: the evaluation
+            seconds = sum(4 + p["s/token"] * (args.steps * p["tokens"] + 2e5) for p in c.probes.values())
+            n = args.pairs or max(2, int(60 * minutes * (jobs or 1) / seconds))  # 4 s to start; 2e5: the evaluation
             shown = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
             words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))

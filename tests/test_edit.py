@@ -276,13 +276,13 @@ def test_versions_older_than_the_command_are_compared_though_their_loader_differ
 
 
 def test_how_many_pairs_fit_in_the_time_is_measured(repo, run, monkeypatch):
-    """Four runs at a time: each takes 4 s to start, and trains on 1,024 tokens; its evaluation costs as much as 5e4."""
+    """Four runs at a time: each takes 4 s to start, and trains on 1,024 tokens; its evaluation costs as much as 2e5."""
     numbers = {"verdict": "same", "pairs": 0, "notes": [], "sentence": ""}
     monkeypatch.setattr(edit, "compare_versions", lambda *args: numbers)
     monkeypatch.setattr(edit, "write_page", lambda *args: None)
     change(repo, SEED="b")
     assert "about 6 pairs" in run("--minutes=0.2")[1]
-    monkeypatch.setattr(edit, "PROBE", PROBE.replace('"s/token": 0', f'"s/token": {4 / (16 * 64 + 5e4)}'))
+    monkeypatch.setattr(edit, "PROBE", PROBE.replace('"s/token": 0', f'"s/token": {4 / (16 * 64 + 2e5)}'))
     assert "about 6 pairs" in run("--minutes=0.4")[1]
 
 
