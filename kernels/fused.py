@@ -61,7 +61,7 @@ def wrong_gradients(op):
     broken = (3, 4) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 7, 1)
     if not broken or torch.cuda.get_device_capability()[0] != 9:
         return None
-    return f"Triton {version} computes wrong gradients for it on Hopper GPUs, 3.7.1 or later does not"
+    return f"Triton {version} computes wrong gradients for it on Hopper GPUs: the library asks for 3.7.1 or later"
 
 
 def call(op, *args, **kwargs):
