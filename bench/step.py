@@ -63,7 +63,7 @@ def serve(pipe, make, spec):
             worker = make(spec)
             answer = worker.about()
             while True:
-                pipe.send({**answer, "stderr": output.getvalue().splitlines()[-20:]})
+                pipe.send({**answer, "stderr": output.getvalue().replace(f"{ROOT}/", "").splitlines()[-20:]})
                 method, *arguments = pipe.recv()
                 answer = getattr(worker, method)(*arguments)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the other end has closed

@@ -135,7 +135,7 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, li
     default = not backend and op in fused.BY_DEFAULT and not libraries_off
     if op in fused.LIBRARIES and (backend == "fused" or default):
         reason = f"the tensors are on {device}" if device != fused.GPU else fused.refusal(op, dtype) or library_cannot
-        reason = reason or fused.load(op)[1] or fused.wrong_gradients(op)
+        reason = reason or fused.load(op)[1]
         if reason is None:
             tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
             say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")
@@ -527,7 +527,7 @@ class Kernels:
         stream = raw_stream(index)
         if index == torch.cuda.current_device():
             return self.launch(function, stream)
-        with torch.cuda.device(index):  # takes as long as a launch
+        with torch.cuda.device(index):
             self.launch(function, stream)
 
     def launch(self, function, stream):

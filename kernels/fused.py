@@ -37,31 +37,29 @@ BY_DEFAULT = tuple(op for op, (package, *_) in LIBRARIES.items() if package == "
 
 @functools.cache
 def load(op):
-    """(the library's function for `op`, None), or (None, reason why it cannot be loaded)."""
+    """(the library's function for `op`, None), or (None, reason why it cannot run here)."""
     package, module, name, _ = LIBRARIES[op]
     try:
-        return getattr(importlib.import_module(module), name), None
+        function = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         problem = "is not installed" if missing == module.split(".")[0] else f"needs {missing}"
     except Exception as error:  # these packages import Triton, which asks for a driver: any error is possible
         problem = f"cannot be imported ({' '.join(str(error).split())[:200]})"
-    return None, f"{package} {problem}"
+    else:
+        problem = wrong_gradients(op)
+    return (None, f"{package} {problem}") if problem else (function, None)
 
 
-@functools.cache
 def wrong_gradients(op):
-    """The reason why the library's gradients of `op` would be wrong on this GPU, or None.
-
-    On an H200 with Triton 3.6.0 a gradient of RetNet's was off by half of it. With gates the library refuses to run.
-    """
+    """What flash-linear-attention needs for right gradients of `op` on this GPU, or None. With gates it refuses to run
+    otherwise; a gradient of RetNet's was off by half on an H200 with Triton 3.6.0."""
     if op not in ("retention", "gated_delta_rule") or not torch.cuda.is_available():
         return None
     version = importlib.metadata.version("triton")
     broken = (3, 4) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 7, 1)
-    if not broken or torch.cuda.get_device_capability()[0] != 9:
-        return None
-    return f"Triton {version} computes wrong gradients for it on Hopper GPUs: the library asks for 3.7.1 or later"
+    on_hopper = broken and torch.cuda.get_device_capability()[0] == 9
+    return f"needs Triton 3.7.1 or later on a Hopper GPU: {version} computes wrong gradients" if on_hopper else None
 
 
 def call(op, *args, **kwargs):

