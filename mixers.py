@@ -45,6 +45,7 @@ from model import (
     split_heads,
 )
 from runtime.parameters import (
+    arange,
     constant,
     dense,
     linear,
@@ -76,7 +77,7 @@ def token_shift(x, last):
 
 def ramp(n):
     """0, 1/(n-1), ..., 1 in float64; 0 alone for n = 1."""
-    return torch.arange(n, dtype=torch.float64) / max(1, n - 1)
+    return arange(n) / max(1, n - 1)
 
 
 def rwkv_mu(config, layer):
@@ -85,7 +86,7 @@ def rwkv_mu(config, layer):
     Peng et al. 2023, appendix: late channels and late layers look at the current token, k less than r. In float64.
     """
     a, c = layer / max(1, config.n_layer - 1), 1 - layer / config.n_layer
-    i = torch.arange(config.n_embd, dtype=torch.float64) / config.n_embd
+    i = arange(config.n_embd) / config.n_embd
     return a, {"k": 1 - i**c, "v": 1 - (i**c + 0.3 * a), "r": 1 - i ** (c / 2), "g": 1 - i ** (c / 2)}
 
 
@@ -306,7 +307,7 @@ class RWKV4TimeMix(nn.Module):
         super().__init__()
         d, self.backend = config.n_embd, config.backend
         depth, mu = rwkv_mu(config, layer)
-        zigzag = (torch.arange(d, dtype=torch.float64) + 1) % 3 - 1
+        zigzag = (arange(d) + 1) % 3 - 1
         self.mu = parameter(3, d, start=values(torch.stack([mu[c] for c in "rkv"])))
         self.decay = parameter(d, start=values(-5 + 8 * ramp(d) ** (0.7 + 1.3 * depth)))
         self.bonus = parameter(d, start=values(math.log(0.3) + 0.5 * zigzag))

@@ -39,6 +39,7 @@ from kernels.linear_attention import gated_linear_attention
 from kernels.ops import attention, causal_conv1d, conv_state, cross_entropy, documents, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
 from runtime.parameters import (
+    arange,
     constant,
     dense,
     draw,
@@ -187,7 +188,7 @@ class Mamba(ScanBlock):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.dt_bias.start = step_size(1e-3, 0.1)
-        decay = torch.arange(1, self.N + 1, dtype=torch.float64).log().expand(self.d_inner, self.N)
+        decay = arange(1, self.N + 1).log().expand(self.d_inner, self.N)
         self.A_log = parameter(self.d_inner, self.N, start=values(decay))
 
     def scan(self, x, dt, k, q, z, h0, reverse=False):

@@ -76,6 +76,11 @@ def values(tensor):
     return lambda p: p.copy_(tensor)
 
 
+def arange(*args):
+    """torch.arange in float64, on the CPU: on the meta device it imports torch._dynamo, which takes 2 s."""
+    return torch.arange(*args, dtype=torch.float64, device="cpu")
+
+
 def log_uniform(low, high):
     """The logarithm of a number drawn uniformly from low .. high (at least 1e-4)."""
     return lambda p: p.uniform_(low, high).clamp_(min=1e-4).log_()

@@ -91,7 +91,8 @@ def self_check(model, dtype=torch.float32, compiled=False):
                 way_out = "correct that"
                 packed = getattr(model.config, "documents", "join") == "pack"
                 line = compare(toy, plain, batch, packed, compiled)
-            line += f"; {compare_rounded(toy, plain, batch, dtype)}" if in_16_bits else ""
+            with constants(IN_ONE):
+                line += f"; {compare_rounded(toy, plain, batch, dtype)}" if in_16_bits else ""
         except ConfigError:
             raise
         except Exception as error:  # an edit may raise anything
@@ -193,7 +194,8 @@ def compare_training(toy, plain, batch, varies, compiled):
                  "draw random numbers from PyTorch only, and keep no state in the model")
     toy.train(not varies), plain.train(not varies)
     trains = gradients(toy, loss_alone, batch)
-    slow = trains if backend == "torch" else gradients(plain, loss_of_logits, batch)
+    with constants(IN_ONE):  # recomputing pieces imports torch._dynamo, two seconds of CPU
+        slow = trains if backend == "torch" else gradients(plain, loss_of_logits, batch)
     if not is_finite(trains) and not is_finite(slow):
         raise ConfigError(f"self-check: the loss of a small version of this model is {float(trains['the loss'])}, or "
                           f"its gradient has no numbers: {locate.first_nan(toy, batch)}: correct that, or {OFF}")

@@ -127,6 +127,10 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     # nothing differs at the values that parameters start with
     "dt_bias in the loop": ("longhorn", {"kernels.scan._loop": lambda f: lambda *args: f(
         *args[:8], args[8] - args[8].detach(), args[9])}, SCANS),
+    "the state between pieces of the loop, where no kernel runs": (
+        "longhorn", {"kernels.build.unavailable": lambda f: lambda device: "no compiler", "kernels.ops.in_pieces":
+                     lambda f: lambda loop, timed, state: f(lambda *args: loop(*args[:-1], None), timed, state)},
+        ("LM.forward with --backend=(empty)", "--backend=torch")),
     "gelu in the plain convolution": (
         "mamba", {"kernels.ops._conv_torch": lambda f: lambda *args: F.gelu(f(*args[:-1], False))},
         ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch")),

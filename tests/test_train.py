@@ -728,10 +728,11 @@ for sys.argv in json.loads(sys.argv[1]):
 
 def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
     """Of a hybrid with Muon, images and recall, one after the other in one process. With torch._dynamo or sympy every
-    start would take a second longer."""
+    start would take two seconds longer."""
     small = ["--self_check=off", "--max_iters=1", "--n_embd=24", "--n_layer=1", f"--out_dir={out}2"]
     recall = ["cell", "--model=based", "--train_examples=50", "--test_examples=50", *small[:3], f"--out_dir={out}3"]
-    hybrid = arguments(data, out, max_iters=2, pattern="longhorn,gated_deltanet", n_layer=2, optimizer="muon")
+    hybrid = arguments(data, out, max_iters=2, pattern="longhorn,gated_deltanet,mamba,rwkv", n_layer=4,
+                       optimizer="muon", self_check="on")
     programs = {"mixers.py": ["train.py", *hybrid],
                 "experiments/vision/classify.py": ["experiments/vision/classify.py", "config/vil_digits.py", *small],
                 "experiments/recall/cell.py": ["experiments/recall/mqar.py", *recall]}
