@@ -69,7 +69,7 @@ class Entry:
     losses = property(lambda self: self.at_main.val_loss.tolist())
     mean = property(lambda self: statistics.fmean(self.losses) if self.losses else None)
     sd = property(lambda self: statistics.stdev(self.losses) if len(self.losses) > 1 else None)
-    first = property(lambda self: self.at_main.iloc[0])
+    first = functools.cached_property(lambda self: self.at_main.iloc[0])
     weights = property(lambda self: self.first.val_document_tokens)  # tokens of each held-out document
     documents = functools.cached_property(lambda self: self.by_seed("val_document_losses", np.asarray))
 
@@ -90,7 +90,7 @@ class Entry:
 
     def log_seconds(self):
         """log(seconds per token) of each seed."""
-        return [math.log(r.seconds / r.tokens) for r in self.at_main.itertuples()]
+        return np.log(self.at_main.seconds / self.at_main.tokens).tolist()
 
 
 def collect(runs):
@@ -142,6 +142,7 @@ def entry_of(model, size, cells):
         notes.append(f"{missing} of {planned.seed.nunique()} planned seeds have no usable run yet")
     runs = runs[runs.learning_rate == rate]
     runs = runs.iloc[np.argsort(pandas.factorize(runs.tokens)[0], kind="stable")]  # budget by budget, as planned
+    runs.attrs = {}  # pandas copies them deeply with each selection
     tried = {rate: loss if math.isfinite(loss) else None for rate, loss in best.tried.items()} if best else {}
     alike = runs[runs.tokens.isin(searched.tokens)].loss_of_choosing_files
     noise = (alike.var(), len(alike) - 1) if len(alike) > 1 else (0.0, 0)
