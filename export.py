@@ -31,6 +31,7 @@ import dataclasses
 import functools
 import glob
 import hashlib
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -580,7 +581,8 @@ def check_target(folder, files, overwrite, clean=True):
     try:
         if clean:
             clean_up(Path(folder).resolve())
-        there = sorted({*os.listdir(folder)} - {".lock"}) if os.path.lexists(folder) else []  # .lock: of a run
+        derived = {".lock", "__pycache__"}  # of a run; of a program that has imported the folder's code
+        there = sorted({*os.listdir(folder)} - derived) if os.path.lexists(folder) else []
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}: choose another folder") from None
     other = [name for name in there if name.partition(".tmp-")[0] not in files]
@@ -595,6 +597,13 @@ def check_target(folder, files, overwrite, clean=True):
 
 class Unlike(ConfigError):
     """What was written is another model than the one that was given."""
+
+
+class Uncached(importlib.machinery.SourceFileLoader):
+    """Neither reads nor leaves a __pycache__ beside the file, which would be published with the folder."""
+
+    def path_stats(self, path):
+        raise OSError
 
 
 def random_tokens(vocab_size, n):
@@ -636,7 +645,7 @@ def logits_from(folder, config, n):
         if is_ours:  # not through transformers' cache of code
             path = Path(folder) / CODE
             name = "modeling_longhorn_" + hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            spec = importlib.util.spec_from_file_location(name, path)
+            spec = importlib.util.spec_from_file_location(name, path, loader=Uncached(name, str(path)))
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             loader = module.LonghornForCausalLM

@@ -275,7 +275,9 @@ def test_tensors_left_over_or_quantised_are_refused(name, words, tmp_path):
     refused(imported(tmp_path, config, {**tensors, name: odd}), words)
 
 
-def test_nothing_is_overwritten_unasked(tmp_path):
+def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
+    """Python's cache is not missed, wherever it comes from, and none is published."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     make_run(tmp_path / "run", tiny())
     make_run(tmp_path / "other", tiny("gla"))
     to = tmp_path / "folder"
@@ -284,6 +286,7 @@ def test_nothing_is_overwritten_unasked(tmp_path):
     before = {p.name: p.read_bytes() for p in to.iterdir()}
     refused(run(out_dir=tmp_path / "other", to=to), f"{to} is not empty", "--overwrite")
     assert before == {p.name: p.read_bytes() for p in to.iterdir()}
+    (to / "__pycache__").mkdir()
     assert run(out_dir=tmp_path / "other", to=to, overwrite="true").code == 0
     assert export.load(to).config.model == "gla" and sorted(os.listdir(to)) == sorted(export.FILES)
     (to / "thesis.tex").write_text("my only copy")
