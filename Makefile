@@ -27,10 +27,10 @@ train: $(VENV)/main
 	$(PY) train.py $(CONFIG) --out_dir='$(OUT)' $(ARGS)
 	$(PY) sample.py --out_dir='$(OUT)' --max_new_tokens=400
 
-# Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for each other. They
-# and the hundreds that they start would compile the same files if the environment forbade to keep bytecode.
+# Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for each other. The
+# variables are those of most users: Python keeps bytecode (hundreds of processes need it) and buffers output.
 test: $(VENV)/main $(VENV)/test lint
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
+	PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED= OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
 # Other libraries' kernels in Triton's interpreter, two minutes of CPU; on a GPU the tests above run the real ones.
 test-fused: $(VENV)/main $(VENV)/test $(VENV)/fused

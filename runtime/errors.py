@@ -55,6 +55,10 @@ def main_error(prog, *errors):
         raise SystemExit(2) from None
     finally:
         _reader_has_gone()  # or the interpreter's own flush at exit prints a traceback
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):  # or that flush makes the exit code 120
+            _discard(sys.stderr)
 
 
 def is_out_of_memory(error):
@@ -84,9 +88,14 @@ def _reader_has_gone(last=""):
     try:
         print(end=last, flush=True)
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # stdout may not be a file
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         return True
     except (OSError, ValueError):  # a full disk or a closed file: the interpreter reports it at exit
         pass
     return False
+
+
+def _discard(stream):
+    """Discard what a stream still holds, and all that is written to it from now on."""
+    with contextlib.suppress(OSError, ValueError):  # it may be closed, or not be a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

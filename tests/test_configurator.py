@@ -170,9 +170,11 @@ def python(code, errors="", **how):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said(unbuffered):
     with open("/dev/full", "w") as full:
-        assert python("raise errors.ConfigError('no')", stderr=full)[0] == 2
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        assert python("raise errors.ConfigError('no')", stderr=full, env=env)[0] == 2
 
 
 @pytest.mark.parametrize("error, words", [

@@ -308,10 +308,16 @@ def test_a_machine_is_judged_by_its_oldest_visible_gpu(fresh, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_what_cannot_be_said_ends_nothing():
-    code = LEAN + "build.say_once('a'); build.say_once('b'); print('went on')"
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_cannot_be_said_ends_nothing(unbuffered):
+    code = LEAN + """
+from runtime import errors
+with errors.main_error("p"):
+    build.say_once("a"); build.say_once("b"); print("went on")
+"""
     with open("/dev/full", "w") as full:
-        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True)
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True,
+                             env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
     assert (run.returncode, run.stdout) == (0, "went on\n")
 
 
