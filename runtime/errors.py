@@ -56,7 +56,7 @@ def main_error(prog, *errors):
     finally:
         _reader_has_gone()  # or the interpreter's own flush at exit prints a traceback
         try:
-            sys.stderr.flush()
+            print(end="", file=sys.stderr, flush=True)
         except (OSError, ValueError):  # or that flush makes the exit code 120
             _discard(sys.stderr)
 
