@@ -54,13 +54,15 @@ class Folder:
         if self.is_main:
             with writing_to(self.out):
                 wait = min(300, 30 * self.config.timeout_minutes)  # the process that we resume may still be saving
-                self.lock = lock_run_dir(self.out, wait * (self.config.resume != "never"))  # for this process's life
+                self.lock = lock_run_dir(self.out, wait * (self.config.resume != "never"))
                 self.aside = records.move_aside(self.out, begin=False)
         distributed.barrier()
         return self
 
     def __exit__(self, kind, error, trace):
-        """Running out of memory becomes one line."""
+        """Unlocks the folder. Running out of memory becomes one line."""
+        if self.is_main:
+            self.lock.close()
         if error is not None and is_out_of_memory(error):
             traceback.clear_frames(trace)  # they keep the activations alive
             size, block_size = self.config.micro_batch_size, self.config.block_size
