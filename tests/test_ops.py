@@ -481,6 +481,8 @@ def compiled_loss_agrees(x, weight, targets, monkeypatch):
     assert (got - wanted).abs().max() <= (1e-12 if exact else 1)
 
 
+@pytest.mark.xfail(torch.__version__.startswith("2.11."), reason="for a CPU, on which the loss is not compiled, "
+                   "PyTorch 2.11 reads the target's logit after it was overwritten; for GPUs it does not")
 @pytest.mark.parametrize("dtype", (torch.float64, BF16))
 def test_compiled_loss_is_the_plain_one(dtype, compiled_on_cpu, monkeypatch):
     compiled_loss_agrees(*slice_inputs(dtype), monkeypatch)
