@@ -27,14 +27,18 @@ train: $(VENV)/main
 	$(PY) train.py $(CONFIG) --out_dir='$(OUT)' $(ARGS)
 	$(PY) sample.py --out_dir='$(OUT)' --max_new_tokens=400
 
-# Two processes with one thread each: with more threads than cores the kernels' parallel loops wait for each other. The
-# variables are those of most users: Python keeps bytecode (hundreds of processes need it) and buffers output.
+# Python keeps bytecode and buffers output, its defaults, whatever the environment says. One thread per process: with more
+# threads than cores the kernels' parallel loops wait for each other.
+test test-fused chaos slurm: export PYTHONDONTWRITEBYTECODE =
+test test-fused chaos slurm: export PYTHONUNBUFFERED =
+test test-fused chaos slurm: export OMP_NUM_THREADS = 1
+
 test: $(VENV)/main $(VENV)/test lint
-	PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED= OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
+	$(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
 # Other libraries' kernels in Triton's interpreter, two minutes of CPU; on a GPU the tests above run the real ones.
 test-fused: $(VENV)/main $(VENV)/test $(VENV)/fused
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist=worksteal tests/test_fused.py $(ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 --dist=worksteal tests/test_fused.py $(ARGS)
 
 # Installs the lm-evaluation-harness for evaluate.py; scores the model of `make train`, if there is one.
 eval: $(VENV)/main $(VENV)/eval
@@ -44,11 +48,11 @@ eval: $(VENV)/main $(VENV)/eval
 
 # The fault tests in their long form, in one process.
 chaos: $(VENV)/main $(VENV)/test
-	LONGHORN_CHAOS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py tests/test_vision.py $(ARGS)
+	LONGHORN_CHAOS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py tests/test_vision.py $(ARGS)
 
 # Sets up a Slurm of this machine for as long as the tests run, see the script; LONGHORN_CHAOS=1: 20 faults and more.
 slurm: $(VENV)/main $(VENV)/test $(VENV)/cluster
-	OMP_NUM_THREADS=1 tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_*cluster.py $(ARGS)
+	tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_*cluster.py $(ARGS)
 
 lint: $(VENV)/main $(VENV)/test
 	$(VENV)/bin/ruff check .

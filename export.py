@@ -581,8 +581,8 @@ def check_target(folder, files, overwrite, clean=True):
     try:
         if clean:
             clean_up(Path(folder).resolve())
-        derived = {".lock", "__pycache__"}  # of a run; of a program that has imported the folder's code
-        there = sorted({*os.listdir(folder)} - derived) if os.path.lexists(folder) else []
+        ignored = {".lock", "__pycache__"}  # left by a run, and by a program that has imported the folder's code
+        there = sorted({*os.listdir(folder)} - ignored) if os.path.lexists(folder) else []
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}: choose another folder") from None
     other = [name for name in there if name.partition(".tmp-")[0] not in files]

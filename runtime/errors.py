@@ -57,7 +57,7 @@ def main_error(prog, *errors):
         _reader_has_gone()  # or the interpreter's own flush at exit prints a traceback
         try:
             print(end="", file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # or that flush makes the exit code 120
+        except (OSError, ValueError):  # a full disk: flushing at exit would fail again, with exit code 120
             _discard(sys.stderr)
 
 

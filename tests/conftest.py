@@ -36,7 +36,7 @@ def nursery():
     from unittest import mock
 
     folders = os.pathsep.join(str(folder) for folder in Path(__file__).resolve().parents[:2])
-    multiprocessing.forkserver._forkserver._stop()  # one that a test of bench/step.py left has not imported as much
+    multiprocessing.forkserver._forkserver._stop()  # one per process: a test of bench/step.py may have left its own
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_chaos", "torch._dynamo"])  # DistributedDataParallel imports the second
     with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1"):

@@ -276,7 +276,7 @@ def test_tensors_left_over_or_quantised_are_refused(name, words, tmp_path):
 
 
 def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
-    """Python's cache is not missed, wherever it comes from, and none is published."""
+    """An export has no __pycache__, and overwrites one."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     make_run(tmp_path / "run", tiny())
     make_run(tmp_path / "other", tiny("gla"))

@@ -41,7 +41,7 @@ from data import loader, writer
 from experiments.vision import classify
 from model import LM
 from runtime import checkpoint, counting, distributed, errors, records
-from runtime.folder import MAY_CHANGE_ON_RESUME, lock_run_dir
+from runtime.folder import MAY_CHANGE_ON_RESUME, Folder, lock_run_dir
 from runtime.telemetry import peak_flops
 from tools.loss_curve import draw_loss
 from train import TrainConfig
@@ -436,6 +436,14 @@ def test_nothing_is_read_before_the_folder_is_locked(data, out):
     with mock.patch.object(checkpoint, "candidates", side_effect=look) as looked:
         succeed(arguments(data, out, resume="auto"))
     assert looked.called
+
+
+def test_a_run_that_has_ended_leaves_its_folder_unlocked(out):
+    """Though a stack or a notebook still has its Folder."""
+    folder = Folder(TrainConfig(out_dir=str(out)), None, None)
+    with folder, pytest.raises(errors.ConfigError, match="another run"):
+        lock_run_dir(out)
+    lock_run_dir(out).close()
 
 
 def test_an_out_dir_that_cannot_be_moved_or_locked(data, out):
