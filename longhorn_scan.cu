@@ -1111,6 +1111,19 @@ template <class E> struct Tile {
     int64_t x_t, dt_t, z_t, dy_t, out_t;
     E *y, *dx, *ddt, *dz;
     vec bias, skip;
+
+    // the same step of the next group, whose turn comes after this chunk
+    inline __attribute__((always_inline)) void prefetch_next(int t) const {
+        prefetch(x + t * x_t + LANES);
+        prefetch(dt + t * dt_t + LANES);
+        if (z) prefetch(z + t * z_t + LANES);
+        if (y) prefetch(y + t * out_t + LANES);
+        if (!dy) return;
+        prefetch(dy + t * dy_t + LANES);
+        prefetch(dx + t * out_t + LANES);
+        prefetch(ddt + t * out_t + LANES);
+        if (z) prefetch(dz + t * out_t + LANES);
+    }
 };
 
 template <class E> static E *stage(const E *from, int64_t stride, int steps, int n, E *&room) {
@@ -1179,6 +1192,7 @@ template <class U, class E, int NC> static void forward_chunk(const Tile<E> &in,
     if (NC) for (int64_t j = 0; j < N; j++) S[j] = state[j];
     for (int t = 0; t < steps; t++) {
         const float *k = keys.k + t * N, *q = keys.q + t * N;
+        in.prefetch_next(t);
         Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t), in.bias, keys.kk[t], softplus);
         vec out[2] = {in.skip * s.x, vec{}};                             // two chains hide the latency of the FMA
         if (U::whole) {
@@ -1250,6 +1264,7 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
         if (NC) for (int64_t j = 0; j < N; j++) registers[j] = kept.S[j];
         for (int t = 0; t < steps; t++) {
             const float *k = keys.k + t * N, *q = keys.q + t * N;
+            in.prefetch_next(t);
             Step<vec> s = U::step(load(in.x + t * in.x_t), load(in.dt + t * in.dt_t), in.bias, keys.kk[t], softplus);
             vec dy = load(in.dy + t * in.dy_t), z = {}, sig = {}, gated = dy;
             if (in.z) { z = load(in.z + t * in.z_t); sig = sigmoid(z); gated *= z * sig; }

@@ -193,6 +193,8 @@ __device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 
 // ------------------------------------------------------------------------------------------------ CPU: the convolution
 // WC is the width if known at compile time, or 0 to read it from the arguments.
 
+enum { AHEAD = 8 };                                    // steps between fetching a row and using it
+
 template <class E, int WC> static void conv_forward_task(const ConvArgs &a, int64_t b, int64_t first, int64_t last) {
     for (int64_t g = first; g < last; g++) {
         int64_t c = g * LANES;
@@ -209,6 +211,8 @@ template <class E, int WC> static void conv_forward_task(const ConvArgs &a, int6
         for (int64_t t = 0; t < a.T; t++) {
             for (int i = 0; i + 1 < W; i++) window[i] = window[i + 1];
             window[W - 1] = load(x + t * a.x_t, n);
+            prefetch(x + (t + AHEAD) * a.x_t);
+            prefetch(y + (t + AHEAD) * a.out_t);
             vec p = bias;
             for (int i = 0; i < W; i++) p += w[i] * window[i];
             store(y + t * a.out_t, a.silu ? p * sigmoid(p) : p, n);
@@ -237,6 +241,9 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
             window[i] = input(a.T - W + i);
         }
         for (int64_t t = a.T - 1; t >= 0; t--) {
+            prefetch(x + (t - W - AHEAD) * a.x_t);
+            prefetch(dy + (t - AHEAD) * a.dy_t);
+            prefetch(dx + (t - AHEAD) * a.out_t);
             for (int i = W - 1; i > 0; i--) dp[i] = dp[i - 1];
             vec p = bias, d = load(dy + t * a.dy_t, n);
             for (int i = 0; i < W; i++) p += w[i] * window[i];
