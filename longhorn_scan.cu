@@ -192,9 +192,9 @@ struct Mamba {                                                 // rates are A / 
 // copies if T, D, N and the addresses allow it (WarpRows), else read from their rows, coalesced since channels are
 // contiguous.
 //
-// By count of instructions and bytes these kernels are bound by instructions, not memory (not measured on a GPU): hence
-// 32-bit steps and byte strides (an address is one multiply-add), and an order of states in registers that depends on
-// the lane (ChannelSums).
+// By count of instructions and bytes these kernels are bound by instructions, not memory (no hardware counters were
+// read): hence 32-bit steps and byte strides (an address is one multiply-add), and an order of states in registers that
+// depends on the lane (ChannelSums).
 
 #ifndef TILE
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
@@ -1112,7 +1112,7 @@ template <class E> struct Tile {
     E *y, *dx, *ddt, *dz;
     vec bias, skip;
 
-    // the same step of the next group, whose turn comes after this chunk
+    // Step t of the next group of channels, which is computed after this chunk of this group.
     inline __attribute__((always_inline)) void prefetch_next(int t) const {
         prefetch(x + t * x_t + LANES);
         prefetch(dt + t * dt_t + LANES);

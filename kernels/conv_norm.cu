@@ -193,7 +193,7 @@ __device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 
 // ------------------------------------------------------------------------------------------------ CPU: the convolution
 // WC is the width if known at compile time, or 0 to read it from the arguments.
 
-enum { AHEAD = 8 };                                    // steps between fetching a row and using it
+enum { AHEAD = 8 };                                    // steps from prefetching a row to using it
 
 template <class E, int WC> static void conv_forward_task(const ConvArgs &a, int64_t b, int64_t first, int64_t last) {
     for (int64_t g = first; g < last; g++) {

@@ -202,8 +202,8 @@ template <class E> MATH void store(E *p, vec v, int n) {
     store(padded, v);
     memcpy((void *)p, padded, n * sizeof(E));
 }
-// Loads the cache line at p ahead of reading or writing it: rows are too far apart for the CPU to do so by itself. p may
-// lie outside of the tensor.
+// Fetches the cache line at p before it is read or written: rows are too far apart for the CPU's own prefetcher. p may
+// lie outside the tensor.
 MATH void prefetch(const void *p) { __builtin_prefetch(p); }
 MATH float to_float(float a) { return a; }
 MATH float to_float(bf16 a) { uint32_t u = (uint32_t)a.bits << 16; float f; memcpy(&f, &u, 4); return f; }
