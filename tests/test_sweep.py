@@ -481,13 +481,18 @@ def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
     assert {at["model"] for at in plan if at["stage"] == "seed"} == {"longhorn"}
 
 
-def test_a_sweep_grows_by_what_is_new(tmp_path, pretend):
-    """Seeds, sizes, budgets, families; the rate that seeds ran at stays, and a label keeps its meaning."""
+def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
+    """Seeds, sizes, budgets, families; the rate that seeds ran at stays, and a label keeps its meaning. --dry-run says
+    what it begins with."""
     ran = pretend(lambda at: 1 + abs(at["learning_rate"] - 3e-3))
 
     def run(*argv):
         ran.clear()
-        assert sweep.main(["laptop", *argv, f"--out={tmp_path}", "--steps=80"]) == 0
+        argv = ["laptop", *argv, f"--out={tmp_path}", "--steps=80"]
+        assert sweep.main([*argv, "--dry-run"]) == 0 and ran == []
+        begins = capsys.readouterr().out.splitlines()[-1]
+        assert sweep.main(argv) == 0
+        assert f"/{ran[0]} " in begins if ran else "all of it is finished" in begins
         return ran
     first = "gla", "--sizes=460K", "--budgets=64"
     assert len(run(*first, "--seeds=2")) == 8 + 4 + 1 and run(*first, "--seeds=2") == []

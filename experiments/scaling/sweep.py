@@ -221,7 +221,7 @@ def searched(folder, model, size, rates):
     Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
     """
     losses_by_rate = {}
-    for name, at in runner.read_plan(folder)["cells"].items():
+    for name, at in runner.read_plan(folder, new=True)["cells"].items():
         if (at["stage"], at["model"], at["size"]) == ("search", model, size) and at["learning_rate"] in rates:
             try:
                 loss = read_run(folder / name, at)["loss_of_choosing_files"]
@@ -232,8 +232,11 @@ def searched(folder, model, size, rates):
     return best_rate(losses_by_rate)
 
 
-def find_rates(preset, folder, go):
-    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays."""
+def find_rates(preset, folder, go, plan_only=False):
+    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays.
+
+    plan_only: `go` runs nothing, and a search without a usable run has its middle rate.
+    """
     rates, plan = {}, runner.read_plan(folder, new=True)["cells"]
     known = {(at["model"], at["size"]): at["learning_rate"] for at in plan.values() if at["stage"] == "seed"}
     product = dict.fromkeys(preset.models, preset.rate_times_width)  # of the size before, where a rate was chosen there
@@ -254,8 +257,8 @@ def find_rates(preset, folder, go):
                     grid.append(float(f"{best.beyond:.3g}"))
                     continue
                 del grids[model]
-                if best:
-                    rates[model, size] = best.rate
+                if best or plan_only:
+                    rates[model, size] = best.rate if best else float(f"{product[model] / width[model]:.3g}")
         product = {model: rates[model, size] * width[model] for model in product if (model, size) in rates}
     return rates
 
@@ -412,11 +415,9 @@ def run(args, extra):
     preset = dataclasses.replace(preset, warmup=before.get("warmup", preset.warmup))
     planned, failed = [], {}
 
-    # the plan that is shown has the middle of each search in place of the best rate
-    guess = {(model, size): float(f"{preset.rate_times_width / load(base_arguments(preset, model, size)).n_embd:.3g}")
-             for size in preset.sizes for model in preset.models}
-    expected = [c for key, rate in guess.items() for c in search_cells(preset, *key, first_rates(preset, rate))]
-    expected += reported_cells(preset, guess, folder)
+    searches = []
+    rates = find_rates(preset, folder, searches.extend, plan_only=True)
+    expected = list({c.name: c for c in (*searches, *reported_cells(preset, rates, folder))}.values())
     check_settings(expected)
     if not args.dry_run:
         check_data(expected)
@@ -425,8 +426,9 @@ def run(args, extra):
     estimate(expected)
     print_plan(expected, jobs, nproc, where)
     if args.dry_run:
-        print("nothing was run; it would begin with:")
-        for c in expected if is_paper else expected[:1]:
+        to_run = [c for c in expected if not is_finished(folder / c.name)]
+        print("nothing was run; it would begin with:" if to_run else "nothing was run; all of it is finished")
+        for c in to_run if is_paper else to_run[:1]:
             print("torchrun --standalone --nproc_per_node=8" if is_paper else "python", *c.command(folder)[1:])
         return 0
 
