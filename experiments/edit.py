@@ -32,7 +32,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -48,36 +47,6 @@ NO_CODE = (*NO_TRACE, "experiments/edit", "docs/", "results/", "deploy/")  # edi
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; fewest pairs before a verdict
 USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
-
-
-def log_tokens(difference, curve):
-    """log of how many times HEAD's tokens the edit needs if its loss is `difference` (...,) nats higher, on the curve
-    E + B / D^k with 2^k = (quarter - half) / half. curve (..., 2): how much higher HEAD's loss is at these budgets.
-    """
-    quarter, half = curve[..., 0], np.maximum(curve[..., 1], 1e-9)
-    ratio = np.clip((quarter - half) / half, 1.001, 4)
-    return np.log1p(np.maximum(difference * (ratio - 1) / half, -0.999)) / np.log2(ratio)
-
-
-def decide(differences, curves, bound, margin=0.02, alpha=0.05):
-    """What the pairs so far say: (verdict, log m, its low and high, mean difference, its half width), each (...,).
-
-    Args:
-        differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
-        curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
-            interval of m, how many times HEAD's tokens the edit needs.
-        bound: of Student's t at this look, from `compare.bounds`.
-    "better" and "worse": the interval of the mean difference excludes 0; "same": m is within `margin`.
-    """
-    n, k, mean = differences.shape[-1], curves.shape[-2], differences.mean(-1)
-    half = bound * differences.std(-1, ddof=1) / n**0.5
-    at, low, high = (log_tokens(d, curves.mean(-2)) for d in (mean, mean - half, mean + half))
-    without = [log_tokens(mean, np.delete(curves, i, -2).mean(-2)) for i in range(k)]
-    error = stats.t.ppf(1 - alpha / 2, k - 1) * np.sqrt((k - 1) * np.var(without, 0))
-    low, high = at - np.hypot(at - low, error), at + np.hypot(high - at, error)
-    within = (low > -np.log1p(margin)) & (high < np.log1p(margin))
-    verdict = np.select([mean + half < 0, mean - half > 0, within], ["better", "worse", "same"], "undecided")
-    return verdict, at, low, high, mean, half
 
 
 def git(*args, otherwise="git fails: is it installed, and is this a clone of the repository?"):
@@ -97,11 +66,11 @@ def snapshot(out, commit=None):
         subprocess.run(["tar", "-xf", "-", "-C", copy], input=git("archive", commit), check=True)
     else:
         for path in map(os.fsdecode, git("ls-files", "-coz", "--exclude-standard").split(b"\0")):
-            if os.path.lexists(REPO / path) and not (REPO / path).is_dir():  # deleted ones and submodules are listed
+            if (REPO / path).is_symlink() or (REPO / path).is_file():  # deleted ones and submodules are listed
                 (copy / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(REPO / path, copy / path, follow_symlinks=False)
     for path in (line.split("\t")[1] for line in git("ls-files", "-s").decode().splitlines() if line[:6] == "160000"):
-        git("diff", "--quiet", commit or "HEAD", "--", path,
+        git("diff", "--quiet", "--ignore-submodules=untracked", commit or "HEAD", "--", path,
             otherwise=f"the submodule {path} has changes: undo them, or compare versions that have the same")
         shutil.copytree(REPO / path, copy / path, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
     files = {name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.rglob("*") if path.is_file()
@@ -120,11 +89,12 @@ vocab = json.loads(meta.read_text())["vocab_size"] if meta.exists() else 256
 config.vocab_size = config.vocab_size or -(-vocab // 64) * 64
 train.seed_all(1)
 model = train.build_model(config, "cpu")
-width = plain.n_embd / config.n_embd if "learning_rate" not in str(sys.argv[2:-1]) else 1
+width = plain.n_embd / config.n_embd if "--learning_rate" not in {a.split("=")[0] for a in sys.argv[2:-1]} else 1
 idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
 times = [0] if torch.cuda.is_available() else timeit.repeat(lambda: model(idx, idx)[1].backward(), repeat=4, number=1)
 print(json.dumps({"learning_rate": float(f"{config.learning_rate * width:.3g}"), "dataset": config.dataset,
-    "tokens": config.batch_tokens, "s/token": min(times) / idx.numel(), "state": counting.state_size(model),
+    "batch_tokens": config.batch_tokens, "eval_block_size": config.eval_block_size or config.block_size,
+    "s/token": min(times) / idx.numel(), "state": counting.state_size(model),
     "parameters": counting.parameter_count(model)["total"], "FLOPs per token": counting.flops_per_token(model)["total"],
     "draws": {name: [p.numel(), hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()]
               for name, p in model.named_parameters()}}))
@@ -136,7 +106,7 @@ class Comparison:
 
     def __init__(self, versions, argv, steps, folder):
         (self.head, self.edit), self.versions, self.steps, self.folder = versions, versions, steps, folder
-        self.rows, self.probes, self.argv, self.key = {}, {}, {}, {}
+        self.rows, self.probes, self.argv, self.key, self.facts = {}, {}, {}, {}, {}
         for name, root in versions.items():
             command = [sys.executable, "-c", PROBE, *argv, REPO / "data"]  # where the vocabulary is
             ran = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -146,10 +116,12 @@ class Comparison:
             self.argv[name] = [str(root / argv[0]), *argv[1:], f"--dataset={data_path(about['dataset'])}", "--min_lr=0",
                                "--schedule=wsd", "--decay_iters=-1", f"--warmup_iters={max(1, steps // 40)}",
                                f"--learning_rate={about['learning_rate']:g}"]
-            settings = repr([self.argv[name], steps, os.environ["OMP_NUM_THREADS"]]).encode()
+            settings = repr([self.argv[name], steps, os.environ.get("OMP_NUM_THREADS")]).encode()
             self.key[name] = f"{root.name}-{hashlib.sha256(settings).hexdigest()[:8]}"
-        if self.probes[self.head]["dataset"] != self.probes[self.edit]["dataset"]:
-            raise ConfigError("the two versions name different datasets: give one for both, as --data=pystdlib")
+        for key in ("dataset", "batch_tokens", "eval_block_size"):  # or they would not see or be judged by the same
+            if (one := self.probes[self.head][key]) != (other := self.probes[self.edit][key]):
+                raise ConfigError(f"{key} is {one} in {self.head} and {other} in the edit: give one for both with "
+                                  f"--{key.replace('dataset', 'data')}=...")
 
     def cell(self, name, seed, part=1):
         """A run of 1/part of the budget; a shorter one branches from the whole one before its decay."""
@@ -181,19 +153,25 @@ class Comparison:
                     raise BadRecord(failed[cell.name])
                 self.rows[cell.name] = row = records.read_run(self.folder / cell.name, cell.at)
             except BadRecord as error:
-                diverged = "diverged" in str(error) or "not finite" in str(error)
+                words = str(error).replace(str(self.folder), "")  # whose name may say anything
+                diverged = "it diverged" in words or "loss or gradient not finite" in words
                 if diverged and name == self.edit:
                     raise BadRecord(f"worse: it diverges with seed {cell.at['seed']} ({error})") from None
                 raise ConfigError(f"{name} {'diverges' if diverged else 'does not run'}: {error}") from None
-            if row["same"]["data"] != next(iter(self.rows.values()))["same"]["data"]:
-                raise ConfigError(f"{cell.name} saw other data than the runs before: choose another --out")
+            said = (self.folder / f"{cell.name}.txt").read_text(errors="replace").splitlines()
+            slow = [line for line in said if "plain PyTorch runs instead" in line]  # an edited kernel does not compile
+            for key, value in {**row["same"]["data"], "dtype": row["dtype"], "torch": row["torch"],
+                               "kernels": slow[-1] if slow else "native"}.items():
+                if value != (before := self.facts.setdefault(key, value)):
+                    raise ConfigError(f"{key} of {name}: {value}, where runs before have {before}: make it alike for "
+                                      "both versions, or choose another --out")
         return seeds
 
     def row(self, name, seed, part=1):
         return self.rows[self.cell(name, seed, part).name]
 
     def results(self, n):
-        """(differences (n,), curves (k, 2)) for `decide`, of the first n pairs."""
+        """(differences (n,), curves (k, 2)) for `compare.decide`, of the first n pairs."""
         loss = lambda *run: self.row(*run)["val_loss"]
         curves = [[loss(self.head, seed, part) - loss(self.head, seed) for part in (4, 2)]
                   for seed in range(1, min(n, CURVE_PAIRS) + 1)]
@@ -244,7 +222,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
                 if n == 1 and np.array_equal(*(c.row(name, 1)["val_document_losses"] for name in (c.head, c.edit))):
                     verdict, sentence = "same", "identical runs: the edit changes no bit"
                 elif n > 1:
-                    decided = decide(*c.results(n), bound, args.margin, args.alpha)
+                    decided = compare.decide(*c.results(n), bound, args.margin, args.alpha)
                     verdict, *interval, mean, half = (x.item() for x in decided)
                     times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
                     left = f"{max(0, spent() / n * (args.pairs - n) if args.pairs else minutes - spent()):.0f} minutes"
@@ -264,7 +242,7 @@ def compare_versions(c, args, minutes, engine, say, looks):
         of = lambda name, key: np.array([c.row(name, seed)[key] for seed in range(1, n + 1)])
         edit, head = ([of(name, key) for key in ("val_loss", "val_document_losses")] for name in (c.edit, c.head))
         d = compare.difference(edit[1], head[1], c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%
-        texts = [np.exp(log_tokens(x, curves.mean(0))).item() for x in (d.low, d.high)]
+        texts = [np.exp(compare.log_tokens(x, curves.mean(0))).item() for x in (d.low, d.high)]
         numbers |= {"interval": np.exp(interval).tolist(), "nats": mean, "nats_half_width": half, "over_texts": texts,
                     "losses": [head[0].tolist(), edit[0].tolist()], "curves": curves.tolist()}
         if len(plans) > 1:
@@ -286,10 +264,11 @@ def write_page(out, numbers, comparisons):
                 continue
             logs = [[read_log(c.folder / c.cell(name, seed).name, "train") for seed in range(1, n + 1)]
                     for name in (c.head, c.edit)]
-            losses = np.array([[[e["train_loss"] for e in log] for log in of] for of in logs], float)  # (2, n, lines)
+            lines = min(len(log) for of in logs for log in of)  # a damaged log has fewer
+            losses = np.array([[[e["train_loss"] for e in log[:lines]] for log in of] for of in logs], float)
             width = max(1, losses.shape[-1] // 16)  # of a running mean: a line has one step's loss
             losses = np.apply_along_axis(np.convolve, -1, losses, np.ones(width) / width, "valid")
-            tokens, change = [e["tokens"] for e in logs[0][0]][width - 1:], losses[1] - losses[0]
+            tokens, change = [e["tokens"] for e in logs[0][0][:lines]][width - 1:], losses[1] - losses[0]
             error = 2 * change.std(0, ddof=1) / np.sqrt(n)
             left.plot(tokens, losses.mean(1).T, label=[c.head, c.edit])
             left.legend(title=f"{size}: training loss in nats by tokens")
@@ -324,11 +303,15 @@ def parser():
 
 def run(args, extra):
     """Compare the versions; returns the exit code. Raises ConfigError."""
-    for key, low, high in ("steps", 8, 2**31), ("pairs", 0, 10**6), ("margin", 1e-4, 1), ("alpha", 1e-3, 0.5):
+    for key, low, high in (("steps", 8, 2**31), ("minutes", 0.01, 1e6), ("pairs", 0, 10**6), ("margin", 1e-4, 1),
+                           ("alpha", 1e-3, 0.5)):
         if not low <= getattr(args, key) <= high:
             raise ConfigError(f"--{key}={getattr(args, key)}: from {low:g} to {high:g}")
     if not SIZES.keys() >= {*args.sizes}:
         raise ConfigError(f"--sizes={','.join(args.sizes)}: choose of {', '.join(SIZES)}")
+    config = os.path.relpath((REPO / args.config).resolve(), REPO)
+    if config.startswith(".."):
+        raise ConfigError(f"{args.config} is not in {REPO}, so both versions would have the same: copy it there")
     args.error = args.alpha, 8 if args.pairs else 2  # for compare.bounds: --pairs run to the end, and spend it there
     say, code, began = lambda line: args.quiet or print(line, flush=True), args.out / "code", time.strftime("%H:%M")
     commit = git("rev-parse", "--verify", f"{args.against}^{{commit}}", otherwise=f"--against={args.against}: there is "
@@ -354,7 +337,8 @@ def run(args, extra):
         + ", ".join(f"{sum(line[:1] == sign != line[1:2] for line in diff)} lines {sign}" for sign in "+-"))
     os.environ |= {"CUDA_VISIBLE_DEVICES": args.gpus} if args.gpus else {}
     jobs, gpus, where = runner.placement(args)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // (jobs or 1))))
+    if not args.cluster:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // jobs)))
     os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
     comparisons, sizes, minutes = [], {}, args.minutes / len(args.sizes)
     settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
@@ -363,16 +347,17 @@ def run(args, extra):
         for size in args.sizes:
             if args.stopped:
                 break
-            argv, versions = [args.config, *SIZES[size], *settings], {args.against: head, "the edit": edit}
+            argv, versions = [config, *SIZES[size], *settings], {args.against: head, "the edit": edit}
             comparisons.append(c := Comparison(versions, argv, args.steps, folder))
-            seconds = sum(4 + p["s/token"] * (args.steps * p["tokens"] + 2e5) for p in c.probes.values())
+            seconds = sum(4 + p["s/token"] * (args.steps * p["batch_tokens"] + 2e5) for p in c.probes.values())
             n = args.pairs or max(2, int(60 * minutes * (jobs or 1) / seconds))  # 4 s to start; 2e5: the evaluation
             shown = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
             words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
             say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))
             sizes[size] = compare_versions(c, args, minutes, engine, say, out / f"looks-{c.key[c.edit]}.json")
-    if snapshot(code)[1] != edit_files:
-        say(f"the verdict is about the tree at {began}: it has changed since")
+    with contextlib.suppress(ConfigError, OSError):  # the snapshot fails: the numbers come first
+        if snapshot(code)[1] != edit_files:
+            say(f"the verdict is about the tree at {began}: it has changed since")
     tried = {at["version"] for name, at in runner.read_plan(folder)["cells"].items()
              if at["against"] == comparisons[0].key[args.against] != at["version"] and is_finished(folder / name)}
     verdicts = {of_size["verdict"] for of_size in sizes.values()}

@@ -19,6 +19,7 @@ from test_train import TINY
 from experiments import edit, edit_simulation
 from experiments.scaling import compare
 from experiments.sweeps import engines
+from runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,6 +38,7 @@ STAND_IN = textwrap.dedent("""
         (out / "died").touch(); os.kill(os.getpid(), signal.SIGKILL)
     if model.EDITS:
         pathlib.Path(model.EDITS).write_text("SHIFT = 9.0")
+    print(model.SAYS)
     if model.FAILS and seed == 2:
         sys.exit("train.py: error: " + model.FAILS)
     loss = 2 + 0.4 * (steps / 16) ** -0.49 + random.Random(seed).gauss(0, 0.01) + model.SHIFT
@@ -46,7 +48,7 @@ STAND_IN = textwrap.dedent("""
     result = {"model": "longhorn", "val_loss": loss, "val_tokens": 100, "val_document_tokens": [60, 40],
               "val_document_losses": [loss, loss], "seconds": 1.0, "flops": 1.0, "parameters": 10, "processes": 1,
               "tokens": steps * 64, "tokens_per_second": 100, "seed": seed, "code": "v2" + model.SEED, "steps": steps,
-              "device_name": "cpu"}
+              "device_name": "cpu", "dtype": model.DTYPE}
     events = [{"event": "train", "step": s, "tokens": 64 * s, "train_loss": loss} for s in range(1, steps + 1)]
     events.append({"event": "eval", "step": steps, "tokens": 64 * steps, "val_loss": loss})
     (out / "log.jsonl").write_text("".join(json.dumps(e) + "\\n" for e in events))
@@ -57,10 +59,12 @@ STAND_IN = textwrap.dedent("""
 """)
 PROBE = """
 import json, model
-print(json.dumps({"learning_rate": 0.01, "dataset": "words", "tokens": 64, "s/token": 0, "parameters": 10 + model.MORE,
-                  "state": 4, "FLOPs per token": 9, "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
+print(json.dumps({"learning_rate": 0.01, "dataset": "words", "batch_tokens": 64, "eval_block_size": model.WINDOW,
+                  "s/token": 0, "parameters": 10 + model.MORE, "state": 4, "FLOPs per token": 9,
+                  "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
 """
-MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0}
+MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0,
+         "WINDOW": 16, "DTYPE": "float32", "SAYS": ""}
 
 
 @pytest.fixture
@@ -121,7 +125,7 @@ def test_tokens_are_those_of_a_power_law(times):
     """An edit that needs `times` HEAD's tokens has the loss of HEAD after 1 / times of them."""
     loss = lambda tokens: 1.1 + 60 * tokens**-0.4
     curve = np.array([loss(2**18) - loss(2**20), loss(2**19) - loss(2**20)])
-    assert edit.log_tokens(loss(2**20 / times) - loss(2**20), curve) == pytest.approx(math.log(times), abs=1e-9)
+    assert compare.log_tokens(loss(2**20 / times) - loss(2**20), curve) == pytest.approx(math.log(times), abs=1e-9)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
@@ -151,12 +155,16 @@ def test_verdicts_and_the_error_of_the_curve():
     rng, curves = np.random.default_rng(0), np.array([[0.39, 0.16]] * 4)
     noise = 0.003 * rng.standard_normal(20)
     noise -= noise.mean()
-    verdict = lambda shift, bound=3.0, **limits: str(edit.decide(noise + shift, curves, bound, **limits)[0])
+    verdict = lambda shift, bound=3.0, **limits: str(compare.decide(noise + shift, curves, bound, **limits)[0])
     assert [verdict(shift) for shift in (-0.02, 0.02, 0.0)] == ["better", "worse", "same"]
     assert verdict(0.0, margin=0.005) == verdict(0.0016, margin=0.005) == "undecided"
     assert verdict(0.0016, margin=0.005, bound=1.5) == "worse"
+    wild = np.array([[0.39, 0.16], [0.3, 0.2], [0.6, 0.1], [0.2, 0.15]])  # its error does not change the sign
+    for sign in -1, 1:
+        _, at, low, high, _, _ = compare.decide(noise + 0.004 * sign, wild, 3.0)
+        assert low < at < high and min(low * sign, high * sign) > 0
     unsure = curves + 0.05 * rng.standard_normal((4, 2))
-    width = lambda curves: np.subtract(*edit.decide(noise + 0.02, curves, 3.0)[3:1:-1])
+    width = lambda curves: np.subtract(*compare.decide(noise + 0.02, curves, 3.0)[3:1:-1])
     assert width(unsure) > 1.2 * width(curves)
 
 
@@ -217,7 +225,14 @@ REFUSED = [  # edit, arguments, words of the line
     (lambda repo: (repo / "evaluation" / "more.py").write_text("x = 1"), [], "evaluation/more.py differs"),
     (lambda repo: (repo / "model.py").write_text("SHIFT = "), [], "the edit does not start: SyntaxError"),
     (lambda repo: change(repo, FAILS="self-check: x", SEED="b"), [], "the edit does not run: train.py: error: self-ch"),
-    (lambda repo: change(repo, DATA="other"), [], "saw other data"),
+    (lambda repo: change(repo, FAILS="out of memory", SEED="b"), ["--out=out/it diverged"], "the edit does not run: "),
+    (lambda repo: change(repo, DATA="other"), [], "train data of the edit: other, where runs before have d"),
+    (lambda repo: change(repo, DTYPE="bfloat16"), [], "dtype of the edit: bfloat16, where runs before have float32"),
+    (lambda repo: change(repo, SAYS="native kernels: plain PyTorch runs instead, much slower (no semicolon)"), [],
+     "kernels of the edit: native kernels: plain PyTorch runs instead, much slower (no semicolon), where runs before"),
+    (lambda repo: change(repo, WINDOW=32), [], "eval_block_size is 16 in HEAD and 32 in the edit: give one for both"),
+    (lambda repo: change(repo, SHIFT=1.0), ["/config/x.py"], "/config/x.py is not in "),
+    (lambda repo: change(repo, SHIFT=1.0), ["--minutes=nan"], "--minutes=nan: from 0.01 to 1e+06"),
     (lambda repo: change(repo, SHIFT=1e9), ["--against=nowhere"], "--against=nowhere: there is no such commit"),
     (lambda repo: shutil.rmtree(repo / ".git"), [], "--against=HEAD: there is no such commit"),
     (lambda repo: change(repo, SHIFT=1.0), ["--data=none"], "is not prepared"),
@@ -298,6 +313,7 @@ def test_a_submodule_with_changes_is_refused_and_a_clean_one_copied(repo, run, t
     assert run()[0] == 1
     assert len(list((repo / "out" / "code").glob("*/extra/extra.py"))) == 2
     (repo / "extra" / "extra.py").write_text("x = 1")
+    git(repo, "config", "submodule.extra.ignore", "all")
     code, said, _ = run()
     assert code == 2 and "the submodule extra has changes" in said
 
@@ -318,6 +334,37 @@ def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_
     assert [result["sizes"]["460K"][key] for key in same] == [whole[2]["sizes"]["460K"][key] for key in same]
     counts = runs_of(tmp_path / "killed")
     assert sorted(counts.values()) == [1] * (len(counts) - 1) + [2] and len(counts) == 5 + 5 + 8
+
+
+def test_links_to_folders_are_copied_and_configs_are_those_of_each_version(repo, run):
+    """Although both are given by their path in the tree."""
+    (repo / "lib").mkdir()
+    (repo / "lib" / "loss.py").write_text("SHIFT = 0.0")
+    (repo / "link").symlink_to("lib")
+    (repo / "train.py").write_text("from link import loss\n" + STAND_IN.replace("+ model.SHIFT", (
+        "+ float(open(sys.argv[1]).read())")))
+    (config := repo / "config" / "mine.py").write_text("0.0")
+    commit(repo)
+    config.write_text("0.5")
+    code, said, result = run(str(config), "--pairs=6")
+    assert code == 1 and result["sizes"]["460K"]["nats"] == pytest.approx(0.5, abs=0.01), said
+
+
+def test_a_log_that_lost_a_line_and_a_tree_that_cannot_be_read_again_keep_the_verdict(repo, run, monkeypatch):
+    change(repo, SHIFT=0.5, SEED="b")
+    assert run()[0] == 1
+    log = next((repo / "out").glob("*/*seed3/log.jsonl"))
+    log.write_text("".join(log.read_text().splitlines(True)[1:]))
+    snapshot, copies = edit.snapshot, []
+
+    def fails_the_third_time(*args):
+        copies.append(args)
+        if len(copies) == 3:
+            raise ConfigError("the submodule x has changes")
+        return snapshot(*args)
+    monkeypatch.setattr(edit, "snapshot", fails_the_third_time)
+    code, said, _ = run()
+    assert code == 1 and said.splitlines()[-1].startswith("edit: worse"), said
 
 
 def test_a_second_plan_is_said_and_minutes_add_up(repo, run):

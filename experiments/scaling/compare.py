@@ -316,3 +316,35 @@ def bounds(fractions, alpha, power=2, walks=100_000):
         bound = np.partition(t, -more)[-more].item()
         sums, squares, spent = sums[t < bound], squares[t < bound], spent + more
         yield bound
+
+
+def log_tokens(difference, curve):
+    """log of how many times HEAD's tokens the edit needs if its loss is `difference` (...,) nats higher, on the curve
+    E + B / D^k with 2^k = (quarter - half) / half. curve (..., 2): how much higher HEAD's loss is at these budgets.
+    """
+    quarter, half = curve[..., 0], np.maximum(curve[..., 1], 1e-9)
+    ratio = np.clip((quarter - half) / half, 1.001, 4)
+    return np.log1p(np.maximum(difference * (ratio - 1) / half, -0.999)) / np.log2(ratio)
+
+
+def decide(differences, curves, bound, margin=0.02, alpha=0.05):
+    """What the pairs so far say: (verdict, log m, its low and high, mean difference, its half width), each (...,).
+
+    Args:
+        differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
+        curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
+            interval of m, how many times HEAD's tokens the edit needs.
+        bound: of Student's t at this look, from `bounds`.
+    "better" and "worse": the interval of the mean difference excludes 0; "same": m is within `margin`.
+    """
+    n, k, mean = differences.shape[-1], curves.shape[-2], differences.mean(-1)
+    half = bound * differences.std(-1, ddof=1) / n**0.5
+    at, low, high = (log_tokens(d, curves.mean(-2)) for d in (mean, mean - half, mean + half))
+    without = [log_tokens(mean, np.delete(curves, i, -2).mean(-2)) for i in range(k)]
+    error = special.stdtrit(k - 1, 1 - alpha / 2) * np.sqrt((k - 1) * np.var(without, 0))
+    low, high = at - np.hypot(at - low, error), at + np.hypot(high - at, error)
+    low = np.where(mean - half > 0, np.maximum(low, 1e-9), low)  # the curve's error does not change the sign
+    high = np.where(mean + half < 0, np.minimum(high, -1e-9), high)
+    within = (low > -np.log1p(margin)) & (high < np.log1p(margin))
+    verdict = np.select([mean + half < 0, mean - half > 0, within], ["better", "worse", "same"], "undecided")
+    return verdict, at, low, high, mean, half
