@@ -225,6 +225,7 @@ def of_scaling(row, record, evaluations):
     sha256 = data.get("identity") or {name: split["sha256"] for name, split in data["splits"].items()}  # older ones
     row["same"]["data"] = {f"{name} data": sha256[name] for name in ("train", "val")} | {
         "val_tokens": row["val_tokens"]}
+    row["same"][f"size {row['size']}"] = {"tokens per window": row.get("eval_block_size") or row["block_size"]}
     return row | {"val_document_tokens": tokens, "val_document_losses": losses, "embedding": embedding,
                   "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}
 

@@ -86,6 +86,8 @@ def finished_records(folder):
     """A run's result.json and config.json, as dicts. Raises BadRecord if the run is not finished or one is damaged."""
     if not os.path.lexists(Path(folder) / "result.json"):
         events = read_log(folder)
+        if events and events[-1].get("event") == "skipped":
+            raise BadRecord(f"it diverged: loss or gradient not finite at step {events[-1]['step']}")
         raise BadRecord(f"not finished (step {events[-1]['step']})" if events else "not run")
     return read_json(Path(folder) / "result.json"), read_json(Path(folder) / "config.json")
 

@@ -191,6 +191,12 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "loss beyond floats": (lambda f: change(f / "result.json", val_loss=10**400), "its loss is 1000"),
     "not run": (shutil.rmtree, "not run"),
     "not finished": (lambda f: (f / "result.json").unlink(), "not finished (step 1024)"),
+    "diverged": (lambda f: ((f / "result.json").unlink(), (f / "log.jsonl").open("a").write(
+        '{"event": "skipped", "step": 9, "train_loss": NaN}\n')), "it diverged: loss or gradient not finite at step 9"),
+    "windows of another length": (lambda f: (
+        change(f / "config.json", config__block_size=512, config__eval_block_size=0),
+        change(f.parent / "plan.json", **{f"cells__{f.name}__context": 512})),
+        "tokens per window 512 where most have 256"),
     "other code in the result": (lambda f: change(f / "result.json", code="0" * 12), "another run's records: code"),
     "other code": (other_code, f"other code, beef, than most runs, {CODE}: --accept_code=beef joins it"),
     "older code": (old_record, f"other code, {'f' * 12}, than"),

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments.records import SAME
 from experiments.scaling import sweep
@@ -421,21 +422,38 @@ def test_command_line_choices():
     assert len({frozenset(c.seed for c in configs[m]) for m in steps}) == 1  # the same tokens in the same order
 
 
+def test_gpus_that_are_not_there_are_refused(monkeypatch):
+    """CUDA would hide those after the first such, and the runs meant for them would train on the CPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for named, seen, ids in ("", 2, [0, 1]), ("1,0", 2, ["1", "0"]), ("", 0, []), ("-1", 0, []), ("NoDevFiles", 0, []):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        assert runner.visible_gpus() == ids
+    for named, seen in ("0,1", 1), ("7", 0):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        with pytest.raises(ConfigError, match=f"of the GPUs {named} .* PyTorch sees {seen}"):
+            runner.visible_gpus()
+
+
 @pytest.fixture
 def pretend(monkeypatch):
-    """pretend(loss): run_cells ends every cell at once with loss(at), None where it diverges; what it ran is listed."""
-    def pretend(loss):
+    """pretend(loss): run_cells ends every cell at once with loss(at), None where it diverges; what it ran is listed.
+    fails: names of cells that do not end; read_run takes no record where there is none."""
+    def pretend(loss, fails=()):
         ran = []
 
         def run_cells(cells, folder, *_):
             ran.extend(c.name for c in cells if not is_finished(folder / c.name))
-            for c in cells:
+            for c in (c for c in cells if c.name not in fails):
                 (folder / c.name).mkdir(exist_ok=True)
                 for file in ("result.json", "config.json"):
                     (folder / c.name / file).write_text('{"steps": 1}')
-            return {}
+            return {c.name: "out of luck" for c in cells if c.name in fails}
 
         def read_run(folder, at):
+            if not is_finished(folder):
+                raise BadRecord("not run")
             if loss(at) is None:
                 raise BadRecord("its loss is None: it diverged")
             return {"loss_of_choosing_files": loss(at), "val_loss": loss(at) + 9}
@@ -479,6 +497,20 @@ def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
     assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
     plan = runner.read_plan(tmp_path)["cells"].values()
     assert {at["model"] for at in plan if at["stage"] == "seed"} == {"longhorn"}
+
+
+def test_no_rate_is_chosen_while_a_run_of_the_search_is_missing(tmp_path, pretend):
+    fails = ["gla_460K_512steps_lr0.00398_seed2"]
+    ran = pretend(lambda at: 1.0 + abs(at["learning_rate"] - 2e-3), fails)
+    argv = ["duel", "longhorn", "gla", "--sizes=460K", "--seeds=1", f"--out={tmp_path}"]
+    assert sweep.main(argv) == 1
+    plan = runner.read_plan(tmp_path)["cells"].values()
+    assert {at["model"] for at in plan if at["stage"] == "seed"} == {"longhorn"}
+    ran.clear()
+    again = fails.pop()
+    assert sweep.main(argv) == 0 and ran[0] == again
+    plan = runner.read_plan(tmp_path)["cells"].values()
+    assert {at["model"] for at in plan if at["stage"] == "seed"} == {"longhorn", "gla"}
 
 
 def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
@@ -531,6 +563,8 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
     (["laptop", "gla@seed=3", "--dry-run"], "--seed=3: the sweep sets seed"),
     (["laptop", "gla", "gla@batch_tokens=512", "--dry-run"], "such runs are not compared"),
     (["laptop", "gla@step=exact,b", "--dry-run"], "unknown"),
+    (["duel", "gla", "gla@block_size=512", "--dry-run"], "eval_block_size at 460K is 256 in gla's config and 512 in"),
+    (["duel", "gla@a", "gla@b", "--dry-run"], "gla@WORD twice: both would have the same seeds"),
     (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
 def test_mistakes_get_one_line(argv, word, capsys):
     with pytest.raises(SystemExit) as stop:

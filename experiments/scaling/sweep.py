@@ -215,12 +215,13 @@ def search_cells(preset, model, size, rates):
             for seed in seeds for rate in rates]
 
 
-def searched(folder, model, size, rates):
-    """BestRate of these rates, or None without a usable run: by the first half of the files.
+def searched(preset, folder, model, size, rates):
+    """BestRate of these rates by the first half of the files; None without a usable run, or while a run of the search
+    is missing, which failed: it would move the choice.
 
     Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
     """
-    losses_by_rate = {}
+    losses_by_rate, needed = {}, {c.name for c in search_cells(preset, model, size, rates)}
     for name, at in runner.read_plan(folder, new=True)["cells"].items():
         if (at["stage"], at["model"], at["size"]) == ("search", model, size) and at["learning_rate"] in rates:
             try:
@@ -229,6 +230,8 @@ def searched(folder, model, size, rates):
             except BadRecord as reason:
                 if "diverged" in str(reason):
                     losses_by_rate.setdefault(at["learning_rate"], []).append(float("inf"))
+                elif name in needed:
+                    return None
     return best_rate(losses_by_rate)
 
 
@@ -252,7 +255,7 @@ def find_rates(preset, folder, go, plan_only=False):
         while grids:
             go([c for model, grid in grids.items() for c in search_cells(preset, model, size, grid)])
             for model, grid in list(grids.items()):
-                best = searched(folder, model, size, grid)
+                best = searched(preset, folder, model, size, grid)
                 if best and best.beyond and len(grid) < preset.rates + EXTENSIONS:
                     grid.append(float(f"{best.beyond:.3g}"))
                     continue
@@ -384,6 +387,8 @@ def chosen(args, extra=()):
             raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; give one of "
                               "them, or another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
     models = tuple(dict.fromkeys(args.models)) or preset.models
+    if twice := [m for m, n in Counter(stem(m) for m in models if seed_offset(m)).items() if n > 1]:
+        raise ConfigError(f"{twice[0]}@WORD twice: both would have the same seeds")
     for asked in (extra, *(argv or () for argv in given.values()), *map(label_settings, models)):
         if key := next((key for key in runner.settings(asked) if key in SET_BY_THE_SWEEP), None):
             raise ConfigError(f"{' '.join(asked)}: the sweep sets {key}; see FAMILY, --seeds, --budgets, --out")
@@ -480,12 +485,13 @@ def check_settings(cells):
     for c in cells:
         config = load(c.argv)
         check(config)
-        for key in SAME["scaling"] if c.at["stage"] != "cosine" else ():
-            value = getattr(config, key, None)
+        same = {key: getattr(config, key, None) for key in SAME["scaling"] if c.at["stage"] != "cosine"}
+        same[f"eval_block_size at {c.at['size']}"] = config.eval_block_size or config.block_size
+        for key, value in same.items():
             other, known = problems.setdefault(key, (c.at["model"], value))
             if value != known:
                 raise ConfigError(f"{key} is {known} in {other}'s config and {value} in {c.at['model']}'s: such runs "
-                                  f"are not compared; give --{key}=... for all, or change a config")
+                                  f"are not compared; give --{key.split()[0]}=... for all, or change a config")
 
 
 def write_report(folder, out, args):

@@ -291,11 +291,17 @@ def saved(folder, cell):
 
 
 def visible_gpus():
-    """Ids of the GPUs that PyTorch sees, as CUDA_VISIBLE_DEVICES names them."""
+    """Ids of the GPUs that PyTorch sees, as CUDA_VISIBLE_DEVICES names them. ConfigError if it names others too: CUDA
+    stops at the first id that it does not know, and runs would fall back to the CPU."""
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named and torch.cuda.is_available() else list(range(torch.cuda.device_count()))
+    named, seen = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
+    is_none = named.startswith(("-", "No")) or not torch.version.cuda
+    ids = [] if is_none else named.split(",") if named else list(range(seen))
+    if len(ids) != seen:
+        raise ConfigError(f"of the GPUs {named} (CUDA_VISIBLE_DEVICES, --gpus) PyTorch sees {seen}: name those that "
+                          "nvidia-smi lists")
+    return ids
 
 
 def last_words(path, state):
