@@ -1,4 +1,4 @@
-# scikit-learn's handwritten digits, 8 x 8 pixels: a minute on one CPU core. The model is ViL unless a file that
+# scikit-learn's handwritten digits, 8 x 8 pixels: a minute on one quiet CPU core. The model is ViL unless a file that
 # includes this one changes it.
 task = "images"
 dataset = "digits"

@@ -434,8 +434,9 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True):
     """(P, L), one of CUDA_SHAPES: L lanes share two channels, and each holds P states of both (P * L is N, padded to a
     power of two >= 8).
 
-    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work; four, if with eight
-    fewer than two blocks would fit a multiprocessor, or multiprocessors would be idle even with T split into segments.
+    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work; four, if two
+    blocks would fit a multiprocessor with four and not with eight, or multiprocessors would be idle even with T split
+    into segments.
     That two blocks per multiprocessor are enough no GPU has confirmed. Raises ValueError if no block fits.
     """
     states = max(8, 1 << (N - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Errors that a user can fix are one line: the value, the limit, what to do. Every program runs inside `main_error`."""
+"""Errors that a user can fix are one line: the value, the limit, what to do. Programs run inside `main_error`."""
 
 import contextlib
 import errno

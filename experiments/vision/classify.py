@@ -8,7 +8,7 @@
                the op that Longhorn's authors published; the paper does not say which of the two Table 3 used
     forward    out = W_out scan(x, z)     the control: the class token sees half of the image
 
-    python experiments/vision/classify.py config/vil_digits.py       real images, no download, a minute on one core
+    python experiments/vision/classify.py config/vil_digits.py       real images, no download, a minute on a quiet core
     python experiments/vision/classify.py config/vil_tiny.py --dataset=FOLDER       unpacked ImageNet, or hf:NAME
     python experiments/vision/classify.py --help                     all settings; data/images.py describes datasets
     python experiments/vision/sweep.py run                           families, directions, depths and seeds in one table
