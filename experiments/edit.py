@@ -63,7 +63,9 @@ def snapshot(out, commit=None):
     out.mkdir(parents=True, exist_ok=True)
     copy = Path(tempfile.mkdtemp(dir=out, prefix="tmp-"))
     if commit:
-        subprocess.run(["tar", "-xf", "-", "-C", copy], input=git("archive", commit), check=True)
+        ran = subprocess.run(["tar", "-xf", "-", "-C", copy], input=git("archive", commit), capture_output=True)
+        if ran.returncode:
+            raise ConfigError(f"no snapshot of {commit[:10]} in {out}: {ran.stderr.decode(errors='replace').strip()}")
     else:
         for path in map(os.fsdecode, git("ls-files", "-coz", "--exclude-standard").split(b"\0")):
             if (REPO / path).is_symlink() or (REPO / path).is_file():  # deleted ones and submodules are listed

@@ -45,7 +45,7 @@ def after_sweep(write, folder, script):
 def escaped(value):
     """A value as literal text in Markdown, so that no name in a record becomes a tag or a table column."""
     text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([|*\[\]`\\])", r"\\\1", text)
+    return re.sub(r"([|*\[\]`\\]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", text)  # not snake_case
 
 
 def bold(text):

@@ -432,6 +432,14 @@ def test_the_multiplier_is_that_of_the_laws(whole):
     assert "{llrr}" in pages.latex([{"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3, "d": 4}])  # by all rows
 
 
+def test_names_in_pages_are_shown_as_they_are():
+    from markdown_it import MarkdownIt
+
+    for name in ("kernels/__init__.py", "learning_rate", "_a_ *b*", "<b>x</b>", "`a` [b](c) \\", "a & b"):
+        shown = MarkdownIt().render(pages.escaped(name))
+        assert html.unescape(shown.removeprefix("<p>").removesuffix("</p>\n")) == name
+
+
 def test_a_winner_is_bold_only_where_it_is_significant(whole, told):
     _, paths, numbers, page = whole
     won = {w["size"]: w for w in numbers["winners"]}
