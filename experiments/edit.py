@@ -160,10 +160,7 @@ class Comparison:
                 if diverged and name == self.edit:
                     raise BadRecord(f"worse: it diverges with seed {cell.at['seed']} ({error})") from None
                 raise ConfigError(f"{name} {'diverges' if diverged else 'does not run'}: {error}") from None
-            said = (self.folder / f"{cell.name}.txt").read_text(errors="replace").splitlines()
-            slow = [line for line in said if "plain PyTorch runs instead" in line]  # an edited kernel does not compile
-            for key, value in {**row["same"]["data"], "dtype": row["dtype"], "torch": row["torch"],
-                               "kernels": slow[-1] if slow else "native"}.items():
+            for key, value in {**row["same"]["data"], "dtype": row["dtype"], "torch": row["torch"]}.items():
                 if value != (before := self.facts.setdefault(key, value)):
                     raise ConfigError(f"{key} of {name}: {value}, where runs before have {before}: make it alike for "
                                       "both versions, or choose another --out")

@@ -39,6 +39,7 @@ CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn
 MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
+STEPS_DISAGREE = "CHUNK, MAX_WIDTH or CONV_TILE differs between kernels/build.py and the kernel sources: change both"
 SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB of longhorn_scan.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
 SPLIT_BELOW = 0.6, 1.0  # T is split if a GPU gets at most so many blocks per multiprocessor: forward, backward
@@ -175,14 +176,15 @@ def _choose_native(op, backend, device, dtype, cannot, inside):
 
 @functools.cache
 def say_once(line):
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # once per machine
         with contextlib.suppress(OSError):  # a full disk behind stderr must not end a run
             print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache
 def unavailable(device):
-    """None if the native kernels can run on `device`, else the reason, in one line."""
+    """None if the native kernels can run on `device`, else the reason, in one line. Raises RuntimeError if their source
+    is at fault and not the machine: a run would go on without an edit of it."""
     if device not in ("cpu", "cuda"):
         return f"there are no kernels for {device}"
     if device == "cuda":
@@ -194,6 +196,9 @@ def unavailable(device):
         return cuda.missing()
     try:
         library()
+    except Broken as error:
+        raise RuntimeError(f"{' '.join(str(error).split())}: correct that, or use --backend=torch, plain PyTorch "
+                           "everywhere") from None
     except OSError as error:
         return " ".join(str(error).split())
     return None
@@ -240,6 +245,13 @@ def build(sources=(SCAN, CONV), folder=None):
     return _compile(shlex.split(compiler), _flags(openmp=False), sources, folder)
 
 
+class Broken(OSError):
+    """The kernels' source is at fault: it does not compile, although the compiler works, or contradicts this file."""
+
+
+OTHER = "#include <stdint.h>\n#include <stdlib.h>\n#include <string.h>\n#include <initializer_list>\nint x;\n"
+
+
 def _compile(compiler, flags, sources, folder):
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -251,7 +263,9 @@ def _compile(compiler, flags, sources, folder):
         run = subprocess.run([*command, *map(str, sources), "-o", str(to)], capture_output=True, text=True)
         if run.returncode:
             names = " and ".join(Path(source).name for source in sources)
-            raise OSError(f"{compiler[0]} could not build {names}: {run.stderr.strip()[:500]}")
+            other = subprocess.run([*command, "-", "-o", str(to)], input=OTHER, capture_output=True, text=True)
+            raise (OSError if other.returncode else Broken)(
+                f"{compiler[0]} could not build {names}: {run.stderr.strip()[:500]}")
 
     return _cached("longhorn_scan_cpu", ".so", [version, _cpu_name(), *command], sources, folder, make)
 
@@ -283,7 +297,8 @@ def _first_that_works(architecture, make):
 def _cached(name, suffix, key, sources, folder, make):
     """(path, seconds) of the file that make(path) writes, cached by a hash of `key` and the sources."""
     folder = _private(Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build"))
-    text = b"".join(Path(source).read_bytes() for source in (HEADER, *sources))
+    read = lambda: b"".join(Path(path).read_bytes() for path in (*sorted(HEADER.parent.glob("*.h")), *sources))
+    text = read()
     stem = f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}"
     if path := _intact(folder, stem):  # no lock and no write permission needed
         return path, 0.0
@@ -303,6 +318,9 @@ def _cached(name, suffix, key, sources, folder, make):
             return path, 0.0
         start, tmp = time.perf_counter(), Path(temporary(folder / stem))
         make(tmp)
+        if read() != text:  # the file's name says that it is of the former text
+            os.unlink(tmp)
+            raise Broken(f"{' or '.join(Path(path).name for path in sources)} was edited while it was compiled")
         with open(tmp, "rb+") as f:
             path = folder / f"{stem}_{hashlib.sha256(f.read()).hexdigest()[:16]}{suffix}"
             os.fsync(f.fileno())
@@ -361,7 +379,8 @@ FUNCTIONS = [f"{operator}_{way}_cpu" for operator in ("longhorn_scan", "causal_c
 
 
 def load(path):
-    """The library at `path`. Raises OSError if its structs differ from those above, or a function is missing."""
+    """The library at `path`. Raises OSError if a function is missing, Broken if its structs or constants differ from
+    those above."""
     lib = ctypes.CDLL(str(path))
     structs = {"scan_args_size": ScanArgs, "conv_args_size": ConvArgs, "norm_args_size": NormArgs}
     try:
@@ -372,7 +391,9 @@ def load(path):
     except AttributeError as error:
         raise OSError(error) from None
     if any(getattr(lib, name)() != ctypes.sizeof(struct) for name, struct in structs.items()):
-        raise OSError(cuda.DISAGREE)
+        raise Broken(cuda.DISAGREE)
+    if (lib.longhorn_chunk(), lib.longhorn_max_width()) != (CHUNK, MAX_WIDTH):
+        raise Broken(STEPS_DISAGREE)
     return lib
 
 
@@ -403,6 +424,8 @@ def cuda_module(update, dtype, shape, architecture, device):
         path, seconds = build_cuda(update, dtype, shape, architecture, way)
         with torch.cuda.device(device):
             module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args), device=device)
+        if module.steps != (CONV_TILE if update == "conv" else CHUNK):
+            raise Broken(STEPS_DISAGREE)
         _announce(" ".join(way), f"{update} {cuda.TYPES[dtype]} {'x'.join(map(str, shape))}", seconds)
         return module
 

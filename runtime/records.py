@@ -340,7 +340,8 @@ def code_identity():
              if getattr(m, "__file__", None)}
     paths = {path / name for folder, name in files if name.endswith(".py") for path in _in_project(folder)}
     paths = {path.as_posix() for path in paths if (root / path).exists()}  # PyTorch names some that do not
-    names = sorted(name for name in paths.union(NATIVE_SOURCES) if not name.startswith(NO_TRACE))
+    headers = {path.relative_to(root).as_posix() for path in (root / "kernels").glob("*.h")}
+    names = sorted(name for name in paths.union(NATIVE_SOURCES, headers) if not name.startswith(NO_TRACE))
     contents = {name: (root / name).read_bytes() for name in names}
     files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
     return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],

@@ -38,7 +38,6 @@ STAND_IN = textwrap.dedent("""
         (out / "died").touch(); os.kill(os.getpid(), signal.SIGKILL)
     if model.EDITS:
         pathlib.Path(model.EDITS).write_text("SHIFT = 9.0")
-    print(model.SAYS)
     if model.FAILS and seed == 2:
         sys.exit("train.py: error: " + model.FAILS)
     loss = 2 + 0.4 * (steps / 16) ** -0.49 + random.Random(seed).gauss(0, 0.01) + model.SHIFT
@@ -64,7 +63,7 @@ print(json.dumps({"learning_rate": 0.01, "dataset": "words", "batch_tokens": 64,
                   "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
 """
 MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0,
-         "WINDOW": 16, "DTYPE": "float32", "SAYS": ""}
+         "WINDOW": 16, "DTYPE": "float32"}
 
 
 @pytest.fixture
@@ -228,8 +227,6 @@ REFUSED = [  # edit, arguments, words of the line
     (lambda repo: change(repo, FAILS="out of memory", SEED="b"), ["--out=out/it diverged"], "the edit does not run: "),
     (lambda repo: change(repo, DATA="other"), [], "train data of the edit: other, where runs before have d"),
     (lambda repo: change(repo, DTYPE="bfloat16"), [], "dtype of the edit: bfloat16, where runs before have float32"),
-    (lambda repo: change(repo, SAYS="native kernels: plain PyTorch runs instead, much slower (no semicolon)"), [],
-     "kernels of the edit: native kernels: plain PyTorch runs instead, much slower (no semicolon), where runs before"),
     (lambda repo: change(repo, WINDOW=32), [], "eval_block_size is 16 in HEAD and 32 in the edit: give one for both"),
     (lambda repo: change(repo, SHIFT=1.0), ["/config/x.py"], "/config/x.py is not in "),
     (lambda repo: change(repo, SHIFT=1.0), ["--minutes=nan"], "--minutes=nan: from 0.01 to 1e+06"),

@@ -132,14 +132,16 @@ def test_a_library_without_the_functions_is_built_again(request, monkeypatch, tm
     assert build.library().rms_norm_forward_cpu and not wrong.exists()
 
 
-@pytest.mark.parametrize("change", ("source", "header", "flags", "cpu", "compiler"))
+@pytest.mark.parametrize("change", ("source", "header", "new header", "flags", "cpu",
+                                    "compiler"))
 def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, tmp_path, monkeypatch):
     first, _ = build.build([source], tmp_path)
     if change == "source":
         source.write_text(TINY_SOURCE % 2)
-    elif change == "header":  # which the sources include
+    elif "header" in change:  # which the sources include
+        shutil.copy(build.HEADER, tmp_path)
         monkeypatch.setattr(build, "HEADER", tmp_path / "lanes.h")
-        build.HEADER.write_text("// edited")
+        (tmp_path / ("lanes.h" if change == "header" else "more.h")).write_text("// edited")
     elif change == "flags":
         flags = build._flags
         monkeypatch.setattr(build, "_flags", lambda openmp: [*flags(openmp), "-O0"])
@@ -149,6 +151,41 @@ def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, t
         monkeypatch.setenv("CXX", fake_compiler(tmp_path, 'echo > "$out"'))
     second, _ = build.build([source], tmp_path)
     assert first != second and first.exists()
+
+
+def test_a_source_that_does_not_compile_stops_a_run_and_a_machine_that_cannot_does_not(source, tmp_path, monkeypatch):
+    """Plain PyTorch would train without the edit."""
+    source.write_text("int x = edited;")
+    with pytest.raises(build.Broken, match="could not build a.cu: .*edited"):
+        build.build([source], tmp_path)
+    for compiler in "no such compiler", fake_compiler(tmp_path, "echo no licence >&2; exit 1"):
+        monkeypatch.setenv("CXX", str(compiler))
+        with pytest.raises(OSError) as error:
+            build.build([source], tmp_path)
+        assert not isinstance(error.value, build.Broken)
+
+    def library(error):
+        def raises():
+            raise error
+        monkeypatch.setattr(build, "library", raises)
+        build.unavailable.cache_clear()
+    try:
+        library(build.Broken("c++ could not build a.cu: edited"))
+        with pytest.raises(RuntimeError, match="a.cu: edited: correct that, or use --backend=torch"):
+            build.choose("longhorn_scan", "", "cpu")
+        assert build.choose("longhorn_scan", "torch", "cpu") == "torch"
+        library(OSError("no C++ compiler found"))
+        assert build.choose("longhorn_scan", "", "cpu") == "torch"
+    finally:
+        build.unavailable.cache_clear()
+
+
+def test_a_source_that_is_edited_while_it_is_compiled_is_not_cached(source, tmp_path, monkeypatch):
+    real = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")))
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'echo "// more" >> {quote(source)}; exec {real} "$@"'))
+    with pytest.raises(build.Broken, match="a.cu was edited while it was compiled"):
+        build.build([source], tmp_path / "build")
+    assert not list((tmp_path / "build").glob("*.so"))
 
 
 # Building needs no PyTorch, and importing it takes longer than the build: these processes do without.
@@ -234,16 +271,17 @@ def test_fields_stand_in_the_same_order(struct):
     assert names == [n for n, _ in getattr(build, struct)._fields_]
 
 
-@pytest.mark.parametrize("wrong", ("", "scan", "conv", "norm"))
-def test_a_changed_struct_is_refused(source, tmp_path, wrong):
-    answers = dict.fromkeys(("longhorn_chunk", "longhorn_lanes", "longhorn_max_width"), 8)
+@pytest.mark.parametrize("wrong", ("", "scan", "conv", "norm", "chunk", "width"))
+def test_a_changed_struct_or_constant_is_refused(source, tmp_path, wrong):
+    answers = {"longhorn_chunk": build.CHUNK // (1 + (wrong == "chunk")), "longhorn_lanes": 8,
+               "longhorn_max_width": build.MAX_WIDTH - (wrong == "width")}
     for name, struct in {"scan": build.ScanArgs, "conv": build.ConvArgs, "norm": build.NormArgs}.items():
         answers[f"{name}_args_size"] = ctypes.sizeof(struct) + 8 * (name == wrong)
     getters = "".join(f"long long {name}(void) {{ return {n}; }}\n" for name, n in answers.items())
     empty = "".join(f"void {name}(void) {{}}\n" for name in ("longhorn_has_openmp", *build.FUNCTIONS))
     source.write_text(f'extern "C" {{ {getters} {empty} }}\n')
     path, _ = build.build([source], tmp_path)
-    with pytest.raises(OSError, match="change both structs together") if wrong else contextlib.nullcontext():
+    with pytest.raises(build.Broken, match="change both") if wrong else contextlib.nullcontext():
         build.load(path)
 
 
