@@ -346,7 +346,10 @@ def timed(emit, dry_run, budget_s):
         a = measure.make_inputs(B, T, D, N, measure.DTYPES["bfloat16"], device=gpu.name)
         dy = torch.randn(B, T, D, device=gpu.name).bfloat16()
         contender = {"ours": lambda a=a, dy=dy: scan_cuda.our_longhorn(None, a, dy, gpu)}
-        emit(B=B, T=T, D=D, N=N, **scan_cuda.time_contenders(contender, gpu, 3 if dry_run else 20)[0])
+        row = scan_cuda.time_contenders(contender, gpu, 3 if dry_run else 20)[0]
+        emit(B=B, T=T, D=D, N=N, **row)
+        if "reason" in row:
+            sys.exit(f"our scan was not timed: {row['reason']}")
 
 
 def variants(emit, dry_run, budget_s):
@@ -411,6 +414,8 @@ def convolution(emit, dry_run, budget_s):
                 times = row[direction]
                 times["share_of_bandwidth"] = passes * dy.numel() * 2 / bandwidth / times["median_seconds"]
             emit(B=B, T=T, D=D, copy_bytes_per_second=bandwidth, **row)
+            if row["contender"] == gpu.backend and "reason" in row:
+                failed.append(f"our convolution was not timed: {row['reason']}")
     if failed:
         sys.exit(failed[0])
 

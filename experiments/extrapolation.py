@@ -396,8 +396,8 @@ def page(runs, groups, picture):
     first, most, texts = next(runs.itertuples()), max(map(len, groups.values())), {text["sha256"] for text in runs.text}
     return [
         "# Extrapolation", picture, pages.table(table),
-        "Perplexity; in brackets the loss minus the loss at the training length, in nats, paired, with its standard "
-        f"error over {'sequences' if most == 1 else 'seeds, as for the loss'}.",
+        "Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, "
+        "paired, with its standard error over seeds, as for the loss, or over sequences where there is one seed.",
         *(pages.escaped(f"Left out: {r.run} at {x['length']}: {x['left_out']}.")
           for r in runs.itertuples() for x in r.lengths if "left_out" in x),
         pages.table(differences(groups, lengths)),

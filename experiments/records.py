@@ -42,6 +42,9 @@ SAME = {"scaling": ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip
                    "min_crop", "mirror", "rand_augment", "mixup", "cutmix", "erasing", "repeats", "smoothing",
                    "eval_crop", "ema", "dtype")}
 SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
+# Runs of one point of a figure, which are averaged, share all others but these.
+MAY_DIFFER = runner.WITHOUT_EFFECT | {"seed", "learning_rate", "out_dir", "resume", "backend", "self_check", "device",
+                                      "compile", "workers", "keep_checkpoints", "timeout_minutes", "max_bad_steps"}
 
 Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, evals of log.jsonl
 
@@ -233,9 +236,15 @@ def of_scaling(row, record, evaluations):
 def of_recall(row, record, evaluations):
     """The row with the epochs it ran and the columns of `recalled`. Runs of a seed share their examples."""
     row["same"] |= {f"T = {row['T']}": {key: row[key] for key in SAME_AT_A_LENGTH},
-                    f"T = {row['T']}, seed {row['seed']}": record["data"]["sha256"]}
+                    f"T = {row['T']}, seed {row['seed']}": record["data"]["sha256"],
+                    f"{row['mixer']}, T = {row['T']}, width {row['n_embd']}": settings_of_point("recall", record)}
     curve = [[e["step"], e["accuracy"], e["val_loss"]] for e in evaluations]
     return recalled(row | {"curve": curve, "epochs": row["steps"] / record["derived"]["steps_per_epoch"]})
+
+
+def settings_of_point(kind, record):
+    known = MAY_DIFFER | {*SAME[kind], *SAME_AT_A_LENGTH}
+    return {key: value for key, value in record["config"].items() if key not in known}
 
 
 def recalled(run):
@@ -262,7 +271,8 @@ def steps_to_half(curve, level=0.5):
 
 
 def of_images(row, record, evaluations):
-    row["same"]["data"] = {"images": record["data"]["sha256"]}
+    place = ", ".join(str(row[key]) for key in PLACE["images"] if key != "seed")
+    row["same"] |= {"data": {"images": record["data"]["sha256"]}, place: settings_of_point("images", record)}
     return row
 
 

@@ -514,6 +514,29 @@ def test_a_bad_record_is_named_and_left_out(swept, tmp_path, damage, word):
     assert points[1]["mixer"] == "longhorn" and points[1]["learning_rate"] == 1e-3
 
 
+def test_runs_of_one_point_have_the_same_settings(swept, tmp_path):
+    """They are averaged, or compete by their learning rates."""
+    shutil.copytree(swept, tmp_path / "copy")
+    edit(tmp_path / "copy/longhorn_T16_d16_lr0.01_seed1/config.json", "config", d_state=99)
+    (left,) = (reason for reason in records.read(tmp_path / "copy").left_out if reason)
+    assert re.search(r"not comparable: d_state \d+ where most have \d+$", left)
+
+
+def test_a_run_that_diverged_never_gets_there(swept, tmp_path):
+    """A rate is not judged by the seeds that survived it."""
+    shutil.copytree(swept, tmp_path / "copy")
+    for rate in "0.01", "0.001":
+        folder = tmp_path / f"copy/longhorn_T16_d16_lr{rate}_seed1"
+        (folder / "result.json").unlink()
+        with open(folder / "log.jsonl", "a") as log:
+            log.write('{"event": "skipped", "step": 9, "train_loss": NaN}\n')
+        longhorn = [p for p in report.summarise(records.read(tmp_path / "copy")) if p["mixer"] == "longhorn"]
+        if rate == "0.01":
+            (point,) = longhorn
+            assert point["learning_rate"] == 1e-3 and point["rates"][1e-2] == 0 and point["half"][1e-2] == [math.inf]
+    assert longhorn == []
+
+
 def row(mixer="longhorn", T=64, n_embd=64, rate=1e-2, seed=1, accuracy=0.5):
     return {"mixer": mixer, "T": T, "n_embd": n_embd, "learning_rate": rate, "seed": seed, "accuracy": accuracy,
             "curve": [[10, 0.1, 9.0], [20, accuracy, 5.0]],

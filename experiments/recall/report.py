@@ -44,21 +44,28 @@ def name_of(mixer):
 def summarise(runs):
     """The points of Figure 4: one per T, width and mixer, in this order, at its best learning rate.
 
-    Only rates that the largest number of seeds have finished compete.
+    Only rates that the largest number of seeds have ended compete. A run that diverged answers nothing and never gets
+    there; without it, a rate would be judged by the seeds that survived it.
     """
-    order, points = list(NAMES), []
-    for (T, n_embd, mixer), group in runs[runs.left_out == ""].groupby(["T", "n_embd", "mixer"]):
+    order, points, diverged = list(NAMES), [], runs.left_out.str.contains("it diverged")
+    counted = runs[(runs.left_out == "") | diverged].copy()
+    for key, never in ("accuracy", 0.0), ("recall", 0.0), ("steps_to_half", math.inf):
+        counted[key] = counted[key].where(counted.left_out == "", never) if key in counted else never
+    for (T, n_embd, mixer), group in counted.groupby(["T", "n_embd", "mixer"]):
         at_rate = {rate: of_rate.sort_values("seed") for rate, of_rate in group.groupby("learning_rate")}
         rates = {rate: mean(of_rate.accuracy) for rate, of_rate in at_rate.items()}
         rate = max(rates, key=lambda rate: (len(at_rate[rate]), rates[rate], -rate))
         best, recalls = at_rate[rate], at_rate[rate].recall.tolist()
+        ended = best[best.left_out == ""]
+        if not len(ended):
+            continue
         points.append({"T": T, "n_embd": n_embd, "mixer": mixer, "accuracy": mean(recalls), "recalls": recalls,
                        "lowest": min(recalls), "highest": max(recalls), "seeds": best.seed.tolist(),
                        "half": {rate: sorted(of_rate.steps_to_half) for rate, of_rate in at_rate.items()},
                        "learning_rate": rate, "rates": rates,
-                       **{key: best[key].iloc[0] for key in ("pairs", "parameters", "state_size")},
-                       **{key: mean(best[key]) for key in ("epochs", "seconds")},
-                       **{key: pooled(best[key]) for key in ("by_distance", "by_pairs")}})
+                       **{key: ended[key].iloc[0] for key in ("pairs", "parameters", "state_size")},
+                       **{key: mean(ended[key]) for key in ("epochs", "seconds")},
+                       **{key: pooled(ended[key]) for key in ("by_distance", "by_pairs")}})
     position = lambda p: order.index(p["mixer"]) if p["mixer"] in order else 99
     return sorted(points, key=lambda p: (p["T"], p["n_embd"], position(p), p["mixer"]))
 
@@ -136,7 +143,8 @@ def page(runs, points, picture):
         escaped(f"{len(used)} runs, {', '.join(used.device.unique())}, code {' and '.join(codes)}. {settings}."),
         mixed_identities(codes),
         "Recall in percent, on examples that chose nothing, at the learning rate that was best on the test set; \"all "
-        "rates\" are on that test set. A run stops when it reaches stop_at, so differences above it mean nothing.",
+        "rates\" are on that test set. A run stops when it reaches stop_at, so differences above it mean nothing; one "
+        "that diverged counts as 0. The tables by distance are on the test set too.",
         picture, table(recalls),
         *titled("Steps to answering half of the test queries, per seed, at every learning rate:", times),
         *titled("Pairs of mixers, each at its best rate: the difference in recall in percentage points with Welch's "

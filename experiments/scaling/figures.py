@@ -6,6 +6,7 @@ Lines are labelled at their ends, in their colours, because nine families in a l
 """
 
 from experiments import pages
+from experiments.pages import human
 
 # family: (name, colour, marker), the same in every figure; in the order of the paper's Table 1, then others
 LOOKS = {"retnet": ("RetNet", "#7a7a7a", "v"), "gla": ("GLA", "#d98c00", "^"), "rwkv": ("RWKV", "#159a6f", "D"),
@@ -37,7 +38,7 @@ def in_words(entries, pairs):
     said = []
     for size, of_size in sizes.items():
         ends = ", ".join(f"{name_of(e.model)} {e.mean:.3f}" for e in sorted(of_size, key=lambda e: e.mean))
-        said.append(f"Final loss by token budget, {size}: {ends}")
+        said.append(f"Loss after {human(of_size[0].main)} tokens, {size}: {ends}")
     if known:
         times = ", ".join(f"{name_of(p['b'])} {p['size']} {p['tokens']['value']:.2f}" for p in known)
         said.append(f"Times the tokens of another family that {name_of(known[0]['a'])} needs: {times}")
@@ -75,7 +76,7 @@ def draw_losses(axes, size, entries, looks):
         x, y, band = losses.mean().index.to_numpy(float), losses.mean().to_numpy(), losses.std().fillna(0).to_numpy()
         axes.plot(x, y, color=colour, lw=1.3, marker=marker, ms=5, markeredgecolor="white")
         axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, lw=0)
-        ends.append((x[-1], y[-1], colour, f"{name} {e.mean:.3f}"))
+        ends.append((x[-1], y[-1], colour, f"{name} {y[-1]:.3f}"))
     label(axes, ends)
 
 

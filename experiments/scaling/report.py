@@ -352,7 +352,7 @@ def loss_table(numbers):
                          "bits per byte": f"{bits:.4f}" if bits else DASH, "learning rate": f"{e['learning_rate']:g}",
                          "tokens/s": f"{e['tokens_per_second']:,.0f}"}
             if any(other["paper_loss"] for other in numbers["table"]):
-                rows[-1]["the paper's"] = f"{e['paper_loss'] or 0:.3f}"
+                rows[-1]["the paper's"] = f"{e['paper_loss']:.3f}" if e["paper_loss"] else DASH
     return rows
 
 
