@@ -25,7 +25,7 @@ def build_optimizers(model, config):
     named, matrices, optimizers = dict(model.named_parameters()), {}, []
     with_decay = set(decayed(model, getattr(config, "as_released", False)))
     if config.optimizer == "muon":
-        matrices = muon_matrices(model)
+        matrices = {name: rows for name, rows in muon_matrices(model).items() if name in named}  # shared ones once
         optimizers.append(Muon([(named[name], rows) for name, rows in matrices.items()], lr=config.learning_rate,
                                weight_decay=config.weight_decay))
     rest = {name: p for name, p in named.items() if name not in matrices}
@@ -44,7 +44,9 @@ def decayed(model, as_released=False):
     have two or more dimensions."""
     if as_released:
         return [name for name, p in model.named_parameters() if p.dim() >= 2]
-    return [f"{name}.weight" for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    named = dict(model.named_parameters())  # without what a parametrization computes
+    return [f"{name}.weight" for name, m in model.named_modules()
+            if isinstance(m, (nn.Linear, nn.Embedding)) and f"{name}.weight" in named]
 
 
 def set_learning_rate(optimizers, factor):

@@ -248,6 +248,8 @@ def check(config):
         raise ConfigError(f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million")
     if not all(part.isdecimal() for part in filter(None, c.keep_steps.split(","))):
         raise ConfigError(f"keep_steps {c.keep_steps}: expected comma-separated step numbers")
+    if c.init_from and c.branch:
+        raise ConfigError(f"init_from={c.init_from} and branch={c.branch}: give one; a branch has its trunk's weights")
     if c.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise ConfigError("resume=never: each restart by torchrun --max-restarts would start from scratch; use "
                           "--resume=auto")
@@ -341,6 +343,9 @@ def main(argv):
         data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device, config.as_released)
     seed_all(config.seed)
     model = build_model(config, device)
+    if model.positions is not None and config.eval_block_size > config.block_size:
+        raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} as released has positions up to "
+                          f"block_size {config.block_size}")
     load_weights(model, config, data)
     train(config, model, data, Evaluate(config, data))
 

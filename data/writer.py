@@ -116,15 +116,24 @@ def read_split(path, dtype, vocab_size):
     return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
 
 
-def adopt(folder, vocab_size, dtype="uint16", tokenizer=None, bytes_per_token=None, table=None):
+def adopt(folder, vocab_size, dtype=None, tokenizer=None, bytes_per_token=None, table=None):
     """Write a meta.json for an existing train.bin and val.bin of token ids, such as nanoGPT's; return Tokens.
 
-    A meta.pkl is not opened: it is a pickle, which could run code. Raises DataError.
+    A meta.pkl is not opened: it is a pickle, which could run code. dtype: of the files; None: uint16, or uint32 if the
+    vocabulary needs it. Raises DataError.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: check the path")
-    token_dtype(vocab_size)  # raises for an impossible vocabulary size
+    least = token_dtype(vocab_size)  # raises for an impossible vocabulary size
+    if dtype is None and least == "uint16":
+        for path in (folder / f"{split}.bin" for split in SPLITS if (folder / f"{split}.bin").is_file()):
+            first = np.fromfile(path, least, 4096)
+            if len(first) > 64 and not first[1::2].any():
+                raise DataError(f"{path}: every second uint16 is 0, as in a file of uint32: give --dtype")
+    dtype = dtype or least
+    if np.dtype(dtype).itemsize < np.dtype(least).itemsize:
+        raise DataError(f"--dtype={dtype} cannot hold a vocabulary of {vocab_size:,}: leave it out")
     if bytes_per_token is not None and not 0 < bytes_per_token <= sys.float_info.max:
         raise DataError(f"--bytes_per_token={bytes_per_token:g}: it must be above 0")
     with preparing(folder):
@@ -176,7 +185,7 @@ def main():
     parser.add_argument("folder", help="holds train.bin and val.bin")
     parser.add_argument("--adopt", action="store_true", help="write a meta.json for files that another program wrote")
     parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
-    parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="with --adopt: of the files (default uint16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="with --adopt: of the files (uint16 if the vocabulary fits)")
     parser.add_argument("--tokenizer", help="with --adopt: bytes, tiktoken:NAME or hf:NAME")
     parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, to report bits per byte")
     args = vars(parser.parse_args())

@@ -89,8 +89,15 @@ class Folder:
                 if not resumes:  # a branch has all of its trunk's weights, whatever that began with
                     meta["config"]["init_from"] = config.init_from
                 refusal, changes = self.compare(path, meta, schedule)
+            if not resumes and path.parent.resolve() == out.resolve():
+                refusal = f"branch={config.branch} is in out_dir, from where it would be moved: choose another out_dir"
+            if not resumes and not (path.parent / "log.jsonl").exists():
+                refusal = f"branch={config.branch}: {path.parent} has no log.jsonl, with which the branch's would begin"
             if refusal:
                 raise ConfigError(refusal)
+            if resumes:  # what was kept on purpose stays, also if keep_steps is not given again
+                self.kept_steps |= {int(kept) for kept in meta["config"].get("keep_steps", "").split(",") if kept}
+                config.keep_steps = self.settings["keep_steps"] = ",".join(map(str, sorted(self.kept_steps)))
             if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
                 self.data.verify()  # the files were copied or changed since; 18 GB take a minute
             with writing_to(out), checkpoint.fitting(path):
@@ -174,6 +181,7 @@ class Folder:
         """Restore what `save` wrote, in this run or in a branch's trunk; returns its step."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
         vars(self.progress).update({key: meta[key] for key in vars(self.progress)})
+        self.progress.wandb_id = meta["wandb_id"] if resumes else None  # a branch is a run of its own
         if not resumes or any(meta["config"].get(key) != self.settings[key]
                               for key in COMPARED_OVER & self.settings.keys()):
             self.progress.best_val_loss, meta["best"] = math.inf, None

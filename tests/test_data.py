@@ -617,6 +617,12 @@ def test_adopt_nanogpts_files(tmp_path):
     assert before == {split: (folder / f"{split}.bin").read_bytes() for split in loader.SPLITS}
     again = adopt(folder, "--vocab_size=50257")
     assert again.returncode == 2 and "meta.json already exists" in again.stderr and again.stderr.count("\n") == 1
+    tokens = writer.adopt(nanogpt(tmp_path / "llama", [3, 70_000], dtype=np.uint32), 128_256)
+    assert tokens.train.tolist() == [3, 70_000]
+    with pytest.raises(DataError, match="--dtype=uint16 cannot hold a vocabulary of 128,256"):
+        writer.adopt(nanogpt(tmp_path / "halves"), 128_256, "uint16")
+    with pytest.raises(DataError, match="train.bin: every second uint16 is 0, as in a file of uint32: give --dtype"):
+        writer.adopt(nanogpt(tmp_path / "small", [3, 64] * 99, dtype=np.uint32), 65)
     for name, train in (("wide", [3, 70_000]), ("narrow", [3, 64])):  # the second where our own would be uint16
         tokens = writer.adopt(nanogpt(tmp_path / name, train, dtype=np.uint32), train[1] + 1, "uint32")
         assert tokens.train.tolist() == train and tokens.train.dtype == np.uint32 and tokens.bytes_per_token is None

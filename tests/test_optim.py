@@ -16,9 +16,10 @@ from optim import Muon, build_optimizers, muon_matrices, set_learning_rate
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "mlp_multiple": 16}
 
 
-def build(family, optimizer, **how):
+def build(family, optimizer, change=lambda lm: None, **how):
     torch.manual_seed(0)
     lm = LM(ModelConfig(model=family, **SMALL))
+    change(lm)
     return lm, build_optimizers(lm, SimpleNamespace(optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1,
                                                     beta1=0.9, beta2=0.95, **how))
 
@@ -41,6 +42,21 @@ def test_every_parameter_is_in_one_group(family, optimizer):
     assert {"adamw": len(optimizers) == 1, "muon": isinstance(optimizers[0], Muon)}[optimizer]
     adamw = optimizers[-1].defaults
     assert (adamw["lr"], adamw["betas"]) == (1e-2, (0.9, 0.95)) and groups[0]["lr"] == 1e-2
+
+
+def share(lm):
+    first, second = (layer.branches[0].mixer for layer in lm.layers)
+    second.in_proj, second.out_proj.weight = first.in_proj, first.out_proj.weight
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("change", [share, lambda lm: torch.nn.utils.parametrizations.weight_norm(
+    lm.layers[1].branches[0].mixer.out_proj)])
+def test_shared_and_computed_matrices_are_in_one_group_too(optimizer, change):
+    lm, optimizers = build("longhorn", optimizer, change)
+    grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(map(id, lm.parameters()))
+    assert {*optim.decayed(lm)} <= {name for name, _ in lm.named_parameters()}
 
 
 def test_as_released_whatever_has_two_dimensions_decays():

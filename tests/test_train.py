@@ -642,6 +642,27 @@ def test_a_branch_is_the_run_from_scratch(trunk, data, tmp_path):
         assert_same_run(out, scratch)
 
 
+def test_a_branch_of_its_own_folder_is_refused_before_anything_moves(trunk, data, tmp_path):
+    """The trunk would be moved away from under it."""
+    out, bare = shutil.copytree(trunk, tmp_path / "out"), shutil.copytree(trunk, tmp_path / "bare")
+    (bare / "log.jsonl").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    argv = lambda branch, **how: arguments(data, out, **PLAN, max_iters=8, resume="never", branch=branch, **how)
+    refuse(argv(f"{out}@4"), f"branch={out}@4 is in out_dir", "choose another out_dir")
+    refuse(argv(f"{bare}@4"), f"{bare} has no log.jsonl")
+    refuse(argv(f"{trunk}@4", init_from=trunk), "init_from=", "give one; a branch has its trunk's weights")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_steps_that_were_kept_stay_though_they_are_not_named_again(data, out):
+    plan = {"checkpoint_interval": 2, "keep_checkpoints": 1, "schedule": "constant"}
+    succeed(arguments(data, out, **plan, max_iters=8, keep_steps="2,4"))
+    for end in 8, 10, 12:
+        succeed(arguments(data, out, **plan, max_iters=end, resume="auto"))
+        kept = {p.stem for p in out.glob("checkpoint-*.safetensors")}
+        assert kept == {"checkpoint-2", "checkpoint-4"} and record(out, "config")["config"]["keep_steps"] == "2,4"
+
+
 def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch):
     """Said when the run continues, and kept in config.json; but for that, nothing changes."""
     versions = lambda: record(out, "config")["code_versions"]
@@ -1167,8 +1188,10 @@ def test_what_wandb_is_given(data, tmp_path, monkeypatch):
     assert wandb.finish.called and wandb.summary == record(tmp_path / "loud")
     succeed(argv("twice", wandb="offline"), LM=stops_at(3))
     succeed(argv("twice", wandb="offline", resume="auto"))
-    other, first, again = (call.kwargs for call in wandb.init.call_args_list)
+    succeed(argv("branch", wandb="offline", branch=f"{tmp_path / 'twice'}@4"))
+    other, first, again, branch = (call.kwargs for call in wandb.init.call_args_list)
     assert first["id"] == again["id"] != other["id"] and again["resume"] == "allow"
+    assert branch["id"] != first["id"]
     before = sorted(tmp_path.rglob("*"))
     for module, words in ((None, ("wandb=online", "pip install wandb", "--wandb=off")),
                           (mock.Mock(**{"login.side_effect": LookupError("no key")}), ("no key", "--wandb=offline"))):
