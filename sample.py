@@ -122,7 +122,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
         p = ordered.softmax(-1)
         ordered = ordered.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)  # keeps the token that reaches top_p

@@ -101,6 +101,8 @@ def hf_tokenizer(name, table=None):
     try:
         encoding = (Tokenizer.from_str(table) if table else Tokenizer.from_file(str(path)) if path.is_file()
                     else Tokenizer.from_pretrained(name))
+        encoding.no_truncation()  # transformers may have left them on in the file
+        encoding.no_padding()
         largest = max(encoding.get_vocab(with_added_tokens=True).values(), default=-1)
         if not 0 <= largest < MOST_TOKENS:  # to_str() would end the process at 2^31
             raise ValueError(f"its largest token id is {largest}, not in 0 .. {MOST_TOKENS - 1}" if largest >= 0
@@ -254,8 +256,8 @@ class Text:
         tiktoken has ranks instead of merges: a token's merge is the pair of tokens left when only merges of lower rank
         have been applied to it.
         """
-        if self.kind == "hf":
-            return json.loads(self.table)
+        if self.kind == "hf":  # without the special tokens that it would add around a text: the model never saw them
+            return {**json.loads(self.table), "post_processor": None}
         file = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
                 "post_processor": None}
         if self.kind == "char":

@@ -37,6 +37,7 @@ from sample import stream
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 VERSION = importlib.metadata.version("lm_eval")
 LOGITS = 2**27  # most logits per call: half a gigabyte
+MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_completion_tokens", "max_tokens")  # in tasks: tokens to generate
 
 
 class HarnessLM(TemplateLM):
@@ -102,11 +103,13 @@ class HarnessLM(TemplateLM):
             context, how = request.args
             stops = how.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
-            n = next((how[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if how.get(k)), 256)
+            n = next((how[k] for k in MOST_NEW if how.get(k)), 256)
             sampling = {k: how[k] for k in ("temperature", "top_k", "top_p") if how.get(k) is not None}
+            if sampling.get("top_k") == 0:  # off
+                del sampling["top_k"]
             if not how.get("do_sample"):
                 sampling = {"temperature": 0.0}
-            jobs.append((self.see(self.text.encode(context)), i, n, stops, sampling))
+            jobs.append((self.see(self.text.encode(context), range(n)), i, n, stops, sampling))
         alike = lambda job: (len(job[0]), str(job[2:]))
         one_by_one = self.packs and not self.constant_state  # only all rows of a cache can start a document together
         for _, same in itertools.groupby(sorted(jobs, key=alike), alike):

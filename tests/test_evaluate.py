@@ -129,6 +129,11 @@ def test_generation_ends_at_a_stop(family):
     adapter = harness.HarnessLM(lm, Text("char", table), batch_tokens=40)
     assert adapter.generate_until(requests(*jobs)) == [
         "".join(whole[c][:how["max_gen_toks"]]).split(table[0])[0].split(stop)[0] for c, how in jobs]
+    few = {"until": [], "max_completion_tokens": 3, "do_sample": True, "top_k": 0, "temperature": 0.0}  # 0: off
+    assert adapter.generate_until(requests((contexts[0], few))) == ["".join(whole[contexts[0]][:3]).split(table[0])[0]]
+    short = harness.HarnessLM(lm, Text("char", table), max_length=50)  # what is generated counts
+    short.generate_until(requests((contexts[3] * 2, {"until": [], "max_gen_toks": 20})))
+    assert short.longest == 50
     sampled = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 30}
     assert adapter.generate_until(requests((contexts[0], sampled))) != ["".join(whole[contexts[0]][:30])]
 

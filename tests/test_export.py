@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import test_sample
+import tokenizers
 import torch
 import transformers
 from test_layout import tracked
@@ -885,8 +886,15 @@ TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don'
 
 
 def test_tokenizers_travel(tmp_path):
-    """AutoTokenizer gives the tokens of data/tokenizer.py, and its text."""
+    """AutoTokenizer gives the tokens of data/tokenizer.py, and its text. Truncation, padding and a token at the start,
+    as transformers leaves them in tokenizer.json, are for neither: the model never saw them."""
     byte_level_bpe(tmp_path, TEXTS)
+    saved = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    saved.enable_truncation(5)
+    saved.enable_padding(length=8)
+    start = saved.id_to_token(0)
+    saved.post_processor = tokenizers.processors.TemplateProcessing(f"{start} $A", special_tokens=[(start, 0)])
+    saved.save(str(tmp_path / "tokenizer.json"))
     table = "".join(sorted(set("".join(TEXTS))))
     for kind, text in {"bytes": Text("bytes"), "char": Text("char", table), "gpt2": Text("gpt2", vocab=VOCAB),
                        "hf": Text(f"hf:{tmp_path}")}.items():
