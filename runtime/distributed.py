@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.ops import same_documents
 from runtime import records
 from runtime.errors import ConfigError, env_int, is_out_of_memory, main_error
-from runtime.torch_private import average_gradients
+from runtime.torch_private import allow_graphs, average_gradients
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
@@ -183,6 +183,8 @@ def new_store_prefix(store, rank, world, wait):
 def prepare_layers(model, config):
     """Apply torch.compile and activation recomputation layer by layer. A model without `layers` counts as one layer."""
     layers = getattr(model, "layers", [model])
+    if config.compile:
+        allow_graphs(64)
     for i, layer in enumerate(layers):
         if config.compile:
             layer.forward = torch.compile(layer.forward)

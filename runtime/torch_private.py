@@ -66,6 +66,12 @@ def compiled_for_any_rows(function):
     return run
 
 
+def allow_graphs(most):
+    """Let torch.compile make up to `most` graphs of one function. At its own limit of 8 it goes on without compiling,
+    and layers of all families are one function, Layer.forward, which also sees short batches and evaluation."""
+    torch._dynamo.config.recompile_limit = max(most, torch._dynamo.config.recompile_limit)
+
+
 def transformed():
     """True inside torch.func transforms or forward-mode AD, for which the kernels have no rules."""
     return torch.autograd.forward_ad._current_level >= 0 or _in_torch_func()

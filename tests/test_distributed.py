@@ -151,6 +151,31 @@ def test_which_layers_are_computed_again(recompute, forwards):
     assert [call.call_count for call in calls] == forwards
 
 
+class Around(torch.nn.Module):
+    """Layers whose graphs differ and whose forward is one function, as those of a hybrid."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def test_all_layers_of_a_hybrid_are_compiled(monkeypatch):
+    """PyTorch stops after eight graphs of one function, without an error."""
+    compiler, kinds = torch.compile, ("ReLU", "GELU", "SiLU", "ELU", "SELU", "CELU", "Mish", "Tanh", "Sigmoid")
+    monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend="eager"))
+    monkeypatch.setattr("torch._dynamo.config.fail_on_recompile_limit_hit", True)
+    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 8)
+    layers = [Around(getattr(torch.nn, kind)()) for kind in kinds]
+    x, expected = torch.ones(2), torch.nn.Sequential(*layers)(torch.ones(2))
+    distributed.prepare_layers(SimpleNamespace(layers=layers), SimpleNamespace(compile=True, recompute="none"))
+    for layer in layers:
+        x = layer(x)
+    assert torch.equal(x, expected)
+
+
 def test_processes_of_a_machine_share_its_cores(monkeypatch, threads):
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
