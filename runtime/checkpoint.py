@@ -297,15 +297,18 @@ def misfit(weights, model):
 
 
 def rng_state():
-    """The state of every random generator, for flatten: Python, NumPy, PyTorch on the CPU and on each CUDA device."""
+    """The state of every random generator, for flatten: Python, NumPy, PyTorch on the CPU and on this process's GPU, if
+    any (a list). All ranks draw alike, each on its own GPU, so that of rank 0 is everybody's."""
     name, key, *rest = np.random.get_state()
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {"python": random.getstate(), "numpy": (name, torch.from_numpy(key), *rest),
-            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+            "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_rng_state(state):
-    """Restore what `rng_state` returned, for as many CUDA devices as both machines have."""
+    """Restore what `rng_state` returned; older ones have all GPUs of the machine, the first of which is rank 0's."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state_all(state["cuda"][:torch.cuda.device_count()])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"][0])

@@ -141,6 +141,18 @@ def test_a_state_that_does_not_fit_is_one_line():
             raise error
 
 
+def test_every_rank_restores_the_state_of_its_own_gpu(monkeypatch):
+    """Rank 0 saves: its view of other GPUs is untouched, and ranks that took it would draw again from the start."""
+    restored, mine = [], torch.tensor([7], dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: mine)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    set_rng_state(state := rng_state())
+    set_rng_state({**state, "cuda": [mine, mine + 1]})  # an older checkpoint's
+    set_rng_state({**state, "cuda": []})  # of a CPU
+    assert [t.item() for t in restored] == [7, 7]
+
+
 def test_any_changed_byte_is_refused(tmp_path):
     path = tmp_path / "c"
     save(path, {"w": torch.randn(9), "b": torch.ones(3, dtype=torch.bool)}, {"step": 1})
