@@ -487,8 +487,10 @@ def page(numbers, picture):
             laws.append(f"{name}: isoFLOP parabolas, which are biased even without noise, give N_opt ~ "
                         f"C^{f['isoflop']:.2f}.")
     left_out = [f"{why} ({len(names)}): {', '.join(names)}" for why, names in numbers["left_out"].items()]
+    accept = f" --accept_code={','.join(numbers['accepted_code'])}" * bool(numbers["accepted_code"])
     repeat = [*numbers["commands"], "the report, from the records alone: python experiments/scaling/sweep.py report "
-              f"results/{numbers['name']}.json", "every run: points.csv; every number: report.json, which this writes",
+              f"results/{numbers['name']}.json{accept}",
+              "every run: points.csv; every number: report.json, which this writes",
               f"machine: {'; '.join(numbers['devices']) or numbers['machine'] or 'unknown'}",
               f"runs begun: {' to '.join(numbers['begun']) or 'unknown'}",
               "torch {}, Python {}".format(*(", ".join(numbers["versions"][key]) for key in ("torch", "python")))]

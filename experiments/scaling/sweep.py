@@ -427,7 +427,7 @@ def run(args, extra):
     if not args.dry_run:
         check_data(expected)
     about = about_sweep(args, extra, preset, folder, before)
-    runner.say_changed_code(folder)
+    runner.say_changed_code(folder, args.accept_code)
     estimate(expected)
     print_plan(expected, jobs, nproc, where)
     if args.dry_run:

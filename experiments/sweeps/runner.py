@@ -131,16 +131,21 @@ def code_of(record):
     return record.get("code") or str(record.get("commit"))[:12]
 
 
-def say_changed_code(folder):
-    """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same."""
+def say_changed_code(folder, accepted=()):
+    """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same. Raises
+    ConfigError if a code that shall be `accepted` is that of none of them: the report would refuse it at the end."""
     import train  # noqa: F401  # so that what it imports is known
     from runtime.records import code_identity
 
-    now, changed = code_identity()["code_files"], {}
+    identity, changed = code_identity(), {}
+    now = identity["code_files"]
     for name in read_plan(folder, new=True)["cells"]:
         with contextlib.suppress(BadRecord), fields():
             environment = read_json(Path(folder) / name / "config.json")["environment"]
             changed[environment["code"]] = ", ".join(changed_files(environment["code_files"], now))
+    known = {code[:12] for code in (*changed, identity["code"])}
+    if unknown := [code for code in accepted if code not in known]:
+        raise ConfigError(f"--accept_code={unknown[0]}: the code is {', '.join(sorted(known))}")
     if changed and all(changed.values()):
         said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
         print(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the report "
