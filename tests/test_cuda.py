@@ -363,16 +363,21 @@ def test_what_is_prepared_for_a_gpu(monkeypatch):
 
 
 def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypatch):
-    """A cubin of nvcc, one of NVRTC, then PTX of an architecture that the compilers know."""
+    """A cubin of nvcc, one of NVRTC, then PTX of an architecture that the compilers know. Kernels of another CHUNK than
+    build.py's would write beside their tensors."""
     monkeypatch.setattr(cuda, "nvcc", lambda: "nvcc")
     monkeypatch.setattr(cuda, "nvrtc", lambda: "a library")
     tried, kernel = [], tmp_path / "kernel"
     kernel.touch()
     monkeypatch.setattr(build, "build_cuda", lambda *key: (tried.append(key[-1]), (kernel, 0.0))[1])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=[RuntimeError("no image"), RuntimeError("no"), "module"]))
-    assert build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_121", 0) == "module"
+    module, other = mock.Mock(steps=build.CHUNK), mock.Mock(steps=build.CHUNK // 2)
+    monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=[RuntimeError("no image"), RuntimeError("no"), module]))
+    assert build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_121", 0) is module
     assert tried == [("nvcc", "cubin", "sm_121"), ("nvrtc", "cubin", "sm_121"), ("nvcc", "ptx", "compute_90")]
+    monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=[other] * 4))
+    with pytest.raises(OSError, match="CHUNK, MAX_WIDTH or CONV_TILE differs"):
+        build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_121", 0)
     monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=RuntimeError("no image")))
     with pytest.raises(OSError, match="nvcc cubin sm_86: no image; nvrtc cubin sm_86: no image$"):
         build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_86", 0)

@@ -166,13 +166,12 @@ def test_all_layers_of_a_hybrid_are_compiled(monkeypatch):
     """PyTorch stops after eight graphs of one function, without an error."""
     compiler, kinds = torch.compile, ("ReLU", "GELU", "SiLU", "ELU", "SELU", "CELU", "Mish", "Tanh", "Sigmoid")
     monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend="eager"))
-    monkeypatch.setattr("torch._dynamo.config.fail_on_recompile_limit_hit", True)
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 8)
     layers = [Around(getattr(torch.nn, kind)()) for kind in kinds]
     x, expected = torch.ones(2), torch.nn.Sequential(*layers)(torch.ones(2))
-    distributed.prepare_layers(SimpleNamespace(layers=layers), SimpleNamespace(compile=True, recompute="none"))
-    for layer in layers:
-        x = layer(x)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        distributed.prepare_layers(SimpleNamespace(layers=layers), SimpleNamespace(compile=True, recompute="none"))
+        for layer in layers:
+            x = layer(x)
     assert torch.equal(x, expected)
 
 

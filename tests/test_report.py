@@ -582,7 +582,7 @@ def test_a_hole_is_a_dash_with_its_reason(told):
     (SIZES, (), "E, B and beta cannot be told apart with 1 value of D")])
 def test_what_cannot_be_fitted_is_said(told, sizes, others, said):
     numbers, text = told(sizes=sizes, others=others)
-    assert said in text and "![Final loss by token budget" in text
+    assert said in text and "![Loss after " in text
     assert all((f["cannot"] is not None) == ("how the loss falls" in said) for f in numbers["fits"])
     assert (pair_of(numbers, "mamba", "130K")["tokens"] is None) == (others == ())
     assert others or "nats from Mamba at 130K; its budgets do not tell" in text
@@ -622,7 +622,7 @@ def test_the_page_is_whole_asks_for_nothing_and_escapes_names(whole):
     (image,) = re.findall(r'(?:src|href)="(?!data:,")([^"]*)"', text)
     assert base64.b64decode(image.removeprefix("data:image/png;base64,")) == paths["figure.png"].read_bytes()
     (alt,) = re.findall(r'alt="([^"]*)"', text)
-    assert EVIL in html.unescape(alt) and alt.count("by token budget") == 3
+    assert EVIL in html.unescape(alt) and alt.count("Loss after ") == 3
     json.loads(paths["report.json"].read_text(), parse_constant=pytest.fail)  # NaN is no JSON
 
 

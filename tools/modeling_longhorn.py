@@ -226,7 +226,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         order = (~real).long().argsort(dim=1, stable=True)  # each row's tokens first, its padding last
         counts, at = real.sum(1), real.long().cumsum(1)  # (B,), (B, T): tokens read up to each position
         if given.dim() == 2:
-            unread, pad = int(self.config.end_of_text == 0), self.config.pad_token_id  # any token that ends no document
+            unread = int(self.config.end_of_text == 0)  # any token that ends no document
+            pad = getattr(self.config, "pad_token_id", None)
             padding = -1 if pad is None or pad < self.config.vocab_size else pad  # an id that the embedding lacks
             given = given.masked_fill(~real | (given == padding), unread).gather(1, order)
         else:
