@@ -249,7 +249,21 @@ class Broken(OSError):
     """The kernels' source is at fault: it does not compile, although the compiler works, or contradicts this file."""
 
 
-OTHER = "#include <stdint.h>\n#include <stdlib.h>\n#include <string.h>\n#include <initializer_list>\nint x;\n"
+# What the sources need of a compiler: if it builds this and not them, the source is at fault.
+NEEDED = """
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <initializer_list>
+typedef float vec __attribute__((vector_size(32)));
+typedef uint32_t uvec __attribute__((vector_size(32)));
+typedef uint16_t hvec __attribute__((vector_size(16)));
+template <int N> vec widen(hvec h, vec low) {
+    vec v = (vec)(__builtin_convertvector(h, uvec) << 16);
+    if constexpr (N == 1) return v < low ? 1.0f - (vec){} : v; else return v;
+}
+template vec widen<1>(hvec, vec);
+"""
 
 
 def _compile(compiler, flags, sources, folder):
@@ -263,8 +277,8 @@ def _compile(compiler, flags, sources, folder):
         run = subprocess.run([*command, *map(str, sources), "-o", str(to)], capture_output=True, text=True)
         if run.returncode:
             names = " and ".join(Path(source).name for source in sources)
-            other = subprocess.run([*command, "-", "-o", str(to)], input=OTHER, capture_output=True, text=True)
-            raise (OSError if other.returncode else Broken)(
+            known = subprocess.run([*command, "-", "-o", str(to)], input=NEEDED, capture_output=True, text=True)
+            raise (OSError if known.returncode else Broken)(
                 f"{compiler[0]} could not build {names}: {run.stderr.strip()[:500]}")
 
     return _cached("longhorn_scan_cpu", ".so", [version, _cpu_name(), *command], sources, folder, make)

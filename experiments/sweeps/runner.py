@@ -301,7 +301,7 @@ def visible_gpus():
     import torch
 
     named, seen = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
-    is_none = named.startswith(("-", "No")) or not torch.version.cuda
+    is_none = named.startswith(("-", "No")) or not torch.version.cuda and not seen
     ids = [] if is_none else named.split(",") if named else list(range(seen))
     if len(ids) != seen:
         raise ConfigError(f"of the GPUs {named} (CUDA_VISIBLE_DEVICES, --gpus) PyTorch sees {seen}: name those that "
