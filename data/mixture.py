@@ -57,6 +57,16 @@ class MixtureData(TokenData):
             rows = np.stack([self.parts[k].train[w * B:(w + 1) * B + 1].astype(np.int64) for k, w in part])
             yield *inputs_and_targets(rows, self.device), len(part) / len(windows)
 
+    def derived(self, config, world_size):
+        """As in TokenData, with all datasets' tokens, and what each of them is and how often it is read. `epochs` is of
+        the one that is used up first."""
+        of_one = super().derived(config, world_size)
+        read = config.max_iters * self.windows_per_step / sum(self.counts)
+        return of_one | {"train_tokens": sum(len(tokens.train) for tokens in self.parts), "mixture": [
+            {"dataset": tokens.folder.name, "share": count / sum(self.counts), "train_tokens": len(tokens.train),
+             "train_sha256": tokens.sha256["train"], "epochs": read * count / n}
+            for tokens, count, n in zip(self.parts, self.counts, self.n_windows, strict=True)]}
+
     def where(self, step, rank, world_size):
         k, window = self.windows(step, rank, world_size)[0].tolist()
         return f"the last batch began at token {window * self.block_size:,} of {self.parts[k].folder}"

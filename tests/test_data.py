@@ -16,6 +16,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import datasets
@@ -985,6 +986,10 @@ def test_a_mixture_is_known_by_its_parts(tmp_path):
         k, window = data.windows(step)[0]
         assert data.where(step, 0, 1).endswith(f"token {window * 16:,} of {(tmp_path / 'ab'[k])}")
     assert {data.windows(step)[0][0] for step in range(8)} == {0, 1}
+    derived = others[0].derived(SimpleNamespace(max_iters=62, micro_batch_size=4), 1)  # 62 steps of 4 windows
+    assert derived["train_tokens"] == 1900 and derived["mixture"] == [
+        {"dataset": "a", "share": 0.25, "train_tokens": 1000, "train_sha256": a.sha256["train"], "epochs": 1.0},
+        {"dataset": "b", "share": 0.75, "train_tokens": 900, "train_sha256": b.sha256["train"], "epochs": 186 / 56}]
     data.verify(), data.check_unchanged()
     content = (tmp_path / "b/train.bin").read_bytes()
     (tmp_path / "b/train.bin").write_bytes(content[2:] + content[:2])
