@@ -393,6 +393,8 @@ def page(runs, groups, picture):
     table = [{"run": name, "trained at": seeds[0].block_size} | {
         f"T = {T}": perplexity(at) if len(at := read_at(seeds, T)) == len(seeds) else "-" for T in lengths}
         for name, seeds in groups.items()]
+    cut = lambda key: 10 if key in ("time", "commit") else None
+    of_all = lambda key: " and ".join(dict.fromkeys(str(value or "none")[:cut(key)] for value in runs[key]))
     first, most, texts = next(runs.itertuples()), max(map(len, groups.values())), {text["sha256"] for text in runs.text}
     return [
         "# Extrapolation", picture, pages.table(table),
@@ -403,8 +405,8 @@ def page(runs, groups, picture):
         pages.table(differences(groups, lengths)),
         pages.table([row for name, seeds in groups.items() for row in cost(name, seeds[0])]), pages.escaped(
             in_words(first.text) + "; NOT all curves are of the same text: do not compare them" * (len(texts) > 1)
-            + f". {first.device}, {first.threads} threads, {first.dtype}, torch {first.torch}, {first.time[:10]}, "
-            f"commit {(first.commit or 'none')[:10]}; "
+            + f". {of_all('device')}, {of_all('threads')} threads, {of_all('dtype')}, torch {of_all('torch')}, "
+            f"{of_all('time')}, commit {of_all('commit')}; "
             f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, "
             f"code {', '.join(sorted(runs.code.unique()))}."),
         mixed_identities(version["code"] for version in runs.attrs["code"])]

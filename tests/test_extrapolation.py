@@ -346,6 +346,12 @@ def test_the_pages_are_those_of_their_records(name, tmp_path, monkeypatch):
     copy = shutil.copy(kept, tmp_path)
     ex.main(["report", str(copy)])
     assert Path(copy).with_suffix(".md").read_text() == kept.with_suffix(".md").read_text()
+    record = json.loads(kept.read_text())  # a further run, on another machine, is no secret
+    record["extrapolation"][-1] |= {"device": "NVIDIA H100", "dtype": "float16", "date": "2026-12-01T00:00:00"}
+    Path(copy).write_text(json.dumps(record))
+    ex.main(["report", str(copy)])
+    said = Path(copy).with_suffix(".md").read_text()
+    assert all(f" and {new}" in said for new in ("NVIDIA H100, ", "float16, ", "2026-12-01, "))
 
 
 @pytest.mark.parametrize("preset", ["laptop", "gpu"])
