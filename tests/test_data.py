@@ -536,6 +536,21 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
     refused(lambda: Text("bpe:300"), "bpe:300 is learned from text", "only data/pystdlib/prepare.py")
 
 
+def test_another_tokenizer_under_the_same_name_prepares_anew(library, tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 99)
+    of_shakespeare = lambda: shakespeare.prepare(tmp_path / "s", tmp_path / "text.txt", any_text=True,
+                                                 tokenizer=f"hf:{tmp_path}")
+    of_library = lambda: pystdlib.prepare(tmp_path / "p", stdlib=library, val_fraction=0.2, tokenizer=f"hf:{tmp_path}")
+    for prepare in of_shakespeare, of_library:
+        sizes = []
+        for texts in ["x"], ["that is the question " * 9]:
+            byte_level_bpe(tmp_path, texts)
+            tokens, new = prepare()
+            sizes.append(tokens.vocab_size)
+            assert new and not prepare()[1]
+        assert sizes[0] < sizes[1]
+
+
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
     """The folder of a library of modules, packages, one of them as large as may be, and folders too large to be one;

@@ -231,6 +231,7 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
             raise DataError(f"no source files in {stdlib}: this Python comes without library source; use another")
         listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}" + ", packages" * (documents == "package") + "\n"
         listing += f"{tokenizer}\n" * (tokenizer != "bytes")
+        listing += f"{Text(tokenizer).table}\n" if canonical(tokenizer).startswith("hf:") else ""
         listing += "".join(f"{digest} {name}\n" for name, _, _, digest in files)
         inputs = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
         if not force and (tokens := finished(folder, inputs)):

@@ -61,6 +61,8 @@ def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", voca
         if not any_text:
             check(content, file or (copy if copy.is_file() else URL))
         inputs = hashlib.sha256(content).hexdigest() + (f" {tokenizer}" if canonical(tokenizer) != "char" else "")
+        if canonical(tokenizer).startswith("hf:"):  # its file may change under the same name
+            inputs += " " + hashlib.sha256(Text(tokenizer).table.encode()).hexdigest()
         if not force and (tokens := finished(folder, inputs)):
             return tokens, False
         try:
