@@ -271,7 +271,8 @@ def parallelize(model, config, data):
     device = next(model.parameters()).device
     prepare_layers(model, config)
     if config.auto_micro_batch:
-        find_micro_batch_size(model, config, data)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a model may draw random numbers
+            find_micro_batch_size(model, config, data)
     if config.parallel != "ddp":
         shard(model, config, device)
     elif world_size() > 1:

@@ -654,6 +654,18 @@ def test_a_branch_of_its_own_folder_is_refused_before_anything_moves(trunk, data
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def with_dropout(config):
+    lm = LM(config)
+    lm.embed.register_forward_hook(lambda m, inputs, h: torch.nn.functional.dropout(h, 0.2, m.training))
+    return lm
+
+
+def test_a_search_for_the_micro_batch_draws_no_random_numbers(data, out, tmp_path):
+    for folder, how in (out, {}), (tmp_path / "other", {"auto_micro_batch": True}):
+        succeed(arguments(data, folder, max_iters=4, self_check="off", **how), LM=with_dropout)
+    assert losses(out) == losses(tmp_path / "other")
+
+
 def test_steps_that_were_kept_stay_though_they_are_not_named_again(data, out):
     plan = {"checkpoint_interval": 2, "keep_checkpoints": 1, "schedule": "constant"}
     succeed(arguments(data, out, **plan, max_iters=8, keep_steps="2,4"))
