@@ -42,9 +42,6 @@ SAME = {"scaling": ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip
                    "min_crop", "mirror", "rand_augment", "mixup", "cutmix", "erasing", "repeats", "smoothing",
                    "eval_crop", "ema", "dtype")}
 SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
-# Runs of one point of a figure, which are averaged, share all others but these.
-MAY_DIFFER = runner.WITHOUT_EFFECT | {"seed", "learning_rate", "out_dir", "resume", "backend", "self_check", "device",
-                                      "compile", "workers", "keep_checkpoints", "timeout_minutes", "max_bad_steps"}
 
 Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, evals of log.jsonl
 
@@ -243,8 +240,11 @@ def of_recall(row, record, evaluations):
 
 
 def settings_of_point(kind, record):
-    known = MAY_DIFFER | {*SAME[kind], *SAME_AT_A_LENGTH}
-    return {key: value for key, value in record["config"].items() if key not in known}
+    """What runs must share to be averaged at one point of a figure, beside what all runs of the sweep share."""
+    from runtime.folder import MAY_CHANGE_ON_RESUME  # late: it imports PyTorch
+
+    others = {"seed", "learning_rate", *SAME[kind], *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - {"max_iters"}
+    return {key: value for key, value in record["config"].items() if key not in others | runner.WITHOUT_EFFECT}
 
 
 def recalled(run):

@@ -240,8 +240,12 @@ def build(sources=(SCAN, CONV), folder=None):
     if compiler is None:
         raise OSError("no C++ compiler found (install g++ or clang++, or set CXX)")
     if sys.platform != "darwin":  # Apple's clang has no OpenMP
-        with contextlib.suppress(OSError):
+        try:
             return _compile(shlex.split(compiler), _flags(openmp=True), sources, folder)
+        except Broken:
+            raise  # it would not compile without OpenMP either
+        except OSError:
+            pass
     return _compile(shlex.split(compiler), _flags(openmp=False), sources, folder)
 
 

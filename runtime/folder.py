@@ -88,6 +88,9 @@ class Folder:
             with checkpoint.fitting(path):
                 if not resumes:  # a branch has all of its trunk's weights, whatever that began with
                     meta["config"]["init_from"] = config.init_from
+                else:  # what was kept on purpose stays, also if keep_steps is not given again
+                    self.kept_steps |= {int(kept) for kept in meta["config"].get("keep_steps", "").split(",") if kept}
+                    config.keep_steps = self.settings["keep_steps"] = ",".join(map(str, sorted(self.kept_steps)))
                 refusal, changes = self.compare(path, meta, schedule)
             if not resumes and path.parent.resolve() == out.resolve():
                 refusal = f"branch={config.branch} is in out_dir, from where it would be moved: choose another out_dir"
@@ -95,9 +98,6 @@ class Folder:
                 refusal = f"branch={config.branch}: {path.parent} has no log.jsonl, with which the branch's would begin"
             if refusal:
                 raise ConfigError(refusal)
-            if resumes:  # what was kept on purpose stays, also if keep_steps is not given again
-                self.kept_steps |= {int(kept) for kept in meta["config"].get("keep_steps", "").split(",") if kept}
-                config.keep_steps = self.settings["keep_steps"] = ",".join(map(str, sorted(self.kept_steps)))
             if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
                 self.data.verify()  # the files were copied or changed since; 18 GB take a minute
             with writing_to(out), checkpoint.fitting(path):

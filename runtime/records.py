@@ -82,12 +82,19 @@ def fields(subject="its records"):
         raise BadRecord(f"{subject} {'lack' if isinstance(error, KeyError) else 'are damaged:'} {error}") from None
 
 
+def max_bad_steps(folder):
+    """After how many steps in a row without a finite loss and gradient a run gives up. Raises BadRecord."""
+    with fields():
+        return read_json(Path(folder) / "config.json")["config"].get("max_bad_steps", 10)
+
+
 def finished_records(folder):
     """A run's result.json and config.json, as dicts. Raises BadRecord if the run is not finished or one is damaged."""
     if not os.path.lexists(Path(folder) / "result.json"):
         events = read_log(folder)
-        if events and events[-1].get("event") == "skipped":
-            raise BadRecord(f"it diverged: loss or gradient not finite at step {events[-1]['step']}")
+        skipped = {e["step"] for e in events if e.get("event") == "skipped"}
+        if skipped and skipped.issuperset(range(events[-1]["step"], events[-1]["step"] - max_bad_steps(folder), -1)):
+            raise BadRecord(f"it diverged: loss or gradient not finite up to step {events[-1]['step']}")
         raise BadRecord(f"not finished (step {events[-1]['step']})" if events else "not run")
     return read_json(Path(folder) / "result.json"), read_json(Path(folder) / "config.json")
 

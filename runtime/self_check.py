@@ -200,8 +200,8 @@ def compare_training(toy, plain, batch, varies, compiled):
         raise ConfigError(f"self-check: the loss of a small version of this model is {float(trains['the loss'])}, or "
                           f"its gradient has no numbers: {locate.first_nan(toy, batch)}: correct that, or {OFF}")
     tally = Tally(toy, rounding(plain, batch, slow))
-    fast = "native" if build.unavailable(batch[0].device.type) is None else "available"
-    operators = f"{backend or fast} and plain operators"
+    fast = backend or ("native" if build.unavailable(batch[0].device.type) is None else "the fastest")
+    operators = f"{fast} and plain operators"
     of_operator = lambda: locate.which_operator(toy, plain, batch, tally)
     if not is_finite(trains):
         tally.agree(operators, slow, trains, of_operator, TORCH)

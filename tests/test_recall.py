@@ -529,7 +529,7 @@ def test_a_run_that_diverged_never_gets_there(swept, tmp_path):
         folder = tmp_path / f"copy/longhorn_T16_d16_lr{rate}_seed1"
         (folder / "result.json").unlink()
         with open(folder / "log.jsonl", "a") as log:
-            log.write('{"event": "skipped", "step": 9, "train_loss": NaN}\n')
+            log.writelines(f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(90, 100))
         longhorn = [p for p in report.summarise(records.read(tmp_path / "copy")) if p["mixer"] == "longhorn"]
         if rate == "0.01":
             (point,) = longhorn

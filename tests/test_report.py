@@ -191,8 +191,12 @@ DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
     "loss beyond floats": (lambda f: change(f / "result.json", val_loss=10**400), "its loss is 1000"),
     "not run": (shutil.rmtree, "not run"),
     "not finished": (lambda f: (f / "result.json").unlink(), "not finished (step 1024)"),
-    "diverged": (lambda f: ((f / "result.json").unlink(), (f / "log.jsonl").open("a").write(
-        '{"event": "skipped", "step": 9, "train_loss": NaN}\n')), "it diverged: loss or gradient not finite at step 9"),
+    "diverged": (lambda f: ((f / "result.json").unlink(), (f / "log.jsonl").open("a").write("".join(
+        f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(1025, 1035)))),
+        "it diverged: loss or gradient not finite up to step 1034"),
+    "killed where it may recover": (lambda f: ((f / "result.json").unlink(), (f / "log.jsonl").open("a").write("".join(
+        f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(1025, 1034)))),
+        "not finished (step 1033)"),
     "windows of another length": (lambda f: (
         change(f / "config.json", config__block_size=512, config__eval_block_size=0),
         change(f.parent / "plan.json", **{f"cells__{f.name}__context": 512})),

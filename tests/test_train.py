@@ -39,6 +39,7 @@ import model
 import train
 from data import loader, writer
 from experiments.vision import classify
+from kernels import build
 from model import LM
 from runtime import checkpoint, counting, distributed, errors, records
 from runtime.folder import MAY_CHANGE_ON_RESUME, Folder, lock_run_dir
@@ -652,6 +653,18 @@ def test_a_branch_of_its_own_folder_is_refused_before_anything_moves(trunk, data
     refuse(argv(f"{bare}@4"), f"{bare} has no log.jsonl")
     refuse(argv(f"{trunk}@4", init_from=trunk), "init_from=", "give one; a branch has its trunk's weights")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_with_a_kernel_that_does_not_compile_only_plain_pytorch_trains(data, out, monkeypatch):
+    def library():
+        raise build.Broken("c++ could not build longhorn_scan.cu")
+    monkeypatch.setattr(build, "library", library)
+    build.unavailable.cache_clear()
+    try:
+        refuse(arguments(data, out, max_iters=2), "could not build longhorn_scan.cu", "--backend=torch")
+        succeed(arguments(data, out, max_iters=2, backend="torch", self_check="on"))
+    finally:
+        build.unavailable.cache_clear()
 
 
 def with_dropout(config):
