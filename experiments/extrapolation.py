@@ -56,7 +56,7 @@ from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
 from runtime.errors import ConfigError, is_out_of_memory, main_error  # noqa: E402
-from runtime.records import fields, mixed_identities, read_json  # noqa: E402
+from runtime.records import fields, read_json  # noqa: E402
 from sample import load_model  # noqa: E402
 
 NORM_SEQUENCES = 8  # at most, whose states are measured
@@ -408,8 +408,7 @@ def page(runs, groups, picture):
             + f". {of_all('device')}, {of_all('threads')} threads, {of_all('dtype')}, torch {of_all('torch')}, "
             f"{of_all('time')}, commit {of_all('commit')}; "
             f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, "
-            f"code {', '.join(sorted(runs.code.unique()))}."),
-        mixed_identities(version["code"] for version in runs.attrs["code"])]
+            f"code {', '.join(sorted(runs.code.unique()))}.")]
 
 
 def loudest(state_norms):

@@ -22,7 +22,7 @@ import numpy as np
 from experiments.sweeps import runner
 from experiments.sweeps.runner import code_of
 from runtime.errors import ConfigError
-from runtime.records import BadRecord, fields, finished_records, mixed_identities, read_json, read_log, replacing
+from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
 
 # What identifies a run within its sweep, as named in the plan; SETTING has other names in config.json
 PLACE = {"scaling": ("model", "size", "stage", "seed", "learning_rate", "steps", "from"),
@@ -106,8 +106,6 @@ def read(source, accept_code=(), kind=None):
     whole = [key for key in columns if all(is_whole(row.get(key)) for row in rows)]
     runs = pandas.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(whole, "Int64"))  # ints beside gaps
     runs.attrs = {"name": source.resolve().name.removesuffix(".json"), "kind": this, **about}
-    if mixed := mixed_identities(version["code"] for version in about["code"]):
-        print(mixed)
     return runs
 
 

@@ -103,9 +103,7 @@ def load(path, prefix=""):
         else:
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
-            if not any(name.startswith("model.branches.") for name in tensors):
-                return tensors, {**json.loads(header["meta"])}
-            wrong = "its parameters have the names used before November 2026: use the commit that config.json names"
+            return tensors, {**json.loads(header["meta"])}
     except OSError as error:
         hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
@@ -306,7 +304,7 @@ def rng_state():
 
 
 def set_rng_state(state):
-    """Restore what `rng_state` returned; older ones have all GPUs of the machine, the first of which is rank 0's."""
+    """Restore what `rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -387,16 +387,6 @@ def code_since(folder, versions=None):
             f"{back}") if changed else ""
 
 
-def mixed_identities(codes):
-    """A line for a report on runs whose codes mix identities from before November 2026 with later ones; else None."""
-    codes = set(codes)
-    older = sorted(code for code in codes if not code.startswith("v2"))
-    if not older or len(older) == len(codes):
-        return None
-    return (f"The code of {', '.join(older)} was hashed as before November 2026, over a different list of files: "
-            "whether it differs from the others' cannot be told.")
-
-
 def code_version():
     """{"commit": of this checkout, "uncommitted_changes"}; None if git does not know. $LONGHORN_COMMIT names the commit
     of a copy without .git. Changes in results/, where measurements are written, do not count."""

@@ -371,14 +371,6 @@ def test_files_of_every_kind_are_read_also_older_ones(name, kind, rows, used, co
         records.read(RESULTS / f"{name}.json", kind="recall" if kind != "recall" else "images")
 
 
-def test_runs_of_both_schemes_of_identities_stand_side_by_side(tmp_path, capsys):
-    make_sweep(tmp_path, models=("longhorn",), others=())
-    other_code(tmp_path / VICTIM, "v2beefbeef00")
-    runs = records.read(tmp_path, ("v2beefbeef00",))
-    assert set(runs.code) == {CODE, "v2beefbeef00"}
-    assert f"The code of {CODE} was hashed as before" in capsys.readouterr().out
-
-
 def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records(tmp_path, monkeypatch, capsys):
     make_sweep(tmp_path, models=("longhorn",), others=())
     monkeypatch.setitem(sys.modules, "tabulate", None)

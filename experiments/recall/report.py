@@ -24,7 +24,6 @@ from scipy.stats import rankdata
 from experiments import pages
 from experiments.pages import escaped, left_out, table, titled
 from experiments.scaling.compare import welch
-from runtime.records import mixed_identities
 
 NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": "RWKV-4", "baseconv": "BaseConv",
          "mamba": "Mamba", "longhorn": "Longhorn", "deltanet": "DeltaNet", "gla": "GLA",
@@ -141,7 +140,6 @@ def page(runs, points, picture):
     return [
         "# Multi-query associative recall", escaped(about.get("note", "")),
         escaped(f"{len(used)} runs, {', '.join(used.device.unique())}, code {' and '.join(codes)}. {settings}."),
-        mixed_identities(codes),
         "Recall in percent, on examples that chose nothing, at the learning rate that was best on the test set; \"all "
         "rates\" are on that test set. A run stops when it reaches stop_at, so differences above it mean nothing; one "
         "that diverged counts as 0. The tables by distance are on the test set too.",

@@ -27,7 +27,7 @@ from experiments.scaling import compare, figures, fit
 from experiments.scaling.figures import family_order, name_of
 from experiments.sweeps import runner
 from runtime.errors import ConfigError
-from runtime.records import mixed_identities, write_json
+from runtime.records import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -285,7 +285,6 @@ def numbers_of(runs, entries, accepted, bootstrap):
         "commands": plan.get("commands", []), "planned": len(runs), "runs_used": len(used),
         "left_out": {why: group.run.tolist() for why, group in left_out.groupby("left_out", sort=False)},
         "code": plan["code"], "accepted_code": accepted,
-        "mixed_identities": mixed_identities(c["code"] for c in plan["code"]),
         "files": max(map(len, used.val_document_tokens), default=0), "table": rows, "pairs": pairs,
         "sentences": sentences(pairs), "cosines": cosines(runs, entries), "winners": winners,
         "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(used), "wall": wall_hours(used)},
@@ -454,8 +453,6 @@ def page(numbers, picture):
         code += f" Runs of {escaped(accepted)} are compared with the first because of --accept_code."
     short, notes, laws = [f"{numbers['runs_used']} of {numbers['planned']} runs are used"
                           + ("; the others are listed below with the reason." if numbers["left_out"] else ".")], [], []
-    if numbers["mixed_identities"]:
-        short.append(numbers["mixed_identities"])
     if n > 1:
         short.append(f"The runs have {n} versions of the code, listed below; " + (
             f"those of {accepted} are compared with the others because of --accept_code." if accepted

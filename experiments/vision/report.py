@@ -5,7 +5,6 @@ import statistics
 
 from experiments import pages
 from experiments.pages import escaped, left_out, table, titled
-from runtime.records import mixed_identities
 
 TABLE3 = {"ViM-Tiny": (7, 76.1), "ViL-Tiny": (7, 76.4), "ViM-Small": (26, 80.5), "ViL-Small": (26, 80.7)}
 NAMES = {"vil": "ViL", "vim": "ViM", "vit": "ViT"}
@@ -39,7 +38,7 @@ def page(runs, rows, picture):
                  "held-out images, by seed; images per second of forward and backward, one thread of a CPU or one GPU"]
     return [
         "# Images: families, directions and depth", escaped(", ".join(about) + "."),
-        mixed_identities(code["code"] for code in codes), picture,
+        picture,
         table([{"model": r["name"], "parameters": f"{r['parameters']:,}", "mean": f"{r['mean']:.1f}",
                 "spread": f"{r['spread']:.1f}", "seeds": ", ".join(f"{a:.1f}" for a in r["accuracies"]),
                 "images/s": r["images_per_second"] or "-"} for r in rows]),
