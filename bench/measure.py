@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 from kernels import build  # noqa: E402
 from runtime import records  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
-from runtime.records import code_version, temporary  # noqa: E402
+from runtime.files import temporary  # noqa: E402
+from runtime.records import code_version  # noqa: E402
 
 EPS = torch.finfo(torch.float32).eps
 TINY = 1e-15

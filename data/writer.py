@@ -21,7 +21,8 @@ import numpy as np
 import data.loader
 from data.loader import DTYPES, SPLITS, DataError, Tokens, meta_crc32
 from runtime.errors import main_error
-from runtime.records import lock_folder, replacing, write_json
+from runtime.files import lock_folder, replacing
+from runtime.records import write_json
 
 
 def token_dtype(vocab_size):

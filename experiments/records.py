@@ -22,7 +22,8 @@ import numpy as np
 from experiments.sweeps import runner
 from experiments.sweeps.runner import code_of
 from runtime.errors import ConfigError
-from runtime.records import BadRecord, fields, finished_records, read_json, read_log, replacing
+from runtime.files import replacing
+from runtime.records import BadRecord, fields, finished_records, read_json, read_log
 
 # What identifies a run within its sweep, as named in the plan; SETTING has other names in config.json
 PLACE = {"scaling": ("model", "size", "stage", "seed", "learning_rate", "steps", "from"),

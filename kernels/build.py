@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from kernels import cuda, fused
-from runtime.records import remove_leftovers, temporary
+from runtime.files import remove_leftovers, temporary
 from runtime.torch_private import constant_when_compiled, raw_stream, transformed
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,5 +12,6 @@ locate.py         where two versions of the code differ, in words
 parameters.py     initialisation
 counting.py       parameters, FLOPs, state sizes
 errors.py         one-line errors
+files.py          files replaced whole or not at all, locks
 torch_private.py  all private parts of PyTorch that are used
 """

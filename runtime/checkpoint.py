@@ -26,7 +26,8 @@ import safetensors
 import torch
 
 from runtime.errors import ConfigError, regular
-from runtime.records import MOVING, replacing
+from runtime.files import replacing
+from runtime.records import MOVING
 
 VERSION = 1
 NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"

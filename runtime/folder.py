@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import checkpoint, distributed, records
+from runtime import checkpoint, distributed, files, records
 from runtime.errors import ConfigError, Stopped, is_out_of_memory
 
 # Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
@@ -247,9 +247,9 @@ def branch_point(config):
 
 
 def lock_run_dir(out, wait=0.0):
-    """Lock an out_dir, see records.lock_folder. Raises ConfigError if another run holds it after `wait` seconds."""
+    """Lock an out_dir, see files.lock_folder. Raises ConfigError if another run holds it after `wait` seconds."""
     try:
-        return records.lock_folder(out, wait)
+        return files.lock_folder(out, wait)
     except BlockingIOError as error:
         raise ConfigError(f"another run is writing to {out} ({error.strerror}): wait for it, or choose another "
                           "out_dir") from None

@@ -15,7 +15,6 @@ then keeps the old file as log-damaged-1.jsonl.
 import contextlib
 import errno
 import functools
-import glob
 import hashlib
 import itertools
 import json
@@ -27,11 +26,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
 from runtime.errors import ConfigError, regular
+from runtime.files import replacing
 
 MOVING = "earlier-being-moved"  # see move_aside
 # Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
@@ -105,108 +104,6 @@ def is_finished(folder):
         read_json(Path(folder) / "result.json")
         return True
     return False
-
-
-def lock_folder(folder, wait=0.0):
-    """Create `folder`, lock it, and delete files that a killed process left half written. Call this before writing.
-
-    Returns the lock, an open file: closing it, or the end of the process in any way, unlocks. The lock is in the
-    folder, so two paths to the same folder share it. It contains "process PID on HOST". Raises BlockingIOError, with
-    that text as its strerror, if another process still holds it after `wait` seconds, and OSError.
-    """
-    os.makedirs(folder, exist_ok=True)
-    no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    lock = open(os.path.join(folder, ".lock"), "a+", opener=no_link, errors="replace")
-    began, is_waiting = time.monotonic(), False
-    try:
-        import fcntl  # not on Windows
-
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read(200) or "another process"
-                if time.monotonic() >= began + wait:
-                    raise BlockingIOError(errno.EWOULDBLOCK, holder, os.fspath(folder)) from None
-            if not is_waiting:
-                print(f"{folder} is in use by {holder}: waiting up to {wait:.0f} s for it to end", flush=True)
-            is_waiting = True
-            time.sleep(0.1)
-        for kind in ("safetensors", "json", "jsonl", "bin"):
-            remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), f"*.{kind}"))
-        with contextlib.suppress(OSError):  # a full disk
-            os.truncate(lock.fileno(), 0)
-            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
-    except BlockingIOError:
-        raise
-    except (ImportError, OSError) as error:  # some network file systems have no locks
-        why = getattr(error, "strerror", None) or error
-        print(f"{folder} cannot be locked ({why}): make sure that nothing else writes there", flush=True)
-    return lock
-
-
-def temporary(path):
-    """A name next to `path` that says which process writes there: path.tmp-HOST-PID-START."""
-    return f"{path}.tmp-{this_host()}-{os.getpid()}-{started(os.getpid())}"
-
-
-@functools.cache
-def this_host():
-    """The host, or the container on it, within which a process is known by its number."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{platform.node()}-{namespace.stat().st_ino}" if namespace.exists() else platform.node()
-
-
-def started(pid):
-    """When a process of this host started, in ticks since boot; 0 where /proc does not tell; None if there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except FileNotFoundError:
-        try:
-            os.kill(pid, 0)
-        except OSError as error:
-            return 0 if error.errno == errno.EPERM else None
-    except (OSError, ValueError, LookupError):
-        pass
-    return 0
-
-
-def remove_leftovers(pattern):
-    """Delete the temporary files for paths of a pattern whose writer, on this host, is no longer alive."""
-    for leftover in glob.glob(pattern + ".tmp-*"):
-        name = re.fullmatch(r".*\.tmp-(.*)-(\d{1,9})-(\d+)", leftover)
-        if name and name[1] == this_host() and started(int(name[2])) != int(name[3]):
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                os.unlink(leftover)
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """Yields a temporary name next to `path`; if the block succeeds, that file is flushed and renamed to `path`."""
-    remove_leftovers(glob.escape(os.fspath(path)))
-    tmp = temporary(path)
-    try:
-        yield tmp
-        with open(tmp, "rb+") as f:
-            os.fsync(f.fileno())  # or a power cut after the rename leaves an empty file
-        os.replace(tmp, path)
-    except OSError as error:
-        error.filename = error.filename or os.fspath(path)  # a full disk is noticed by a write, which names no file
-        raise
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)  # after an error, or if tmp and path were links to one file, which replace() keeps
-    sync_folder(os.path.dirname(path) or ".")
-
-
-def sync_folder(folder):
-    """Flush a folder to disk, which makes renames in it durable. Some file systems cannot."""
-    handle = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        os.fsync(handle)
-    os.close(handle)
 
 
 def run_files(folder):

@@ -16,8 +16,9 @@ from unittest import mock
 import pytest
 from test_sample import refused, run_program
 
-from runtime import records
-from runtime.records import BadRecord, Log, code_version, environment, lock_folder, read_json, read_log, write_json
+from runtime import files, records
+from runtime.files import lock_folder
+from runtime.records import BadRecord, Log, code_version, environment, read_json, read_log, write_json
 from tools import loss_curve
 
 
@@ -126,7 +127,7 @@ def left_behind(path):
     """The temporary name of a writer of `path` that was killed."""
     context = multiprocessing.get_context("fork")
     with context.Pool(1) as pool:
-        return Path(pool.apply(records.temporary, (path,)))
+        return Path(pool.apply(files.temporary, (path,)))
 
 
 def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
@@ -135,14 +136,14 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
     host, pid, start = re.fullmatch(r"result.json.tmp-(.+)-(\d+)-(\d+)", dead.name).groups()
     of = lambda *parts: f"result.json.tmp-{'-'.join(map(str, parts))}"
     gone = [dead.name, of(host, os.getpid(), 1)]  # a process that had this one's number before
-    kept = [of("elsewhere", pid, start), Path(records.temporary(mine)).name, of(host, os.getppid(),
-            records.started(os.getppid())), "result.json.tmp-17", "result.json.tmp-", "mine.tmp-3", "x.json"]
+    kept = [of("elsewhere", pid, start), Path(files.temporary(mine)).name, of(host, os.getppid(),
+            files.started(os.getppid())), "result.json.tmp-17", "result.json.tmp-", "mine.tmp-3", "x.json"]
     for clean in (lambda: lock_folder(tmp_path).close(), lambda: write_json(tmp_path / "result.json", {})):
         for name in (*gone, *kept):
             (tmp_path / name).touch()
         clean()
         left = set(os.listdir(tmp_path)) - {".lock", "result.json"}
-        assert left in ({*kept}, {*kept} - {Path(records.temporary(mine)).name})  # the writer's own is renamed
+        assert left in ({*kept}, {*kept} - {Path(files.temporary(mine)).name})  # the writer's own is renamed
 
 
 def test_environment_says_where_it_ran(monkeypatch):

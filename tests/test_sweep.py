@@ -33,7 +33,7 @@ REPO = Path(__file__).resolve().parent.parent
 STAND_IN = textwrap.dedent(f"""
     import json, os, pathlib, signal, sys, time
     sys.path.insert(0, {str(REPO)!r})
-    from runtime.records import lock_folder
+    from runtime.files import lock_folder
     settings = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
     out = pathlib.Path(settings["out_dir"]); out.mkdir(parents=True, exist_ok=True)
     asked = []

@@ -1112,7 +1112,7 @@ REFUSED = [
         ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory.")))),
     ({"LM": partial(poisoned, range(5, 99)), "max_bad_steps": 3}, "step 7", "3 times in a row", "{data}/train.bin",
      "{out}/checkpoint.safetensors, step", "learning_rate"),
-    ({"patch": ("runtime.records.os.replace", OSError(errno.EBUSY, "Device or resource busy"))},
+    ({"patch": ("runtime.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"))},
      "cannot write to {out}/config.json (Device or resource busy)", "another out_dir"),
 ]
 

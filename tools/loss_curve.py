@@ -12,7 +12,8 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.records import read_log, replacing  # noqa: E402
+from runtime.files import replacing  # noqa: E402
+from runtime.records import read_log  # noqa: E402
 
 
 def draw_loss(folder):

@@ -33,15 +33,8 @@ sys.path.insert(0, str(REPO))
 
 from experiments.sweeps.engines import cluster_options, cores, open_engine  # noqa: E402
 from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.records import (  # noqa: E402
-    BadRecord,
-    changed_files,
-    fields,
-    is_finished,
-    lock_folder,
-    read_json,
-    write_json,
-)
+from runtime.files import lock_folder  # noqa: E402
+from runtime.records import BadRecord, changed_files, fields, is_finished, read_json, write_json  # noqa: E402
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
