@@ -30,7 +30,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def nursery():
-    """A process that has imported everything, to fork from: `launch` of test_chaos.py starts runs in a twentieth of a
+    """A process that has imported everything, to fork from: `launch` starts runs in a twentieth of a
     second."""
     import multiprocessing.forkserver  # not at the top: most tests do not fork
     from unittest import mock
@@ -38,7 +38,7 @@ def nursery():
     folders = os.pathsep.join(str(folder) for folder in Path(__file__).resolve().parents[:2])
     multiprocessing.forkserver._forkserver._stop()  # one per process: a test of bench/step.py may have left its own
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_chaos", "torch._dynamo"])  # DistributedDataParallel imports the second
+    context.set_forkserver_preload(["faults", "torch._dynamo"])  # DistributedDataParallel imports the second
     with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
     return context  # its process ends with this one
@@ -46,8 +46,8 @@ def nursery():
 
 @pytest.fixture
 def launch(nursery, tmp_path_factory):
-    """launch(argv, world=1): a Run of test_chaos.py; none outlives its test."""
-    from test_chaos import Run
+    """launch(argv, world=1): a Run of faults.py; none outlives its test."""
+    from faults import Run
 
     runs = []
 
@@ -85,7 +85,7 @@ def start(tmp_path):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A prepared folder of words."""
-    from test_train import write_data
+    from helpers import write_data
 
     return write_data(tmp_path_factory.mktemp("data") / "words")
 

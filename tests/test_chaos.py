@@ -10,34 +10,41 @@ of a second and not three. The fork runs train.py as `__main__`; torchrun's work
 """
 
 import contextlib
-import datetime
 import functools
 import gc
-import multiprocessing
 import os
 import random
-import resource
-import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-import zlib
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import test_train
 import torch
 import torch.distributed as dist
-from test_train import LONG, arguments, assert_same_run, events, log_lines, losses, record, saved
+from faults import (
+    CHAOS,
+    LONG_FORM,
+    PATIENCE,
+    ROOT,
+    RUN,
+    STEPS,
+    Run,
+    assert_bit_for_bit,
+    disturb_a_sweep,
+    dying,
+    held_train,
+    kill_driver,
+    reserve_port,
+    torchrun_env,
+    until,
+)
+from helpers import arguments, assert_same_run, events, log_lines, losses, poisoned, record, saved, small_memory
 
 import configurator
-import model
 from data import loader
 from data.pystdlib import prepare as pystdlib
 from model import LM
@@ -46,172 +53,20 @@ from runtime.records import write_json
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(__file__).resolve().parents[1]
-CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
-LONG_FORM = pytest.mark.skipif(not CHAOS, reason="make chaos only")
 KILLS = 50 if CHAOS else 2
-STEPS = 400 if CHAOS else 80  # of a run: one process takes 7 ms for each, two on two cores 20, four 40
-RUN = {**LONG, "max_iters": STEPS, "eval_interval": STEPS // 4, "checkpoint_interval": STEPS // 20, "dtype": "float32"}
-PATIENCE = 600  # seconds; only a hang takes so long, however busy the machine is
 root = os.name == "posix" and os.geteuid() == 0
 
 
 # ------------------------------------------------------------------------------------------------- processes to disturb
 
-def child(argv, env, output, patches):
-    """train.py ARGV in a forked process, or patches["main"](ARGV); `patches` hold it at named places (see Holding),
-    make its memory small, or LM = patches["LM"](rank)."""
-    os.environ.update(env)
-    with open(output, "ab") as f:
-        os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
-    if "hold" in patches:
-        Holding(output.parent, patches["hold"], patches.get("folder"), patches.get("patience"))
-    if "memory" in patches:
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + patches["memory"],) * 2)
-    telemetry.draw_loss = test_train.no_picture
-    if "LM" in patches:
-        model.LM = patches["LM"](int(env.get("RANK", 0)))
-    if "patience" not in patches:
-        distributed.ROLL_CALL_SECONDS = 1.0  # users wait five
-    torch.set_num_threads(1)
-    sys.argv = ["train.py", *argv]
-    if "main" in patches:
-        patches["main"](argv)
-    else:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-class Holding:
-    """Holds the process that makes one at places, [(kind, n), ...] in this order, until the test lets it go.
-
-        step     between the backward and the optimiser's step, of the n-th step of the process
-        write    in the middle of a checkpoint, at the n-th tensor that the process writes
-        open     at the n-th opening of a file in `folder`
-
-    At place i a file held-i-RANK appears in `gates`, and go-i lets go. A process that starts when go-0 is there already
-    waits at place 1, and so on: a run that was killed is held at the next place after its restart. `patience`: seconds
-    that a process waits for the others from then on; before, a busy machine may take longer.
-    """
-
-    def __init__(self, gates, places, folder=None, patience=None):
-        self.gates, self.places, self.counts = gates, places, dict.fromkeys(("step", "write", "open"), 0)
-        self.patience = patience and datetime.timedelta(seconds=patience)
-        self.next = sum((gates / f"go-{i}").exists() for i in range(len(places)))
-        clip_grad_norm_, crc32 = torch.nn.utils.clip_grad_norm_, zlib.crc32
-
-        def clip(*args, **kwargs):
-            norm = clip_grad_norm_(*args, **kwargs)
-            self.reached("step")
-            return norm
-
-        def checksum(data, *start):
-            if isinstance(data, np.ndarray):  # a tensor on its way to the file; a file that is read comes as bytes
-                self.reached("write")
-            return crc32(data, *start)
-
-        def watch(event, args):
-            if event == "open" and str(args[0]).startswith(str(folder)):
-                self.reached("open")
-
-        torch.nn.utils.clip_grad_norm_, zlib.crc32 = clip, checksum
-        if folder:
-            sys.addaudithook(watch)
-
-    def reached(self, kind):
-        self.counts[kind] += 1
-        if self.places[self.next:self.next + 1] == [(kind, self.counts[kind])]:
-            go, self.next = self.gates / f"go-{self.next}", self.next + 1
-            (self.gates / f"held-{self.next - 1}-{os.environ.get('RANK', 0)}").touch()
-            while not go.exists():
-                time.sleep(0.002)
-            if self.patience:
-                dist.distributed_c10d._set_pg_timeout(self.patience, dist.group.WORLD)
 
 
-def reserve_port():
-    """A socket whose port no other test takes, these or those of another suite, while it is open: it is of UDP, and TCP
-    is free there. Outgoing connections have higher ports."""
-    while True:
-        reserved, free = socket.socket(type=socket.SOCK_DGRAM), socket.socket()
-        try:
-            reserved.bind(("127.0.0.1", random.SystemRandom().randrange(15_000, 32_000)))
-            free.bind(("", reserved.getsockname()[1]))
-            return reserved
-        except OSError:
-            reserved.close()
-        finally:
-            free.close()
 
 
-def torchrun_env(rank, world, port):
-    """What torchrun tells a process."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
 
 
-def until(process, condition, event):
-    """Wait for the condition; False if a process ended before."""
-    deadline = time.time() + PATIENCE
-    while not condition():
-        if not process.alive():
-            return bool(condition())
-        assert time.time() < deadline, f"no {event} after {PATIENCE} s: {process.said()[-3000:]}"
-        time.sleep(0.002)
-    return True
-
-
-class Run:
-    """Ranks of one run: started, held, watched, killed."""
-
-    until = until
-
-    def __init__(self, context, folder, argv, world, env, patches):
-        self.folder, self.output = folder, [folder / f"rank{rank}.txt" for rank in range(world)]
-        self.ranks, self.reserved = [], reserve_port()
-        for rank, output in enumerate(self.output):
-            output.write_text("")
-            of_rank = torchrun_env(rank, world, self.reserved.getsockname()[1]) if world > 1 else {}
-            self.ranks.append(context.Process(target=child, args=(argv, of_rank | env, output, patches)))
-            self.ranks[-1].start()
-
-    def held(self, *ranks, place=0):
-        """Wait until these ranks, or all, are held at a place; False if one ended before."""
-        gates = [self.folder / f"held-{place}-{rank}" for rank in ranks or range(len(self.ranks))]
-        return self.until(lambda: all(gate.exists() for gate in gates), f"{place}th place")
-
-    def go(self, place=0):
-        (self.folder / f"go-{place}").touch()
-
-    def send(self, number, *ranks):
-        for rank in ranks or range(len(self.ranks)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.ranks[rank].pid, number)
-
-    def alive(self):
-        return all(r.is_alive() for r in self.ranks)
-
-    def end(self):
-        """Exit codes, once all have ended by themselves."""
-        deadline = time.time() + PATIENCE
-        for r in self.ranks:
-            r.join(max(0.1, deadline - time.time()))
-        codes = [r.exitcode for r in self.ranks]
-        assert None not in codes, f"still running after {PATIENCE} s: {codes} {self.said()}"
-        return codes
-
-    def succeed(self):
-        assert self.end() == [0] * len(self.ranks), self.said()
-        return self
-
-    def said(self, rank=0):
-        return self.output[rank].read_text()
-
-    def kill(self):
-        """Whatever is left of it."""
-        self.send(signal.SIGKILL)
-        self.end()
-        self.reserved.close()
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +81,6 @@ def undisturbed(nursery, data, tmp_path_factory):
     return undisturbed
 
 
-def assert_bit_for_bit(out, other):
-    assert_same_run(out, other)
-    names = [sorted(p.name for p in folder.glob("*.safetensors*")) for folder in (out, other)]
-    assert names[0] == names[1], names
-    (a, meta_a), (b, meta_b) = (checkpoint.load(folder / "best.safetensors") for folder in (out, other))
-    assert meta_a["step"] == meta_b["step"] and all(torch.equal(a[name], t) for name, t in b.items())
 
 
 def writing(out):
@@ -360,17 +209,6 @@ def test_a_result_that_was_lost_or_damaged_is_made_again_without_a_line_in_the_l
         assert all(record(out)[key] == result[key] for key in ("steps", "val_loss", "best_val_loss"))
 
 
-def held_train(gates, places):
-    """The path of a train.py that is held at these places."""
-    gates.mkdir(exist_ok=True)
-    path = gates / "held_train.py"
-    path.write_text(f"""import pathlib, runpy, sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]
-from test_chaos import Holding
-Holding(pathlib.Path({str(gates)!r}), {places!r})
-runpy.run_path({str(ROOT / 'train.py')!r}, run_name="__main__")
-""")
-    return str(path)
 
 
 def torchrun(gates, places, *how):
@@ -451,7 +289,7 @@ def not_finite(of, how, rank):
     """The LM of a rank, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
     (None)."""
     # the first batch is before the steps, see DDP in runtime/distributed.py
-    return test_train.poisoned({6, 7, 13}, how) if of in (None, rank) else LM
+    return poisoned({6, 7, 13}, how) if of in (None, rank) else LM
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"] if CHAOS else ["loss"])
@@ -467,7 +305,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_pat
 
 
 def smaller_on_the_second(rank):
-    return test_train.small_memory(7 - 4 * rank)
+    return small_memory(7 - 4 * rank)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=LONG_FORM)])
@@ -492,86 +330,10 @@ def test_memory_that_really_runs_out(launch, data, out):
 
 # --------------------------------------------------------------------------------------------------------------- sweeps
 
-# train.py as a cell of a sweep. Each process of a cell, a life of it, is held at a random place until the test lets go.
-HELD_CELL = f"""
-import os, pathlib, random, runpy, sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from test_chaos import RUN, Holding, test_train
-from runtime import telemetry
-telemetry.draw_loss = test_train.no_picture
-out = pathlib.Path(next(a[10:] for a in sys.argv if a.startswith("--out_dir=")))
-lives = out.parent / "lives" / out.name
-life = lives / str(len(list(lives.glob("*"))))
-life.mkdir(parents=True)
-(life / "pid").write_text(str(os.getpid()))
-(life / "job").write_text(os.environ.get("SLURM_JOB_ID", ""))
-chance = random.Random(f"{{out}} {{life.name}}")
-kind, most = chance.choice([("step", RUN["max_iters"] // 9), ("write", 90), ("open", 12)])
-if not (out.parent / "lives/calm").exists():
-    Holding(life, [(kind, chance.randrange(1, most))], folder=out.resolve())
-runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
-"""
 
 
-def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
-    """Run sweeps of two held runs, one after the other, until they have been disturbed `kills` times.
-
-    acts: functions of (process of a life that is held, the driver, that life's folder), taken in turn; one that returns
-    something true did nothing and is tried again. how: of test_sweep.drive. Every cell must end once, with the bits of
-    one that nobody disturbed.
-    """
-    from test_sweep import drive
-
-    cells, script = {}, tmp_path / "held_cell.py"
-    script.write_text(HELD_CELL)
-    for seed in (1, 2):
-        argv = arguments(data, tmp_path / f"whole{seed}", RUN, micro_batch_size=4, seed=seed)
-        launch(argv).succeed()
-        cells[f"c{seed}"] = [a for a in argv if not a.startswith("--out_dir=")]
-
-    def pid_of(life):
-        """0 if it has ended: its number may be another process's by now."""
-        pid = int((life / "pid").read_text())
-        with contextlib.suppress(FileNotFoundError):
-            return pid if str(script).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else 0
-        return 0
-
-    def held(sweep):
-        gates = sweep.glob("lives/*/*/held-0-0")
-        return [gate.parent for gate in gates if not gate.with_name("go-0").exists() and pid_of(gate.parent)]
-
-    chance, done = random.Random(0), 0
-    try:
-        while done < kills:
-            sweep = Path(tempfile.mkdtemp(dir=tmp_path, prefix="sweep"))
-            while not all((sweep / name / "result.json").exists() for name in cells):
-                driver, deadline = drive(start, sweep, script, cells, **how), time.time() + 240
-                while driver.alive():
-                    assert time.time() < deadline, driver.said()
-                    lives = held(sweep)
-                    if done < kills and lives:
-                        life = chance.choice(lives)
-                        done += not acts[done % len(acts)](pid_of(life), driver, life)
-                        lives = [life] if driver.alive() else held(sweep)
-                    elif done == kills:
-                        (sweep / "lives").mkdir(exist_ok=True)
-                        (sweep / "lives/calm").touch()
-                    else:
-                        lives = []
-                    for life in lives:
-                        (life / "go-0").touch()
-                    time.sleep(0.02)
-            for i, name in enumerate(cells):
-                assert (sweep / f"{name}.txt").read_text().count("finished:") == 1
-                assert_bit_for_bit(sweep / name, tmp_path / f"whole{i + 1}")
-    finally:
-        for pid in filter(None, map(pid_of, tmp_path.glob("sweep*/lives/*/*"))):  # of a test that failed
-            os.kill(pid, signal.SIGKILL)
 
 
-def kill_driver(pid, driver, life):
-    driver.kill()
-    driver.wait()
 
 
 @LONG_FORM  # test_sweep.py does this to stand-ins for runs
@@ -610,7 +372,7 @@ for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
 def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
-    """Under stand-ins for its commands and for Python; test_train.py warns a run."""
+    """Under stand-ins for its commands and for Python; py warns a run."""
     for name, does in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
@@ -713,26 +475,6 @@ def test_a_full_disk_while_preparing(small_disk):
 STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit events of what changes a folder
 
 
-def dying(at, prepare, folder, events):
-    """(exit code, n) of a process that prepares, and ends itself at the n-th of these events in the folder, n = at."""
-    context = multiprocessing.get_context("fork")
-    seen = context.RawValue("q", 0)
-
-    def doomed():
-        sys.addaudithook(watch)
-        prepare()
-
-    def watch(event, args):
-        if event in events and str(folder) in str(args[0]):
-            seen.value += 1
-            if seen.value == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    process = context.Process(target=doomed)
-    process.start()
-    process.join(PATIENCE)
-    assert process.exitcode in (0, -signal.SIGKILL), "see above, what it wrote to standard error"
-    return process.exitcode, seen.value
 
 
 def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch):

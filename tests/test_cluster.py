@@ -15,8 +15,21 @@ import time
 from pathlib import Path
 
 import pytest
-from test_chaos import CHAOS, RUN, arguments, assert_bit_for_bit, disturb_a_sweep, held_train, kill_driver
-from test_sweep import STAND_IN, both_have, drive, events, gated, until
+from faults import (
+    CHAOS,
+    RUN,
+    STAND_IN,
+    assert_bit_for_bit,
+    both_have,
+    cell_events,
+    disturb_a_sweep,
+    drive,
+    gated,
+    held_train,
+    kill_driver,
+    wait_until,
+)
+from helpers import arguments
 
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
@@ -70,13 +83,13 @@ def no_steps():
 def test_a_driver_adopts_the_jobs_of_the_one_before(cluster, start, tmp_path, stand_in):
     drive_again = lambda: drive(start, tmp_path, stand_in, gated(tmp_path, 3), **cluster)
     driver = drive_again()
-    until(both_have(tmp_path, "held"), 240)
+    wait_until(both_have(tmp_path, "held"), 240)
     kill_driver(0, driver, None)
     driver = drive_again()
-    until(lambda: "submitted before" in driver.said(), 240)
+    wait_until(lambda: "submitted before" in driver.said(), 240)
     (tmp_path / "gate").touch()
     assert driver.wait(240) == 0 and "failed {}" in driver.said()
-    assert [events(tmp_path, name) for name in ("c0", "c1", "c2")] == [["started", "from0", "ended"]] * 3
+    assert [cell_events(tmp_path, name) for name in ("c0", "c1", "c2")] == [["started", "from0", "ended"]] * 3
     if "slurm" in cluster["cluster"]:
         env = json.loads((tmp_path / "c0" / "env").read_text())
         assert env["SLURM_JOB_GPUS"] in "01" and env["OMP_NUM_THREADS"] == "1"
@@ -87,18 +100,18 @@ def test_a_driver_that_stops_asks_its_cells_to_save(cluster, start, tmp_path, st
     """The one that waits is withdrawn; a second signal kills."""
     cells = {**gated(tmp_path, 2), "later": [f"--gate={tmp_path}/gate"]}
     driver = drive(start, tmp_path, stand_in, cells, **cluster)
-    until(both_have(tmp_path, "held"), 240)
+    wait_until(both_have(tmp_path, "held"), 240)
     for _ in range(signals):
         driver.send_signal(signal.SIGTERM)
-        until(both_have(tmp_path, "saving"), 240)
+        wait_until(both_have(tmp_path, "saving"), 240)
     if signals == 1:
         (tmp_path / "gate").touch()
     assert driver.wait(240) == 0 and "stopped: 3 of 3 cells are left" in driver.said()
-    assert events(tmp_path, "c0") == ["started", "from0"] + ["saved"] * (signals == 1)
+    assert cell_events(tmp_path, "c0") == ["started", "from0"] + ["saved"] * (signals == 1)
     (tmp_path / "gate").touch()
     driver = drive(start, tmp_path, stand_in, cells, **cluster)
     assert driver.wait(240) == 0 and "failed {}" in driver.said() and "submitted before" not in driver.said()
-    assert events(tmp_path, "c0")[-1] == "ended"
+    assert cell_events(tmp_path, "c0")[-1] == "ended"
 
 
 def test_a_branch_waits_and_a_failure_stops_nobody(cluster, tmp_path, stand_in):
@@ -122,7 +135,7 @@ def test_a_branch_waits_and_a_failure_stops_nobody(cluster, tmp_path, stand_in):
 def test_slurm_jobs_that_are_killed_cancelled_and_requeued(start, launch, data, tmp_path):
     def node_fails(pid, driver, life):
         set_node("down")
-        until(no_steps)
+        wait_until(no_steps)
         set_node("resume")
 
     job = lambda act: lambda pid, driver, life: subprocess.run([*act.split(), (life / "job").read_text()]).returncode
@@ -167,7 +180,7 @@ def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
     """Its node failed and is back before the job's first step has ended: it cannot be started there again."""
     cells = {"a": [f"--gate={tmp_path}/gate"], "b": []}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=9")
-    until(lambda: (tmp_path / "a/held").exists() and is_finished(tmp_path / "b"), 240)
+    wait_until(lambda: (tmp_path / "a/held").exists() and is_finished(tmp_path / "b"), 240)
     slurmstepd = int(Path("/proc", (tmp_path / "a/pid").read_text(), "stat").read_text().split()[3])  # its parent
     os.kill(slurmstepd, signal.SIGSTOP)
     set_node("down")
@@ -177,7 +190,7 @@ def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
         assert ": launch failed requeued held;" in driver.said()
     finally:
         os.kill(slurmstepd, signal.SIGCONT)
-        until(no_steps)
+        wait_until(no_steps)
         set_node("resume")  # Slurm has drained it
 
 
@@ -186,10 +199,10 @@ def test_the_time_limit_of_slurm(start, tmp_path, stand_in):
     """A cell is warned, saves, and goes on in another job. One that does not get further has failed; nobody waits."""
     cells = {"far": [f"--gate={tmp_path}/gate"], "deaf": [f"--gate={tmp_path}/none", "--deaf="]}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=1,signal=TERM@40")
-    until(lambda: (tmp_path / "far" / "saving").exists(), 240)
+    wait_until(lambda: (tmp_path / "far" / "saving").exists(), 240)
     (tmp_path / "gate").touch()
     assert driver.wait(300) == 0
-    assert events(tmp_path, "far") == ["started", "from0", "saved", "started", "from1", "ended"]
+    assert cell_events(tmp_path, "far") == ["started", "from0", "saved", "started", "from1", "ended"]
     assert "failed {'deaf': " in driver.said() and ": TIMEOUT;" in driver.said()
 
 
@@ -203,7 +216,7 @@ def test_deploy_slurm_sh(launch, data, tmp_path):
     python = gates / "python"  # in place of train.py it runs the one that is held
     python.write_text(f'#!/bin/bash\nshift\nexec {sys.executable} {script} "$@"\n')
     python.chmod(0o755)
-    held = lambda place: until(lambda: all((gates / f"held-{place}-{rank}").exists() for rank in (0, 1)), 240)
+    held = lambda place: wait_until(lambda: all((gates / f"held-{place}-{rank}").exists() for rank in (0, 1)), 240)
     state = lambda: subprocess.run(["squeue", "-h", "--states=all", "-o", "%T", "-j", job], capture_output=True,
                                    text=True).stdout.strip()
     job = subprocess.run(
@@ -217,7 +230,7 @@ def test_deploy_slurm_sh(launch, data, tmp_path):
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
     time.sleep(1)
     (gates / "go-1").touch()
-    until(lambda: state() in ("COMPLETED", "FAILED", "CANCELLED"), 240)
+    wait_until(lambda: state() in ("COMPLETED", "FAILED", "CANCELLED"), 240)
     said = (tmp_path / "slurm.txt").read_text()
     assert state() == "COMPLETED" and said.count("continuing from") == 2 and said.count("finished:") == 1, said
     assert_bit_for_bit(out, tmp_path / "whole")
@@ -229,17 +242,17 @@ def test_deploy_slurm_sh(launch, data, tmp_path):
 def test_cells_of_a_lost_node_of_ray_move_to_another(two_nodes, start, tmp_path, stand_in):
     cells = gated(tmp_path)
     driver = drive(start, tmp_path, stand_in, cells, f"ray:{two_nodes.address}", jobs=0)
-    until(both_have(tmp_path, "held"), 240)
+    wait_until(both_have(tmp_path, "held"), 240)
     pids = {name: (tmp_path / name / "pid").read_text() for name in ("c0", "c1")}
     two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)  # it held one of the two
     try:
-        until(lambda: not all(Path(f"/proc/{pid}").exists() for pid in pids.values()), 240)
+        wait_until(lambda: not all(Path(f"/proc/{pid}").exists() for pid in pids.values()), 240)
         lost, = (name for name, pid in pids.items() if not Path(f"/proc/{pid}").exists())
         (tmp_path / lost / "checkpoint-0.safetensors").touch()
         (tmp_path / "gate").touch()
         assert driver.wait(240) == 0 and "failed {}" in driver.said()
-        assert events(tmp_path, lost) == ["started", "from0", "started", "from1", "ended"]
-        assert all(events(tmp_path, name) == ["started", "from0", "ended"] for name in cells if name != lost)
+        assert cell_events(tmp_path, lost) == ["started", "from0", "started", "from1", "ended"]
+        assert all(cell_events(tmp_path, name) == ["started", "from0", "ended"] for name in cells if name != lost)
     finally:
         two_nodes.add_node(num_cpus=1)
 
@@ -257,6 +270,6 @@ def test_ray_refuses_in_one_line(two_nodes, start, tmp_path, stand_in, cluster, 
 @RAY
 def test_cells_that_no_node_of_ray_can_hold_wait_and_say_so(two_nodes, start, tmp_path, stand_in):
     driver = drive(start, tmp_path, stand_in, gated(tmp_path), f"ray:{two_nodes.address}", "num_gpus=1", jobs=0)
-    until(lambda: "waiting: Ray has no node with {'CPU': 1.0, 'GPU': 1.0}" in driver.said(), 240)
+    wait_until(lambda: "waiting: Ray has no node with {'CPU': 1.0, 'GPU': 1.0}" in driver.said(), 240)
     driver.send_signal(signal.SIGTERM)
     assert driver.wait(240) == 0 and "stopped: 4 of 4" in driver.said() and driver.said().count("waiting: ") == 1

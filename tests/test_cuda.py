@@ -7,12 +7,9 @@ itself. A block's threads are fibers here; missing barriers are found by test_pt
 """
 
 import contextlib
-import ctypes
 import functools
 import itertools
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,47 +18,41 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
-from test_ops import conv_agrees, conv_inputs, graded
-from test_scan import BF16, EPS, F16, F32, SCANS, failures, inputs, packed, results, source_text, with_mistake
+from operators import (
+    BF16,
+    COMPILER,
+    EPS,
+    F16,
+    F32,
+    PAIRS,
+    SCANS,
+    conv_failures,
+    conv_inputs,
+    failures,
+    graded,
+    inputs,
+    load_shim,
+    native_scan,
+    packed,
+    results,
+    source_of,
+    use,
+    with_mistake,
+)
 
 from bench.gpu import TESTED
 from kernels import build, cuda
 from kernels.ops import causal_conv1d
 from kernels.scan import longhorn_scan
 
-SHIM, DRIVER = (Path(__file__).resolve().parent.parent / "tools" / name
-                for name in ("cuda_shim.h", "cuda_driver_shim.h"))
-THREADS = 64  # two warps: enough for sums over warps, and quicker than the 128 of a GPU
-COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++")), None)
-
 pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
 
-def source_of(update):
-    return source_text(build.CONV if update == "conv" else build.SCAN)
 
 
-# Compiling takes most of these tests' time: no optimisation, and C++17, whose headers are faster to compile.
-FLAGS = ("-O0", "-std=c++17", "-shared", "-fPIC")
 
 
-def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
-    """A module of the kernels of update, dtype, P, L (or "conv", dtype, W), with a driver that runs them on the CPU."""
-    text = f'#include "{SHIM}"\n{source or source_of(update)}\n#include "{DRIVER}"\n'
-    command = [COMPILER, *flags, "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
-               *cuda.defines(update, *key)]
-
-    def make(to):
-        to.with_suffix(".cpp").write_text(text)
-        run = subprocess.run([*command, str(to.with_suffix(".cpp")), "-o", str(to)], capture_output=True, text=True)
-        if run.returncode:
-            raise OSError(run.stderr)
-
-    path, _ = build._cached("shim", "", [*command, text], (SHIM, DRIVER), folder, make)
-    conv = update == "conv"
-    kernels, args = (cuda.CONV_KERNELS, build.ConvArgs) if conv else (cuda.SCAN_KERNELS, build.ScanArgs)
-    return cuda.Module(b"", kernels, ctypes.sizeof(args), cuda.declare(ctypes.CDLL(str(path))))
 
 
 @pytest.fixture(scope="module")
@@ -70,28 +61,8 @@ def shim(builds):
     return functools.cache(lambda *key: load_shim(builds, *key))
 
 
-def use(monkeypatch, module, segments=1):
-    """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, with T of a scan split into `segments`."""
-    class ShimKernels(build.Kernels):
-        def __init__(self, args_class, x, update=None, rows=None, gated=True, backward=False, **sizes):
-            (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
-            self.module = module
-            sizes |= dict(splits=-(-D // self.module.channels))
-            if update is not None:
-                sizes |= dict(update=build.UPDATES.index(update)) | build.segment_sizes(T, segments)
-            self.segments = sizes["segments"] if update is not None else -(-T // build.CONV_TILE)
-            self.aligned = 16 if update is not None and self.segments > 1 else 1
-            self.args = args_class(B=rows or B, T=T, D=D, **sizes)
-
-        def run(self, function):
-            self.launch(function, None)
-
-    monkeypatch.setattr(build, "Kernels", ShimKernels)
-    kept_states = build.kept_states
-    monkeypatch.setattr(build, "kept_states", lambda x, N: kept_states(mock.Mock(is_cuda=True), N))
 
 
-PAIRS = (8, 2)  # P, L: what a GPU runs at N = 16
 LONGHORN = [  # dtype, (P, L), then B, T, D, N
     (F32, PAIRS, 2, 33, 65, 16), (F32, PAIRS, 1, 70, 3, 13), (F32, PAIRS, 1, 33, 1, 10),
     (F32, (4, 4), 2, 37, 21, 16), (F32, (4, 4), 1, 1, 5, 9), (F32, (4, 2), 1, 8, 66, 3),
@@ -159,8 +130,6 @@ def test_nan_in_the_logits_reaches_the_output(shim, monkeypatch):
     assert y[0, 2:, 3].isnan().all() and y[0, :2].isfinite().all() and y[0, :, :3].isfinite().all()
 
 
-def native_scan(**a):
-    return longhorn_scan(**a, backend="cpu")
 
 
 @pytest.fixture
@@ -225,11 +194,6 @@ def test_what_is_fetched_is_not_there_before_it_is_awaited(builds, monkeypatch, 
     assert failures("longhorn", inputs("longhorn", 1, 64, 64, 16, BF16))
 
 
-def conv_failures(dtype, W, B, T, D, **kw):
-    """What the convolution gets wrong, with every gradient, with and without the optional arguments."""
-    a, bare = conv_inputs(B, T, D, W, dtype), conv_inputs(B, T, D, W, dtype, bias=False, state=False)
-    agreed = conv_agrees(a, **kw), conv_agrees(bare, silu=False, **kw)
-    return [] if agreed == (True, True) else agreed
 
 
 @pytest.mark.parametrize("dtype,W,T,D", [

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -24,11 +23,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from faults import dying
+from helpers import (
+    ROOT,
+    VOCAB,
+    byte_level_bpe,
+    documents,
+    reference,
+    rejected,
+    run_python,
+    write_folder,
+    write_jsonl,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from test_chaos import dying
-from test_sample import VOCAB, byte_level_bpe
 
 from data import loader, mixture, tokenizer, writer
 from data.loader import DataError, TokenData, Tokens, eval_windows, get_batch, n_windows, step_windows
@@ -38,20 +47,9 @@ from data.tokenizer import Text
 from data.tokens import cluster
 from data.tokens import prepare as any_tokens
 
-ROOT = Path(__file__).resolve().parent.parent
 quick = settings(deadline=None, max_examples=60, database=None)
 
 
-def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
-    """A finished folder of random tokens, or those given; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    splits = {}
-    for split, tokens in (("train", train), ("val", val)):
-        tokens = rng.integers(vocab_size, size=tokens) if isinstance(tokens, int) else np.asarray(tokens)
-        splits[split] = writer.write_split(folder / f"{split}.bin", [tokens], vocab_size)
-    writer.finish(folder, {"dataset": "test", "vocab_size": vocab_size, "splits": splits, **meta})
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +57,6 @@ def folder_1000(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("data") / "d")  # 1,000 tokens to train on, 200 for validation
 
 
-def run_python(*arguments, **environment):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def edit_meta(folder, **changes):
@@ -78,12 +72,6 @@ def write_files(root, files):
         (root / name).write_text(content, encoding="utf-8")
 
 
-def refused(call, *words):
-    """The call raises DataError with one line that holds all the words."""
-    with pytest.raises(DataError) as caught:
-        call()
-    line = str(caught.value)
-    assert "\n" not in line and all(word in line for word in words), line
 
 
 # ---- the order of windows
@@ -307,7 +295,7 @@ def test_mistakes_get_one_line(tmp_path, call, words):
     write_folder(tmp_path / "set", val=120)
     (tmp_path / "prepare.py").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 10)
-    refused(lambda: call(tmp_path), *(word.replace("{d}", str(tmp_path)) for word in words))
+    rejected(lambda: call(tmp_path), *(word.replace("{d}", str(tmp_path)) for word in words))
     assert not (tmp_path / "meta.json").exists() and not (tmp_path / "nothing").exists()
 
 
@@ -317,9 +305,9 @@ def test_a_large_folder_is_read_whole_when_it_is_verified(tmp_path, monkeypatch)
     content = path.read_bytes()
     path.write_bytes(content[2:] + content[:2])
     tokens = Tokens(tmp_path)
-    refused(tokens.verify, "val.bin is not the file")
+    rejected(tokens.verify, "val.bin is not the file")
     path.unlink()
-    refused(lambda: Tokens(tmp_path), "val.bin is missing")
+    rejected(lambda: Tokens(tmp_path), "val.bin is missing")
 
 
 WRONG = {  # of meta.json; of its train split
@@ -351,13 +339,13 @@ def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
         del meta["crc32"]
         (meta if field in WRONG else meta["splits"]["train"])[field] = wrong
         path.write_text(json.dumps(meta))
-        refused(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
+        rejected(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
 
 
 def test_any_field_that_was_changed_is_refused(tmp_path):
     path = write_folder(tmp_path, bytes_per_token=1.0) / "meta.json"
     path.write_text(path.read_text().replace('"bytes_per_token": 1', '"bytes_per_token": 3'))
-    refused(lambda: Tokens(tmp_path), "meta.json is damaged or edited", "or remove crc32")
+    rejected(lambda: Tokens(tmp_path), "meta.json is damaged or edited", "or remove crc32")
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "crc32"}))
     assert Tokens(tmp_path).bytes_per_token == 3
 
@@ -384,18 +372,18 @@ def test_ids_outside_the_vocabulary(tmp_path, monkeypatch):
     write_folder(tmp_path, train=50_000, vocab_size=100)
     tokens = np.memmap(tmp_path / "train.bin", np.uint16, "r+")
     tokens[33_333] = 100  # one is enough, wherever it is
-    refused(lambda: Tokens(tmp_path), "train.bin holds token id 100", "vocabulary of 100")
+    rejected(lambda: Tokens(tmp_path), "train.bin holds token id 100", "vocabulary of 100")
     for name, value in (("FULL_CHECK_TOKENS", 10_000), ("SPOT_CHECKS", 5), ("SPOT_TOKENS", 10)):
         monkeypatch.setattr(loader, name, value)  # of a longer split: slices, the first and last tokens among them
     Tokens(tmp_path)
     for place in (0, 49_999, 25_000):
         tokens[place] = 100
-        refused(lambda: Tokens(tmp_path), "token id 100")
+        rejected(lambda: Tokens(tmp_path), "token id 100")
         tokens[place] = 0
     splits = json.loads((tmp_path / "meta.json").read_text())["splits"]
     splits["train"]["max_token"] = 100  # recorded by prepare.py, which read them all
     edit_meta(tmp_path, splits=splits)
-    refused(lambda: Tokens(tmp_path), "token id 100")
+    rejected(lambda: Tokens(tmp_path), "token id 100")
 
 
 # ---- writing
@@ -410,7 +398,7 @@ def test_dtype_follows_the_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("bad", [-1, 256, 65_536 + 7])  # the last one would wrap to 7
 def test_ids_are_checked_before_the_cast(tmp_path, bad):
-    refused(lambda: writer.write_split(tmp_path / "val.bin", [[1, 2], [3, bad]], 256), f"token id {bad}", "256")
+    rejected(lambda: writer.write_split(tmp_path / "val.bin", [[1, 2], [3, bad]], 256), f"token id {bad}", "256")
     assert list(tmp_path.iterdir()) == []
     chunks = [np.arange(5)[::2], [], np.array([9], np.uint8), range(2)]
     entry = writer.write_split(tmp_path / "val.bin", chunks, 10)
@@ -509,8 +497,8 @@ def test_pystdlib_roots_and_refusals(library, tmp_path, monkeypatch):
                         ({"val_fraction": 1.5}, "--val_fraction 1.5"),
                         ({"val_fraction": 1e-6, "roots": []}, "1e-06", "another fraction"),
                         ({"stdlib": tmp_path / "nothing", "roots": []}, "no source files")):
-        refused(lambda how=how: prepare("x", **how), *words)
-    refused(lambda: Tokens(tmp_path / "x"), "not prepared")
+        rejected(lambda how=how: prepare("x", **how), *words)
+    rejected(lambda: Tokens(tmp_path / "x"), "not prepared")
 
 
 def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
@@ -532,8 +520,8 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
     other, _ = prepare("b")
     assert other.meta["table"] == tokens.meta["table"] and other.sha256["val"] != tokens.sha256["val"]
     for n in (257, "many", 10**6):
-        refused(lambda n=n: prepare("c", n), f"bpe:{n}", "258 .. 65536")
-    refused(lambda: Text("bpe:300"), "bpe:300 is learned from text", "only data/pystdlib/prepare.py")
+        rejected(lambda n=n: prepare("c", n), f"bpe:{n}", "258 .. 65536")
+    rejected(lambda: Text("bpe:300"), "bpe:300 is learned from text", "only data/pystdlib/prepare.py")
 
 
 def test_another_tokenizer_under_the_same_name_prepares_anew(library, tmp_path):
@@ -597,7 +585,7 @@ def test_packages_are_another_recipe_than_files(shelf, tmp_path, capsys):
     write_files(small, {"short.py": "too short to be held out"})
     rooted, _ = pystdlib.prepare(tmp_path / "c", roots=[shelf[0]], stdlib=small, **packages)
     assert {d["name"].split("/")[0] for d in rooted.meta["documents"]["val"]} == {"1:shelf"}
-    refused(lambda: pystdlib.prepare(tmp_path / "d", stdlib=small, **packages), "at least 701 bytes long")
+    rejected(lambda: pystdlib.prepare(tmp_path / "d", stdlib=small, **packages), "at least 701 bytes long")
     assert capsys.readouterr().err == ""
     write_files(small, {"long.py": "x" * 800, **{f"{i}.py": f"{i}" * 600 for i in range(10)}})  # one is long enough
     one, _ = pystdlib.prepare(tmp_path / "e", stdlib=small, val_fraction=0.5, documents="package")
@@ -678,7 +666,7 @@ def test_shakespeare_from_a_local_text(tmp_path, text):
 def test_shakespeare_is_downloaded_once_and_checked(tmp_path, monkeypatch):
     prepare = functools.partial(shakespeare.prepare, tmp_path / "out")
     monkeypatch.setattr(shakespeare, "download", lambda: b"<html>not found</html>")
-    refused(prepare, "not Tiny Shakespeare")
+    rejected(prepare, "not Tiny Shakespeare")
     assert not (tmp_path / "out/input.txt").exists() and not (tmp_path / "out/meta.json").exists()
     monkeypatch.setattr(shakespeare, "download", lambda: b"To be, or not to be, that is the question\n" * 9)
     monkeypatch.setattr(shakespeare, "check", lambda content, where: None)
@@ -689,27 +677,10 @@ def test_shakespeare_is_downloaded_once_and_checked(tmp_path, monkeypatch):
 
 # ---- data/tokens: shards, openwebtext and other recipes, mixtures
 
-def documents(n):
-    return [f"the {i} words of {i}\n" + " word" * (i % 13) + " <|endoftext|> ünïcode 🙂" * (i % 5 == 0)
-            for i in range(n)]
 
 
-def write_jsonl(path, texts):
-    """One document per line, compressed as the name says."""
-    with pa.output_stream(path) as file:
-        file.write("".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode())
-    return path
 
 
-def reference(units, text):
-    """{split: tokens} of units of documents, straight from the description."""
-    splits = {"train": [], "val": []}
-    for unit, texts in enumerate(units):
-        for i, document in enumerate(texts):
-            digest = hashlib.blake2b(f"{unit}/{i}".encode(), digest_size=8).digest()
-            split = "val" if int.from_bytes(digest, "big") / 2**64 < 0.2 else "train"
-            splits[split] += [*text.encode_ordinary(document), text.eot_token]
-    return splits
 
 
 def nanogpt_order(texts, text, fraction, seed=2357):
@@ -798,12 +769,12 @@ def test_shards_are_read_as_one_file(small_units, folder_1000, tmp_path):
     os.utime(two, ns=(0, 0))
     assert times() != before  # although the latest time is the same
     shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    refused(a.check_unchanged, "out changed during the run (written to)")
-    refused(lambda: Tokens(tmp_path / "out"), shard.name, "sha256 differs")
+    rejected(a.check_unchanged, "out changed during the run (written to)")
+    rejected(lambda: Tokens(tmp_path / "out"), shard.name, "sha256 differs")
     shard.write_bytes(content[:-1])
-    refused(lambda: Tokens(tmp_path / "out"), shard.name, "truncated")
+    rejected(lambda: Tokens(tmp_path / "out"), shard.name, "truncated")
     shard.unlink()
-    refused(lambda: Tokens(tmp_path / "out"), shard.name, "is missing")
+    rejected(lambda: Tokens(tmp_path / "out"), shard.name, "is missing")
 
 
 def test_tokens_go_on_after_kill_9(small_units, tmp_path, monkeypatch):
@@ -853,25 +824,25 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch):
                             ({"text_column": "id", "shuffle": 1}, "a.jsonl cannot be read", "not text"),
                             ({"files": [tmp_path / "none"]}, "no such file"), ({"val_fraction": 1e-9}, "in val"),
                             ({"files": [write_jsonl(tmp_path / "one.jsonl", ["a"])], "shuffle": 1}, "1 documents")]:
-        refused(lambda c=changes: prepare(**c), *words)
+        rejected(lambda c=changes: prepare(**c), *words)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
     (tmp_path / "bad.parquet").write_text("not parquet")
     for name in ("bad.jsonl", "cut.jsonl.gz", "bad.parquet"):
         for shuffle in (None, 1):
-            refused(lambda n=name, seed=shuffle: prepare(files=[tmp_path / n], shuffle=seed), f"{name} cannot be read")
+            rejected(lambda n=name, seed=shuffle: prepare(files=[tmp_path / n], shuffle=seed), f"{name} cannot be read")
     (tmp_path / "long.jsonl").write_text('{"text": "a"}\n{"text": "' + "a " * 50 + '"}')  # a bomb, say
     with monkeypatch.context() as patch:
         patch.setattr(any_tokens, "MOST_OF_A_LINE", 100)
-        refused(lambda: prepare(files=[tmp_path / "long.jsonl"]), "long.jsonl cannot be read", "a line of more than")
+        rejected(lambda: prepare(files=[tmp_path / "long.jsonl"]), "long.jsonl cannot be read", "a line of more than")
     prepare(files=[tmp_path / "long.jsonl"], val_fraction=0.5)
     (tmp_path / "a.csv").write_text("a")
-    refused(lambda: prepare(files=[tmp_path / "a.csv"]), "a.csv", ".parquet")
+    rejected(lambda: prepare(files=[tmp_path / "a.csv"]), "a.csv", ".parquet")
     prepare()
-    refused(lambda: prepare(val_fraction=0.3, force=False), "from other inputs", "--force")
+    rejected(lambda: prepare(val_fraction=0.3, force=False), "from other inputs", "--force")
     (tmp_path / "out/plan.json").unlink()  # nor is a finished folder that another program wrote overwritten
     edit_meta(tmp_path / "out", inputs=None)
-    refused(lambda: prepare(force=False), "from other inputs", "--force")
+    rejected(lambda: prepare(force=False), "from other inputs", "--force")
 
 
 @pytest.mark.parametrize("shuffle", [None, 2357])
@@ -897,7 +868,7 @@ def test_files_are_known_by_their_content(small_units, tmp_path, monkeypatch, sh
 
         with monkeypatch.context() as patch:
             patch.setattr(any_tokens, "read_file", edited)
-            refused(prepare, "a.jsonl changed while it was read", "--force")
+            rejected(prepare, "a.jsonl changed while it was read", "--force")
     elif when == "killed":
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(any_tokens, "finish_shards", mock.Mock(side_effect=KeyboardInterrupt))
@@ -909,7 +880,7 @@ def test_files_are_known_by_their_content(small_units, tmp_path, monkeypatch, sh
         shutil.copytree(tmp_path / "moved", tmp_path / "corpus", copy_function=shutil.copyfile)
         prepare()
         replace()
-    refused(prepare, "from other inputs", "--force")
+    rejected(prepare, "from other inputs", "--force")
 
 
 def test_many_machines(monkeypatch, tmp_path):
@@ -919,7 +890,7 @@ def test_many_machines(monkeypatch, tmp_path):
     gone = run_python("data/tokens/prepare.py", "fineweb_edu", "--part=3/16")
     assert gone.returncode == 2 and "--part is gone: " in gone.stderr and "data/tokens/cluster.py" in gone.stderr
     monkeypatch.setitem(sys.modules, "datatrove.pipeline.tokens", None)
-    refused(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "requirements-cluster.txt")
+    rejected(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "requirements-cluster.txt")
 
 
 def test_no_network(small_units, tmp_path, monkeypatch):
@@ -927,14 +898,14 @@ def test_no_network(small_units, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     monkeypatch.setattr("tiktoken.load.read_file", unreachable)
     for shuffle in (None, 2357):
-        refused(lambda seed=shuffle: any_tokens.prepare(tmp_path / "hub", source="Skylion007/openwebtext",
+        rejected(lambda seed=shuffle: any_tokens.prepare(tmp_path / "hub", source="Skylion007/openwebtext",
                                                         tokenizer="bytes", shuffle=seed),
                 "Skylion007/openwebtext", "no route to host", "--files")
-    refused(lambda: tokenizer.tiktoken_encoding("gpt2"), "tiktoken:gpt2", "no route to host", "TIKTOKEN_CACHE_DIR",
+    rejected(lambda: tokenizer.tiktoken_encoding("gpt2"), "tiktoken:gpt2", "no route to host", "TIKTOKEN_CACHE_DIR",
             "--vocab")
-    refused(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "has no vocab.bpe")
+    rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "has no vocab.bpe")
     (tmp_path / "vocab.bpe").write_text("not it")
-    refused(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "vocab.bpe is not GPT-2's")
+    rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "vocab.bpe is not GPT-2's")
     assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
 
 
@@ -1009,5 +980,5 @@ def test_a_mixture_is_known_by_its_parts(tmp_path):
     content = (tmp_path / "b/train.bin").read_bytes()
     (tmp_path / "b/train.bin").write_bytes(content[2:] + content[:2])
     assert make((a, b), "1/2", "1/2").file_times != data.file_times == again.file_times  # a resumed run reads all files
-    refused(data.check_unchanged, f"{tmp_path}/b changed during the run")
-    refused(data.verify, f"{tmp_path}/b/train.bin is not the file")
+    rejected(data.check_unchanged, f"{tmp_path}/b changed during the run")
+    rejected(data.verify, f"{tmp_path}/b/train.bin is not the file")

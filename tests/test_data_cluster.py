@@ -17,10 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import tokenizers
+from helpers import LONG, VOCAB, byte_level_bpe, documents, reference, rejected, run_python, write_jsonl
 from pyarrow import parquet
-from test_data import documents, reference, refused, run_python, write_jsonl
-from test_sample import VOCAB, byte_level_bpe
-from test_train import LONG
 
 from data.loader import SPLITS, DataError, Tokens
 from data.tokenizer import Text
@@ -196,13 +194,13 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
                             ({"cluster": "ray", "cluster_args": "num_cpus=x"}, "Ray does not take", "'x'")):
         with monkeypatch.context() as patch:
             patch.setenv("PATH", "/nowhere")
-            refused(lambda: prepare(force=True, **changes), *words)  # noqa: B023
+            rejected(lambda: prepare(force=True, **changes), *words)  # noqa: B023
     shutil.rmtree(tmp_path / "out")
     with preparing(tmp_path / "out/task-00001"):  # by a job on a node that Slurm believes lost, say
-        refused(prepare, "1 of 2 tasks", "another process is preparing")
+        rejected(prepare, "1 of 2 tasks", "another process is preparing")
         assert not (tmp_path / "out/datatrove/tokens/00001_unshuffled.ds").exists()
     prepare()
-    refused(lambda: prepare(tasks=1), "other inputs", "--force")
+    rejected(lambda: prepare(tasks=1), "other inputs", "--force")
 
 
 def slurm(*command):

@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from test_chaos import LONG_FORM
-from test_train import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed, write_data
+from faults import LONG_FORM
+from helpers import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed, write_data
 
 import train
 from model import LM

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import TINY, tracked
 from scipy import stats
-from test_layout import tracked
-from test_train import TINY
 
 from experiments import edit, edit_simulation
 from experiments.scaling import compare

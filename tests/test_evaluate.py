@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_sample import make_run, refused, run_program, tiny
+from helpers import make_run, refused, run_program, tiny
 from torch import nn
 
 import evaluate

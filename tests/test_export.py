@@ -14,15 +14,13 @@ import sys
 import types
 from unittest import mock
 
+import helpers
 import pytest
 import safetensors.torch
-import test_sample
 import tokenizers
 import torch
 import transformers
-from test_layout import tracked
-from test_records import left_behind
-from test_sample import VOCAB, byte_level_bpe, make_run, refused, run_program
+from helpers import VOCAB, byte_level_bpe, left_behind, make_run, refused, run_program, tracked
 
 import export
 import mixers  # noqa: F401  all families
@@ -46,7 +44,7 @@ run = functools.partial(run_program, start)
 
 
 def tiny(family="longhorn", **changes):
-    return test_sample.tiny(family, **{**PARITY.get(family, {}), **changes})
+    return helpers.tiny(family, **{**PARITY.get(family, {}), **changes})
 
 
 def close(a, b, tolerance):
@@ -458,7 +456,7 @@ def edited(tmp_path, monkeypatch):
         namespace = {"__name__": "edited", "__file__": str(root / "edited.py")}
         exec(export.modelling_code(), namespace)
         module = namespace["load_sources"]()[0]
-        monkeypatch.setattr(test_sample, "LM", module.LM)
+        monkeypatch.setattr(helpers, "LM", module.LM)
         lm = tiny(family)
         prepare(lm)
         make_run(tmp_path / "run", lm)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_data import write_folder
+from helpers import write_folder
 
 import configurator
 import mixers  # noqa: F401  all families

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import LIBRARIES
-from test_linear_attention import OPS, both, inputs, outputs
-from test_scan import inputs as inputs_of
+from operators import OPS, attention_inputs, both, inputs, outputs
 
 import mixers  # noqa: F401  all families
 from kernels import build, fused, ops
@@ -106,7 +105,7 @@ def beyond(errors, tolerance=TOLERANCE):
 def test_flash_linear_attention_computes_the_loop(case, state, T):
     needs(OPS[case])
     fast, loop = both(case)
-    a = inputs(case, T, 1, 2, 16, 16, dtype=DTYPE, state=state)
+    a = attention_inputs(case, T, 1, 2, 16, 16, dtype=DTYPE, state=state)
     wrong = errors(lambda a: outputs(fast, a, backend="fused"), lambda a: outputs(loop, a), a, ("q", "k", "v", "beta"))
     assert not beyond(wrong, TOLERANCE * (4 if case == "mesa" else 1))
 
@@ -125,7 +124,7 @@ on_gpu = pytest.mark.skipif(INTERPRETED, reason="not written in Triton: needs a 
 @LENGTHS
 def test_mamba_ssm_computes_the_loop(T):
     needs("selective_scan")
-    a = {n: v for n, v in inputs_of("mamba", 2, T, 48, 16, dtype=DTYPE).items() if n != "h0"}
+    a = {n: v for n, v in inputs("mamba", 2, T, 48, 16, dtype=DTYPE).items() if n != "h0"}
     names = {"x": "u", "dt": "delta", "k": "B", "q": "C", "dt_bias": "delta_bias"}
     a, half = {names.get(n, n): v for n, v in a.items()}, ("u", "delta", "B", "C", "z")
     run = lambda f, **kw: lambda a: {"y": f(**a, delta_softplus=True, **kw)}

@@ -6,21 +6,9 @@
 import ast
 import graphlib
 import re
-import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def tracked():
-    """The files of the repository: git's, or without git all that are neither hidden nor made by a run."""
-    listing = subprocess.run(["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"],
-                             capture_output=True, text=True)
-    if listing.returncode == 0:
-        return sorted(name for name in listing.stdout.split("\n") if name and (ROOT / name).exists())
-    names = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-    return sorted(str(name) for name in names if not name.parts[0].startswith(".")
-                  and name.parts[0] not in ("out", "build", "wheels") and "__pycache__" not in name.parts)
+from helpers import ROOT, tracked
 
 
 def imports(path, modules):

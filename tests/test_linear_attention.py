@@ -13,65 +13,21 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from operators import BF16, DELTA, F32, F64, OPS, attention_inputs, both, by_hand, outputs
 
 import mixers  # noqa: F401  all families
 from kernels import fused, ops
 from kernels import linear_attention as la
 from model import LM, ModelConfig
 
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 LENGTHS = (1, 2, 63, 64, 65, 130)
-OPS = {"gla": "gated_linear_attention", "retention": "retention", "bonus": "retention", "by token": "retention",
-       "shared": "retention", "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule", "kda": "kda",
-       "mesa": "mesa", "wkv4": "wkv4"}
-DELTA = ("delta_rule", "gated_delta_rule", "kda")
 ALL_CASES = pytest.mark.parametrize("case", OPS)
 
 pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
 
-def inputs(case, T, B=2, H=3, K=5, V=7, dtype=F64, state=True, seed=0):
-    """The named arguments of a case, in float64 but representable in `dtype`."""
-    g = torch.Generator().manual_seed(seed + T)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=F64)
-    if case == "wkv4":
-        a = {"k": 2 * draw(B, T, H), "v": draw(B, T, H), "decay": draw(H).exp(), "bonus": draw(H)}
-        if state:
-            a |= {"num": draw(B, H), "den": draw(B, H).exp(), "max": draw(B, H)}
-    else:
-        heads = 1 if case == "shared" else H
-        a = {"q": draw(B, T, heads, K), "k": F.normalize(draw(B, T, heads, K), dim=-1), "v": draw(B, T, H, V)}
-        if case in (*DELTA, "mesa"):
-            a["beta"] = 2 * torch.rand(B, T, H, generator=g, dtype=F64)
-        if case in ("retention", "bonus"):
-            a["log_decay"] = -(draw(H) - 3).exp()
-        elif case != "delta_rule":
-            a["log_decay"] = -(2 * draw(B, T, H, *([K] if case in ("gla", "kda") else [])) - 2).exp()
-        if case == "bonus":
-            a["bonus"] = draw(H)
-        if case == "mesa":
-            a["ridge"] = 0.25 + torch.rand(H, K, generator=g, dtype=F64)
-            if state:
-                root = draw(B, H, K, K)
-                a["H"] = root @ root.mT * 4 / K
-        if state:
-            a["state"] = draw(B, H, K, V)
-    return {n: x.to(dtype).double() for n, x in a.items()}
 
 
-def outputs(f, a, **kw):
-    """{name: tensor} of one call; wkv4's state is taken apart, and its maximum, a mere scale, multiplied in."""
-    a = dict(a)
-    if "H" in a:
-        H = a.pop("H")
-        a["state"] = ((H + H.mT) / 2, a["state"])  # symmetric, its gradient too
-    if "decay" not in a:
-        o, S = f(**a, **kw)
-        return {"o": o, "S": S} if torch.is_tensor(S) else {"o": o, "U": S[1], "S": S[0]}
-    state = tuple(a.pop(n) for n in ("num", "den", "max")) if "num" in a else a.pop("state", None)
-    o, (num, den, top) = f(**a, state=state, **kw)
-    return {"o": o, "mean": num / den, "weight": den.log() + top}
 
 
 def graded(f, a, dtype=F64, only=None, **kw):
@@ -102,46 +58,21 @@ def wrong(got, true, dtype, factor=None):
     return beyond
 
 
-def both(case):
-    """An operator and its loop."""
-    loop = "delta_rule" if case in DELTA else OPS[case]
-    return getattr(la, OPS[case]), getattr(la, f"{loop}_ref")
 
 
 # ------------------------------------------------------------------------------------- the loops against plain formulas
 
-def by_hand(q, k, v, log_decay=None, bonus=None, beta=None, ridge=None, state=None):
-    """(o, state): the recurrence of the paper with the whole transition matrix of each step."""
-    B, T, heads, V = v.shape
-    q, k = q.expand(B, T, heads, -1), k.expand(B, T, heads, -1)
-    eye, os = torch.eye(k.shape[3], dtype=v.dtype), []
-    H, S = state if isinstance(state, tuple) else (torch.zeros_like(eye), state)
-    S = v.new_zeros(B, heads, len(eye), V) if S is None else S
-    alpha = torch.ones(heads, dtype=v.dtype) if log_decay is None else log_decay.exp()
-    alpha = (alpha if alpha.dim() == 4 else alpha[..., None]).expand_as(k)
-    for t in range(T):
-        K, x = k[:, t, :, :, None], v[:, t, :, None]  # (B, H, K, 1), (B, H, 1, V)
-        D, before = torch.diag_embed(alpha[:, t]), S
-        b = 1.0 if beta is None else beta[:, t, :, None, None]
-        delta_rule = beta is not None and ridge is None
-        S = ((eye - b * K @ K.mT) @ D if delta_rule else D) @ S + b * K @ x
-        read, seen = q[:, t, :, None], S if bonus is None else before + bonus[:, None, None] * K @ x
-        if ridge is not None:
-            H = D @ H + b * K @ K.mT
-            read = read @ torch.linalg.inv(H + torch.diag_embed(ridge))
-        os.append((read @ seen)[:, :, 0])
-    return torch.stack(os, 1), S if ridge is None else (H, S)
 
 
 @pytest.mark.parametrize("T", (2, 65))
 @pytest.mark.parametrize("case", list(OPS)[:-1])
 def test_loop_is_the_product_of_full_matrices(case, T):
-    a = inputs(case, T)
+    a = attention_inputs(case, T)
     assert wrong(graded(both(case)[1], a), graded(by_hand, a), F64) == {}
 
 
 def test_wkv4_loop_is_a_softmax_over_the_past():
-    a = inputs("wkv4", 9)
+    a = attention_inputs("wkv4", 9)
     y = outputs(la.wkv4_ref, a)
     k, v, w, u, num, den, top = (x.numpy() for x in a.values())
     for t in range(10):  # at t = 9 the state itself
@@ -173,7 +104,7 @@ def test_wkv4_of_documents_whose_keys_are_far_apart(begins):
 
 
 def test_an_empty_wkv4_state_is_none():
-    a = inputs("wkv4", 20, state=False)
+    a = attention_inputs("wkv4", 20, state=False)
     zero = torch.zeros(2, 3, dtype=F64)
     got = outputs(la.wkv4, {**a, "num": zero, "den": zero, "max": zero + la.NOTHING})
     for f in (la.wkv4, la.wkv4_ref):
@@ -191,7 +122,7 @@ def test_values_and_every_gradient(case, T):
     """float64 against the loop, with and without a state; float32 against the loop in float64."""
     fast, loop = both(case)
     for state in (True, False):
-        a = inputs(case, T, dtype=F32, state=state)
+        a = attention_inputs(case, T, dtype=F32, state=state)
         true = graded(loop, a)
         assert wrong(graded(fast, a), true, F64) == {}
         got = graded(fast, a, F32)
@@ -203,7 +134,7 @@ def test_values_and_every_gradient(case, T):
 @ALL_CASES
 def test_other_widths(case, sizes):
     fast, loop = both(case)
-    a = inputs(case, 70, *sizes)
+    a = attention_inputs(case, 70, *sizes)
     factor = 1e8 if case == "mesa" and sizes[2] == 33 else None  # 30 steps of conjugate gradients are too few for 33
     for only in ("o", None):  # the gradient of the output alone, and with that of the state
         assert wrong(graded(fast, a, only=only), graded(loop, a, only=only), F64, factor) == {}
@@ -213,7 +144,7 @@ def test_other_widths(case, sizes):
 def test_bfloat16_is_rounded_once(case):
     """bfloat16 in and out, computed in float32; decays of a whole head and states stay float32, as in a model."""
     fast, loop = both(case)
-    a = inputs(case, 100, dtype=BF16)
+    a = attention_inputs(case, 100, dtype=BF16)
     got = outputs(fast, {n: x.to(F32 if x.dim() < 3 or n in ("state", "H") else BF16) for n, x in a.items()})
     assert got["o"].dtype == BF16 and got.get("S", got.get("mean")).dtype == F32
     assert wrong(got, outputs(loop, a), F32) == {}
@@ -223,7 +154,7 @@ def test_bfloat16_is_rounded_once(case):
 @pytest.mark.parametrize("T", (1, 70))
 def test_autocast_does_not_touch_it_and_meta_tensors_have_shapes(case, T):
     fast, _ = both(case)
-    a = {n: x.float() for n, x in inputs(case, T).items()}
+    a = {n: x.float() for n, x in attention_inputs(case, T).items()}
     want = outputs(fast, a)
     with torch.autocast("cpu", dtype=BF16):
         got = outputs(fast, a)
@@ -235,7 +166,7 @@ def test_autocast_does_not_touch_it_and_meta_tensors_have_shapes(case, T):
 @ALL_CASES
 def test_pieces_with_the_state_carried_equal_the_whole(case):
     fast, _ = both(case)
-    a = inputs(case, 150)
+    a = attention_inputs(case, 150)
 
     def pieces(**a):
         state, os = a.pop("state"), []
@@ -250,7 +181,7 @@ def test_pieces_with_the_state_carried_equal_the_whole(case):
 
 def numbers_kept(case, *sizes, **kw):
     """By autograd, after a forward without a first state."""
-    kept, a = [], {n: x.requires_grad_() for n, x in inputs(case, *sizes, state=False).items()}
+    kept, a = [], {n: x.requires_grad_() for n, x in attention_inputs(case, *sizes, state=False).items()}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         outputs(both(case)[0], a, **kw)
     return sum(kept)
@@ -265,7 +196,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(case):
 
 def extreme(case, kind, T=130):
     """kind: "closed" gates of 0, 1 and between; "short" and "long" keys, with a step to match; the others by name."""
-    a = inputs(case, T)
+    a = attention_inputs(case, T)
     g = torch.Generator().manual_seed(1)
     often = lambda name, p: torch.rand(a[name].shape, generator=g) < p
     if kind == "closed":
@@ -322,7 +253,7 @@ def test_extremes(case, kind):
 @pytest.mark.parametrize("case", ("gla", "wkv4", "mesa"))
 def test_compiles_without_a_break(case):
     fast, _ = both(case)
-    a = inputs(case, 40, 1, 2, 3, 3)
+    a = attention_inputs(case, 40, 1, 2, 3, 3)
     compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
     assert wrong(graded(compiled, a), graded(fast, a), F64) == {}
 
@@ -355,7 +286,7 @@ MISFITS = [  # case, the argument that does not fit, words
 
 @pytest.mark.parametrize("case, name, bad, words", MISFITS)
 def test_misfits_are_one_line(case, name, bad, words):
-    a = {**inputs(case, 8, state=not isinstance(bad, tuple)), name: bad}
+    a = {**attention_inputs(case, 8, state=not isinstance(bad, tuple)), name: bad}
     with pytest.raises(ValueError, match=rf"^{OPS[case]}: {words}[^\n]*\Z"):
         outputs(both(case)[0], a)
 
@@ -389,7 +320,7 @@ def calls(library):
 
 
 def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
-    a = {n: x.to(BF16) for n, x in inputs("gla", 3).items()}
+    a = {n: x.to(BF16) for n, x in attention_inputs("gla", 3).items()}
     for error, words in (
             (ModuleNotFoundError("No module named 'fla'", name="fla"), "is not installed"),
             (ModuleNotFoundError("No module named 'triton'", name="triton"), "needs triton"),
@@ -411,7 +342,7 @@ def test_a_triton_with_wrong_gradients_is_left_alone(triton, gpu, right, calls, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (gpu, 0))
     monkeypatch.setattr(importlib.metadata, "version", {"triton": triton}.get)
     for case in ("retention", "gated_delta_rule", "gla"):
-        a = {n: x.to(BF16) for n, x in inputs(case, 20).items()}
+        a = {n: x.to(BF16) for n, x in attention_inputs(case, 20).items()}
         calls.clear()
         both(case)[0](**a)
         assert len(calls) == (right or case == "gla"), case
@@ -427,7 +358,7 @@ def test_the_library_is_called_right(case, state, library, calls, monkeypatch):
     A single step is not worth its chunks."""
     fast, loop = both(case)
     dtype = BF16 if case in (*DELTA, "mesa") else F32
-    make = functools.partial(inputs, case, dtype=dtype, state=state, V=5)
+    make = functools.partial(attention_inputs, case, dtype=dtype, state=state, V=5)
     monkeypatch.setattr(fused, "refusal", lambda op, dtype: None)  # this stand-in is exact in float32
     for T in (2, 20):
         calls.clear()
@@ -453,29 +384,29 @@ def test_the_library_is_called_from_compiled_code(calls, library):
     """As its functions are marked: not compiled themselves."""
     name = "fla.ops.simple_gla"
     library("retention", torch.compiler.disable(importlib.import_module(name).chunk_simple_gla))
-    a = {n: x.to(BF16) for n, x in inputs("shared", 20, state=False).items()}
+    a = {n: x.to(BF16) for n, x in attention_inputs("shared", 20, state=False).items()}
     compiled = torch.compile(lambda **a: la.retention(**a)[0], backend="aot_eager")
     assert torch.equal(compiled(**a), la.retention(**a)[0]) and len(calls) == 2
 
 
 def test_what_the_library_cannot_do_goes_to_chunks(calls):
-    a = {n: x.float() for n, x in inputs("gla", 20).items()}
+    a = {n: x.float() for n, x in attention_inputs("gla", 20).items()}
     with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
         o, S = la.gated_linear_attention(**a)
     call = calls.pop()
     assert call["dtypes"] == {BF16} and call["g"].dtype == o.dtype == S.dtype == F32
-    la.gated_linear_attention(**inputs("gla", 3))  # float64
+    la.gated_linear_attention(**attention_inputs("gla", 3))  # float64
     with torch.autocast("cpu", dtype=BF16):
-        assert la.gated_linear_attention(**inputs("gla", 3))[0].dtype == F64
+        assert la.gated_linear_attention(**attention_inputs("gla", 3))[0].dtype == F64
     for case, f in (("delta_rule", la.delta_rule), ("gla", la.gated_linear_attention), ("retention", la.retention)):
-        a = {n: x.float() for n, x in inputs(case, 3).items()}
+        a = {n: x.float() for n, x in attention_inputs(case, 3).items()}
         f(**a)
         with pytest.raises(RuntimeError, match=f"{f.__name__}: backend 'fused' cannot run here: .* takes bfloat16, "):
             f(**a, backend="fused")
     for case, K, V, words in (("delta_rule", 257, 2, "up to a width of 256, not 257"),
                               ("mesa", 5, 7, "of one width, at most 128, not 5 and 7"),
                               ("mesa", 130, 130, "at most 128, not 130 and 130")):
-        a = {n: x.to(BF16) for n, x in inputs(case, 3, 1, 1, K, V, state=False).items()}
+        a = {n: x.to(BF16) for n, x in attention_inputs(case, 3, 1, 1, K, V, state=False).items()}
         outputs(getattr(la, case), a)
         with pytest.raises(RuntimeError, match=f"{case}: backend 'fused' cannot run here: .*{words}"):
             outputs(getattr(la, case), a, backend="fused")
@@ -487,6 +418,6 @@ def test_torch_backend_is_the_loop_in_pieces(case):
     """Over more than one piece, with every gradient, and memory that does not grow with the states of all steps."""
     fast, loop = both(case)
     for T in (3, 130):
-        a = inputs(case, T)
+        a = attention_inputs(case, T)
         assert wrong(graded(fast, a, backend="torch"), graded(loop, a), F64) == {}
     assert numbers_kept(case, 192, 1, 1, 32, 32, backend="torch") < 192 * 32 * 32

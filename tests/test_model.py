@@ -16,9 +16,8 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import by_hand, conv_true
 from scipy import stats
-from test_linear_attention import by_hand
-from test_ops import conv_true
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel

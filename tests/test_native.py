@@ -16,7 +16,7 @@ import time
 
 import pytest
 import torch
-from test_records import left_behind
+from helpers import left_behind
 
 from kernels import build, ops
 from kernels import linear_attention as la

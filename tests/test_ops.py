@@ -16,7 +16,21 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scan import SCANS, distance, inputs, tolerance, views
+from operators import (
+    BF16,
+    F16,
+    F32,
+    SCANS,
+    agree,
+    conv_agrees,
+    conv_inputs,
+    conv_true,
+    distance,
+    double,
+    graded,
+    inputs,
+    views,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build, ops
@@ -25,63 +39,22 @@ from kernels.scan import longhorn_scan, selective_scan_ref
 from runtime import torch_private
 
 EPS = torch.finfo(torch.float32).eps
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def agree(got, true, terms=0.0):
-    if got is None or true is None:
-        return got is None and (true is None or true.numel() == 0 or true.norm() == 0)
-    if not true.numel():
-        return got.shape == true.shape
-    return got.shape == true.shape and distance(got, true, terms) <= tolerance(got, true)
 
 
-def graded(f, args, dy=None, **kw):
-    """y and the gradients of `args` (dict of tensors) under a random dy."""
-    args = {n: v.detach().requires_grad_() for n, v in args.items()}
-    y = f(**args, **kw)
-    if dy is None:
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(BF16)
-    grads = torch.autograd.grad(y, list(args.values()), dy.to(y))
-    return {"y": y.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
 
 
-def double(args):
-    return {n: v.double() for n, v in args.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- short convolution
 
-def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    a = dict(x=torch.randn(B, T, D, generator=g).to(dtype), weight=torch.randn(D, W, generator=g))
-    if bias:
-        a["bias"] = torch.randn(D, generator=g)
-    if state:
-        a["state"] = torch.randn(B, W - 1, D, generator=g)
-    return a
 
 
-def conv_true(x, weight, bias=None, state=None, silu=True, reverse=False):
-    if reverse:
-        return conv_true(x.flip(1), weight, bias, state, silu).flip(1)
-    B, T, D = x.shape
-    W = weight.shape[1]
-    past = x.new_zeros(B, W - 1, D) if state is None else state
-    y = F.conv1d(torch.cat([past, x], 1).transpose(1, 2), weight[:, None], bias, groups=D).transpose(1, 2)
-    return F.silu(y) if silu else y
 
 
-def conv_agrees(a, device="cpu", backend=None, **kw):
-    there = {n: v.to(device) for n, v in a.items()}
-    got = {n: v.cpu() for n, v in graded(causal_conv1d, there, backend=backend, **kw).items()}
-    true = graded(conv_true, double(a), **kw)
-    # dweight and dbias sum over batch and time, where terms may cancel and their rounding errors do not
-    terms = {"dweight": true["dx"].norm().item() * 0.1, "dbias": true["dx"].norm().item() * 0.1}
-    wrong = [n for n in true if not agree(got[n], true[n], terms.get(n, 0.0))]
-    return not wrong or wrong
 
 
 @pytest.mark.parametrize("W", range(1, 10))

@@ -13,8 +13,23 @@ import functools
 import sys
 
 import pytest
-from test_cuda import BF16, COMPILER, F32, FLAGS, PAIRS, conv_failures, load_shim, native_scan, source_of, use
-from test_scan import failures, inputs, packed, results, with_mistake
+from operators import (
+    BF16,
+    COMPILER,
+    F32,
+    FLAGS,
+    PAIRS,
+    conv_failures,
+    failures,
+    inputs,
+    load_shim,
+    native_scan,
+    packed,
+    results,
+    source_of,
+    use,
+    with_mistake,
+)
 
 from kernels import build, cuda
 from tools import ptx

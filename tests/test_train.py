@@ -3,7 +3,7 @@
 Most runs happen in this process, through runpy, as `python train.py ...` would run them: importing torch takes longer
 than training a tiny model. What needs processes of its own, kills above all, is in test_chaos.py.
 
-    python -m pytest tests/test_train.py
+    python -m pytest tests/py
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import math
 import os
 import random
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -30,12 +29,31 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from helpers import (
+    ROOT,
+    TINY,
+    acting,
+    arguments,
+    assert_same_run,
+    assert_same_training,
+    events,
+    losses,
+    no_picture,
+    poisoned,
+    record,
+    refuse,
+    run,
+    saved,
+    small_memory,
+    state,
+    stops_at,
+    succeed,
+    write_data,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sample import refused, run_program
 
 import configurator
-import model
 import train
 from data import loader, writer
 from experiments.vision import classify
@@ -48,106 +66,35 @@ from tools.loss_curve import draw_loss
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(train.__file__).resolve().parent
-
-# 12 windows a step, 124 in an epoch: ten steps cross into the second one
-TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 384, "micro_batch_size": 12,
-        "max_iters": 12, "learning_rate": 3e-3, "eval_interval": 5, "log_interval": 1, "dtype": "float32",
-        "device": "cpu", "self_check": "off"}
-LONG = {**TINY, "n_embd": 16, "block_size": 16, "batch_tokens": 64, "micro_batch_size": 4, "max_iters": 200,
-        "learning_rate": 1e-3, "eval_interval": 75, "checkpoint_interval": 20}  # a second or two, to be disturbed
 
 
-def write_data(folder, seed=0, train=4000, val=700, vocab_size=256, **meta):
-    """A prepared folder of bytes with something to learn in them; returns its path."""
-    folder.mkdir()
-    rng = np.random.default_rng(seed)
-    words = [rng.integers(97, 123, size=n) for n in rng.integers(2, 7, size=20)]
-    text = np.concatenate([np.append(words[i], 32) for i in rng.integers(20, size=train + val)])
-    splits = {"train": writer.write_split(folder / "train.bin", [text[:train]], vocab_size),
-              "val": writer.write_split(folder / "val.bin", [text[train:train + val]], vocab_size)}
-    writer.finish(folder, {"dataset": "words", "vocab_size": vocab_size, "tokenizer": "bytes", "bytes_per_token": 1,
-                           "splits": splits, **meta})
-    return folder
 
 
-def arguments(data, out, base=TINY, **changes):
-    return [f"--{key}={value}" for key, value in {"dataset": data, "out_dir": out, **base, **changes}.items()]
 
 
-def no_picture(folder):
-    """For draw_loss, which takes longer than most runs here."""
-    (Path(folder) / "loss.png").touch()
 
 
-def run(argv, LM=LM, draw_loss=no_picture, err=None, program="train.py"):
-    """`python train.py ARGV` in this process: its exit code, out, err. `LM` stands in for the model's class."""
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with mock.patch.object(model, "LM", LM), mock.patch("runtime.telemetry.draw_loss", draw_loss):
-            return run_program(partial(runpy.run_path, str(ROOT / program), run_name="__main__"), *argv, err=err)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
-def succeed(argv, LM=LM, **how):
-    result = run(argv, LM, **how)
-    assert result.code == 0, result.err
-    return result
 
 
-def refuse(argv, *words, LM=LM, **how):
-    """The run ends with exit code 2 and one line that holds all the words; returns the line."""
-    return refused(run(argv, LM, **how), *words, quiet=False)
 
 
-def record(out, name="result"):
-    return json.loads((out / f"{name}.json").read_text())
 
 
-def events(out, kind="train"):
-    """The log's events of a kind, by step; none twice."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    chosen = [e for e in lines if e["event"] == kind]
-    assert len({e["step"] for e in chosen}) == len(chosen), "a step stands in the log twice"
-    return {e["step"]: e for e in chosen}
 
 
-def log_lines(out):
-    """log.jsonl without what depends on the clock and the machine; every line must be whole."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in e.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")} for e in lines]
 
 
-def losses(out, key="train_loss"):
-    return [e[key] for e in events(out).values()]
 
 
-def saved(out):
-    return checkpoint.load(out / "checkpoint.safetensors")
 
 
-def state(out):
-    tensors, meta = saved(out)
-    return checkpoint.unflatten(tensors, meta["skeleton"])
 
 
-def assert_same_training(out, other):
-    """Every tensor of the final checkpoints, random generators included, and every number that training logs, bit for
-    bit."""
-    (a, meta_a), (b, meta_b) = saved(out), saved(other)
-    assert all(meta_a[key] == meta_b[key] for key in ("step", "skeleton")), "a number, or what there is at all, differs"
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
-    for key in ("step", "tokens", "train_loss", "lr", "grad_norm"):
-        assert losses(out, key) == losses(other, key), key
 
 
-def assert_same_run(out, other):
-    assert_same_training(out, other)
-    assert log_lines(out) == log_lines(other)
-    keys = "val_loss", "best_val_loss", "val_bits_per_byte", "tokens", "steps", "skipped_steps", "parameters"
-    assert [record(out)[key] for key in keys] == [record(other)[key] for key in keys]
+
 
 
 def assert_close_run(out, other):
@@ -160,39 +107,12 @@ def assert_close_run(out, other):
         assert events(out, "eval")[step]["val_loss"] == pytest.approx(e["val_loss"], rel=2e-5)
 
 
-def acting(act):
-    """An LM that calls act(n, itself, loss) after its n-th training forward, n from 1; the run gets what that returns,
-    or the loss."""
-    calls = itertools.count(1)
-
-    class Acting(LM):
-        def forward(self, idx, targets=None, **how):
-            logits, loss = super().forward(idx, targets, **how)
-            changed = act(next(calls), self, loss) if self.training else None
-            return logits, loss if changed is None else changed
-    return Acting
 
 
-def stops_at(call, number=signal.SIGTERM):
-    """An LM that asks its own process to stop in its n-th training forward."""
-    return acting(lambda n, lm, loss: os.kill(os.getpid(), number) if n == call else None)
 
 
-def poisoned(calls, how="loss"):
-    """An LM whose loss, or only whose gradient, is not a number in these training forwards (from 1)."""
-    wrong = {"loss": lambda lm, loss: loss * math.nan,
-             "gradient": lambda lm, loss: loss + 0 * (lm.norm.weight * 0).sqrt().sum()}[how]
-    return acting(lambda n, lm, loss: wrong(lm, loss) if n in calls else None)
 
 
-def small_memory(limit):
-    """An LM that runs out of memory in training with more than so many sequences, or that computes logits."""
-    class Small(LM):
-        def forward(self, idx, targets=None, **how):
-            if self.training and (len(idx) > limit or not how.get("loss_only")):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return super().forward(idx, targets, **how)
-    return Small
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import test_train
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from helpers import events, log_lines, no_picture, record, refuse, succeed
 from PIL import Image
-from test_train import events, log_lines, no_picture, record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -41,7 +40,7 @@ from runtime import checkpoint, counting, signals
 from runtime.parameters import constant, parameter
 
 succeed, refuse = (functools.partial(f, program="experiments/vision/classify.py")
-                   for f in (test_train.succeed, test_train.refuse))
+                   for f in (succeed, refuse))
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "d_state": 4, "max_iters": 12, "eval_interval": 5, "log_interval": 1,
          "device": "cpu", "dtype": "float32"}
