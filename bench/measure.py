@@ -77,18 +77,21 @@ def leaves(a):
 def values_and_gradients(f, a, dtype=None):
     """y, hT and the gradient of every argument, for a fixed random linear loss; computed in `dtype` if given.
 
-    f(**a) returns (y, hT), y (B, T, D) and hT (B, D, N); if hT is None, it is left out.
+    f(**a) returns (y, hT); if hT is None, it is left out.
     """
     x = next(iter(a.values()))
-    N = next(v for n, v in a.items() if n in ("k", "B")).shape[2]
     g = torch.Generator(x.device).manual_seed(1)
-    dy = torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
-    dhT = torch.randn(x.shape[0], x.shape[2], N, generator=g, device=x.device)
-    args = leaves({n: v.to(dtype or v.dtype, copy=True) for n, v in a.items()})
-    results = {n: v for n, v in zip(("y", "hT"), f(**args), strict=True) if v is not None}
-    dresults = [d.to(v.dtype) for d, v in zip((dy, dhT), results.values(), strict=False)]
-    grads = torch.autograd.grad(list(results.values()), list(args.values()), dresults)
-    return {**{n: v.detach() for n, v in results.items()}, **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
+    args = leaves({name: v.to(dtype or v.dtype, copy=True) for name, v in a.items()})
+    results, weights = {}, []
+    for name, v in zip(("y", "hT"), f(**args), strict=True):
+        if v is not None:
+            weight = torch.randn(v.shape, generator=g, device=x.device)
+            weight = weight.to(x.dtype) if name == "y" else weight  # the same numbers in every dtype
+            results[name] = v
+            weights.append(weight.to(v.dtype))
+    gradients = torch.autograd.grad(list(results.values()), list(args.values()), weights)
+    values = {name: v.detach() for name, v in results.items()}
+    return values | {f"d{name}": g for name, g in zip(args, gradients, strict=True)}
 
 
 def compare(got, true, slack):

@@ -4,8 +4,11 @@ is not timed, and refusals are one line. Numbers taken here mean nothing.
     python -m pytest tests/test_bench.py
 """
 
+import copy
+import functools
 import gc
 import json
+import math
 import os
 import re
 import shlex
@@ -17,7 +20,8 @@ import pytest
 import torch
 
 from bench import generate, gpu, measure, scan, scan_cuda, step
-from bench.gpu import Context, Skip, Stage
+from bench import ops as bench_ops
+from bench.gpu import Stage
 from experiments import extrapolation, online_learning
 from kernels import ops
 from model import LM, Longhorn, ModelConfig
@@ -141,76 +145,101 @@ def test_generate(tmp_path, monkeypatch):
 
 
 def python(code):
-    return lambda context: [sys.executable, "-c", code.replace("RECORD", repr(context.record))]
+    return [sys.executable, "-c", code]
 
 
 def test_stages_of_a_gpu_succeed_fail_are_killed_and_skipped(tmp_path):
-    def skip(context):
-        raise Skip("pytest is not installed in this Python")
-
-    record = "import json; open(RECORD, 'w').write(json.dumps({'x': float('nan'), 'n': 3}))\nprint('all well')"
-    stages = [Stage("slow", 1, python("import time; time.sleep(1000)")),  # first: no stage has left it any time
-              Stage("good", 60, python(record), lambda rows, text: f"n is {rows[0]['n']}, {text.strip()}"),
-              Stage("bad", 60, python("print('before'); raise SystemExit('out of luck')")), Stage("absent", 60, skip),
-              Stage("no program", 60, lambda context: ["/no/such/program"]),
-              Stage("crash", 60, python("import os; os.abort()"))]
-    results = gpu.run_all(stages, Context(tmp_path, True), sum(stage.limit_s for stage in stages), {})
-    assert [r["status"] for r in results] == ["over time", "ok", "failed", "skipped", "failed", "failed"]
-    slow, good, bad, _, program, crash = results
-    assert good["summary"] == "n is 3, all well" and bad["reason"] == "out of luck"
-    assert "killed at its limit" in slow["reason"] and "No such file" in program["reason"]
-    assert crash["reason"] == "ended by signal 6 (SIGABRT)"
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert written["finished"] is True and written["stages"][1]["records"] == [{"x": None, "n": 3}]
-    assert "out of luck" in (tmp_path / "gpu.log").read_text()
-
-
-def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path):
-    """Also in later calls. Time that a stage leaves goes to the next ones."""
-    stages, done = [Stage(name, 10, python("print('x')")) for name in "abc"], {}
-    run = lambda *stages: gpu.run_all(stages, Context(tmp_path, True), 40, {}, done)
-    results = run(*stages[:2])
-    assert results[0]["limit_seconds"] == 30 and 30 < results[1]["limit_seconds"] <= 40
-    again = run(*stages)
-    assert again[:2] == results and again[2]["status"] == "ok"
-    run(Stage("build", 10, python("raise SystemExit(1)")))
-    assert run(Stage("d", 10, stages[0].command))[0]["reason"] == "build: failed"
+    """Each leaves its record and its output; a record of before does not stay."""
+    (tmp_path / "bad.json").write_text("{}")
+    write = f"import json; json.dump({{'n': float('nan')}}, open('{tmp_path}/good.json', 'w'))\nprint('in short: well')"
+    ended = {}
+    for stage in (Stage("slow", 1, python("import time; time.sleep(1000)")), Stage("good", 60, python(write)),
+                  Stage("bad", 60, python("print('before'); raise SystemExit('out of luck')")),
+                  Stage("absent", 60, [], packages=("no_such_package",)), Stage("none", 60, [], program="no-program"),
+                  Stage("no file", 60, ["/no/such/program"]), Stage("crash", 60, python("import os; os.abort()"))):
+        assert gpu.run_stage(stage, tmp_path, stage.limit_s) and not (tmp_path / "tmp").exists()
+        record = json.loads((tmp_path / f"{stage.name}.json").read_text())
+        ended[stage.name] = record["stage"]["status"], record["stage"]["reason"]
+    assert ended == {
+        "slow": ("over time", "killed at its limit of 1 s; its results up to then are kept"), "good": ("ok", ""),
+        "bad": ("failed", "out of luck"), "absent": ("skipped", "no_such_package is not installed in this Python"),
+        "none": ("skipped", "no-program is not installed"), "crash": ("failed", "ended by signal 6 (SIGABRT)"),
+        "no file": ("failed", "[Errno 2] No such file or directory: '/no/such/program'")}
+    good, bad = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("good", "bad"))
+    assert good["n"] is None and good["stage"]["summary"] == "well" and good["stage"]["exit_status"] == 0
+    assert bad["stage"]["exit_status"] == 1 and {"date", "environment"} <= set(bad)
+    assert (tmp_path / "bad.log").read_text() == "before\nout of luck\n"
 
 
-@pytest.mark.parametrize("passed, failed, later", [(1, [], "ok"), (1, ["tests/x.py::a"], "left out"),
-                                                   (0, [], "left out")])
-def test_tests_that_were_cut_stop_what_follows_unless_all_had_passed(passed, failed, later, tmp_path):
-    cut = {"stage": "tests", "status": "over time", "records": [{"passed": passed, "skipped": 0, "failed": failed}]}
-    stage = Stage("b", 60, python("print('x')"))
-    (result,) = gpu.run_all([stage], Context(tmp_path, True), 60, {}, {"tests": cut})
-    assert result["status"] == later
+def test_a_stage_gets_the_time_that_others_do_not_need():
+    a, b, c = (Stage(name, limit_s, []) for name, limit_s in (("a", 10), ("b", 20), ("c", 30)))
+    assert gpu.limit_of(100, a, [b, c]) == 50 and gpu.limit_of(70, b, [c]) == 40
+    assert gpu.limit_of(45, b, [c]) == 20 and gpu.limit_of(7, c, []) == 7
+    limits = {stage.name: stage.limit_s for stage in gpu.stages(ROOT, False)}
+    assert set(limits) == {stage for call in gpu.CALLS.values() for stage in call}
+    assert all(sum(limits[stage] for stage in call) <= gpu.BUDGET_S < 540 for call in gpu.CALLS.values())
+
+
+def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path, capsys):
+    """Also in later calls. Every failure and every stage left out counts."""
+    add = f"open('{tmp_path}/ran', 'a').write('x')"
+    done, good, build = {}, Stage("a", 10, python(add)), Stage("build", 10, python("raise SystemExit(1)"))
+    run = lambda *stages, budget_s=60: gpu.run_call(stages, tmp_path, budget_s, True, done)
+    assert run(good) == 0 and run(good, build, Stage("b", 10, python(add)), Stage("c", 10, [])) == 3
+    assert (tmp_path / "ran").read_text() == "x" and "b              left out   build failed" in capsys.readouterr().out
+    del done["build"]
+    assert run(Stage("d", 10, python(add)), budget_s=4.9) == 1 and "of 5 s are spent" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status, passed, failed, wrong", [
+    ("ok", 2, 0, False), ("failed", 1, 1, True), ("skipped", 0, 0, False), ("over time", 1, 0, False),
+    ("over time", 1, 1, True), ("over time", 0, 0, True)])
+def test_tests_that_were_cut_stop_what_follows_unless_all_had_passed(status, passed, failed, wrong):
+    assert gpu.is_wrong({"stage": {"status": status}, "passed": passed, "failed": failed}) is wrong
+
+
+def test_a_sanitizer_fails_by_what_it_counts(tmp_path):
+    stage = Stage("racecheck", 40, [], program=gpu.SANITIZER)
+    for text, exit_status, status, reason in (
+            ("RACECHECK SUMMARY: 0 hazards", 0, "ok", ""),
+            ("ERROR SUMMARY: 3 errors", 9, "failed", "3 errors or hazards, see racecheck.log"),
+            ("ERROR SUMMARY: 0 errors\nnot finite", 2, "failed", "not finite"),
+            ("no driver", 1, "skipped", "compute-sanitizer does not work here: no driver")):
+        assert gpu.verdict(stage, 40, exit_status, text) == (status, reason)
 
 
 def test_tests_that_were_cut_leave_what_they_printed():
     text = ("tests/test_ops.py::test_gpu_c \n[gw1] [  1%] PASSED tests/test_cuda.py::test_gpu_a[1-x y] \n"
             "[gw0] [ 33%] FAILED tests/test_cuda.py::test_gpu_b[x y] \n[gw1] [100%] SKIPPED tests/test_ops.py::test_c\n"
-            "tests/test_ops.py::test_gpu_d \ntests/test_ops.py::test_gpu_e[in one process] PASSED [ 4%]")
-    assert gpu.tests_read(text) == [{"passed": 2, "skipped": 1, "failed": ["tests/test_cuda.py::test_gpu_b[x y]"]}]
+            "tests/test_ops.py::test_gpu_d \ntests/test_ops.py::test_gpu_e[in one process] PASSED [ 4%]\nPASSED")
+    assert gpu.counts(text) == {"passed": 2, "failed": 1, "skipped": 1}
 
 
-def test_stages_of_a_gpu_on_the_cpu(tmp_path, monkeypatch):
-    """The functions of stages run; the commands of others can be parsed; calls name all of them."""
-    rows = []
+@pytest.mark.parametrize("name", ["environment", "build", "small", "convolution", "loss", "variants"])
+def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "LOGITS_AT_ONCE", {})
-    for stage in ("environment", "build", "small", "convolution", "loss"):
-        gpu.FUNCTIONS[stage](lambda **record: rows.append(json.loads(json.dumps(record))), True, 10)
-    assert rows[0]["device"]["torch"] and sum("scan" in r for r in rows) == len(gpu.SMALL)
-    assert [r["contender"] for r in rows if "contender" in r] == [
-        "cpu", "torch", "fused", *(f"slices of 2^{power}" for power in (24, 26, 28, 30)), "torch"]
-    assert {stage for call in gpu.CALLS.values() for stage in call} == {stage.name for stage in gpu.STAGES}
-    context, commands = Context(tmp_path, False, seconds=120, record="/r"), {s.name: s.command for s in gpu.STAGES}
-    limits = {s.name: s.limit_s for s in gpu.STAGES}
-    assert all(sum(limits[stage] for stage in call) <= gpu.BUDGET_S < 540 for call in gpu.CALLS.values())
+    bench_ops.main([name, "--dry-run", f"--out={tmp_path}/{name}.json"])
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record["finished"] is True and record["dry_run"] is True and "commit" in record["environment"]
+    assert len(record["rows"]) == {"environment": 10, "build": 1, "small": len(bench_ops.SMALL) + 3, "convolution": 3,
+                                   "loss": 5, "variants": 1}[name]
+    if name in ("convolution", "loss"):
+        honest = measure.compare
+        monkeypatch.setattr(measure, "compare", lambda *a: {n: r | {"right": False} for n, r in honest(*a).items()})
+        with pytest.raises(ConfigError, match="is wrong in y by .*: it was not timed"):
+            bench_ops.main([name, "--dry-run"])
+
+
+def test_the_commands_of_stages_can_be_parsed(tmp_path):
     for name, T in (("training", 1024), ("training_8192", 8192)):
-        _, script, *arguments, out = commands[name](context)
-        args = step.parse(["--device=cpu" if a == "--device=cuda" else a for a in arguments])
-        assert script == "bench/step.py" and out == f"--out={tmp_path}/{name}.json"
-        assert args.block_size == T and args.block_size * args.batch_size == 32768 and args.compile
+        (stage,) = (stage for stage in gpu.stages(tmp_path, False) if stage.name == name)
+        _, script, *words = stage.command
+        args = step.parse([word.replace("cuda", "cpu") for word in words])
+        assert script == "bench/step.py" and args.out == f"{tmp_path}/{name}.json" and args.compile and args.kernels
+        assert args.block_size == T and args.block_size * args.batch_size == 32768
+    commands = {stage.name: " ".join(stage.command) for stage in gpu.stages(tmp_path, True)}
+    assert "--tool racecheck --error-exitcode 9 " in commands["racecheck"]
+    assert commands["racecheck"].endswith(f"bench/ops.py small --out={tmp_path}/racecheck.json --dry-run")
 
 
 def test_the_stage_of_tests_runs_those_of_a_gpu(tmp_path):
@@ -224,12 +253,51 @@ def test_conv(width, device): assert device == "cuda"
 @devices
 def test_loss(device): assert 0
 """)
-    command = gpu.tests(Context(tmp_path, True))
+    command = gpu.gpu_tests()
     files = [word for word in command if word.startswith("tests/")]
     assert {"tests/test_cuda.py", "tests/test_ops.py"} <= set(files)
     command = [word for word in command if word not in files]
     run = subprocess.run([*command, "test_x.py"], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0 and re.search("^=+ 3 passed", run.stdout, re.M)
+
+
+RAN = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "a" * 40, "uncommitted_changes": False}
+SENT = {  # what gpu.faults looks at
+    "build": {"dry_run": False, "stage": {"status": "ok", "reason": ""}},
+    "tests": {"dry_run": False, "passed": 2, "failed": 0, "stage": {"status": "ok", "reason": ""}},
+    "racecheck": {"dry_run": False, "stage": {"status": "skipped", "reason": "not installed"}},
+    "scan_cuda": {"dry_run": False, "correctness": [
+        {"family": "mamba", "B": 1, "T": 2, "D": 3, "N": 4, "dtype": "float32", "right": True,
+         "results": {"dA": {"relative_error": 1e-7}}}]},
+    "training": {"rows": [{"last_loss": 9.0, "mfu": None, "seconds": {"median_seconds": 0.1,
+                                                                      "samples_seconds": [0.1]}}]}}
+
+
+@pytest.mark.parametrize("place, value, words", [
+    ("tests.failed", 1, "tests.json: 2 tests passed and 1 failed"), ("tests.passed", 0, "0 tests passed"),
+    ("build.stage.status", "over time", "build.json: over time"),
+    ("racecheck.stage.status", "failed", "racecheck.json: failed: not installed"),
+    ("scan_cuda.correctness.0.right", False, "wrong: mamba 1 2 3 4 float32"), ("build.dry_run", True, "a dry run"),
+    ("training.environment.commit", "b" * 40, "its commit is bb"), ("build.environment.gpu", "B200", "its gpu is B200"),
+    ("tests.environment.gpu", None, "it names no gpu"), ("build.environment.torch", "2.9", "its torch is 2.9"),
+    ("training.environment.uncommitted_changes", None, "uncommitted changes, or outside git"),
+    ("training.rows.0.seconds.samples_seconds.0", None, "seconds.samples_seconds is None"),
+    ("training.rows.0.seconds.median_seconds", -0.1, "median_seconds is -0.1"),
+    ("training.rows.0.last_loss", math.nan, "rows.last_loss is nan"),
+    ("scan_cuda.correctness.0.results.dA.relative_error", math.inf, "relative_error is inf")])
+def test_records_that_cannot_be_sent_in_are_refused(place, value, words, tmp_path, capsys):
+    records = {name: {"environment": dict(RAN), **copy.deepcopy(record)} for name, record in SENT.items()}
+    for doctored in (False, True):
+        if doctored:
+            *keys, last = (int(key) if key.isdigit() else key for key in place.split("."))
+            functools.reduce(lambda entry, key: entry[key], keys, records)[last] = value
+        for name, record in records.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(record))
+        assert gpu.main([f"--check={tmp_path}"]) == int(doctored)
+        printed = capsys.readouterr().out
+        assert "refused: " in printed and words in printed if doctored else "accepted: NVIDIA H100" in printed
+    (tmp_path / "tests.json").unlink()
+    assert [line.split(",")[0] for line in gpu.faults(tmp_path)] == ["there is no tests.json"]
 
 
 def test_make_takes_the_interpreter_it_is_given():
@@ -261,6 +329,7 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
     (scan.main, "--device=cuda --dry_run --without=rnn", "--without=rnn: no such contender; they are longhorn_scan"),
     (scan.main, "--device=cuda", "PyTorch sees no GPU (use --device=cpu"),
     (gpu.main, f"--dry_run --out='{ROOT}/results'", "do not belong in results/"),
+    (gpu.main, "--check=never", "never: no such folder"),
     (gpu.main, "--out=never", "sees no GPU here; nothing was run and nothing written"),
     (scan.parse, "--memory --device=cuda", "--memory is for --device=cpu"),
     (scan.parse, "--rounds=0", "--rounds=0: must be at least 1"),

@@ -40,7 +40,7 @@ from operators import (
     with_mistake,
 )
 
-from bench.gpu import TESTED
+from bench.ops import TESTED
 from kernels import build, cuda
 from kernels.ops import causal_conv1d
 from kernels.scan import longhorn_scan
