@@ -450,9 +450,10 @@ def read_json(path):
 
 
 def modelling_code():
-    """tools/modeling_longhorn.py with all sources that mixers.py imports, directly or indirectly."""
+    """tools/modeling_longhorn.py with all sources that mixers.py and families/ import, directly or indirectly."""
     finder = modulefinder.ModuleFinder([str(ROOT)], excludes=["experiments"])  # only `python model.py` imports those
-    finder.import_hook("mixers")
+    for path in (ROOT / "families").glob("*.py"):
+        finder.import_hook(f"families.{path.stem}" if path.stem != "__init__" else "families")
     files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]  # others are built in
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     quoted = {path: text.replace("\\", "\\\\").replace("'''", r"\'\'\'") for path, text in sources.items()}

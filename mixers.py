@@ -1,4 +1,4 @@
-"""All families besides Longhorn, Mamba, GLA and LLaMA. Importing this file adds them to model.py's FAMILIES.
+"""The other families that the project compares; importing this file adds them to model.py's FAMILIES.
 
     RetNet           S = gamma S' + k^T v, one decay per head               o = q S
     RWKV             S = w S' + k^T v, one decay per head                   o = r (S' + u k^T v)
@@ -31,12 +31,9 @@ from kernels.scan import longhorn_scan
 from model import (
     EMBEDDING_NORMS,
     FAMILIES,
-    GLAMLP,
     NORMS,
-    POSITIONS,
     Attention,
     Longhorn,
-    RMSNorm,
     SwiGLU,
     apply_rotary,
     head_norm,
@@ -54,7 +51,6 @@ from runtime.parameters import (
     parameter,
     step_size,
     to_residual,
-    to_residual_unless_released,
     uniform,
     values,
     xavier,
@@ -101,21 +97,20 @@ class Retention(nn.Module):
         out = W_o (silu(g) * RMSNorm_head(o))
 
     The published code also divides o by sums of absolute weights before the norm, which is left out here. The norm
-    cancels it only if its eps is negligible next to mean(o^2): at 1e-5 the first token differs by 24%. As released: an
-    eps of 1e-6 in all norms, every weight N(0, 0.02).
+    cancels it only if its eps is negligible next to mean(o^2): at 1e-5 the first token differs by 24%.
     """
 
     operator = "retention"
+    norm_eps = 1e-5
 
     def __init__(self, config, layer):
         super().__init__()
         d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
         self.n_v, self.backend = retnet_width(config) // self.H, config.backend
-        self.norm_eps = retnet_eps(config)
-        wide, released = self.H * self.n_v, normal(0.02) if config.as_released else None
-        self.qk = linear(d, 2 * d, start=released or xavier(d, d, 2**-2.5), parts=[d, d])
-        self.vg = linear(d, 2 * wide, start=released or xavier(wide, d, 2**-2.5), parts=[wide, wide])
-        self.out_proj = linear(wide, d, start=released or xavier(d, wide, 0.5))
+        wide = self.H * self.n_v
+        self.qk = linear(d, 2 * d, start=xavier(d, d, 2**-2.5), parts=[d, d])
+        self.vg = linear(d, 2 * wide, start=xavier(wide, d, 2**-2.5), parts=[wide, wide])
+        self.out_proj = linear(wide, d, start=xavier(d, wide, 0.5))
 
     def rotate(self, x, first, last, constant=False):
         """Rotate the pairs (even, odd) in the last dimension of x (..., T, H, n), at positions first .. last - 1."""
@@ -147,11 +142,7 @@ def retnet_width(config):
     return int(1.8 * config.n_embd) // config.n_head * config.n_head
 
 
-def retnet_eps(config):
-    return 1e-6 if config.as_released else 1e-5
-
-
-class RetNetGLU(GLAMLP):
+class RetNetGLU(SwiGLU):
     """W_2 (gelu(W_1 x) * W_3 x), as wide as the retention's values, as Table 1's RetNet."""
 
     activation = staticmethod(F.gelu)
@@ -167,8 +158,6 @@ class RWKVTimeMix(nn.Module):
         r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)) per head
         o = r (S' + u k^T v);  S = w S' + k^T v
         out = W_o (GroupNorm_head(o) * g)
-
-    As released, the model adds a learned position to the embedding; the state of the first layer then counts tokens.
     """
 
     operator = "retention"
@@ -176,7 +165,6 @@ class RWKVTimeMix(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         d, self.H = config.n_embd, config.n_head
-        self.counts = config.as_released and layer == 0
         self.n, self.backend = split_heads(config), config.backend
         (depth, mu), h = rwkv_mu(config, layer), ramp(self.H)
         self.mu = parameter(4, d, start=values(torch.stack([mu[c] for c in "rkvg"])))
@@ -191,7 +179,7 @@ class RWKVTimeMix(nn.Module):
         self.output = linear(d, d, start=to_residual(config))
 
     def forward(self, x, state=None):
-        last, S, *seen = (None, None) if state is None else state
+        last, S = (None, None) if state is None else state
         change = token_shift(x, last) - x  # (B, T, d)
         r, k, v, g = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
         heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
@@ -200,12 +188,11 @@ class RWKVTimeMix(nn.Module):
         o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm with one group per head
         o = torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype))
         y = self.output(o * F.silu(self.gate(g)))
-        return y, None if state is None else (x[:, -1].clone(), S, *(n + x.shape[1] for n in seen))
+        return y, None if state is None else (x[:, -1].clone(), S)
 
     def initial_state(self, batch_size, device):
         return (torch.zeros(batch_size, self.H * self.n, device=device),
-                torch.zeros(batch_size, self.H, self.n, self.n, device=device),
-                *([torch.zeros(batch_size, dtype=torch.int64, device=device)] if self.counts else []))
+                torch.zeros(batch_size, self.H, self.n, self.n, device=device))
 
 
 class RWKVChannelMix(nn.Module):
@@ -222,7 +209,7 @@ class RWKVChannelMix(nn.Module):
         self.mu = parameter(2, d, start=values(torch.stack([mu["k"], mu["k"]])))  # of r, k
         self.receptance = linear(d, d, start=normal(0.02))
         self.key = linear(d, hidden, start=normal(0.02))
-        self.value = linear(hidden, d, start=to_residual_unless_released(config))
+        self.value = linear(hidden, d, start=to_residual(config))
 
     def forward(self, x, state=None):
         change = token_shift(x, state) - x  # (B, T, d)
@@ -238,22 +225,6 @@ class RWKV4ChannelMix(RWKVChannelMix):
     """The same with a hidden width of 4 d."""
 
     factor = 4
-
-
-class LearnedPositions(nn.Embedding):
-    """Positions that RWKV as released adds to the embedding: (1, T, n_embd), for T tokens after those in the state."""
-
-    def __init__(self, config):
-        super().__init__(config.block_size, config.n_embd)
-        self.weight.start = normal(0.02)
-
-    def forward(self, T, state=None):
-        """Raises ValueError beyond block_size."""
-        past = 0 if state is None else int(state[0][0][-1][0])
-        if past + T > len(self.weight):
-            raise ValueError(f"RWKV as released has positions up to block_size {len(self.weight)}, not {past + T}: "
-                             "drop as_released")
-        return self.weight[None, past:past + T]
 
 
 class SlidingWindow(Attention):
@@ -548,7 +519,5 @@ FAMILIES |= {
 }
 # RWKV-4's norms have a bias in its published weights and in transformers, the reference here.
 NORMS |= {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False),
-          "rwkv4": lambda config: nn.LayerNorm(config.n_embd),
-          "retnet": lambda config: RMSNorm(config, retnet_eps(config))}
+          "rwkv4": lambda config: nn.LayerNorm(config.n_embd)}
 EMBEDDING_NORMS.add("rwkv4")
-POSITIONS["rwkv"] = LearnedPositions

@@ -2,8 +2,8 @@
 
 A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's
 is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches instead. To add a family: one class with a
-`forward`, one row in FAMILIES, one file in config/. All other families are in mixers.py, which adds its rows to
-FAMILIES when it is imported.
+`forward`, one row in FAMILIES, one file in config/. The other families are in mixers.py and families/, which add their
+rows to FAMILIES when they are imported.
 
 A branch also takes and returns a state, so the code that trains on whole sequences also generates token by token and
 reads long texts in chunks.
@@ -48,7 +48,6 @@ from runtime.parameters import (
     parameter,
     step_size,
     to_residual,
-    to_residual_unless_released,
     uniform,
     values,
     xavier,
@@ -59,7 +58,7 @@ from runtime.torch_private import constant_when_compiled
 @dataclass
 class ModelConfig:
     # --- model
-    model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv, or another of model.py and mixers.py
+    model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv, or another in FAMILIES
     pattern: str = ""  # a family per layer, repeated to n_layer, as longhorn*3,llama; empty: model in every layer
     n_layer: int = 12  # layers; two residual branches each, in the paper's families
     n_head: int = 12  # heads (families with heads)
@@ -74,7 +73,6 @@ class ModelConfig:
     step: Literal["explicit", "implicit", "exact"] = "explicit"  # step of the delta rule; see STEPS in mixers.py
     normalize_keys: bool = True  # delta rule: divide keys by their length
     window: int = 0  # tokens that swa attends to; 0: half of block_size
-    as_released: bool = False  # RWKV, RetNet, GLA, weight decay and data windows as in the paper's code
     documents: Literal["join", "pack"] = "join"  # pack: start each document in a window from an empty state
     end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
     loss_from_logits: bool = False  # train on the loss of LM.forward's logits: for editing them; needs more memory
@@ -92,7 +90,7 @@ class ModelConfig:
         names = [part[1] for part in parts for _ in range(int(part[2] or 1))]
         for name in names:
             if name not in FAMILIES:
-                others = "" if "rwkv" in FAMILIES else "; `import mixers` adds the others"
+                others = "" if "rwkv" in FAMILIES else "; `import families` adds the others"
                 raise ValueError(f"unknown model {name!r}: choose one of {', '.join(FAMILIES)}{others}")
         return names
 
@@ -325,8 +323,6 @@ class GLA(nn.Module):
         q, k = split(W_qk x);  v = W_v x;  a = sigmoid(W_2 W_1 x + b)^(1/16)    widths: q, k, a: d / 2; v: d; W_1 x: 16
         S = diag(a) S' + k^T v;  o = (q / sqrt(n)) S
         out = W_o (silu(W_g x + b_g) * RMSNorm_head(o))
-
-    As released: also k / sqrt(n), and LayerNorm per head, without parameters.
     """
 
     operator = "gated_linear_attention"
@@ -335,46 +331,35 @@ class GLA(nn.Module):
         super().__init__()
         d, self.H, self.backend = config.n_embd, config.n_head, config.backend
         self.n = split_heads(config, multiple=2) // 2  # keys are half as wide as values
-        self.as_released = config.as_released
         self.qk = linear(d, d, start=xavier(d // 2, d, 2**-2.5), parts=[d // 2, d // 2])
         self.v = linear(d, d, start=normal(0.02))
         self.forget1 = linear(d, 16, start=xavier(16, d, 2**-2.5))
         self.forget2 = linear(16, d // 2, start=xavier(d // 2, 16, 2**-2.5), bias=constant(0.0))
         self.gate = linear(d, d, start=normal(0.02), bias=constant(0.0))
-        self.out_proj = linear(d, d, start=to_residual_unless_released(config))
+        self.out_proj = linear(d, d, start=to_residual(config))
 
     def forward(self, x, state=None):
         heads = lambda a: a.unflatten(-1, (self.H, -1))
         q, k = self.qk(x).chunk(2, -1)  # (B, T, d/2) each
         log_a = F.logsigmoid(self.forget2(self.forget1(x))) / 16  # (B, T, d/2)
-        k = k * self.n**-0.5 if self.as_released else k
         o, S = gated_linear_attention(heads(q * self.n**-0.5), heads(k), heads(self.v(x)), heads(log_a), state,
                                       backend=self.backend)  # (B, T, H, 2 n), (B, H, n, 2 n)
-        o = F.layer_norm(o, o.shape[-1:]) if self.as_released else head_norm(o, backend=self.backend)
-        y = self.out_proj(F.silu(self.gate(x)) * o.flatten(2))
+        y = self.out_proj(F.silu(self.gate(x)) * head_norm(o, backend=self.backend).flatten(2))
         return y, None if state is None else S
 
     def initial_state(self, batch_size, device):
         return torch.zeros(batch_size, self.H, self.n, 2 * self.n, device=device)
 
 
-class GLAMLP(SwiGLU):
-    """SwiGLU; as released, its last map starts at the same scale as the others."""
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.w2.weight.start = to_residual_unless_released(config)
-
-
-FAMILIES = {  # mixers.py adds the others
+FAMILIES = {  # mixers.py and the files of families/ add theirs
     "longhorn": [Longhorn, Longhorn],
     "mamba": [Mamba, Mamba],
     "llama": [Attention, SwiGLU],
-    "gla": [GLA, GLAMLP],
+    "gla": [GLA, SwiGLU],
 }
 NORMS = {}  # family -> function of the config that makes its norm; all others use RMSNorm
 EMBEDDING_NORMS = set()  # families that normalise the embedding
-POSITIONS = {}  # family -> its learned positions, as released
+POSITIONS = {}  # family -> its learned positions
 
 
 # ------------------------------------------------------------------------------------------------------------ skeleton
@@ -505,7 +490,7 @@ class LM(nn.Module):
         norm = lambda family: NORMS.get(family, RMSNorm)(config)
         self.embed_norm = norm(families[0]) if families[0] in EMBEDDING_NORMS else nn.Identity()
         self.norm = norm(families[-1])
-        self.positions = POSITIONS[families[0]](config) if config.as_released and families[0] in POSITIONS else None
+        self.positions = POSITIONS[families[0]](config) if families[0] in POSITIONS else None
         draw(self, seed)
         if config.documents == "pack":
             self.check_documents()

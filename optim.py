@@ -23,7 +23,7 @@ def build_optimizers(model, config):
     config: optimizer ("adamw" or "muon"), learning_rate, weight_decay, beta1, beta2.
     """
     named, matrices, optimizers = dict(model.named_parameters()), {}, []
-    with_decay = set(decayed(model, getattr(config, "as_released", False)))
+    with_decay = set(decayed(model))
     if config.optimizer == "muon":
         matrices = {name: rows for name, rows in muon_matrices(model).items() if name in named}  # shared ones once
         optimizers.append(Muon([(named[name], rows) for name, rows in matrices.items()], lr=config.learning_rate,
@@ -39,11 +39,8 @@ def build_optimizers(model, config):
     return optimizers
 
 
-def decayed(model, as_released=False):
-    """Names of the parameters with weight decay: matrices of linear maps and the embedding; with as_released, all that
-    have two or more dimensions."""
-    if as_released:
-        return [name for name, p in model.named_parameters() if p.dim() >= 2]
+def decayed(model):
+    """Names of the parameters with weight decay: matrices of linear maps and the embedding."""
     named = dict(model.named_parameters())  # without what a parametrization computes
     return [f"{name}.weight" for name, m in model.named_modules()
             if isinstance(m, (nn.Linear, nn.Embedding)) and f"{name}.weight" in named]

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import configurator
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 from data.tokenizer import Text
 from model import LM, ModelConfig, check_tokens
 from runtime import checkpoint, distributed, errors, records

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 import configurator
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 from data.loader import TokenData, Tokens, find_dataset
 from data.mixture import MixtureData, parse_mixture
 from evaluation.validation import Evaluate
@@ -333,18 +333,16 @@ def main(argv):
     if not -1 <= config.end_of_text < tokens.vocab_size:
         raise ConfigError(f"end_of_text {config.end_of_text} is no token of {tokens.folder}: it must be 0 or more and "
                           f"below {tokens.vocab_size}, or -1 for the data's own")
-    if parts[1:] and config.as_released:
-        raise ConfigError(f"dataset={config.dataset}: as_released cannot mix datasets: name one")
     config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     if parts[1:]:
         data = MixtureData(parts, config.block_size, config.batch_tokens, config.seed, device)
     else:
-        data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device, config.as_released)
+        data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
     seed_all(config.seed)
     model = build_model(config, device)
     if model.positions is not None and config.eval_block_size > config.block_size:
-        raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} as released has positions up to "
+        raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions up to "
                           f"block_size {config.block_size}")
     load_weights(model, config, data)
     train(config, model, data, Evaluate(config, data))

@@ -289,14 +289,6 @@ def step_windows(n_windows, windows_per_step, seed, step):
     return out
 
 
-def random_starts(n_tokens, block_size, windows_per_step, seed, step):
-    """First tokens of a step's windows, (windows_per_step,) int64, drawn at random with replacement as in nanoGPT.
-    Arguments and errors are as for `step_windows`; n_tokens: length of the split."""
-    if n_tokens <= block_size:
-        raise DataError(f"{n_tokens} tokens hold no window of {block_size}: choose a smaller block, or more data")
-    return np.random.default_rng([seed, step]).integers(0, n_tokens - block_size, windows_per_step)
-
-
 def get_batch(tokens, starts, block_size, device="cpu"):
     """Inputs and targets for some windows.
 
@@ -375,8 +367,7 @@ class TokenData:
     Args:
         tokens: Tokens, opened with this block_size; block_size: tokens predicted per training window;
         batch_tokens: tokens per optimiser step over all processes, a multiple of block_size;
-        seed: of the order of windows; device: where batches go, a torch device or its name;
-        with_replacement: windows start at random tokens, instead of each coming once per epoch.
+        seed: of the order of windows; device: where batches go, a torch device or its name.
 
     Attributes:
         windows_per_step: int, batch_tokens / block_size; n_train_windows: int, windows in the training split;
@@ -387,14 +378,14 @@ class TokenData:
     Raises DataError for a batch that is not a whole number of windows, or has more than 2^24 of them.
     """
 
-    def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu", with_replacement=False):
+    def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu"):
         if batch_tokens < block_size or batch_tokens % block_size:
             nearest = max(1, round(batch_tokens / block_size)) * block_size
             raise DataError(
                 f"batch_tokens {batch_tokens} is not a multiple of block_size {block_size}: the nearest is {nearest}"
             )
         self.tokens, self.block_size, self.batch_tokens = tokens, block_size, batch_tokens
-        self.seed, self.device, self.with_replacement = seed, device, with_replacement
+        self.seed, self.device = seed, device
         self.windows_per_step = batch_tokens // block_size
         if self.windows_per_step > MAX_WINDOWS:
             raise DataError(
@@ -420,10 +411,7 @@ class TokenData:
 
     def starts(self, step, rank=0, world_size=1):
         """(windows_per_step / world_size,) int64: first tokens of this process's windows in a step (from 0)."""
-        if self.with_replacement:
-            starts = random_starts(len(self.tokens.train), self.block_size, self.windows_per_step, self.seed, step)
-        else:
-            starts = step_windows(self.n_train_windows, self.windows_per_step, self.seed, step) * self.block_size
+        starts = step_windows(self.n_train_windows, self.windows_per_step, self.seed, step) * self.block_size
         return starts[self.rank_slice(rank, world_size)]
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):

@@ -46,7 +46,7 @@ from torch import outer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import mixers  # noqa: E402, F401  all families
+import families  # noqa: E402, F401
 import model  # noqa: E402
 from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
 from evaluation.tasks import table  # noqa: E402

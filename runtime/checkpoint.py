@@ -35,6 +35,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
 CRC = '"crc32":"%08x"'
+FORMER = {"as_released": (False, "the models rwkv_released, retnet_released and gla_released")}  # setting: its default
 
 
 class CheckpointError(ConfigError):
@@ -104,7 +105,10 @@ def load(path, prefix=""):
         else:
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
-            return tensors, {**json.loads(header["meta"])}
+            meta = {**json.loads(header["meta"])}
+            wrong = former_setting(meta)
+            if not wrong:
+                return tensors, meta
     except OSError as error:
         hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
@@ -112,6 +116,15 @@ def load(path, prefix=""):
         raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of "
                               "torch.save could run code and is never opened)") from error
     raise CheckpointError(f"{path}: {wrong}")
+
+
+def former_setting(meta):
+    """A line if a setting that no longer exists was not at its default; else None."""
+    config = meta.get("config")
+    for key, (default, instead) in FORMER.items():
+        if isinstance(config, dict) and config.get(key, default) != default:
+            return f"{key}={config[key]} is no setting now, but {instead}: use the commit that config.json names"
+    return None
 
 
 def checksum(path):

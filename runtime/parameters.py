@@ -108,8 +108,3 @@ def to_residual(config):
     """GPT-2's scale for maps that write to the residual stream, whose variance then does not grow with the number of
     branches."""
     return normal(0.02 / math.sqrt(config.n_branches))
-
-
-def to_residual_unless_released(config):
-    """`to_residual`, except as_released: the released code of RWKV's channel mix, RetNet and GLA does not scale."""
-    return normal(0.02) if config.as_released else to_residual(config)

@@ -73,7 +73,7 @@ class Telemetry:
             "device_name": device_name, "threads": torch.get_num_threads(),
             "parameters": counting.parameter_count(model),
             "flops_per_token": counting.flops_per_token(model)["total"],
-            "decayed": optim.decayed(model, getattr(config, "as_released", False)),
+            "decayed": optim.decayed(model),
             **self.data.derived(config, self.world_size)}
         if self.is_main:
             self.environment = self.folder.environment

@@ -165,17 +165,6 @@ def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes,
         assert data.starts(step, rank, processes).tolist() == order[data.rank_slice(rank, processes)].tolist()
 
 
-def test_windows_with_replacement(folder_1000):
-    """As nanoGPT's: any token but the last block begins one; the same however the step is shared; another each step."""
-    data = token_data(folder_1000, with_replacement=True)
-    starts = np.concatenate([data.starts(step) for step in range(2000)])
-    assert set(starts.tolist()) == set(range(1000 - 16)) and np.bincount(starts).max() < 3 * 24
-    assert data.starts(3).tolist() == [s for rank in range(3) for s in data.starts(3, rank, 3).tolist()]
-    assert data.starts(3).tolist() != data.starts(4).tolist()
-    (x, _, weight), = data.micro_batches(3, 1, 2, 100)
-    assert x.tolist() == [data.tokens.train[s:s + 16].tolist() for s in data.starts(3, 1, 2)] and weight == 1
-
-
 @pytest.mark.parametrize("processes", [1, 2, 5])
 @pytest.mark.parametrize("batch, block, limit", [(1, 60, 0), (4, 7, 0), (3, 7, 100), (9, 1, 25), (2, 199, 0)])
 def test_eval_batches_hold_each_window_once(folder_1000, processes, batch, block, limit):

@@ -18,7 +18,7 @@ from helpers import make_run, refused, run_program, tiny
 from torch import nn
 
 import evaluate
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 import sample
 import train
 from data.loader import DataError

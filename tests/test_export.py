@@ -23,7 +23,7 @@ import transformers
 from helpers import VOCAB, byte_level_bpe, left_behind, make_run, refused, run_program, tracked
 
 import export
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 import sample
 from data.tokenizer import Text
 from export import from_hf, to_hf
@@ -740,20 +740,20 @@ for folder in sys.argv[1:]:
 
 def test_a_folder_continues_a_prompt_where_this_repository_is_not(tmp_path):
     """Every family of our own, in a process that sees nothing of this repository: greedy, as sample.py."""
-    families, expected = [family for family in (*FAMILIES, "longhorn,llama") if family not in PARITY], []
-    for i, family in enumerate(families):
+    own, expected = [family for family in (*FAMILIES, "longhorn,llama") if family not in PARITY], []
+    for i, family in enumerate(own):
         lm = tiny("longhorn", pattern=family)
         run(out_dir=make_run(tmp_path / f"run{i}", lm), to=tmp_path / f"hf{i}")
         prompt = torch.arange(40, 52)[None]
         loss = lm(prompt[:, :-1], prompt[:, 1:])[1].item()
         expected.append((loss, sample.generate(lm, prompt, 12, temperature=0)[0].tolist()))
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
-    folders = [str(tmp_path / f"hf{i}") for i in range(len(families))]
+    folders = [str(tmp_path / f"hf{i}") for i in range(len(own))]
     command = [sys.executable, "-I", "elsewhere.py", *folders]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"})
     assert said.returncode == 0, said.stderr
-    for family, line, (loss, written) in zip(families, said.stdout.split("found ")[1:], expected, strict=True):
+    for family, line, (loss, written) in zip(own, said.stdout.split("found ")[1:], expected, strict=True):
         backend, nats, *tokens = line.split("\n")[0].split()
         assert backend == "torch" and float(nats) == pytest.approx(loss, rel=1e-5), family
         assert list(map(int, tokens)) == written, family
@@ -804,7 +804,7 @@ def side_by_side(rows, side, padding=300):  # beyond the vocabulary: looking it 
 ROWS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 4, 14)]
 GREEDY = {"do_sample": False, "pad_token_id": 300}
 VARIANTS = [*((family, {}) for family in ("longhorn", "mesa", "rwkv4", "llama", "swa", "longhorn,llama")),
-            ("rwkv", {"as_released": True}),
+            ("rwkv_released", {}),
             *((family, {"documents": "pack", "end_of_text": 115}) for family in ("longhorn", "swa", "longhorn,llama"))]
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from helpers import write_folder
 
 import configurator
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 from bench.measure import finite
 from data import loader
 from data.pystdlib import prepare as pystdlib

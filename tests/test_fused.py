@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from conftest import LIBRARIES
 from operators import OPS, attention_inputs, both, inputs, outputs
 
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 from kernels import build, fused, ops
 from kernels.scan import selective_scan, selective_scan_ref
 from model import LM, ModelConfig

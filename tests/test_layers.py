@@ -20,7 +20,7 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.rwkv import modeling_rwkv
 
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 from kernels.linear_attention import mesa
 from model import FAMILIES, NORMS, Layer, ModelConfig, RMSNorm
 from runtime.parameters import draw

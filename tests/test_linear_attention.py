@@ -15,7 +15,7 @@ import pytest
 import torch
 from operators import BF16, DELTA, F32, F64, OPS, attention_inputs, both, by_hand, outputs
 
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 from kernels import fused, ops
 from kernels import linear_attention as la
 from model import LM, ModelConfig

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
+import families  # noqa: F401
 import mixers
 import model
 import optim
@@ -36,6 +37,7 @@ from model import FAMILIES, LM, ModelConfig
 from runtime import counting, parameters
 
 ALL_FAMILIES = pytest.mark.parametrize("family", FAMILIES)
+ENDLESS = pytest.mark.parametrize("family", [family for family in FAMILIES if family not in model.POSITIONS])
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 
@@ -208,6 +210,7 @@ PARAMETERS = {
     "gla": (123_822_336, 360_469_504),
     "retnet": (129_116_928, 373_212_160),
     "rwkv": (123_661_344, 353_748_736),
+    "rwkv_released": (124_447_776, 354_797_312),  # Table 1's 124.4M and 354.8M
     "rwkv4": (130_750_464, 378_941_440),
     "deltanet": (123_809_280, 360_532_480),
     "longhorn_exact": (128_563_968, 369_968_128),
@@ -369,10 +372,10 @@ def test_flops_per_token(family):
     assert counting.flops_per_token(lm, T=24) == flops and counting.flops_per_token(lm, 48)["total"] >= flops["total"]
     maps = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear))
     mixing = flops["forward"] - 2 * maps - 2 * 96 * 64
-    if family in MIXING:
-        assert mixing == 2 * MIXING[family](2, 64, T, 16)
+    if by_hand := MIXING.get(family.removesuffix("_released")):
+        assert mixing == 2 * by_hand(2, 64, T, 16)
         longer = counting.flops_per_token(lm, 100)["forward"] - flops["forward"]
-        assert longer == pytest.approx(2 * (MIXING[family](2, 64, 100, 16) - MIXING[family](2, 64, T, 16)))
+        assert longer == pytest.approx(2 * (by_hand(2, 64, 100, 16) - by_hand(2, 64, T, 16)))
     # what PyTorch counts: linear maps are mm, forward once and backward twice; mixing is everything else
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the fused attention is not counted
         loss = lm(tokens(B, T, 96), tokens(B, T, 96, seed=2))[1]
@@ -414,7 +417,7 @@ def test_paper_models_are_table_5s_and_train_alike(family, size):
     assert {name: ours[name] for name in SIZES[size]} == SIZES[size]
 
 
-@ALL_FAMILIES
+@ENDLESS
 @torch.no_grad()
 def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(family):
     for changes in ({"d_state": 4}, {"n_layer": 1}, {"d_conv": 1}):
@@ -532,7 +535,7 @@ def expected_init(family, layer, branch, d, L, H, N=16, W=4):
         "rwkv4": {"mu": [mu_k, mu_k] if branch else [mu_r, mu_k, mu_v],
                   "decay": [-5 + 8 * x ** (0.7 + 1.3 * a) for x in d_ramp],
                   "bonus": [math.log(0.3) + (-0.5, 0, 0.5)[(j + 1) % 3] for j in range(d)]},
-    }.get(family, {})
+    }.get(family if family == "retnet_released" else family.removesuffix("_released"), {})
 
 
 LAWS = {  # kind of an initialisation: (what was drawn, from the parameter; its distribution, from the scale)
@@ -554,9 +557,11 @@ def test_every_parameter_starts_as_its_paper_says(family, L, H):
         p, expected = p.detach().double(), ("normal", 0.02)
         if re.fullmatch(r"(layers\.\d+\.branches\.\d+\.|embed_)?norm\.(weight|bias)", name):
             expected = "constant", float(name.endswith("weight"))
-        elif name != "embed.weight":
+        elif name not in ("embed.weight", "positions.weight"):
             layer, branch, inner = int(name.split(".")[1]), int(name.split(".")[3]), name.split(".mixer.")[1]
             writes = inner in RESIDUAL or (inner == "value.weight" and branch)
+            if family.endswith("_released"):  # whose code scales RWKV's time mix only
+                writes = inner == "output.weight"
             plain = "normal", 0.02 / math.sqrt(2 * L) if writes else 0.02
             expected = expected_init(family, layer, branch, d, L, H).get(inner, plain)
         if isinstance(expected, list) or expected[0] == "constant":
@@ -628,7 +633,7 @@ def gla_by_hand(x, linear, p, config):
     q, k = (heads(a) for a in linear("qk", x).chunk(2, -1))
     log_decay = heads(F.logsigmoid(linear("forget2", linear("forget1", x))) / 16)
     o, _ = by_hand(q / math.sqrt(q.shape[3]), k, heads(linear("v", x)), log_decay)
-    if config.as_released:  # keys as short as queries, which the norm sees by its eps alone, and means taken off
+    if config.model == "gla_released":  # keys as short as queries, seen by the norm's eps alone; means taken off
         o = o / math.sqrt(q.shape[3])
         o = o - o.mean(-1, keepdim=True)
     return linear("out_proj", F.silu(linear("gate", x)) * rms(o).flatten(2))
@@ -642,7 +647,7 @@ def retention_by_hand(x, linear, p, config):
     q, k = (torch.view_as_real(torch.view_as_complex(a.unflatten(-1, (-1, 2))) * turn).flatten(-2) for a in (q, k))
     v, g = linear("vg", x).chunk(2, -1)
     o, _ = by_hand(q, k / math.sqrt(n), heads(v), (1 - 2.0 ** (-5 - torch.arange(4).double())).log())
-    return linear("out_proj", F.silu(g) * rms(o, 1e-6 if config.as_released else 1e-5).flatten(2))
+    return linear("out_proj", F.silu(g) * rms(o, 1e-6 if config.model == "retnet_released" else 1e-5).flatten(2))
 
 
 def retnet_glu_by_hand(x, linear, p, config):
@@ -702,7 +707,8 @@ def longhorn_by_hand(u, linear, p, config):
     return linear("out_proj", (torch.stack(ys, 1) + p["D"] * x) * F.silu(z))
 
 
-EQUATIONS = {"gla": [gla_by_hand], "retnet": [retention_by_hand, retnet_glu_by_hand],
+EQUATIONS = {**dict.fromkeys(("gla", "gla_released"), [gla_by_hand]),
+             **dict.fromkeys(("retnet", "retnet_released"), [retention_by_hand, retnet_glu_by_hand]),
              "rwkv": [rwkv_time_by_hand, rwkv_channel_by_hand],
              "longhorn": [longhorn_by_hand], "longhorn_exact": [longhorn_by_hand],
              **dict.fromkeys(("deltanet", "gated_deltanet", "kda", "mesa"), [delta_by_hand])}
@@ -712,7 +718,6 @@ EQUATIONS = {"gla": [gla_by_hand], "retnet": [retention_by_hand, retnet_glu_by_h
 @pytest.mark.parametrize("family, changes", [
     *((family, {}) for family in EQUATIONS),
     *((family, {"backend": "torch"}) for family in ("longhorn", "longhorn_exact")),
-    *((family, {"as_released": True}) for family in ("gla", "retnet")),
     *(("deltanet", {"step": step, "normalize_keys": unit}) for step in mixers.STEPS for unit in (True, False)),
     ("gated_deltanet", {"step": "implicit", "normalize_keys": False})], ids=str)
 @torch.no_grad()
@@ -729,7 +734,7 @@ def test_a_block_is_its_equations(family, changes, dtype, tolerance):
         assert state is None
         p = {name: a.double() for name, a in block.named_parameters()}
         linear = lambda name, x, p=p: F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
-        close(y.double(), equations(x.double(), linear, p, lm.config), max(tolerance, 1e-6 * (family == "retnet")))
+        close(y.double(), equations(x.double(), linear, p, lm.config), max(tolerance, 1e-6 * ("retnet" in family)))
 
 
 def test_a_retention_state_turned_back_is_as_good_as_a_position():
@@ -834,25 +839,17 @@ def test_mamba2_is_transformers_mamba2():
 
 @torch.no_grad()
 def test_as_released():
-    """What differs outside of the blocks of GLA and RetNet; the counts are those of the released code."""
-    with torch.device("meta"):
-        lms = [LM(ModelConfig(model="rwkv", as_released=True, **size)) for size in SIZES.values()]
-    assert [counting.parameter_count(lm)["total"] for lm in lms] == [124_447_776, 354_797_312]
-    lm, idx = shake(tiny("rwkv", as_released=True)), tokens(2, 24)
+    """Positions are added to RWKV's embedding, and end; RetNet's norms have another eps."""
+    lm, idx = shake(tiny("rwkv_released")), tokens(2, 24)
     whole, (logits, state) = lm(idx)[0], in_chunks(lm, idx, [5, 1, 18])
     torch.testing.assert_close(logits, whole, rtol=2e-5, atol=2e-5)
     h = lm.embed(idx) + lm.positions.weight[:24]
     for layer in lm.layers:
         h, _ = layer(h)
     torch.testing.assert_close(whole, lm.norm(h) @ lm.embed.weight.T)
-    with pytest.raises(ValueError, match="^RWKV as released has positions up to block_size 24, not 25: [^\n]*$"):
+    with pytest.raises(ValueError, match="^rwkv_released has positions up to block_size 24, not 25: [^\n]*$"):
         lm(idx[:, :1], state=state)
-    for family in ("rwkv", "retnet", "gla"):
-        lm = LM(ModelConfig(model=family, as_released=True, n_layer=2, n_head=2, n_embd=256, vocab_size=64))
-        assert set(optim.decayed(lm, as_released=True)) == {n for n, p in lm.named_parameters() if p.dim() >= 2}
-        last = {"rwkv": "1.mixer.value", "retnet": "1.mixer.w2", "gla": "1.mixer.w2"}[family]
-        assert lm.get_parameter(f"layers.0.branches.{last}.weight").std().item() == pytest.approx(0.02, rel=0.03)
-    retnet = LM(ModelConfig(model="retnet", as_released=True, n_layer=1, n_head=2, n_embd=64, vocab_size=64))
+    retnet = LM(ModelConfig(model="retnet_released", n_layer=1, n_head=2, n_embd=64, vocab_size=64))
     x = torch.randn(1, 3, 64) * 1e-3
     scale = x.square().mean(-1, keepdim=True)
     torch.testing.assert_close(retnet.norm(x), x / (scale + 1e-6).sqrt())
@@ -960,16 +957,16 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------------- patterns
 
-@pytest.mark.parametrize("pattern, families", [
+@pytest.mark.parametrize("pattern, expected", [
     ("", ["gla"] * 5), ("llama", ["llama"] * 5), ("longhorn*3,llama", ["longhorn"] * 3 + ["llama", "longhorn"]),
     (" rwkv , mamba * 2 ", ["rwkv", "mamba", "mamba", "rwkv", "mamba"]),
     ("longhorn*9,llama", ["longhorn"] * 5), ("longhorn*4,llama,longhorn", ["longhorn"] * 4 + ["llama"])])
-def test_a_pattern_is_repeated_to_n_layer(pattern, families):
+def test_a_pattern_is_repeated_to_n_layer(pattern, expected):
     c = config("gla", pattern=pattern, n_layer=5)
-    assert c.families == families
+    assert c.families == expected
     with torch.device("meta"):
         lm = LM(c)
-    assert [[type(b.mixer) for b in layer.branches] for layer in lm.layers] == [FAMILIES[f] for f in families]
+    assert [[type(b.mixer) for b in layer.branches] for layer in lm.layers] == [FAMILIES[f] for f in expected]
     if "9" not in pattern:
         return c.check_pattern()
     with pytest.raises(ValueError, match=r"'longhorn\*9,llama': no llama in 5 layers; set n_layer to 10 or more"):
@@ -979,9 +976,8 @@ def test_a_pattern_is_repeated_to_n_layer(pattern, families):
 @pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba,gla", "gla,retnet,rwkv"])
 def test_a_hybrid_is_its_layers(pattern):
     """Counts, FLOPs and state are the sums of its layers'; it reads in chunks and samples as one family does."""
-    families = config("longhorn", pattern=pattern, n_layer=3).families
     hybrid = tiny("longhorn", pattern=pattern, n_layer=3)
-    layers = [tiny(family, n_layer=1) for family in families]
+    layers = [tiny(family, n_layer=1) for family in hybrid.config.families]
     layers_flops = lambda lm: counting.flops_per_token(lm, 20)["forward"] - 2 * 64 * 32  # without the head
     assert layers_flops(hybrid) == sum(map(layers_flops, layers))
     assert counting.state_size(hybrid, 20) == sum(counting.state_size(lm, 20) for lm in layers)
@@ -1016,7 +1012,7 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern,
 
 # ----------------------------------------------------------------------------------------------------------- generation
 
-@ALL_FAMILIES
+@ENDLESS
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_of_the_whole(family):
     lm, idx = tiny(family), tokens(2, 15)
@@ -1082,7 +1078,7 @@ def with_method(name):
     ({"model": with_method("mixing_flops")}, r"Older \(.*mixing_flops.*`flops`.*"),
     ({"model": with_method("state_size")}, r"Older \(.*state_size.*initial_state.*"),
     ({"model": Mean, "documents": "pack"}, r"documents=pack: Mean \(test_model.py\) .*--documents=join.*"),
-    ({"model": "rwkv", "documents": "pack", "as_released": True}, "documents=pack: positions .*")], ids=str)
+    ({"model": "rwkv_released", "documents": "pack"}, "documents=pack: positions .*")], ids=str)
 def test_impossible_models_are_refused_in_a_line(changes, words, monkeypatch):
     if isinstance(changes.get("model"), type):
         monkeypatch.setitem(FAMILIES, "own", [changes["model"]])
@@ -1117,7 +1113,8 @@ def test_the_table_is_printed(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("family, backend", [
-    *((family, "") for family in FAMILIES), ("longhorn", "torch"), ("llama", "torch"), ("deltanet", "torch")])
+    *((family, "") for family in FAMILIES if family not in model.POSITIONS),
+    ("longhorn", "torch"), ("llama", "torch"), ("deltanet", "torch")])
 def test_packed_documents_are_those_read_alone(family, backend):
     """Logits, and every gradient: with documents of one token, and of none behind a row's last token."""
     lm = tiny(family, n_layer=1, backend=backend, documents="pack", end_of_text=63)

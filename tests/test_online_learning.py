@@ -107,7 +107,7 @@ def test_mixer_is_the_update_of_its_row(family):
 
 
 def test_all_families_are_there_in_a_process_of_its_own():
-    """The tests import mixers.py themselves; the program must too."""
+    """The tests import families themselves; the program must too."""
     code = "from experiments import online_learning as ol; ol.operator_call('rwkv4', 'torch')"
     subprocess.run([sys.executable, "-c", code], cwd=ol.ROOT, check=True)
 

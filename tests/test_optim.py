@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 import optim
 from model import FAMILIES, LM, ModelConfig
 from optim import Muon, build_optimizers, muon_matrices, set_learning_rate
@@ -57,13 +57,6 @@ def test_shared_and_computed_matrices_are_in_one_group_too(optimizer, change):
     grouped = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(map(id, lm.parameters()))
     assert {*optim.decayed(lm)} <= {name for name, _ in lm.named_parameters()}
-
-
-def test_as_released_whatever_has_two_dimensions_decays():
-    lm, (optimizer,) = build("longhorn", "adamw", as_released=True)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    assert decayed == {id(p) for p in lm.parameters() if p.dim() >= 2}
-    assert decayed > {id(lm.get_parameter(name)) for name in optim.decayed(lm)}  # the convolution's weights, say
 
 
 def test_the_schedule_scales_each_groups_own_rate():

@@ -25,8 +25,8 @@ from helpers import arguments, succeed
 from operators import source_text, with_mistake
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import families  # noqa: F401
 import kernels.scan
-import mixers  # noqa: F401  all families
 import model
 from kernels import build, fused, linear_attention, ops
 from kernels import linear_attention as la

@@ -408,15 +408,6 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     assert shorter.windows[:, 1].tolist() == [16] * 6 + [4] and shorter.final_windows[:, 1].max() == 16
 
 
-def test_as_released_draws_its_windows(whole, data, out):
-    """The settings of the released code in a file of their own, behind a model's."""
-    released = configurator.load(TrainConfig, [str(ROOT / "config/gla_350m.py"), str(ROOT / "config/as_released.py")])
-    assert released.model == "gla" and released.max_iters == 5001 and released.batch_tokens == 480 * 1024
-    assert train.learning_rate_factor(5000, released) * released.learning_rate == pytest.approx(6e-5)
-    succeed(arguments(data, out, as_released=True, max_iters=2))
-    assert losses(out)[0] != losses(whole)[0]
-
-
 def test_documents_are_packed(whole, data, out, tmp_path):
     """Words are documents here. The start compares the operators on documents too."""
     changes = {"documents": "pack", "end_of_text": 32, "max_iters": 2, "self_check": "on", "recompute": "block"}
@@ -942,7 +933,7 @@ OTHER = {"learning_rate": (0.003, 0.001), "min_lr": (-1.0, 0.001), "batch_tokens
          "schedule": ("cosine", "wsd"), "warmup_iters": (-1, 3), "decay_iters": (-1, 4), "optimizer": ("adamw", "muon"),
          "weight_decay": (0.1, 0.2), "beta1": (0.9, 0.8), "beta2": (0.95, 0.9), "grad_clip": (1.0, 2.0),
          "model": ("longhorn", "llama"), "n_embd": (32, 64), "dtype": ("float32", "bfloat16"),
-         "documents": ("join", "pack"), "end_of_text": (-1, 32), "as_released": (False, True)}
+         "documents": ("join", "pack"), "end_of_text": (-1, 32)}
 
 
 def stopped(**changes):
@@ -980,7 +971,6 @@ REFUSED = [
     ({"TORCHELASTIC_MAX_RESTARTS": "2"}, "resume=never", "torchrun --max-restarts", "--resume=auto"),
     # data
     ({"dataset": "pystdlob"}, "pystdlob", "pystdlib"),
-    ({"dataset": "{data}:0.5,{data}:0.5", "as_released": True}, "name one"),
     ({"dataset": "{data}:0.5,{gpt2}:0.5"}, "{gpt2}", "'gpt2'", "'bytes'"),
     ({"dataset": "{data}:0.5,{characters}:0.5"}, "{characters}", "vocabularies"),
     ({"eval_sets": "{gpt2}"}, "eval_sets", "'gpt2'", "'bytes'"), ({"eval_sets": "{nowhere}"}, "{nowhere}"),
@@ -1002,6 +992,8 @@ REFUSED = [
     ({"out_dir": "{junk}", "resume": "auto"}, "{junk}/checkpoint.safetensors: cut short", "1 others"),
     *(({"out_dir": f"{{{place}}}", "resume": "auto"}, f"{{{place}}}/checkpoint.safetensors: does not fit this run")
       for place in ("bad_step", "no_bad", "bad_config", "short")),
+    *(({**how, "resume": "auto"}, "{released}/checkpoint.safetensors: as_released=True is no setting", "gla_released")
+      for how in ({"out_dir": "{released}"}, {"init_from": "{released}"})),
     # a branch
     ({**PLAN, "branch": "{trunk}@7"}, "{trunk} has checkpoints of steps 4, 8, 10, 12"),
     ({**PLAN, "branch": "there"}, "RUN@STEP has checkpoints of steps (none)"),
@@ -1067,6 +1059,7 @@ def places(data, whole, trunk, tmp_path_factory):
         (root / name).mkdir()
         checkpoint.save(root / name / "checkpoint.safetensors", tensors, {**meta, **changes})
 
+    write("released", config={**meta["config"], "as_released": True})
     with_more, skeleton = checkpoint.flatten({**old, "model": {**old["model"], "more": torch.ones(5)}})
     write("more", with_more, skeleton=skeleton)
     write("short", {name: t[:5] if name.endswith("embed.weight") else t for name, t in tensors.items()})

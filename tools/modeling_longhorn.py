@@ -3,7 +3,7 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model.generate(**AutoTokenizer.from_pretrained(folder)("def main():", return_tensors="pt"), max_new_tokens=40)
 
-SOURCES holds model.py, mixers.py and everything that they import from the repository, as of the export. They run in
+SOURCES holds model.py, mixers.py, families/ and all that they import from the repository, as of the export. They run in
 plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels are unchanged, these
 are compiled and used. The cache for generation is the model's own state. Rows of a batch may be padded on either side.
 """
@@ -87,7 +87,9 @@ def load_sources():
     if package not in sys.modules:
         sys.meta_path.insert(0, Sources(package, root or Path(__file__).resolve().parent / package))
     backend = "torch" if root is None else ""
-    importlib.import_module(f"{package}.mixers")  # all families
+    for path in SOURCES:
+        if path.startswith("families/"):
+            importlib.import_module(f"{package}.{path[:-3].removesuffix('/__init__').replace('/', '.')}")
     return importlib.import_module(f"{package}.model"), backend
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import configurator
-import mixers  # noqa: F401  all families
+import families  # noqa: F401
 from model import FAMILIES, LM, ModelConfig
 from runtime import counting
 
@@ -38,11 +38,11 @@ def config_settings(family, size):
 
 def main(argv=None):
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
-    print("family         size    parameters   Table 1    off  FLOPs/token  state at 1024")
+    print("family          size    parameters   Table 1    off  FLOPs/token  state at 1024")
     for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
         with torch.device("meta"):
             lm = LM(ModelConfig(model=family, block_size=1024, **shape | config_settings(family, size)))
-        count, paper = counting.parameter_count(lm)["total"], TABLE1.get(family, {}).get(size)
+        count, paper = counting.parameter_count(lm)["total"], TABLE1.get(family.removesuffix("_released"), {}).get(size)
         beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
-        print(f"{family:14} {size:5} {count / 1e6:11.1f}M {beside} "
+        print(f"{family:15} {size:5} {count / 1e6:11.1f}M {beside} "
               f"{counting.flops_per_token(lm)['total'] / 1e6:11.0f}M {counting.state_size(lm) / 1e6:13.2f}M")

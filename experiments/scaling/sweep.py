@@ -290,7 +290,7 @@ def estimate(cells):
     """
     import torch
 
-    import mixers  # noqa: F401  all families
+    import families  # noqa: F401
     from model import LM, ModelConfig
     from runtime.counting import flops_per_token, parameter_count
 

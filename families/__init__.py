@@ -1,0 +1,12 @@
+"""All families: those of model.py and mixers.py, and those of the files in this folder, where yours go too.
+
+A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files.
+"""
+
+import importlib
+import pkgutil
+
+import mixers  # noqa: F401  its rows first
+
+for file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{file.name}")
