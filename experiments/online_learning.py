@@ -7,7 +7,7 @@ other.
 
 Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates,
 some of them extreme. The mixers of model.py and mixers.py are run, and their states compared with the same updates.
-Then, without training: how much each update recalls of n random key-value pairs from a state of d x N numbers.
+Then the one figure: what Eq. 7, the diagonal form that trains, misses of the decrease that Eq. 6 reaches.
 
     paper        here         shape
     S, S_{t-1}   S, S_prev    (d, N); (d,) in the families without keys (Griffin, RWKV-4)
@@ -55,11 +55,8 @@ from tools.loss_curve import save_figure  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
-D_STATE, N_STATE = 16, 16  # in the recall experiments: every update has a state of 256 numbers
-NEWEST = N_STATE // 2  # recall of so many newest pairs is also measured
-PAIRS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-TIMES = tuple(2**i for i in range(9))  # how often a single pair is written
-CORRELATED = 0.5  # expected cosine of two keys, for recall with correlated keys
+NO_CURVATURE = 1e-13  # a smallest curvature of at most this, relative to the largest: no unique minimum
+COSINES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of two keys, where the diagonal form is compared with the exact one
 
 
 # ----------------------------------------------------------------------------------------------- objectives and updates
@@ -135,20 +132,13 @@ def hgrn2(S_prev, k, x, p): return S_prev * p.alpha + outer(x, 1 - p.alpha)
 def rwkv4_loss(S, S_prev, k, x, p): return (p.z * (S - S_prev).square()).sum() + (k.exp() * (S - x).square()).sum()
 def rwkv4(S_prev, k, x, p): return (p.z * S_prev + k.exp() * x) / (p.z + k.exp())
 
-# The share of a new value that one step writes to an empty state, eps |k|^2; in Longhorn the length of keys sets it
-WRITES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 0.99)
-FORGETS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.4)
-LENGTHS = tuple({"key": math.sqrt(2 * w / (1 - w))} for w in WRITES)  # with beta = 0.5
-
 
 @dataclass
 class Update:
     """A row of the table: an objective, its update, and the claim about them.
 
     L, S: formulas of the two, with S' for S_prev. source: who claims that the update minimises the objective. holds:
-    whether it does; a different result is an error. mixers: families whose mixers run it. tune: settings that the
-    recall experiments choose from, each with fields of `p` as numbers, and 'key', the length of keys; None: no recall,
-    because there is no key to recall with or the update is another row's.
+    whether it does; a different result is an error. mixers: families whose mixers run it.
     """
 
     name: str
@@ -160,7 +150,6 @@ class Update:
     holds: bool = True
     note: str = ""
     mixers: tuple = ()
-    tune: tuple | None = ()
     elementwise: bool = False  # S is (d,)
     added: bool = False  # by --add
 
@@ -169,49 +158,48 @@ UPDATES = [
     Update("linear attention", "|S - S'|^2 - 2 <S k, x>", "S' + x k^T", linear_attention_loss, linear_attention,
            note="the loss of a pair, -2 <S k, x>, has no minimum, so a pair that is written again adds up"),
     Update("RetNet", "g |S - S'|^2 + (1 - g) |S|^2 - 2 <S k, x>", "g S' + x k^T", retnet_loss, retnet,
-           mixers=("retnet", "rwkv", "mamba2"), tune=tuple({"gamma": 1 - f} for f in FORGETS),
+           mixers=("retnet", "rwkv", "mamba2"),
            note="the terms without x have their minimum at g S', not at S' as Eq. 4's divergence; the same in GLA, "
                 "Griffin and Mamba"),
     Update("GLA, as printed", "|S - S' diag(a)|^2 + 2 <S k, x>", "S' diag(a) + x k^T", gla_loss_printed, gla,
-           holds=False, tune=None,
+           holds=False,
            note="with a plus before the inner product the minimum is at S' diag(a) - x k^T; with a minus (next row) it "
                 "holds"),
     Update("GLA", "|S - S' diag(a)|^2 - 2 <S k, x>", "S' diag(a) + x k^T", gla_loss, gla, "Table 4, except the sign",
-           mixers=("gla",), tune=tuple({"alpha": 1 - f} for f in FORGETS)),
+           mixers=("gla",)),
     Update("Griffin", "|sqrt(a) (s - s')|^2 + |sqrt(1-a) s|^2 - 2 sum sqrt(1-a) s i x", "a s' + sqrt(1-a) i x",
-           griffin_loss, griffin, elementwise=True, tune=None,
+           griffin_loss, griffin, elementwise=True,
            note="holds if the last term is summed; Griffin's own paper has sqrt(1 - a^2) instead of sqrt(1 - a)"),
     Update("Longhorn, Eq. 6", "|S - S'|^2 + |S k - x|^2_diag(b)", "S' + (e * (x - S' k)) k^T,  e = b / (1 + b |k|^2)",
-           longhorn_loss, longhorn_exact, "Theorem 3.1", mixers=("longhorn_exact",), tune=LENGTHS),
+           longhorn_loss, longhorn_exact, "Theorem 3.1", mixers=("longhorn_exact",)),
     Update("Longhorn, Eq. 7", "|S - S'|^2 + |S k - x|^2_diag(b)", "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_loss,
-           longhorn, holds=False, mixers=("longhorn",), tune=LENGTHS,
+           longhorn, holds=False, mixers=("longhorn",),
            note="printed next to Eq. 5, which Eq. 6 minimises; Eq. 7 does if S' = 0, N = 1 or k has a single "
                 "nonzero entry"),
     Update("Longhorn, Eq. 7, its own", "sum_ij (1 + b_i (|k|^2 - k_j^2)) (S_ij - S'_ij)^2 + b_i (k_j S_ij - x_i)^2",
-           "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_diagonal_loss, longhorn, "here", tune=None,
+           "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_diagonal_loss, longhorn, "here",
            note="the objective that Eq. 7 minimises: each number in row i answers x_i by itself, and moves less the "
                 "larger the key's other entries are"),
     Update("DeltaNet", "|S - S'|^2 + 2 b <S' k - x, S k>", "S' - b (S' k - x) k^T", deltanet_loss, deltanet, "here",
-           mixers=("deltanet",), tune=tuple({"rate": w} for w in WRITES),
+           mixers=("deltanet",),
            note="a gradient step of b on |S k - x|^2 / 2 (Section 4), so it minimises that loss, linearised; Eq. 6 is "
                 "the step b = b' / (1 + b' |k|^2); one eigenvalue of I - b k k^T is below -1 if b |k|^2 > 2"),
     Update("delta rule, implicit", "|S - S'|^2 + b |S k - x|^2", "S' - e (S' k - x) k^T,  e = b / (1 + b |k|^2)",
-           implicit_loss, implicit, "here", tune=LENGTHS,
+           implicit_loss, implicit, "here",
            note="--step=implicit, backward Euler: Theorem 3.1 with one b for all channels; e |k|^2 < 1 for any key"),
     Update("delta rule, exact", "|S - flow|^2,  dS/dt = -(S k - x) k^T from S' for a time of b",
-           "S' - e (S' k - x) k^T,  e = (1 - exp(-b |k|^2)) / |k|^2", flow_loss, flow, "arXiv 2512.12602", tune=LENGTHS,
+           "S' - e (S' k - x) k^T,  e = (1 - exp(-b |k|^2)) / |k|^2", flow_loss, flow, "arXiv 2512.12602",
            note="--step=exact; the flow is that linear system's matrix exponential, computed without a formula for e"),
     Update("gated DeltaNet", "|S - g S'|^2 + 2 b <g S' k - x, S k>", "g S' - b (g S' k - x) k^T", gated_deltanet_loss,
-           gated_deltanet, "here", mixers=("gated_deltanet",), tune=None),
+           gated_deltanet, "here", mixers=("gated_deltanet",)),
     Update("KDA", "|S - S' diag(a)|^2 + 2 b <S' diag(a) k - x, S k>", "S' diag(a) - b (S' diag(a) k - x) k^T", kda_loss,
-           kda, "here", mixers=("kda",), tune=None),
+           kda, "here", mixers=("kda",)),
     Update("Mamba", "sum_ij a_ij (S_ij - S'_ij)^2 + (1 - a_ij) S_ij^2 - 2 <S k, D x>",
-           "a * S' + (D x) k^T,  a = exp(D A)", mamba_loss, mamba, "here, for A.2", mixers=("mamba",),
-           tune=tuple({"delta": w} for w in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3))),
+           "a * S' + (D x) k^T,  a = exp(D A)", mamba_loss, mamba, "here, for A.2", mixers=("mamba",)),
     Update("HGRN2", "sum_ij f_j (S_ij - S'_ij)^2 + (1 - f_j) (S_ij - x_i)^2", "S' diag(f) + x (1 - f)^T", hgrn2_loss,
-           hgrn2, "here, for A.5", tune=None),
+           hgrn2, "here, for A.5"),
     Update("RWKV-4", "sum z (s - s')^2 + e^k (s - x)^2,  z = e^-w z'", "(z s' + e^k x) / (z + e^k)", rwkv4_loss, rwkv4,
-           "here, for A.4", elementwise=True, mixers=("rwkv4",), tune=None),
+           "here, for A.4", elementwise=True, mixers=("rwkv4",)),
 ]
 ROW = {row.name: row for row in UPDATES}
 
@@ -225,8 +213,9 @@ def settings(d, N, **given):
              "z": (d,)}
     p = {"beta": 0.5, "rate": 0.5, "gamma": 1 - 2**-5, "alpha": 0.5 ** (1 / 16), "a": 0.9, "i": 0.5, "delta": 0.01,
          "A": -torch.arange(1.0, N + 1, dtype=torch.float64), "z": 1.0} | given
-    tensor = lambda v, shape: torch.as_tensor(v, dtype=torch.float64).expand(shape).clone()
-    return SimpleNamespace(**{n: tensor(v, shape[n]) for n, v in p.items()})
+    for name, value in p.items():
+        p[name] = torch.as_tensor(value, dtype=torch.float64).expand(shape[name]).clone()
+    return SimpleNamespace(**p)
 
 
 # --------------------------------------------------------------------------------------- the update against a minimiser
@@ -236,24 +225,34 @@ def draws(count, elementwise, seed):
 
     Extremes are keys of length 0.001 and 1000, gates and step sizes within 1e-6 of 0 and 1, states of size 0 and 100.
     """
-    g = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
-    pick = lambda choices: choices[int(torch.randint(len(choices), (), generator=g))]
+    generator = torch.Generator().manual_seed(seed)
 
-    def gate(*shape):
-        u = torch.rand(shape, generator=g, dtype=torch.float64)
-        kind = torch.randint(3, shape, generator=g) if extreme else torch.zeros(shape)
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def pick(choices):
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    def gate(extreme, *shape):
+        u = torch.rand(shape, generator=generator, dtype=torch.float64)
+        kind = torch.randint(3, shape, generator=generator) if extreme else torch.zeros(shape)
         return torch.where(kind == 1, 1e-6, torch.where(kind == 2, 1 - 1e-6, 1e-3 + 0.998 * u))
 
     for i in range(count):
         extreme = i >= count / 3
         d, N = pick([(1, 1), (3, 4), (4, 8), (2, 16)])
-        size = pick([1e-3, 1.0, 1e3]) if extreme else 1.0
-        k = normal(d).clamp(-3, 3) * pick([1, 5]) if elementwise else F.normalize(normal(N), dim=0) * size
-        S = normal(d) if elementwise else normal(d, N)
-        p = settings(d, N, beta=gate(d), rate=gate(), gamma=gate(), alpha=gate(N), a=gate(d), i=gate(d),
-                     delta=10 * gate(d), A=-3 * gate(d, N), z=normal(d).exp())
-        S_size, x_size = (pick([0.0, 1.0, 100.0]), pick([1.0, 100.0])) if extreme else (1.0, 1.0)
+        key_size = pick([1e-3, 1.0, 1e3]) if extreme else 1.0
+        if elementwise:
+            k = normal(d).clamp(-3, 3) * pick([1, 5])
+            S = normal(d)
+        else:
+            k = F.normalize(normal(N), dim=0) * key_size
+            S = normal(d, N)
+        p = settings(d, N, beta=gate(extreme, d), rate=gate(extreme), gamma=gate(extreme), alpha=gate(extreme, N),
+                     a=gate(extreme, d), i=gate(extreme, d), delta=10 * gate(extreme, d), A=-3 * gate(extreme, d, N),
+                     z=normal(d).exp())
+        S_size = pick([0.0, 1.0, 100.0]) if extreme else 1.0
+        x_size = pick([1.0, 100.0]) if extreme else 1.0
         yield S * S_size, k, normal(d) * x_size, p
 
 
@@ -268,14 +267,17 @@ def minimise(loss, start, *given):
     """
     from scipy.optimize import minimize
 
-    f = lambda s: loss(s.view(start.shape), *given)
+    def f(s):
+        return loss(s.view(start.shape), *given)
 
     def value_and_gradient(s):
         s = torch.tensor(s, dtype=torch.float64, requires_grad=True)
         value = f(s)
         return value.item(), torch.autograd.grad(value, s)[0].numpy()
 
-    hessian = lambda s: torch.autograd.functional.hessian(f, torch.tensor(s, dtype=torch.float64)).numpy()
+    def hessian(s):
+        return torch.autograd.functional.hessian(f, torch.tensor(s, dtype=torch.float64)).numpy()
+
     wide = 1e3 * (1 + start.abs().max().item())
     try:
         s = minimize(value_and_gradient, start.flatten().numpy(), jac=True, hess=hessian, method="trust-exact",
@@ -286,8 +288,9 @@ def minimise(loss, start, *given):
         curvature = np.linalg.eigvalsh(hessian(s))  # ascending
     except (ValueError, np.linalg.LinAlgError):  # diverged to values that are not finite
         return start, -math.inf, math.inf
-    low = curvature[0] / max(abs(curvature).max(), 1e-300)
-    return torch.tensor(s).view(start.shape), float(low), float(abs(step).max() / max(abs(s).max(), 1e-300))
+    lowest = curvature[0] / max(abs(curvature).max(), 1e-300)
+    last_step = abs(step).max() / max(abs(s).max(), 1e-300)
+    return torch.tensor(s).view(start.shape), float(lowest), float(last_step)
 
 
 def check(row, count, seed):
@@ -299,113 +302,53 @@ def check(row, count, seed):
     objective or update with an invalid result.
     """
     offs, curvatures, steps = [], [], []
-    for S_prev, k, x, p in draws(count, row.elementwise, seed):
-        before, got = S_prev.clone(), answer(row, S_prev, k, x, p)
-        if not torch.equal(before, S_prev):
-            raise ConfigError(f"{row.name}: update changed S_prev in place: return a new tensor")
-        value = row.objective(S_prev + 0.5, S_prev, k, x, p)
-        if not (isinstance(value, torch.Tensor) and value.shape == () and value.isfinite() and got.isfinite().all()):
-            raise ConfigError(f"{row.name}: the objective must be a single number, and it and the update finite, for "
-                              f"keys of length 0.001 to 1000; got objective {value} at |k| = {k.norm():.3g}")
-        g = torch.Generator().manual_seed(seed + len(offs))  # the start does not depend on the update
-        start = torch.randn(S_prev.shape, generator=g, dtype=torch.float64)
-        least, low, step = minimise(row.objective, start, S_prev, k, x, p)
-        offs.append(((got - least).abs().max() / max(got.abs().max(), least.abs().max(), 1e-300)).item())
-        curvatures.append(low)
+    for i, (S_prev, k, x, p) in enumerate(draws(count, row.elementwise, seed)):
+        got = answer(row, S_prev, k, x, p)
+        generator = torch.Generator().manual_seed(seed + i)  # the start does not depend on the update
+        start = torch.randn(S_prev.shape, generator=generator, dtype=torch.float64)
+        least, lowest, step = minimise(row.objective, start, S_prev, k, x, p)
+        largest = max(got.abs().max(), least.abs().max(), 1e-300)
+        offs.append(((got - least).abs().max() / largest).item())
+        curvatures.append(lowest)
         steps.append(step)
-    minimised = min(curvatures) > 1e-13 and max(steps) <= HOLDS
-    return {"off": max(offs), "off_ordinary": max(offs[:math.ceil(count / 3)]), "smallest_curvature": min(curvatures),
-            "largest_last_step": max(steps), "draws": count, "found": minimised,
-            "minimises": minimised and max(offs) <= HOLDS}
+    found = min(curvatures) > NO_CURVATURE and max(steps) <= HOLDS
+    ordinary = offs[:math.ceil(count / 3)]
+    return {"off": max(offs), "off_ordinary": max(ordinary), "smallest_curvature": min(curvatures),
+            "largest_last_step": max(steps), "draws": count, "found": found,
+            "minimises": found and max(offs) <= HOLDS}
 
 
 def answer(row, S_prev, k, x, p):
-    """row.update's S. Raises ConfigError unless it is a float64 tensor of S_prev's shape."""
+    """row.update's S. Raises ConfigError unless it is a new float64 tensor of S_prev's shape, and it and the objective
+    finite."""
+    before = S_prev.clone()
     S = row.update(S_prev, k, x, p)
     if not isinstance(S, torch.Tensor) or S.shape != S_prev.shape or S.dtype != torch.float64:
         got = f"{tuple(S.shape)} {S.dtype}" if isinstance(S, torch.Tensor) else type(S).__name__
         raise ConfigError(f"{row.name}: update returned {got}, expected the new S, {tuple(S_prev.shape)} torch.float64")
+    if not torch.equal(before, S_prev):
+        raise ConfigError(f"{row.name}: update changed S_prev in place: return a new tensor")
+    value = row.objective(S_prev + 0.5, S_prev, k, x, p)
+    if not (isinstance(value, torch.Tensor) and value.shape == () and value.isfinite() and S.isfinite().all()):
+        raise ConfigError(f"{row.name}: the objective must be a single number, and it and the update finite, for keys "
+                          f"of length 0.001 to 1000; got objective {value} at |k| = {k.norm():.3g}")
     return S
 
 
-# -------------------------------------------------------------------------------------------------------------- streams
+# ----------------------------------------------------------------------------------------- what the diagonal form costs
 
-def make_pairs(n, d, N, correlation, g):
+def make_pairs(n, d, N, correlation, generator):
     """n random pairs: keys (n, N) of length 1 that share a random direction, and normally distributed values (n, d).
 
     correlation: approximately the expected cosine of two keys.
     """
-    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
-    unit = lambda a: F.normalize(a, dim=-1)
-    keys = math.sqrt(correlation) * unit(normal(N)) + math.sqrt(1 - correlation) * unit(normal(n, N))
-    return unit(keys), normal(n, d)
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-
-def lost(read, values):
-    """The share of the values that is lost: sum (c read - value)^2 / sum value^2, for tensors of any shape.
-
-    c is the best single factor: in a model, the norm and learned projection that follow would find it.
-    """
-    read = read / read.abs().max().clamp(min=1e-300)  # keeps its square finite
-    return 1 - ((read * values).sum().square() / (read.square().sum() * values.square().sum()).clamp(min=1e-300)).item()
-
-
-def recall(row, p, keys, values):
-    """The share lost over a stream, of all pairs and of the newest NEWEST, after each number in PAIRS: (2, len(PAIRS)).
-
-    Infinite once the state is not finite.
-    """
-    S, shares = torch.zeros(values.shape[1], keys.shape[1], dtype=torch.float64), []
-    for n, (k, x) in enumerate(zip(keys, values, strict=True), 1):
-        S = answer(row, S, k, x, p)
-        if n in PAIRS:
-            read = keys[:n] @ S.T  # (n, d)
-            finite = read.isfinite().all()
-            shares.append([lost(read[-m:], values[:n][-m:]) if finite else math.inf for m in (n, NEWEST)])
-    return torch.tensor(shares, dtype=torch.float64).T
-
-
-def recall_rows(rows, correlation, streams, seed):
-    """The share that every update with keys loses, with its mixer's initial values and at its best settings.
-
-    Returns a list of {'name'; 'start': share lost of all pairs, mean over streams, for each of PAIRS, with the mixer's
-    initial values; 'best': the same at the best setting for each number of pairs; 'setting': that setting; 'newest':
-    share lost of the newest NEWEST pairs, at the best setting for these; all with '..._quartiles' over streams}. All
-    updates see the same streams, on which the settings are also chosen.
-    """
-    data = [make_pairs(max(PAIRS), D_STATE, N_STATE, correlation, torch.Generator().manual_seed(seed + s))
-            for s in range(streams)]  # keys (n, N) and values (n, d) each
-    recalled = []
-    for row in rows:
-        tried, shares = [{}, *row.tune], []
-        for setting in tried:
-            p = settings(D_STATE, N_STATE, **{n: v for n, v in setting.items() if n != "key"})
-            shares.append(torch.stack([recall(row, p, keys * setting.get("key", 1.0), x) for keys, x in data]))
-        shares = torch.stack(shares)  # (settings, streams, 2, len(PAIRS))
-        best, newest = shares.mean(1).argmin(0).tolist()  # the setting for each of PAIRS
-        entry = {"name": row.name, "setting": [tried[i] for i in best]}
-        for name, which, at in (("start", 0, [0] * len(PAIRS)), ("best", 0, best), ("newest", 1, newest)):
-            of = torch.stack([shares[s, :, which, i] for i, s in enumerate(at)])  # (len(PAIRS), streams)
-            entry[name] = of.mean(1).tolist()
-            entry[name + "_quartiles"] = of.quantile(torch.tensor([0.25, 0.75], dtype=of.dtype), 1).T.tolist()
-        recalled.append(entry)
-    return recalled
-
-
-def least_squares_floor(n):
-    """The least that any S (d, N), even chosen with hindsight, loses of n pairs: it fits N of n dimensions."""
-    return max(0.0, 1 - N_STATE / n)
-
-
-def written_again(row, seed):
-    """[<S k, x> / |x|^2] after writing the same pair TIMES times, with the mixer's initial values and |k| = 1."""
-    (k,), (x,) = make_pairs(1, D_STATE, N_STATE, 0.0, torch.Generator().manual_seed(seed))
-    S, p, reads = torch.zeros(D_STATE, N_STATE, dtype=torch.float64), settings(D_STATE, N_STATE), []
-    for t in range(1, max(TIMES) + 1):
-        S = row.update(S, k, x, p)
-        if t in TIMES:
-            reads.append(((S @ k) @ x / (x @ x)).item())
-    return reads
+    shared = F.normalize(normal(N), dim=-1)
+    own = F.normalize(normal(n, N), dim=-1)
+    keys = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+    return F.normalize(keys, dim=-1), normal(n, d)
 
 
 def diagonal_cost(N, correlation, writes, streams, seed, d=8):
@@ -415,17 +358,20 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
     of Eq. 7 from its own state S' misses, (L(S7) - L(S6)) / (L(S') - L(S6)), summed over steps: 0 is the minimiser, 1
     is as good as no step, more is worse than no step.
     """
-    n, p, left, possible = max(64, 8 * N), settings(d, N), 0.0, 0.0
-    for s in range(streams):
-        keys, values = make_pairs(n, d, N, correlation, torch.Generator().manual_seed(seed + s))
+    n = max(64, 8 * N)
+    p = settings(d, N)
+    left, possible = 0.0, 0.0
+    for stream in range(streams):
+        keys, values = make_pairs(n, d, N, correlation, torch.Generator().manual_seed(seed + stream))
+        keys = keys * math.sqrt(2 * writes / (1 - writes))
         S = torch.zeros(d, N, dtype=torch.float64)
-        for t, (k, x) in enumerate(zip(keys * math.sqrt(2 * writes / (1 - writes)), values, strict=True)):
-            before, S = S, longhorn(S, k, x, p)
+        for t in range(n):
+            k, x, before = keys[t], values[t], S
+            S = longhorn(before, k, x, p)
             if t >= n // 2:
-                loss = lambda S, before=before, k=k, x=x: longhorn_loss(S, before, k, x, p).item()
-                least = loss(longhorn_exact(before, k, x, p))
-                left += loss(S) - least
-                possible += loss(before) - least
+                least = longhorn_loss(longhorn_exact(before, k, x, p), before, k, x, p).item()
+                left += longhorn_loss(S, before, k, x, p).item() - least
+                possible += longhorn_loss(before, before, k, x, p).item() - least
     return {"N": N, "correlation": correlation, "writes": writes, "missed": left / possible}
 
 
@@ -434,27 +380,32 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
 # x (T, d), [p of each step]).
 
 def scan_sequences(a, state):
-    k, x = (a["k"], a["x"]) if "dt" in a else (a["B"], a["u"])
-    for b in range(len(x)):
+    for b in range(len(state)):
+        d, N = state[b].shape
         if "dt" in a:
-            given = [{"beta": torch.sigmoid(dt + a["dt_bias"])} for dt in a["dt"][b]]
+            k, x = a["k"][b], a["x"][b]
+            ps = [settings(d, N, beta=torch.sigmoid(dt + a["dt_bias"])) for dt in a["dt"][b]]
         else:
-            given = [{"delta": F.softplus(delta + a["delta_bias"]), "A": a["A"]} for delta in a["delta"][b]]
-        yield a["h0"][b], state[b], k[b], x[b], [settings(*state[b].shape, **g) for g in given]
+            k, x = a["B"][b], a["u"][b]
+            ps = [settings(d, N, delta=F.softplus(delta + a["delta_bias"]), A=a["A"]) for delta in a["delta"][b]]
+        yield a["h0"][b], state[b], k, x, ps
 
 
 def head_sequences(a, state):
-    (B, T, H, _), K = a["v"].shape, a["k"].shape[3]
+    B, T, H, d = a["v"].shape
     for b, h in itertools.product(range(B), range(H)):
-        given = [{} for _ in range(T)]
-        if "beta" in a:
-            given = [{"rate": rate} for rate in a["beta"][b, :, h]]
-        if "log_decay" in a:
-            gates = a["log_decay"].exp()
-            gates = gates[h].expand(T) if gates.dim() == 1 else gates[b, :, h]
-            given = [g | {"gamma" if gate.dim() == 0 else "alpha": gate} for g, gate in zip(given, gates, strict=True)]
-        x, k = a["v"][b, :, h], a["k"].expand(-1, -1, H, -1)[b, :, h]  # (T, d), (T, K)
-        yield a["state"][b, h].T, state[b, h].T, k, x, [settings(x.shape[1], K, **g) for g in given]
+        k = a["k"].expand(-1, -1, H, -1)[b, :, h]  # (T, N)
+        ps = []
+        for t in range(T):
+            given = {}
+            if "beta" in a:
+                given["rate"] = a["beta"][b, t, h]
+            if "log_decay" in a:
+                decay = a["log_decay"].exp()
+                decay = decay[h] if decay.dim() == 1 else decay[b, t, h]
+                given["alpha" if decay.dim() else "gamma"] = decay
+            ps.append(settings(d, k.shape[1], **given))
+        yield a["state"][b, h].T, state[b, h].T, k, a["v"][b, :, h], ps
 
 
 def wkv4_sequences(a, state):
@@ -479,13 +430,14 @@ def operator_call(family, backend="", seed=0, T=12):
     {argument: tensor}, state after the call), all float64. Raises RuntimeError unless the mixer calls it exactly once.
     """
     config = model.ModelConfig(model=family, n_layer=1, n_head=2, n_embd=32, d_state=8, vocab_size=64, backend=backend)
+    calls = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         branch = model.LM(config).layers[0].branches[0]
         for weight in branch.mixer.parameters():
             weight.normal_(0.0, 0.5)
         name, module = branch.mixer.operator, sys.modules[type(branch.mixer).__module__]
-        op, calls = getattr(module, name), []
+        op = getattr(module, name)
 
         def record(*args, **given):
             result = op(*args, **given)
@@ -497,11 +449,17 @@ def operator_call(family, backend="", seed=0, T=12):
             branch.mixer(torch.randn(2, T, 32), state)
     if len(calls) != 1:
         raise RuntimeError(f"{family}: its mixer called {name} {len(calls)} times, not once")
+    (arguments, state), = calls
+    return name, {key: wide(value) for key, value in arguments.items()}, wide(state)
 
-    def wide(a):
-        return a.double() if isinstance(a, torch.Tensor) else tuple(map(wide, a)) if isinstance(a, (tuple, list)) else a
 
-    return name, {n: wide(a) for n, a in calls[0][0].items()}, wide(calls[0][1])
+def wide(value):
+    """A tensor, or each of a tuple, as float64; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.double()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(wide, value))
+    return value
 
 
 def mixer_off(family, update, backend=""):
@@ -521,25 +479,21 @@ def mixer_off(family, update, backend=""):
 
 def read_update(path):
     """The row for a file that defines objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and optionally name,
-    note, L, S and tune. Raises ConfigError."""
+    note, L and S. Raises ConfigError."""
     path = regular(path)
     try:
         module = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:
         raise ConfigError(f"--add={path}: it does not run ({type(error).__name__}: {error})") from error
-    for name, wanted in (("objective", "S, S_prev, k, x, p"), ("update", "S_prev, k, x, p")):
-        if not callable(module.get(name)):
-            raise ConfigError(f"--add={path}: defines no function {name}({wanted})")
-    name, tune = str(module.get("name", path.stem)), module.get("tune", LENGTHS)
+    for function, arguments in (("objective", "S, S_prev, k, x, p"), ("update", "S_prev, k, x, p")):
+        if not callable(module.get(function)):
+            raise ConfigError(f"--add={path}: defines no function {function}({arguments})")
+    name = str(module.get("name", path.stem))
     if name in ROW:
         raise ConfigError(f"--add={path}: a row named {name!r} already exists: set another name = \"...\"")
-    known = ["key", *vars(settings(1, 1))]
-    if not isinstance(tune, (list, tuple)) or not all(isinstance(t, dict) and set(t) <= set(known) for t in tune):
-        raise ConfigError(f"--add={path}: tune must be a list of settings such as [{{'beta': 0.9, 'key': 2.0}}], with "
-                          f"numbers for {', '.join(known)}")
-    formulas = (str(module.get(name, f"{role} in {path.name}")) for name, role in (("L", "objective"), ("S", "update")))
-    return Update(name, *formulas, module["objective"], module["update"], "you", note=str(module.get("note", "")),
-                  tune=tuple(tune), added=True)
+    return Update(name, L=str(module.get("L", f"objective in {path.name}")),
+                  S=str(module.get("S", f"update in {path.name}")), objective=module["objective"],
+                  update=module["update"], source="you", note=str(module.get("note", "")), added=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- output
@@ -553,107 +507,77 @@ def verdict(check):
         return "yes"
     if check["found"]:
         return "NO"
-    return "NO: no unique minimum" if check["smallest_curvature"] <= 1e-13 else "not known: no minimum was found"
+    if check["smallest_curvature"] <= NO_CURVATURE:
+        return "NO: no unique minimum"
+    return "not known: no minimum was found"
 
 
 def report(record, rows):
     """The record as Markdown that also reads well in a terminal: a list of lines."""
+    return [*formulas(rows), "", *checks_table(record, rows), "", *notes(rows), "", *diagonal_table(record)]
+
+
+def formulas(rows):
     lines = ["Objectives and updates (S': previous state; g, a, f: gates; b, D: step sizes; *: elementwise):", ""]
     width = max(len(row.name) for row in rows)
     for row in rows:
         lines += [f"    {row.name:{width}}  L = {row.L}", f"    {'':{width}}  S = {row.S}"]
-    lines += ["", *wrapped(f"""Does the update minimise its objective? {record['draws']} random draws each, in float64.
-        off: the largest relative difference from a numerical minimiser, for draws of ordinary size and for all draws;
-        yes: at most {HOLDS:g}. mixers: relative difference between the states of the mixers that train and the update,
-        in float32."""), ""]
+    return lines
+
+
+def checks_table(record, rows):
     cells = [["family", "claimed by", "minimises it?", "off", "with extremes", "mixers"]]
     for row, check in zip(rows, record["checks"], strict=True):
         trained = ", ".join(f"{family} {off:.0e}" for family, off in check["mixers"].items()) or "-"
-        off = (f"{check[name]:.0e}" for name in ("off_ordinary", "off"))
-        cells.append([row.name, row.source, verdict(check), *off, trained])
-    lines += [table(cells), ""]
-    lines += [*(line for row in rows if row.note for line in wrapped(f"- {row.name}: {row.note}.", "  ")), ""]
-    wide = max(high - low for rows in record["recall"].values() for r in rows for name in ("start", "best", "newest")
-               for low, high in r[name + "_quartiles"] if math.isfinite(high - low))
-    lines += [*wrapped(f"""Recall without training. Random pairs are written one after another to a state of {D_STATE} x
-        {N_STATE} numbers: the share of their values that is lost when they are read back with the keys, with a common
-        gain (0: perfect, 1: nothing left). Means over {record['streams']} streams; quartiles are at most {wide:.2f}
-        apart."""), ""]
-    shown = [PAIRS.index(n) for n in (4, 8, 16, 32, 64, 128)]
-    for title, key, which in PANELS:
-        cells = [["update", *(f"n = {PAIRS[i]}" for i in shown)]]
-        cells += [[r["name"], *(f"{r[which][i]:.3f}" for i in shown)] for r in record["recall"][key]]
-        if which != "newest":
-            cells.append(["least squares with hindsight", *(f"{least_squares_floor(PAIRS[i]):.3f}" for i in shown)])
-        lines += [f"{title[0].upper()}{title[1:]}:", "", table(cells), ""]
-    lines += [f"One pair written repeatedly and read back, as a multiple of its value (mixers' initial values, N = "
-              f"{N_STATE}):", ""]
-    cells = [["update", "once", *(f"{t} times" for t in TIMES[2::2])]]
-    cells += [[name, *(f"{r:.3g}" for r in reads[::2])] for name, reads in record["written_again"].items()]
-    lines += [table(cells), ""]
-    lines += [*wrapped("""The cost of the diagonal form, over streams of 8 N pairs: the share of the possible decrease
+        cells.append([row.name, row.source, verdict(check), f"{check['off_ordinary']:.0e}", f"{check['off']:.0e}",
+                      trained])
+    return [*wrapped(f"""Does the update minimise its objective? {record['draws']} random draws each, in float64.
+        off: the largest relative difference from a numerical minimiser, for draws of ordinary size and for all draws;
+        yes: at most {HOLDS:g}. mixers: relative difference between the states of the mixers that train and the update,
+        in float32."""), "", table(cells)]
+
+
+def notes(rows):
+    lines = []
+    for row in rows:
+        if row.note:
+            lines += wrapped(f"- {row.name}: {row.note}.", "  ")
+    return lines
+
+
+def diagonal_table(record):
+    cells = [["N", "eps k^2", *(f"cosine {cosine:g}" for cosine in COSINES)]]
+    for (N, writes), missed in by_cosine(record).items():
+        cells.append([str(N), f"{writes:.2f}", *(f"{abs(share):.2f}" for share in missed)])
+    return [*wrapped("""The cost of the diagonal form, over streams of 8 N pairs: the share of the possible decrease
         of Eq. 5 that a step of Eq. 7 from its own state misses (0: the minimiser, 1: as good as no step), by N, by the
-        share of a value that a step writes, and by the cosine of two keys."""), ""]
-    by_cosine = {}
-    for c in record["diagonal"]:
-        by_cosine.setdefault((c["N"], c["writes"]), {})[c["correlation"]] = f"{abs(c['missed']):.2f}"
-    cells = [["N", "eps k^2", *(f"cosine {c:g}" for c in next(iter(by_cosine.values())))]]
-    cells += [[str(N), f"{writes:.2f}", *at.values()] for (N, writes), at in by_cosine.items()]
-    return [*lines, table(cells)]
+        share of a value that a step writes, and by the cosine of two keys."""), "", table(cells)]
 
 
-# title, which keys, which column of recall_rows
-PANELS = (("all pairs, as the mixers start", "independent", "start"),
-          ("all pairs, each at its best constant setting", "independent", "best"),
-          (f"the same, keys with a cosine of {CORRELATED:g}", "correlated", "best"),
-          (f"the newest {NEWEST} pairs, each at its best setting for these", "independent", "newest"))
-COLORS = {"linear attention": "tab:gray", "RetNet": "tab:brown", "GLA": "tab:orange", "Longhorn, Eq. 6": "tab:blue",
-          "Longhorn, Eq. 7": "tab:red", "DeltaNet": "tab:green", "Mamba": "tab:purple"}
+def by_cosine(record):
+    """{(N, writes): [missed at each of COSINES]}"""
+    curves = {}
+    for cost in record["diagonal"]:
+        curves.setdefault((cost["N"], cost["writes"]), []).append(cost["missed"])
+    return curves
 
 
 def draw(record, path):
-    """Plot the record: recall by number of pairs, a pair written repeatedly, the cost of the diagonal form."""
+    """Plot what a step of the diagonal form misses, against the cosine of two keys."""
     from matplotlib.figure import Figure
 
-    names = [r["name"] for r in record["recall"]["independent"]]
-    style = {n: dict(label=n, color=COLORS.get(n, "black"), lw=2.4 if n in ("Longhorn, Eq. 6", "RetNet") else 1.5)
-             for n in names}
-    for n in {"DeltaNet", "GLA"} & set(names):  # at the best settings they lie on top of Eq. 6 and RetNet
-        style[n] |= dict(ls=(0, (3, 2)), zorder=3)
-    figure = Figure(figsize=(15, 8.4), dpi=110)
-    axes = figure.subplots(2, 3)
-    *_, again, diagonal = axes.flat
-    for panel, (title, key, which) in zip(axes.flat, PANELS, strict=False):
-        for r in record["recall"][key]:
-            panel.plot(PAIRS, [v if math.isfinite(v) else math.nan for v in r[which]], **style[r["name"]])
-        if which != "newest":
-            panel.plot(PAIRS, [least_squares_floor(n) for n in PAIRS], color="black", ls=":", lw=1)
-            panel.text(23, 0.12, "least squares\nwith hindsight", fontsize=8)
-        panel.axvline(N_STATE, color="black", lw=0.5)
-        panel.set(xscale="log", xlabel=f"pairs written (line: N = {N_STATE})", ylabel="share of values that is lost",
-                  title=title, ylim=(-0.02, 1.02))
-        panel.set_xticks([1, 2, 4, 8, 16, 32, 64, 128], [1, 2, 4, 8, 16, 32, 64, 128])
-        panel.minorticks_off()
-    for name, reads in record["written_again"].items():
-        again.plot(TIMES, reads, **style[name])
-    for line in (1, N_STATE):
-        again.axhline(line, color="black", lw=0.5)
-    again.set(xscale="log", yscale="log", xlabel="times written", ylabel="read back, as a multiple of its value",
-              title=f"one pair again and again (lines: 1 and N = {N_STATE})")
-    for N, writes in sorted({(c["N"], c["writes"]) for c in record["diagonal"] if c["N"] > 1}):  # 0 for N = 1
-        at = sorted((c["correlation"], c["missed"]) for c in record["diagonal"] if (c["N"], c["writes"]) == (N, writes))
-        label = f"N = {N}, {writes:.2f} written"
-        diagonal.plot(*zip(*at, strict=True), "o-" if writes < 0.5 else "s--", ms=4, label=label)
-    diagonal.set(xlabel="cosine of two keys, about", ylabel="share of Eq. 5's decrease that is missed",
-                 title="what a step of Eq. 7 misses (1: as good as no step)", ylim=(-0.02, 1.3))
-    diagonal.axhline(1, color="black", lw=0.5)
-    diagonal.legend(fontsize=8, ncol=2, loc="upper left", frameon=False)
-    for panel in axes.flat:
-        panel.grid(alpha=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", ncol=8, frameon=False, fontsize=9)
-    figure.suptitle(f"Recall without training: random pairs, a state of {D_STATE} x {N_STATE} numbers, mean of "
-                    f"{record['streams']} streams, float64, {record['date'][:10]}", fontsize=10)
-    figure.tight_layout(rect=(0, 0.035, 1, 1))
+    figure = Figure(figsize=(7, 4.4), dpi=110)
+    axes = figure.subplots()
+    for (N, writes), missed in sorted(by_cosine(record).items()):
+        if N > 1:  # for N = 1 Eq. 7 is Eq. 6
+            style = "o-" if writes < 0.5 else "s--"
+            axes.plot(COSINES, missed, style, ms=4, label=f"N = {N}, {writes:.2f} written")
+    axes.axhline(1, color="black", lw=0.5)
+    axes.set(xlabel="cosine of two keys, about", ylabel="share of Eq. 5's decrease that is missed", ylim=(-0.02, 1.3),
+             title=f"what a step of Eq. 7 misses (1: as good as no step), float64, {record['date'][:10]}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncol=2, loc="upper left", frameon=False)
+    figure.tight_layout()
     save_figure(figure, path)
 
 
@@ -661,19 +585,14 @@ def draw(record, path):
 
 def measure(rows, draw_count, streams, seed):
     """Everything that the tables and the figure show, as a record."""
-    checks = []
+    checks, diagonal = [], []
     for row in rows:
         off = {family: mixer_off(family, row.update) for family in row.mixers}
         checks.append({"name": row.name, "claimed_by": row.source, "expected": row.holds, "mixers": off,
                        **check(row, draw_count, seed)})
-    recalled = [row for row in rows if row.tune is not None]
-    sizes = itertools.product((1, 4, 16, 64), (1 / 3, 0.9), (0.0, 0.25, 0.5, 0.75, 0.95))
-    return {"draws": draw_count, "streams": streams, "seed": seed, "pairs": PAIRS, "state": [D_STATE, N_STATE],
-            "checks": checks, "written_again": {row.name: written_again(row, seed) for row in recalled},
-            "recall": {key: recall_rows(recalled, correlation, streams, seed)
-                       for key, correlation in (("independent", 0.0), ("correlated", CORRELATED))},
-            "diagonal": [diagonal_cost(N, correlation, writes, 4 if N < 64 else 2, seed)
-                         for N, writes, correlation in sizes]}
+    for N, writes, cosine in itertools.product((1, 4, 16, 64), (1 / 3, 0.9), COSINES):
+        diagonal.append(diagonal_cost(N, cosine, writes, streams if N < 64 else streams // 2, seed))
+    return {"draws": draw_count, "streams": streams, "seed": seed, "checks": checks, "diagonal": diagonal}
 
 
 def unexpected(record, rows):
@@ -683,18 +602,20 @@ def unexpected(record, rows):
         if check["minimises"] != row.holds and not row.added:
             lines.append(f"{row.name}: the update {'is' if check['minimises'] else 'is not'} the minimiser (off by "
                          f"{check['off']:.1e}), contrary to this file's claim")
-        lines += [f"{family}: its mixer differs by {off:.1e} from the update of {row.name}, more than {MIXER_HOLDS:g}"
-                  for family, off in check["mixers"].items() if not off <= MIXER_HOLDS]  # `not` catches NaN
+        for family, off in check["mixers"].items():
+            if not off <= MIXER_HOLDS:  # also NaN
+                lines.append(f"{family}: its mixer differs by {off:.1e} from the update of {row.name}, more than "
+                             f"{MIXER_HOLDS:g}")
     return lines
 
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", action="append", default=[], metavar="FILE", help="a Python file with objective(S, "
-                        "S_prev, k, x, p), update(S_prev, k, x, p) and, optionally, name, note, L, S (the formulas) "
-                        "and tune (settings of p for the recall); may be repeated")
+                        "S_prev, k, x, p), update(S_prev, k, x, p) and, optionally, name, note, L and S (the "
+                        "formulas); may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="seed of draws and streams (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="12 draws instead of 48, 2 streams instead of 12")
+    parser.add_argument("--quick", action="store_true", help="12 draws instead of 48, 2 streams instead of 4")
     parser.add_argument("--out", type=Path, help="write the record to this .json file, and a .md and .png next to it")
     parser.add_argument("--save", action="store_true", help="write them to results/online_learning.json, .md and .png")
     args = parser.parse_args(argv)
@@ -717,7 +638,8 @@ def main(argv=None):
     record = new_record("online_learning")
     head = f"{headline(record)}, seed {args.seed}"
     print(f"{head}\n")
-    record |= measure(rows, *((12, 2) if args.quick else (48, 12)), args.seed)
+    draw_count, streams = (12, 2) if args.quick else (48, 4)
+    record |= measure(rows, draw_count, streams, args.seed)
     record |= {"finished": True, "run_seconds": time.perf_counter() - began}
     text, wrong = "\n".join(report(record, rows)), unexpected(record, rows)
     print(f"{text}\n\n{record['run_seconds']:.0f} seconds")
