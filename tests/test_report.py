@@ -124,9 +124,7 @@ def whole(tmp_path_factory):
     folder.mkdir()
     make_sweep(folder, models=["longhorn", *(m for m in LAWS if m != "longhorn"), EVIL])
     (folder / "gla_460K_1024steps_lr0.004_seed1003/result.json").write_text('{"model": "gl')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "COVERAGE_DRAWS", 3)
-        paths = report.write(folder, bootstrap=40)
+    paths = report.write(folder)
     return folder, paths, json.loads(paths["report.json"].read_text()), paths["report.html"].read_text()
 
 
@@ -140,7 +138,7 @@ def told(tmp_path, monkeypatch):
         names = make_sweep(tmp_path, **{"models": ("longhorn", "mamba"), **sweep_arguments})
         if damage:
             damage(tmp_path, names)
-        paths = report.write(tmp_path, bootstrap=0, accept_code=accept_code)
+        paths = report.write(tmp_path, accept_code=accept_code)
         return json.loads(paths["report.json"].read_text()), re.sub(" +", " ", paths["report.md"].read_text())
     return tell
 
@@ -265,7 +263,7 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
     assert versions == {CODE: (n - 4, n - 4, []), "cafe": (2, 0, ["train.py"]), "beef": (1, 0, ["model.py"])}
     assert list(versions)[0] == CODE and "| beef | ffffffffffff | 1 | 0 | model.py |" in text
     assert "only runs of one version are compared" in text and len(numbers["left_out"]) == 3
-    sweep = json.loads(report.write(tmp_path, bootstrap=0, accept_code=("beef",))["report.json"].read_text())
+    sweep = json.loads(report.write(tmp_path, accept_code=("beef",))["report.json"].read_text())
     assert {c["code"]: c["used"] for c in sweep["code"]} == {CODE: n - 3, "cafe": 0, "beef": 1}
     assert "those of beef are compared with the others because of --accept" in (tmp_path / "report.md").read_text()
     assert "cafe" in str(sweep["left_out"]) and "beef" not in str(sweep["left_out"])
@@ -292,10 +290,10 @@ def test_bits_per_byte_are_not_bits_per_token(told):
 def test_a_saved_sweep_gives_the_same_report_of_the_same_records(told, tmp_path, monkeypatch):
     before, _ = told(lambda folder, names: cut(folder / VICTIM / "result.json"))
     monkeypatch.setattr(report, "REPO", tmp_path)
-    paths = report.write(tmp_path, bootstrap=0, save_it=True)
+    paths = report.write(tmp_path, save_it=True)
     saved = paths["saved"]
     assert saved == tmp_path / "results" / f"{tmp_path.name}.json" and saved.stat().st_size < 100_000
-    again = report.write(saved, tmp_path / "again", bootstrap=0)
+    again = report.write(saved, tmp_path / "again")
     assert json.loads(again["report.json"].read_text()) == before
     for page in (paths["report.md"], tmp_path / "results" / tmp_path.name / "report.md"):
         assert page.read_text() == again["report.md"].read_text()
@@ -458,16 +456,6 @@ def test_one_seed_or_noise_make_no_winner(told, seeds, noise, said):
         assert p["tokens"] is None if len(seeds) == 1 else p["tokens"]["low"] < 1 < p["tokens"]["high"]
 
 
-def test_the_law_is_recovered_and_its_coverage_said(whole):
-    numbers = whole[2]
-    for model in LAWS:
-        (law_fit,) = (f for f in numbers["fits"] if f["model"] == model)
-        assert law_fit["beta"] == pytest.approx(0.35, abs=0.2), model
-        low, high = law_fit["intervals"]["beta"]
-        assert low <= law_fit["beta"] <= high and f"{law_fit['beta']:.3g} ({low:.3g} .. {high:.3g})" in whole[3]
-    assert sum(f["coverage"] is not None for f in numbers["fits"]) == 1 and "coverage of the 90% intervals" in whole[3]
-
-
 def set_losses(folder, names, family, loss):
     """Give all reported runs of a family the losses loss(steps, seed)."""
     for name in names:
@@ -568,20 +556,12 @@ def test_a_hole_is_a_dash_with_its_reason(told):
     assert cell_of(numbers, "mamba", "460K")["mean_loss"] is None and "| Mamba | 460K | \u2013 |" in text
     assert "460K, Mamba: no usable run, see below" in text and "5.545: it diverged (10)" in text
     assert "460K: 1 families with a loss: nothing to compare" in text
-    (law_fit,) = (f for f in numbers["fits"] if f["model"] == "mamba")
-    assert "2 values of N" in " ".join(law_fit["warnings"]) and law_fit["alpha"] is None
 
 
-@pytest.mark.parametrize("sizes, others, said", [
-    ({"130K": 130_000}, (), "cannot show how the loss falls"),
-    ({"130K": 130_000}, OTHERS, "cannot be told apart with 1 value of N"),
-    (SIZES, (), "E, B and beta cannot be told apart with 1 value of D")])
-def test_what_cannot_be_fitted_is_said(told, sizes, others, said):
-    numbers, text = told(sizes=sizes, others=others)
-    assert said in text and "![Loss after " in text
-    assert all((f["cannot"] is not None) == ("how the loss falls" in said) for f in numbers["fits"])
-    assert (pair_of(numbers, "mamba", "130K")["tokens"] is None) == (others == ())
-    assert others or "nats from Mamba at 130K; its budgets do not tell" in text
+def test_one_budget_tells_no_multiplier(told):
+    numbers, text = told(sizes={"130K": 130_000}, others=())
+    assert pair_of(numbers, "mamba", "130K")["tokens"] is None and "![Loss after " in text
+    assert "nats from Mamba at 130K; its budgets do not tell how many tokens that is" in text
 
 
 @pytest.mark.parametrize("empty_plan", [False, True])
@@ -634,7 +614,7 @@ def test_markdown_tables_are_whole(whole):
 def test_figures_take_a_style_of_ones_own(whole, tmp_path):
     plain = whole[1]["figure.png"].read_bytes()
     (tmp_path / "mine.mplstyle").write_text("axes.facecolor: yellow\n")
-    styled = report.write(whole[0], tmp_path / "styled", bootstrap=0, style=tmp_path / "mine.mplstyle")
+    styled = report.write(whole[0], tmp_path / "styled", style=tmp_path / "mine.mplstyle")
     assert styled["figure.png"].read_bytes() != plain
     with pytest.raises(ConfigError, match="there is no such file"):
         report.write(whole[0], style=tmp_path / "no.mplstyle")

@@ -40,7 +40,6 @@ PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M a
          "longhorn": {"120M": 3.225, "120M at 4096": 3.192, "350M": 2.888, "350M at 4096": 2.859}}
 PAPER_TOKENS = {"120M": 2.5e9, "350M": 7e9}  # Table 5
 CLAIM = 1.8  # times Mamba's sample efficiency, Figure 1: 1.3B parameters, 100B tokens
-COVERAGE_DRAWS = 40  # simulated sweeps behind "intervals of this plan cover"
 # Columns of points.csv, and other columns used here
 POINTS = ("run", *records.PLACE["scaling"], "parameters", "embedding", "tokens", "flops", "seconds", "val_loss",
           "val_bits_per_byte", "block_size", "device", "processes", "code", "time", "loss_of_choosing_files", "commit",
@@ -218,27 +217,6 @@ def pair(families, a, b):
             "trend": trend and trend._asdict(), "crossings": crossings, "budgets": rows}
 
 
-def laws(entries, bootstrap):
-    """[dict] per family: the law fitted to its runs of all sizes, budgets and seeds; "cannot": why there is none."""
-    rows, constants = [], ("E", "A", "alpha", "B", "beta")
-    for model in dict.fromkeys(e.model for e in entries if len(e.runs)):
-        runs = pandas.concat([e.runs for e in entries if e.model == model and len(e.runs)])
-        row = {"model": model, "cannot": None, "warnings": [], "coverage": None, "isoflop": None}
-        N, D, L = runs[["parameters", "tokens", "val_loss"]].to_numpy(float).T
-        rows.append(row)
-        try:
-            law = fit.fit_loss(N, D, L, runs.run.tolist(), bootstrap=bootstrap)
-        except fit.CannotFit as error:
-            row["cannot"] = str(error)
-            continue
-        row |= {key: getattr(law, key) for key in (*constants, *"a floors noise points intervals warnings".split())}
-        row["outliers"] = {runs.run.iloc[i]: off for i, off in law.outliers.items()}
-        row["isoflop"] = fit.isoflop(N, L, runs.flops.tolist())
-        if bootstrap and all(row[k] for k in constants) and not any(f["coverage"] for f in rows):  # once is enough
-            row["coverage"] = fit.coverage(N, D, {k: row[k] for k in constants}, law.spread, COVERAGE_DRAWS, 60)
-    return rows
-
-
 def cosines(runs, entries):
     """[{"model", "size", "tokens", "cosine", "wsd"}]: losses of both schedules with the same seed, rate and budget."""
     same = ["model", "size", "tokens", "seed", "learning_rate"]
@@ -266,7 +244,7 @@ def wall_hours(used):
     return spent / 3600
 
 
-def numbers_of(runs, entries, accepted, bootstrap):
+def numbers_of(runs, entries, accepted):
     """The content of report.json."""
     used, plan, left_out = runs[runs.left_out == ""], runs.attrs, runs[runs.left_out != ""]
     rows = [{"model": e.model, "size": e.size, "learning_rate": e.rate, "learning_rates_tried": e.tried,
@@ -287,7 +265,7 @@ def numbers_of(runs, entries, accepted, bootstrap):
         "code": plan["code"], "accepted_code": accepted,
         "files": max(map(len, used.val_document_tokens), default=0), "table": rows, "pairs": pairs,
         "sentences": sentences(pairs), "cosines": cosines(runs, entries), "winners": winners,
-        "fits": laws(entries, bootstrap), "cost": {"hours": hours_of(used), "wall": wall_hours(used)},
+        "cost": {"hours": hours_of(used), "wall": wall_hours(used)},
         "begun": sorted(time[:10] for time in used.time if time)[::max(1, len(used) - 1)],
         "devices": sorted({f"{r.device}, {r.processes} process(es)" for r in used.itertuples()}),
         "versions": {key: sorted(set(used[key].dropna())) for key in ("torch", "python")}}
@@ -329,14 +307,6 @@ def span(m):
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-
-def interval(row, name):
-    """'0.35 (0.31 .. 0.39)', or 'undetermined' if the runs do not show it."""
-    if row[name] is None:
-        return "undetermined" if name in ("E", "A", "alpha") and not row["floors"] else DASH
-    bounds = ["inf" if b is None else f"{b:.3g}" for b in row["intervals"].get(name) or ()]
-    return f"{row[name]:.3g}" + (f" ({bounds[0]} .. {bounds[1]})" if bounds else "")
-
 
 def loss_table(numbers):
     """Rows of the table of losses; ** marks a loss significantly below all other families of its size."""
@@ -412,12 +382,6 @@ def paper_lines(numbers):
         f"By the law of Besiroglu et al. 2024 this is worth {min(times):.2f} to {max(times):.2f} times the tokens."]
 
 
-def law_table(numbers):
-    return [{"family": name_of(f["model"]), **{c: interval(f, c) for c in ("E", "A", "alpha", "B", "beta", "a")},
-             "runs": f["points"], "noise": DASH if f["noise"] is None else f"{100 * f['noise']:.2f}%"}
-            for f in numbers["fits"] if not f["cannot"]]
-
-
 def code_table(numbers):
     return [{"code": c["code"], "commit": (c["commit"] or DASH)[:12], "runs": c["runs"], "used": c["used"],
              "files that differ from the first": DASH if c["changed_files"] is None
@@ -439,10 +403,6 @@ to reach the other's loss at the budget in the row, read off the better one's cu
 better. FLOPs and seconds: the same, times the cost per token of each; compare seconds only between runs on an otherwise
 idle machine. If the interval contains 1, the two cannot be told apart and are equal within its ends. The intervals are
 per pair; p is corrected by Holm's method for all pairs of this page. Only the learning rate was tuned per family."""
-LAW = """\
-L(N, D) = E + A / N^alpha + B / D^beta, fitted to log L with the summed Huber loss (delta 0.001) over runs that decayed
-their learning rate to 0; in brackets 90% intervals. N counts matrices and head (the embedding is tied). a: N_opt ~ C^a.
-Outliers are kept."""
 
 
 def page(numbers, picture):
@@ -451,8 +411,8 @@ def page(numbers, picture):
     code = "A run's code is identified by the content of the files that it imported."
     if accepted:
         code += f" Runs of {escaped(accepted)} are compared with the first because of --accept_code."
-    short, notes, laws = [f"{numbers['runs_used']} of {numbers['planned']} runs are used"
-                          + ("; the others are listed below with the reason." if numbers["left_out"] else ".")], [], []
+    short, notes = [f"{numbers['runs_used']} of {numbers['planned']} runs are used"
+                          + ("; the others are listed below with the reason." if numbers["left_out"] else ".")], []
     if n > 1:
         short.append(f"The runs have {n} versions of the code, listed below; " + (
             f"those of {accepted} are compared with the others because of --accept_code." if accepted
@@ -473,16 +433,6 @@ def page(numbers, picture):
     notes += [f"{c['size']}, {name_of(c['model'])}: a cosine to 0 with the same length, seed and rate ends at "
               f"{c['cosine']:.4f} after {human(c['tokens'])} tokens, this schedule at {c['wsd']:.4f}."
               for c in numbers["cosines"]]
-    for f in numbers["fits"]:
-        name = name_of(f["model"])
-        laws += [f"{name}: cannot be fitted: {f['cannot']}."] * bool(f["cannot"])
-        laws += [f"{name}: {warning}." for warning in f["warnings"]]
-        if f["coverage"]:
-            shares = ", ".join(f"{constant} {100 * share:.0f}%" for constant, share in f["coverage"].items())
-            laws.append(f"coverage of the 90% intervals in simulations of this sweep: {shares}.")
-        if f["isoflop"] is not None:
-            laws.append(f"{name}: isoFLOP parabolas, which are biased even without noise, give N_opt ~ "
-                        f"C^{f['isoflop']:.2f}.")
     left_out = [f"{why} ({len(names)}): {', '.join(names)}" for why, names in numbers["left_out"].items()]
     accept = f" --accept_code={','.join(numbers['accepted_code'])}" * bool(numbers["accepted_code"])
     repeat = [*numbers["commands"], "the report, from the records alone: python experiments/scaling/sweep.py report "
@@ -499,19 +449,17 @@ def page(numbers, picture):
         *titled(f"## Differences and multipliers\n\n{DIFFERENCES}", pair_table(numbers)),
         listed(crossing_lines(numbers)),
         *(["## Beside the paper", listed(lines)] if (lines := paper_lines(numbers)) else []),
-        *(["## The law L(N, D)", LAW, table(law_table(numbers)), listed(laws)] * bool(numbers["fits"])),
         "## Code and runs left out", code, table(code_table(numbers)),
-        "These runs enter no mean, fit or figure in this report." if left_out else "No run was left out.",
+        "These runs enter no mean and no figure." if left_out else "No run was left out.",
         listed(left_out),
         "## To repeat it", listed(repeat)]
 
 
-def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=None):
+def write(source, out=None, accept_code=(), save_it=False, style=None):
     """Write the report on a sweep's folder or saved file and print its sentences. Returns {name: path}.
 
     Args:
         out: output folder (default: the sweep's folder, or out/<name>_report for a saved file).
-        bootstrap: simulated sweeps for the intervals of the fits.
         accept_code: versions of the code that are compared with the most frequent one.
         save_it: also write results/<name>.json, and page, tables and figure to results/<name>/.
         style: a .mplstyle file applied over pages.STYLE.
@@ -523,7 +471,7 @@ def write(source, out=None, bootstrap=200, accept_code=(), save_it=False, style=
     runs = records.read(source, accept_code, "scaling")
     runs = runs.reindex(columns=list(dict.fromkeys([*runs, *POINTS, *READ])))  # older records lack some
     entries = collect(runs)
-    numbers = numbers_of(runs, entries, list(accept_code), bootstrap)
+    numbers = numbers_of(runs, entries, list(accept_code))
     out = Path(out or (REPO / "out" / f"{numbers['name']}_report" if source.is_file() else source))
     out.mkdir(parents=True, exist_ok=True)
     names, alt = ["points.csv", "table.tex", "report.md"], "; ".join(figures.in_words(entries, numbers["pairs"]))

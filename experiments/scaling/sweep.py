@@ -364,7 +364,7 @@ def parser():
         run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
                          "out/duel_<families>)")
         run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
-    show = commands.add_parser("report", help="page, tables, figures and fits, from the records alone", **exact)
+    show = commands.add_parser("report", help="page, table of runs and figure, from the records alone", **exact)
     show.add_argument("folder", type=Path, help="a sweep's folder, or a file that --save wrote")
     show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder, or out/<name>_report)")
     show.add_argument("--save", action="store_true", help="write the sweep to results/<name>.json, page and figures "
