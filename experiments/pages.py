@@ -64,24 +64,19 @@ def listed(lines):
     return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
-def frame_of(rows, show):
-    """Rows {column: cell} as a DataFrame of text, show(cell); missing cells are a dash."""
+def table(rows):
+    """Rows {column: cell} as a Markdown table, "" if there are none. A missing cell is a dash; one that begins with **
+    becomes bold."""
     import pandas
 
-    return pandas.DataFrame(rows, dtype=object).map(lambda cell: DASH if cell != cell else show(str(cell)))
+    def shown(cell):
+        if cell != cell:
+            return DASH
+        text = str(cell)
+        return bold(text[2:]) if text.startswith("**") else escaped(text)
 
-
-def table(rows):
-    """Rows as a Markdown table, "" if there are none. A cell that begins with ** becomes bold."""
-    frame = frame_of(rows, lambda cell: bold(cell[2:]) if cell.startswith("**") else escaped(cell))
+    frame = pandas.DataFrame(rows, dtype=object).map(shown)
     return frame.rename(columns=escaped).to_markdown(index=False, tablefmt="github", disable_numparse=True) * bool(rows)
-
-
-def latex(rows):
-    """The same table for LaTeX, with booktabs."""
-    frame = frame_of(rows, lambda cell: cell.removeprefix("**"))
-    text = frame.to_latex(index=False, escape=True, column_format="ll" + "r" * (frame.shape[1] - 2))
-    return text.replace("\u00b1", r"$\pm$").replace(DASH, "--").replace(" .. ", r" \,..\, ") * bool(rows)
 
 
 def titled(text, rows):

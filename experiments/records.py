@@ -47,7 +47,7 @@ SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
 Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, evals of log.jsonl
 
 
-def check_packages(modules=("pandas", "tabulate", "jinja2", "markdown_it")):
+def check_packages(modules=("pandas", "tabulate", "markdown_it")):
     """Raises ConfigError, with the command to type, if a package is not installed. Default: those of the reports."""
     for module in modules:
         if importlib.util.find_spec(module) is None:

@@ -317,25 +317,21 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(pages, "save_figure", save)
 
 
-@pytest.mark.parametrize("name", ["scaling_laptop", "scaling_laptop_4096", "duel_longhorn_mamba_460K",
-                                  "duel_longhorn_mamba_1.5M", "duel_longhorn_mamba_1024", "duel_longhorn_mamba_10M",
-                                  "duel_longhorn_mamba_bpe", "duel_longhorn_longhorn_exact", "duel_16_states",
-                                  "duel_32_states"])
+@pytest.mark.parametrize("name", ["scaling_laptop", "duel_longhorn_mamba_bpe"])
 def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, undrawn):
     page = (RESULTS / name / "report.md").read_text()
     (accepted,) = re.findall(rf"report results/{name}.json(?: --accept_code=(\S+))?$", page, re.MULTILINE)
     report.write(RESULTS / f"{name}.json", tmp_path, accept_code=accepted.split(",") if accepted else ())
-    for file in ("report.md", "points.csv", "table.tex"):
+    for file in ("report.md", "points.csv"):
         assert (tmp_path / file).read_text() == (RESULTS / name / file).read_text()
     spans = [p["tokens"] for p in json.loads((tmp_path / "report.json").read_text())["pairs"] if p["tokens"]]
     percents = {int(percent) for percent in re.findall(r"equal within (\d+)%", (tmp_path / "report.md").read_text())}
     assert percents <= {math.ceil(100 * max(1 - span["low"], span["high"] - 1)) for span in spans}  # never rounded down
 
 
-@pytest.mark.parametrize("name", ["recall_laptop", "recall_sooner", "recall_steps"])
-def test_each_number_of_a_page_of_recall_is_that_of_its_records(name, tmp_path, undrawn):
-    recall_report.write(RESULTS / f"{name}.json", tmp_path / name)
-    assert (tmp_path / f"{name}.md").read_text() == (RESULTS / f"{name}.md").read_text()
+def test_each_number_of_a_page_of_recall_is_that_of_its_records(tmp_path, undrawn):
+    recall_report.write(RESULTS / "recall_steps.json", tmp_path / "recall_steps")
+    assert (tmp_path / "recall_steps.md").read_text() == (RESULTS / "recall_steps.md").read_text()
 
 
 def test_the_three_lines_of_the_documentation(monkeypatch):
@@ -423,9 +419,6 @@ def test_the_multiplier_is_that_of_the_laws(whole):
                 m["value"]) == pytest.approx(p["flops"]["value"])  # a token costs all the same
     said = next(s for s in numbers["sentences"] if "RetNet" in s)
     assert said.startswith("Longhorn needs 0.") and said in html.unescape(page) and "at 1.5M" in said
-    tex = whole[1]["table.tex"].read_text()
-    assert tex.count("\\begin{tabular}") == 2 and "% " + said in tex and "\\$x\\_" in tex
-    assert "{llrr}" in pages.latex([{"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3, "d": 4}])  # by all rows
 
 
 def test_names_in_pages_are_shown_as_they_are():

@@ -1,8 +1,7 @@
 """The report of a sweep: who learns from fewer tokens, by how much, and how sure can we be? Needs no GPU.
 
-    report.json    every number                       points.csv    a line per run
-    report.md      the page, beside figure.png        table.tex     losses and multipliers, for a paper
-    report.html    the same page, with the figure inside
+    report.json    every number                       points.csv     a line per run
+    report.md      the page, beside figure.png        report.html    the same page, with the figure inside
 
 Learning rates are chosen on the first half of the held-out files, by seeds that are not reported; all other numbers are
 on all files.
@@ -461,7 +460,7 @@ def write(source, out=None, accept_code=(), save_it=False, style=None):
     Args:
         out: output folder (default: the sweep's folder, or out/<name>_report for a saved file).
         accept_code: versions of the code that are compared with the most frequent one.
-        save_it: also write results/<name>.json, and page, tables and figure to results/<name>/.
+        save_it: also write results/<name>.json, and page, table of runs and figure to results/<name>/.
         style: a .mplstyle file applied over pages.STYLE.
     Raises ConfigError if there is no sweep, OSError if `out` cannot be written.
     """
@@ -474,13 +473,11 @@ def write(source, out=None, accept_code=(), save_it=False, style=None):
     numbers = numbers_of(runs, entries, list(accept_code))
     out = Path(out or (REPO / "out" / f"{numbers['name']}_report" if source.is_file() else source))
     out.mkdir(parents=True, exist_ok=True)
-    names, alt = ["points.csv", "table.tex", "report.md"], "; ".join(figures.in_words(entries, numbers["pairs"]))
+    names, alt = ["points.csv", "report.md"], "; ".join(figures.in_words(entries, numbers["pairs"]))
     write_json(out / "report.json", numbers)
     points = runs[list(POINTS)].rename(columns={"val_loss": "loss", "val_bits_per_byte": "bits_per_byte",
                                                 "block_size": "context", "left_out": "status"})
     points.assign(status=points.status.mask(points.status == "", "used")).to_csv(out / "points.csv", index=False)
-    tables = [*(f"% {s}" for s in numbers["sentences"]), *map(pages.latex, (loss_table(numbers), pair_table(numbers)))]
-    (out / "table.tex").write_text("\n".join(tables), encoding="utf-8")
     if alt:
         names.append("figure.png")
         figures.draw(entries, numbers["pairs"], out / "figure.png", style)
