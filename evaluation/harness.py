@@ -1,8 +1,7 @@
-"""The lm-evaluation-harness's interface to this repository's models: log-likelihoods and generation.
+"""The lm-evaluation-harness's interface to this repository's models: log-likelihoods.
 
     loglikelihood(context, answer)   sum over the answer's tokens of log p(token | context and earlier tokens)
     loglikelihood_rolling(text)      the same for a whole text after an end-of-text token (Text.eot_token)
-    generate_until(context, stops)   the most likely continuation, up to the first stop string
 
 Requests are sorted by length, and a batch holds up to `batch_tokens` tokens. If the state has a constant size, a
 context's state is computed once for all its answers, batched with other contexts of the same length, and texts of any
@@ -14,7 +13,6 @@ a text, as in training: the one before a text then matters to the text's first t
 evaluate.py is the program; `train.py --eval_tasks_interval` runs tasks during training.
 """
 
-import copy
 import importlib.metadata
 import itertools
 import logging
@@ -32,12 +30,10 @@ from runtime import distributed
 from runtime.counting import state_size
 from runtime.errors import ConfigError
 from runtime.torch_private import map_tensors
-from sample import stream
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 VERSION = importlib.metadata.version("lm_eval")
 LOGITS = 2**27  # most logits per call: half a gigabyte
-MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_completion_tokens", "max_tokens")  # in tasks: tokens to generate
 
 
 class HarnessLM(TemplateLM):
@@ -98,26 +94,7 @@ class HarnessLM(TemplateLM):
         return list(map(utils.make_disjoint_window, pairs))
 
     def generate_until(self, requests, disable_tqdm=False):
-        jobs, written = [], [None] * len(requests)
-        for i, request in enumerate(requests):
-            context, how = request.args
-            stops = how.get("until") or []
-            stops = [stops] if isinstance(stops, str) else stops
-            n = next((how[k] for k in MOST_NEW if how.get(k)), 256)
-            sampling = {k: how[k] for k in ("temperature", "top_k", "top_p") if how.get(k) is not None}
-            if sampling.get("top_k") == 0:  # off
-                del sampling["top_k"]
-            if not how.get("do_sample"):
-                sampling = {"temperature": 0.0}
-            jobs.append((self.see(self.text.encode(context), range(n)), i, n, stops, sampling))
-        alike = lambda job: (len(job[0]), str(job[2:]))
-        one_by_one = self.packs and not self.constant_state  # only all rows of a cache can start a document together
-        for _, same in itertools.groupby(sorted(jobs, key=alike), alike):
-            for batch in self.batches(same, lambda job: self.batch_tokens if one_by_one else len(job[0])):
-                texts = self.generate([job[0] for job in batch], *batch[0][2:])
-                for (_, i, *_), text in zip(batch, texts, strict=True):
-                    written[i] = text
-        return written
+        raise NotImplementedError("load_tasks refuses tasks that generate")
 
     # ------------------------------------------------------------------------------------------------- likelihoods
 
@@ -196,28 +173,6 @@ class HarnessLM(TemplateLM):
             left = sum(len(row) - 1 > begin for row in tokens)
         return dict(zip(members, zip(nats.tolist(), greedy.tolist(), strict=True), strict=True))
 
-    # -------------------------------------------------------------------------------------------------- generation
-
-    def generate(self, contexts, n, stops, sampling):
-        """Continuations of contexts of one length, each up to a stop string, an end-of-text token, or n tokens."""
-        texts, done = [""] * len(contexts), [False] * len(contexts)
-        decoders = [copy.copy(self.text) for _ in contexts]
-        for decoder, context in zip(decoders, contexts, strict=True):
-            decoder.begin(context)
-        generator = torch.Generator(self.device).manual_seed(0)
-        idx = torch.tensor(contexts, device=self.device)
-        for tokens in stream(self.lm, idx, n, generator=generator, chunk=self.batch_tokens, **sampling):
-            for i, token in enumerate(tokens.tolist()):
-                if not done[i]:
-                    done[i] = token == self.eot_token_id
-                    texts[i] += "" if done[i] else decoders[i].decode(token)
-                    places = [texts[i].find(stop) for stop in stops if stop and stop in texts[i]]
-                    if places:
-                        texts[i], done[i] = texts[i][: min(places)], True
-            if all(done):
-                break
-        return texts
-
 
 def on_rows(state, rows):
     """Select rows (a slice or an index tensor) of a state, however nested in lists and tuples."""
@@ -250,7 +205,10 @@ def load_tasks(names, include=None):
                               f"({type(error).__name__}: {' '.join(str(error).split())[:200]})") from None
         for key, value in loaded_task.items():
             loaded[key].update(value)
-    for task in loaded["tasks"].values():
+    for name, task in loaded["tasks"].items():
+        if task.OUTPUT_TYPE == "generate_until":
+            raise ConfigError(f"task {name} is scored by what a model generates: only tasks of likelihoods are "
+                              "supported, such as multiple_choice and loglikelihood_rolling")
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
     return loaded
