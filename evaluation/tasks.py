@@ -1,8 +1,7 @@
-"""Tasks that need no download, the paper's Table 2, and Figure 1 (left) from the records of runs.
+"""Tasks that need no download, and the paper's Table 2.
 
     python evaluate.py out/longhorn_bpe                                           # the embedded tasks
     python train.py config/longhorn_laptop.py --eval_tasks_interval=500           # the same during training
-    python evaluation/tasks.py report out/longhorn_laptop out/mamba_laptop        # a report on such runs
 
 The embedded tasks are multiple choice, made from the held-out files of data/pystdlib. The questions are the same for
 every model (but depend on the Python that prepared the data):
@@ -17,12 +16,10 @@ piece is likely anywhere. Perplexity here is exp of the mean loss per token of t
 averaged over tasks; the paper does not say which text its Figure 1 scores.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib.machinery
 import importlib.util
-import itertools
 import keyword
 import math
 import random
@@ -32,11 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
 from data.loader import DataError, Tokens
-from runtime import errors
 from runtime.errors import ConfigError
-from runtime.records import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")
@@ -122,7 +116,9 @@ def embedded(folder, n=QUESTIONS):
         rng, questions = random.Random(task), []
         for _ in range(100 * n if texts else 0):
             text = rng.choices(texts, [len(t) for t in texts])[0]
-            questions += filter(None, [make(rng, text)])
+            made = make(rng, text)
+            if made:
+                questions.append(made)
             if len(questions) == n:
                 break
         if not questions:
@@ -160,8 +156,15 @@ def named(tasks, folder):
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise ConfigError("no tasks: give --tasks=embedded, --tasks=paper, or comma-separated harness tasks")
-    several = {"paper": lambda: list(PAPER), "embedded": lambda: embedded(folder)}
-    return list(itertools.chain.from_iterable(several.get(name, lambda name=name: [name])() for name in names))
+    chosen = []
+    for name in names:
+        if name == "paper":
+            chosen += PAPER
+        elif name == "embedded":
+            chosen += embedded(folder)
+        else:
+            chosen.append(name)
+    return chosen
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -169,116 +172,60 @@ def named(tasks, folder):
 def table(rows):
     """Rows of strings as a Markdown table; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def results_table(results):
-    """Every metric of every task with its standard error."""
+    """Every metric of every task with its standard error; shares in percent."""
     rows = [["task", "metric", "value", "+-", "chance", "documents"]]
     for task, values in results.items():
         for metric, value in values.items():
-            if f"{metric}_stderr" in values or metric not in NO_METRICS and not metric.endswith("_stderr"):
-                is_share = metric.startswith(("acc", "exact_match", "em", "f1"))
-                show = lambda x, s=is_share: "" if x is None else f"{100 * x:.2f}" if s else f"{x:.4f}"
-                rows.append([task, metric, show(value), show(values.get(f"{metric}_stderr")),
-                             show(values.get("chance")) if metric.startswith("acc") else "",
-                             str(values.get("documents", ""))])
+            if metric in NO_METRICS or metric.endswith("_stderr"):
+                continue
+            error, chance = values.get(f"{metric}_stderr"), ""
+            if metric.startswith("acc"):
+                chance = shown(metric, values.get("chance"))
+            documents = str(values.get("documents", ""))
+            rows.append([task, metric, shown(metric, value), shown(metric, error), chance, documents])
     return table(rows)
+
+
+def shown(metric, value):
+    if value is None:
+        return ""
+    if metric.startswith(("acc", "exact_match", "em", "f1")):
+        return f"{100 * value:.2f}"
+    return f"{value:.4f}"
 
 
 def table2(name, results):
     """The paper's Table 2 with a row for this model, in percent, and standard errors."""
-    percents = [100 * results[task][metric] for task, (_, metric) in PAPER.items()]
-    errors = [100 * results[task].get(f"{metric}_stderr", math.nan) for task, (_, metric) in PAPER.items()]
-    rows = [["", *(f"{column} {metric}" for column, metric in PAPER.values()), "mean"]]
-    for model, row in [*((f"{model} (paper)", row) for model, row in TABLE2.items()), (name, percents)]:
+    header, errors, percents = [""], ["standard error"], []
+    for task, (column, metric) in PAPER.items():
+        header.append(f"{column} {metric}")
+        percents.append(100 * results[task][metric])
+        errors.append(f"{100 * results[task].get(f'{metric}_stderr', math.nan):.2f}")
+    rows = [[*header, "mean"]]
+    for model, row in {**{f"{model} (paper)": row for model, row in TABLE2.items()}, name: percents}.items():
         rows.append([model, *(f"{x:.2f}" for x in row), f"{sum(row) / 8:.2f}"])
-    return table([*rows, ["standard error", *(f"{x:.2f}" for x in errors), ""]]) + "\n" + FAULTS
+    return table([*rows, [*errors, ""]]) + "\n" + FAULTS
 
 
-# -------------------------------------------------------------------------------------------------- Figure 1 (left)
+# ------------------------------------------------------------------------------------------------------ for a log line
 
 def scores(results):
-    """{"perplexity": mean_perplexity, "<task>_<metric>": ...} from harness.evaluate's results, for a log line."""
-    return {"perplexity": mean_perplexity(results),
-            **{f"{task}_{metric}": value for task, values in results.items() for metric, value in values.items()
-               if metric not in NO_METRICS and metric != "perplexity"}}
+    """{"perplexity": ..., "<task>_<metric>": ...} from harness.evaluate's results, for a log line.
 
-
-def mean_perplexity(results):
-    """The mean over tasks of the perplexity of right answers; None if no task has one."""
-    perplexities = [values["perplexity"] for values in results.values() if "perplexity" in values]
-    return math.fsum(perplexities) / len(perplexities) if perplexities else None
-
-
-def curve(run):
-    """[(tokens, perplexity)] from a run's log. Raises ConfigError."""
-    points = [(e["tokens"], e["perplexity"]) for e in read_log(run, "tasks") if e.get("perplexity")]
-    if not points:
-        raise ConfigError(f"{run}: its log.jsonl has no scores on tasks: train with --eval_tasks_interval=500, say")
-    return points
-
-
-def tokens_to_reach(points, perplexity):
-    """Tokens at which a curve first reaches this perplexity, interpolated on logarithmic axes; None: never."""
-    before = None
-    for tokens, value in points:
-        if value <= perplexity:
-            if before is None or value == before[1]:
-                return float(tokens)
-            t = (math.log(before[1]) - math.log(perplexity)) / (math.log(before[1]) - math.log(value))
-            return math.exp(math.log(before[0]) * (1 - t) + math.log(tokens) * t)
-        before = tokens, value
-    return None
-
-
-def report(runs, figure=None):
-    """The lines of a report on runs; `figure`: also plot perplexity against tokens to this file."""
-    curves = {str(run): curve(run) for run in runs}
-    last = {run: [e for e in read_log(run, "tasks") if e.get("perplexity")][-1] for run in curves}
-    sets = {run: {e["set"]: e["val_loss"] for e in read_log(run, "eval_set")} for run in curves}
-    scores = dict.fromkeys(key for e in last.values() for key in e if key.endswith(("_acc", "_acc_norm")))
-    losses = dict.fromkeys(name for metrics in sets.values() for name in metrics)
-    rows = [["run", "tokens", "perplexity", *scores, *(f"val_loss {name}" for name in losses)]]
-    for run, e in last.items():
-        shown = [f"{100 * e[key]:.1f} +- {100 * e.get(key + '_stderr', math.nan):.1f}" if key in e else ""
-                 for key in scores]
-        shown += [f"{sets[run][name]:.4f}" if name in sets[run] else "" for name in losses]
-        rows.append([run, f"{e['tokens']:,}", f"{e['perplexity']:.3f}", *shown])
-    lines = [table(rows)]
-    for a, b in itertools.combinations(curves, 2):
-        level = max(min(p for _, p in curves[run]) for run in (a, b))  # the lowest that both reach
-        ta, tb = (tokens_to_reach(curves[run], level) for run in (a, b))
-        lines.append(f"perplexity {level:.3f}: {a} after {ta:,.0f} tokens, {b} after {tb:,.0f}, {tb / ta:.2f} times as "
-                     "many (one run each: no spread)")
-    if figure:
-        draw(curves, figure)
-        lines.append(f"wrote {figure}")
-    return lines
-
-
-def draw(curves, path):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for run, points in curves.items():
-        axes.loglog(*zip(*points, strict=True), "o-", markersize=3, label=Path(run).name)
-    axes.set(xlabel="training tokens", ylabel="mean perplexity of right answers")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["report"])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run with --eval_tasks_interval")
-    parser.add_argument("--figure", metavar="FILE.png", help="also plot perplexity against tokens")
-    args = parser.parse_args()
-    print("\n".join(report(args.runs, args.figure)))
-
-
-if __name__ == "__main__":
-    with errors.main_error("evaluation/tasks.py", DataError, OSError):
-        main()
+    The perplexity is the mean over tasks of that of right answers; None if no task has one.
+    """
+    perplexities, metrics = [], {}
+    for task, values in results.items():
+        for metric, value in values.items():
+            if metric == "perplexity":
+                perplexities.append(value)
+            elif metric not in NO_METRICS:
+                metrics[f"{task}_{metric}"] = value
+    mean = math.fsum(perplexities) / len(perplexities) if perplexities else None
+    return {"perplexity": mean, **metrics}
