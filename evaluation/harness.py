@@ -63,7 +63,7 @@ class HarnessLM(TemplateLM):
         return self.lm.config.end_of_text if self.packs else self.text.eot_token
 
     @property
-    def tokenizer_name(self):
+    def tokenizer_name(self):  # of requests that the harness caches
         return self.text.name
 
     def all_gather(self, tensor):
@@ -83,7 +83,7 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         windows = [self.windows(self.text.encode(request.args[0])) for request in requests]
-        scores = iter(self.score(list(itertools.chain.from_iterable(windows))))
+        scores = iter(self.score([window for of_text in windows for window in of_text]))
         return [math.fsum(next(scores)[0] for _ in of_text) for of_text in windows]
 
     def windows(self, tokens):
@@ -98,35 +98,37 @@ class HarnessLM(TemplateLM):
 
     # ------------------------------------------------------------------------------------------------- likelihoods
 
-    def see(self, context, answer=()):
+    def see(self, context, answer):
         """The context to read: never empty, truncated on the left to max_length. Also counts long sequences."""
         context = list(context) or [self.eot_token_id]
         if self.max_length:
             context = context[-max(1, self.max_length + 1 - len(answer)) :]
         length = len(context) + len(answer) - 1
-        self.longest, self.longer = max(self.longest, length), self.longer + (length > self.lm.config.block_size)
+        self.longest = max(self.longest, length)
+        self.longer += length > self.lm.config.block_size
         return context
 
     @torch.inference_mode()
     def score(self, pairs):
         """[(log-likelihood in nats, True if every token is the most likely one)] for [(context, answer)], token ids."""
-        scores, answers = {}, {}
+        answers = {}  # context: places in `pairs`
         for i, (context, answer) in enumerate(pairs):
             if answer:  # it may be empty: tokenizers can join all of it to the context
                 answers.setdefault(tuple(self.see(context, answer)), []).append(i)
+        scores = {}
         shared = [context for context, members in answers.items() if self.constant_state and len(members) > 1]
-        for length, same in itertools.groupby(sorted(shared, key=len), len):
+        for _, same in itertools.groupby(sorted(shared, key=len), len):
             for batch in self.batches(same, len):
-                state, step = self.lm.initial_state(len(batch)), max(1, self.batch_tokens // len(batch))
-                for begin in range(0, length - 1, step):  # all but the last token, which the answers start from
-                    end = min(begin + step, length - 1)
-                    _, state = self.call([context[begin:end] for context in batch], state, last_only=True)
-                rows = [(row, i) for row, context in enumerate(batch) for i in answers.pop(context)]
+                rows = []  # (row of the batch, place in `pairs`)
+                for row, context in enumerate(batch):
+                    rows += [(row, i) for i in answers.pop(context)]
                 rows.sort(key=lambda row: -len(pairs[row[1]][1]))
                 index = torch.tensor([row for row, _ in rows], device=self.device)
-                followed = [([batch[row][-1], *pairs[i][1]], 1, i) for row, i in rows]
-                scores |= self.follow(followed, on_rows(state, index))
-        alone = [([*context, *pairs[i][1]], len(context), i) for context, members in answers.items() for i in members]
+                state = on_rows(self.state_before_last(batch), index)
+                scores |= self.follow([([batch[row][-1], *pairs[i][1]], 1, i) for row, i in rows], state)
+        alone = []
+        for context, members in answers.items():
+            alone += [([*context, *pairs[i][1]], len(context), i) for i in members]
         for batch in self.batches(alone, lambda row: len(row[0])):
             scores |= self.follow(batch)
         return [scores.get(i, (0.0, True)) for i in range(len(pairs))]
@@ -139,38 +141,55 @@ class HarnessLM(TemplateLM):
             yield rows[:size]
             rows = rows[size:]
 
+    def state_before_last(self, contexts):
+        """The state of contexts of one length after all but their last token, which the answers start from."""
+        state = self.lm.initial_state(len(contexts))
+        step = max(1, self.batch_tokens // len(contexts))
+        last = len(contexts[0]) - 1
+        for begin in range(0, last, step):
+            end = min(begin + step, last)
+            _, state = self.call([context[begin:end] for context in contexts], state, last_only=True)
+        return state
+
     def call(self, rows, state=None, **how):
         """(logits, next state) for token lists, padded on the right to the longest."""
         width = max(map(len, rows))
-        padding = [int(self.lm.config.end_of_text == 0)]  # a token that ends no document
-        idx = torch.tensor([[*row, *padding * (width - len(row))] for row in rows], device=self.device)
+        padding = int(self.lm.config.end_of_text == 0)  # a token that ends no document
+        idx = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device=self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             out = self.lm(idx, state=state, **how)
-        return out[0], out[2] if state is not None else None
+        return out[0], None if state is None else out[2]
 
     def follow(self, rows, state=None):
         """{i: (log-likelihood, greedy)} of the tokens from `start` on, for rows (tokens, start >= 1, i), longest first.
 
         state: of all rows before their first token; None: they start a text.
         """
-        tokens, starts, members = zip(*rows, strict=True)
         nats = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         greedy = torch.ones(len(rows), dtype=torch.bool, device=self.device)
-        begin, left = 0, sum(len(row) > 1 for row in tokens)  # the last token is only predicted
-        while left:
-            state = None if state is None else on_rows(state, slice(left))
-            piece = max(1, self.batch_tokens // left) if self.has_state else len(tokens[0])
-            if state is None and len(tokens[0]) - 1 > piece:
+        longest, begin = len(rows[0][0]), 0
+        while reading := [row for row in rows if len(row[0]) - 1 > begin]:  # the last token is only predicted
+            left = len(reading)
+            piece = max(1, self.batch_tokens // left) if self.has_state else longest
+            end = begin + piece
+            if state is not None:
+                state = on_rows(state, slice(left))
+            elif longest - 1 > piece:
                 state = self.lm.initial_state(left)
-            logits, state = self.call([row[begin : min(begin + piece, len(row) - 1)] for row in tokens[:left]], state)
-            targets = torch.tensor([[row[t] if start <= t < len(row) else -1
-                                     for t in range(begin + 1, begin + 1 + logits.shape[1])]
-                                    for row, start in zip(tokens[:left], starts, strict=False)], device=self.device)
+            given = [tokens[begin:min(end, len(tokens) - 1)] for tokens, _, _ in reading]
+            logits, state = self.call(given, state)  # (left, T, vocab_size)
+            targets = torch.full(logits.shape[:2], -1)  # -1: not scored
+            for row, (tokens, start, _) in enumerate(reading):
+                first = max(start, begin + 1)
+                scored = torch.tensor(tokens[first:end + 1], dtype=torch.int64)
+                place = first - begin - 1
+                targets[row, place:place + len(scored)] = scored
+            targets = targets.to(self.device)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="none")
             nats[:left] -= loss.view(targets.shape).double().sum(1)
             greedy[:left] &= ((logits.argmax(-1) == targets) | (targets == -1)).all(1)
-            begin += piece
-            left = sum(len(row) - 1 > begin for row in tokens)
+            begin = end
+        members = [i for _, _, i in rows]
         return dict(zip(members, zip(nats.tolist(), greedy.tolist(), strict=True), strict=True))
 
 
@@ -226,14 +245,19 @@ def evaluate(lm, tasks, limit=None):
     output = evaluator.evaluate(lm, tasks, limit=limit or None, bootstrap_iters=1000)
     if output is None:
         return None
-    results = {name: {key.removesuffix(",none").replace(",", "_"): value for key, value in values.items()
-                      if isinstance(value, (int, float))} for name, values in output["results"].items()}
+    results = {}
+    for name, values in output["results"].items():
+        results[name] = {}
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                results[name][key.removesuffix(",none").replace(",", "_")] = value
     for name, samples in output["samples"].items():
         results[name] |= right_answers(lm, tasks["tasks"][name], samples)
     return {"results": results, "versions": {name: v for name, v in output["versions"].items() if v is not None}}
 
 
 def right_answers(lm, task, samples):
+    """{"documents", "chance", "perplexity"} of a task; see `evaluate`."""
     kind, nats, tokens = task.get_config("output_type"), [], 0
     for sample in samples:
         gold = 0 if kind == "loglikelihood" else None
@@ -248,4 +272,6 @@ def right_answers(lm, task, samples):
     scores = {"documents": len(samples)}
     if kind == "multiple_choice":
         scores["chance"] = math.fsum(1 / len(task.doc_to_choice(sample["doc"])) for sample in samples) / len(samples)
-    return {**scores, "perplexity": math.exp(math.fsum(nats) / tokens)} if tokens else scores
+    if tokens:
+        scores["perplexity"] = math.exp(math.fsum(nats) / tokens)
+    return scores
