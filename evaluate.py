@@ -69,8 +69,8 @@ def tokenizer_of(meta, config):
 
 
 def main(argv):
-    argv = [f"--out_dir={a}" if i == 0 and not a.startswith("-") and not a.endswith(".py") else a
-            for i, a in enumerate(argv)]
+    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
+        argv = [f"--out_dir={argv[0]}", *argv[1:]]
     config = configurator.load(EvaluateConfig, argv)
     for name, least in (("limit", 0), ("max_length", 0), ("batch_tokens", 1)):
         if getattr(config, name) < least:
@@ -82,11 +82,13 @@ def main(argv):
     device = distributed.open_device(config)
     lm, meta = sample.load_model(config.out_dir, device)
     crc32 = checkpoint.checksum(Path(config.out_dir) / checkpoint.NEWEST)
-    text, harness = tokenizer_of(meta, config), tasks.import_harness()
+    text = tokenizer_of(meta, config)
+    harness = tasks.import_harness()
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
     dtype = distributed.pick_dtype(config.dtype, device)
-    adapter, start = harness.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype), time.perf_counter()
+    adapter = harness.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype)
     where = environment()  # may raise: before hours of scoring
+    start = time.perf_counter()
     output = harness.evaluate(adapter, loaded, config.limit)
     longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
     if output is None:
@@ -98,22 +100,21 @@ def main(argv):
     if max(longest) > block and not config.max_length:
         print(f"{sum(longer):,} sequences are longer than the training block of {block:,} tokens, up to "
               f"{max(longest):,}: read whole (--max_length truncates them)")
+    weights = {"crc32": crc32, "seed": meta["config"].get("seed"), "code": (meta.get("code_versions") or [None])[-1]}
     write(Path(config.out_dir) / "eval_tasks.json", {
-        "step": meta.get("step"), "tokens": meta.get("tokens"), "checkpoint": {
-            "crc32": crc32, "seed": meta["config"].get("seed"), "code": (meta.get("code_versions") or [None])[-1]},
-        "limit": config.limit, "max_length": config.max_length,
-        "dtype": str(dtype).removeprefix("torch."), "tokenizer": text.name, "longest": max(longest),
-        "seconds": round(time.perf_counter() - start, 1), **output, "harness": harness.VERSION,
-        "environment": where})
+        "step": meta.get("step"), "tokens": meta.get("tokens"), "checkpoint": weights,
+        "limit": config.limit, "max_length": config.max_length, "dtype": str(dtype).removeprefix("torch."),
+        "tokenizer": text.name, "longest": max(longest), "seconds": round(time.perf_counter() - start, 1),
+        **output, "harness": harness.VERSION, "environment": where})
 
 
 def write(path, record):
     """Write the record, keeping earlier results on other tasks if they have the same checkpoint, settings and code."""
     same = ("step", "tokens", "checkpoint", "limit", "max_length", "dtype", "tokenizer", "harness")
-    code_files = lambda scores: scores["environment"]["code_files"]
     try:
         old = json.loads(path.read_text())
-        if all(old[key] == record[key] for key in same) and not changed_files(code_files(old), code_files(record)):
+        changed = changed_files(old["environment"]["code_files"], record["environment"]["code_files"])
+        if not changed and all(old[key] == record[key] for key in same):
             for key in ("results", "versions"):
                 record[key] = {**old[key], **record[key]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
