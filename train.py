@@ -82,7 +82,6 @@ class TrainConfig(ModelConfig):
     eval_tokens: int = 0  # validation tokens per evaluation (best_val_loss uses these); 0: all
     final_eval_tokens: int = 0  # validation tokens for the final evaluation, reported in result.json; 0: all
     eval_block_size: int = 0  # tokens per validation window; 0: block_size
-    eval_sets: str = ""  # more validation sets, as name:folder,name:folder (prepared folders)
     eval_tasks_interval: int = 0  # steps between evaluations on tasks (as in evaluate.py); 0: none
     eval_tasks: str = "embedded"  # the tasks, see evaluate.py --help
     log_interval: int = 10  # steps between log lines
@@ -99,8 +98,7 @@ class TrainConfig(ModelConfig):
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
     timeout_minutes: float = 10.0  # how long processes wait for each other before giving up
 
-    RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend",
-               "eval_datasets": "eval_sets"}  # old key -> new key
+    RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend"}  # old key -> new key
     PROGRAMS = {"images": "experiments/vision/classify.py"}  # a config file's `task` -> the program that reads it
 
 
@@ -119,8 +117,8 @@ def train(config, model, data, evaluate, schedule=None):
         data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), weights adding up to 1;
             sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
-            result.json. "stop": True ends the run after this step. "sets": {name: metrics} of further validation sets
-            get a log line each. With eval_tasks_interval also evaluate.tasks(model) -> scores (see Evaluate).
+            result.json. "stop": True ends the run after this step. With eval_tasks_interval also
+            evaluate.tasks(model) -> scores (see Evaluate).
         schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
 
     Returns the final metrics, or None if the run was stopped early or only checked. Raises ConfigError, or Stopped if
@@ -210,7 +208,7 @@ NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block
 
 
 TEXT_ONLY = ("pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
-             "eval_block_size", "eval_sets", "eval_tasks", "eval_tasks_interval")
+             "eval_block_size", "eval_tasks", "eval_tasks_interval")
 
 
 def check_not_set(config, names, words):

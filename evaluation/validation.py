@@ -1,20 +1,18 @@
 """The validation loss over fixed windows: the same tokens for every model, micro-batch size and number of processes.
 
-train.py calls `Evaluate(config, data)` at each evaluation; it also handles further validation sets (--eval_sets) and
-tasks during training (--eval_tasks_interval). To score a finished run on tasks use evaluate.py.
+train.py calls `Evaluate(config, data)` at each evaluation; it also handles tasks during training
+(--eval_tasks_interval). To score a finished run on tasks use evaluate.py.
 """
 
 import math
-import re
 
 import numpy as np
 import torch
 
-from data.loader import TokenData, Tokens, document_starts, eval_windows, find_dataset
+from data.loader import document_starts, eval_windows, find_dataset
 from data.tokenizer import Text
 from evaluation import tasks
 from runtime import distributed
-from runtime.errors import ConfigError
 
 BATCH_TOKENS = 8192  # tokens per batch, at least: without gradients they fit
 
@@ -27,20 +25,6 @@ class Evaluate:
         block, tokens = config.eval_block_size or config.block_size, len(data.tokens.val)
         self.windows = eval_windows(tokens, block, config.eval_tokens)
         self.final_windows = eval_windows(tokens, block, config.final_eval_tokens)
-        self.sets = {}  # name: (data, windows)
-        for part in filter(None, map(str.strip, config.eval_sets.split(","))):
-            name, colon, folder = part.partition(":")
-            other = Tokens(find_dataset(folder if colon else name), vocab_size=config.vocab_size, block_size=block)
-            name = name if colon else other.folder.name
-            if other.meta["tokenizer"] != data.meta["tokenizer"] or other.meta.get("table") != data.meta.get("table"):
-                raise ConfigError(f"eval_sets: {part} has the tokenizer {other.meta['tokenizer']!r}, "
-                                  f"{config.dataset} has {data.meta['tokenizer']!r}, or their vocabularies differ")
-            if not re.fullmatch(r"[\w.-]+", name) or name in self.sets:
-                raise ConfigError(f"eval_sets: {part}: every set needs its own name of letters, digits, ., - and _, "
-                                  "as code:data/a,prose:data/b")
-            windows = eval_windows(len(other.val), block, config.eval_tokens)
-            self.sets[name] = TokenData(other, block, block, config.seed, data.device), windows
-        data.eval_sets = {name: of_set.identity["val"] for name, (of_set, _) in self.sets.items()}  # for checkpoints
         if config.eval_tasks_interval:  # load now: a mistake would otherwise end the run at the first evaluation
             self.harness, self.scores = tasks.import_harness(), tasks.scores
             self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
@@ -61,11 +45,6 @@ class Evaluate:
             metrics |= bits_per_byte(metrics["val_loss"], self.data)
             if "val_bits_per_byte" in metrics and self.data.meta.get("xz9_bits_per_byte"):
                 metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
-        for name, (data, windows) in self.sets.items():
-            data.check_unchanged()
-            loss = self.loss(model, data, windows)[0]
-            metrics.setdefault("sets", {})[name] = {"val_loss": loss, "val_tokens": int(windows[:, 1].sum()),
-                                                    **bits_per_byte(loss, data)}
         return metrics
 
     def tasks(self, model):

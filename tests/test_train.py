@@ -417,20 +417,6 @@ def test_documents_are_packed(whole, data, out, tmp_path):
     np.testing.assert_allclose(losses(out), losses(tmp_path / "plain"), rtol=1e-4)
 
 
-def test_further_sets_are_evaluated_too(whole, data, out, tmp_path):
-    other = write_data(tmp_path / "other", seed=1, val=400)
-    said = succeed(arguments(data, out, eval_sets=f"code:{data}, {other}", final_eval_tokens=64)).out
-    assert_same_training(out, whole)
-    for step, e in events(out, "eval").items():
-        assert e["val_loss_other"] > e["val_loss_code"] == pytest.approx(events(whole, "eval")[step]["val_loss"])
-    lines = [(e["step"], e["set"]) for e in records.read_log(out, "eval_set")]
-    assert lines == [(step, name) for step in (5, 10, 12) for name in ("code", "other")]
-    last = records.read_log(out, "eval_set")[-1]
-    assert last["val_bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2)) and last["val_tokens"] == 399
-    assert "step      5  other: val_loss" in said.replace("  val_loss", " val_loss")
-    assert record(out)["val_loss_other"] == events(out, "eval")[12]["val_loss_other"]
-
-
 # --------------------------------------------------------------------------------------------------------------- resume
 
 @pytest.mark.parametrize("changes", [{}, {"pattern": "longhorn,llama", "n_layer": 2}, {"optimizer": "muon"},
@@ -883,19 +869,6 @@ def test_another_runs_result_is_made_again(whole, other_run, data, out):
     assert "already finished" in succeed(arguments(data, out, resume="auto")).out
 
 
-def test_a_validation_set_that_changed_is_said(data, out, tmp_path):
-    """While the run was down, in the line that continues it; under the run, in one that ends it."""
-    other = write_data(tmp_path / "other", seed=1)
-    argv = arguments(data, out, eval_sets=f"code:{other}", resume="auto")
-    succeed(argv, LM=stops_at(3))
-    assert "have changed" not in succeed(argv, LM=stops_at(2)).out
-    shutil.rmtree(other)
-    write_data(other, seed=2)
-    assert "at step 5; the tokens of eval_sets code have changed" in succeed(argv, LM=stops_at(1)).out
-    refuse(argv, "other/val.bin changed during the run",
-           LM=acting(lambda n, model, loss: (other / "val.bin").write_bytes(b"a") * 0 or None))
-
-
 @pytest.mark.parametrize("kill", ["at result.json", "at loss.png"])
 def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(data, out, kill):
     argv = arguments(data, out, max_iters=2)
@@ -947,7 +920,7 @@ REFUSED = [
     ({"documents": "pack"}, "which token ends a document", "--end_of_text"),
     ({"documents": "pack", "end_of_text": 256}, "end_of_text 256 is no token of {data}", "below 256"),
     ({"end_of_text": -2}, "end_of_text -2", "-1"),
-    ({"batch_size": 8}, "batch_size", "micro_batch_size"), ({"eval_datasets": "x"}, "eval_datasets", "--eval_sets"),
+    ({"batch_size": 8}, "batch_size", "micro_batch_size"),
     ({"scan_backend": "cpu"}, "backend"), ({"pattern": "longhorn*3,lama"}, "'lama'", "longhorn", "llama"),
     ({"pattern": "longhorn*9,llama"}, "no llama in"),
     ({"block_size": 701, "batch_tokens": 701}, "block_size 701", "val.bin (700 tokens", "smaller block"),
@@ -973,9 +946,6 @@ REFUSED = [
     ({"dataset": "pystdlob"}, "pystdlob", "pystdlib"),
     ({"dataset": "{data}:0.5,{gpt2}:0.5"}, "{gpt2}", "'gpt2'", "'bytes'"),
     ({"dataset": "{data}:0.5,{characters}:0.5"}, "{characters}", "vocabularies"),
-    ({"eval_sets": "{gpt2}"}, "eval_sets", "'gpt2'", "'bytes'"), ({"eval_sets": "{nowhere}"}, "{nowhere}"),
-    ({"eval_sets": "{characters}"}, "eval_sets", "vocabularies"),
-    ({"eval_sets": "a:{other},a:{data}"}, "needs its own name", "a:{data}"),
     # folders, and another run's checkpoint
     ({"out_dir": "x" * 300}, "File name too long"), ({"out_dir": "{locked}"}, "another run is writing to {locked}"),
     ({"out_dir": "{data}/train.bin/run"}, "{data}/train.bin", "out_dir"),

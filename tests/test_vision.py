@@ -361,7 +361,7 @@ REFUSED = [  # settings; what is done to the folder of images; words of the line
     ({}, cut, "train/light/3.png", "cannot be read as an image"),
     ({}, lambda shelf: os.mkfifo(shelf / "val/light/pipe.png"), "pipe.png cannot be read (not a regular file)"),
     *(({option: value}, None, f"{option} {value} is not for images") for option, value in (
-        ("eval_tasks_interval", 2), ("eval_sets", "a:b"), ("eval_tokens", 9), ("documents", "pack")))]
+        ("eval_tasks_interval", 2), ("eval_tokens", 9), ("documents", "pack")))]
 
 
 @pytest.mark.parametrize("settings, change, words", [(s, change, words) for s, change, *words in REFUSED])
