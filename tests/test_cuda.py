@@ -7,9 +7,11 @@ itself. A block's threads are fibers here; missing barriers are found by test_pt
 """
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -48,19 +50,10 @@ from kernels.scan import longhorn_scan
 pytestmark = [pytest.mark.usefixtures("poison"),
               pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="the shim needs g++ on Linux")]
 
-
-
-
-
-
-
-
 @pytest.fixture(scope="module")
 def shim(builds):
     """shim(update, dtype, P, L) or shim("conv", dtype, W): the kernels as a module, built once."""
     return functools.cache(lambda *key: load_shim(builds, *key))
-
-
 
 
 LONGHORN = [  # dtype, (P, L), then B, T, D, N
@@ -130,8 +123,6 @@ def test_nan_in_the_logits_reaches_the_output(shim, monkeypatch):
     assert y[0, 2:, 3].isnan().all() and y[0, :2].isfinite().all() and y[0, :, :3].isfinite().all()
 
 
-
-
 @pytest.fixture
 def launched(monkeypatch):
     """launched(module, segments): what the calls that follow will have launched, by name."""
@@ -194,8 +185,6 @@ def test_what_is_fetched_is_not_there_before_it_is_awaited(builds, monkeypatch, 
     assert failures("longhorn", inputs("longhorn", 1, 64, 64, 16, BF16))
 
 
-
-
 @pytest.mark.parametrize("dtype,W,T,D", [
     (F32, 4, 65, 5), (F32, 4, 62, 70), (F32, 4, 3, 3), (F32, 4, 1, 66), (F32, 4, 200, 9), (F32, 1, 70, 5),
     (F32, 8, 133, 5), (F32, 8, 2, 5), (BF16, 3, 130, 40), (F16, 4, 67, 40)])
@@ -235,22 +224,79 @@ CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(path is None, reas
                   for name, path in COMPILERS.items()]
 
 
-@pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="no nvcc here: nothing was compiled for a GPU with a report")
-@pytest.mark.parametrize("update,most", [("longhorn", (128, 168)), ("mamba", (168, 255)), ("conv", (72, 72))])
-def test_compiles_without_spills(tmp_path, update, most):
-    """nvcc's report for an H100. `most` registers of forward and backward: of the scan 4 blocks of 128 threads fit a
-    multiprocessor (Mamba's 3) and 3 of the backward (2), of the convolution 7."""
-    macros = cuda.defines(update, BF16, *((4,) if update == "conv" else PAIRS))
-    command = [COMPILERS["nvcc"], "-O3", "-std=c++17", "-arch=sm_90", "-Xptxas", "-v", "-cubin", *macros,
-               str(build.CONV if update == "conv" else build.SCAN), "-o", str(tmp_path / "out.cubin")]
-    run = subprocess.run(command, capture_output=True, text=True)
+# Shared memory of a multiprocessor, and the most that a block may have. All have 65,536 registers.
+ROOM = {"sm_80": (164 << 10, 163 << 10), "sm_86": (100 << 10, 99 << 10), "sm_89": (100 << 10, 99 << 10),
+        "sm_90": (228 << 10, 227 << 10), "sm_100": (228 << 10, 227 << 10), "sm_120": (100 << 10, 99 << 10)}
+COMPILED = [  # update, dtype, (P, L), architecture: blocks of the forward and backward, and of those of whole chunks
+    ("longhorn", BF16, PAIRS, "sm_90", (4, 3), (4, 3)), ("mamba", BF16, PAIRS, "sm_90", (3, 2), (3, 2)),
+    ("longhorn", BF16, (4, 4), "sm_90", (4, 3), (4, 3)), ("longhorn", BF16, (8, 8), "sm_90", (3, 2), (3, 2)),
+    ("mamba", BF16, (8, 32), "sm_90", (3, 1), (3, 1)), ("longhorn", F16, (8, 4), "sm_100", (3, 2), (3, 2)),
+    ("longhorn", F32, (4, 2), "sm_120", (4, 2), (3, 1)), ("longhorn", BF16, (4, 16), "sm_89", (4, 1), (4, 1)),
+    ("longhorn", BF16, (8, 16), "sm_89", (3, 0), (3, 0)), ("exact", F32, PAIRS, "sm_86", (4, 1), (2, 1)),
+    ("mamba", F32, (4, 8), "sm_80", (3, 3), (3, 2)), ("mamba", BF16, (4, 32), "sm_80", (3, 1), (3, 1))]
+with_nvcc = pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="no nvcc: nothing is compiled with a report")
+
+
+def report(folder, architecture, update, *key):
+    """(the cubin, {kernel: registers}, {kernel: bytes of spills}) of kernels that nvcc compiles."""
+    command = [COMPILERS["nvcc"], "-cubin", *cuda.OPTIONS["nvcc"], f"-arch={architecture}", "-Xptxas=-v",
+               *cuda.defines(update, *key), str(build.CONV if update == "conv" else build.SCAN)]
+    run = subprocess.run([*command, "-o", str(folder / "out.cubin")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     kernels = re.findall(r"Compiling entry function '(\w+)'", run.stderr)
-    assert sorted(kernels) == sorted(cuda.CONV_KERNELS if update == "conv" else cuda.SCAN_KERNELS)
-    assert not any(map(int, re.findall(r"(\d+) bytes spill stores", run.stderr)))
-    registers = dict(zip(kernels, map(int, re.findall(r"Used (\d+) registers", run.stderr)), strict=True))
-    for direction, bound in zip(("forward", "backward"), most, strict=True):
-        assert all(n <= bound for name, n in registers.items() if re.fullmatch(rf"(conv_)?{direction}_.*", name))
+    registers = map(int, re.findall(r"Used (\d+) registers", run.stderr))
+    spills = map(int, re.findall(r"(\d+) bytes spill stores", run.stderr))
+    return ((folder / "out.cubin").read_bytes(), dict(zip(kernels, registers, strict=True)),
+            dict(zip(kernels, spills, strict=True)))
+
+
+def blocks_at_once(architecture, registers, shared):
+    """Blocks of 128 threads per multiprocessor: each of its four schedulers has 16,384 registers, and gives a warp a
+    multiple of 256. A block takes a kilobyte more than its shared memory."""
+    room, most = ROOM[architecture]
+    warps = 16384 // (-(-registers * 32 // 256) * 256)
+    return 0 if shared > most else min(room // (shared + 1024), warps)
+
+
+@with_nvcc
+@pytest.mark.parametrize("update,dtype,shape,architecture,blocks,whole", COMPILED)
+def test_compiled_kernels_fit_as_many_blocks_as_the_layout_counts_on(tmp_path, update, dtype, shape, architecture,
+                                                                     blocks, whole):
+    """No spills up to 64 states per channel, but for `exact`. build.py computes the backward's shared memory."""
+    P, L = shape
+    cubin, registers, spills = report(tmp_path, architecture, update, dtype, *shape)
+    facts = struct.pack("<5q", build.CHUNK, ctypes.sizeof(build.ScanArgs), 128, 2 * 128 // L, P * L)
+    shared = struct.unpack_from("<7q", cubin, cubin.index(facts) + len(facts))
+    shared = dict(zip(cuda.SCAN_KERNELS, shared, strict=True))
+    assert sorted(registers) == sorted(shared) and shared["backward_kernel"] == build.backward_bytes(update, *shape)
+    assert update == "exact" or P * L > 64 or not any(spills.values())
+    for names, counts in ((PLAIN, blocks), (WHOLE, whole)):
+        for name, least in zip(names, counts, strict=True):
+            fit = blocks_at_once(architecture, registers[name], shared[name])
+            assert fit >= least and bool(fit) == bool(least), (name, fit)
+    assert bool(blocks[1]) == bool(build.blocks_at_once(update, shape, ROOM[architecture][0]))
+
+
+@with_nvcc
+def test_the_compiled_convolution_fits_seven_blocks(tmp_path):
+    _, registers, spills = report(tmp_path, "sm_90", "conv", BF16, 4)
+    assert sorted(registers) == sorted(cuda.CONV_KERNELS) and not any(spills.values())
+    assert max(registers.values()) <= 72
+
+
+@pytest.mark.parametrize("room", (228 << 10, 164 << 10, 100 << 10))
+@pytest.mark.parametrize("update", build.UPDATES)
+def test_a_chosen_layout_can_be_launched(update, room):
+    """Two blocks of the backward per multiprocessor with up to 16 states; up to 128 states everywhere."""
+    for N in (1, 8, 16, 17, 32, 64, 100, 128, 200, 256):
+        for B, T, D in ((1, 1, 1), (1, 1024, 1536), (8, 4096, 1536), (64, 1024, 1536), (2, 32768, 2048)):
+            try:
+                shape = build.cuda_shape(update, B, T, D, N, 128, room)
+            except ValueError:
+                assert N > 128
+                continue
+            taken = build.backward_bytes(update, *shape) + 1024
+            assert taken * (2 if N <= 16 else 1) <= room
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
