@@ -51,7 +51,7 @@ import torch
 
 import configurator
 import sample
-from data.loader import DataError
+from data.prepared import DataError
 from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
 from runtime import checkpoint, errors

@@ -34,8 +34,9 @@ import torch
 
 import configurator
 import families  # noqa: F401
-from data.loader import TokenData, Tokens, find_dataset
+from data.loader import TokenData
 from data.mixture import MixtureData, parse_mixture
+from data.prepared import Tokens, find_dataset
 from evaluation.validation import Evaluate
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate

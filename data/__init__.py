@@ -1,1 +1,1 @@
-"""Datasets: loader.py reads them, writer.py writes them, and each folder has its prepare.py."""
+"""Datasets: prepared.py opens them, loader.py makes batches, writer.py writes them; each folder has its prepare.py."""

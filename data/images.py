@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from data.loader import DataError
+from data.prepared import DataError
 from runtime.errors import ConfigError, regular
 from runtime.signals import wait_for
 

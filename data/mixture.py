@@ -1,12 +1,14 @@
 """A mixture of datasets in fixed shares: --dataset=fineweb_edu:0.8,code:0.2."""
 
+import functools
 import math
 from fractions import Fraction
 
 import numpy as np
 
-from data.loader import DataError, TokenData, inputs_and_targets, n_windows, permutation
-from data.shards import file_stamp, shards_sha256
+from data.loader import TokenData, inputs_and_targets, n_windows, permutation
+from data.prepared import DataError
+from data.shards import shards_sha256
 
 
 class MixtureData(TokenData):
@@ -22,80 +24,92 @@ class MixtureData(TokenData):
     def __init__(self, parts, block_size, batch_tokens, seed, device="cpu"):
         super().__init__(parts[0][0], block_size, batch_tokens, seed, device)
         self.parts = [tokens for tokens, _ in parts]
-        cycle = math.lcm(*(share.denominator for _, share in parts))
-        self.counts = [int(share * cycle) for _, share in parts]
+        self.cycle = math.lcm(*(share.denominator for _, share in parts))  # windows
+        self.counts = tuple(int(share * self.cycle) for _, share in parts)  # in a cycle, of each dataset
         self.n_windows = [n_windows(len(tokens.train), block_size) for tokens in self.parts]
-        self.identity = {"train": shards_sha256([{"sha256": f"{tokens.sha256['train']} {count}"} for tokens, count in
-                                                 zip(self.parts, self.counts, strict=True)]),
-                         "val": self.identity["val"]}
-        self._stamps = [file_stamp(tokens.train) for tokens in self.parts] + self._stamps[1:]
-        self.file_times = [list(stamp[1:]) for stamp in self._stamps]
-        self.n_train_windows = int(min(n / count for n, count in zip(self.n_windows, self.counts, strict=True)) * cycle)
+        cycles = min(n / count for n, count in zip(self.n_windows, self.counts, strict=True))  # until one is used up
+        self.n_train_windows = int(cycles * self.cycle)
+        content = [f"{tokens.sha256['train']} {count}" for tokens, count in zip(self.parts, self.counts, strict=True)]
+        self.identity = {"train": shards_sha256(content), "val": self.tokens.sha256["val"]}
+        self._remember([*(tokens.train for tokens in self.parts), self.tokens.val])
 
-    def windows(self, step, rank=0, world_size=1):
-        """(windows_per_step / world_size, 2) int64: (dataset, window in it) for this process's windows in a step."""
-        rank_part, per_step, cycle = self.rank_slice(rank, world_size), self.windows_per_step, sum(self.counts)
-        out = np.empty((per_step, 2), dtype=np.int64)
-        members = np.repeat(np.arange(len(self.counts)), self.counts)  # (cycle,)
-        for c in range(step * per_step // cycle, ((step + 1) * per_step - 1) // cycle + 1):
-            order = np.random.default_rng([self.seed, c, cycle]).permutation(members)
-            place = np.empty(cycle, dtype=np.int64)  # how many windows of the same dataset came before
-            for k, count in enumerate(self.counts):
-                place[order == k] = c * count + np.arange(count)
-            first = max(c * cycle, step * per_step)
-            for n in range(first, min((c + 1) * cycle, (step + 1) * per_step)):
-                k, at = int(order[n - c * cycle]), int(place[n - c * cycle])
-                epoch, at = divmod(at, self.n_windows[k])
-                out[n - step * per_step] = k, permutation(self.n_windows[k], self.seed, epoch)[at]
-        return out[rank_part]
+    def starts(self, step, rank=0, world_size=1):
+        """(windows_per_step / world_size, 2) int64: (dataset, first token in it) of this process's windows."""
+        first = step * self.windows_per_step
+        of_step = range(first, first + self.windows_per_step)
+        starts = []
+        for n in of_step[self.rank_slice(rank, world_size)]:
+            cycle, place = divmod(n, self.cycle)
+            members, earlier = cycle_order(self.counts, self.seed, cycle)
+            k = int(members[place])
+            of_dataset = cycle * self.counts[k] + int(earlier[place])  # the how-manieth of that dataset
+            epoch, i = divmod(of_dataset, self.n_windows[k])
+            starts.append((k, permutation(self.n_windows[k], self.seed, epoch)[i] * self.block_size))
+        return np.array(starts, dtype=np.int64)
 
-    def micro_batches(self, step, rank, world_size, micro_batch_size):
+    def batch(self, starts):
         """As in TokenData."""
-        windows, B = self.windows(step, rank, world_size), self.block_size
-        for start in range(0, len(windows), micro_batch_size):
-            part = windows[start:start + micro_batch_size].tolist()
-            rows = np.stack([self.parts[k].train[w * B:(w + 1) * B + 1].astype(np.int64) for k, w in part])
-            yield *inputs_and_targets(rows, self.device), len(part) / len(windows)
+        rows = []
+        for k, start in starts.tolist():
+            row = self.parts[k].train[start : start + self.block_size + 1]
+            rows.append(row.astype(np.int64))  # datasets may differ in dtype
+        return inputs_and_targets(np.stack(rows), self.device)
 
     def derived(self, config, world_size):
         """As in TokenData, with all datasets' tokens, and what each of them is and how often it is read. `epochs` is of
         the one that is used up first."""
-        of_one = super().derived(config, world_size)
-        read = config.max_iters * self.windows_per_step / sum(self.counts)
-        return of_one | {"train_tokens": sum(len(tokens.train) for tokens in self.parts), "mixture": [
-            {"dataset": tokens.folder.name, "share": count / sum(self.counts), "train_tokens": len(tokens.train),
-             "train_sha256": tokens.sha256["train"], "epochs": read * count / n}
-            for tokens, count, n in zip(self.parts, self.counts, self.n_windows, strict=True)]}
+        derived = super().derived(config, world_size)
+        derived["train_tokens"] = sum(len(tokens.train) for tokens in self.parts)
+        cycles = config.max_iters * self.windows_per_step / self.cycle
+        derived["mixture"] = []
+        for tokens, count, n in zip(self.parts, self.counts, self.n_windows, strict=True):
+            derived["mixture"].append({
+                "dataset": tokens.folder.name,
+                "share": count / self.cycle,
+                "train_tokens": len(tokens.train),
+                "train_sha256": tokens.sha256["train"],
+                "epochs": cycles * count / n,
+            })
+        return derived
 
     def where(self, step, rank, world_size):
-        k, window = self.windows(step, rank, world_size)[0].tolist()
-        return f"the last batch began at token {window * self.block_size:,} of {self.parts[k].folder}"
+        k, start = self.starts(step, rank, world_size)[0].tolist()
+        return f"the last batch began at token {start:,} of {self.parts[k].folder}"
 
     def verify(self):
         for tokens in self.parts:
             tokens.verify()
 
-    def check_unchanged(self):
-        now = [file_stamp(tokens.train) for tokens in self.parts] + [file_stamp(self.tokens.val)]
-        for tokens, old, new in zip([*self.parts, self.tokens], self._stamps, now, strict=True):
-            if old != new:
-                raise DataError(f"{tokens.folder} changed during the run: restore its old files, or prepare it again, "
-                                "and continue from the last checkpoint with --resume=auto")
+
+@functools.lru_cache(maxsize=2)
+def cycle_order(counts, seed, cycle):
+    """The dataset at each place of a cycle, and how many windows of it came before in that cycle: two (cycle,) int64.
+
+    counts: windows of each dataset in a cycle.
+    """
+    in_order = np.repeat(np.arange(len(counts)), counts)
+    members = np.random.default_rng([seed, cycle, len(in_order)]).permutation(in_order)
+    earlier = np.empty_like(members)
+    for k, count in enumerate(counts):
+        earlier[members == k] = np.arange(count)
+    return members, earlier
 
 
 def parse_mixture(text):
     """"fineweb_edu:0.8,code:0.2" as [(name, Fraction), ...]; a single name as [(name, 1)]. Raises DataError."""
     if "," not in text:
         return [(text, Fraction(1))]
-    parts = [part.rpartition(":") for part in text.split(",")]
+    parts = []
     try:
-        sets = [(name.strip(), Fraction(share)) for name, _, share in parts]
+        for part in text.split(","):
+            name, _, share = part.rpartition(":")
+            parts.append((name.strip(), Fraction(share)))
     except (ValueError, ZeroDivisionError):
-        sets = []
-    total = sum(share for _, share in sets)
-    if not sets or total != 1 or min(share for _, share in sets) <= 0 or not all(name for name, _ in sets):
+        parts = []
+    total = sum(share for _, share in parts)
+    if total != 1 or any(share <= 0 or not name for name, share in parts):
         raise DataError(f"dataset={text}: give each dataset a share, as fineweb_edu:0.8,code:0.2, adding up to 1 "
                         f"(these add up to {float(total):g})")
-    if math.lcm(*(share.denominator for _, share in sets)) > 10_000:
+    if math.lcm(*(share.denominator for _, share in parts)) > 10_000:
         raise DataError(f"dataset={text}: shares may have at most four digits")
-    return sets
+    return parts

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from data.loader import DataError, file_sha256
+from data.prepared import DataError, file_sha256
 from runtime.errors import ConfigError
 
 # tiktoken caches a file under the sha1 of its URL. The sha256 are the ones that tiktoken itself checks.

@@ -1,4 +1,4 @@
-"""Writing prepared datasets: code shared by every prepare.py, and --adopt for files that other programs wrote.
+"""Writing prepared datasets: code shared by every prepare.py.
 
 Each file is written under a temporary name, flushed and renamed, and meta.json comes last: a folder with a meta.json is
 complete, no matter when a process was killed.
@@ -8,18 +8,15 @@ complete, no matter when a process was killed.
         tokens = finish(folder, {"dataset": "name", "vocab_size": vocab_size, "tokenizer": "bytes", "splits": splits})
 """
 
-import argparse
 import contextlib
 import hashlib
 import platform
-import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 
-import data.loader
-from data.loader import DTYPES, SPLITS, DataError, Tokens, meta_crc32
+from data.prepared import DTYPES, DataError, Tokens, meta_crc32
 from runtime.errors import main_error
 from runtime.files import lock_folder, replacing
 from runtime.records import write_json
@@ -59,8 +56,11 @@ def write_split(path, chunks, vocab_size):
     Returns: {"tokens", "sha256", "max_token"}; max_token is None for an empty split.
     Raises: DataError for an id outside [0, vocab_size), checked before the cast, which would wrap it.
     """
-    path, dtype = Path(path), DTYPES[token_dtype(vocab_size)]
-    n_tokens, largest, digest = 0, None, hashlib.sha256()
+    path = Path(path)
+    dtype = DTYPES[token_dtype(vocab_size)]
+    n_tokens = 0
+    largest = None
+    digest = hashlib.sha256()
     with replacing(path) as tmp, open(tmp, "wb") as file:
         for chunk in chunks:
             chunk = np.asarray(chunk)
@@ -73,7 +73,8 @@ def write_split(path, chunks, vocab_size):
             data = np.ascontiguousarray(chunk, dtype=dtype)
             file.write(data.data)
             digest.update(data.data)
-            n_tokens, largest = n_tokens + data.size, high if largest is None else max(largest, high)
+            n_tokens += data.size
+            largest = max(largest or 0, high)
         (path.parent / "meta.json").unlink(missing_ok=True)
     return {"tokens": n_tokens, "sha256": digest.hexdigest(), "max_token": largest}
 
@@ -85,72 +86,15 @@ def finish(folder, meta):
     the Python and NumPy versions and a checksum are added. Returns: Tokens. Raises: DataError if meta.json does not
     match the files; it is then removed.
     """
-    folder = Path(folder)
-    versions = {"python": platform.python_version(), "numpy": np.__version__, **meta.get("versions", {})}
+    path = Path(folder) / "meta.json"
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
     meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
-    path = folder / "meta.json"
     write_json(path, {**meta, "crc32": meta_crc32(meta)})
     try:
         return Tokens(folder)
     except DataError:
         path.unlink()
         raise
-
-
-def read_split(path, dtype, vocab_size):
-    """The entry for meta.json, as from write_split, for a .bin that another program wrote. Raises DataError."""
-    dtype, largest, digest = np.dtype(DTYPES[dtype]), None, hashlib.sha256()
-    if not path.is_file():
-        raise DataError(f"{path} is missing: give a folder with train.bin and val.bin")
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise DataError(f"{path} is {size:,} bytes, not a whole number of {dtype} tokens: set --dtype")
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-            largest = max(largest or 0, int(np.frombuffer(piece, dtype).max()))
-            if largest >= vocab_size:
-                raise DataError(
-                    f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: set "
-                    "--vocab_size or --dtype"
-                )
-    return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
-
-
-def adopt(folder, vocab_size, dtype=None, tokenizer=None, bytes_per_token=None, table=None):
-    """Write a meta.json for an existing train.bin and val.bin of token ids, such as nanoGPT's; return Tokens.
-
-    A meta.pkl is not opened: it is a pickle, which could run code. dtype: of the files; None: uint16, or uint32 if the
-    vocabulary needs it. Raises DataError.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}: check the path")
-    least = token_dtype(vocab_size)  # raises for an impossible vocabulary size
-    if dtype is None and least == "uint16":
-        for path in (folder / f"{split}.bin" for split in SPLITS if (folder / f"{split}.bin").is_file()):
-            first = np.fromfile(path, least, 4096)
-            if len(first) > 64 and not first[1::2].any():
-                raise DataError(f"{path}: every second uint16 is 0, as in a file of uint32: give --dtype")
-    dtype = dtype or least
-    if np.dtype(dtype).itemsize < np.dtype(least).itemsize:
-        raise DataError(f"--dtype={dtype} cannot hold a vocabulary of {vocab_size:,}: leave it out")
-    if bytes_per_token is not None and not 0 < bytes_per_token <= sys.float_info.max:
-        raise DataError(f"--bytes_per_token={bytes_per_token:g}: it must be above 0")
-    with preparing(folder):
-        if (folder / "meta.json").exists():
-            raise DataError(f"{folder / 'meta.json'} already exists: remove it if it does not describe these files")
-        meta = {
-            "dataset": folder.resolve().name,
-            "vocab_size": vocab_size,
-            "dtype": dtype,
-            "tokenizer": tokenizer,
-            "table": table,
-            "splits": {split: read_split(folder / f"{split}.bin", dtype, vocab_size) for split in SPLITS},
-            "bytes_per_token": bytes_per_token,
-            "how": shlex.join(["python", *sys.argv]),
-        }
-        return finish(folder, meta)
 
 
 def warn_single_document(split, n_documents, n_tokens, way_out):
@@ -177,32 +121,3 @@ def run(main):
             print("interrupted: no incomplete file was left under its final name; run the same command again",
                   file=sys.stderr)
             sys.exit(130)
-
-
-def main():
-    """`python data/loader.py FOLDER`."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=data.loader.__doc__, formatter_class=layout)
-    parser.add_argument("folder", help="holds train.bin and val.bin")
-    parser.add_argument("--adopt", action="store_true", help="write a meta.json for files that another program wrote")
-    parser.add_argument("--vocab_size", type=int, help="with --adopt: 50257 for GPT-2's tokens")
-    parser.add_argument("--dtype", choices=DTYPES, help="with --adopt: of the files (uint16 if the vocabulary fits)")
-    parser.add_argument("--tokenizer", help="with --adopt: bytes, tiktoken:NAME or hf:NAME")
-    parser.add_argument("--bytes_per_token", type=float, help="with --adopt: of the text, to report bits per byte")
-    args = vars(parser.parse_args())
-    if args.pop("adopt"):
-        if args["tokenizer"]:
-            from data.tokenizer import Text, canonical  # late: tokenizer.py imports data.loader
-
-            name = canonical(args["tokenizer"])
-            args["tokenizer"], args["table"] = name, Text(args["tokenizer"]).table if name.startswith("hf:") else None
-            if name not in ("bytes", "gpt2") and not name.startswith(("hf:", "tiktoken:")):
-                raise DataError(f"--tokenizer {name} is unknown: choose bytes, tiktoken:NAME or hf:NAME")
-        if args["vocab_size"] is None:
-            raise DataError("--adopt needs --vocab_size: 50257 for GPT-2's tokens")
-        tokens, checked = adopt(**args), "meta.json written"
-    else:
-        tokens, checked = Tokens(args["folder"]), "sha256 verified"
-        tokens.verify()
-    counts = ", ".join(f"{len(getattr(tokens, split)):,} {split}" for split in SPLITS)
-    print(f"{tokens.folder}: {counts} tokens, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, {checked}")

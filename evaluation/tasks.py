@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.loader import DataError, Tokens
+from data.prepared import DataError, Tokens
 from runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

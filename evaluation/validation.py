@@ -9,7 +9,8 @@ import math
 import numpy as np
 import torch
 
-from data.loader import document_starts, eval_windows, find_dataset
+from data.loader import document_starts, eval_windows
+from data.prepared import find_dataset
 from data.tokenizer import Text
 from evaluation import tasks
 from runtime import distributed

@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.measure import Peak, check_numbers, check_out, in_one_line, new_record, write_record  # noqa: E402
-from data.loader import Tokens, find_dataset  # noqa: E402
+from data.prepared import Tokens, find_dataset  # noqa: E402
 from experiments import pages  # noqa: E402
 from experiments.scaling import sweep  # noqa: E402
 from experiments.scaling.compare import welch  # noqa: E402

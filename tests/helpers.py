@@ -26,7 +26,7 @@ import torch
 
 import model
 from data import writer
-from data.loader import DataError
+from data.prepared import DataError
 from model import LM, ModelConfig
 from runtime import checkpoint, files
 

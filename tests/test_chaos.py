@@ -45,7 +45,7 @@ from faults import (
 from helpers import arguments, assert_same_run, events, log_lines, losses, poisoned, record, saved, small_memory
 
 import configurator
-from data import loader
+from data import prepared
 from data.pystdlib import prepare as pystdlib
 from model import LM
 from runtime import checkpoint, distributed, telemetry
@@ -481,7 +481,7 @@ def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch):
     """At any of its steps, or before each of its renames, in turn of two sources that give files of the same sizes:
     what is left is whole, or unfinished. test_data.py kills that of data/tokens."""
     for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
-        monkeypatch.setattr(loader, name, value)  # content is for us to look at
+        monkeypatch.setattr(prepared, name, value)  # content is for us to look at
     source, sound, steps, kills, folder = [tmp_path / "of", tmp_path / "if"], [], [], 0, tmp_path / "d"
     prepare = lambda folder, source, at=0: dying(
         at, partial(pystdlib.prepare, folder, stdlib=source, val_fraction=0.2), folder, STEP if CHAOS else STEP[1:2])
@@ -490,21 +490,21 @@ def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch):
             (path / f"p{i % 4}").mkdir(parents=True, exist_ok=True)
             (path / f"p{i % 4}/m{i}.py").write_text(f"# {i} {path.name}\n" * 50)
         steps.append(prepare(tmp_path / f"whole_{path.name}", path)[1])
-        sound.append(loader.Tokens(tmp_path / f"whole_{path.name}"))
+        sound.append(prepared.Tokens(tmp_path / f"whole_{path.name}"))
     assert steps[0] == steps[1] >= 3 and len(sound[0].val) == len(sound[1].val)
     sound = [tokens.sha256 for tokens in sound]
     for i in range(2 * steps[0]):
         if i % 2 == 0:  # over a whole one
             prepare(folder, source[0])
-            assert loader.Tokens(folder).sha256 == sound[0] != sound[1]
+            assert prepared.Tokens(folder).sha256 == sound[0] != sound[1]
         kills += prepare(folder, source[(i + 1) % 2], i // 2 + 1)[0] != 0
         try:
-            left = loader.Tokens(folder)
-        except loader.DataError as error:
+            left = prepared.Tokens(folder)
+        except prepared.DataError as error:
             assert "prepare" in str(error)
         else:
             left.verify()
             assert left.sha256 in sound
     assert kills > i / 2 and prepare(folder, source[1])[0] == 0
-    assert loader.Tokens(folder).sha256 == sound[1]
+    assert prepared.Tokens(folder).sha256 == sound[1]
     assert {p.name for p in folder.iterdir()} == {"train.bin", "val.bin", "meta.json", ".lock"}

@@ -20,7 +20,7 @@ import tokenizers
 from helpers import LONG, VOCAB, byte_level_bpe, documents, reference, rejected, run_python, write_jsonl
 from pyarrow import parquet
 
-from data.loader import SPLITS, DataError, Tokens
+from data.prepared import SPLITS, DataError, Tokens
 from data.tokenizer import Text
 from data.tokens import cluster
 from data.tokens import prepare as any_tokens

@@ -21,7 +21,7 @@ import evaluate
 import families  # noqa: F401
 import sample
 import train
-from data.loader import DataError
+from data.prepared import DataError
 from data.pystdlib import prepare as pystdlib
 from data.tokenizer import Text
 from evaluation import tasks

@@ -25,7 +25,7 @@ from helpers import write_folder
 import configurator
 import families  # noqa: F401
 from bench.measure import finite
-from data import loader
+from data import prepared
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from experiments import pages, records
@@ -206,7 +206,7 @@ def corpus(tmp_path):
 
 
 def save_run(folder, family, corpus):
-    lm, data = tiny(family), loader.Tokens(corpus)
+    lm, data = tiny(family), prepared.Tokens(corpus)
     config = dataclasses.asdict(TrainConfig(model=family, dataset=str(corpus), dtype="float32", **SHAPE))
     tensors, skeleton = checkpoint.flatten({"model": lm.state_dict()})
     folder.mkdir(parents=True)
@@ -244,9 +244,9 @@ def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path
     assert [x["length"] for x in longhorn["lengths"]] == [16, 64, 256]
     assert longhorn["text"] == llama["text"] and llama["text"]["starts"] == [0, 340]
     assert llama["text"]["documents"] == ["a", "c"] and llama["text"]["trained_on_this_data"]
-    assert llama["checkpoint"]["code"] == "abc" and llama["checkpoint"]["data"] == loader.Tokens(corpus).sha256
+    assert llama["checkpoint"]["code"] == "abc" and llama["checkpoint"]["data"] == prepared.Tokens(corpus).sha256
     assert llama["finished"] and llama["date"] and llama["device"] and "commit" in llama["environment"]
-    val = loader.Tokens(corpus).val.astype(np.int64)
+    val = prepared.Tokens(corpus).val.astype(np.int64)
     rows = torch.from_numpy(np.stack([val[s:s + 257] for s in (0, 340)]))
     want = token_losses(tiny("llama"), rows[:, :-1], rows[:, 1:]).mean(1)
     assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
@@ -299,7 +299,7 @@ def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
         ([], "required")]:
         said = io.StringIO()
         with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(said):
-            with errors.main_error("extrapolation", checkpoint.CheckpointError, loader.DataError, OSError):
+            with errors.main_error("extrapolation", checkpoint.CheckpointError, prepared.DataError, OSError):
                 reads = argv and argv[0].startswith("--")
                 ex.main(["--checkpoint", run, out, *argv] if reads else argv)
         last = said.getvalue().splitlines()[-1]

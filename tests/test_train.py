@@ -55,7 +55,7 @@ from hypothesis import strategies as st
 
 import configurator
 import train
-from data import loader, writer
+from data import loader, prepared, writer
 from experiments.vision import classify
 from kernels import build
 from model import LM
@@ -388,7 +388,7 @@ def test_evaluations_and_micro_batches_do_not_change_training(whole, data, out, 
 
 def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     """One window at a time, uneven batches, batches of one document; test_distributed.py has several ranks."""
-    tokens = loader.TokenData(loader.Tokens(data), 32, 384, 0)
+    tokens = loader.TokenData(prepared.Tokens(data), 32, 384, 0)
     config = TrainConfig(**{**TINY, "model": "llama", "vocab_size": 256, "eval_tokens": 100})
     torch.manual_seed(0)
     lm, evaluate = train.build_model(config, torch.device("cpu")), train.Evaluate(config, tokens)
@@ -808,14 +808,14 @@ def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
 def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, monkeypatch):
     """Content of a large file is not looked at whenever it is opened, but where its size or time is not the
     checkpoint's."""
-    monkeypatch.setattr(loader, "FULL_CHECK_TOKENS", 100)
+    monkeypatch.setattr(prepared, "FULL_CHECK_TOKENS", 100)
     folder = shutil.copytree(data, tmp_path / "data")
     succeed(arguments(folder, out), LM=stops_at(5))
     (folder / "train.bin").write_bytes(b"a" + (data / "train.bin").read_bytes()[1:])
     refuse(arguments(folder, out, resume="auto"), "train.bin is not the file that meta.json describes")
     shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
-    verified = mock.Mock(wraps=loader.Tokens.verify, side_effect=lambda: None)
-    monkeypatch.setattr(loader.Tokens, "verify", verified)
+    verified = mock.Mock(wraps=prepared.Tokens.verify, side_effect=lambda: None)
+    monkeypatch.setattr(prepared.Tokens, "verify", verified)
     succeed(arguments(folder, out, resume="auto"), LM=stops_at(7))
     assert verified.call_count == 1
     succeed(arguments(folder, out, resume="auto"), LM=stops_at(9))

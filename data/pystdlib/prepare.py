@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DataError, file_sha256
+from data.prepared import DataError, file_sha256
 from data.tokenizer import Text, add_tokenizer, canonical, learn_bpe
 from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 

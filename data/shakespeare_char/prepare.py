@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DataError
+from data.prepared import DataError
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, write_split
 from runtime.errors import regular

@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DTYPES, SPLITS, DataError
+from data.prepared import DTYPES, SPLITS, DataError
 from data.tokens import prepare as one_process
 from data.tokens.prepare import finish_shards, is_whole, split_of, token_arrays, write_shard
 from data.writer import preparing, run, token_dtype

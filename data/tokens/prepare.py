@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.loader import DTYPES, SPLITS, DataError, file_sha256
+from data.prepared import DTYPES, SPLITS, DataError, file_sha256
 from data.shards import shards_sha256
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_split
@@ -354,10 +354,14 @@ def finish_shards(folder, shards, meta):
         entries = [shard[split] for shard in shards if split in shard]
         if not entries:
             raise DataError(f"no document of {folder} is in {split}: choose another --val_fraction, or add documents")
-        splits[split] = {key: sum(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")} | {
-            "max_token": max(entry["max_token"] for entry in entries), "sha256": shards_sha256(entries),
-            "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries]}
-        warn_single_document(split, splits[split]["documents"], splits[split]["tokens"],
+        total = {key: sum(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")}
+        splits[split] = {
+            **total,
+            "max_token": max(entry["max_token"] for entry in entries),
+            "sha256": shards_sha256([entry["sha256"] for entry in entries]),
+            "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries],
+        }
+        warn_single_document(split, total["documents"], total["tokens"],
                              "choose another --val_fraction, or add documents")
     return finish(folder, {"dataset": folder.resolve().name, **meta, "splits": splits})
 

@@ -273,8 +273,8 @@ START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
 def vocabulary(dataset):
     """The vocab_size that train.py gives a model for `dataset`; bytes', 256, if the dataset is not prepared yet."""
-    from data.loader import find_dataset
     from data.mixture import parse_mixture
+    from data.prepared import find_dataset
 
     try:
         meta = json.loads((find_dataset(parse_mixture(dataset)[0][0]) / "meta.json").read_text())
@@ -469,8 +469,8 @@ def about_sweep(args, extra, preset, folder, before):
 
 def check_data(cells):
     """Open the data of every context: what is missing is said now, in one line, and not by every run."""
-    from data.loader import Tokens, find_dataset
     from data.mixture import parse_mixture
+    from data.prepared import Tokens, find_dataset
 
     for dataset, context in {(load(c.argv).dataset, c.at["context"]) for c in cells}:
         for name, _ in parse_mixture(dataset):
