@@ -35,11 +35,12 @@ import shlex
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
-from data.prepared import DataError, file_sha256
+from data.prepared import SPLITS, DataError, file_sha256
 from data.tokenizer import Text, add_tokenizer, canonical, learn_bpe
 from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 
@@ -55,153 +56,200 @@ ROOT_EXTENSIONS = (
 NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__", ".git", ".hg", ".svn", "node_modules"}
 
 
+class File(NamedTuple):
+    name: str  # its path below its root, with slashes; below one of --roots, its number and name come before
+    path: Path
+    size: int  # bytes
+    sha256: str
+
+
+class Document(NamedTuple):
+    name: str  # that of its only file, or of a folder, which ends in a slash
+    files: list
+    size: int  # bytes
+
+
+# ---------------------------------------------------------------------------------------------------------- which files
+
+
+def collect(stdlib, roots, extensions, text_only):
+    """List the files of the corpus: readable text, every content once.
+
+    Returns: [File, ...] sorted by root and name, and the number of files skipped: unreadable, empty, binary, with the
+    same content as an earlier one, a link that leads out of its root, or, with text_only, not UTF-8.
+    """
+    sources = [("", stdlib, {".py"})]
+    for i, root in enumerate(roots, 1):  # the prefix keeps equal paths of two roots apart
+        sources.append((f"{i}:{Path(root).resolve().name}/", Path(root), extensions))
+    files = []
+    seen = set()
+    skipped = 0
+    for prefix, root, endings in sources:
+        paths, left_out = source_files(root, endings)
+        skipped += left_out
+        for path in paths:
+            content = content_of(path, text_only)
+            digest = hashlib.sha256(content).hexdigest()
+            if not content or SEPARATOR in content or digest in seen:
+                skipped += 1
+                continue
+            seen.add(digest)
+            files.append(File(prefix + path.relative_to(root).as_posix(), path, len(content), digest))
+    return files, skipped
+
+
 def source_files(root, extensions):
-    """([(path relative to root, with slashes, Path)] of the regular files below root, sorted; how many were left out:
-    linked folders, links that lead outside, unreadable files). Raises DataError for an unreadable root."""
-    files, left_out, top = [], [], Path(root).resolve()
+    """The regular files below root, sorted, and how many are left out: linked folders, links that lead outside,
+    unreadable folders. Raises DataError for an unreadable root."""
+    files = []
+    left_out = []
 
     def unreadable(error):
-        if Path(error.filename) == Path(root) and not isinstance(error, FileNotFoundError):
+        if Path(error.filename) == root and not isinstance(error, FileNotFoundError):
             raise DataError(f"--roots {root}: {error.strerror}: make it readable, or leave it out")
         left_out.append(error.filename)
 
     for folder, subfolders, names in os.walk(root, onerror=unreadable):
-        left_out += [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        left_out += [name for name in subfolders if Path(folder, name).is_symlink()]
         subfolders[:] = [name for name in subfolders if name not in NEVER_ENTERED]
-        for name in names:
-            path = Path(folder, name)
-            if path.suffix not in extensions:
-                continue
-            if path.is_file() and path.resolve().is_relative_to(top):
-                files.append((path.relative_to(root).as_posix(), path))
-            else:
-                left_out.append(name)
-    return sorted(files), len(left_out)
+        for path in (Path(folder, name) for name in names):
+            if path.suffix in extensions:
+                inside = path.is_file() and path.resolve().is_relative_to(root.resolve())
+                (files if inside else left_out).append(path)
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix()), len(left_out)
 
 
-def collect(roots, text_only=False):
-    """List the files of a corpus: readable text, every content once.
-
-    Args: roots: [(prefix, folder, extensions), ...]; prefixes keep equal paths of two roots apart. text_only: skip
-    files that are not UTF-8.
-    Returns: [(name, Path, bytes, sha256 hex), ...] sorted by root and name, and the number of files skipped
-    (unreadable, empty, binary, with the same content as an earlier one, or a link that leads out of its root).
-    """
-    files, contents, skipped = [], set(), 0
-    for prefix, root, extensions in roots:
-        paths, left_out = source_files(root, extensions)
-        skipped += left_out
-        for relative, path in paths:
-            try:
-                content = path.read_bytes()
-            except OSError:
-                content = b""
-            digest = hashlib.sha256(content).hexdigest()
-            if not content or SEPARATOR in content or digest in contents or text_only and not is_utf8(content):
-                skipped += 1
-                continue
-            contents.add(digest)
-            files.append((prefix + relative, path, len(content), digest))
-    return files, skipped
-
-
-def is_utf8(content):
+def content_of(path, text_only=False):
+    """The bytes of a file; none if it cannot be read, or with text_only is not UTF-8."""
     try:
-        return bool(content.decode())
-    except UnicodeDecodeError:
-        return False
+        content = path.read_bytes()
+        if text_only:
+            content.decode()
+        return content
+    except (OSError, UnicodeDecodeError):
+        return b""
 
 
-def split_by_name(items, val_fraction, shortest=0):
+# ------------------------------------------------------------------------------------------- documents, and their split
+
+
+def join_packages(files):
+    """[Document, ...], one per package; see the top of the file. Their size counts the zero that ends each file."""
+    sizes = {}  # bytes in each folder, subfolders included
+    for file in files:
+        for folder in folders_above(file.name):
+            sizes[folder] = sizes.get(folder, 0) + file.size + len(SEPARATOR)
+    members = {}
+    for file in sorted(files):
+        packages = [folder for folder in folders_above(file.name) if sizes[folder] <= SHELF_BYTES]
+        name = packages[0] if packages else file.name
+        members.setdefault(name, []).append(file)
+    return [Document(name, of, sum(file.size + len(SEPARATOR) for file in of)) for name, of in members.items()]
+
+
+def folders_above(name):
+    """The folders that a file is in, from the outermost to its own; not the root, which is no package."""
+    parts = name.split("/")
+    return ["/".join(parts[:depth]) + "/" for depth in range(1, len(parts))]
+
+
+def split_by_name(documents, val_fraction, shortest=0):
     """Deterministic shuffle and split; see the top of the file.
 
-    Args: items: files or documents, tuples that start with (name, _, bytes); shortest: hold out none with fewer bytes.
+    Args: shortest: hold out no document with fewer bytes.
     Returns: the lists train, val, in shuffled order. Raises: DataError if one of them would be empty.
     """
-    shuffled = sorted(items, key=lambda item: hashlib.sha256(item[0].encode("utf-8", "surrogateescape")).digest())
-    wanted = val_fraction * sum(item[2] for item in items)
-    train, val, held = [], [], 0
-    for item in shuffled:
-        if held < wanted and shortest <= item[2] <= wanted / 4:
-            val.append(item)
-            held += item[2]
+    place = lambda document: hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
+    total = sum(document.size for document in documents)
+    wanted = val_fraction * total
+    train = []
+    val = []
+    held = 0
+    for document in sorted(documents, key=place):
+        if held < wanted and shortest <= document.size <= wanted / 4:
+            val.append(document)
+            held += document.size
         else:
-            train.append(item)
+            train.append(document)
     if not val or not train:
         unit = f"documents (held out only if at least {shortest:,} bytes long)" if shortest else "files"
         raise DataError(
-            f"{len(items)} {unit} with {sum(item[2] for item in items):,} bytes do not give a train and a validation "
-            f"set at --val_fraction {val_fraction:g}: choose another fraction, or add --roots"
+            f"{len(documents)} {unit} with {total:,} bytes do not give a train and a validation set at --val_fraction "
+            f"{val_fraction:g}: choose another fraction, or add --roots"
         )
     return train, val
 
 
-def join_packages(files):
-    """Join files into documents, one per package; see the top of the file.
-
-    Args: files: from `collect`, names with slashes.
-    Returns: [(name, files, bytes), ...]; a folder's name ends in a slash, its files are sorted by name, and its bytes
-    include the zero at the end of each file.
-    """
-    folders = {}  # bytes in each folder, subfolders included
-    for name, _, size, _ in files:
-        parts = name.split("/")
-        for depth in range(len(parts)):
-            above = "/".join(parts[:depth] + [""])  # "" is the top
-            folders[above] = folders.get(above, 0) + size + len(SEPARATOR)
-
-    def document(name):
-        parts = name.split("/")
-        paths = ["/".join(parts[:depth] + [""]) for depth in range(1, len(parts))]  # without the top: no package
-        return next((path for path in paths if folders[path] <= SHELF_BYTES), name)
-
-    documents = {}
-    for file in sorted(files):
-        documents.setdefault(document(file[0]), []).append(file)
-    return [(name, members, sum(f[2] + len(SEPARATOR) for f in members)) for name, members in documents.items()]
-
-
 def lengths(documents):
     """Statistics of the documents' lengths in tokens, for meta.json."""
-    sizes = sorted(document[2] for document in documents)
-    quarters = [sizes[round(q * (len(sizes) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)]
-    return dict(zip(("shortest", "quarter", "median", "three_quarters", "longest"), quarters, strict=True)) | {
-        "count": len(sizes), f"longer_than_{LONG}": sum(size > LONG for size in sizes)}
+    sizes = sorted(document.size for document in documents)
+    statistics = {}
+    for i, name in enumerate(("shortest", "quarter", "median", "three_quarters", "longest")):
+        statistics[name] = sizes[round(i / 4 * (len(sizes) - 1))]
+    statistics["count"] = len(sizes)
+    statistics[f"longer_than_{LONG}"] = sum(size > LONG for size in sizes)
+    return statistics
+
+
+# --------------------------------------------------------------------------------------------------------- their tokens
 
 
 def contents(files):
-    """Yields each file's bytes and separator as (bytes,) uint8 arrays. Raises DataError if a file has changed."""
-    for name, path, _, digest in files:
-        try:
-            content = path.read_bytes()
-        except OSError:
-            content = b""
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise DataError(f"{name} changed during the preparation: run the same command again")
-        yield np.frombuffer(content + SEPARATOR, dtype=np.uint8)
-
-
-def xz9_bits_per_byte(pieces):
-    """Bits per byte that `xz -9` needs for the concatenated pieces; None if Python was built without lzma."""
-    try:
-        import lzma
-    except ImportError:
-        return None
-    squeezer, n_in, n_out = lzma.LZMACompressor(preset=9), 0, 0
-    for piece in pieces:
-        n_in, n_out = n_in + piece.size, n_out + len(squeezer.compress(piece.tobytes()))
-    return 8 * (n_out + len(squeezer.flush())) / n_in
-
-
-def texts(files):
-    """The text of each file, without its separator."""
-    return (piece[:-1].tobytes().decode() for piece in contents(files))
+    """Yields each file's bytes. Raises DataError if a file has changed."""
+    for file in files:
+        content = content_of(file.path)
+        if hashlib.sha256(content).hexdigest() != file.sha256:
+            raise DataError(f"{file.name} changed during the preparation: run the same command again")
+        yield content
 
 
 def tokenized(files, text):
     """Yields each file's tokens and an end-of-text token as (tokens,) arrays."""
-    for content in texts(files):
-        yield np.array([*text.encode_ordinary(content), text.eot_token], dtype=np.uint32)
+    for content in contents(files):
+        if text.kind == "bytes":
+            yield np.frombuffer(content + SEPARATOR, dtype=np.uint8)
+        else:
+            yield np.array([*text.encode_ordinary(content.decode()), text.eot_token], dtype=np.uint32)
+
+
+def learned_table(tokenizer, files, train):
+    """What a tokenizer that is made from the text consists of: characters of all files, pairs of the training files."""
+    kind, _, number = canonical(tokenizer).partition(":")
+    if kind == "char":
+        characters = {"\0"}.union(*(content.decode() for content in contents(files)))
+        return "".join(sorted(characters))
+    if kind == "bpe":
+        return learn_bpe((content.decode() for content in contents(train)), number)
+    return None
+
+
+def xz9_bits_per_byte(files):
+    """Bits per byte that `xz -9` needs for the files, one after another; None if Python was built without lzma."""
+    try:
+        import lzma
+    except ImportError:
+        return None
+    squeezer = lzma.LZMACompressor(preset=9)
+    n_in = 0
+    n_out = 0
+    for content in contents(files):
+        piece = content + SEPARATOR
+        n_in += len(piece)
+        n_out += len(squeezer.compress(piece))
+    n_out += len(squeezer.flush())
+    return 8 * n_out / n_in
+
+
+def identity(files, val_fraction, documents, tokenizer):
+    """A hash of every file's name and content and of the recipe."""
+    listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}"
+    listing += ", packages\n" if documents == "package" else "\n"
+    if tokenizer != "bytes":
+        listing += f"{tokenizer}\n"
+    if canonical(tokenizer).startswith("hf:"):  # its file may change under the same name
+        listing += f"{Text(tokenizer).table}\n"
+    listing += "".join(f"{file.sha256} {file.name}\n" for file in files)
+    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file",
@@ -213,120 +261,121 @@ def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=
     tokenizer, vocab: see data/tokenizer.py.
     Raises: DataError.
     """
-    val_fraction = VAL_FRACTION[documents] if val_fraction is None else val_fraction
+    if val_fraction is None:
+        val_fraction = VAL_FRACTION[documents]
     if not 0 < val_fraction < 1:
         raise DataError(f"--val_fraction {val_fraction:g}: it must be between 0 and 1")
     if tokenizer != "bytes" and documents == "package":
         raise DataError(f"--documents=package counts bytes: drop --tokenizer {tokenizer}")
-    stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
     for root in roots:
         if not root or not Path(root).is_dir():  # Path("") is the current folder
             raise DataError(f"--roots {root} is not a folder: check the path")
+    stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
     extensions = sorted({"." + extension.lstrip(".") for extension in extensions})
-    sources = [("", stdlib, {".py"})]
-    sources += [(f"{i}:{Path(root).resolve().name}/", Path(root), set(extensions)) for i, root in enumerate(roots, 1)]
     with preparing(out) as folder:
-        files, skipped = collect(sources, text_only=tokenizer != "bytes")
+        files, skipped = collect(stdlib, roots, extensions, text_only=tokenizer != "bytes")
         if not files:
             raise DataError(f"no source files in {stdlib}: this Python comes without library source; use another")
-        listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}" + ", packages" * (documents == "package") + "\n"
-        listing += f"{tokenizer}\n" * (tokenizer != "bytes")
-        listing += f"{Text(tokenizer).table}\n" if canonical(tokenizer).startswith("hf:") else ""
-        listing += "".join(f"{digest} {name}\n" for name, _, _, digest in files)
-        inputs = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+        inputs = identity(files, val_fraction, documents, tokenizer)
         if not force and (tokens := finished(folder, inputs)):
             return tokens, False
-        if documents == "package":
-            parts = split_by_name(join_packages(files), val_fraction, LONG + 1)
-            train, val = ([file for document in part for file in document[1]] for part in parts)
-        else:
-            train, val = parts = split_by_name(files, val_fraction)
-        kind, _, number = canonical(tokenizer).partition(":")
-        if kind == "char":
-            table = "".join(sorted({"\0"}.union(*texts(files))))
-        else:
-            table = learn_bpe(texts(train), number) if kind == "bpe" else None
-        text, splits = Text(tokenizer, table, vocab), {}
-        for split, members in (("train", train), ("val", val)):
-            pieces = contents(members) if tokenizer == "bytes" else tokenized(members, text)
-            splits[split] = write_split(folder / f"{split}.bin", pieces, text.n_vocab)
-            splits[split] |= {"bytes": sum(file[2] + len(SEPARATOR) for file in members), "files": len(members)}
-        for split, part in zip(("train", "val"), parts, strict=True):
-            change = "raise" if split == "val" else "lower"
-            way_out = f"{change} --val_fraction (now {val_fraction:g}), or add --roots"
-            warn_single_document(split, len(part), splits[split]["tokens"], way_out)
-        meta = {
-            "dataset": "pystdlib",
-            "vocab_size": text.n_vocab,
-            "end_of_text": text.eot_token,
-            "tokenizer": text.name,
-            "table": text.table or None,
-            "bytes_per_token": 1 if tokenizer == "bytes" else None,
-            "splits": splits,
-            "xz9_bits_per_byte": xz9_bits_per_byte(contents(val)),
-            "how": shlex.join(["python", *sys.argv]),
-            "recipe": {
-                "version": RECIPE,
-                "source": f"standard library of Python {platform.python_version()}",
-                "roots": [str(root) for root in roots],
-                "extensions": extensions if roots else [".py"],
-                "val_fraction": val_fraction,
-                "files": len(files),
-                "files_skipped": skipped,
-                "separator": "a zero byte ends each file",
-                "prepare_sha256": file_sha256(__file__),
-            },
-            "inputs": inputs,  # hash of every file's name and content and of the recipe
+        recipe = {
+            "version": RECIPE,
+            "source": f"standard library of Python {platform.python_version()}",
+            "roots": [str(root) for root in roots],
+            "extensions": extensions if roots else [".py"],
+            "val_fraction": val_fraction,
+            "files": len(files),
+            "files_skipped": skipped,
+            "separator": "a zero byte ends each file",
+            "prepare_sha256": file_sha256(__file__),
         }
-        if documents == "package":
-            meta["recipe"]["documents"] = f"packages: whole folders of at most {SHELF_BYTES} bytes, and single files"
-            for split, part in zip(("train", "val"), parts, strict=True):
-                splits[split]["documents"] = lengths(part)
-            starts = np.cumsum([0, *(document[2] for document in parts[1])]).tolist()
-            meta["documents"] = {"val": [  # experiments/extrapolation.py cuts its sequences from these
-                {"name": document[0], "start": start, "tokens": document[2]}
-                for document, start in zip(parts[1], starts, strict=False)
-            ]}  # fmt: skip
-        return finish(folder, meta), True
+        return write(folder, files, recipe, documents, tokenizer, vocab, inputs), True
+
+
+def write(folder, files, recipe, documents, tokenizer, vocab, inputs):
+    """Split the files, write their tokens and meta.json. Returns Tokens."""
+    val_fraction = recipe["val_fraction"]
+    if documents == "package":
+        parts = split_by_name(join_packages(files), val_fraction, LONG + 1)
+    else:
+        parts = split_by_name([Document(file.name, [file], file.size) for file in files], val_fraction)
+    parts = dict(zip(SPLITS, parts, strict=True))
+    members = {split: [file for document in part for file in document.files] for split, part in parts.items()}
+    text = Text(tokenizer, learned_table(tokenizer, files, members["train"]), vocab)
+    splits = {}
+    for split in SPLITS:
+        splits[split] = write_split(folder / f"{split}.bin", tokenized(members[split], text), text.n_vocab)
+        splits[split]["bytes"] = sum(file.size + len(SEPARATOR) for file in members[split])
+        splits[split]["files"] = len(members[split])
+        change = "raise" if split == "val" else "lower"
+        way_out = f"{change} --val_fraction (now {val_fraction:g}), or add --roots"
+        warn_single_document(split, len(parts[split]), splits[split]["tokens"], way_out)
+    meta = {
+        "dataset": "pystdlib",
+        "vocab_size": text.n_vocab,
+        "end_of_text": text.eot_token,
+        "tokenizer": text.name,
+        "table": text.table or None,
+        "bytes_per_token": 1 if tokenizer == "bytes" else None,
+        "splits": splits,
+        "xz9_bits_per_byte": xz9_bits_per_byte(members["val"]),
+        "how": shlex.join(["python", *sys.argv]),
+        "recipe": recipe,
+        "inputs": inputs,
+    }
+    if documents == "package":
+        recipe["documents"] = f"packages: whole folders of at most {SHELF_BYTES} bytes, and single files"
+        for split in SPLITS:
+            splits[split]["documents"] = lengths(parts[split])
+        meta["documents"] = {"val": places(parts["val"])}
+    return finish(folder, meta)
+
+
+def places(documents):
+    """Where each document is in its split; experiments/extrapolation.py cuts its sequences from these."""
+    listed = []
+    start = 0
+    for document in documents:
+        listed.append({"name": document.name, "start": start, "tokens": document.size})
+        start += document.size
+    return listed
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roots", nargs="+", default=[], metavar="FOLDER", help="more folders of source to add")
-    parser.add_argument(
-        "--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT",
-        help="which files in --roots (default: source code)"
-    )
-    parser.add_argument(
-        "--documents", choices=list(VAL_FRACTION), default="file", help="a document is a file (default) or a package"
-    )
+    parser.add_argument("--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT",
+                        help="which files in --roots (default: source code)")
+    parser.add_argument("--documents", choices=list(VAL_FRACTION), default="file",
+                        help="a document is a file (default) or a package")
     add_tokenizer(parser, "bytes", "bpe:N (learned from the training files), ")
     parser.add_argument("--val_fraction", type=float, help="share of bytes to hold out (default 0.02; packages: 0.05)")
     parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
     parser.add_argument("--force", action="store_true", help="prepare again even if it is already prepared")
-    args = parser.parse_args()
-    tokens, new = prepare(
-        args.out, args.roots, args.extensions, args.val_fraction, args.force, documents=args.documents,
-        tokenizer=args.tokenizer, vocab=args.vocab,
-    )
-    recipe, splits = tokens.meta["recipe"], tokens.meta["splits"]
-    more = f" and {len(args.roots)} more folder{'s'[: len(args.roots) > 1]}" if args.roots else ""
-    done = "" if new else " (already prepared; --force prepares again)"
-    if args.roots and recipe["files_skipped"]:
+    tokens, new = prepare(**vars(parser.parse_args()))
+    say(tokens, new)
+
+
+def say(tokens, new):
+    """Print what a finished folder holds."""
+    meta = tokens.meta
+    recipe, splits = meta["recipe"], meta["splits"]
+    if recipe["roots"] and recipe["files_skipped"]:
         print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, have the "
               "same content as another, or lead out of their folder")
-    unit = "bytes" if args.tokenizer == "bytes" else f"tokens ({tokens.meta['tokenizer']})"
-    print(
-        f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}{more}: "
-        f"{splits['train']['tokens']:,} {unit} to train on, {splits['val']['tokens']:,} held out{done}"
-    )
-    xz = tokens.meta["xz9_bits_per_byte"]
-    if args.documents == "package":
+    source = recipe["source"]
+    if recipe["roots"]:
+        source += f" and {len(recipe['roots'])} more folder{'s' if len(recipe['roots']) > 1 else ''}"
+    unit = "bytes" if meta["tokenizer"] == "bytes" else f"tokens ({meta['tokenizer']})"
+    done = "" if new else " (already prepared; --force prepares again)"
+    print(f"{tokens.folder}: {recipe['files']:,} files of the {source}: {splits['train']['tokens']:,} {unit} to train "
+          f"on, {splits['val']['tokens']:,} held out{done}")
+    if "documents" in meta:
         held = splits["val"]["documents"]
-        print(
-            f"{splits['train']['documents']['count']:,} documents to train on, {held['count']} held out, of "
-            f"{held['shortest']:,} to {held['longest']:,} bytes"
-        )
+        print(f"{splits['train']['documents']['count']:,} documents to train on, {held['count']} held out, of "
+              f"{held['shortest']:,} to {held['longest']:,} bytes")
+    xz = meta["xz9_bits_per_byte"]
     print(f"xz -9 needs {xz:.3f} bits per held-out byte" if xz else "xz: this Python was built without lzma")
 
 
