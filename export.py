@@ -451,7 +451,7 @@ def read_json(path):
 
 def modelling_code():
     """tools/modeling_longhorn.py with all sources that mixers.py and families/ import, directly or indirectly."""
-    finder = modulefinder.ModuleFinder([str(ROOT)], excludes=["experiments"])  # only `python model.py` imports those
+    finder = modulefinder.ModuleFinder([str(ROOT)])
     for path in (ROOT / "families").glob("*.py"):
         finder.import_hook(f"families.{path.stem}" if path.stem != "__init__" else "families")
     files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]  # others are built in

@@ -19,7 +19,7 @@ reads long texts in chunks.
     -           H, n           heads, and channels per head of q and k (and of v, if equally wide)
     S_t         S              (B, H, n, channels of v per head), float32: the state of families with heads
 
-`python model.py` prints parameters, FLOPs and state sizes next to the paper's Table 1.
+`python tools/parameters.py` prints parameters, FLOPs and state sizes next to the paper's Table 1.
 """
 
 import itertools
@@ -580,9 +580,3 @@ class LM(nn.Module):
         """The state before the first token, per layer and branch. Raises ValueError for a mixer that keeps none."""
         return [[branch.initial_state(batch_size, self.embed.weight.device) for branch in layer.branches]
                 for layer in self.layers]
-
-
-if __name__ == "__main__":
-    from experiments.scaling import parameters
-
-    parameters.main()

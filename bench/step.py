@@ -37,13 +37,13 @@ sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, LeftOut, imported, in_one_line  # noqa: E402
-from experiments.scaling.parameters import SIZES  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
 from runtime.counting import flops_per_token  # noqa: E402
 from runtime.distributed import keep_freed_memory, parallelize  # noqa: E402
 from runtime.errors import main_error  # noqa: E402
 from runtime.telemetry import peak_flops  # noqa: E402
+from tools.parameters import SIZES  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4, "block_size": 512, "vocab_size": 256, "batch_size": 4}

@@ -30,11 +30,11 @@ import model
 import optim
 import sample
 import train
-from experiments.scaling import parameters as table
-from experiments.scaling.parameters import SIZES, TABLE1
 from kernels import build
 from model import FAMILIES, LM, ModelConfig
 from runtime import counting, parameters
+from tools import parameters as table
+from tools.parameters import SIZES, TABLE1
 
 ALL_FAMILIES = pytest.mark.parametrize("family", FAMILIES)
 ENDLESS = pytest.mark.parametrize("family", [family for family in FAMILIES if family not in model.POSITIONS])

@@ -18,8 +18,8 @@ import mixers
 import model
 from experiments import online_learning as ol
 from experiments.online_learning import ROW, UPDATES
-from experiments.scaling import parameters
 from runtime.errors import ConfigError
+from tools import parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 5

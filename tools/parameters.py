@@ -1,19 +1,23 @@
 """Parameters, FLOPs per token (forward and backward) and state size per sequence of every family at the sizes in
 config/, next to the counts in the paper's Table 1.
 
-    python model.py
+    python tools/parameters.py
 """
 
 import argparse
 import itertools
+import sys
 from pathlib import Path
 
 import torch
 
-import configurator
-import families  # noqa: F401
-from model import FAMILIES, LM, ModelConfig
-from runtime import counting
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import configurator  # noqa: E402
+import families  # noqa: E402, F401
+from model import FAMILIES, LM, ModelConfig  # noqa: E402
+from runtime import counting  # noqa: E402
+from train import TrainConfig  # noqa: E402
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
 LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # used in other papers; 1.3B: the paper's Section 5.3
@@ -27,11 +31,9 @@ TABLE1 = {  # the paper's counts
 
 def config_settings(family, size):
     """Model settings in config/<family>_<size>.py, if that exists: heads, widths and states."""
-    path = Path(__file__).resolve().parents[2] / "config" / f"{family}_{size.lower()}.py"
+    path = ROOT / "config" / f"{family}_{size.lower()}.py"
     if not path.exists():
         return {}
-    from train import TrainConfig
-
     config = configurator.load(TrainConfig, [str(path)])
     return {name: getattr(config, name) for name in ("n_head", "mlp_multiple", "d_state", "window")}
 
@@ -46,3 +48,7 @@ def main(argv=None):
         beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
         print(f"{family:15} {size:5} {count / 1e6:11.1f}M {beside} "
               f"{counting.flops_per_token(lm)['total'] / 1e6:11.0f}M {counting.state_size(lm) / 1e6:13.2f}M")
+
+
+if __name__ == "__main__":
+    main()
