@@ -29,7 +29,7 @@ import traceback
 import types
 import typing
 
-from runtime.errors import ConfigError, regular
+from common.errors import ConfigError, regular
 
 KINDS = {int: "a whole number (int)", float: "a finite number (float)", bool: "true or false (bool)",
          str: "a string of UTF-8 (str)"}

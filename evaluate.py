@@ -29,11 +29,11 @@ from typing import Literal
 
 import configurator
 import sample
+from common.errors import ConfigError
 from data.tokenizer import Text, canonical
 from evaluation import tasks
 from runtime import checkpoint, distributed
 from runtime.distributed import launch
-from runtime.errors import ConfigError
 from runtime.records import changed_files, environment, write_json
 
 ROOT = Path(__file__).resolve().parent

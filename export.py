@@ -51,12 +51,13 @@ import torch
 
 import configurator
 import sample
+from common import errors
+from common.errors import ConfigError, regular
+from common.files import sync_folder
 from data.prepared import DataError
 from data.tokenizer import Text
 from model import FAMILIES, LM, ModelConfig, round_up
-from runtime import checkpoint, errors
-from runtime.errors import ConfigError, regular
-from runtime.files import sync_folder
+from runtime import checkpoint
 from runtime.folder import lock_run_dir
 from runtime.records import NATIVE_SOURCES, BadRecord, code_since, fields, is_of_run, write_json
 from runtime.records import read_json as read_record

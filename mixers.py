@@ -25,6 +25,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from initialisation import (
+    arange,
+    constant,
+    dense,
+    linear,
+    log_uniform,
+    normal,
+    parameter,
+    step_size,
+    to_residual,
+    uniform,
+    values,
+    xavier,
+)
 from kernels.linear_attention import delta_rule, gated_delta_rule, kda, mesa, retention, wkv4
 from kernels.ops import attention, causal_conv1d, conv_state, documents_of, rms_norm
 from kernels.scan import longhorn_scan
@@ -40,20 +54,6 @@ from model import (
     rotary_tables,
     round_up,
     split_heads,
-)
-from runtime.parameters import (
-    arange,
-    constant,
-    dense,
-    linear,
-    log_uniform,
-    normal,
-    parameter,
-    step_size,
-    to_residual,
-    uniform,
-    values,
-    xavier,
 )
 
 # --------------------------------------------------------------------------------------------------- shared by families

@@ -34,11 +34,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels import build
-from kernels.linear_attention import gated_linear_attention
-from kernels.ops import attention, causal_conv1d, conv_state, cross_entropy, documents, linear_cross_entropy, rms_norm
-from kernels.scan import longhorn_scan, selective_scan
-from runtime.parameters import (
+from common.torch_private import constant_when_compiled
+from initialisation import (
     arange,
     constant,
     dense,
@@ -52,7 +49,10 @@ from runtime.parameters import (
     values,
     xavier,
 )
-from runtime.torch_private import constant_when_compiled
+from kernels import build
+from kernels.linear_attention import gated_linear_attention
+from kernels.ops import attention, causal_conv1d, conv_state, cross_entropy, documents, linear_cross_entropy, rms_norm
+from kernels.scan import longhorn_scan, selective_scan
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ModelConfig:
     loss_from_logits: bool = False  # train on the loss of LM.forward's logits: for editing them; needs more memory
     backend: str = ""  # which operators run: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
-    places = range(1024)  # layers that are built: all; the toys of runtime/self_check.py have fewer
+    places = range(1024)  # layers that are built: all; the toys of inspection/self_check.py have fewer
 
     @property
     def unrolled(self):
@@ -117,11 +117,11 @@ BACKENDS = ("", *build.BACKENDS)
 
 # -------------------------------------------------------------------------------------------------------------- mixers
 # A mixer is an nn.Module built from (config, layer index). Its constructor sets how each parameter starts
-# (runtime/parameters.py). Then it has:
+# (initialisation.py). Then it has:
 #   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
 #   initial_state(batch_size, device)     the state before the first token; mixers without it have forward(x) -> y
 #   operator                              the operator that mixes tokens, a key of kernels.build.BODIES, which also
-#                                         gives the FLOPs (runtime/counting.py); without an operator set `flops`
+#                                         gives the FLOPs (inspection/counting.py); without an operator set `flops`
 
 
 class ScanBlock(nn.Module):
@@ -378,7 +378,7 @@ class RMSNorm(nn.Module):
 
 REPLACED = {  # methods that mixers had until November 2026 -> what to write instead
     "init_table": "set how a parameter starts where you create it: linear(n_in, n_out, start=normal(0.02)) or "
-                  "parameter(*shape, start=constant(0.0)), see runtime/parameters.py",
+                  "parameter(*shape, start=constant(0.0)), see initialisation.py",
     "projections": "list the parts of a fused map where you create it: linear(n_in, n_out, start, parts=[rows, ...])",
     "mixing_flops": "name the operator in `operator`, or set `flops`: a number, or a function of T",
     "state_size": "delete it: the tensors of initial_state are counted; a dimension of 0 is a cache that grows",

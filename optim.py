@@ -11,8 +11,8 @@ append it to the list that `build_optimizers` returns.
 import torch
 import torch.nn as nn
 
+from common.torch_private import muon, never_compiled
 from runtime import distributed
-from runtime.torch_private import muon, never_compiled
 
 AdamW = never_compiled(torch.optim.AdamW)
 
@@ -55,7 +55,7 @@ def set_learning_rate(optimizers, factor):
 
 def muon_matrices(model):
     """{name: rows of each part} of every linear map in the layers. A fused projection, such as in_proj for x and z, has
-    several parts (runtime/parameters.py)."""
+    several parts (initialisation.py)."""
     return {f"{name}.mixer.{inner}.weight": getattr(module, "parts", None) or [module.out_features]
             for name, branch in model.branches() for inner, module in branch.mixer.named_modules()
             if isinstance(module, nn.Linear)}

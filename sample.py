@@ -23,9 +23,10 @@ import torch
 
 import configurator
 import families  # noqa: F401
+from common import errors
 from data.tokenizer import Text
 from model import LM, ModelConfig, check_tokens
-from runtime import checkpoint, distributed, errors, records
+from runtime import checkpoint, distributed, records
 from runtime.distributed import named_device
 
 

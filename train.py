@@ -34,18 +34,18 @@ import torch
 
 import configurator
 import families  # noqa: F401
+from common.errors import ConfigError, env_int, is_out_of_memory
 from data.loader import TokenData
 from data.mixture import MixtureData, parse_mixture
 from data.prepared import Tokens, find_dataset
 from evaluation.validation import Evaluate
+from inspection.counting import computed_by
+from inspection.self_check import self_check
 from model import LM, ModelConfig
 from optim import build_optimizers, set_learning_rate
 from runtime import checkpoint, distributed
-from runtime.counting import computed_by
 from runtime.distributed import launch
-from runtime.errors import ConfigError, env_int, is_out_of_memory
 from runtime.folder import Folder
-from runtime.self_check import self_check
 from runtime.signals import Signals
 from runtime.telemetry import Telemetry
 
@@ -111,8 +111,8 @@ def train(config, model, data, evaluate, schedule=None):
     Args:
         config: a TrainConfig or a subclass, with out_dir, dtype and the sizes filled in.
         model: any nn.Module on its device; model(x, y, loss_only=True) -> (_, mean loss). Unless self_check is "off",
-            it must be an LM or have toy() and toy_batch(), see runtime/self_check.py. If it has after_step(), that is
-            called after each optimiser step. What after_step changes, such as an average of the weights, must be in
+            it must be an LM or have toy() and toy_batch(), see inspection/self_check.py. If it has after_step(), that
+            is called after each optimiser step. What after_step changes, such as an average of the weights, must be in
             state_dict() to survive a resume: in a registered buffer, or through get_extra_state and set_extra_state as
             in experiments/vision/classify.py. A plain attribute is lost.
         data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), weights adding up to 1;
@@ -123,7 +123,7 @@ def train(config, model, data, evaluate, schedule=None):
         schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
 
     Returns the final metrics, or None if the run was stopped early or only checked. Raises ConfigError, or Stopped if
-    the run cannot continue (runtime/errors.py).
+    the run cannot continue (common/errors.py).
     """
     schedule, device = schedule or learning_rate_factor, next(model.parameters()).device
     dtype = getattr(torch, config.dtype)

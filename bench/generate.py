@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, LeftOut  # noqa: E402
 from bench.step import Worker, add_options, finish, model_config, settle, start  # noqa: E402
+from common.errors import main_error  # noqa: E402
 from model import LM, ModelConfig, tensors_of  # noqa: E402
-from runtime.errors import main_error  # noqa: E402
-from tools.loss_curve import save_figure  # noqa: E402
+from runtime.loss_curve import save_figure  # noqa: E402
 
 TOLERANCE = 1e-4  # for logits in float32, relative, 2-norm; all families stay below 1e-5
 BURSTS = 4  # the new tokens after each context are written in so many turns

@@ -32,7 +32,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.errors import ConfigError, main_error  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
 
 CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),

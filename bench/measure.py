@@ -21,10 +21,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.errors import ConfigError  # noqa: E402
+from common.files import temporary  # noqa: E402
 from kernels import build  # noqa: E402
 from runtime import records  # noqa: E402
-from runtime.errors import ConfigError  # noqa: E402
-from runtime.files import temporary  # noqa: E402
 from runtime.records import code_version  # noqa: E402
 
 EPS = torch.finfo(torch.float32).eps

@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench import measure, scan_cuda  # noqa: E402
 from bench.measure import DTYPES, LeftOut, imported, in_one_line, leaves, values_and_gradients  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
 from kernels import build as kernels  # noqa: E402
 from kernels import ops  # noqa: E402
-from runtime.errors import ConfigError, main_error  # noqa: E402
 from runtime.records import read_json  # noqa: E402
 
 PACKAGES = {"mamba_ssm": "mamba_ssm.ops.selective_scan_interface", "fla": "fla.ops.gla", "flash_attn": "flash_attn",

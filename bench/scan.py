@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, EPS, leaves, make_inputs  # noqa: E402
+from common.errors import main_error  # noqa: E402
 from kernels import build  # noqa: E402
 from kernels.scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
-from runtime.errors import main_error  # noqa: E402
 
 PASSES = ("forward", "forward_backward")
 

@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, EPS, LeftOut, as_mamba, imported, in_one_line, leaves, make_inputs  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
 from kernels.scan import longhorn_scan, selective_scan  # noqa: E402
-from runtime.errors import ConfigError, main_error  # noqa: E402
 
 SAVED = ROOT / "results" / "scan_cuda.json"
 PASSES = ("forward", "backward", "forward_backward")

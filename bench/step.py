@@ -37,11 +37,11 @@ sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, LeftOut, imported, in_one_line  # noqa: E402
+from common.errors import main_error  # noqa: E402
+from inspection.counting import flops_per_token  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
-from runtime.counting import flops_per_token  # noqa: E402
 from runtime.distributed import keep_freed_memory, parallelize  # noqa: E402
-from runtime.errors import main_error  # noqa: E402
 from runtime.telemetry import peak_flops  # noqa: E402
 from tools.parameters import SIZES  # noqa: E402
 from train import TrainConfig  # noqa: E402

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from common.errors import ConfigError, regular
 from data.prepared import DataError
-from runtime.errors import ConfigError, regular
 from runtime.signals import wait_for
 
 LAYOUT = "an image folder has train/CLASS/*.jpg and val/CLASS/*.jpg"

@@ -19,8 +19,8 @@ import numpy as np
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+from common.errors import ConfigError, main_error, regular  # noqa: E402
 from data.shards import Shards, shards_sha256  # noqa: E402
-from runtime.errors import ConfigError, main_error, regular  # noqa: E402
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}

@@ -15,8 +15,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from common.errors import ConfigError
 from data.prepared import DataError, file_sha256
-from runtime.errors import ConfigError
 
 # tiktoken caches a file under the sha1 of its URL. The sha256 are the ones that tiktoken itself checks.
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"

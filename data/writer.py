@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import main_error
+from common.files import lock_folder, replacing
 from data.prepared import DTYPES, DataError, Tokens, meta_crc32
-from runtime.errors import main_error
-from runtime.files import lock_folder, replacing
 from runtime.records import write_json
 
 

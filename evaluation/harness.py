@@ -25,11 +25,11 @@ from lm_eval import evaluator, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
+from common.errors import ConfigError
+from common.torch_private import map_tensors
+from inspection.counting import state_size
 from model import tensors_of
 from runtime import distributed
-from runtime.counting import state_size
-from runtime.errors import ConfigError
-from runtime.torch_private import map_tensors
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 VERSION = importlib.metadata.version("lm_eval")

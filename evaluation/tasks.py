@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import ConfigError
 from data.prepared import DataError, Tokens
-from runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")

@@ -36,10 +36,9 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from experiments import pages, records  # noqa: E402
-from experiments.scaling import compare, sweep  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
+from experiments import compare, pages, records, sweep  # noqa: E402  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
-from runtime.errors import ConfigError  # noqa: E402
 from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_log, write_json  # noqa: E402
 
 CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
@@ -83,8 +82,8 @@ def snapshot(out, commit=None):
 
 
 PROBE = """  # run in a snapshot with a config file and settings: prints what this version trains
-import hashlib, importlib, json, pathlib, sys, timeit, torch, configurator, train
-counting = importlib.import_module("runtime.counting") if pathlib.Path("runtime").exists() else train.LM  # was methods
+import hashlib, json, pathlib, sys, timeit, torch, configurator, train
+from inspection import counting
 plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:-1]))
 meta = pathlib.Path(sys.argv[-1], config.dataset.split(":")[0], "meta.json")  # of a mixture's first part
 vocab = json.loads(meta.read_text())["vocab_size"] if meta.exists() else 256

@@ -18,9 +18,9 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from common.errors import main_error  # noqa: E402
+from experiments.compare import bounds, decide  # noqa: E402
 from experiments.edit import CURVE_PAIRS, FEWEST, USUAL_SD  # noqa: E402
-from experiments.scaling.compare import bounds, decide  # noqa: E402
-from runtime.errors import main_error  # noqa: E402
 from runtime.records import write_json  # noqa: E402
 
 PAIRS = 60

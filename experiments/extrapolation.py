@@ -46,16 +46,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.measure import Peak, check_numbers, check_out, in_one_line, new_record, write_record  # noqa: E402
+from common.errors import ConfigError, is_out_of_memory, main_error  # noqa: E402
 from data.prepared import Tokens, find_dataset  # noqa: E402
-from experiments import pages  # noqa: E402
-from experiments.scaling import sweep  # noqa: E402
-from experiments.scaling.compare import welch  # noqa: E402
+from experiments import pages, sweep  # noqa: E402
+from experiments.compare import welch  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.runner import Cell, numbers  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
-from runtime.errors import ConfigError, is_out_of_memory, main_error  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
 from sample import load_model  # noqa: E402
 

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
+from common.errors import ConfigError
 from experiments import records
-from runtime.errors import ConfigError
+from runtime.loss_curve import save_figure
 from runtime.records import fields
-from tools.loss_curve import save_figure
 
 DASH = "\u2013"
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,

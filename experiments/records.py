@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import ConfigError
+from common.files import replacing
 from experiments.sweeps import runner
 from experiments.sweeps.runner import code_of
-from runtime.errors import ConfigError
-from runtime.files import replacing
 from runtime.records import BadRecord, fields, finished_records, read_json, read_log
 
 # What identifies a run within its sweep, as named in the plan; SETTING has other names in config.json

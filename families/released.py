@@ -9,10 +9,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from initialisation import normal
 from kernels.linear_attention import gated_linear_attention
 from mixers import Retention, RetNetGLU, RWKVChannelMix, RWKVTimeMix
 from model import FAMILIES, GLA, NORMS, POSITIONS, RMSNorm, SwiGLU
-from runtime.parameters import normal
 
 
 class CountingTimeMix(RWKVTimeMix):

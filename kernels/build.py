@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
+from common.files import remove_leftovers, temporary
+from common.torch_private import constant_when_compiled, raw_stream, transformed
 from kernels import cuda, fused
-from runtime.files import remove_leftovers, temporary
-from runtime.torch_private import constant_when_compiled, raw_stream, transformed
 
 ROOT = Path(__file__).resolve().parent.parent
 SCAN = ROOT / "longhorn_scan.cu"

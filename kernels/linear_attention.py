@@ -39,8 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import torch_private
 from kernels import build, fused, ops
-from runtime import torch_private
 
 CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta rule at width 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from common import torch_private
+from common.errors import is_out_of_memory
 from kernels import build, fused
-from runtime import torch_private
-from runtime.errors import is_out_of_memory
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states from which the backward recomputes

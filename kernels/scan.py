@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import torch_private
 from kernels import build, fused, ops
-from runtime import torch_private
 
 _passed = set()  # kinds of arguments that have passed _check_all, see _check
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; eps is 0 there anyway

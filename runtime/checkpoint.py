@@ -25,8 +25,8 @@ import numpy as np
 import safetensors
 import torch
 
-from runtime.errors import ConfigError, regular
-from runtime.files import replacing
+from common.errors import ConfigError, regular
+from common.files import replacing
 from runtime.records import MOVING
 
 VERSION = 1

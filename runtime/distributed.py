@@ -30,10 +30,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from common.errors import ConfigError, env_int, is_out_of_memory, main_error
+from common.torch_private import allow_graphs, average_gradients
 from kernels.ops import same_documents
 from runtime import records
-from runtime.errors import ConfigError, env_int, is_out_of_memory, main_error
-from runtime.torch_private import allow_graphs, average_gradients
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0

@@ -18,8 +18,9 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import checkpoint, distributed, files, records
-from runtime.errors import ConfigError, Stopped, is_out_of_memory
+from common import files
+from common.errors import ConfigError, Stopped, is_out_of_memory
+from runtime import checkpoint, distributed, records
 
 # Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {

@@ -4,7 +4,7 @@
                              that trained a part of the run
     out/<run>/log.jsonl      one JSON object per event and line, keys with units
     out/<run>/result.json    the outcome, written only when the run has finished
-    out/<run>/loss.png       the loss curve, see tools/loss_curve.py
+    out/<run>/loss.png       the loss curve, see runtime/loss_curve.py
     out/<run>/eval_tasks.json, wrong.png                             written by evaluate.py and by image runs
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
@@ -29,18 +29,20 @@ import sys
 import zlib
 from pathlib import Path
 
-from runtime.errors import ConfigError, regular
-from runtime.files import replacing
+from common.errors import ConfigError, regular
+from common.files import replacing
 
 MOVING = "earlier-being-moved"  # see move_aside
 # Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
-NO_TRACE = ("tools/loss_curve.py", "tests/", "bench/", "sample.py", "evaluate.py", "export.py", "evaluation/tasks.py",
-            "evaluation/harness.py", "experiments/records.py", "experiments/pages.py", "experiments/sweeps/",
-            "experiments/scaling/", "experiments/recall/mqar.py", "experiments/recall/report.py",
+NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", "evaluate.py", "export.py",
+            "evaluation/tasks.py", "evaluation/harness.py", "experiments/sweep.py", "experiments/compare.py",
+            "experiments/report.py", "experiments/fit.py", "experiments/figures.py", "experiments/records.py",
+            "experiments/pages.py", "experiments/sweeps/", "experiments/recall/mqar.py", "experiments/recall/report.py",
             "experiments/vision/sweep.py", "experiments/vision/report.py", "experiments/vision/wrong_images.py",
-            "experiments/extrapolation.py", "experiments/online_learning.py")
+            "experiments/extrapolation.py", "experiments/objectives.py")
 # Changes in these do not change what a trained model computes.
-MACHINERY = ("train.py", "optim.py", "configurator.py", "runtime/", "evaluation/")
+MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "common/", "inspection/", "runtime/",
+             "evaluation/")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
 files_at_start = {}  # code_files when `distributed.launch` began, right after the imports
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 import optim
-from runtime import checkpoint, counting, distributed
-from runtime.errors import ConfigError, Stopped
+from common.errors import ConfigError, Stopped
+from inspection import counting
+from runtime import checkpoint, distributed, loss_curve
 from runtime.folder import resume_command, writing_to
+from runtime.loss_curve import draw_loss
 from runtime.records import BadRecord, Log, read_json, write_json
-from tools import loss_curve
-from tools.loss_curve import draw_loss
 
 PICTURE_SECONDS = 60  # between plots, drawn by a separate process: importing matplotlib takes 2 s
 
@@ -249,7 +249,7 @@ class Telemetry:
         try:
             draw_loss(self.out)
         except Exception as error:  # a failed plot must not fail the run
-            command = shlex.join(["python", "tools/loss_curve.py", str(self.out)])
+            command = shlex.join(["python", "runtime/loss_curve.py", str(self.out)])
             self.say(f"no loss.png: {error} ({command} draws it; it needs matplotlib)")
 
 

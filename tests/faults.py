@@ -29,7 +29,7 @@ from runtime import checkpoint, distributed, telemetry
 STAND_IN = textwrap.dedent(f"""
     import json, os, pathlib, signal, sys, time
     sys.path.insert(0, {str(ROOT)!r})
-    from runtime.files import lock_folder
+    from common.files import lock_folder
     settings = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
     out = pathlib.Path(settings["out_dir"]); out.mkdir(parents=True, exist_ok=True)
     asked = []
@@ -72,7 +72,7 @@ DRIVER = """
 import sys; sys.path.insert(0, {repo!r})
 from types import SimpleNamespace
 from experiments.sweeps import engines, runner
-from runtime.errors import main_error
+from common.errors import main_error
 engines.Slurm.poll_seconds = 0.5
 cells = [runner.Cell(name, argv) for name, argv in {cells!r}.items()]
 with main_error("driver"):

@@ -25,10 +25,11 @@ import tokenizers
 import torch
 
 import model
+from common import files
 from data import writer
 from data.prepared import DataError
 from model import LM, ModelConfig
-from runtime import checkpoint, files
+from runtime import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 

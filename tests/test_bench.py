@@ -22,11 +22,12 @@ import torch
 from bench import generate, gpu, measure, scan, scan_cuda, step
 from bench import ops as bench_ops
 from bench.gpu import Stage
-from experiments import extrapolation, online_learning
+from common.errors import ConfigError
+from experiments import extrapolation, objectives
+from inspection import counting
 from kernels import ops
 from model import LM, Longhorn, ModelConfig
-from runtime import counting, distributed, records
-from runtime.errors import ConfigError
+from runtime import distributed, records
 from train import TrainConfig
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
@@ -323,7 +324,7 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
     *((main, arguments, UNCOMMITTED) for main, arguments in (
         (scan.main, "--save"), (scan.main, "--save --memory"), (scan.main, "--out=results/y.json"),
         (scan.main, "--save --device=cuda"), (generate.main, "--save"), (step.main, "--save"),
-        (online_learning.main, "--save"), (gpu.main, "--out=results/gpu_x"),
+        (objectives.main, "--save"), (gpu.main, "--out=results/gpu_x"),
         (extrapolation.main, "run --preset=laptop --save"))),
     (scan.main, "--device=cuda --dry_run --save", "does not belong in results/"),
     (scan.main, "--device=cuda --dry_run --without=rnn", "--without=rnn: no such contender; they are longhorn_scan"),

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import configurator
+from common import errors
+from common.errors import ConfigError
 from configurator import load
-from runtime import errors
-from runtime.errors import ConfigError
 
 ROOT = os.path.dirname(os.path.abspath(configurator.__file__))
 
@@ -164,7 +164,7 @@ def test_help_names_every_key_with_type_value_and_meaning(file, capsys, monkeypa
 
 def python(code, errors="", **how):
     """(exit code, what went to standard error) of a process that does this inside main_error."""
-    code = f"import sys\nfrom runtime import errors\nwith errors.main_error('p'{errors}): {code}"
+    code = f"import sys\nfrom common import errors\nwith errors.main_error('p'{errors}): {code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, **{"stderr": subprocess.PIPE, **how})
     return done.returncode, done.stderr
 

@@ -15,10 +15,9 @@ import pytest
 from helpers import TINY, tracked
 from scipy import stats
 
-from experiments import edit, edit_simulation
-from experiments.scaling import compare
+from common.errors import ConfigError
+from experiments import compare, edit, edit_simulation
 from experiments.sweeps import engines
-from runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 

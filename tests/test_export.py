@@ -25,10 +25,12 @@ from helpers import VOCAB, byte_level_bpe, left_behind, make_run, refused, run_p
 import export
 import families  # noqa: F401
 import sample
+from common import errors
 from data.tokenizer import Text
 from export import from_hf, to_hf
+from inspection import counting
 from model import FAMILIES
-from runtime import checkpoint, counting, errors
+from runtime import checkpoint
 from runtime.folder import lock_run_dir
 
 PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}

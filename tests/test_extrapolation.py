@@ -25,13 +25,15 @@ from helpers import write_folder
 import configurator
 import families  # noqa: F401
 from bench.measure import finite
+from common import errors
+from common.errors import ConfigError
 from data import prepared
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from experiments import pages, records
+from inspection import counting
 from model import LM, ModelConfig
-from runtime import checkpoint, counting, errors
-from runtime.errors import ConfigError
+from runtime import checkpoint
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from experiments.scaling import compare, duel_simulation, fit
-from experiments.scaling.fit import CannotFit, fit_loss
+from experiments import compare, duel_simulation, fit
+from experiments.fit import CannotFit, fit_loss
 
 TRUE = dict(E=1.69, A=406.4, alpha=0.34, B=410.7, beta=0.28)
 

@@ -17,10 +17,10 @@ from conftest import LIBRARIES
 from operators import OPS, attention_inputs, both, inputs, outputs
 
 import families  # noqa: F401
+from inspection.self_check import self_check
 from kernels import build, fused, ops
 from kernels.scan import selective_scan, selective_scan_ref
 from model import LM, ModelConfig
-from runtime.self_check import self_check
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
+from common import errors
 from kernels.scan import longhorn_scan, longhorn_scan_ref
-from runtime import errors, records
+from runtime import records
 from train import TrainConfig
 
 ROOT = Path(configurator.__file__).resolve().parent

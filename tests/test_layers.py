@@ -21,9 +21,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.rwkv import modeling_rwkv
 
 import families  # noqa: F401
+from initialisation import draw
 from kernels.linear_attention import mesa
 from model import FAMILIES, NORMS, Layer, ModelConfig, RMSNorm
-from runtime.parameters import draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (1, 2, 3, 31, 64, 65, 130, 200)

@@ -25,14 +25,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
 import families  # noqa: F401
+import initialisation as parameters
 import mixers
 import model
 import optim
 import sample
 import train
+from inspection import counting
 from kernels import build
 from model import FAMILIES, LM, ModelConfig
-from runtime import counting, parameters
 from tools import parameters as table
 from tools.parameters import SIZES, TABLE1
 

@@ -353,7 +353,7 @@ def test_a_machine_is_judged_by_its_oldest_visible_gpu(fresh, monkeypatch):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_cannot_be_said_ends_nothing(unbuffered):
     code = LEAN + """
-from runtime import errors
+from common import errors
 with errors.main_error("p"):
     build.say_once("a"); build.say_once("b"); print("went on")
 """

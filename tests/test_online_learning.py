@@ -1,4 +1,4 @@
-"""experiments/online_learning.py: every claim of its table, the minimiser behind it, the mixers that train, and --add.
+"""experiments/objectives.py: every claim of its table, the minimiser behind it, the mixers that train, and --add.
 
 Most tests here are about what must not hold: a comparison that compares nothing would also give a table of zeros.
 """
@@ -16,9 +16,9 @@ import torch
 
 import mixers
 import model
-from experiments import online_learning as ol
-from experiments.online_learning import ROW, UPDATES
-from runtime.errors import ConfigError
+from common.errors import ConfigError
+from experiments import objectives as ol
+from experiments.objectives import ROW, UPDATES
 from tools import parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,7 +108,7 @@ def test_mixer_is_the_update_of_its_row(family):
 
 def test_all_families_are_there_in_a_process_of_its_own():
     """The tests import families themselves; the program must too."""
-    code = "from experiments import online_learning as ol; ol.operator_call('rwkv4', 'torch')"
+    code = "from experiments import objectives as ol; ol.operator_call('rwkv4', 'torch')"
     subprocess.run([sys.executable, "-c", code], cwd=ol.ROOT, check=True)
 
 

@@ -33,10 +33,10 @@ from operators import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common import torch_private
 from kernels import build, ops
 from kernels.ops import attention, causal_conv1d, conv_state, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan_ref
-from runtime import torch_private
 
 EPS = torch.finfo(torch.float32).eps
 

@@ -27,8 +27,8 @@ from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
 from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap
 from experiments.sweeps import runner
+from inspection import counting
 from model import ModelConfig, tensors_of
-from runtime import counting
 from runtime.records import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 from helpers import left_behind, refused, run_program
 
-from runtime import files, records
-from runtime.files import lock_folder
+from common import files
+from common.files import lock_folder
+from runtime import loss_curve, records
 from runtime.records import BadRecord, Log, code_version, environment, read_json, read_log, write_json
-from tools import loss_curve
 
 
 def train_event(step, loss):

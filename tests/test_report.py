@@ -18,12 +18,11 @@ import pytest
 from matplotlib import pyplot
 from scipy import stats
 
-from experiments import pages, records
+from common.errors import ConfigError
+from experiments import figures, pages, records, report, sweep
 from experiments.recall import report as recall_report
-from experiments.scaling import figures, report, sweep
-from runtime.errors import ConfigError
 
-RESULTS = Path(report.__file__).resolve().parents[2] / "results"
+RESULTS = Path(report.__file__).resolve().parents[1] / "results"
 # E, A, alpha, B, beta of each made-up family
 LAWS = {"retnet": (0.99, 32.0, 0.35, 66.0, 0.35), "gla": (0.97, 31.0, 0.35, 62.0, 0.35),
         "rwkv": (0.96, 30.0, 0.35, 62.0, 0.35), "mamba": (0.94, 30.0, 0.35, 58.0, 0.35),
@@ -54,7 +53,7 @@ def make_sweep(folder, models=LAWS, sizes=SIZES, seeds=(1001, 1002, 1003), rates
                     + level.get(seed, 0) + dice.gauss(0, noise / 4))
             make_run(folder / name, model, n, steps, rate, seed, loss, gpu, "cosine" if stage == "cosine" else "wsd")
     plan = {"preset": "laptop", "machine": gpu or "AMD EPYC", "models": list(models), "cells": cells,
-            "commands": ["python experiments/scaling/sweep.py laptop"]}
+            "commands": ["python experiments/sweep.py laptop"]}
     folder.joinpath("plan.json").write_text(json.dumps(plan | about))
     return list(cells)
 

@@ -16,8 +16,9 @@ import evaluate
 import export
 import sample
 import train
+from common import errors
 from data.shakespeare_char import prepare as shakespeare
-from runtime import checkpoint, errors, records
+from runtime import checkpoint, records
 from sample import Text
 
 TABLE = "".join(sorted(set("hello wörld\n")))
@@ -219,7 +220,7 @@ def test_code_that_changed_since_the_training_is_said(program, tmp_path, monkeyp
               "evaluate": lambda: run_program(lambda: evaluate.launch("evaluate.py", evaluate.main), out, tasks=","),
               "export": lambda: run_program(lambda: export.main(sys.argv[1:]), out_dir=out, to=out / "to")}
     monkeypatch.setattr(export, "written", lambda *args: None)
-    for name, changed in (("runtime/errors.py", False), ("README.md", False), ("model.py", True), ("mixers.py", True)):
+    for name, changed in (("common/errors.py", False), ("README.md", False), ("model.py", True), ("mixers.py", True)):
         there = {**environment, "code_files": {**files, name: "another"}}
         (out / "config.json").write_text(json.dumps({"environment": there}))
         lines = [line for line in starts[program]().err.splitlines() if "the code has changed" in line]

@@ -7,7 +7,7 @@ whatever the input type, which gives two tolerances, both relative to the norm o
     results rounded to a half type of unit eps / 2      at most eps / 2, and over many elements 0.29 eps on average
 
 All outputs are filled with NaN first, so that an element left unwritten shows. The loops themselves are held against
-formulas written otherwise in test_model.py, test_export.py and experiments/online_learning.py.
+formulas written otherwise in test_model.py, test_export.py and experiments/objectives.py.
 
     python -m pytest tests/test_scan.py
 """

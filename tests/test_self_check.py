@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import families  # noqa: F401
 import kernels.scan
 import model
+from common.errors import ConfigError
+from inspection.self_check import OTHER_ORDER, self_check
 from kernels import build, fused, linear_attention, ops
 from kernels import linear_attention as la
 from kernels.scan import selective_scan
 from model import FAMILIES, LM, ModelConfig
-from runtime.errors import ConfigError
-from runtime.self_check import OTHER_ORDER, self_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -291,7 +291,7 @@ def test_unedited_all_agrees(pattern, backend):
 
 def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
     lm = LM(ModelConfig(n_layer=1, n_embd=32, vocab_size=64))
-    monkeypatch.setattr("runtime.toys.toy_of", lambda model, backend, **sizes: LM(ModelConfig(n_head=0)))
+    monkeypatch.setattr("inspection.toys.toy_of", lambda model, backend, **sizes: LM(ModelConfig(n_head=0)))
     with pytest.raises(ConfigError, match=r"^self-check: a small version [^\n]*n_head 0[^\n]*\(model.py, line [^\n]*"
                                           r"toy\(self, backend\)[^\n]*--self_check=off[^\n]*$"):
         self_check(lm)

@@ -18,12 +18,12 @@ import torch
 from faults import STAND_IN, both_have, cell_events, drive, gated, notes, wait_until
 from helpers import ROOT
 
+from common.errors import ConfigError
+from experiments import sweep
 from experiments.records import SAME
-from experiments.scaling import sweep
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
-from runtime.errors import ConfigError
 from runtime.records import BadRecord, is_finished
 
 

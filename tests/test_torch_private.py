@@ -1,4 +1,4 @@
-"""runtime/torch_private.py: each private hook of PyTorch still exists, and does what we use it for.
+"""common/torch_private.py: each private hook of PyTorch still exists, and does what we use it for.
 
 test_optim.py compares `muon` with torch.optim.Muon; every operator with a gradient goes through `fast_apply`.
 """
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime import torch_private
+from common import torch_private
 
 
 class Seen(TorchDispatchMode):

@@ -55,14 +55,16 @@ from hypothesis import strategies as st
 
 import configurator
 import train
+from common import errors
 from data import loader, prepared, writer
 from experiments.vision import classify
+from inspection import counting
 from kernels import build
 from model import LM
-from runtime import checkpoint, counting, distributed, errors, records
+from runtime import checkpoint, distributed, records
 from runtime.folder import MAY_CHANGE_ON_RESUME, Folder, lock_run_dir
+from runtime.loss_curve import draw_loss
 from runtime.telemetry import peak_flops
-from tools.loss_curve import draw_loss
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -610,7 +612,7 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
 def test_the_identity_of_the_code(tmp_path, monkeypatch):
     """By content of what a process imports, a user's file or a link to one or its folder too, and of the kernels. A
     README, a package, a script beside it, pictures, reports and scores of tasks are not in it, imported or not."""
-    apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "tools/loss_curve.py",
+    apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "runtime/loss_curve.py",
              "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/sweeps/runner.py",
              "experiments/vision/wrong_images.py"]
     inside = ["train.py", "mixers.py", "my_loss.py", "mine/loss.py", "data/loader.py", "longhorn_scan.cu",
@@ -994,7 +996,7 @@ REFUSED = [
         ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory.")))),
     ({"LM": partial(poisoned, range(5, 99)), "max_bad_steps": 3}, "step 7", "3 times in a row", "{data}/train.bin",
      "{out}/checkpoint.safetensors, step", "learning_rate"),
-    ({"patch": ("runtime.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"))},
+    ({"patch": ("common.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"))},
      "cannot write to {out}/config.json (Device or resource busy)", "another out_dir"),
 ]
 

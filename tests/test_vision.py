@@ -34,10 +34,11 @@ from experiments.vision import report
 from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
 from experiments.vision.wrong_images import draw
+from initialisation import constant, parameter
+from inspection import counting
 from kernels.scan import longhorn_scan_ref
 from model import LM, Layer, Longhorn, Mamba, ModelConfig
-from runtime import checkpoint, counting, signals
-from runtime.parameters import constant, parameter
+from runtime import checkpoint, signals
 
 succeed, refuse = (functools.partial(f, program="experiments/vision/classify.py")
                    for f in (succeed, refuse))

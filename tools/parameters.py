@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import configurator  # noqa: E402
 import families  # noqa: E402, F401
+from inspection import counting  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
-from runtime import counting  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}

@@ -16,10 +16,10 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+from common.errors import regular
 from data.prepared import DataError
 from data.tokenizer import Text, add_tokenizer, canonical
 from data.writer import finish, finished, preparing, replacing, run, write_split
-from runtime.errors import regular
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes

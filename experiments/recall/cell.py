@@ -22,11 +22,11 @@ import torch
 
 import configurator
 import train
+from common.errors import ConfigError, is_out_of_memory
 from experiments.recall.models import Recall
 from experiments.recall.task import Task, generate, overlap
+from inspection.counting import state_size
 from runtime import distributed
-from runtime.counting import state_size
-from runtime.errors import ConfigError, is_out_of_memory
 
 
 @dataclass

@@ -22,12 +22,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from initialisation import constant, dense, linear, normal, parameter, to_residual
+from inspection import counting
 from kernels.linear_attention import retention
 from kernels.ops import causal_conv1d, conv_state, cross_entropy, linear_cross_entropy
 from mixers import KDA, DeltaNet, GatedDeltaNet, LonghornExact, Mamba2, Mesa, RWKV4TimeMix, SlidingWindow
 from model import GLA, LM, NORMS, Layer, Longhorn, Mamba, RMSNorm
-from runtime import counting
-from runtime.parameters import constant, dense, linear, normal, parameter, to_residual
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
@@ -79,7 +79,7 @@ class Filter(nn.Module):
 
     def flops(self, T):
         """Per token: two transforms of length 2 T and a product per channel, minus the network, which
-        runtime/counting.py counts per token although it runs once per batch."""
+        inspection/counting.py counts per token although it runs once per batch."""
         network = sum(2 * m.weight.numel() for m in [*self.hidden, self.out])
         return self.out.out_features * (2 * 10 * math.log2(2 * T) + 6) - network
 
@@ -317,7 +317,7 @@ class Recall(LM):
         return (logits, loss) if state is None else (logits, loss, after)
 
     def toy(self, backend):
-        """A small model of the same code, for runtime/self_check.py."""
+        """A small model of the same code, for inspection/self_check.py."""
         return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
 
     def forward_flops(self, T):

@@ -75,7 +75,7 @@ def cells_of(preset, extra=()):
     import torch
 
     from experiments.recall import cell
-    from runtime.counting import flops_per_token
+    from inspection.counting import flops_per_token
 
     cells, flops = [], {}  # of a step, by point
     points = [(T, width, mixer) for T in preset.lengths for width in preset.widths for mixer in preset.lengths[T]]

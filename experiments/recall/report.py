@@ -22,8 +22,8 @@ from statistics import mean
 from scipy.stats import rankdata
 
 from experiments import pages
+from experiments.compare import welch
 from experiments.pages import escaped, left_out, table, titled
-from experiments.scaling.compare import welch
 
 NAMES = {"attention": "Attention", "based": "Based", "hyena": "Hyena", "rwkv4": "RWKV-4", "baseconv": "BaseConv",
          "mamba": "Mamba", "longhorn": "Longhorn", "deltanet": "DeltaNet", "gla": "GLA",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.errors import ConfigError
+from common.errors import ConfigError
 
 PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}  # T -> the benchmark's number of pairs
 BLOCK = 2048  # examples per random generator; fixed, so that an example depends on neither n nor threads

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime.errors import ConfigError
+from common.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
 # Runs a command that receives SIGTERM when the thread that started it dies (Linux).

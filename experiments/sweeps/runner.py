@@ -9,8 +9,8 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
 One process drives a sweep: it plans, submits, waits and reports. The cells run on this machine, under Slurm or on Ray
 (engines.py). A cell is finished once its result.json exists, which its process renames into place as its last act; no
 list is kept beside it. So after any kill the same command resumes the cells from their checkpoints, and later ones add
-to the plan. scaling/sweep.py plans runs, experiments/records.py reads them; recall, images and extrapolation use this
-module too.
+to the plan. experiments/sweep.py plans runs, experiments/records.py reads them; recall, images and extrapolation use
+this module too.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from tqdm import tqdm
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
+from common.errors import ConfigError, main_error  # noqa: E402
+from common.files import lock_folder  # noqa: E402
 from experiments.sweeps.engines import cluster_options, cores, open_engine  # noqa: E402
-from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.files import lock_folder  # noqa: E402
 from runtime.records import BadRecord, changed_files, fields, is_finished, read_json, write_json  # noqa: E402
 
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.

@@ -32,13 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import configurator  # noqa: E402
 import train  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
 from data.images import ImageData  # noqa: E402
 from experiments.vision import wrong_images  # noqa: E402
+from initialisation import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
+from inspection import counting  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
 from model import BACKENDS, LM, Branch, Layer, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
-from runtime import counting, distributed  # noqa: E402
-from runtime.errors import ConfigError  # noqa: E402
-from runtime.parameters import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
+from runtime import distributed  # noqa: E402
 
 
 @dataclass
@@ -252,7 +253,7 @@ class Vision(LM):
         return (None if loss_only else logits), loss
 
     def toy(self, backend):
-        """A small model of the same code, for runtime/self_check.py: 37 tokens, more than one chunk of the scan."""
+        """A small model of the same code, for inspection/self_check.py: 37 tokens, more than one chunk of the scan."""
         return type(self)(replace(self.config, n_layer=min(2, self.config.n_layer), n_embd=32, n_head=2, vocab_size=10,
                                   image_size=6 * self.config.patch_size, backend=backend))
 

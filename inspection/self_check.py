@@ -31,10 +31,9 @@ import time
 
 import torch
 
-from kernels import build, ops
-from runtime import locate
-from runtime.errors import ConfigError
-from runtime.toys import (
+from common.errors import ConfigError
+from inspection import locate
+from inspection.toys import (
     CUTS,
     DOCUMENTS,
     IN_ONE,
@@ -58,6 +57,7 @@ from runtime.toys import (
     through_state,
     toys,
 )
+from kernels import build, ops
 
 SCANS = ("longhorn_scan", "selective_scan")
 FACTOR = 10

@@ -1,11 +1,11 @@
 """Is my architecture better, by how much, and how sure can we be? Plan the runs, run them, report.
 
-    python experiments/scaling/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
-    python experiments/scaling/sweep.py duel longhorn longhorn,llama             a pattern of layers is a family too
-    python experiments/scaling/sweep.py laptop                    the paper's six families, 1 to 2 hours on two cores
-    python experiments/scaling/sweep.py night                     nine families, three sizes, three budgets: a night
-    python experiments/scaling/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
-    python experiments/scaling/sweep.py report out/duel_longhorn_mamba           from the records alone
+    python experiments/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
+    python experiments/sweep.py duel longhorn longhorn,llama             a pattern of layers is a family too
+    python experiments/sweep.py laptop                    the paper's six families, 1 to 2 hours on two cores
+    python experiments/sweep.py night                     nine families, three sizes, three budgets: a night
+    python experiments/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
+    python experiments/sweep.py report out/duel_longhorn_mamba           from the records alone
 
 Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and what
 has finished is not run again. --cluster=slurm and --cluster=ray run it on many machines. How a preset comes to its
@@ -28,17 +28,17 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
+from common import errors  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
+from experiments.compare import best_rate  # noqa: E402
 from experiments.pages import after_sweep, human  # noqa: E402
 from experiments.records import SAME, check_packages, label_settings, read_run, stem  # noqa: E402
-from experiments.scaling.compare import best_rate  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
-from runtime import errors  # noqa: E402
-from runtime.errors import ConfigError  # noqa: E402
 from runtime.records import BadRecord, environment, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
@@ -291,8 +291,8 @@ def estimate(cells):
     import torch
 
     import families  # noqa: F401
+    from inspection.counting import flops_per_token, parameter_count
     from model import LM, ModelConfig
-    from runtime.counting import flops_per_token, parameter_count
 
     made = {}
     for c in cells:
@@ -446,7 +446,7 @@ def run(args, extra):
 
         go(reported_cells(preset, find_rates(preset, folder, go), folder))
         write = lambda folder: write_report(folder, None, args)
-        runner.say_written(after_sweep(write, folder, "experiments/scaling/sweep.py"))
+        runner.say_written(after_sweep(write, folder, "experiments/sweep.py"))
     return runner.say_failed(failed, planned)
 
 
@@ -458,7 +458,7 @@ def about_sweep(args, extra, preset, folder, before):
         if known.get(label, [*size.argv]) != [*size.argv]:
             raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
     where = environment()
-    command = shlex.join(["python", "experiments/scaling/sweep.py", *sys.argv[1:]])
+    command = shlex.join(["python", "experiments/sweep.py", *sys.argv[1:]])
     is_paper = args.command == "paper" and not (args.steps or args.sizes or extra)
     return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
             "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])),
@@ -496,7 +496,7 @@ def check_settings(cells):
 
 def write_report(folder, out, args):
     check_packages()  # before report.py imports them
-    from experiments.scaling import report
+    from experiments import report
 
     return report.write(folder, out, accept_code=args.accept_code, save_it=getattr(args, "save", False),
                         style=args.style)

@@ -1,7 +1,7 @@
 """How often does a duel's 95% interval miss the truth? Simulated duels, judged by compare.py as a report judges real
 ones: the search of both rates and its error, seeds or pairs, pooling, held-out files, the curve over budgets.
 
-    python experiments/scaling/duel_simulation.py results/duel_simulation.json      five minutes on two cores
+    python experiments/duel_simulation.py results/duel_simulation.json      five minutes on two cores
 
 A run's loss = law of its budget + file + seed + seed x file + what its rate costs. Each cell has 20,000 duels.
 """
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from experiments.scaling import compare  # noqa: E402
-from runtime.errors import main_error  # noqa: E402
+from common.errors import main_error  # noqa: E402
+from experiments import compare  # noqa: E402
 from runtime.records import environment, write_json  # noqa: E402
 
 # About as recorded for Longhorn and Mamba after a million bytes (results/duel_longhorn_mamba_1.5M.json), in nats
@@ -115,7 +115,7 @@ def main(argv):
     parser.add_argument("record", type=Path, help="the file to write")
     args, where = parser.parse_args(argv), environment()
     simulations = 20000
-    about = {"command": f"python experiments/scaling/duel_simulation.py {args.record}", "machine": where["cpu"],
+    about = {"command": f"python experiments/duel_simulation.py {args.record}", "machine": where["cpu"],
              "commit": where["commit"], "date": time.strftime("%Y-%m-%d", time.gmtime()), "simulations": simulations}
     write_json(args.record, about | record(simulations))
 

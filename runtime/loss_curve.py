@@ -1,6 +1,6 @@
 """Plot a run's loss.png from its log.jsonl. train.py does this from time to time and at the end.
 
-    python tools/loss_curve.py out/longhorn_bpe
+    python runtime/loss_curve.py out/longhorn_bpe
 """
 
 import gc
@@ -11,8 +11,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from runtime.errors import ConfigError, main_error  # noqa: E402
-from runtime.files import replacing  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
+from common.files import replacing  # noqa: E402
 from runtime.records import read_log  # noqa: E402
 
 
@@ -82,7 +82,7 @@ if __name__ == "__main__":
         sys.exit(0)
     with main_error("loss_curve.py"):
         if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-            raise ConfigError("give one run's folder: python tools/loss_curve.py out/longhorn_bpe")
+            raise ConfigError("give one run's folder: python runtime/loss_curve.py out/longhorn_bpe")
         path = draw_loss(sys.argv[1])
         if path is None:
             raise ConfigError(f"{sys.argv[1]} has no log.jsonl with losses to plot: give a run's folder")

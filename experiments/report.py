@@ -20,15 +20,14 @@ from pathlib import Path
 import numpy as np
 import pandas
 
-from experiments import pages, records
+from common.errors import ConfigError
+from experiments import compare, figures, fit, pages, records
+from experiments.figures import family_order, name_of
 from experiments.pages import DASH, bold, escaped, human, listed, table, titled
-from experiments.scaling import compare, figures, fit
-from experiments.scaling.figures import family_order, name_of
 from experiments.sweeps import runner
-from runtime.errors import ConfigError
 from runtime.records import write_json
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[1]
 
 # The paper's Table 1: family -> size in preset paper -> loss in nats per token of OpenWebText
 PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M at 4096": 3.227},
@@ -434,7 +433,7 @@ def page(numbers, picture):
               for c in numbers["cosines"]]
     left_out = [f"{why} ({len(names)}): {', '.join(names)}" for why, names in numbers["left_out"].items()]
     accept = f" --accept_code={','.join(numbers['accepted_code'])}" * bool(numbers["accepted_code"])
-    repeat = [*numbers["commands"], "the report, from the records alone: python experiments/scaling/sweep.py report "
+    repeat = [*numbers["commands"], "the report, from the records alone: python experiments/sweep.py report "
               f"results/{numbers['name']}.json{accept}",
               "every run: points.csv; every number: report.json, which this writes",
               f"machine: {'; '.join(numbers['devices']) or numbers['machine'] or 'unknown'}",

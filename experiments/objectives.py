@@ -1,9 +1,9 @@
 """Table 4 as code: the objective L_t(S) behind every recurrent family, its update, and whether the one minimises the
 other.
 
-    python experiments/online_learning.py                       # the tables; half a minute
-    python experiments/online_learning.py --save                # also results/online_learning.json, .md and .png
-    python experiments/online_learning.py --add my_update.py    # also your own objective and update
+    python experiments/objectives.py                       # the tables; half a minute
+    python experiments/objectives.py --save                # also results/online_learning.json, .md and .png
+    python experiments/objectives.py --add my_update.py    # also your own objective and update
 
 Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates,
 some of them extreme. The mixers of model.py and mixers.py are run, and their states compared with the same updates.
@@ -49,9 +49,9 @@ sys.path.insert(0, str(ROOT))
 import families  # noqa: E402, F401
 import model  # noqa: E402
 from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
+from common.errors import ConfigError, main_error, regular  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
-from runtime.errors import ConfigError, main_error, regular  # noqa: E402
-from tools.loss_curve import save_figure  # noqa: E402
+from runtime.loss_curve import save_figure  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
@@ -644,7 +644,7 @@ def main(argv=None):
     text, wrong = "\n".join(report(record, rows)), unexpected(record, rows)
     print(f"{text}\n\n{record['run_seconds']:.0f} seconds")
     for line in wrong:
-        print(f"experiments/online_learning.py: {line}", file=sys.stderr)
+        print(f"experiments/objectives.py: {line}", file=sys.stderr)
     if out:
         write_record(out, record)
         out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
@@ -654,8 +654,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with main_error("experiments/online_learning.py", ImportError):
+    with main_error("experiments/objectives.py", ImportError):
         try:
             sys.exit(main())
         except KeyboardInterrupt:
-            sys.exit("experiments/online_learning.py: interrupted; nothing written")
+            sys.exit("experiments/objectives.py: interrupted; nothing written")

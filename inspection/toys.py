@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from initialisation import seed_device
 from kernels import linear_attention, ops
-from runtime.parameters import seed_device
 
 T = 42  # tokens of a toy
 CUTS = [1, 22, 1, 18]  # lengths of the pieces that are read through the state; the last one outgrows the first cache

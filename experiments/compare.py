@@ -13,9 +13,9 @@
                    one; its interval combines the ends of d's interval and the error of the curve, both by Student's t
 
 Runs with the same seed are pairs: they see the same tokens in the same order, and parameters of the same name and shape
-start from the same values (runtime/parameters.py). The closer two models are, the more of their noise is shared. An
+start from the same values (initialisation.py). The closer two models are, the more of their noise is shared. An
 interval that contains 1 says how far apart the two may be: they are equal only within that. How often an interval
-misses the truth: experiments/scaling/duel_simulation.py.
+misses the truth: experiments/duel_simulation.py.
 """
 
 import math

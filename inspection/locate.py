@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import build, ops
-from runtime.toys import (
+from inspection.toys import (
     CUTS,
     DOCUMENTS,
     LEAST,
@@ -27,6 +26,7 @@ from runtime.toys import (
     repeated,
     through_state,
 )
+from kernels import build, ops
 
 ROOT = Path(__file__).resolve().parents[1]
 
