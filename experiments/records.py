@@ -22,7 +22,6 @@ import numpy as np
 from common.errors import ConfigError
 from common.files import replacing
 from experiments.sweeps import runner
-from experiments.sweeps.runner import code_of
 from runtime.records import BadRecord, fields, finished_records, read_json, read_log
 
 # What identifies a run within its sweep, as named in the plan; SETTING has other names in config.json
@@ -31,6 +30,8 @@ PLACE = {"scaling": ("model", "size", "stage", "seed", "learning_rate", "steps",
          "images": ("model", "directions", "n_layer", "seed"), "extrapolation": ("run",)}
 SETTING = {"mixer": "model", "T": "block_size", "context": "block_size", "steps": "max_iters"}
 MEASURE = {"scaling": "val_loss", "recall": "accuracy", "images": "val_accuracy"}  # the log must end with it
+POSITIVE = {"scaling": ("seconds", "flops", "parameters", "processes"), "recall": ("seconds", "parameters"),
+            "images": ("seconds", "parameters")}  # in result.json
 
 # Settings that all runs of a sweep must share to be comparable. In recall each length has its own number of pairs and
 # batch size.
@@ -69,7 +70,7 @@ def read(source, accept_code=(), kind=None):
     """The records of a sweep's folder or saved file as a DataFrame, in the order of the plan.
 
     Columns are the keys of result.json and config.json, and: run, left_out ("" if the run counts), device (name of the
-    GPU or CPU), code, commit, cpu, torch, python, time (when it began), and those that of_scaling, recalled and
+    GPU or CPU), code, commit, cpu, torch, python, time (when it began), and those that of_scaling, of_recall and
     of_extrapolation add. attrs: kind, name, the plan's entries about the whole sweep, `settings` that its runs share,
     and `code`: a dict per version of the code, the most frequent first, with its commit, how many `runs` finished, how
     many are `used`, and `changed_files`, which differ from the first version (None: not recorded).
@@ -81,83 +82,118 @@ def read(source, accept_code=(), kind=None):
     is not installed.
     """
     check_packages(["pandas"])
-    import pandas
-
     source = Path(source)
     with fields(f"{source} (did a report write it?): its records"):
         saved = read_json(source) if source.is_file() else {}
         if "extrapolation" in saved:
-            this, (rows, about) = "extrapolation", of_extrapolation(saved["extrapolation"])
-        elif "runs" in saved:
-            this, rows, about = of_older_file(saved)
+            found = "extrapolation"
+            rows, about = of_extrapolation(saved["extrapolation"])
         else:
             plan, records = load(source)
-            this = next((key for key, place in PLACE.items() if all(
-                {*place} - {"from"} <= at.keys() for at in plan["cells"].values())), None)
-            if this is None:
-                raise ConfigError(f"{source}: the plan does not say what its cells are: give the folder of a sweep")
-            if this == "extrapolation":  # the folder has the training runs; the evaluations are in a file beside it
+            found = kind_of(plan, source)
+            if found == "extrapolation":  # the folder has the training runs; the evaluations are in a file beside it
                 return read(source.with_name(f"{source.name}.json"), kind=kind)
-            rows, about = compared(this, plan, records, source, accept_code)
-    if kind not in (None, this) and rows:
-        raise ConfigError(f"{source} contains records of {this}, not of {kind}: use the report of {this}")
-    this = kind or this
-    columns = dict.fromkeys(["run", *PLACE[this], "left_out", "device", "code", *(key for row in rows for key in row)])
-    is_whole = lambda value: value is None or type(value) is int and value < 2**63
-    whole = [key for key in columns if all(is_whole(row.get(key)) for row in rows)]
-    runs = pandas.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(whole, "Int64"))  # ints beside gaps
-    runs.attrs = {"name": source.resolve().name.removesuffix(".json"), "kind": this, **about}
+            rows, about = compared(found, plan, records, source, accept_code)
+    if kind not in (None, found) and rows:
+        raise ConfigError(f"{source} contains records of {found}, not of {kind}: use the report of {found}")
+    runs = frame_of(rows, kind or found)
+    runs.attrs = {"name": source.resolve().name.removesuffix(".json"), "kind": kind or found, **about}
     return runs
 
 
+def kind_of(plan, source):
+    """The kind of sweep whose cells have such places. Raises ConfigError if there is none."""
+    for kind, place in PLACE.items():
+        needed = {*place} - {"from"}
+        if all(needed <= at.keys() for at in plan["cells"].values()):
+            return kind
+    raise ConfigError(f"{source}: the plan does not say what its cells are: give the folder of a sweep")
+
+
+def frame_of(rows, kind):
+    """The rows as a DataFrame, whose columns of whole numbers stay whole where a run lacks one."""
+    import pandas
+
+    columns = dict.fromkeys(["run", *PLACE[kind], "left_out", "device", "code"])
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    whole = [key for key in columns if all(is_whole(row.get(key)) for row in rows)]
+    return pandas.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(whole, "Int64"))
+
+
+def is_whole(value):
+    return value is None or type(value) is int and value < 2**63
+
+
+# ---------------------------------------------------------------------------------------------- which runs are compared
+
 def compared(kind, plan, records, source, accept_code):
     """(rows, attrs) from the Records of a sweep: which runs are comparable, and why the others are not."""
-    rows, known, votes, code = {}, set(), {}, []
-    finished = lambda: {name: row for name, row in rows.items() if isinstance(row, dict)}
+    rows, reasons, known = {}, {}, set()
     for name, at in plan["cells"].items():
         try:
             if isinstance(records[name], BadRecord):
                 raise records[name]
             with fields():
-                known.update(codes_of(records[name].config))
+                known.update(records[name].config["code_versions"])
             rows[name] = checked(kind, name, at, records[name], accept_code)
         except BadRecord as reason:
-            rows[name] = str(reason)
-    if unknown := [version for version in accept_code if version not in known]:
-        raise ConfigError(f"--accept_code={unknown[0]}: the runs of {source} have {', '.join(sorted(known))}")
+            reasons[name] = str(reason)
+    for version in accept_code:
+        if version not in known:
+            raise ConfigError(f"--accept_code={version}: the runs of {source} have {', '.join(sorted(known))}")
 
-    ran, versions = finished(), Counter(row["code"] for row in finished().values())
-    first = max(versions, key=lambda version: (version not in accept_code, versions[version]), default=None)
-    for name, row in ran.items():
+    finished = Counter(row["code"] for row in rows.values())
+    first = max(finished, key=lambda version: (version not in accept_code, finished[version]), default=None)
+    for name, row in rows.items():
         if row["code"] not in {first, *accept_code}:
-            rows[name] = f"other code, {row['code']}, than most runs, {first}: --accept_code={row['code']} joins it"
-    same = {name: row.pop("same") for name, row in finished().items()}
-    for group, values in (item for groups in same.values() for item in groups.items()):
-        votes.setdefault(group, Counter())[json.dumps(values)] += 1
-    most = {group: json.loads(texts.most_common(1)[0][0]) for group, texts in votes.items()}
-    for name, groups in same.items():
-        other = [f"{key} {value} where most have {most[group][key]}" for group, values in groups.items()
-                 for key, value in values.items() if value != most[group].get(key, value)]
-        if other:
-            rows[name] = "not comparable: " + ", ".join(other)
+            reasons[name] = f"other code, {row['code']}, than most runs, {first}: --accept_code={row['code']} joins it"
+    most, other = compare_settings({name: row.pop("same") for name, row in rows.items() if name not in reasons})
+    reasons |= other
 
-    environments = dict.fromkeys(versions, {})  # of a run that began in one version and ended in another: the last's
-    environments |= {code_of(environment)[:12]: environment
-                     for environment in (records[name].config["environment"] for name in ran)}
-    for version in sorted(versions, key=lambda version: (version != first, -versions[version])):
-        before, files = (environments[v].get("code_files") for v in (first, version))
-        code.append({"code": version, "commit": environments[version].get("commit"), "runs": versions[version],
-                     "used": sum(row["code"] == version for row in finished().values()),
-                     "changed_files": runner.changed_files(before, files) if before and files else None})
+    environments = {row["code"]: {} for row in rows.values()}
+    for name in rows:  # a run that began in one version and ended in another has the last one's
+        environment = records[name].config["environment"]
+        environments[environment["code"]] = environment
+    used = Counter(row["code"] for name, row in rows.items() if name not in reasons)
+    code = [about_code(version, finished[version], used[version], environments, first)
+            for version in sorted(finished, key=lambda version: (version != first, -finished[version]))]
+
+    table = []
+    for name, at in plan["cells"].items():
+        row = {"left_out": reasons[name]} if name in reasons else rows[name]
+        table.append({"run": name, **{key: at.get(key, 0) for key in PLACE[kind]}, **row})
     about = {key: value for key, value in plan.items() if key != "cells"}
-    place = lambda name: {"run": name, **{key: plan["cells"][name].get(key, 0) for key in PLACE[kind]}}
-    rows = [place(name) | ({"left_out": row} if isinstance(row, str) else row) for name, row in rows.items()]
-    return rows, about | {"settings": most.get("settings", {}), "code": code}
+    return table, about | {"settings": most.get("settings", {}), "code": code}
 
 
-def codes_of(record):
-    """The versions of the code that a run was trained with, in order, by its config.json."""
-    return [code[:12] for code in record.get("code_versions") or [code_of(record["environment"])]]
+def compare_settings(same):
+    """({group: {key: the value of most runs}}, {run: why it is not comparable}) from {run: {group: {key: value}}}."""
+    votes, most, reasons = {}, {}, {}
+    for groups in same.values():
+        for group, values in groups.items():
+            votes.setdefault(group, Counter())[json.dumps(values)] += 1
+    for group, texts in votes.items():
+        most[group] = json.loads(texts.most_common(1)[0][0])
+    for name, groups in same.items():
+        other = []
+        for group, values in groups.items():
+            for key, value in values.items():
+                wanted = most[group].get(key, value)
+                if value != wanted:
+                    other.append(f"{key} {value} where most have {wanted}")
+        if other:
+            reasons[name] = "not comparable: " + ", ".join(other)
+    return most, reasons
+
+
+def about_code(version, runs, used, environments, first):
+    """What `read` says of a version of the code."""
+    before = environments[first].get("code_files")
+    files = environments[version].get("code_files")
+    changed = runner.changed_files(before, files) if before and files else None
+    return {"code": version, "commit": environments[version].get("commit"), "runs": runs, "used": used,
+            "changed_files": changed}
 
 
 # ------------------------------------------------------------------------------------------------------------- one run
@@ -172,70 +208,124 @@ def checked(kind, name, at, records, accept_code=()):
     """The row of a finished run at its place in the plan, with `same`, {group: values} that comparable runs share.
     Raises BadRecord."""
     result, record, evaluations = records
-
-    def is_number(value):  # NaN is none
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e300
-
     with fields():
-        config, environment, value = record["config"], record["environment"], result[MEASURE[kind]]
-        if kind == "scaling" and not (is_number(value) and value < math.log(config["vocab_size"])):
-            raise BadRecord(f"its loss is {str(value)[:40]}, and guessing's {math.log(config['vocab_size']):.3f}: it "
-                            "diverged")
-        if kind != "scaling" and not (value == 0 or is_number(value) and value <= 1):
-            raise BadRecord(f"its accuracy is {str(value)[:40]}")
-        for key in ("seconds", "flops", "parameters", "processes"):
-            if not is_number(result[key]):
-                raise BadRecord(f"{key} is {str(result[key])[:40]}: not a number above 0")
-        names = {key: SETTING.get(key, key) for key in (*PLACE[kind], "context")}
-        ran = {key: config[setting] for key, setting in names.items() if setting in config}
-        ran |= {"model": config.get("pattern") or config["model"], "code": code_of(environment), "seed": config["seed"],
-                "folder": Path(config["out_dir"]).name}
-        if kind == "scaling":
-            ran["tokens"] = config["max_iters"] * config["batch_tokens"]
-        planned = at | {"folder": Path(name).name, "model": stem(at.get("model", ran["model"]))}
-        for source, said in ("result.json", result | {"code": code_of(result)}), ("the plan", planned):
-            for key, value in ran.items():
-                if said.get(key, value) != value:
-                    raise BadRecord(f"another run's records: {key} is {value}, {source} says {said[key]}")
-        stretches = codes_of(record)
+        config, environment = record["config"], record["environment"]
+        check_outcome(kind, result, config)
+        check_place(kind, name, at, result, record)
+        stretches = record["code_versions"]
         codes = [code for code in stretches if code not in accept_code] or stretches[-1:]
         if len(set(codes)) > 1:
             raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
-        if not evaluations or any(evaluations[-1][key] != result[key] for key in ("tokens", MEASURE[kind])):
-            raise BadRecord(f"log.jsonl does not end with the {MEASURE[kind]} in result.json")
-        settings = {key: config.get(key) for key in SAME[kind]
-                    if key != "schedule" or at.get("stage") != "cosine"}  # a cosine run differs on purpose
-        row = {**config, **result, **{key: at.get(key, 0) for key in PLACE[kind]},
-               "device": environment["cpu"] if result["device_name"] == "cpu" else result["device_name"],
-               **{key: environment.get(key) or "" for key in ("commit", "cpu", "torch", "python")}, "code": codes[-1],
-               "time": str(record.get("time", "")), "left_out": "", "same": {"settings": settings}}
+        measure = MEASURE[kind]
+        last = evaluations[-1] if evaluations else {}
+        if (last.get("step"), last.get(measure)) != (result["steps"], result[measure]):
+            raise BadRecord(f"log.jsonl does not end with the {measure} in result.json")
+        settings = {key: config.get(key) for key in SAME[kind]}
+        if at.get("stage") == "cosine":  # which differs on purpose
+            del settings["schedule"]
+        row = {**config, **result}
+        for key in PLACE[kind]:
+            row[key] = at.get(key, 0)
+        row["device"] = environment["cpu"] if result["device_name"] == "cpu" else result["device_name"]
+        for key in ("commit", "cpu", "torch", "python"):
+            row[key] = environment.get(key) or ""
+        row |= {"code": codes[-1], "time": str(record.get("time", "")), "left_out": "", "same": {"settings": settings}}
         return {"scaling": of_scaling, "recall": of_recall, "images": of_images}[kind](row, record, evaluations)
 
 
+def check_outcome(kind, result, config):
+    """Raises BadRecord if result.json's numbers cannot be those of a run that has learned."""
+    value = result[MEASURE[kind]]
+    if kind == "scaling":
+        guessing = math.log(config["vocab_size"])
+        if not (is_number(value) and value < guessing):
+            raise BadRecord(f"its loss is {str(value)[:40]}, and guessing's {guessing:.3f}: it diverged")
+    elif not (value == 0 or is_number(value) and value <= 1):
+        raise BadRecord(f"its accuracy is {str(value)[:40]}")
+    for key in POSITIVE[kind]:
+        if not is_number(result[key]):
+            raise BadRecord(f"{key} is {str(result[key])[:40]}: not a number above 0")
+
+
+def is_number(value):
+    """Above 0; NaN is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e300
+
+
+def check_place(kind, name, at, result, record):
+    """Raises BadRecord if config.json is of another run than result.json or the plan."""
+    config = record["config"]
+    ran = {}
+    for key in (*PLACE[kind], "context"):
+        setting = SETTING.get(key, key)
+        if setting in config:
+            ran[key] = config[setting]
+    ran |= {"model": config.get("pattern") or config["model"], "code": record["environment"]["code"],
+            "seed": config["seed"], "folder": Path(config["out_dir"]).name}
+    if kind == "scaling":
+        ran["tokens"] = config["max_iters"] * config["batch_tokens"]
+    planned = at | {"folder": Path(name).name, "model": stem(at.get("model", ran["model"]))}
+    for source, said in ("result.json", result), ("the plan", planned):
+        for key, value in ran.items():
+            if said.get(key, value) != value:
+                raise BadRecord(f"another run's records: {key} is {value}, {source} says {said[key]}")
+
+
 def of_scaling(row, record, evaluations):
-    """The row with tokens and losses per held-out file as arrays (older records: one entry for all), and the loss on
-    the first half of them, which chooses learning rates."""
-    tokens = np.array(row.get("val_document_tokens", [row["val_tokens"]]), float)
-    losses = np.array(row.get("val_document_losses", [row["val_loss"]]), float)
+    """The row with tokens and losses per held-out file as arrays, and the loss on the first half of them, which chooses
+    learning rates."""
+    tokens = np.array(row["val_document_tokens"], float)
+    losses = np.array(row["val_document_losses"], float)
     if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - row["val_loss"]) > 1e-4:
         raise BadRecord("its documents' losses do not make up its loss")
     first = slice(len(tokens) // 2 or None)
-    data, embedding = record["data"], record["derived"]["parameters"]["embedding"]
-    sha256 = data.get("identity") or {name: split["sha256"] for name, split in data["splits"].items()}  # older ones
-    row["same"]["data"] = {f"{name} data": sha256[name] for name in ("train", "val")} | {
-        "val_tokens": row["val_tokens"]}
+    identity = record["data"]["identity"]
+    row["same"]["data"] = {"train data": identity["train"], "val data": identity["val"],
+                           "val_tokens": row["val_tokens"]}
     row["same"][f"size {row['size']}"] = {"tokens per window": row.get("eval_block_size") or row["block_size"]}
-    return row | {"val_document_tokens": tokens, "val_document_losses": losses, "embedding": embedding,
+    return row | {"val_document_tokens": tokens, "val_document_losses": losses,
+                  "embedding": record["derived"]["parameters"]["embedding"],
                   "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}
 
 
 def of_recall(row, record, evaluations):
-    """The row with the epochs it ran and the columns of `recalled`. Runs of a seed share their examples."""
+    """The row with `curve`, [[step, accuracy, loss]], the epochs it ran, `recall`, on examples that chose nothing,
+    `steps_to_half`, and by_distance and by_pairs as {label: (queries, correct answers)}."""
+    point = f"{row['mixer']}, T = {row['T']}, width {row['n_embd']}"
     row["same"] |= {f"T = {row['T']}": {key: row[key] for key in SAME_AT_A_LENGTH},
                     f"T = {row['T']}, seed {row['seed']}": record["data"]["sha256"],
-                    f"{row['mixer']}, T = {row['T']}, width {row['n_embd']}": settings_of_point("recall", record)}
+                    point: settings_of_point("recall", record)}
     curve = [[e["step"], e["accuracy"], e["val_loss"]] for e in evaluations]
-    return recalled(row | {"curve": curve, "epochs": row["steps"] / record["derived"]["steps_per_epoch"]})
+    share = {part["pairs"]: part["accuracy"] for part in row["by_pairs"]}
+    by_distance = {f"{part['from']}-{part['to'] - 1}": answered(part) for part in row["by_distance"]}
+    by_pairs = {str(part["pairs"]): answered(part) for part in row["by_pairs"]}
+    return row | {"curve": curve, "epochs": row["steps"] / record["derived"]["steps_per_epoch"],
+                  "recall": float(share[row["pairs"]]), "steps_to_half": steps_to_half(curve),
+                  "by_distance": by_distance, "by_pairs": by_pairs}
+
+
+def answered(part):
+    """(queries, correct answers)"""
+    return part["queries"], part["accuracy"] * part["queries"]
+
+
+def steps_to_half(curve, level=0.5):
+    """Steps until test accuracy first reaches `level`, interpolated between evaluations; inf: never.
+
+    curve: [[step, accuracy, loss]].
+    """
+    before, least = 0, 0.0
+    for step, accuracy, _ in curve:
+        if accuracy >= level:
+            return before + (level - least) / (accuracy - least) * (step - before)
+        before, least = step, accuracy
+    return math.inf
+
+
+def of_images(row, record, evaluations):
+    place = ", ".join(str(row[key]) for key in PLACE["images"] if key != "seed")
+    row["same"] |= {"data": {"images": record["data"]["sha256"]}, place: settings_of_point("images", record)}
+    return row
 
 
 def settings_of_point(kind, record):
@@ -246,56 +336,17 @@ def settings_of_point(kind, record):
     return {key: value for key, value in record["config"].items() if key not in others | runner.WITHOUT_EFFECT}
 
 
-def recalled(run):
-    """The row with `recall`, on examples that chose nothing; `steps_to_half`; and by_distance and by_pairs as
-    {label: (queries, correct answers)}."""
-    share = {part["pairs"]: part["accuracy"] for part in run["by_pairs"]}
-    right = lambda part: (part["queries"], part["accuracy"] * part["queries"])
-    return run | {"recall": float(share[run["pairs"]]), "steps_to_half": steps_to_half(run["curve"]),
-                  "by_distance": {f"{part['from']}-{part['to'] - 1}": right(part) for part in run["by_distance"]},
-                  "by_pairs": {str(part["pairs"]): right(part) for part in run["by_pairs"]}}
-
-
-def steps_to_half(curve, level=0.5):
-    """Steps until test accuracy first reaches `level`, interpolated between evaluations; inf: never.
-
-    curve: [[step, accuracy, loss]].
-    """
-    before = (0, 0.0)
-    for step, accuracy, _ in curve:
-        if accuracy >= level:
-            return before[0] + (level - before[1]) / (accuracy - before[1]) * (step - before[0])
-        before = step, accuracy
-    return math.inf
-
-
-def of_images(row, record, evaluations):
-    place = ", ".join(str(row[key]) for key in PLACE["images"] if key != "seed")
-    row["same"] |= {"data": {"images": record["data"]["sha256"]}, place: settings_of_point("images", record)}
-    return row
-
-
-# --------------------------------------------------------------------------------------------- files with a row per run
-
 def of_extrapolation(saved):
     """(rows, attrs) of models evaluated at several lengths: the recorded keys, and loss_T for each length T."""
-    rows = [{**r["checkpoint"], **r, "time": r["date"], "left_out": "", "commit": r["environment"]["commit"] or "",
-             "torch": r["environment"]["torch"], **{f"loss_{x['length']}": x.get("loss") for x in r["lengths"]}}
-            for r in saved]
-    return rows, {"code": [{"code": code} for code in sorted({row["code"] for row in rows} - {"unknown"})]}
-
-
-def of_older_file(saved):
-    """(kind, rows, attrs) of a file of recall or images in the format before save()."""
-    kind = "recall" if all("mixer" in run for run in saved["runs"]) else "images"
-    codes = saved["code"] if isinstance(saved["code"], dict) else {saved["code"]: len(saved["runs"])}
-    shared = {"code": " and ".join(codes), "commit": saved.get("commit"), "time": saved.get("time"), "left_out": "",
-              "device": saved["machine"] if "machine" in saved else ", ".join(saved["machines"])}
-    rows = [shared | {"run": run.get("name", "_".join(str(run[key]) for key in PLACE[kind]))}
-            | (recalled(run) if kind == "recall" else run) for run in saved["runs"]]
-    rows += [{"run": name, "left_out": reason} for name, reason in saved["left_out"].items()]
-    return kind, rows, {key: value for key, value in saved.items() if key not in ("runs", "left_out")} | {
-        "code": [{"code": code, "commit": saved.get("commit"), "runs": n, "used": n} for code, n in codes.items()]}
+    rows = []
+    for record in saved:
+        environment = record["environment"]
+        row = {**record["checkpoint"], **record, "time": record["date"], "left_out": "",
+               "commit": environment["commit"] or "", "torch": environment["torch"]}
+        for measured in record["lengths"]:
+            row[f"loss_{measured['length']}"] = measured.get("loss")
+        rows.append(row)
+    return rows, {"code": [{"code": code} for code in sorted({row["code"] for row in rows})]}
 
 
 # ------------------------------------------------------------------------------------------------------ the saved sweep
@@ -308,27 +359,33 @@ KEPT_OF_LOG = ("step", "tokens", "val_loss", "accuracy", "val_accuracy", "second
 def load(source):
     """(plan, {name: Records or BadRecord}) of a sweep's folder, or of a file from save(). Raises ConfigError."""
     source, records = Path(source), {}
-    if not source.is_file():
-        plan = runner.read_plan(source)
-        for name in plan["cells"]:
-            try:
-                records[name] = Records(*finished_records(source / name), read_log(source / name, "eval"))
-            except BadRecord as reason:
-                records[name] = reason
-        return plan, records
-    with fields(f"{source} (did a report write it?): its records"):
-        saved = read_json(source)
+    if source.is_file():
+        return load_saved(source)
+    plan = runner.read_plan(source)
+    for name in plan["cells"]:
+        try:
+            records[name] = Records(*finished_records(source / name), read_log(source / name, "eval"))
+        except BadRecord as reason:
+            records[name] = reason
+    return plan, records
+
+
+def load_saved(path):
+    with fields(f"{path} (did a report write it?): its records"):
+        saved, records, places = read_json(path), {}, {}
         for name, cell in saved["cells"].items():
+            places[name] = dict(cell["at"])
             if "left_out" in cell:
                 records[name] = BadRecord(cell["left_out"])
                 continue
-            config = {k: v for k, v in cell.items() if k not in ("at", "result", "eval", "train")}  # train: older files
-            config |= {s: saved["shared"][s] | cell[s] for s in SECTIONS}
-            config["config"].setdefault("out_dir", name)  # missing in older files
-            config["environment"]["code_files"] = saved["code_files"][code_of(config["environment"])]
-            evaluations = [dict(zip(cell["eval"], v, strict=True)) for v in zip(*cell["eval"].values(), strict=True)]
+            config = {key: value for key, value in cell.items() if key not in ("at", "result", "eval")}
+            for section in SECTIONS:
+                config[section] = saved["shared"][section] | cell[section]
+            config["environment"]["code_files"] = saved["code_files"][config["environment"]["code"]]
+            columns = cell["eval"]
+            evaluations = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             records[name] = Records(saved["shared"]["result"] | cell["result"], config, evaluations)
-        return {**saved["plan"], "cells": {name: dict(cell["at"]) for name, cell in saved["cells"].items()}}, records
+        return {**saved["plan"], "cells": places}, records
 
 
 def save(source, path):
@@ -338,30 +395,45 @@ def save(source, path):
     with weight decay, and the training losses are dropped.
     """
     plan, records = load(source)
-    cells, files = {}, {}
-    for name in plan["cells"]:
+    cells, whole, files = {}, [], {}
+    for name, at in plan["cells"].items():
         try:
-            if isinstance(records[name], BadRecord):
-                raise records[name]
-            result, record, evaluations = records[name]
-            with fields():
-                cell = {key: value for key, value in record.items() if key not in SECTIONS}
-                for section, drop in SECTIONS.items():
-                    cell[section] = {k: v for k, v in record[section].items() if k not in drop}
-                cell["config"]["out_dir"] = Path(cell["config"]["out_dir"]).name
-                kept = [key for key in KEPT_OF_LOG if all(key in e for e in evaluations)]
-                cell |= {"eval": {key: [e[key] for e in evaluations] for key in kept}, "result": result}
-                files[code_of(cell["environment"])] = record["environment"].get("code_files", {})
-            cells[name] = cell
+            cell, code_files = kept(records[name])
         except BadRecord as reason:
-            cells[name] = {"left_out": str(reason)}
-    whole = [c for c in cells.values() if "left_out" not in c]
-    shared = {s: {k: v for k, v in whole[0][s].items() if all(c[s].get(k, ...) == v for c in whole)}
-              for s in (*SECTIONS, "result") if whole}
-    for c in whole:
-        c |= {s: {k: v for k, v in c[s].items() if k not in table} for s, table in shared.items()}
-    head = {"plan": {k: v for k, v in plan.items() if k != "cells"}, "code_files": files, "shared": shared}
-    lines = (f"  {json.dumps(name)}: {json.dumps({'at': at, **cells[name]})}" for name, at in plan["cells"].items())
-    text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "cells": {\n' + ",\n".join(lines) + "\n }\n}\n"
+            cells[name] = {"at": at, "left_out": str(reason)}
+            continue
+        cells[name] = {"at": at, **cell}
+        whole.append(cells[name])
+        files[cell["environment"]["code"]] = code_files
+    shared = {}
+    for section in (*SECTIONS, "result") if whole else ():
+        shared[section] = common_to([cell[section] for cell in whole])
+        for cell in whole:
+            cell[section] = {key: value for key, value in cell[section].items() if key not in shared[section]}
+    about = {key: value for key, value in plan.items() if key != "cells"}
+    head = json.dumps({"plan": about, "code_files": files, "shared": shared}, indent=1).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
     with replacing(path) as tmp:
-        Path(tmp).write_text(text)
+        Path(tmp).write_text(f'{head},\n "cells": {{\n{lines}\n }}\n}}\n')
+
+
+def kept(records):
+    """(what the file keeps of a run, {path: hash} of its code). Raises BadRecord."""
+    if isinstance(records, BadRecord):
+        raise records
+    result, record, evaluations = records
+    with fields():
+        cell = {key: value for key, value in record.items() if key not in SECTIONS}
+        for section, dropped in SECTIONS.items():
+            cell[section] = {key: value for key, value in record[section].items() if key not in dropped}
+        cell["config"]["out_dir"] = Path(cell["config"]["out_dir"]).name
+        cell["eval"] = {}
+        for key in KEPT_OF_LOG:
+            if all(key in e for e in evaluations):
+                cell["eval"][key] = [e[key] for e in evaluations]
+        return cell | {"result": result}, record["environment"]["code_files"]
+
+
+def common_to(tables):
+    """The entries that all of the dicts have."""
+    return {key: value for key, value in tables[0].items() if all(table.get(key, ...) == value for table in tables)}

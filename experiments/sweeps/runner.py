@@ -118,12 +118,6 @@ def read_plan(folder, new=False):
                           "stay") from None
 
 
-def code_of(record):
-    """The identity of the code in a result.json or a config.json's environment: a hash of the content of what training
-    imported. Records of older versions have a commit instead."""
-    return record.get("code") or str(record.get("commit"))[:12]
-
-
 def say_changed_code(folder, accepted=()):
     """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same. Raises
     ConfigError if a code that shall be `accepted` is that of none of them: the report would refuse it at the end."""
@@ -136,7 +130,7 @@ def say_changed_code(folder, accepted=()):
         with contextlib.suppress(BadRecord), fields():
             environment = read_json(Path(folder) / name / "config.json")["environment"]
             changed[environment["code"]] = ", ".join(changed_files(environment["code_files"], now))
-    known = {code[:12] for code in (*changed, identity["code"])}
+    known = {*changed, identity["code"]}
     if unknown := [code for code in accepted if code not in known]:
         raise ConfigError(f"--accept_code={unknown[0]}: the code is {', '.join(sorted(known))}")
     if changed and all(changed.values()):
