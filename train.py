@@ -39,10 +39,10 @@ from data.loader import TokenData
 from data.mixture import MixtureData, parse_mixture
 from data.prepared import Tokens, find_dataset
 from evaluation.validation import Evaluate
-from inspection.counting import computed_by
+from inspection.counting import computed_by, flops_per_token, left_out, parameter_count
 from inspection.self_check import self_check
 from model import LM, ModelConfig
-from optim import build_optimizers, set_learning_rate
+from optim import build_optimizers, decayed, set_learning_rate
 from runtime import checkpoint, distributed
 from runtime.distributed import launch
 from runtime.folder import Folder
@@ -130,12 +130,15 @@ def train(config, model, data, evaluate, schedule=None):
     if config.self_check == "only":
         line = self_check(model, dtype, config.compile)
         return print(line, flush=True) if distributed.rank() == 0 else None
-    with (Folder(config, model, data) as folder, Telemetry(config, model, data, folder) as telemetry,
-          Signals() as signals):  # out of memory becomes one line here
+    with (Telemetry(config, data, device) as telemetry, Folder(config, model, data, telemetry.say) as folder,
+          Signals() as signals):  # out of memory becomes one line in Folder
         telemetry.say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
-        folder.resume(optimizers, schedule, telemetry)  # from the newest intact checkpoint, if there is one
+        counts = {"parameters": parameter_count(model), "flops_per_token": flops_per_token(model)["total"],
+                  "decayed": decayed(model)}
+        found = folder.resume(optimizers, schedule, counts)  # from the newest intact checkpoint, if there is one
+        telemetry.open(found, computed_by(model), left_out(model))
         for step in telemetry.steps(signals):  # ends early when asked to stop
             set_learning_rate(optimizers, schedule(step, config))
             loss = 0.0
@@ -162,8 +165,8 @@ def train(config, model, data, evaluate, schedule=None):
                 telemetry.log_evaluation(step, evaluate(model, final=step + 1 == config.max_iters))
             if config.eval_tasks_interval and is_due(step, config.eval_tasks_interval, config):
                 telemetry.log_tasks(step, evaluate.tasks(model))
-            folder.save_if_due(step, telemetry, signals)
-        return telemetry.finish(evaluate)
+            folder.save_if_due(step, telemetry.val_loss, signals.stopping)
+        return telemetry.finish(lambda: evaluate(model, final=True))
 
 
 def is_due(step, interval, config):

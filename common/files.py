@@ -10,6 +10,8 @@ import re
 import time
 from pathlib import Path
 
+from common.errors import ConfigError
+
 
 def lock_folder(folder, wait=0.0):
     """Create `folder`, lock it, and delete files that a killed process left half written. Call this before writing.
@@ -116,3 +118,15 @@ def started(pid):
     except (OSError, ValueError, LookupError):
         pass
     return 0
+
+
+@contextlib.contextmanager
+def writing_to(out):
+    """`with writing_to(out): ...`: an OSError inside becomes a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {error.filename or out} ({error.strerror}): make room and continue with --resume=auto, "
+            "or choose another out_dir"
+        ) from None

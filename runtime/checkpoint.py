@@ -36,6 +36,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
 CRC = '"crc32":"%08x"'
 FORMER = {"as_released": (False, "the models rwkv_released, retnet_released and gla_released")}  # setting: its default
+MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError  # what a file of any content can raise
 
 
 class CheckpointError(ConfigError):
@@ -55,19 +56,8 @@ def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
     process may write to a path at a time. Raises TypeError for values that cannot be stored, OSError if the disk
     refuses.
     """
-    for name, t in tensors.items():
-        if getattr(t, "dtype", None) not in DTYPES or t.layout != torch.strided or t.is_meta or name == "__metadata__":
-            raise TypeError(f"{path}: cannot store {name!r} ({getattr(t, 'dtype', type(t).__name__)})")
     tensors = in_order(tensors)
-    about = {"format": kind, "version": str(VERSION), "bytes": "0" * 16, "crc32": "0" * 8, "meta": json.dumps(meta)}
-    entries, end = {"__metadata__": about}, 0
-    for name, t in tensors.items():
-        start, end = end, end + t.numel() * t.element_size()
-        entries[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":"))
-    text += " " * (-len(text) % 8)
-    text = text.replace("0" * 16, f"{8 + len(text) + end:016d}", 1)
-    header = len(text).to_bytes(8, "little") + text.encode()
+    header = _header(path, tensors, meta, kind)
     with replacing(path) as tmp, open(tmp, "wb") as f:
         crc = zlib.crc32(header)
         f.write(header)
@@ -81,6 +71,21 @@ def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
         f.write(header.replace((CRC % 0).encode(), (CRC % crc).encode(), 1))
 
 
+def _header(path, tensors, meta, kind):
+    """A safetensors header with the file's length, and zeros in place of its CRC-32."""
+    about = {"format": kind, "version": str(VERSION), "bytes": "0" * 16, "crc32": "0" * 8, "meta": json.dumps(meta)}
+    entries, end = {"__metadata__": about}, 0
+    for name, t in tensors.items():
+        if t.dtype not in DTYPES or t.layout != torch.strided or t.is_meta or name in entries:
+            raise TypeError(f"{path}: cannot store {name!r} ({t.dtype})")
+        start, end = end, end + t.numel() * t.element_size()
+        entries[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"))
+    text += " " * (-len(text) % 8)
+    text = text.replace("0" * 16, f"{8 + len(text) + end:016d}", 1)
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
 def load(path, prefix=""):
     """Read a checkpoint: ({name: tensor}, meta). Every byte is checked before a tensor is made.
 
@@ -89,13 +94,13 @@ def load(path, prefix=""):
     """
     try:
         with open(regular(path), "rb") as f:
-            size, length = os.fstat(f.fileno()).st_size, f.read(8)
-            text = f.read(min(int.from_bytes(length, "little"), size))
-            header = json.loads(text)["__metadata__"]
-            version, total, crc = int(header["version"]), int(header["bytes"]), header["crc32"]
-            actual = zlib.crc32(length + text.replace(f'"crc32":"{crc}"'.encode(), (CRC % 0).encode(), 1))
+            size = os.fstat(f.fileno()).st_size
+            start, header = _read_header(f)
+            crc = header["crc32"]
+            actual = zlib.crc32(start.replace(f'"crc32":"{crc}"'.encode(), (CRC % 0).encode(), 1))
             while chunk := f.read(1 << 22):
                 actual = zlib.crc32(chunk, actual)
+        version, total = int(header["version"]), int(header["bytes"])
         if version != VERSION:
             wrong = f"format version {version} is unknown (this code reads {VERSION}): use the code that wrote it"
         elif size != total:
@@ -112,7 +117,7 @@ def load(path, prefix=""):
     except OSError as error:
         hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
-    except (safetensors.SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (safetensors.SafetensorError, *MALFORMED) as error:
         raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of "
                               "torch.save could run code and is never opened)") from error
     raise CheckpointError(f"{path}: {wrong}")
@@ -127,19 +132,25 @@ def former_setting(meta):
     return None
 
 
-def checksum(path):
-    """The CRC-32 in a checkpoint's header, which tells it from others. Raises CheckpointError."""
-    return str(_in_header(path, "crc32"))
+def _read_header(f):
+    """(the bytes before the tensors, which may take gigabytes; __metadata__) of an open file."""
+    length = f.read(8)
+    text = f.read(min(int.from_bytes(length, "little"), os.fstat(f.fileno()).st_size))
+    return length + text, json.loads(text)["__metadata__"]
 
 
 def _in_header(path, key):
-    """A value in a checkpoint's header. The tensors, which may take gigabytes, are not read."""
+    """A value in a checkpoint's header. Raises CheckpointError."""
     try:
         with open(regular(path), "rb") as f:
-            length, size = int.from_bytes(f.read(8), "little"), os.fstat(f.fileno()).st_size
-            return json.loads(f.read(min(length, size)))["__metadata__"][key]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            return _read_header(f)[1][key]
+    except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"{path}: not readable as a checkpoint ({error})") from error
+
+
+def checksum(path):
+    """The CRC-32 in a checkpoint's header, which tells it from others. Raises CheckpointError."""
+    return str(_in_header(path, "crc32"))
 
 
 def _earlier(folder):
@@ -162,6 +173,20 @@ def candidates(folder):
         return []
     paths = [Path(folder) / NEWEST, *(path for _, path in _earlier(folder)), Path(folder) / BEST]
     return [path for path in paths if path.exists()]
+
+
+def last_good(folder, step):
+    """A phrase that names the last checkpoint from before `step`, the first whose next loss was not finite."""
+    paths, best = steps(folder), Path(folder) / BEST
+    with contextlib.suppress(CheckpointError):
+        paths.setdefault(load(best, prefix="no tensor")[1]["step"], best)
+    good = [saved for saved in paths if saved < step]
+    if good:
+        return f"the last good checkpoint is {paths[max(good)]}, step {max(good)}"
+    if not paths:
+        return "the last good checkpoint is none"
+    first = min(paths)
+    return f"no checkpoint is good: the loss after that of {paths[first]}, step {first}, was already not finite"
 
 
 def load_first(paths, weights=False):
@@ -247,42 +272,40 @@ def flatten(state):
     place, for anything else.
     """
     tensors = {}
+    return tensors, _pack(state, "", tensors)
 
-    def pack(x, name):
-        below = lambda key: f"{name}.{key}" if name else str(key)
-        if x is None or isinstance(x, (bool, int, float, str)):
-            return x
-        if isinstance(x, torch.Tensor):
-            name = name.encode("ascii", "backslashreplace").decode()
-            while name in tensors or name in ("", "__metadata__"):
-                name += "'"
-            tensors[name] = x
-            return {"tensor": name}
-        if isinstance(x, tuple):
-            return {"tuple": pack(list(x), name)}
-        if isinstance(x, list):
-            return [pack(v, below(i)) for i, v in enumerate(x)]
-        if isinstance(x, dict):
-            return {"dict": [[pack(k, below("key")), pack(v, below(k))] for k, v in x.items()]}
-        raise TypeError(f"{name or 'state'}: cannot store a {type(x).__name__} in a checkpoint")
 
-    return tensors, pack(state, "")
+def _pack(x, name, tensors):
+    """The skeleton of x, which is called `name`; its tensors go to `tensors`."""
+    below = lambda key: f"{name}.{key}" if name else str(key)
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if isinstance(x, torch.Tensor):
+        name = name.encode("ascii", "backslashreplace").decode()
+        while name in tensors or name in ("", "__metadata__"):
+            name += "'"
+        tensors[name] = x
+        return {"tensor": name}
+    if isinstance(x, tuple):
+        return {"tuple": _pack(list(x), name, tensors)}
+    if isinstance(x, list):
+        return [_pack(v, below(i), tensors) for i, v in enumerate(x)]
+    if isinstance(x, dict):
+        return {"dict": [[_pack(k, below("key"), tensors), _pack(v, below(k), tensors)] for k, v in x.items()]}
+    raise TypeError(f"{name or 'state'}: cannot store a {type(x).__name__} in a checkpoint")
 
 
 def unflatten(tensors, skeleton):
-    """Undo `flatten`. Raises CheckpointError if a tensor is missing or the skeleton is malformed."""
-
-    def build(x):
-        if isinstance(x, list):
-            return [build(v) for v in x]
-        if not isinstance(x, dict):
-            return x
-        if "tensor" in x:
-            return tensors[x["tensor"]]
-        return tuple(map(build, x["tuple"])) if "tuple" in x else {build(k): build(v) for k, v in x["dict"]}
-
-    with fitting("checkpoint and skeleton"):
-        return build(skeleton)
+    """Undo `flatten`. Inside `fitting`: a tensor may be missing, or the skeleton malformed."""
+    if isinstance(skeleton, list):
+        return [unflatten(tensors, part) for part in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    if "tensor" in skeleton:
+        return tensors[skeleton["tensor"]]
+    if "tuple" in skeleton:
+        return tuple(unflatten(tensors, skeleton["tuple"]))
+    return {unflatten(tensors, key): unflatten(tensors, value) for key, value in skeleton["dict"]}
 
 
 @contextlib.contextmanager
@@ -290,7 +313,7 @@ def fitting(path):
     """`with fitting(path): model.load_state_dict(...)`: a state that does not fit raises CheckpointError."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, ConfigError):
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OverflowError, SyntaxError) as error:
         words = " ".join(str(error).split()) or type(error).__name__  # load_state_dict's first line says nothing

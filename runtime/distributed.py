@@ -19,6 +19,7 @@ import functools
 import gc
 import os
 import platform
+import shlex
 import sys
 import threading
 import time
@@ -101,6 +102,12 @@ def open_device(config):
             torch.set_num_threads(max(1, per_process))
         join("nccl" if device.type == "cuda" else "gloo", datetime.timedelta(minutes=config.timeout_minutes))
     return device
+
+
+def machine(device):
+    """Where this process computes, for config.json."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
 
 
 def memory_bytes(device):
@@ -392,6 +399,15 @@ def exit_retryable(prog, error):
     with contextlib.suppress(OSError):
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
     os._exit(EXIT_RETRYABLE)
+
+
+def resume_command(*changes):
+    """The command line that continues this run with some settings changed."""
+    if world_size() > 1:
+        return "the same torchrun command with " + " ".join(changes)
+    names = [change.partition("=")[0] for change in changes]
+    kept = [argument for argument in sys.argv if argument.partition("=")[0] not in names]
+    return shlex.join([sys.executable, *kept, *changes])
 
 
 def leave():

@@ -10,17 +10,19 @@ Nothing in this file depends on what is trained.
 
 import contextlib
 import dataclasses
+import datetime
 import math
-import shlex
 import shutil
-import sys
+import time
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 from common import files
 from common.errors import ConfigError, Stopped, is_out_of_memory
+from common.files import writing_to
 from runtime import checkpoint, distributed, records
+from runtime.distributed import resume_command
 
 # Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
@@ -33,29 +35,69 @@ MAY_CHANGE_ON_RESUME = {
     "dataset",  # compared by the hash of its content instead
     "max_iters",  # if the learning rates of the steps already done do not change
 }
-COMPARED_OVER = {"eval_tokens", "eval_block_size"}  # a loss over different tokens cannot be compared with the best
+COMPARED_OVER = ("eval_tokens", "eval_block_size")  # a loss over different tokens cannot be compared with the best
+LOCK_SECONDS = 300  # to wait, at most, for the process that we resume: it may still be saving
+SAVED = ("seconds", "skipped", "bad", "best_val_loss", "ended", "code_versions", "wandb_id")
+
+
+@dataclass
+class Progress:
+    """A run's own counters. Those of SAVED are in every checkpoint."""
+
+    max_iters: int
+    seconds: float = 0.0  # of training until the run was resumed
+    skipped: int = 0  # steps without a finite loss and gradient
+    bad: int = 0  # how many of them in a row
+    best_val_loss: float = math.inf
+    ended: bool = False  # an evaluation said "stop"
+    code_versions: list = field(default_factory=list)
+    wandb_id: str | None = None
+    clock: float = 0.0  # time.perf_counter() when it was resumed
+
+    def at_end(self, done):
+        """True if the run ends after `done` steps."""
+        return done >= self.max_iters or self.ended
+
+    def seconds_now(self):
+        """Training time in seconds, including the time before the run was resumed."""
+        return round(self.seconds + time.perf_counter() - self.clock, 3)
+
+
+@dataclass
+class Found:
+    """Where a run begins or continues, from Folder.resume."""
+
+    progress: Progress
+    derived: dict  # values that follow from the settings, data, model and machine, for config.json
+    step: int = 0  # steps done
+    is_complete: bool = False  # it ended before, and has its result
+    notes: list = field(default_factory=list)  # lines for the screen
+    environment: dict | None = None  # on rank 0: the machine and the code, see records.py
+    log: records.Log | None = None  # on rank 0: log.jsonl, open at `step`
 
 
 class Folder:
     """`with Folder(config, model, data) as folder`: the folder config.out_dir, locked.
 
-    progress: the run's own counters, saved in every checkpoint. Raises ConfigError if the folder cannot be used,
-    Stopped if the run cannot continue.
+    say: prints a line on rank 0. progress: the run's counters. Raises ConfigError if the folder cannot be used, Stopped
+    if the run cannot continue.
     """
 
-    def __init__(self, config, model, data):
-        self.config, self.model, self.data, self.out = config, model, data, Path(config.out_dir)
-        self.is_main, self.aside = distributed.rank() == 0, None
-        self.progress = SimpleNamespace(
-            seconds=0.0, skipped=0, bad=0, best_val_loss=math.inf, ended=False, code_versions=[], wandb_id=None)
+    def __init__(self, config, model, data, say=print):
+        self.config, self.model, self.data = config, model, data
+        self.say = say
+        self.out = Path(config.out_dir)
+        self.is_main = distributed.rank() == 0
+        self.aside = None  # where an earlier run's files are now
+        self.progress = Progress(config.max_iters)
 
     def __enter__(self):
         if self.config.resume == "must" and not checkpoint.candidates(self.out):
             raise ConfigError(f"resume=must: there is no {self.out / checkpoint.NEWEST}; start with --resume=auto")
         if self.is_main:
+            wait = min(LOCK_SECONDS, 30 * self.config.timeout_minutes)
             with writing_to(self.out):
-                wait = min(300, 30 * self.config.timeout_minutes)  # the process that we resume may still be saving
-                self.lock = lock_run_dir(self.out, wait * (self.config.resume != "never"))
+                self.lock = lock_run_dir(self.out, 0 if self.config.resume == "never" else wait)
                 self.aside = records.move_aside(self.out, begin=False)
         distributed.barrier()
         return self
@@ -67,184 +109,271 @@ class Folder:
         if error is not None and is_out_of_memory(error):
             traceback.clear_frames(trace)  # they keep the activations alive
             size, block_size = self.config.micro_batch_size, self.config.block_size
-            smaller = resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
-            raise Stopped(f"out of memory with a micro-batch of {size} x {block_size} tokens: "
-                          + (f"{smaller} (the result is the same; --auto_micro_batch finds one that fits)" if size > 1
-                             else "choose a smaller block_size or model, or --dtype=bfloat16")) from None
+            way_out = "choose a smaller block_size or model, or --dtype=bfloat16"
+            if size > 1:
+                command = resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
+                way_out = f"{command} (the result is the same; --auto_micro_batch finds one that fits)"
+            raise Stopped(
+                f"out of memory with a micro-batch of {size} x {block_size} tokens: {way_out}"
+            ) from None
 
-    def resume(self, optimizers, schedule, telemetry):
-        """Restore the newest intact checkpoint, if the run continues or branches, and open the records.
+    # ------------------------------------------------------------------------------------------------------ resuming
 
-        Raises ConfigError if the checkpoint belongs to another run.
+    def resume(self, optimizers, schedule, counts):
+        """Restore the newest intact checkpoint, if the run continues or branches, and open the records: a Found.
+
+        counts: what config.json shall say about the model. Raises ConfigError if the checkpoint is another run's.
         """
-        config, out, step, path, lines, meta = self.config, self.out, 0, None, [], {}
-        self.environment = records.environment() if self.is_main else None  # it may raise: before anything is moved
-        self.settings, self.optimizers = dataclasses.asdict(config), optimizers
-        self.kept_steps = {int(kept) for kept in config.keep_steps.split(",") if kept}
-        self.manager = checkpoint.CheckpointManager(out, config.keep_checkpoints, self.kept_steps)
-        checkpoints = checkpoint.candidates(out)
-        resumes = config.resume != "never" and bool(checkpoints)
-        if resumes or config.branch:
-            path, tensors, meta, damaged = checkpoint.load_first(checkpoints if resumes else [branch_point(config)])
-            with checkpoint.fitting(path):
-                if not resumes:  # a branch has all of its trunk's weights, whatever that began with
-                    meta["config"]["init_from"] = config.init_from
-                else:  # what was kept on purpose stays, also if keep_steps is not given again
-                    self.kept_steps |= {int(kept) for kept in meta["config"].get("keep_steps", "").split(",") if kept}
-                    config.keep_steps = self.settings["keep_steps"] = ",".join(map(str, sorted(self.kept_steps)))
-                refusal, changes = self.compare(path, meta, schedule)
-            if not resumes and path.parent.resolve() == out.resolve():
-                refusal = f"branch={config.branch} is in out_dir, from where it would be moved: choose another out_dir"
-            if not resumes and not (path.parent / "log.jsonl").exists():
-                refusal = f"branch={config.branch}: {path.parent} has no log.jsonl, with which the branch's would begin"
-            if refusal:
-                raise ConfigError(refusal)
-            if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
-                self.data.verify()  # the files were copied or changed since; 18 GB take a minute
-            with writing_to(out), checkpoint.fitting(path):
-                step = self.restore(path, tensors, meta, resumes)
-            del tensors  # as large as the model and its optimiser state
-            lines = [f"skipped: {line}" for line in damaged]
-            how = "continuing" if resumes else "branching"
-            lines.append("; ".join([f"{how} from {path} at step {step}", *changes]))
-            late = {kept for kept in self.kept_steps if kept <= step}
-            if late := sorted(late and late - checkpoint.steps(out).keys()):
-                lines.append(f"keep_steps {', '.join(map(str, late))}: already done, so no checkpoint of it is kept")
-        seen = distributed.all_gather((step, config.dtype, self.data.identity))
-        if any(s != seen[0] for s in seen):
-            raise ConfigError(f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be "
-                              "the same on every node")
-        self.saved_step = step
-        if step > 0 and self.at_end(step) and (out / "result.json").exists():
-            if self.is_result_of(meta):
-                telemetry.is_complete(step)
-                if wrong := records.log_until(out, step, meta.get("log_crc32"))[2]:
-                    telemetry.say(wrong)
-                return
-            lines.append(f"{out / 'result.json'} is damaged, or another run's: it is made again")
+        config = self.config
+        self.optimizers = optimizers
+        self.settings = dataclasses.asdict(config)
+        self.kept_steps = numbers_in(config.keep_steps)
+        self.manager = checkpoint.CheckpointManager(self.out, config.keep_checkpoints, self.kept_steps)
+        found = Found(self.progress, self.derived(counts))
         if self.is_main:
-            with writing_to(out):
-                if not resumes and not self.began_before():
-                    self.aside = records.move_aside(out) if records.run_files(out) else self.aside
-                if self.aside:
-                    telemetry.say(f"the earlier run is kept as {self.aside}")
-                if path is not None and not resumes:  # a branch's log starts with its trunk's
-                    shutil.copyfile(path.parent / "log.jsonl", out / "log.jsonl")
-                (out / "result.json").unlink(missing_ok=True)  # from before the run was extended
-        telemetry.open(step, self.settings, lines, meta.get("log_crc32"))
+            found.environment = records.environment()  # it may raise: before anything is moved
+        checkpoints = checkpoint.candidates(self.out)
+        self.continues = config.resume != "never" and bool(checkpoints)
+        path, meta = None, {}
+        if self.continues or config.branch:
+            path, meta, found.notes = self.restore_first(checkpoints, schedule)
+            found.step = meta["step"]
+        self.saved_step = found.step
+        self.check_ranks_agree(found.step)
+        if found.step > 0 and self.progress.at_end(found.step) and (self.out / "result.json").exists():
+            if self.is_result_of(meta):
+                found.is_complete = True
+                wrong = records.log_until(self.out, found.step, meta.get("log_crc32"))[2]
+                found.notes = [wrong] if wrong else []
+                return found
+            found.notes.append(f"{self.out / 'result.json'} is damaged, or another run's: it is made again")
+        if self.is_main:
+            with writing_to(self.out):
+                self.open_records(found, path, meta)
+        return found
 
-    def is_result_of(self, meta):
-        """True if result.json is undamaged and of this checkpoint's run; otherwise it is made again."""
-        with contextlib.suppress(records.BadRecord), records.fields():
-            result = records.read_json(self.out / "result.json")
-            best = meta["best_val_loss"] if math.isfinite(meta["best_val_loss"]) else None
-            ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
-                    "code": meta["code_versions"][-1]}
-            return all(result.get(key, value) == value for key, value in ours.items())
-        return False
+    def restore_first(self, checkpoints, schedule):
+        """Restore the run's newest intact checkpoint, or the trunk's: (its path, its meta, lines for the screen)."""
+        trunk = None if self.continues else branch_point(self.config, self.out)
+        path, tensors, meta, damaged = checkpoint.load_first(checkpoints if self.continues else [trunk])
+        with checkpoint.fitting(path):
+            if self.continues:
+                self.keep_more_steps(numbers_in(meta["config"].get("keep_steps", "")))
+            else:  # a branch has all of its trunk's weights, whatever that began with
+                meta["config"]["init_from"] = self.config.init_from
+            changes = self.compare(path, meta, schedule)
+        if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
+            self.data.verify()  # the files were copied or changed since; 18 GB take a minute
+        with writing_to(self.out), checkpoint.fitting(path):
+            self.restore(path, tensors, meta)
+        how = "continuing" if self.continues else "branching"
+        notes = [f"skipped: {line}" for line in damaged]
+        notes.append("; ".join([f"{how} from {path} at step {meta['step']}", *changes]))
+        there = checkpoint.steps(self.out)
+        late = [str(step) for step in sorted(self.kept_steps) if step <= meta["step"] and step not in there]
+        if late:
+            notes.append(f"keep_steps {', '.join(late)}: already done, so no checkpoint of it is kept")
+        return path, meta, notes
 
-    def began_before(self):
-        """True if out_dir holds records of this same run, killed before its first checkpoint. It then starts over."""
-        with contextlib.suppress(records.BadRecord), records.fields():
-            config = records.read_json(self.out / "config.json")["config"]
-            if self.config.resume == "auto" and not (self.out / "result.json").exists():
-                return {**config, "resume": ""} == {**self.settings, "resume": ""}
-        return False
+    def keep_more_steps(self, steps):
+        """What was kept on purpose stays, also if keep_steps is not given again."""
+        self.kept_steps |= steps
+        self.config.keep_steps = self.settings["keep_steps"] = ",".join(map(str, sorted(self.kept_steps)))
 
     def compare(self, path, meta, schedule):
-        """(reason why this run cannot continue from the checkpoint, or None; a phrase per changed setting)."""
-        config, now, step = self.config, self.settings, meta["step"] + 0
+        """A phrase per changed setting. Raises ConfigError if this run cannot continue from the checkpoint."""
+        config, step = self.config, meta["step"] + 0
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
-        longer = before["max_iters"] != config.max_iters
-        if config.warmup_iters < 0 and (longer or before["warmup_iters"] >= 0):  # keep 5% of the first max_iters
-            if before["warmup_iters"] < 0:
-                before["warmup_iters"] = round(0.05 * before["max_iters"])
-            config.warmup_iters = now["warmup_iters"] = before["warmup_iters"]
-        changed = [key for key in now if before[key] != now[key]]
-        serious = [f"{key} {before[key]!r} -> {now[key]!r}" for key in changed if key not in MAY_CHANGE_ON_RESUME]
-        old, refusal = dataclasses.replace(config, max_iters=before["max_iters"]), None
+        self.keep_warmup(before)
+        changed = [key for key in before if before[key] != self.settings[key]]
+        serious = [key for key in changed if key not in MAY_CHANGE_ON_RESUME]
         if serious:
-            refusal = f"{path} belongs to another run: {', '.join(serious)}; undo this, or choose another out_dir"
-        elif step > config.max_iters or any(schedule(s, old) != schedule(s, config) for s in range(step * longer)):
-            refusal = (f"max_iters {old.max_iters} -> {config.max_iters} would change the learning rates of the {step} "
-                       "steps already done: a run can be extended with --schedule=constant, or with --schedule=wsd "
-                       "before its decay (--branch)")
-        elif any(self.data.identity.get(key) != value for key, value in meta["data"].items()):  # older ones have fewer
-            refusal = (f"this run was trained on different data (its sha256 differs from {path}): prepare it as "
-                       "before, or choose another out_dir")
-        sets, sets_before = getattr(self.data, "eval_sets", {}), meta.get("eval_sets", {})
-        changes = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
-        both = sorted(sets.keys() & sets_before.keys())
-        return refusal, changes + [f"the tokens of eval_sets {name} have changed" for name in both
-                                   if sets[name] != sets_before[name]]
+            words = ", ".join(f"{key} {before[key]!r} -> {self.settings[key]!r}" for key in serious)
+            raise ConfigError(f"{path} belongs to another run: {words}; undo this, or choose another out_dir")
+        old = dataclasses.replace(config, max_iters=before["max_iters"])
+        longer = old.max_iters != config.max_iters
+        if step > config.max_iters or longer and any(schedule(s, old) != schedule(s, config) for s in range(step)):
+            raise ConfigError(
+                f"max_iters {old.max_iters} -> {config.max_iters} would change the learning rates of the {step} steps "
+                "already done: a run can be extended with --schedule=constant, or with --schedule=wsd before its decay "
+                "(--branch)"
+            )
+        if meta["data"] != self.data.identity:
+            raise ConfigError(
+                f"this run was trained on different data (its sha256 differs from {path}): prepare it as before, or "
+                "choose another out_dir"
+            )
+        return [f"{key} was {before[key]!r}, is {self.settings[key]!r}" for key in changed]
 
-    def restore(self, path, tensors, meta, resumes):
-        """Restore what `save` wrote, in this run or in a branch's trunk; returns its step."""
+    def keep_warmup(self, before):
+        """A run that is extended keeps its warmup, 5% of the first max_iters, where none is given."""
+        config = self.config
+        if config.warmup_iters >= 0:
+            return
+        if before["warmup_iters"] < 0 and before["max_iters"] != config.max_iters:
+            before["warmup_iters"] = round(0.05 * before["max_iters"])
+        config.warmup_iters = self.settings["warmup_iters"] = before["warmup_iters"]
+
+    def restore(self, path, tensors, meta):
+        """Restore what `save` wrote, in this run or in a branch's trunk."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
-        vars(self.progress).update({key: meta[key] for key in vars(self.progress)})
-        self.progress.wandb_id = meta["wandb_id"] if resumes else None  # a branch is a run of its own
-        if not resumes or any(meta["config"].get(key) != self.settings[key]
-                              for key in COMPARED_OVER & self.settings.keys()):
+        for name in SAVED:
+            setattr(self.progress, name, meta[name])
+        if not self.continues:
+            self.progress.wandb_id = None  # a branch is a run of its own
+        before, now = meta["config"], self.settings
+        if not self.continues or any(before.get(key) != now[key] for key in COMPARED_OVER if key in now):
             self.progress.best_val_loss, meta["best"] = math.inf, None
         current, cut = self.model.state_dict(), distributed.cut_like
         self.model.load_state_dict({name: cut(t, current.get(name)) for name, t in state["model"].items()})
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            kept = {i: {key: cut(t, parameters[i]) for key, t in of.items()} for i, of in saved["state"].items()}
-            optimizer.load_state_dict({**saved, "state": kept})
+            for i, of_parameter in saved["state"].items():
+                for key, t in of_parameter.items():
+                    of_parameter[key] = cut(t, parameters[i])
+            optimizer.load_state_dict(saved)
         checkpoint.set_rng_state(state["rng"])
-        if self.is_main and resumes:
+        if self.is_main and self.continues:
             self.manager.on_resume(path, meta)
-        return meta["step"]
 
-    def at_end(self, done):
-        """True if the run ends after `done` steps."""
-        return done >= self.config.max_iters or self.progress.ended
+    def check_ranks_agree(self, step):
+        seen = distributed.all_gather((step, self.config.dtype, self.data.identity))
+        if any(of_rank != seen[0] for of_rank in seen):
+            raise ConfigError(
+                f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be the same on "
+                "every node"
+            )
 
-    def save_if_due(self, step, telemetry, signals):
-        """Save every checkpoint_interval steps or after an evaluation, at the end, and when asked to stop."""
+    def is_result_of(self, meta):
+        """True if result.json is undamaged and of this checkpoint's run; otherwise it is made again."""
+        best = meta["best_val_loss"] if math.isfinite(meta["best_val_loss"]) else None
+        ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
+                "code": meta["code_versions"][-1]}
+        with contextlib.suppress(records.BadRecord):
+            result = records.read_json(self.out / "result.json")
+            return all(result.get(key, value) == value for key, value in ours.items())
+        return False
+
+    def began_before(self):
+        """True if out_dir holds records of this same run, killed before its first checkpoint. It then starts over."""
+        if self.config.resume != "auto" or (self.out / "result.json").exists():
+            return False
+        with contextlib.suppress(records.BadRecord), records.fields():
+            config = records.read_json(self.out / "config.json")["config"]
+            return {**config, "resume": ""} == {**self.settings, "resume": ""}
+        return False
+
+    # ------------------------------------------------------------------------------------------------------- records
+
+    def derived(self, counts):
+        """Values for config.json that follow from the settings, data, model and machine."""
+        config = self.config
+        world = distributed.world_size()
+        machine = distributed.machine(next(self.model.parameters()).device)
+        tokens = config.max_iters * config.batch_tokens
+        return {"processes": world, "tokens": tokens, **machine, **counts, **self.data.derived(config, world)}
+
+    def open_records(self, found, path, meta):
+        """Move an earlier run aside; write config.json and open the log at the step that was found. Rank 0 only."""
+        if not self.continues and not self.began_before() and records.run_files(self.out):
+            self.aside = records.move_aside(self.out)
+        if self.aside:
+            found.notes.insert(0, f"the earlier run is kept as {self.aside}")
+        if path is not None and not self.continues:  # a branch's log starts with its trunk's
+            shutil.copyfile(path.parent / "log.jsonl", self.out / "log.jsonl")
+        (self.out / "result.json").unlink(missing_ok=True)  # from before the run was extended
+        code, versions = found.environment["code"], self.progress.code_versions
+        if versions and versions[-1] != code:
+            found.notes.append(f"the code was {versions[-1]}, is {code}: config.json names both")
+        if versions[-1:] != [code]:
+            versions.append(code)
+        about_data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long; in checkpoints
+        records.write_json(self.out / "config.json", {
+            "config": self.settings, "derived": found.derived, "environment": found.environment,
+            "code_versions": versions, "time": self.began(found.step),
+            "data": {**about_data, "identity": self.data.identity}})
+        self.log = found.log = records.Log(self.out, found.step, meta.get("log_crc32"))
+        if self.log.damage:
+            found.notes.append(self.log.damage)
+
+    def began(self, step):
+        """When the run began, as text; a branch, which has no config.json yet, begins now."""
+        if step > 0:
+            with contextlib.suppress(records.BadRecord, LookupError):
+                return records.read_json(self.out / "config.json")["time"]
+        return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+    # -------------------------------------------------------------------------------------------------------- saving
+
+    def save_if_due(self, step, val_loss, stopping):
+        """Save every checkpoint_interval steps or after an evaluation, at the end, and when asked to stop.
+
+        val_loss: of this step's evaluation, by which the best checkpoint is chosen; None if there was none.
+        """
         interval, done = self.config.checkpoint_interval, step + 1
-        last = self.at_end(done) or signals.stopping
-        due = last or done in self.kept_steps or (done % interval == 0 if interval else telemetry.evaluated)
-        if due:
+        last = stopping or self.progress.at_end(done)
+        due = done % interval == 0 if interval else val_loss is not None
+        if last or due or done in self.kept_steps:
             self.data.check_unchanged()
-            state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
-                     "rng": checkpoint.rng_state()}
-            values = map(distributed.whole, checkpoint.in_order(checkpoint.flatten(state)[0]).values())
-            try:
-                if self.is_main:
-                    self.save(state, values, done, telemetry)
-            finally:
-                for _ in values:  # every process must take part in gathering each sharded tensor
-                    pass
+            self.save(done, val_loss)
         if last and self.is_main and self.saved_step < done:
-            raise Stopped(f"the checkpoint of step {done} was not written, the last is from step {self.saved_step}: "
-                          f"make room, then {resume_command('--resume=auto')}")
+            raise Stopped(
+                f"the checkpoint of step {done} was not written, the last is from step {self.saved_step}: make room, "
+                f"then {resume_command('--resume=auto')}"
+            )
 
-    def save(self, state, values, done, telemetry):
+    def save(self, done, val_loss):
+        """Gather the state on rank 0, one tensor at a time, which writes it."""
+        state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
+                 "rng": checkpoint.rng_state()}
+        values = map(distributed.whole, checkpoint.in_order(checkpoint.flatten(state)[0]).values())
+        try:
+            if self.is_main:
+                self.write(state, values, done, val_loss)
+        finally:
+            for _ in values:  # every process must take part in gathering each sharded tensor
+                pass
+
+    def write(self, state, values, done, val_loss):
         """Write the checkpoint after `done` steps; `values`: the tensors of `state`, in order, gathered."""
         meta = {"step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
-                **vars(self.progress), "seconds": telemetry.seconds(), "data": self.data.identity,
-                "file_times": getattr(self.data, "file_times", None),
+                **{name: getattr(self.progress, name) for name in SAVED}, "seconds": self.progress.seconds_now(),
+                "data": self.data.identity, "file_times": getattr(self.data, "file_times", None),
                 "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table"),
-                "eval_sets": getattr(self.data, "eval_sets", {}), "log_crc32": telemetry.log_file.crc32}
-        telemetry.log_file.sync()  # no checkpoint may be on disk before the log that leads to it
+                "log_crc32": self.log.crc32}
+        self.log.sync()  # no checkpoint may be on disk before the log that leads to it
         try:
-            self.manager.save(state, meta, telemetry.compared_loss, values)
+            self.manager.save(state, meta, val_loss, values)
             self.saved_step = done
         except OSError as error:  # such as a full disk; earlier checkpoints are untouched
-            telemetry.say(f"step {done}: checkpoint not written ({error}); the one before stays")
+            self.say(f"step {done}: checkpoint not written ({error}); the one before stays")
 
 
-def branch_point(config):
-    """The checkpoint that --branch=RUN@STEP names. Raises ConfigError if RUN has none from that step."""
+def numbers_in(text):
+    """{1, 2} of "1,2"."""
+    return {int(number) for number in text.split(",") if number}
+
+
+def branch_point(config, out):
+    """The checkpoint that --branch=RUN@STEP names. Raises ConfigError if RUN has none from that step, or is `out`."""
     trunk, _, step = config.branch.rpartition("@")
     kept = checkpoint.steps(trunk)
     if not step.isdecimal() or int(step) not in kept:
-        raise ConfigError(f"branch={config.branch}: {trunk or 'RUN@STEP'} has checkpoints of steps "
-                          f"{', '.join(map(str, sorted(kept))) or '(none)'}: name one of them, or train it with "
-                          "--keep_steps")
-    return kept[int(step)]
+        there = ", ".join(map(str, sorted(kept))) or "(none)"
+        raise ConfigError(
+            f"branch={config.branch}: {trunk or 'RUN@STEP'} has checkpoints of steps {there}: name one of them, or "
+            "train it with --keep_steps"
+        )
+    path = kept[int(step)]
+    if path.parent.resolve() == out.resolve():
+        raise ConfigError(
+            f"branch={config.branch} is in out_dir, from where it would be moved: choose another out_dir"
+        )
+    if not (path.parent / "log.jsonl").exists():
+        raise ConfigError(
+            f"branch={config.branch}: {path.parent} has no log.jsonl, with which the branch's would begin"
+        )
+    return path
 
 
 def lock_run_dir(out, wait=0.0):
@@ -252,23 +381,6 @@ def lock_run_dir(out, wait=0.0):
     try:
         return files.lock_folder(out, wait)
     except BlockingIOError as error:
-        raise ConfigError(f"another run is writing to {out} ({error.strerror}): wait for it, or choose another "
-                          "out_dir") from None
-
-
-@contextlib.contextmanager
-def writing_to(out):
-    """`with writing_to(out): ...`: an OSError inside becomes a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"cannot write to {error.filename or out} ({error.strerror}): make room and continue with "
-                          "--resume=auto, or choose another out_dir") from None
-
-
-def resume_command(*changes):
-    """The command line that continues this run with some settings changed."""
-    names = tuple(change.partition("=")[0] for change in changes)
-    if distributed.world_size() > 1:
-        return "the same torchrun command with " + " ".join(changes)
-    return shlex.join([sys.executable, *(a for a in sys.argv if a.partition("=")[0] not in names), *changes])
+        raise ConfigError(
+            f"another run is writing to {out} ({error.strerror}): wait for it, or choose another out_dir"
+        ) from None
