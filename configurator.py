@@ -44,32 +44,18 @@ def load(config_class, argv, prog=None):
     Raises ConfigError for an unknown key, a wrong type or choice, an unreadable or failing file, and a ValueError
     raised in the dataclass's __post_init__.
     """
-    fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
     kinds = typing.get_type_hints(config_class)
-    values = {name: f.default if f.default is not dataclasses.MISSING else f.default_factory()
-              for name, f in fields.items()}
+    values = {field.name: field.default for field in dataclasses.fields(config_class)}
     help_asked = "--help" in argv or "-h" in argv
     config_files, overrides = [], {}
     for argument in argv:
-        if help_asked and not argument.endswith(".py"):
-            continue
-        if argument.startswith("--"):
-            key, equals, text = argument[2:].partition("=")
-            _check_known(config_class, key, values, "--")
-            if not equals:
-                if kinds[key] is not bool:
-                    raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={values[key]}")
-                text = "true"
-            new = {key: _convert(kinds[key], text, f"--{key}=", from_text=True)}
-        elif argument.endswith(".py"):
-            assigned = _run_file(argument, values)
-            program = getattr(config_class, "PROGRAMS", {}).get(str(assigned.get("task")))
-            if program:
-                raise ConfigError(f"{argument} has task = {assigned['task']!r}: python {program} {shlex.join(argv)}")
-            for key in assigned:
-                _check_known(config_class, key, values, where=f"{argument}: ")
-            new = {k: _convert(kinds[k], v, f"{argument}: {k} = ", from_text=False) for k, v in assigned.items()}
+        if argument.endswith(".py") and not argument.startswith("--"):
             config_files.append(argument)
+            new = _from_file(config_class, argument, values, kinds, argv)
+        elif help_asked:
+            continue
+        elif argument.startswith("--"):
+            new = _from_argument(config_class, argument, values, kinds)
         else:
             raise ConfigError(f"unexpected argument {argument!r}: give config files (*.py) and --key=value; "
                               "--help lists all keys")
@@ -86,13 +72,39 @@ def load(config_class, argv, prog=None):
     return config
 
 
+def _from_argument(config_class, argument, values, kinds):
+    """{key: value} of --key=value; --key alone sets a bool."""
+    key, equals, text = argument[2:].partition("=")
+    _check_known(config_class, key, values, "--")
+    if not equals:
+        if kinds[key] is not bool:
+            raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={values[key]}")
+        text = "true"
+    return {key: _convert(kinds[key], text, f"--{key}=", from_text=True)}
+
+
+def _from_file(config_class, path, values, kinds, argv):
+    """{key: value} of what a config file assigns, helpers left out."""
+    assigned = _run_file(path, values)
+    program = getattr(config_class, "PROGRAMS", {}).get(str(assigned.get("task")))
+    if program:
+        raise ConfigError(f"{path} has task = {assigned['task']!r}: python {program} {shlex.join(argv)}")
+    new = {}
+    for key, value in assigned.items():
+        _check_known(config_class, key, values, where=f"{path}: ")
+        new[key] = _convert(kinds[key], value, f"{path}: {key} = ", from_text=False)
+    return new
+
+
 def _run_file(path, values):
     """{name: value} of everything that a config file assigns, except helpers."""
     folder, name = os.path.split(path)
     try:
         source = regular(path).read_bytes()
     except (OSError, ValueError) as error:
-        files = [f for f in os.listdir(folder or ".") if f.endswith(".py")] if os.path.isdir(folder or ".") else []
+        files = []
+        if os.path.isdir(folder or "."):
+            files = [file for file in os.listdir(folder or ".") if file.endswith(".py")]
         near = _nearest(name, files, os.path.join(folder, ""))
         raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{near}") from error
     # The current values are built-in names for the file, so that `names` holds only what the file itself assigns.
@@ -104,13 +116,20 @@ def _run_file(path, values):
     except ConfigError:  # of an included file
         raise
     except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-        line, message = (lines or [1])[-1], f"{type(error).__name__}: {error}"
-        if isinstance(error, SyntaxError) and error.filename == path:
-            line, message = error.lineno or 1, error.msg
-        raise ConfigError(f"{path}:{line}: {message}") from error
-    helper = lambda n: n.startswith("_") or isinstance(names[n], types.ModuleType) or callable(names[n])
-    return {n: value for n, value in names.items() if n in values or not helper(n)}
+        raise ConfigError(f"{path}:{_place(path, error)}") from error
+    return {key: value for key, value in names.items() if key in values or not _is_helper(key, value)}
+
+
+def _place(path, error):
+    """'LINE: what went wrong' of an error in a config file."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f"{error.lineno or 1}: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"{(lines or [1])[-1]}: {type(error).__name__}: {error}"
+
+
+def _is_helper(name, value):
+    return name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
 
 
 def _check_known(config_class, key, known, dashes="", where=""):
@@ -130,34 +149,54 @@ def _nearest(word, words, prefix=""):
 
 def _convert(kind, value, where, from_text):
     """Convert `value` to `kind`. Raises ConfigError, starting with `where`. `from_text`: a command-line string."""
+    choices = typing.get_args(kind)
     with contextlib.suppress(ValueError, OverflowError):
-        return _parse(kind, value, from_text)
-    shown, choices = value if from_text else repr(value)[:80], typing.get_args(kind)
+        if choices:
+            return _choice(value, choices)
+        if kind is str:
+            return _string(value)
+        if kind is bool:
+            return _bool(value, from_text)
+        return _number(kind, value, from_text)
+    shown = value if from_text else repr(value)[:80]
     expected = KINDS.get(kind) or f"one of {', '.join(choices)}"
     raise ConfigError(f"{where}{shown}: expected {expected}{_nearest(str(value)[:80], choices)}")
 
 
-def _parse(kind, value, from_text):
-    """Convert `value` to `kind`. Raises ValueError or OverflowError if it is not of that type."""
-    number = from_text or isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if isinstance(value, str) and value in typing.get_args(kind):
+def _choice(value, choices):
+    if isinstance(value, str) and value in choices:
         return value
-    if kind is bool and from_text and value.lower() in BOOLS:
-        return BOOLS[value.lower()]
-    if kind in (bool, str) and isinstance(value, kind):
-        if kind is str and "\0" in value:
-            raise ValueError
-        if kind is str:
-            value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 could be saved but not read back
-        return value
-    if kind is float and number and math.isfinite(float(value)):
-        return float(value)
-    if kind is int and number:
-        if isinstance(value, numbers.Integral) or from_text and re.fullmatch("[+-]?[0-9_]+", value):
-            return int(value)
-        if float(value).is_integer() and abs(float(value)) <= 2**53:  # larger floats are not exact
-            return int(float(value))
     raise ValueError
+
+
+def _string(value):
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError
+    value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 could be saved but not read back
+    return value
+
+
+def _bool(value, from_text):
+    if from_text:
+        value = BOOLS.get(value.lower())
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _number(kind, value, from_text):
+    if not from_text and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise ValueError
+    if kind is int and (isinstance(value, numbers.Integral) or from_text and re.fullmatch("[+-]?[0-9_]+", value)):
+        return int(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    if kind is float:
+        return number
+    if not number.is_integer() or abs(number) > 2**53:  # larger floats are not exact
+        raise ValueError
+    return int(number)
 
 
 def _comments(config_class):
@@ -175,7 +214,8 @@ def _comments(config_class):
             elif statement := re.match(r"    (\w+)(:?)", line):  # a field, or the end of the one before
                 field = statement[1] if statement[2] else None
                 if field and heading and field not in meanings:  # a redefined field keeps the base class's heading
-                    headings[field], heading = heading, None
+                    headings[field] = heading
+                    heading = None
             if field:
                 comment = re.search(r"  # ((?!---).*)$", line)
                 meanings[field] = comment[1] if comment else meanings.get(field, "")
@@ -184,20 +224,30 @@ def _comments(config_class):
 
 def _help(config_class, values, kinds, prog):
     meanings, headings = _comments(config_class)
-    rows = {}
+    rows = {}  # key: (--key, kind, value), meaning
     for key, value in values.items():
-        choices = typing.get_args(kinds[key])
-        meaning = meanings.get(key, "") + (f" (one of {', '.join(choices)})" if choices else "")
-        rows[key] = (f"--{key}", "choice" if choices else kinds[key].__name__, str(value) or "''"), meaning.strip()
-    widths = [min(max(map(len, column)), 24) for column in zip(*(columns for columns, _ in rows.values()), strict=True)]
+        kind, meaning = kinds[key], meanings.get(key, "")
+        choices = ", ".join(typing.get_args(kind))
+        if choices:
+            meaning = f"{meaning} (one of {choices})".strip()
+        rows[key] = (f"--{key}", "choice" if choices else kind.__name__, str(value) or "''"), meaning
+    columns = zip(*(row for row, _ in rows.values()), strict=True)
+    widths = [min(max(map(len, column)), 24) for column in columns]
+    indent = " " * (sum(widths) + 8)
     width = max(shutil.get_terminal_size().columns, sum(widths) + 30)
-    lines = [f"usage: {prog} [config.py ...] [--key=value ...]", "",
-             "Read left to right, the later one wins; a config file is Python that assigns to the same keys."]
-    lines += [""] * (next(iter(rows), None) not in headings)
-    for key, (columns, meaning) in rows.items():
-        lines += ["", headings[key] + ":"] if key in headings else []
-        left = "  " + "".join(c.ljust(w) + "  " for c, w in zip(columns, widths, strict=True))
-        indent = " " * (sum(widths) + 8)
+    lines = [
+        f"usage: {prog} [config.py ...] [--key=value ...]",
+        "",
+        "Read left to right, the later one wins; a config file is Python that assigns to the same keys.",
+    ]
+    if next(iter(rows), None) not in headings:
+        lines.append("")
+    for key, (row, meaning) in rows.items():
+        if key in headings:
+            lines += ["", headings[key] + ":"]
+        left = "  "
+        for word, column_width in zip(row, widths, strict=True):
+            left += word.ljust(column_width) + "  "
         text = textwrap.fill(meaning, width, initial_indent=left, subsequent_indent=indent, break_on_hyphens=False)
         lines.append(text or left.rstrip())
     return "\n".join(lines)
