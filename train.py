@@ -205,14 +205,14 @@ def decay_steps(config):
 
 # -------------------------------------------------------------------------------------------------------------- set-up
 
-POSITIVE = ("block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_interval", "max_bad_steps",
-            "keep_checkpoints")
-NOT_NEGATIVE = ("eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_tasks_interval",
-                "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size", "seed")
-
-
-TEXT_ONLY = ("pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
-             "eval_block_size", "eval_tasks", "eval_tasks_interval")
+POSITIVE = {"block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_interval", "max_bad_steps",
+            "keep_checkpoints"}
+NOT_NEGATIVE = {"eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_tasks_interval",
+                "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size", "seed"}
+HAVE_A_DEFAULT = {"warmup_iters", "decay_iters", "min_lr"}  # at -1
+TEXT_ONLY = {"pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
+             "eval_block_size", "eval_tasks", "eval_tasks_interval"}
+LARGEST = 2**48
 
 
 def check_not_set(config, names, words):
@@ -225,36 +225,51 @@ def check_not_set(config, names, words):
 def check(config):
     """Raises ConfigError for settings that cannot work with any data or machine."""
     for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, (int, float)) and (value != value or abs(value) > 2**48):
-            shown = value if isinstance(value, float) or abs(value) < 10**20 else f"of {value.bit_length()} bits"
-            raise ConfigError(f"{name} {shown} is out of range: at most {2**48:,}")
-        if name in POSITIVE and value < 1 or name in NOT_NEGATIVE and value < 0:
-            raise ConfigError(f"{name} {value} must be {'at least 1' if name in POSITIVE else '0 or more'}")
-        if name in ("warmup_iters", "decay_iters", "min_lr") and value < 0 and value != -1:
-            raise ConfigError(f"{name} {value} must be 0 or more, or -1 for its default")
-    c, warmup, decay = config, warmup_steps(config), decay_steps(config)
-    if c.seed >= 2**32:
-        raise ConfigError(f"seed {c.seed} must be below {2**32:,}")
-    if c.learning_rate <= 0:
-        raise ConfigError(f"learning_rate {c.learning_rate} must be above 0")
-    if c.min_lr > c.learning_rate:
-        raise ConfigError(f"min_lr {c.min_lr} is above learning_rate {c.learning_rate}")
-    if warmup >= c.max_iters > 1:
-        raise ConfigError(f"warmup_iters {c.warmup_iters} must be below max_iters {c.max_iters}")
-    if c.schedule == "wsd" and warmup + decay > c.max_iters:
-        raise ConfigError(f"warmup of {warmup} and decay of {decay} steps are more than max_iters {c.max_iters}: "
-                          "choose smaller warmup_iters or decay_iters")
-    if not (0 <= c.beta1 < 1 and 0 <= c.beta2 < 1):
-        raise ConfigError(f"beta1 {c.beta1} and beta2 {c.beta2} must be in [0, 1)")
-    if not 0 < c.timeout_minutes <= 1e6:
-        raise ConfigError(f"timeout_minutes {c.timeout_minutes} must be above 0, and at most a million")
-    if not all(part.isdecimal() for part in filter(None, c.keep_steps.split(","))):
-        raise ConfigError(f"keep_steps {c.keep_steps}: expected comma-separated step numbers")
-    if c.init_from and c.branch:
-        raise ConfigError(f"init_from={c.init_from} and branch={c.branch}: give one; a branch has its trunk's weights")
-    if c.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
+        if isinstance(value, (int, float)):
+            check_number(name, value)
+    check_schedule(config)
+    if config.seed >= 2**32:
+        raise ConfigError(f"seed {config.seed} must be below {2**32:,}")
+    if not (0 <= config.beta1 < 1 and 0 <= config.beta2 < 1):
+        raise ConfigError(f"beta1 {config.beta1} and beta2 {config.beta2} must be in [0, 1)")
+    if not 0 < config.timeout_minutes <= 1e6:
+        raise ConfigError(f"timeout_minutes {config.timeout_minutes} must be above 0, and at most a million")
+    for step in config.keep_steps.split(","):
+        if step and not step.isdecimal():
+            raise ConfigError(f"keep_steps {config.keep_steps}: expected comma-separated step numbers")
+    if config.init_from and config.branch:
+        raise ConfigError(f"init_from={config.init_from} and branch={config.branch}: give one; a branch has its "
+                          "trunk's weights")
+    if config.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise ConfigError("resume=never: each restart by torchrun --max-restarts would start from scratch; use "
                           "--resume=auto")
+
+
+def check_number(name, value):
+    if math.isnan(value) or abs(value) > LARGEST:
+        shown = value
+        if isinstance(value, int) and abs(value) >= 10**20:
+            shown = f"of {value.bit_length()} bits"
+        raise ConfigError(f"{name} {shown} is out of range: at most {LARGEST:,}")
+    if name in POSITIVE and value < 1:
+        raise ConfigError(f"{name} {value} must be at least 1")
+    if name in NOT_NEGATIVE and value < 0:
+        raise ConfigError(f"{name} {value} must be 0 or more")
+    if name in HAVE_A_DEFAULT and value < 0 and value != -1:
+        raise ConfigError(f"{name} {value} must be 0 or more, or -1 for its default")
+
+
+def check_schedule(config):
+    warmup, decay = warmup_steps(config), decay_steps(config)
+    if config.learning_rate <= 0:
+        raise ConfigError(f"learning_rate {config.learning_rate} must be above 0")
+    if config.min_lr > config.learning_rate:
+        raise ConfigError(f"min_lr {config.min_lr} is above learning_rate {config.learning_rate}")
+    if warmup >= config.max_iters > 1:
+        raise ConfigError(f"warmup_iters {config.warmup_iters} must be below max_iters {config.max_iters}")
+    if config.schedule == "wsd" and warmup + decay > config.max_iters:
+        raise ConfigError(f"warmup of {warmup} and decay of {decay} steps are more than max_iters {config.max_iters}: "
+                          "choose smaller warmup_iters or decay_iters")
 
 
 def seed_all(seed):
@@ -263,15 +278,49 @@ def seed_all(seed):
     torch.manual_seed(seed)
 
 
+def open_data(config, device):
+    """The config's dataset or mixture; fills in vocab_size and end_of_text. Raises ConfigError."""
+    parts = []  # (tokens, share)
+    for name, share in parse_mixture(config.dataset):
+        tokens = Tokens(find_dataset(name), vocab_size=config.vocab_size or None, block_size=config.block_size)
+        parts.append((tokens, share))
+    first = parts[0][0]
+    for tokens, _ in parts[1:]:
+        check_same_tokens(first, tokens, config.dataset)
+    if config.documents == "pack" and config.end_of_text < 0:
+        if first.meta.get("end_of_text") is None:
+            raise ConfigError(f"documents=pack: {first.folder / 'meta.json'} does not say which token ends a "
+                              "document: give --end_of_text, or use --documents=join")
+        config.end_of_text = first.meta["end_of_text"]
+    if not -1 <= config.end_of_text < first.vocab_size:
+        raise ConfigError(f"end_of_text {config.end_of_text} is no token of {first.folder}: it must be 0 or more and "
+                          f"below {first.vocab_size}, or -1 for the data's own")
+    if config.vocab_size == 0:
+        config.vocab_size = math.ceil(first.vocab_size / 64) * 64
+    if len(parts) == 1:
+        return TokenData(first, config.block_size, config.batch_tokens, config.seed, device)
+    return MixtureData(parts, config.block_size, config.batch_tokens, config.seed, device)
+
+
+def check_same_tokens(first, other, dataset):
+    """Raises ConfigError if two prepared folders have different tokenizers or vocabularies."""
+    for key in ("tokenizer", "table", "vocab_size"):
+        if other.meta.get(key) != first.meta.get(key):
+            raise ConfigError(f"dataset={dataset}: {other.folder} has the tokenizer {other.meta['tokenizer']!r}, "
+                              f"{first.folder} {first.meta['tokenizer']!r}, or their vocabularies differ: prepare one "
+                              "of them again")
+
+
 def build_model(config, device):
     """The config's LM on the device. Raises ConfigError for sizes that cannot work and a backend that cannot run."""
-    sizes = ModelConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)})
+    sizes = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
     try:
         sizes.check_pattern()
         with torch.device("meta"):  # takes no memory
             parameters = sum(p.numel() for p in LM(sizes).parameters())
-        if 4 * parameters > (limit := distributed.memory_bytes(device)):
-            raise ConfigError(f"{parameters:,} parameters take {4 * parameters:,} bytes, and {device} has {limit:,}: "
+        needed, memory = 4 * parameters, distributed.memory_bytes(device)
+        if needed > memory:
+            raise ConfigError(f"{parameters:,} parameters take {needed:,} bytes, and {device} has {memory:,}: "
                               "choose a smaller n_embd, vocab_size or n_layer")
         model = LM(sizes).to(device)
         computed_by(model)  # chooses the backend of every operator
@@ -300,52 +349,35 @@ def load_weights(model, config, data):
             raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
                               f"{str(given)[:80]!r}): these weights were trained with a different vocabulary")
     with checkpoint.fitting(origin):
-        before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(ModelConfig)}
-        changed = [f"{key} was {old!r}, is {getattr(config, key)!r}" for key, old in before.items()
-                   if getattr(config, key) != old and key != "backend"]
-        wrong, step = checkpoint.misfit(weights, model), meta["step"] + 0
+        changed = []
+        for field in dataclasses.fields(ModelConfig):
+            before, now = meta["config"].get(field.name, field.default), getattr(config, field.name)
+            if before != now and field.name != "backend":
+                changed.append(f"{field.name} was {before!r}, is {now!r}")
+        wrong = checkpoint.misfit(weights, model)
+        step = meta["step"] + 0  # a TypeError unless it is a number
     if wrong:
         raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed]))
     with checkpoint.fitting(origin):
         model.load_state_dict(weights)
     if distributed.rank() == 0:
-        lines = [*(f"skipped: {line}" for line in damaged), f"weights from {origin} (step {step})", *changed]
-        print("; ".join(lines), flush=True)
+        skipped = [f"skipped: {line}" for line in damaged]
+        print("; ".join([*skipped, f"weights from {origin} (step {step})", *changed]), flush=True)
 
 
 def main(argv):
     config = configurator.load(TrainConfig, argv)
     check(config)
-    name = Path(config.config_files[-1]).stem if config.config_files else config.model
-    config.out_dir = config.out_dir or f"out/{name}"
+    if not config.out_dir:
+        config.out_dir = f"out/{Path(config.config_files[-1]).stem if config.config_files else config.model}"
     device = distributed.open_device(config)
-    parts = [(Tokens(find_dataset(name), vocab_size=config.vocab_size or None, block_size=config.block_size), share)
-             for name, share in parse_mixture(config.dataset)]
-    tokens = parts[0][0]
-    for other, _ in parts[1:]:
-        if any(other.meta.get(key) != tokens.meta.get(key) for key in ("tokenizer", "table", "vocab_size")):
-            raise ConfigError(f"dataset={config.dataset}: {other.folder} has the tokenizer "
-                              f"{other.meta['tokenizer']!r}, {tokens.folder} {tokens.meta['tokenizer']!r}, or their "
-                              "vocabularies differ: prepare one of them again")
-    if config.documents == "pack" and config.end_of_text < 0:
-        if tokens.meta.get("end_of_text") is None:
-            raise ConfigError(f"documents=pack: {tokens.folder / 'meta.json'} does not say which token ends a "
-                              "document: give --end_of_text, or use --documents=join")
-        config.end_of_text = tokens.meta["end_of_text"]
-    if not -1 <= config.end_of_text < tokens.vocab_size:
-        raise ConfigError(f"end_of_text {config.end_of_text} is no token of {tokens.folder}: it must be 0 or more and "
-                          f"below {tokens.vocab_size}, or -1 for the data's own")
-    config.vocab_size = config.vocab_size or -(-tokens.vocab_size // 64) * 64
+    data = open_data(config, device)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
-    if parts[1:]:
-        data = MixtureData(parts, config.block_size, config.batch_tokens, config.seed, device)
-    else:
-        data = TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
     seed_all(config.seed)
     model = build_model(config, device)
     if model.positions is not None and config.eval_block_size > config.block_size:
-        raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions up to "
-                          f"block_size {config.block_size}")
+        raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions up to block_size "
+                          f"{config.block_size}")
     load_weights(model, config, data)
     train(config, model, data, Evaluate(config, data))
 
