@@ -246,7 +246,7 @@ def check(config):
 
 
 def check_number(name, value):
-    if math.isnan(value) or abs(value) > LARGEST:
+    if value != value or abs(value) > LARGEST:  # nan, or too large
         shown = value
         if isinstance(value, int) and abs(value) >= 10**20:
             shown = f"of {value.bit_length()} bits"
