@@ -3,9 +3,10 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model.generate(**AutoTokenizer.from_pretrained(folder)("def main():", return_tensors="pt"), max_new_tokens=40)
 
-SOURCES holds model.py, mixers.py, families/ and all that they import from the repository, as of the export. They run in
-plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels are unchanged, these
-are compiled and used. The cache for generation is the model's own state. Rows of a batch may be padded on either side.
+SOURCES holds model.py, mixers.py, families/ and everything that they import from the repository, as of the export. They
+run in plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels are unchanged,
+these are compiled and used. The cache for generation is the model's own state. Rows of a batch may be padded on either
+side.
 """
 
 import functools
@@ -28,11 +29,14 @@ NATIVE = {}  # path of a native source in the repository: sha256
 
 def repository():
     """The folder on sys.path that has the native kernels in NATIVE, or None."""
-    for folder in (Path(path or ".").resolve() for path in sys.path):
-        files = {path: folder / path for path in NATIVE}
-        if files and all(file.is_file() for file in files.values()):
-            if all(hashlib.sha256(file.read_bytes()).hexdigest() == NATIVE[path] for path, file in files.items()):
-                return folder
+    for folder in sys.path:
+        folder = Path(folder or ".").resolve()
+        found = {}
+        for path in NATIVE:
+            if (folder / path).is_file():
+                found[path] = hashlib.sha256((folder / path).read_bytes()).hexdigest()
+        if found and found == NATIVE:
+            return folder
     return None
 
 
@@ -87,9 +91,10 @@ def load_sources():
     if package not in sys.modules:
         sys.meta_path.insert(0, Sources(package, root or Path(__file__).resolve().parent / package))
     backend = "torch" if root is None else ""
+    importlib.import_module(f"{package}.mixers")
     for path in SOURCES:
-        if path.startswith("families/"):
-            importlib.import_module(f"{package}.{path[:-3].removesuffix('/__init__').replace('/', '.')}")
+        if path.startswith("families/") and not path.endswith("__init__.py"):
+            importlib.import_module(f"{package}.{path[:-3].replace('/', '.')}")
     return importlib.import_module(f"{package}.model"), backend
 
 
@@ -125,12 +130,26 @@ class State:
         return self.seen
 
     def reorder_cache(self, beam_idx):
-        order, groups = beam_idx.tolist(), []
+        groups = []
         for rows, state in self.groups:
-            at = [(i, rows.index(row)) for i, row in enumerate(order) if row in rows]
-            if at:
-                groups.append(([i for i, _ in at], on_rows(state, [k for _, k in at])))
+            new, old = [], []  # places in the new batch, and in this group
+            for i, row in enumerate(beam_idx.tolist()):
+                if row in rows:
+                    new.append(i)
+                    old.append(rows.index(row))
+            if new:
+                groups.append((new, on_rows(state, old)))
         self.groups, self.last = groups, self.last[beam_idx.to(self.last.device)]
+
+    def divided(self, counts, alone):
+        """Yields (rows, their state, n): the groups, divided so that rows of one are to read equally many tokens, n.
+        alone: each row is one."""
+        for rows, state in self.groups:
+            places = {}  # (tokens to read, row if alone): places in this group
+            for place, row in enumerate(rows):
+                places.setdefault((counts[row], row if alone else 0), []).append(place)
+            for (n, _), some in sorted(places.items()):
+                yield [rows[place] for place in some], on_rows(state, some), n
 
 
 def on_rows(state, rows):
@@ -221,44 +240,51 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         token before it. logits_to_keep: that many of the last positions (0: all), or their indices.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds  # (B, T) or (B, T, n_embd)
-        B, T = given.shape[:2]
-        real = torch.ones(B, T, dtype=torch.bool, device=given.device)
+        real = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
         if attention_mask is not None:
-            real = attention_mask[:, -T:].to(given.device) != 0
-        order = (~real).long().argsort(dim=1, stable=True)  # each row's tokens first, its padding last
+            real = attention_mask[:, -given.shape[1]:].to(given.device) != 0
         counts, at = real.sum(1), real.long().cumsum(1)  # (B,), (B, T): tokens read up to each position
-        if given.dim() == 2:
-            unread = int(self.config.end_of_text == 0)  # any token that ends no document
-            pad = getattr(self.config, "pad_token_id", None)
-            padding = -1 if pad is None or pad < self.config.vocab_size else pad  # an id that the embedding lacks
-            given = given.masked_fill(~real | (given == padding), unread).gather(1, order)
-        else:
-            given = given.gather(1, order[..., None].expand_as(given))
-        cache, last_only = None, isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
+        given = self.tokens_first(given, real)
+        last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
+        cache = None
         if use_cache or isinstance(past_key_values, State):
             before = past_key_values if isinstance(past_key_values, State) else None
-            logits, cache = self.through_state(given, counts, before, last_only, T)
+            logits, cache = self.through_state(given, counts.tolist(), before, last_only)
         else:
-            N = max(1, int(counts.max()))
-            if last_only and bool((counts == N).all()):
-                logits = self.read(given[:, :N], last_only=True)[0]
-            else:
-                logits = self.read(given[:, :N])[0]  # (B, N, vocab_size)
-                logits = torch.cat([logits[:, :1], logits], 1)  # index 0: no token read yet
-                index = at[:, -1:] if last_only else at
-                logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
-        if cache is not None and not last_only:
+            logits = self.whole(given, counts, last_only)
+        if logits.shape[1] > 1:  # after 0, 1, 2 ... of each row's tokens
+            at = at[:, -1:] if last_only else at
             logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **{
-                key: how[key] for key in ("num_items_in_batch",) if key in how})
+            more = {key: how[key] for key in ("num_items_in_batch",) if key in how}
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **more)
         if not last_only:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = logits[:, keep]
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         as_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
+
+    def tokens_first(self, given, real):
+        """Each row's tokens (B, T) or embeddings (B, T, n_embd), and after them its padding."""
+        order = (~real).long().argsort(dim=1, stable=True)
+        if given.dim() == 3:
+            return given.gather(1, order[..., None].expand_as(given))
+        pad = getattr(self.config, "pad_token_id", None)
+        if pad is not None and pad >= self.config.vocab_size:  # an id that the embedding lacks
+            real = real & (given != pad)
+        unread = int(self.config.end_of_text == 0)  # any token that ends no document
+        return given.masked_fill(~real, unread).gather(1, order)
+
+    def whole(self, given, counts, last_only):
+        """Logits (B, 1 + N, vocab_size) after 0 .. N tokens of each row, the first at random; just (B, 1, vocab_size)
+        after the last if those suffice and no row is shorter."""
+        N = max(1, int(counts.max()))
+        if last_only and bool((counts == N).all()):
+            return self.read(given[:, :N], last_only=True)[0]
+        logits = self.read(given[:, :N])[0]  # (B, N, vocab_size)
+        return torch.cat([logits[:, :1], logits], 1)
 
     def read(self, given, **how):
         """The LM on tokens (B, T), or on embeddings (B, T, n_embd) in place of its own."""
@@ -271,39 +297,28 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         finally:
             hook.remove()
 
-    def through_state(self, given, counts, before, last_only, T):
-        """(logits (B, 1, vocab_size) after each row's last token, or (B, 1 + N, vocab_size) with those before the first
-        in front; the next State), for rows whose first `counts` entries of `given` are tokens."""
-        B, N, counts = len(given), int(counts.max()), counts.tolist()
-        empty = self.model.initial_state(1)
+    def through_state(self, given, counts, before, last_only):
+        """(logits, the next State) for rows whose first `counts` entries of `given` are tokens. The logits are those
+        after each row's last token, (B, 1, vocab_size), or after 0 .. N tokens of each row, (B, 1 + N, vocab_size)."""
+        B, empty = len(given), self.model.initial_state(len(given))
+        if before is None:
+            none = self.model.embed.weight.new_zeros(B, 1, self.config.vocab_size)
+            before = State([(list(range(B)), empty)], none, 0)
         grows = any(0 in a.shape or a.dim() < 2 for a in tensors_of(empty))
         alone = grows and self.config.documents == "pack"  # rows of a cache cannot end documents at different places
-        groups = [(list(range(B)), None)] if before is None else before.groups
-        parts, last, after = {}, {}, []
-        for rows, state in groups:
-            keys = [(counts[row], row if alone else 0) for row in rows]
-            for key in sorted(set(keys)):
-                at = [k for k, other in enumerate(keys) if other == key]
-                some, n = [rows[k] for k in at], key[0]
-                inner = self.model.initial_state(len(some)) if state is None else on_rows(state, at)
-                if n:
-                    logits, _, inner = self.read(given[some][:, :n], state=inner, last_only=last_only)
-                    for row, of_row in zip(some, logits, strict=True):
-                        parts[row], last[row] = of_row, of_row[-1:]
-                after.append((some, inner))
+        last, after = before.last.clone(), []
+        logits = last.repeat(1, 1 + max(1, *counts), 1)
+        for rows, state, n in before.divided(counts, alone):
+            if n:
+                read, _, state = self.read(given[rows, :n], state=state, last_only=last_only)
+                last[rows] = read[:, -1:].to(last.dtype)
+                if not last_only:
+                    logits[rows, 1:n + 1] = read.to(last.dtype)
+            after.append((rows, state))
         if not grows and len(after) > 1:
             rows = [row for some, _ in after for row in some]
-            after = [(rows, joined([inner for _, inner in after]))]
-        like = next(iter(last.values()), None)
-        like = before.last[0] if like is None else like
-        first = [like * 0 if before is None else before.last[row] for row in range(B)]
-        cache = State(after, torch.stack([last.get(row, first[row]) for row in range(B)]),
-                      T + (0 if before is None else before.seen))
-        if last_only:
-            return cache.last, cache
-        padded = [torch.cat([first[row], parts[row], like.expand(N - len(parts[row]), -1)] if row in parts
-                            else [first[row], like.expand(N, -1)]) for row in range(B)]
-        return torch.stack(padded), cache
+            after = [(rows, joined([state for _, state in after]))]
+        return last if last_only else logits, State(after, last, before.seen + given.shape[1])
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
