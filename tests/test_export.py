@@ -8,11 +8,9 @@ import functools
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import types
-from unittest import mock
 
 import helpers
 import pytest
@@ -27,13 +25,13 @@ import families  # noqa: F401
 import sample
 from common import errors
 from data.tokenizer import Text
-from export import from_hf, to_hf
+from export import to_hf
 from inspection import counting
 from model import FAMILIES
 from runtime import checkpoint
 from runtime.folder import lock_run_dir
 
-PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}, "rwkv4": {}}
+PARITY = {"llama": {"n_head": 4}, "mamba": {"d_state": 5, "d_conv": 3, "dt_rank": 3}}
 TOKENS = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
@@ -54,6 +52,13 @@ def close(a, b, tolerance):
     assert (a - b).abs().max() <= tolerance * b.abs().max(), (a - b).abs().max() / b.abs().max()
 
 
+def folder_of(folder, config, tensors):
+    """A folder as an export leaves it, without a record of its logits."""
+    folder.mkdir(exist_ok=True)
+    export.write_files(folder, config, tensors)
+    return folder
+
+
 @pytest.mark.parametrize("family", PARITY)
 def test_transformers_loads_what_is_written(family, tmp_path):
     """From the run's folder to AutoModelForCausalLM: the same logits, the same most likely tokens."""
@@ -62,6 +67,7 @@ def test_transformers_loads_what_is_written(family, tmp_path):
     said = f"{count:,} parameters; load it with AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')"
     result = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
     assert result.code == 0 and result.out.startswith(f"wrote {tmp_path}/hf: {said}; read back by transformers")
+    assert "logits on 24 random tokens agree to" in result.out  # block_size
     assert sorted(os.listdir(tmp_path / "hf")) == sorted({*export.FILES} - {export.CODE})
     with safetensors.safe_open(tmp_path / "hf" / "model.safetensors", "pt") as f:
         assert f.metadata()["format"] == "pt"  # without it older versions of transformers refuse the file
@@ -70,22 +76,21 @@ def test_transformers_loads_what_is_written(family, tmp_path):
     assert type(theirs).__name__ == export.ARCHITECTURES[family] and theirs.dtype == torch.float32
     with torch.no_grad():
         close(theirs(TOKENS).logits, lm(TOKENS)[0], 1e-5)
-    idx = TOKENS[:1] if family == "rwkv4" else TOKENS  # transformers' RWKV mixes the rows of a batch when it generates
-    written = theirs.generate(idx, max_new_tokens=40, do_sample=False)
-    assert torch.equal(written, sample.generate(lm, idx, 40, temperature=0))
+    written = theirs.generate(TOKENS, max_new_tokens=40, do_sample=False)
+    assert torch.equal(written, sample.generate(lm, TOKENS, 40, temperature=0))
     assert written.shape[1] == 60  # nothing ends it
 
 
-def theirs_at_random(family):
+def theirs_at_random(family, **changes):
     torch.manual_seed(3)
-    config = {
-        "llama": transformers.LlamaConfig(vocab_size=256, hidden_size=48, num_attention_heads=3, num_hidden_layers=3,
-                                          intermediate_size=150, rms_norm_eps=1e-5, tie_word_embeddings=True,
-                                          max_position_embeddings=40),
-        "mamba": transformers.MambaConfig(vocab_size=256, hidden_size=40, num_hidden_layers=4, state_size=6, expand=3,
-                                          conv_kernel=2),
-        "rwkv4": transformers.RwkvConfig(vocab_size=256, hidden_size=40, num_hidden_layers=3, intermediate_size=170,
-                                         tie_word_embeddings=True, rescale_every=0, context_length=24)}[family]
+    if family == "llama":
+        config = transformers.LlamaConfig(**{
+            "vocab_size": 256, "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3,
+            "intermediate_size": 150, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 40,
+            **changes})
+    else:
+        config = transformers.MambaConfig(**{"vocab_size": 256, "hidden_size": 40, "num_hidden_layers": 4,
+                                             "state_size": 6, "expand": 3, "conv_kernel": 2, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for p in theirs.parameters():
@@ -93,8 +98,9 @@ def theirs_at_random(family):
     return theirs.eval()
 
 
-@pytest.mark.parametrize("family", PARITY)
-def test_a_model_of_transformers_becomes_ours(family, tmp_path):
+@pytest.mark.parametrize("family, sizes", [("llama", {"n_layer": 3, "block_size": 40, "mlp_multiple": 150}),
+                                           ("mamba", {"n_layer": 2, "block_size": 1024, "dt_rank": 0})])
+def test_a_model_of_transformers_becomes_ours(family, sizes, tmp_path):
     """Saved by transformers in several files, imported, sampled from; then exported again: the same tensors."""
     theirs = theirs_at_random(family)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
@@ -102,74 +108,69 @@ def test_a_model_of_transformers_becomes_ours(family, tmp_path):
     assert "--tokenizer" in run(from_hf=tmp_path / "hf", out_dir=tmp_path / "none").out
     assert sample.load_model(tmp_path / "none")[1]["tokenizer"] is None
     said = run(from_hf=tmp_path / "hf", out_dir=tmp_path / "run", tokenizer="bytes").out
-    assert "next: python sample.py" in said and family in said
     lm, meta = sample.load_model(tmp_path / "run")
+    assert f"{family}, {sum(p.numel() for p in lm.parameters()):,} parameters; next: python sample.py" in said
     assert meta["tokenizer"] == "bytes" and lm.config.model == family
-    assert lm.config.n_layer == {"llama": 3, "mamba": 2, "rwkv4": 3}[family]
+    assert {name: getattr(lm.config, name) for name in sizes} == sizes
     with torch.no_grad():
         close(lm(TOKENS)[0], theirs(TOKENS).logits, 1e-5)
     theirs.generation_config.eos_token_id = None
-    idx = TOKENS[:1]  # see above
-    written = theirs.generate(idx, max_new_tokens=20, do_sample=False)
-    assert torch.equal(sample.generate(lm, idx, 20, temperature=0), written)
+    written = theirs.generate(TOKENS, max_new_tokens=20, do_sample=False)
+    assert torch.equal(sample.generate(lm, TOKENS, 20, temperature=0), written)
     there = dict(theirs.state_dict())
-    del there["head.weight" if family == "rwkv4" else "lm_head.weight"]
-    torch.testing.assert_close(to_hf(lm)[1], there, rtol=0, atol=1e-7 if family == "rwkv4" else 0)
+    del there["lm_head.weight"]
+    torch.testing.assert_close(to_hf(lm)[1], there, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "longhorn*2,llama", "mamba*2", "llama,mamba"])
 def test_out_and_in_again(family, tmp_path):
-    """A run exported and imported is the same model with the same tokenizer; `load` gives it too."""
-    lm, table = tiny(family) if family in FAMILIES else tiny("longhorn", pattern=family, n_layer=3), "abc\n"
-    kind = family.removesuffix("*2")
+    """A run exported and imported is the same model with the same tokenizer; its config says what is in the folder."""
+    lm = tiny(family) if family in FAMILIES else tiny("longhorn", pattern=family, n_layer=3)
+    table, to = "abc\n", tmp_path / "folder"
     make_run(tmp_path / "run", lm, tokenizer="char", table=table)
-    said = run(out_dir=tmp_path / "run", to=tmp_path / "folder").out
-    assert (kind in PARITY) == ("trust_remote_code" not in said)
-    config = export.read_json(tmp_path / "folder" / "config.json")
+    said = run(out_dir=tmp_path / "run", to=to).out
+    theirs = family in PARITY or family == "mamba*2"
+    assert theirs == ("trust_remote_code" not in said)
+    config = export.read_json(to / "config.json")
     assert config["run"].pop("verified")["tokens"] == 24
     assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"},
-                             "weights_crc32": checkpoint.checksum(tmp_path / "folder" / "model.safetensors")}
-    if kind not in PARITY:
-        assert config["model_type"] == "longhorn" and config["architectures"] == ["LonghornForCausalLM"]
-        assert (config["pattern"] or config["model"]) == family
-        tokens = {f"{name}_token_id" for name in ("bos", "eos", "pad")}
-        assert config.keys() == {*export.SETTINGS, *export.FIXED, *tokens, "dtype", "run"}
-        assert safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors").keys() == lm.state_dict().keys()
-    run(from_hf=tmp_path / "folder", out_dir=tmp_path / "imported")
+                             "weights_crc32": checkpoint.checksum(to / "model.safetensors")}
+    if not theirs:
+        assert config["model_type"] == "longhorn" and (config["pattern"] or config["model"]) == family
+        assert safetensors.torch.load_file(to / "model.safetensors").keys() == lm.state_dict().keys()
+    run(from_hf=to, out_dir=tmp_path / "imported")
     again, meta = sample.load_model(tmp_path / "imported")
-    assert (meta["tokenizer"], meta["table"], meta["step"]) == ("char", table, 7)
-    for other in (again, export.load(tmp_path / "folder")):
-        assert other.config.families == lm.config.families and other.config.block_size == lm.config.block_size
-        torch.testing.assert_close(other.state_dict(), lm.state_dict(), rtol=0, atol=1e-7 if kind == "rwkv4" else 0)
-        assert not other.training and all(p.requires_grad for p in other.parameters())
-        close(other(TOKENS)[0], lm(TOKENS)[0], 1e-6 if kind == "rwkv4" else 0)
+    assert (meta["tokenizer"], meta["table"], meta["step"], meta["tokens"]) == ("char", table, 7, 700)
+    assert again.config.families == lm.config.families and again.config.block_size == lm.config.block_size
+    torch.testing.assert_close(again.state_dict(), lm.state_dict(), rtol=0, atol=0)
+    close(again(TOKENS)[0], lm(TOKENS)[0], 0)
 
 
-def test_the_machines_own_setting_stays_behind_and_weights_are_copies():
-    lm = tiny(backend="cpu").double()
+def test_the_machines_own_setting_stays_behind_and_weights_are_copies(tmp_path):
+    lm = tiny(backend="cpu")
     config, tensors = to_hf(lm)
-    other = from_hf(config, tensors)
+    other = export.load(folder_of(tmp_path / "cpu", config, tensors))
     assert "backend" not in config and other.config == dataclasses.replace(lm.config, backend="")
-    assert from_hf(*to_hf(tiny(backend="torch"))).config.backend == "torch"  # its loops may have been edited
+    torch_alone = folder_of(tmp_path / "torch", *to_hf(tiny(backend="torch")))  # its loops may have been edited
+    assert export.load(torch_alone).config.backend == "torch"
     for t in tensors.values():
         t.zero_()
     assert lm.embed.weight.all() and torch.equal(lm.embed.weight, other.embed.weight)
-    assert {p.dtype for p in other.parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
 def test_dtypes_and_gpt2s_end_of_a_text(family, dtype, tmp_path):
-    lm = tiny(family)
-    run(out_dir=make_run(tmp_path / "run", lm, tokenizer="gpt2"), to=tmp_path / "folder", dtype=dtype)
-    written = safetensors.torch.load_file(tmp_path / "folder" / "model.safetensors")
+    lm, to = tiny(family), tmp_path / "folder"
+    run(out_dir=make_run(tmp_path / "run", lm, tokenizer="gpt2"), to=to, dtype=dtype)
+    written = safetensors.torch.load_file(to / "model.safetensors")
     assert {t.dtype for t in written.values()} == {getattr(torch, dtype)}
-    assert export.read_json(tmp_path / "folder" / "config.json")["dtype"] == dtype
-    loaded = export.load(tmp_path / "folder")
+    assert export.read_json(to / "config.json")["dtype"] == dtype
+    loaded = export.load(to)
     for name, p in lm.named_parameters():
         assert torch.equal(loaded.get_parameter(name), p.to(getattr(torch, dtype)).float())
     if family == "llama":
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype="auto")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(to, dtype="auto")
         assert theirs.dtype == getattr(torch, dtype)
         assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 50256
 
@@ -182,105 +183,83 @@ def test_float16_that_overflows_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["run"]
 
 
-ONLY = {  # field, another value, what is supported
-    "llama": [("num_key_value_heads", 2, 4), ("head_dim", 16, 8), ("attention_bias", True, False),
-              ("tie_word_embeddings", False, True), ("hidden_act", "gelu", "'silu'"), ("rms_norm_eps", 1e-6, 1e-5),
-              ("intermediate_size", 80, "86 or more"), ("vocab_size", True, "a whole number")],
-    "mamba": [("use_bias", True, False), ("use_conv_bias", False, True), ("layer_norm_epsilon", 1e-6, 1e-5),
-              ("tie_word_embeddings", False, True), ("num_hidden_layers", 3, "an even"), ("intermediate_size", 96, 64)],
-    "rwkv4": [("attention_hidden_size", 64, 32), ("intermediate_size", 100, "128 or more")],
-    "longhorn": [("model", "transformer", "longhorn, mamba"), ("pattern", 5, "a string")]}
-REFUSED = [
-    *((family, {field: value}, f"{field} {value!r}", f"only {only}")
-      for family, rows in ONLY.items() for field, value, only in rows),
-    ("llama", {"rms_norm_eps": ...}, "rms_norm_eps 1e-06 (the default)"),
-    ("llama", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta 500000.0", "only 10000"),
-    ("llama", {"rope_parameters": ..., "rope_theta": 5e5}, "rope_theta 500000.0"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'", "only 'default'"),
-    ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5", "only 1"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),  # beside rope_parameters
-    ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}}, "type 'linear'"),
-    ("llama", {"rope_theta": 5e5}, "rope_theta 500000.0"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "rope_parameters: factor '8.0'"),
-    ("llama", {"rope_scaling": [1]}, "rope_scaling [1]"),
-    ("llama", {"logit_scale": 0.5}, "logit_scale '0.5' is not supported"),
-    ("mamba", {"sliding_window": 4096}, "sliding_window '4096' is not supported"),
-    ("llama", {"intermediate_size": 512}, "model.layers.0.mlp.gate_proj.weight", "(256, 32)", "(512, 32)"),
-    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "n_head 3"),
-    ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight", "missing"),
-    ("llama", {"num_hidden_layers": 1}, "model.layers.1.", "does not exist"),
-    ("llama", {"num_hidden_layers": 10**9}, "1000000000 layers"),
-    ("llama", {"hidden_size": 2**30, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None,
-               "intermediate_size": 2**31 - 1}, "8/3 of hidden_size"),
-    ("llama", {"hidden_size": ...}, "hidden_size None"),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
-    ("llama", {"model_type": "mistral"}, "model_type 'mistral'", "llama, mamba, rwkv and"),
-    ("llama", {"model_type": "mamba", "architectures": None}, "is not supported"),
-    ("mamba", {"time_step_rank": "auto"}, "x_proj.weight is (13, 64)", "(12, 64)"),
-    ("mamba", {"conv_kernel": 4}, "conv1d.weight is (64, 1, 3)", "(64, 1, 4)"),
-    ("mamba", {"hidden_size": 2**31 - 1, "intermediate_size": ..., "state_size": 2**31 - 1, "expand": 2**31 - 1},
-     "no valid model"),
-    ("longhorn", {"n_heads": 4}, "unknown setting n_heads"),
-    ("longhorn", {"n_embd": 64}, "embed.weight is (256, 32)", "(256, 64)"),
-    ("longhorn", {"pattern": "llama,griffin"}, "griffin", "longhorn, mamba"),
-]
+DIFFER = "logits differ by"
+THEIRS = [("llama", {"num_key_value_heads": 1}, "k_proj.weight is (16, 48), and (48, 48) in our llama"),
+          ("llama", {"attention_bias": True}, DIFFER), ("llama", {"tie_word_embeddings": False}, DIFFER),
+          ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, DIFFER),
+          ("mamba", {"use_bias": True}, DIFFER), ("mamba", {"num_hidden_layers": 3}, DIFFER)]
 
 
-TENSORS = [  # of a llama: a tensor more, or another in its place; words of the line
-    ("lm_head.weight", "only a tied head"), ("model.layers.0.self_attn.q_proj.bias", "q_proj.bias does not exist"),
-    ("model.layers.1.self_attn.q_norm.weight", "no further norms"), ("model.layers.1.mlp.up_proj.weight", "torch.int8")]
-NOTES = [{"tokenizer": ["x"]}, {"tokenizer": "klingon"}, {"table": 5}, {"step": "abc"}, [1]]
-SETTINGS = [  # of the command line
-    ({"out_dir": "a"}, "--to", "--from_hf"), ({"out_dir": "a", "to": "a", "from_hf": "b"}, "either"),
-    ({"to": "a"}, "--out_dir"), ({"out_dir": "/none", "to": "a"}, "/none/checkpoint.safetensors", "no checkpoint"),
+@pytest.mark.parametrize("family, changes, word", THEIRS, ids=str)
+def test_what_our_skeleton_cannot_express_is_not_imported(family, changes, word, tmp_path):
+    theirs_at_random(family, **changes).save_pretrained(tmp_path / "hf")
+    refused(run(from_hf=tmp_path / "hf", out_dir=tmp_path / "out"), tmp_path / "hf", word)
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = [  # family; changes of an export's config.json, ... for none; a key word
+    ("llama", {"rms_norm_eps": 1e-6}, DIFFER), ("llama", {"rms_norm_eps": ...}, DIFFER),
+    ("llama", {"hidden_act": "gelu"}, DIFFER), ("llama", {"rope_parameters": {"rope_theta": 10010.0}}, "at most 1e-05"),
+    ("llama", {"attention_bias": True}, "k_proj.bias"), ("llama", {"head_dim": 16}, "k_proj.weight"),
+    ("llama", {"intermediate_size": 80}, "8/3 of hidden_size"), ("llama", {"num_hidden_layers": 10**9}, "at most 1024"),
+    ("llama", {"num_hidden_layers": 3}, "missing keys"), ("llama", {"num_hidden_layers": 1}, "unexpected keys"),
+    ("llama", {"hidden_size": "wide"}, "no valid llama"), ("llama", {"quantization_config": {"bits": 4}}, "loaded"),
+    ("llama", {"model_type": "mistral"}, "only llama, mamba and"), ("mamba", {"layer_norm_epsilon": 1e-6}, DIFFER),
+    ("longhorn", {"n_embd": 64}, "embed.weight is (256, 32)"), ("longhorn", {"n_layer": 3}, "is missing"),
+    ("longhorn", {"n_layer": 1}, "does not exist"), ("longhorn", {"pattern": "llama,griffin"}, "griffin"),
+    ("longhorn", {"pattern": 5}, "not imported"), ("longhorn", {"as_released": True}, "no setting now"),
+    ("deltanet", {"normalize_keys": False}, DIFFER)]  # known by the logits that the export recorded
+
+
+@pytest.mark.parametrize("family, changes, word", REFUSED, ids=lambda x: str(x)[:50])
+def test_a_config_of_another_model_is_not_imported(family, changes, word, tmp_path):
+    folder = tmp_path / "folder"
+    run(out_dir=make_run(tmp_path / "run", tiny(family)), to=folder)
+    config = {**export.read_json(folder / "config.json"), **changes}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    refused(run(from_hf=folder, out_dir=tmp_path / "out"), folder, word)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_head_may_be_in_the_file_and_quantised_weights_may_not(tmp_path):
+    config, tensors = to_hf(tiny("llama"))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    assert export.load(folder_of(tmp_path / "tied", config, tensors)).config.n_layer == 2
+    config, tensors = to_hf(tiny())
+    tensors["embed.weight"] = tensors["embed.weight"].to(torch.int8)
+    quantised = folder_of(tmp_path / "int8", config, tensors)
+    refused(run(from_hf=quantised, out_dir=tmp_path / "out"), "embed.weight", "torch.int8")
+
+
+def test_notes_that_no_export_wrote_are_not_taken(tmp_path):
+    config, tensors = to_hf(tiny())
+    config["run"] = {"tokenizer": ["x"], "table": 5, "step": True, "tokens": "many", "data": [1]}
+    assert run(from_hf=folder_of(tmp_path / "folder", config, tensors), out_dir=tmp_path / "out").code == 0
+    _, meta = sample.load_model(tmp_path / "out")
+    assert [meta[name] for name in export.NOTES] == [None, None, 0, 0, None]
+
+
+SETTINGS = [  # of the command line; a key word
+    ({"out_dir": "a"}, "--from_hf"), ({"out_dir": "a", "to": "a", "from_hf": "b"}, "either"),
+    ({"to": "a"}, "--out_dir"), ({"out_dir": "/none", "to": "a"}, "no checkpoint"),
     ({"out_dir": "a", "to": "b", "tokenizer": "gpt2"}, "--from_hf"), ({"out_dir": "a", "two": "a"}, "--to"),
     ({"out_dir": "a", "from_hf": "b", "dtype": "bfloat16"}, "--to"),
-    ({"out_dir": "a", "from_hf": "b", "push": "me/longhorn"}, "push", "--to"),
-    ({"out_dir": "a", "to": "b", "dtype": "int8"}, "float32, bfloat16, float16")]
+    ({"out_dir": "a", "from_hf": "b"}, "b/config.json"), ({"out_dir": "a", "to": "b", "dtype": "int8"}, "bfloat16"),
+    ({"check": "b"}, "b/config.json"), ({"check": "b", "to": "a", "out_dir": "c"}, "--check")]
 
 
-def imported(folder, config, tensors):
-    """The answer of --from_hf to a folder with this config and these tensors."""
-    export.write(folder / "folder", {}, tensors)
-    (folder / "folder" / "config.json").write_text(json.dumps(config))
-    result = run(from_hf=folder / "folder", out_dir=folder / "out")
-    assert (folder / "out").exists() == (result.code == 0)
-    return result
-
-
-@pytest.mark.parametrize("family, changes, words", [
-    *((family, changes, words) for family, changes, *words in REFUSED),
-    *(("longhorn", {"run": notes}, ["config.json", notes]) for notes in NOTES)], ids=lambda x: str(x)[:60])
-def test_what_cannot_be_expressed_is_named(family, changes, words, tmp_path):
-    config, tensors = to_hf(tiny(family))
-    config = {k: v for k, v in {**config, **changes}.items() if v is not ...}
-    refused(imported(tmp_path, config, tensors), f"{tmp_path}/folder", *words)
-
-
-@pytest.mark.parametrize("settings, words", [(settings, words) for settings, *words in SETTINGS])
-def test_wrong_settings(settings, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings, word", SETTINGS)
+def test_wrong_settings(settings, word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(run(**settings), *words)
+    refused(run(**settings), word)
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("name, words", TENSORS)
-def test_tensors_left_over_or_quantised_are_refused(name, words, tmp_path):
-    config, tensors = to_hf(tiny("llama"))
-    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(),  # these may be there
-            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    assert from_hf(config, {**tensors, **more}).config.n_layer == 2
-    odd = torch.ones(tensors.get(name, tensors["model.embed_tokens.weight"]).shape, dtype=torch.int8)
-    refused(imported(tmp_path, config, {**tensors, name: odd}), words)
-
-
 def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
-    """An export has no __pycache__, and overwrites one."""
+    """An export has no __pycache__, and overwrites one; the second export into a folder is all there is of it."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     make_run(tmp_path / "run", tiny())
-    make_run(tmp_path / "other", tiny("gla"))
+    make_run(tmp_path / "other", tiny("llama"))
     to = tmp_path / "folder"
     to.mkdir()  # an empty one is welcome
     assert run(out_dir=tmp_path / "run", to=to).code == 0
@@ -289,10 +268,10 @@ def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
     assert before == {p.name: p.read_bytes() for p in to.iterdir()}
     (to / "__pycache__").mkdir()
     assert run(out_dir=tmp_path / "other", to=to, overwrite="true").code == 0
-    assert export.load(to).config.model == "gla" and sorted(os.listdir(to)) == sorted(export.FILES)
+    assert run(check=to, out_dir=tmp_path / "other").code == 0
+    assert sorted(os.listdir(to)) == sorted({*export.FILES} - {export.CODE})
     (to / "thesis.tex").write_text("my only copy")
     refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "thesis.tex", "never overwritten")
-    refused(run(out_dir=tmp_path / "run", to=to / "thesis.tex"), "thesis.tex")
     refused(run(out_dir=tmp_path / "run", to=tmp_path / "run", overwrite="true"), "never overwritten")
     assert (to / "thesis.tex").read_text() == "my only copy"
     assert sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
@@ -322,7 +301,7 @@ def test_a_failure_leaves_what_was_there(name, tmp_path, monkeypatch):
     make_run(tmp_path / "first", tiny("gla"))
 
     def fail(source, *target):
-        if name == "fsync" or ".tmp-" in str(source):
+        if name == "fsync" or ".tmp" in str(source):
             raise OSError(28, "No space left on device")
         real(source, *target)
 
@@ -335,10 +314,27 @@ def test_a_failure_leaves_what_was_there(name, tmp_path, monkeypatch):
             refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
         assert sorted(os.listdir(tmp_path)) == entries
     assert export.load(to).config.model == "gla"
-    os.rename(to, tmp_path / ".folder.export.old-17")  # killed between its two renames: the next command puts the old
-    (tmp_path / ".folder.export.tmp-17").mkdir()  # model back, and says that it is there
+    os.rename(to, tmp_path / ".folder.export.old")  # killed between its two renames: the next command puts the old
+    (tmp_path / ".folder.export.tmp").mkdir()  # model back, and says that it is there
+    (tmp_path / ".folder.export.tmp" / "README.md").touch()
     refused(run(out_dir=tmp_path / "run", to=to), "folder is not empty", "--overwrite")
     assert sorted(os.listdir(tmp_path)) == entries and export.load(to).config.model == "gla"
+
+
+def test_a_second_export_at_once_is_refused(tmp_path, monkeypatch):
+    """The first is held where it has written everything but the name."""
+    runs = [make_run(tmp_path / f"run{i}", tiny(n_layer=i + 1)) for i in range(2)]
+    to, compare, second = tmp_path / "hf", export.compare, []
+
+    def held(*args):
+        monkeypatch.setattr(export, "compare", compare)
+        second.append(run(out_dir=runs[1], to=to, overwrite=True))
+        return compare(*args)
+
+    monkeypatch.setattr(export, "compare", held)
+    assert run(out_dir=runs[0], to=to).code == 0
+    refused(second[0], "another process is exporting to")
+    assert sorted(os.listdir(tmp_path)) == ["hf", "run0", "run1"] and run(check=to, out_dir=runs[0]).code == 0
 
 
 class Bomb:
@@ -347,61 +343,39 @@ class Bomb:
 
 
 def test_files_that_are_missing_or_damaged(tmp_path):
-    folder = tmp_path / "folder"
+    folder = folder_of(tmp_path / "folder", *to_hf(tiny()))
     result = lambda: run(from_hf=folder, out_dir=tmp_path / "out")
-    refused(result(), f"{folder}/config.json", "No such file")
-    export.write(folder, *to_hf(tiny()))
     weights, text = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
-    for damage in (b"", weights[:5], weights[:100], weights[:-1], weights + b"0", b"\xff" * 8 + weights[8:],
-                   weights[:40] + b"\x00" + weights[41:], pickle.dumps(Bomb())):
+    for damage in (b"", weights[:100], weights[:-1], weights + b"0", pickle.dumps(Bomb())):
         (folder / "model.safetensors").write_bytes(damage)
-        refused(result(), f"{folder}/model.safetensors", "not readable as safetensors")
-    (folder / "model.safetensors").unlink()
-    refused(result(), f"{folder}/model.safetensors", "no weights to read", "pytorch_model.bin", "pickle", "not opened")
+        refused(result(), f"{folder}/model.safetensors: ")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(result(), f"{folder}/model.safetensors", "no weights to read", "pytorch_model.bin", "not opened")
     (folder / "model.safetensors").write_bytes(weights)
-    for damage in ("", text[:-5], "[1]", "\x00", "[" * 100000):
+    for damage in ("", text[:-5], "[1]", "[" * 100000):
         (folder / "config.json").write_text(damage)
-        refused(result(), f"{folder}/config.json")
-    (folder / "config.json").write_bytes(b"\xff\xfe{")
-    refused(result(), f"{folder}/config.json", "not a JSON")
+        refused(result(), f"{folder}/config.json", "not a JSON")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("weight_map", [{"a": "../secret.safetensors"}, {"a": "/etc/passwd"}, {"a": 1}, ["a"], None])
-def test_an_index_stays_in_its_folder(weight_map, tmp_path):
-    export.write(tmp_path / "folder", *to_hf(tiny()))
-    (tmp_path / "folder" / "model.safetensors").rename(tmp_path / "secret.safetensors")
-    (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    refused(run(from_hf=tmp_path / "folder", out_dir=tmp_path / "out"), "index.json", "weight_map")
+def test_an_import_takes_no_damaged_weights_and_none_of_another_export(tmp_path):
+    hf, into = tmp_path / "hf", {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
+    run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=hf)
+    content = (hf / "model.safetensors").read_bytes()
+    (hf / "model.safetensors").write_bytes(content[:-9] + bytes([content[-9] ^ 64]) + content[-8:])
+    refused(run(**into), "hf/model.safetensors: damaged")
+    tensors = safetensors.torch.load(content)
+    tensors["model.norm.weight"][5] += 0.5
+    checkpoint.save(hf / "model.safetensors", tensors, {}, kind="pt")
+    refused(run(**into), "the weights of another export")
+    safetensors.torch.save_file(tensors, hf / "model.safetensors", {"format": "pt"})  # by transformers, fine-tuned say
+    assert run(**into).code == 0
 
 
 # ----------------------------------------------------------------------------------------------- an export is verified
 
 EDITS = {  # appended to a copy of model.py: the class of transformers has none of these
-    "qk_norm": """
-plain_attention = attention
-def attention(q, k, v, *args, **how):
-    return plain_attention(3 * F.normalize(q, dim=-1), 3 * F.normalize(k, dim=-1), v, *args, **how)
-""", "qk_norm_with_weights": """
-class Normed(Attention):
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.q_norm = nn.RMSNorm(self.n)
-        self.qkv.register_forward_hook(self.normed)
-    def normed(self, module, args, qkv):
-        q, kv = qkv[..., :self.H * self.n], qkv[..., self.H * self.n:]
-        return torch.cat([self.q_norm(q.unflatten(-1, (self.H, -1))).flatten(-2), kv], -1)
-FAMILIES["llama"] = [Normed, SwiGLU]
-""", "layer_scale": """
-class Scaled(Layer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.scale = nn.Parameter(torch.ones(32))
-    def forward(self, h, state=None):
-        y, state = super().forward(h, state)
-        return h + self.scale * (y - h), state
-Layer = Scaled
-""", "untied_head": """
+    "untied_head": """
 class Untied(LM):
     def __init__(self, config):
         super().__init__(config)
@@ -426,6 +400,12 @@ FAMILIES["llama"] = [Attention, Experts]
 plain_attention = attention
 def attention(q, k, v, window=None, **how):
     return plain_attention(q, k, v, window=9, **how)
+""", "a_little": """
+class Scaled(LM):
+    def forward(self, *args, **how):
+        logits, *more = super().forward(*args, **how)
+        return (logits * 1.00003, *more)
+LM = Scaled
 """, "buffers": """
 class Buffered(Attention):
     def __init__(self, config, layer):
@@ -482,30 +462,17 @@ def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
     assert run(check=tmp_path / "hf").code == run(check=tmp_path / "hf", out_dir=tmp_path / "run").code == 0
 
 
-@pytest.mark.parametrize("family", PARITY)
-def test_packed_documents_leave_with_their_code(family, tmp_path, monkeypatch):
+def test_packed_documents_leave_with_their_code(tmp_path, monkeypatch):
     """The class of transformers would read on after the token that ends a document."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    lm, text = tiny(family, documents="pack", end_of_text=10), torch.tensor([[65, 66, 10, 67, 68, 69]])
+    lm, text = tiny("llama", documents="pack", end_of_text=10), torch.tensor([[65, 66, 10, 67, 68, 69]])
     said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf").out
-    assert f"no {export.ARCHITECTURES[family]}: " in said and "documents=pack" in said
+    assert "no LlamaForCausalLM: " in said and "documents=pack" in said
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     close(theirs(text).logits, lm(text)[0], 1e-5)
-    make_run(tmp_path / "other", tiny(family, documents="pack"))  # with no such token there is nothing to end
+    make_run(tmp_path / "other", tiny("llama", documents="pack"))  # with no such token there is nothing to end
     assert "trust_remote_code" not in run(out_dir=tmp_path / "other", to=tmp_path / "to").out
-
-
-def test_rwkv4_may_leave_with_code_that_reads_padded_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    lm = tiny("rwkv4")
-    said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "theirs").out
-    assert "attention_mask" in said and "--with_code" in said
-    said = run(out_dir=tmp_path / "run", to=tmp_path / "ours", with_code=True).out
-    assert "trust_remote_code=True" in said and "attention_mask" not in said
-    ids, mask = side_by_side(ROWS, "left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", trust_remote_code=True)
-    for logits, row, real in zip(model(ids, attention_mask=mask).logits, ROWS, mask.bool(), strict=True):
-        close(logits[real], lm(row[None])[0][0], 1e-5)
+    assert "trust_remote_code" in run(out_dir=tmp_path / "other", to=tmp_path / "coded", with_code=True).out
 
 
 def test_every_way_to_import_a_file_of_ones_own_travels(edited, tmp_path):
@@ -583,83 +550,64 @@ def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
 def test_without_transformers_nothing_is_said_to_be_theirs(tmp_path, monkeypatch):
     lm = tiny("llama")
     make_run(tmp_path / "run", lm)
+    run(out_dir=tmp_path / "run", to=tmp_path / "theirs")
     monkeypatch.setattr(export, "has_transformers", lambda: False)
     said = run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
-    assert "pip install transformers" in said and "read back by this repository" in said
+    assert "requirements-test.txt" in said and "read back by this repository" in said
     assert torch.equal(export.load(tmp_path / "hf")(TOKENS)[0], lm(TOKENS)[0])
     assert run(check=tmp_path / "hf").code == 0
+    refused(run(from_hf=tmp_path / "theirs", out_dir=tmp_path / "in"), "pip install -r requirements-test.txt")
 
 
-def test_what_cannot_be_read_back_gets_no_name(tmp_path, monkeypatch):
-    """A fault in the writer, which a wrong table of names would be."""
+@pytest.mark.parametrize("times, is_written", [(1 + 3e-4, False), (1 + 3e-5, True)])
+def test_what_cannot_be_read_back_gets_no_name(times, is_written, tmp_path, monkeypatch):
+    """A fault in the writer beyond a ten-thousandth of the largest logit, which is more than kernels differ by."""
     make_run(tmp_path / "run", tiny())
-    real = export.as_in_file
-
-    def exchanged(state, config, kind):
-        tensors = real(state, config, kind)
-        name = "layers.0.branches.0.mixer.dt_bias"
-        return {**tensors, name: tensors[name.replace("dt_bias", "D")]}
-
-    monkeypatch.setattr(export, "as_in_file", exchanged)
-    refused(run(out_dir=tmp_path / "run", to=tmp_path / "hf"), "logits differ by", "nothing was written")
-    assert os.listdir(tmp_path) == ["run"]
+    real = export.write_files
+    monkeypatch.setattr(export, "write_files", lambda folder, config, tensors, files: real(
+        folder, config, {**tensors, "norm.weight": tensors["norm.weight"] * times}, files))
+    result = run(out_dir=tmp_path / "run", to=tmp_path / "hf")
+    if not is_written:
+        refused(result, "logits differ by 3e-04", "at most 1e-04", "nothing was written")
+    assert sorted(os.listdir(tmp_path)) == ["hf", "run"][1 - is_written:]
 
 
-def test_check_sees_what_is_no_longer_what_was_exported(tmp_path):
-    for family in ("llama", "longhorn"):
-        run_dir, to = make_run(tmp_path / family, tiny(family)), tmp_path / f"hf_{family}"
-        run(out_dir=run_dir, to=to, dtype="bfloat16")
-        assert run(check=to).code == run(check=to, out_dir=run_dir).code == 0
-        lm = tiny(family)
-        lm.embed.weight.data[5, 3] += 0.5
-        other = make_run(tmp_path / f"other_{family}", lm)
-        refused(run(check=to, out_dir=other), "not the model that was exported", "differ")
-        weights, text = (to / "model.safetensors").read_bytes(), (to / "config.json").read_text()
-        (to / "model.safetensors").write_bytes(weights[:-9] + bytes([weights[-9] ^ 64]) + weights[-8:])
-        refused(run(check=to), "model.safetensors: damaged")
-        tensors = safetensors.torch.load(weights)
-        first = next(name for name in tensors if "embed" in name)
-        tensors[first][250] *= 2  # intact, but of another model
-        checkpoint.save(to / "model.safetensors", tensors, {}, kind="pt")
-        refused(run(check=to), "not the model that was exported", "differ")
-        (to / "model.safetensors").write_bytes(weights)
-        for name in {*os.listdir(to)} - {"model.safetensors", "README.md"}:
-            content = (to / name).read_bytes()
-            at = content.index(b"e")
-            for damaged in (content[:at] + b"f" + content[at + 1:], None, content[:at] + b"\xff" + content[at + 1:]):
-                (to / name).unlink() if damaged is None else (to / name).write_bytes(damaged)
-                refused(run(check=to), name)
-            (to / name).write_bytes(content)
-        (to / "config.json").write_text(json.dumps({**json.loads(text), "eos_token_id": 7}))
-        refused(run(check=to), "its config.json is missing, damaged or edited")
-        (to / "README.md").write_text("mine")
-        (to / "config.json").write_text(json.dumps(json.loads(text), indent=1))
-        assert run(check=to).code == 0
-        for verified in ({}, {"verified": {"tokens": -1}}, {"verified": {"tokens": 10**12}}):
-            (to / "config.json").write_text(json.dumps({**json.loads(text), "run": verified}))
-            refused(run(check=to), "does not say what to verify")
-    refused(run(check=tmp_path / "nowhere"), "nowhere/config.json")
-    refused(run(check=to, to=tmp_path / "a", out_dir=run_dir), "--check")
-
-
-def test_an_import_takes_no_damaged_weights_and_none_of_another_export(tmp_path):
-    for name in ("one", "other"):
-        lm = tiny("llama")
-        lm.embed.weight.data[5, 3] += len(name)
-        run(out_dir=make_run(tmp_path / name, lm), to=tmp_path / f"hf_{name}")
-    weights = [(tmp_path / f"hf_{name}/model.safetensors") for name in ("one", "other")]
-    content = weights[0].read_bytes()
-    weights[0].write_bytes(content[:-9] + bytes([content[-9] ^ 64]) + content[-8:])
-    refused(run(from_hf=tmp_path / "hf_one", out_dir=tmp_path / "in"), "hf_one/model.safetensors: damaged")
-    shutil.copy(weights[1], weights[0])
-    refused(run(from_hf=tmp_path / "hf_one", out_dir=tmp_path / "in"), "the weights of another export")
-    tensors = safetensors.torch.load(content)
-    safetensors.torch.save_file(tensors, weights[0], {"format": "pt"})  # written by transformers, after fine-tuning say
-    assert run(from_hf=tmp_path / "hf_one", out_dir=tmp_path / "in").code == 0
+@pytest.mark.parametrize("family", ["llama", "longhorn"])
+def test_check_sees_what_is_no_longer_what_was_exported(family, tmp_path):
+    run_dir, to = make_run(tmp_path / family, tiny(family)), tmp_path / "hf"
+    run(out_dir=run_dir, to=to, dtype="bfloat16")
+    assert run(check=to).code == run(check=to, out_dir=run_dir).code == 0
+    lm = tiny(family)
+    lm.embed.weight.data[5, 3] += 0.5
+    other = make_run(tmp_path / "other", lm)
+    refused(run(check=to, out_dir=other), "not the model that was exported", "differ")
+    weights, text = (to / "model.safetensors").read_bytes(), (to / "config.json").read_text()
+    (to / "model.safetensors").write_bytes(weights[:-9] + bytes([weights[-9] ^ 64]) + weights[-8:])
+    refused(run(check=to), "model.safetensors: damaged")
+    tensors = safetensors.torch.load(weights)
+    tensors["embed.weight" if family == "longhorn" else "model.embed_tokens.weight"][250] *= 2
+    checkpoint.save(to / "model.safetensors", tensors, {}, kind="pt")  # intact, but of another model
+    refused(run(check=to), "not the model that was exported", "differ")
+    (to / "model.safetensors").write_bytes(weights)
+    for name in {*os.listdir(to)} - {"model.safetensors", "README.md"}:
+        content = (to / name).read_bytes()
+        at = content.index(b"e")
+        (to / name).write_bytes(content[:at] + b"f" + content[at + 1:])
+        refused(run(check=to), name)
+        (to / name).unlink()
+        refused(run(check=to), name)
+        (to / name).write_bytes(content)
+    (to / "config.json").write_text(json.dumps({**json.loads(text), "eos_token_id": 7}))
+    refused(run(check=to), "its config.json is missing, damaged or edited")
+    (to / "config.json").write_text(json.dumps({**json.loads(text), "run": {}}))
+    refused(run(check=to), "does not say what to verify")
+    (to / "README.md").write_text("mine")
+    (to / "config.json").write_text(json.dumps(json.loads(text), indent=1))
+    assert "logits agree to 0e+00 with those at the export" in run(check=to).out
 
 
 def test_the_model_card(tmp_path):
-    run_dir = make_run(tmp_path / "run", tiny("gla"))
+    run_dir = make_run(tmp_path / "run", tiny("gla"), step=7000, tokens=700_000)
     run(out_dir=run_dir, to=tmp_path / "hf")
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "license: unknown" in card and "code: unknown" in card and "train sha256 ab" in card
@@ -667,47 +615,15 @@ def test_the_model_card(tmp_path):
     (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
     run(out_dir=run_dir, to=tmp_path / "hf", license="cc-by-4.0", overwrite=True)
     card = (tmp_path / "hf" / "README.md").read_text()
-    for words in ("license: cc-by-4.0\n", "commit 0123abc, v2abc, with uncommitted changes", "700 tokens",
+    count = sum(p.numel() for p in tiny("gla").parameters())
+    for words in ("license: cc-by-4.0\n", "commit 0123abc, v2abc, with uncommitted changes\n",
+                  f"gla: {count:,} parameters in float32, trained for 7,000 steps on 700,000 tokens",
                   "random tokens agree to", 'from_pretrained("hf", trust_remote_code=True)'):
         assert words in card, words
-    assert "changed between" not in card
     environment["code_files"] = {"model.py": "0"}
     (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
     run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True)
     assert "changed between training and export" in (tmp_path / "hf" / "README.md").read_text()
-    tensors, meta = checkpoint.load(run_dir / "checkpoint.safetensors")
-    checkpoint.save(run_dir / "checkpoint.safetensors", tensors, {**meta, "code_versions": ["v2def"]})
-    said = run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True).err
-    assert f"{run_dir}/config.json is not of this checkpoint: it names code v2abc, the checkpoint v2def" in said
-    assert "code: unknown" in (tmp_path / "hf" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_three_exports_at_once_leave_one_whole_model(overwrite, tmp_path, monkeypatch):
-    """The first is held where it has written everything but the name, while two others begin and end."""
-    runs = [make_run(tmp_path / f"run{i}", tiny(n_layer=i + 1)) for i in range(3)]
-    to, results, compare = tmp_path / "to" / "hf", [], export.compare
-    export_as = lambda i: monkeypatch.setattr(os, "getpid", lambda: 1000 + i) or results.append(
-        run(out_dir=runs[i], to=to, overwrite=overwrite))
-
-    def held(*args):
-        monkeypatch.setattr(export, "compare", compare)
-        assert [name for name in os.listdir(to.parent) if name.endswith("tmp-1000")] and not to.exists()
-        export_as(1)
-        export_as(2)
-        monkeypatch.setattr(os, "getpid", lambda: 1000)
-        return compare(*args)
-
-    monkeypatch.setattr(export, "compare", held)
-    export_as(0)
-    second, third, first = results
-    assert second.code == 0
-    for result in (third, first):
-        if overwrite:
-            assert result.code == 0
-        else:
-            refused(result, "is not empty", "--overwrite")
-    assert os.listdir(to.parent) == ["hf"] and run(check=to, out_dir=runs[0 if overwrite else 1]).code == 0
 
 
 # ------------------------------------------------------------------------------------- in transformers, without this
@@ -813,7 +729,7 @@ VARIANTS = [*((family, {}) for family in ("longhorn", "mesa", "rwkv4", "llama", 
 @pytest.mark.parametrize("family, settings", VARIANTS, ids=str)
 def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
     """Padded on either side, with and without a cache: logits, and what is written, are those of the LM on one row."""
-    rounding = 3e-5 if family == "rwkv" else 1e-5  # it divides by the deviation of each head, which may be small
+    rounding = 3e-5 if family == "rwkv_released" else 1e-5  # it divides by each head's deviation, which may be small
     lm = tiny("longhorn", pattern=family, **settings)
     model, rows = in_code(code, lm), [*ROWS[:2], torch.tensor([7, 115, 9, 9])]  # 115 ends a document
     written = [sample.generate(lm, row[None], 4, temperature=0)[0, len(row):] for row in rows]
@@ -911,15 +827,3 @@ def test_tokenizers_travel(tmp_path):
         padding = {"bytes": 255, "char": len(table)}.get(kind, end)  # LLaMA has 256 rows; no text has byte 255
         assert theirs.pad_token_id == padding and config["pad_token_id"] == (None if kind == "bytes" else padding)
         assert theirs(["x", TEXTS[1]], padding=True).input_ids[0][-1] == padding
-
-
-def test_a_push_is_the_hubs_own_client(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda self, name, **how: calls.append(name))
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda self, **how: calls.append(how))
-    make_run(tmp_path / "run", tiny())
-    run(out_dir=tmp_path / "run", to=tmp_path / "hf", push="me/longhorn")
-    assert calls == ["me/longhorn", {"repo_id": "me/longhorn", "folder_path": str(tmp_path / "hf")}]
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", mock.Mock(side_effect=ConnectionError("no\nnetwork")))
-    result = run(out_dir=tmp_path / "run", to=tmp_path / "hf", overwrite=True, push="me/longhorn")
-    refused(result._replace(out=""), "push me/longhorn: no network")  # the folder is written, and said to be
