@@ -17,9 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from common.errors import regular
+from common.files import replacing
 from data.prepared import DataError
 from data.tokenizer import Text, add_tokenizer, canonical
-from data.writer import finish, finished, preparing, replacing, run, write_split
+from data.writer import finish, finished, preparing, run, write_split
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes
@@ -35,14 +36,34 @@ def download(url=URL, seconds=30):
         raise DataError(f"cannot download {url} ({error}): download it elsewhere and pass it as --file") from None
 
 
-def check(content, where, sha256=SHA256):
+def read(file, copy):
+    """The bytes of the user's file, of our copy, or of the download. Raises DataError."""
+    if file is None:
+        return copy.read_bytes() if copy.is_file() else download()
+    try:
+        return regular(file).read_bytes()
+    except OSError as error:
+        raise DataError(f"--file {file}: {error.strerror}") from None
+
+
+def check(content, where):
     """Raises DataError unless `content` is the known text."""
     actual = hashlib.sha256(content).hexdigest()
-    if actual != sha256:
+    if actual != SHA256:
         raise DataError(
             f"{where} ({len(content):,} bytes) is not Tiny Shakespeare: sha256 {actual[:12]}..., expected "
-            f"{sha256[:12]}...: download it again, or use another text with --file and --any_text"
+            f"{SHA256[:12]}...: download it again, or use another text with --file and --any_text"
         )
+
+
+def as_text(content, where):
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from None
+    if len(text) < 2:
+        raise DataError(f"{where} has {len(text)} characters, too few to split: choose a longer text")
+    return text
 
 
 def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", vocab=None):
@@ -51,50 +72,51 @@ def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", voca
         raise DataError("--any_text needs --file: name the text to use")
     with preparing(out) as folder:
         copy = folder / "input.txt"
-        if file is not None:
-            try:
-                content = regular(file).read_bytes()
-            except OSError as error:
-                raise DataError(f"--file {file}: {error.strerror}") from None
-        else:
-            content = copy.read_bytes() if copy.is_file() else download()
+        content = read(file, copy)
+        source = str(file or URL)
         if not any_text:
-            check(content, file or (copy if copy.is_file() else URL))
-        inputs = hashlib.sha256(content).hexdigest() + (f" {tokenizer}" if canonical(tokenizer) != "char" else "")
+            check(content, source)
+        content_sha256 = hashlib.sha256(content).hexdigest()
+        inputs = content_sha256
+        if canonical(tokenizer) != "char":
+            inputs += f" {tokenizer}"
         if canonical(tokenizer).startswith("hf:"):  # its file may change under the same name
             inputs += " " + hashlib.sha256(Text(tokenizer).table.encode()).hexdigest()
         if not force and (tokens := finished(folder, inputs)):
             return tokens, False
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"--file {file} is not UTF-8 text (byte {error.start}): convert it first") from None
-        if len(text) < 2:
-            raise DataError(f"--file {file} has {len(text)} characters, too few to split: choose a longer text")
+        text = as_text(content, source)
         if file is None and not copy.is_file():
-            with replacing(copy) as tmp, open(tmp, "wb") as kept:  # so that a rerun needs no network
-                kept.write(content)
-        table = "".join(sorted(set(text))) if canonical(tokenizer) == "char" else None  # token i is character table[i]
-        tokens = Text(tokenizer, table, vocab)
-        cut = int(TRAIN_FRACTION * len(text))
-        splits = {}
-        for split, part in {"train": text[:cut], "val": text[cut:]}.items():
-            splits[split] = write_split(folder / f"{split}.bin", [tokens.encode_ordinary(part)], tokens.n_vocab)
-            splits[split]["bytes"] = len(part.encode())
-        source = {"source": str(file or URL), "source_sha256": inputs.partition(" ")[0]}
-        meta = {
-            "dataset": "shakespeare_char",
-            "vocab_size": tokens.n_vocab,
-            "tokenizer": tokens.name,
-            "table": tokens.table,
-            "splits": splits,
-            "how": shlex.join(["python", *sys.argv]),
-            "recipe": {**source, "train_fraction": TRAIN_FRACTION},
-            "inputs": inputs,
-        }
-        if tokens.kind == "bytes" or tokens.kind == "char" and len(content) == len(text):  # ASCII
-            meta["bytes_per_token"] = 1
-        return finish(folder, meta), True
+            with replacing(copy) as tmp:
+                Path(tmp).write_bytes(content)  # so that a rerun needs no network
+        recipe = {"source": source, "source_sha256": content_sha256, "train_fraction": TRAIN_FRACTION}
+        return write(folder, text, tokenizer, vocab, recipe, inputs), True
+
+
+def write(folder, text, tokenizer, vocab, recipe, inputs):
+    """Split the text, write its tokens and meta.json. Returns Tokens."""
+    table = None
+    if canonical(tokenizer) == "char":
+        table = "".join(sorted(set(text)))  # token i is character table[i]
+    encoding = Text(tokenizer, table, vocab)
+    cut = int(TRAIN_FRACTION * len(text))
+    splits = {}
+    for split, part in {"train": text[:cut], "val": text[cut:]}.items():
+        ids = encoding.encode_ordinary(part)
+        splits[split] = write_split(folder / f"{split}.bin", [ids], encoding.n_vocab)
+        splits[split]["bytes"] = len(part.encode())
+    meta = {
+        "dataset": "shakespeare_char",
+        "vocab_size": encoding.n_vocab,
+        "tokenizer": encoding.name,
+        "table": encoding.table,
+        "splits": splits,
+        "how": shlex.join(["python", *sys.argv]),
+        "recipe": recipe,
+        "inputs": inputs,
+    }
+    if encoding.kind == "bytes" or encoding.kind == "char" and text.isascii():
+        meta["bytes_per_token"] = 1
+    return finish(folder, meta)
 
 
 def main():
@@ -107,8 +129,9 @@ def main():
     tokens, new = prepare(**vars(parser.parse_args()))
     done = "" if new else " (already prepared; --force prepares again)"
     print(f"{tokens.folder}: {len(tokens.train):,} tokens to train on, {len(tokens.val):,} held out{done}")
-    shown = f": {tokens.meta['table']!r}" if tokens.meta["tokenizer"] == "char" else ""
-    print(f"{tokens.meta['tokenizer']}, vocabulary {tokens.vocab_size:,}{shown}")
+    print(f"{tokens.meta['tokenizer']}, vocabulary {tokens.vocab_size:,}")
+    if tokens.meta["tokenizer"] == "char":
+        print(repr(tokens.meta["table"]))
 
 
 if __name__ == "__main__":
