@@ -18,6 +18,7 @@ submit again those that failed. Logs are in the folder datatrove of --out.
 import argparse
 import contextlib
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
@@ -71,14 +72,17 @@ class Task:
     def read(self, _, rank, tasks):
         """The documents of the task's units. datatrove's readers leave out empty ones and lines that they cannot parse,
         and number what they stream by task."""
-        from datatrove.data import Document
-
         self.lock = contextlib.ExitStack()  # closed when the shards are written
         self.lock.enter_context(preparing(self.folder / f"task-{rank:05d}"))  # before DocumentTokenizer opens its file
+        return self.documents(len(self.units) * rank // tasks, len(self.units) * (rank + 1) // tasks)
+
+    def documents(self, first, end):
+        from datatrove.data import Document
+
         column = self.meta["recipe"]["text_column"]
-        first, end = (len(self.units) * r // tasks for r in (rank, rank + 1))
-        return (Document(text, f"{unit}/{number}", metadata={"split": official}) for unit in range(first, end)
-                for number, (official, text, _) in enumerate(one_process.documents(self.units[unit], column)))
+        for unit in range(first, end):
+            for number, (official, text, _) in enumerate(one_process.documents(self.units[unit], column)):
+                yield Document(text, f"{unit}/{number}", metadata={"split": official})
 
     def hold_out(self, documents, rank, tasks):
         """Notes the split and the bytes of each document."""
@@ -91,8 +95,9 @@ class Task:
     def write(self, _, rank, tasks):
         """DocumentTokenizer's tokens, and their index of document ends, become a shard of each split and its record."""
         path = self.folder / f"datatrove/tokens/{rank:05d}_unshuffled.ds"
-        index, parts = path.with_suffix(".ds.index"), {split: [] for split in SPLITS}
+        index = path.with_suffix(".ds.index")
         dtype = DTYPES[token_dtype(self.text.n_vocab)]
+        parts = {split: [] for split in SPLITS}
         with self.lock:
             one_process.check_unchanged(self.units, self.before)
             ends = np.fromfile(index, "<u8").astype(np.int64)
@@ -103,18 +108,21 @@ class Task:
             write_json(self.folder / f"task-{rank:05d}/shard.json", shard)
             path.unlink()
             index.unlink()
-        if None not in (shards := written(self.folder, tasks, self.text.n_vocab)):
+        shards = written(self.folder, tasks, self.text.n_vocab)
+        if None not in shards:
             finish_shards(self.folder, shards, self.meta)
 
 
 def written(folder, tasks, n_vocab, read=False):
     """[{split: its entry for meta.json}, ...] of all tasks; None for one whose shard is not there in full, or with
     `read` of another content."""
-    def shard(rank):
+    shards = [None] * tasks
+    for rank in range(tasks):
         with contextlib.suppress(BadRecord), fields():
             entries = read_json(folder / f"task-{rank:05d}/shard.json")
-            return entries if is_whole(folder, entries, n_vocab, read) else None
-    return [shard(rank) for rank in range(tasks)]
+            if is_whole(folder, entries, n_vocab, read):
+                shards[rank] = entries
+    return shards
 
 
 def run_locally(workers, **how):
@@ -123,7 +131,8 @@ def run_locally(workers, **how):
     from multiprocess import get_context
     from tqdm import tqdm
 
-    executor, context = LocalPipelineExecutor(**how), get_context("forkserver")
+    executor = LocalPipelineExecutor(**how)
+    context = get_context("forkserver")
     context.set_forkserver_preload(["data.tokens.cluster", "datatrove.executor", "datatrove.pipeline.tokens"])
 
     def run_one(rank):
@@ -147,13 +156,13 @@ def run_on_slurm(workers, options, name, **how):
     """Submit the tasks. Returns the id of the job, the last one of several. Raises DataError."""
     from datatrove.executor import SlurmPipelineExecutor
 
-    if missing := [key for key in ("partition", "time") if key not in options]:
-        raise DataError(f"--cluster=slurm needs the {' and the '.join(missing)} of its jobs: "
+    if not {"partition", "time"} <= options.keys():
+        raise DataError('--cluster=slurm needs the partition and the time of its jobs: '
                         '--cluster_args="partition=NAME,time=MINUTES"')
-    programs, root = (shlex.quote(str(folder)) for folder in (Path(sys.executable).parent, ROOT))
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    paths = f'export PATH={programs}:"$PATH" PYTHONPATH={shlex.quote(str(ROOT))}:"$PYTHONPATH"'
     executor = SlurmPipelineExecutor(workers=workers, time=options["time"], partition=options["partition"], qos=None,
-                                     sbatch_args=options, job_name=name, with_srun=False, env_command="export PATH="
-                                     f'{programs}:"$PATH" PYTHONPATH={root}:"$PYTHONPATH"', **how)
+                                     sbatch_args=options, job_name=name, with_srun=False, env_command=paths, **how)
     executor.launch_merge_stats = lambda: None  # a job that would wait forever if one of the tasks failed
     try:
         executor.run()
@@ -166,7 +175,9 @@ def run_on_slurm(workers, options, name, **how):
 
 def is_queued(job):
     """Whether Slurm still has the job whose id is in this file."""
-    return job.exists() and subprocess.run(["squeue", "-h", "-j", job.read_text()], capture_output=True).stdout != b""
+    if not job.exists():
+        return False
+    return subprocess.run(["squeue", "-h", "-j", job.read_text()], capture_output=True).stdout != b""
 
 
 def run_on_ray(workers, options, **how):
@@ -177,7 +188,8 @@ def run_on_ray(workers, options, **how):
         import ray
     except ImportError:
         raise DataError("the package ray is missing: pip install -r requirements-cluster.txt") from None
-    address, path = options.pop("address", None), f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    address = options.pop("address", None)
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     try:
         reserved = {key: float(value) for key, value in options.items()}
         ray.init(address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
@@ -193,7 +205,10 @@ def failure(folder, shards):
     rank = shards.index(None)
     log = folder / f"datatrove/logs/task_{rank:05d}.log"
     text = log.read_text(errors="replace").strip() if log.exists() else ""
-    reason = text.split("\n")[-1] if "| ERROR " in text else "it was killed" if text else "it never began"
+    if "| ERROR " in text:
+        reason = text.split("\n")[-1]
+    else:
+        reason = "it was killed" if text else "it never began"
     return f"{shards.count(None)} of {len(shards)} tasks did not end, the first of them task {rank} ({reason})"
 
 
@@ -203,22 +218,20 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
 
     Args: as on the command line; choices: as data/tokens/prepare.py's `plan` takes them. Raises DataError, one line.
     """
-    try:
-        from datatrove.pipeline.tokens import DocumentTokenizer
-        from datatrove.utils.logging import logger
-    except ImportError:
-        raise DataError("the package datatrove is missing: pip install -r requirements-cluster.txt") from None
+    tokenizer_class = import_datatrove()
     if shuffle is not None:
         raise DataError("nanoGPT's shuffle and split need one process: python data/openwebtext/prepare.py")
     if tasks < 1 or workers is not None and workers < 1:
         raise DataError(f"--tasks {tasks}, --workers {workers}: both must be at least 1")
-    units, text, meta, before = one_process.plan(files=files and [Path(path).absolute() for path in files], **choices)
-    for path in (path for unit in units if files for path in unit):
-        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
-            raise DataError(f"{path} is one document, encoded in pieces: leave .txt files to data/tokens/prepare.py")
-    tasks, folder = min(tasks, len(units)), Path(out).absolute()
+    if files:
+        files = [Path(path).absolute() for path in files]
+    units, text, meta, before = one_process.plan(files=files, **choices)
+    if files:
+        refuse_txt(units)
+    tasks = min(tasks, len(units))
+    folder = Path(out).absolute()
     meta["inputs"] = hashlib.sha256(f"{meta['inputs']} in {tasks} tasks".encode()).hexdigest()
-    job, marks = folder / "datatrove/job", folder / "datatrove/completions"
+    job = folder / "datatrove/job"
     if cluster == "slurm" and is_queued(job):
         ended = tasks - written(folder, tasks, text.n_vocab).count(None)
         print(f"{folder}: {ended} of {tasks} tasks have ended; job {job.read_text()} has the others")
@@ -230,36 +243,69 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
             for path in [folder / "datatrove", *folder.glob("task-*")]:
                 shutil.rmtree(path, ignore_errors=True)
         shards = written(folder, tasks, text.n_vocab, read=True)
-        if None in shards and job.exists():
-            print(f"{failure(folder, shards)} in job {job.read_text()}: see {folder}/datatrove/slurm_logs")
-        for path in (marks, folder / "datatrove/logs"):
-            shutil.rmtree(path, ignore_errors=True)
-        marks.mkdir(parents=True)
-        write_json(folder / "plan.json", {"inputs": meta["inputs"]})
-        for rank in range(tasks):  # datatrove leaves out tasks with a mark
-            if shards[rank] is not None:
-                (marks / f"{rank:05d}").touch()
-        task = Task(folder, units, text, meta, before)
-        tokenizer = DocumentTokenizer(str(folder / "datatrove/tokens"), text.name, save_final_metadata=False,
-                                      batch_size=100, shuffle_documents=False)
-        tokenizer.tokenizer = Tokenizer(text)
-        how = {"pipeline": [task.read, task.hold_out, tokenizer, task.write], "tasks": tasks,
-               "logging_dir": str(folder / "datatrove")}
-        options = dict(item.partition("=")[::2] for item in cluster_args.split(",") if item)
-        logger.remove()
-        if None in shards and cluster == "slurm":
-            job.write_text(run_on_slurm(workers or -1, options, folder.name, **how))
-            print(f"{folder}: {shards.count(None)} of {tasks} tasks submitted as job {job.read_text()}; rerun this "
-                  "command to see how many have ended")
-            return None
-        if None in shards and cluster == "ray":
-            run_on_ray(workers or -1, options, **how)
-        elif None in shards:
-            run_locally(workers or one_process.CORES, **how)
-        shards = written(folder, tasks, text.n_vocab)
+        if None in shards:
+            if job.exists():
+                print(f"{failure(folder, shards)} in job {job.read_text()}: see {folder}/datatrove/slurm_logs")
+            mark_ended(folder, shards)
+            write_json(folder / "plan.json", {"inputs": meta["inputs"]})
+            how = pipeline(tokenizer_class, Task(folder, units, text, meta, before), tasks)
+            run_tasks(cluster, cluster_args, workers, job, how)
+            if cluster == "slurm":
+                print(f"{folder}: {shards.count(None)} of {tasks} tasks submitted as job {job.read_text()}; rerun this "
+                      "command to see how many have ended")
+                return None
+            shards = written(folder, tasks, text.n_vocab)
         if None in shards:
             raise DataError(f"{failure(folder, shards)}: rerun this command to resume")
         return finish_shards(folder, shards, meta)
+
+
+def import_datatrove():
+    """Its class DocumentTokenizer; it then logs to files alone. Raises DataError."""
+    try:
+        from datatrove.pipeline.tokens import DocumentTokenizer
+        from datatrove.utils.logging import logger
+    except ImportError:
+        raise DataError("the package datatrove is missing: pip install -r requirements-cluster.txt") from None
+    logger.remove()
+    return DocumentTokenizer
+
+
+def refuse_txt(units):
+    for path in itertools.chain(*units):
+        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
+            raise DataError(f"{path} is one document, encoded in pieces: leave .txt files to data/tokens/prepare.py")
+
+
+def mark_ended(folder, shards):
+    """datatrove leaves out tasks with a mark."""
+    marks = folder / "datatrove/completions"
+    for path in (marks, folder / "datatrove/logs"):
+        shutil.rmtree(path, ignore_errors=True)
+    marks.mkdir(parents=True)
+    for rank, shard in enumerate(shards):
+        if shard is not None:
+            (marks / f"{rank:05d}").touch()
+
+
+def pipeline(tokenizer_class, task, tasks):
+    """What datatrove's executors run."""
+    tokenizer = tokenizer_class(str(task.folder / "datatrove/tokens"), task.text.name, save_final_metadata=False,
+                                batch_size=100, shuffle_documents=False)
+    tokenizer.tokenizer = Tokenizer(task.text)
+    return {"pipeline": [task.read, task.hold_out, tokenizer, task.write], "tasks": tasks,
+            "logging_dir": str(task.folder / "datatrove")}
+
+
+def run_tasks(cluster, cluster_args, workers, job, how):
+    """Run the tasks without a mark; on Slurm, submit them, and note the id in the file `job`."""
+    options = dict(item.partition("=")[::2] for item in cluster_args.split(",") if item)
+    if cluster == "slurm":
+        job.write_text(run_on_slurm(workers or -1, options, job.parents[1].name, **how))
+    elif cluster == "ray":
+        run_on_ray(workers or -1, options, **how)
+    else:
+        run_locally(workers or one_process.CORES, **how)
 
 
 def main():
