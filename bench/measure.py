@@ -136,6 +136,11 @@ def quartiles(times, digits=1):
     return " .. ".join(f"{1e3 * s:.{digits}f}" for s in times["quartile_seconds"])
 
 
+def or_dash(value, form, unit):
+    """A cell of a table: value / unit in this form, or a dash for None."""
+    return "-" if value is None else format(value / unit, form)
+
+
 def bytes_moved(B, T, D, N, itemsize, extras=True):
     """{"forward", "forward_backward"}: bytes that the scan must read and write, counting every tensor once.
 
@@ -200,18 +205,17 @@ class Peak:
 
 # -------------------------------------------------------------------------------------------------------------- records
 
-def check_out(out, instead="another --out"):
-    """Create a record's folder before anything is measured. Raises ConfigError if `out` cannot be written, or is in
-    results/ while there are uncommitted changes.
-
-    out: a file, or None; instead: the alternative that the message suggests. Without git, results/ is not refused.
-    """
+def check_out(out, instead="another --out", dry_run=False):
+    """Create a record's folder before anything is measured. Raises ConfigError if `out`, a file or None, cannot be
+    written, or is in results/ in a dry run or with uncommitted changes. `instead`: what the message suggests."""
     if out is None:
         return
-    inside = Path(out).resolve().is_relative_to(ROOT / "results")
-    if inside and code_version()["uncommitted_changes"]:
-        raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (see git status):"
-                          f" commit them, or give {instead}")
+    if Path(out).resolve().is_relative_to(ROOT / "results"):
+        if dry_run:
+            raise ConfigError(f"a dry run measures nothing, so its record does not belong in results/: give {instead}")
+        if code_version()["uncommitted_changes"]:
+            raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (see git "
+                              f"status): commit them, or give {instead}")
     try:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         if Path(out).is_dir():
@@ -237,9 +241,10 @@ def headline(record, device=None):
 
 
 def write_record(out, record):
-    """Write a record to the file `out`, creating its folder; non-finite numbers become null."""
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    records.write_json(out, finite(record))
+    """Write a record to the file `out`, unless that is None; non-finite numbers become null."""
+    if out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        records.write_json(out, finite(record))
 
 
 def finite(record):

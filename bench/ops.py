@@ -77,11 +77,7 @@ class Run:
         """Add a row to the record, and print it."""
         self.record["rows"].append(row)
         print(json.dumps(row), flush=True)
-        self.save()
-
-    def save(self):
-        if self.out:
-            measure.write_record(self.out, self.record)
+        measure.write_record(self.out, self.record)
 
     def random(self, *shape):
         return torch.randn(shape, device=self.gpu.name)
@@ -308,13 +304,12 @@ def main(argv=None):
     parser.add_argument("--budget_s", type=float, default=600.0, help="seconds, for variants (%(default)g)")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="tiny sizes on the CPU, as a test")
     args = parser.parse_args(argv)
-    measure.check_out(args.out)
+    measure.check_out(args.out, dry_run=args.dry_run)
     if not args.dry_run and not torch.cuda.is_available():
         raise ConfigError("PyTorch sees no GPU (--dry-run tries the code on a CPU)")
     run = Run(args.function, args.dry_run, args.budget_s, args.out)
     FUNCTIONS[args.function](run)
-    run.record["finished"] = True
-    run.save()
+    measure.write_record(args.out, run.record | {"finished": True})
 
 
 if __name__ == "__main__":

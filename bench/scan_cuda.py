@@ -17,6 +17,7 @@ queued the whole pass: otherwise the time of a short kernel would include Python
 
 import functools
 import gc
+import itertools
 import math
 import subprocess
 import sys
@@ -47,17 +48,16 @@ class Shape(NamedTuple):
     D: int
     N: int
 
-    @property
-    def tokens(self):
-        return self.B * self.T
-
     def __str__(self):
         return f"B={self.B} T={self.T} D={self.D} N={self.N}"
 
 
-def shapes(tokens=(65536, 524288), lengths=(1024, 4096, 32768), widths=(1536, 2048), states=(16, 64)):
+def shapes():
     """All shapes, most important first: the paper's width and state, then more tokens, more states, more width."""
-    return [Shape(n // T, T, D, N) for D in widths for N in states for n in tokens for T in lengths]
+    found = []
+    for D, N, tokens, T in itertools.product((1536, 2048), (16, 64), (65536, 524288), (1024, 4096, 32768)):
+        found.append(Shape(tokens // T, T, D, N))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- device
@@ -230,23 +230,28 @@ CONTENDERS = SCANS | {"fla_chunk_gla": fla_chunk_gla, "attention": attention}
 
 MAMBA_SSM = "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn"
 KERNELS_OF = {"longhorn": "longhorn_scan", "exact": "longhorn_scan", "mamba": "selective_scan"}
+
+KEYS, LOGITS = {"key": 1000.0}, {"logit": 1000.0}
 PAPER = (64, 1024, 1536, 16)
+AT_THE_PAPERS = [  # family, (B, T, D, N), dtype, extremes; the last has few rows, so that T is split into segments
+    ("longhorn", PAPER, "bfloat16", {}), ("longhorn", PAPER, "float32", {}), ("mamba", PAPER, "bfloat16", {}),
+    ("longhorn", PAPER, "bfloat16", KEYS | LOGITS), ("longhorn", PAPER, "float32", KEYS),
+    ("longhorn", (16, 4096, 1536, 16), "bfloat16", {}), ("longhorn", (64, 1024, 1536, 64), "bfloat16", {}),
+    ("exact", PAPER, "bfloat16", {}), ("mamba", PAPER, "float32", {}), ("longhorn", PAPER, "float32", LOGITS),
+    ("longhorn", (2, 4096, 1536, 16), "bfloat16", {})]
 
 
 def cases(tiny=False):
-    """[(family, (B, T, D, N), dtype, extremes)]: sizes that are not multiples of a block or chunk, extreme values, and
-    the paper's shapes; the last one has few rows, so that T is split into segments."""
-    extremes = (dict(key=1000.0), dict(logit=1000.0), dict(key=1000.0, logit=1000.0))
+    """Sizes that are not multiples of a block or chunk, extreme values, and the paper's shapes."""
     B, T, D = (2, 40, 24) if tiny else (2, 257, 200)
-    some = [(family, (B, T, D, N), dtype, {}) for family in ("longhorn", "mamba") for N, dtype in (
-        (16, "bfloat16"), (16, "float32"), (16, "float16"), (64, "bfloat16"), (64, "float32"))]
-    some += [("longhorn", (1, T, 72, 16), dtype, extreme) for dtype in ("float32", "bfloat16") for extreme in extremes]
-    return some if tiny else some + [
-        ("longhorn", PAPER, "bfloat16", {}), ("longhorn", PAPER, "float32", {}), ("mamba", PAPER, "bfloat16", {}),
-        ("longhorn", PAPER, "bfloat16", extremes[2]), ("longhorn", PAPER, "float32", extremes[0]),
-        ("longhorn", (16, 4096, 1536, 16), "bfloat16", {}), ("longhorn", (64, 1024, 1536, 64), "bfloat16", {}),
-        ("exact", PAPER, "bfloat16", {}), ("mamba", PAPER, "float32", {}), ("longhorn", PAPER, "float32", extremes[1]),
-        ("longhorn", (2, 4096, 1536, 16), "bfloat16", {})]
+    found = []
+    for family in ("longhorn", "mamba"):
+        for N, dtype in ((16, "bfloat16"), (16, "float32"), (16, "float16"), (64, "bfloat16"), (64, "float32")):
+            found.append((family, (B, T, D, N), dtype, {}))
+    for dtype in ("float32", "bfloat16"):
+        for extreme in (KEYS, LOGITS, KEYS | LOGITS):
+            found.append(("longhorn", (1, T, 72, 16), dtype, extreme))
+    return found if tiny else found + AT_THE_PAPERS
 
 
 def scans(family, backend):
@@ -267,17 +272,22 @@ def check_case(family, shape, dtype, extreme, device):
     row = {"family": family, **dict(zip("BTDN", shape, strict=True)), "dtype": dtype, **extreme}
     try:
         a = make_inputs(*shape, DTYPES[dtype], device=device.name, **extreme)
-        a = as_mamba(a) if family.startswith("mamba") else a
-        got, again = (measure.values_and_gradients(scans(family, device.backend), a) for _ in range(2))
-        same = all(torch.equal(again.pop(n), v) for n, v in got.items())
+        if family.startswith("mamba"):
+            a = as_mamba(a)
+        got = measure.values_and_gradients(scans(family, device.backend), a)
+        if family == "mamba_ssm":
+            same = None  # atomic sums, whose order changes from run to run
+        else:
+            again = measure.values_and_gradients(scans(family, device.backend), a)
+            same = all(torch.equal(again[name], v) for name, v in got.items())
+            del again
         # the torch backend recomputes pieces in its backward, so that float64 fits in memory
         true = measure.values_and_gradients(scans(family, "torch"), a, torch.float64)
-        same = None if family == "mamba_ssm" else same  # atomic sums, whose order changes from run to run
-        comparisons = measure.compare(got, true, slack(family, shape[1], extreme))
+        results = measure.compare(got, true, slack(family, shape[1], extreme))
     except Exception as error:
         return {**row, "right": False, "reason": in_one_line(error)}
-    right = same is not False and all(r["right"] for r in comparisons.values())
-    return {**row, "right": right, "two_runs_agree": same, "results": comparisons}
+    right = same is not False and all(r["right"] for r in results.values())
+    return {**row, "right": right, "two_runs_agree": same, "results": results}
 
 
 def slack(family, T, extreme):
@@ -285,11 +295,14 @@ def slack(family, T, extreme):
     if family == "mamba_ssm":  # fast math
         return 1e-3
     # an error of 2 ulp in a decay near 1 counts T times: Mamba's, whose exponential the hardware approximates
-    return 2e-5 if extreme else 64 * EPS + 2 * T * EPS * (family == "mamba")
+    if extreme:
+        return 2e-5
+    return 64 * EPS + (2 * T * EPS if family == "mamba" else 0)
 
 
 def check(device, tiny=False, budget_s=math.inf):
-    """Run and print all cases that fit in budget_s seconds; returns (records, {contender: why it is not timed})."""
+    """Run and print all cases that fit in budget_s seconds; returns (records, {contender: why it is not timed}).
+    Raises ConfigError if the GPU is unusable afterwards."""
     rows, wrong, began = [], {}, time.perf_counter()
     for case in cases(tiny):
         if time.perf_counter() - began > budget_s:
@@ -302,27 +315,93 @@ def check(device, tiny=False, budget_s=math.inf):
         if not row["right"]:
             wrong.setdefault(KERNELS_OF[row["family"]], describe_case(row))
         if not device.alive():
-            return rows, dict.fromkeys(KERNELS_OF.values(), f"the GPU is unusable after {describe_case(row)}")
+            raise ConfigError(f"the GPU is unusable after {describe_case(row)}")
     return rows, wrong
 
 
 def describe_case(row):
-    case = " ".join(f"{n}={row[n]}" for n in "BTDN") + f" {row['dtype']}"
-    case += "".join(f" |{n}|={row[n]:g}" for n in ("key", "logit") if n in row)
-    if "results" not in row:
+    case = f"B={row['B']} T={row['T']} D={row['D']} N={row['N']} {row['dtype']}"
+    for name in ("key", "logit"):
+        if name in row:
+            case += f" |{name}|={row[name]:g}"
+    if "reason" in row:
         return f"{case}: {row['reason']}"
-    errors = {n: r["relative_error"] for n, r in row["results"].items() if not r["right"] or row["right"]}
-    if not errors:
+    results = {name: r for name, r in row["results"].items() if row["right"] or not r["right"]}
+    if not results:
         return f"{case}: WRONG, two runs differ"
-    name = max(errors, key=lambda n: (math.isnan(errors[n]), errors[n]))
-    most = row["results"][name]["tolerance"]
-    return f"{case}: {'ok' if row['right'] else 'WRONG'}, largest error {name} {errors[name]:.1e} (at most {most:.1e})"
+    name = max(results, key=lambda name: (math.isnan(results[name]["relative_error"]),
+                                          results[name]["relative_error"]))
+    return (f"{case}: {'ok' if row['right'] else 'WRONG'}, largest error {name} {results[name]['relative_error']:.1e} "
+            f"(at most {results[name]['tolerance']:.1e})")
 
 
 # ----------------------------------------------------------------------------------------------------------------- time
 
-class Lost(Exception):
-    """A contender made the GPU's context unusable: nothing more can be measured in this process."""
+def forward(timed, device):
+    with torch.no_grad():
+        return device.laps(timed.call)
+
+
+def forward_backward(timed, device):
+    """[seconds of the forward, seconds of the backward]"""
+    ys = []
+    return device.laps(lambda: ys.append(timed.call()), lambda: torch.autograd.grad(ys[0], timed.wanted, timed.dy))
+
+
+def warm_up(make, device, row):
+    """The Pass of a contender, which has run; its peak goes to the row."""
+    timed = make()
+    forward_backward(timed, device)  # the first call may build, load or tune
+    row["peak_bytes_above_inputs"] = device.peak_above(lambda: forward_backward(timed, device))
+    forward(timed, device)
+    return timed
+
+
+def one_round(timed, device):
+    """The seconds of PASSES."""
+    alone = forward(timed, device)
+    with_states, backward = forward_backward(timed, device)
+    return *alone, backward, with_states + backward
+
+
+def attempt(f, device, row, *more):
+    """f(device, *more), or None: then the row has a 'reason'. Raises ConfigError if the GPU is unusable after it."""
+    try:
+        return f(device, *more)
+    except LeftOut as reason:
+        row["reason"] = str(reason)
+    except Exception as error:
+        row["reason"] = in_one_line(error)
+    device.free()  # outside `except`, whose traceback keeps the failed call's tensors alive
+    if not device.alive():
+        name = row["contender"]
+        raise ConfigError(f"{name} made the GPU unusable ({row['reason']}): leave it out with --without='{name}'")
+    return None
+
+
+def time_contenders(contenders, device, rounds=10):
+    """All contenders in turn, {name: function () -> Pass}: a row for each, either with times or with a 'reason'."""
+    rows, ready, times = [], {}, {}
+    for name, make in contenders.items():
+        row = {"contender": name}
+        rows.append(row)
+        timed = attempt(functools.partial(warm_up, make), device, row, row)
+        seconds = timed and attempt(functools.partial(one_round, timed), device, row)
+        if seconds:
+            ready[name] = timed
+            times[name] = runs_for(seconds[-1], rounds) * [None]
+    for round_ in range(rounds):
+        for row in rows:
+            name = row["contender"]
+            if "reason" not in row and round_ < len(times[name]):
+                times[name][round_] = attempt(functools.partial(one_round, ready[name]), device, row)
+                if "reason" in row:
+                    del ready[name]
+    for row in rows:
+        if "reason" not in row:
+            for direction, seconds in zip(PASSES, zip(*times[row["contender"]], strict=True), strict=True):
+                row[direction] = measure.spread(seconds)
+    return rows
 
 
 def runs_for(pass_seconds, rounds):
@@ -330,73 +409,34 @@ def runs_for(pass_seconds, rounds):
     return max(min(3, rounds), min(rounds, int(CONTENDER_SECONDS / max(pass_seconds, 1e-9))))
 
 
-def time_contenders(contenders, device, rounds=10, without=None):
-    """Time every contender's passes in turn: a list with one row per contender, either times or a 'reason'.
-
-    contenders: {name: function () -> Pass, which may raise LeftOut}; without: {contender: why it is left out}. Raises
-    Lost, naming the contender.
-    """
-    ready, rows, runs, without = {}, {name: {"contender": name} for name in contenders}, {}, without or {}
-
-    def with_autograd(p):
-        ys = []
-        return device.laps(lambda: ys.append(p.call()), lambda: torch.autograd.grad(ys[0], p.wanted, p.dy))
-
-    @torch.no_grad()
-    def without_autograd(p):
-        return device.laps(p.call)
-
-    def warm_up(name):
-        if name in without:
-            raise LeftOut(without[name])
-        p = contenders[name]()
-        with_autograd(p)  # the first call may build, load or tune
-        rows[name]["peak_bytes_above_inputs"] = device.peak_above(lambda: with_autograd(p))
-        without_autograd(p)
-        runs[name] = runs_for(sum(with_autograd(p)), rounds)
-        ready[name] = p
-
-    def one_round(name):
-        if name in ready:
-            (forward,) = without_autograd(ready[name])
-            with_states, backward = with_autograd(ready[name])
-            return forward, backward, with_states + backward
-
-    def attempt(f, name):
-        try:
-            return f(name)
-        except LeftOut as reason:
-            words = str(reason)
-        except Exception as error:
-            words = in_one_line(error)
-        ready.pop(name, None)  # outside `except`, whose traceback keeps the failed call's tensors alive
-        rows[name] = {"contender": name, "reason": words}
+def time_shape(record, shape, device, rounds, without):
+    """Time all CONTENDERS at one shape, for the record; returns the reason why it was left out, or None. without:
+    {contender: why it is not timed}."""
+    dtype = DTYPES[record["dtype"]]
+    contenders = {}
+    try:
+        a = make_inputs(*shape, dtype, device=device.name)
+        g = torch.Generator(device.name).manual_seed(2)
+        dy = torch.randn(shape.B, shape.T, shape.D, generator=g, device=device.name).to(dtype)
+        for name, f in CONTENDERS.items():
+            if name not in without:
+                contenders[name] = functools.partial(f, shape, a, dy, device)
+        rows = time_contenders(contenders, device, rounds)
+    except torch.OutOfMemoryError as error:
+        return in_one_line(error)
+    finally:
         device.free()
-        if not device.alive():
-            raise Lost(f"{name} made the GPU unusable ({words}): continue with --without='{name}'")
-
-    for name in contenders:
-        attempt(warm_up, name)
-    times = measure.in_turn({name: lambda name=name: attempt(one_round, name) for name in runs}, runs)
-    for name in ready:
-        rows[name] |= {direction: measure.spread(seconds) for direction, seconds in
-                       zip(PASSES, zip(*times[name], strict=True), strict=True)}
-    return list(rows.values())
-
-
-def measure_shape(shape, dtype, device, bandwidth, rounds, without):
-    """The rows of all CONTENDERS at one shape; bandwidth: bytes per second of a copy."""
-    a = make_inputs(*shape, dtype, device=device.name)
-    g = torch.Generator(device.name).manual_seed(2)
-    dy = torch.randn(shape.B, shape.T, shape.D, generator=g, device=device.name).to(dtype)
-    contenders = {name: functools.partial(f, shape, a, dy, device) for name, f in CONTENDERS.items()}
-    rows = time_contenders(contenders, device, rounds, without)
     moved = bytes_of_passes(shape, dtype.itemsize)
     for row in rows:
-        for direction in PASSES if "reason" not in row else ():
-            share = moved[direction] / bandwidth / row[direction]["median_seconds"]
-            row[direction]["share_of_bandwidth"] = share if row["contender"] in SCANS else None
-    return rows
+        if "reason" not in row and row["contender"] in SCANS:
+            for direction in PASSES:
+                share = moved[direction] / record["copy_bytes_per_second"] / row[direction]["median_seconds"]
+                row[direction]["share_of_bandwidth"] = share
+    rows += [{"contender": name, "reason": why} for name, why in without.items()]
+    record["shapes"].append({"shape": {**shape._asdict(), "name": str(shape)}, "tokens": shape.B * shape.T,
+                             "dtype": record["dtype"], "rows": rows})
+    print_shape(record["shapes"][-1])
+    return None
 
 
 def bytes_of_passes(shape, itemsize):
@@ -406,119 +446,93 @@ def bytes_of_passes(shape, itemsize):
 
 
 def print_shape(entry):
-    print(f"\n{entry['shape']['name']} {entry['dtype']} ({entry['tokens']:,} tokens); share: of the copy bandwidth")
-    print(f"  {'':20}" + "".join(f"{p.replace('_', ' + ') + ' ms':>28}{'share':>7}" for p in PASSES)
-          + f"{'peak MiB':>10}{'Mtok/s':>8}")
+    print(f"\n{entry['shape']['name']} {entry['dtype']}, milliseconds (share of the copy bandwidth)")
     for row in entry["rows"]:
-        line = f"  {row['contender']:20}"
-        if "reason" in row:
-            print(f"{line}{'-':>28}  {row['reason']}")
-            continue
-        for t in (row[p] for p in PASSES):
-            cell = f"{1e3 * t['median_seconds']:.3f} ({measure.quartiles(t, 3)})"
-            share = t["share_of_bandwidth"]
-            line += f"{cell:>28}{'-' if share is None else f'{share:.0%}':>7}"
-        peak = row["peak_bytes_above_inputs"]
-        rate = entry["tokens"] / row["forward_backward"]["median_seconds"]
-        print(line + f"{'-' if peak is None else f'{peak / 2**20:.0f}':>10}{rate / 1e6:8.1f}")
+        words = []
+        for direction in () if "reason" in row else PASSES:
+            words.append(f"{direction} {1e3 * row[direction]['median_seconds']:.3f}")
+            if row["contender"] in SCANS:
+                words[-1] += f" ({row[direction]['share_of_bandwidth']:.0%})"
+        print(f"  {row['contender']:16}{row.get('reason') or ', '.join(words)}", flush=True)
 
 
 def in_short(record):
     """Yields lines: the number of right comparisons, and every contender's forward + backward at the first two
     shapes."""
     rows = record["correctness"]
-    yield f"{sum(r['right'] for r in rows)} of {len(rows)} comparisons with the loop in float64 are right"
+    yield f"{sum(row['right'] for row in rows)} of {len(rows)} comparisons with the loop in float64 are right"
     for entry in record["shapes"][:2]:
-        rows = {r["contender"]: r for r in entry["rows"] if "reason" not in r}
-        times = {n: r["forward_backward"]["median_seconds"] for n, r in rows.items()}
-        words = [f"{n} {1e3 * t:.2f} ms" for n, t in times.items()]
-        if "longhorn_scan" in times:
-            share = rows["longhorn_scan"]["forward"]["share_of_bandwidth"]
-            words.append(f"longhorn_scan's forward at {share:.0%} of the copy bandwidth")
+        words = []
+        for row in entry["rows"]:
+            if "reason" not in row:
+                words.append(f"{row['contender']} {1e3 * row['forward_backward']['median_seconds']:.2f} ms")
         yield f"{entry['shape']['name']} forward + backward: {', '.join(words) or 'nothing timed'}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
 def chosen_shapes(args):
-    if any((args.B, args.T, args.D, args.N)):
+    if args.B or args.T or args.D or args.N:
         T = args.T or 1024
         return [Shape(args.B or max(1, 65536 // T), T, args.D or 1536, args.N or 16)]
-    tiny = dict(tokens=(128, 256), lengths=(16, 64), widths=(128,), states=(16,))
-    return shapes(**tiny) if args.dry_run else shapes()
+    return [Shape(8, 16, 128, 16), Shape(4, 64, 128, 16)] if args.dry_run else shapes()
+
+
+def settle(args):
+    """(file for the record, or None; {contender: why it is left out}). Raises ConfigError for what cannot be run."""
+    out = args.out or (SAVED if args.save else None)
+    without = args.without.split(",") if args.without else []
+    for name in without:
+        if name not in CONTENDERS:
+            raise ConfigError(f"--without={name}: no such contender; they are {', '.join(CONTENDERS)}")
+    if not args.dry_run and not torch.cuda.is_available():
+        raise ConfigError("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
+    measure.check_out(out, dry_run=args.dry_run)
+    return out, dict.fromkeys(without, "left out by --without")
 
 
 def main(args):
     """Run for bench/scan.py --device=cuda; returns the exit status. Raises ConfigError if nothing can be measured."""
     began = time.perf_counter()
-    out = Path(args.out) if args.out else SAVED if args.save else None
-    without = dict.fromkeys(filter(None, args.without.split(",")), "left out by --without")
-    unknown = [name for name in without if name not in CONTENDERS]
-    if unknown:
-        raise ConfigError(f"--without={unknown[0]}: no such contender; they are {', '.join(CONTENDERS)}")
-    if args.dry_run and out is not None and SAVED.parent in out.resolve().parents:
-        raise ConfigError("--dry_run measures nothing, so its record does not belong in results/: choose another --out")
-    if not args.dry_run and not torch.cuda.is_available():
-        raise ConfigError("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
-    if not args.out:  # bench/gpu.py passes --out and has checked it before its first stage
-        measure.check_out(out)
-    try:
-        device = DryRun() if args.dry_run else Gpu()
-        about = device.describe()
-    except RuntimeError as error:
-        raise ConfigError(f"the GPU does not answer: {in_one_line(error)}") from None
-    dtype = DTYPES[args.dtype or "bfloat16"]
-    record = measure.new_record("scan_cuda", dry_run=args.dry_run, device=about, shapes=[], left_out=[],
-                                dtype=str(dtype).removeprefix("torch."), with_D_z_dt_bias=True)
-
-    def save(finished=False):
-        record["seconds"], record["finished"] = time.perf_counter() - began, finished
-        if out is not None:
-            measure.write_record(out, record)
-
-    print(f"{measure.headline(record, about['name'])}\nkernels against the loop in float64:", flush=True)
+    out, without = settle(args)
+    device = DryRun() if args.dry_run else Gpu()
+    record = measure.new_record("scan_cuda", dry_run=args.dry_run, device=device.describe(), shapes=[], left_out=[],
+                                dtype=args.dtype or "bfloat16", with_D_z_dt_bias=True)
+    print(f"{measure.headline(record, record['device']['name'])}\nkernels against the loop in float64:", flush=True)
     record["correctness"], record["wrong"] = check(device, args.dry_run, args.budget_s / 3)
-    save()
-    if not device.alive():
-        raise ConfigError(next(iter(record["wrong"].values())))
+    measure.write_record(out, record)
     without |= record["wrong"]
     if not args.dry_run and "mamba_ssm" not in without:
         record["mamba_ssm"], reason = check_mamba_ssm()
-        without |= {"mamba_ssm": reason} if reason else {}
         print(f"mamba_ssm: {reason or record['mamba_ssm']}")
-    record["copy_bytes_per_second"] = bandwidth = device.copy_bandwidth()
-    print(f"copy bandwidth {bandwidth / 1e9:,.0f} GB/s", flush=True)
-    lost = None
+        if reason:
+            without["mamba_ssm"] = reason
+    record["copy_bytes_per_second"] = device.copy_bandwidth()
+    print(f"copy bandwidth {record['copy_bytes_per_second'] / 1e9:,.0f} GB/s", flush=True)
+
     for shape in chosen_shapes(args):
         spent = time.perf_counter() - began
-        entry = {"shape": {**shape._asdict(), "name": str(shape)}, "tokens": shape.tokens, "dtype": record["dtype"]}
-        if lost or spent > args.budget_s:
-            reason = lost or f"{spent:.0f} of {args.budget_s:g} s are used up (--budget_s)"
+        reason = f"{spent:.0f} of {args.budget_s:g} s are used up (--budget_s)" if spent > args.budget_s else None
+        if not reason:
+            reason = time_shape(record, shape, device, args.rounds, without)
+        if reason:
             record["left_out"].append({"shape": str(shape), "reason": reason})
-            continue
-        try:
-            entry["rows"] = measure_shape(shape, dtype, device, bandwidth, args.rounds, without)
-        except Exception as error:  # for example, the inputs do not fit in memory
-            lost = str(error) if isinstance(error, Lost) else None
-            record["left_out"].append({"shape": str(shape), "reason": lost or in_one_line(error)})
-        device.free()
-        if "rows" in entry:
-            record["shapes"].append(entry)
-            print_shape(entry)
-            sys.stdout.flush()
-        save()
-    for skipped in record["left_out"]:
-        print(f"left out: {skipped['shape']} ({skipped['reason']})")
-    save(finished=lost is None)
-    if out is not None:
+            print(f"left out: {shape} ({reason})")
+        record["seconds"] = time.perf_counter() - began
+        measure.write_record(out, record)
+
+    measure.write_record(out, record | {"finished": True})
+    if out:
         print(f"record: {out}")
     for line in in_short(record):
         print(f"in short: {line}")
     for name, why in record["wrong"].items():
         print(f"bench/scan.py: {name} was not timed: {why}", file=sys.stderr)
-    failed = [r for e in record["shapes"] for r in e["rows"]
-              if r["contender"] == "longhorn_scan" and "reason" in r and "--without" not in r["reason"]]
-    return int(bool(record["wrong"] or lost or failed or not record["shapes"]))
+    timed = []
+    for entry in record["shapes"]:
+        timed += [row for row in entry["rows"] if row["contender"] == "longhorn_scan"]
+    untimed = "longhorn_scan" not in args.without and any("reason" in row for row in timed)
+    return int(bool(record["wrong"]) or not timed or untimed)
 
 
 def compare_mamba_ssm():
