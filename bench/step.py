@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
-from bench.measure import DTYPES, LeftOut, imported, in_one_line  # noqa: E402
+from bench.measure import DTYPES, LeftOut, imported, in_one_line, or_dash  # noqa: E402
 from common.errors import main_error  # noqa: E402
 from inspection.counting import flops_per_token  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
@@ -63,7 +63,8 @@ def serve(pipe, make, spec):
             worker = make(spec)
             answer = worker.about()
             while True:
-                pipe.send({**answer, "stderr": output.getvalue().replace(f"{ROOT}/", "").splitlines()[-20:]})
+                lines = output.getvalue().replace(f"{ROOT}/", "").splitlines()
+                pipe.send({**answer, "stderr": lines[-20:]})
                 method, *arguments = pipe.recv()
                 answer = getattr(worker, method)(*arguments)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the other end has closed
@@ -82,9 +83,9 @@ class Worker:
 
     def __init__(self, make, spec):
         # fork from a process that has only imported torch: quick, and neither CUDA nor OpenMP has started there
-        ways = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in ways else "spawn")
-        if "forkserver" in ways:
+        context = multiprocessing.get_context("spawn")
+        if "forkserver" in multiprocessing.get_all_start_methods():
+            context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["torch", "model", "train"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, make, spec), daemon=True)
@@ -99,22 +100,23 @@ class Worker:
 
     def listen(self, limit_s):
         try:
-            if not self.pipe.poll(limit_s):
-                self.end(patience_s=0)
-                return {"reason": f"ran past its limit of {limit_s:.0f} s"}
-            answer = self.pipe.recv()
+            if self.pipe.poll(limit_s):
+                answer = self.pipe.recv()
+            else:
+                answer = {"reason": f"ran past its limit of {limit_s:.0f} s"}
+                self.process.kill()
         except (EOFError, OSError):
             self.process.join(5)
             status = self.process.exitcode
-            self.end()
-            return {"reason": f"its process ended with status {status}{', perhaps out of memory' * (status == -9)}"}
+            answer = {"reason": f"its process ended with status {status}" + (
+                ", perhaps out of memory" if status == -9 else "")}
         if "reason" in answer:
             self.end()
         return answer
 
-    def end(self, patience_s=5):
+    def end(self):
         self.pipe.close()  # the process sees this and ends
-        self.process.join(patience_s)
+        self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
@@ -237,15 +239,68 @@ class Trial:
 
 # --------------------------------------------------------------------------------------------------------------- rounds
 
+class Entrant:
+    """A model that takes turns with others: its process, what it has measured so far, and the time that it took."""
+
+    def __init__(self, spec, budget_s):
+        self.spec = spec
+        self.budget_s = budget_s
+        self.row = {"name": spec["name"], "family": spec["config"].model, "peer": spec["peer"],
+                    "compiled": spec["compile"]}
+        self.losses, self.seconds = [], []
+        self.turns, self.spent = 0, 0.0
+        self.worker = Worker(Trial, spec)
+        self.row |= self.worker.begun
+        started = time.perf_counter()
+        self.ask(1, 0, budget_s + (START_S if spec["compile"] else 0))
+        self.row["first_step_seconds"] = time.perf_counter() - started
+
+    def ask(self, untimed, timed, limit_s):
+        if "reason" not in self.row:
+            answer = self.worker.ask("turn", untimed, timed, limit_s=limit_s)
+            self.losses += answer.pop("losses", [])
+            self.seconds += answer.pop("seconds", [])
+            self.row |= answer
+
+    def turn(self):
+        """One turn, if it will fit in the budget: it takes about as long as those before."""
+        if self.turns and self.spent * (self.turns + 1) / self.turns > self.budget_s:
+            return
+        started = time.perf_counter()
+        self.ask(*STEPS[self.spec["device"]], self.budget_s)
+        self.spent += time.perf_counter() - started
+        self.turns += 1
+
+    def profile(self):
+        if "reason" not in self.row:
+            answer = self.worker.ask("kernels", limit_s=self.budget_s)
+            self.row |= {"no_kernels": answer["reason"]} if "reason" in answer else answer
+
+    def result(self, peak):
+        """The row with the times so far and what follows from them, or with the reason why there are none. peak: the
+        device's FLOP/s, or None."""
+        reason = self.row.get("reason") or verdict(self.losses)
+        if reason:
+            return self.row | {"reason": reason}
+        times = measure.spread(self.seconds)
+        tokens = self.spec["batch_size"] * self.spec["config"].block_size
+        flops = self.row["flops_per_token"] * tokens / times["median_seconds"]
+        return self.row | {"seconds": times, "first_loss": self.losses[0], "last_loss": self.losses[-1],
+                           "tokens_per_second": tokens / times["median_seconds"], "flops_per_second": flops,
+                           "mfu": flops / peak if peak else None}
+
+
 def verdict(losses):
     """The reason why these losses, in order of steps, show that the model does not learn; or None."""
-    wrong = [loss for loss in losses if not math.isfinite(loss)]
-    if wrong:
-        return f"the loss became {wrong[0]}"
-    return None if losses[-1] < losses[0] else f"the loss does not fall: {losses[0]:.4f} -> {losses[-1]:.4f}"
+    for loss in losses:
+        if not math.isfinite(loss):
+            return f"the loss became {loss}"
+    if losses[-1] >= losses[0]:
+        return f"the loss does not fall: {losses[0]:.4f} -> {losses[-1]:.4f}"
+    return None
 
 
-def run_rounds(specs, rounds, budget_s, save=lambda rows: None, kernels=False):
+def run_rounds(specs, rounds, budget_s, peak=None, save=lambda rows: None, kernels=False):
     """One row per spec, in order. All models start, then take turns, round after round.
 
     A model that has used up `budget_s` seconds gets no further turn; one that takes longer than that for a single turn
@@ -253,98 +308,51 @@ def run_rounds(specs, rounds, budget_s, save=lambda rows: None, kernels=False):
     """
     from tqdm import tqdm
 
-    rows = {s["name"]: {"name": s["name"], "family": s["config"].model, "peer": s["peer"], "compiled": s["compile"]}
-            for s in specs}
-    workers, losses, seconds = {}, {name: [] for name in rows}, {name: [] for name in rows}
-    spent, turns = dict.fromkeys(rows, 0.0), dict.fromkeys(rows, 0)
+    entrants = []
 
-    def keep(name, answer):
-        losses[name] += answer.pop("losses", [])
-        seconds[name] += answer.pop("seconds", [])
-        rows[name] |= answer
-
-    def measured():
-        return [row_of(spec, rows[spec["name"]], losses[spec["name"]], seconds[spec["name"]]) for spec in specs]
+    def results():
+        rows = [entrant.result(peak) for entrant in entrants]
+        llama = [row["seconds"]["median_seconds"] for row in rows if row["name"] == "llama" and "seconds" in row]
+        for row in rows:
+            if "seconds" in row:
+                row["times_llama"] = row["seconds"]["median_seconds"] / llama[0] if llama else None
+        return rows
 
     try:
-        with tqdm(total=len(specs) * (rounds + 1), leave=False, disable=not sys.stderr.isatty()) as bar:
-            for spec in specs:
-                name = spec["name"]
-                bar.set_description(f"start of {name}")
-                workers[name] = Worker(Trial, spec)
-                keep(name, workers[name].begun)
-                if "reason" not in rows[name]:
-                    start = time.perf_counter()
-                    keep(name, workers[name].ask("turn", 1, 0, limit_s=budget_s + START_S * spec["compile"]))
-                    rows[name]["first_step_seconds"] = time.perf_counter() - start
-                bar.update()
-            for round_ in range(rounds):
-                for spec in specs:
-                    name = spec["name"]
-                    bar.set_description(f"round {round_ + 1}, {name}")
-                    bar.update()
-                    if "reason" in rows[name] or (turns[name] and spent[name] * (1 + 1 / turns[name]) > budget_s):
-                        continue
-                    start = time.perf_counter()
-                    keep(name, workers[name].ask("turn", *STEPS[spec["device"]], limit_s=budget_s))
-                    spent[name] += time.perf_counter() - start
-                    turns[name] += 1
-                save(measured())
-            for name in rows if kernels else ():
-                if "reason" not in rows[name]:
-                    answer = workers[name].ask("kernels", limit_s=budget_s)
-                    key, value = ("no_kernels", "reason") if "reason" in answer else ("kernels", "kernels")
-                    rows[name][key] = answer[value]  # the times count also without a profile
+        for spec in specs:
+            entrants.append(Entrant(spec, budget_s))
+        for _ in tqdm(range(rounds), "rounds", leave=False, disable=not sys.stderr.isatty()):
+            for entrant in entrants:
+                entrant.turn()
+            save(results())
+        for entrant in entrants:
+            if kernels:
+                entrant.profile()
+            if entrant.turns < rounds and "reason" not in entrant.row:
+                entrant.row["cut"] = (f"{entrant.turns} of {rounds} rounds: another one would exceed {budget_s:g} s "
+                                      "(--budget_s)")
     finally:
-        for one in workers.values():
-            one.end()
-    for name, row in rows.items():
-        if turns[name] < rounds:
-            row["cut"] = f"{turns[name]} of {rounds} rounds: another one would exceed {budget_s:g} s (--budget_s)"
-    return measured()
-
-
-def row_of(spec, row, losses, seconds):
-    """The row with the times of a model's steps so far, or with the reason why it has none."""
-    why = row.get("reason") or verdict(losses)
-    if why:
-        return {name: value for name, value in row.items() if name != "cut"} | {"reason": why}
-    times = measure.spread(seconds)
-    return row | {"seconds": times, "first_loss": losses[0], "last_loss": losses[-1],
-                  "tokens_per_second": spec["batch_size"] * spec["config"].block_size / times["median_seconds"]}
-
-
-def derive(rows, peak):
-    """Add the values that follow from the times: FLOP/s, MFU if the peak (FLOP/s) is known, the ratio to LLaMA's
-    step."""
-    llama = next((r["seconds"]["median_seconds"] for r in rows if r["name"] == "llama" and "seconds" in r), None)
-    for row in rows:
-        if "seconds" in row:
-            row["flops_per_second"] = row["tokens_per_second"] * row["flops_per_token"]
-            row["mfu"] = row["flops_per_second"] / peak if peak else None
-            row["times_llama"] = row["seconds"]["median_seconds"] / llama if llama else None
-    return rows
+        for entrant in entrants:
+            entrant.worker.end()
+    return results()
 
 
 # --------------------------------------------------------------------------------------------------------------- output
 
 def print_rows(rows, peak):
-    print(f"\n{'':20}{'parameters':>11}{'ms per step':>12}{'quartiles':>18}{'tokens/s':>10}"
-          f"{'MFU' if peak else 'GFLOP/s':>9}{'peak MiB':>10}{'x LLaMA':>9}{'steps':>7}   loss")
+    rate = "MFU" if peak else "GFLOP/s"
+    print(f"\n{'':20}{'parameters':>11}{'ms per step':>12}{'quartiles':>18}{'tokens/s':>10}{rate:>9}{'peak MiB':>10}"
+          f"{'x LLaMA':>9}{'steps':>7}   loss")
     for r in rows:
-        line = f"  {r['name']:18}" + (f"{r['parameters'] / 1e6:10.2f}M" if "parameters" in r else f"{'-':>11}")
+        line = f"  {r['name']:18}{or_dash(r.get('parameters'), ',.0f', 1):>11}"
         if "reason" in r:
             print(f"{line}{'-':>12}  {r['reason']}")
             continue
         t = r["seconds"]
         rate = f"{r['mfu']:.1%}" if peak else f"{r['flops_per_second'] / 1e9:.1f}"
-        memory = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.0f}"
-        times = "-" if r["times_llama"] is None else f"{r['times_llama']:.2f}"
         print(f"{line}{1e3 * t['median_seconds']:12.1f}{measure.quartiles(t):>18}{r['tokens_per_second']:10,.0f}"
-              f"{rate:>9}{memory:>10}{times:>9}{t['runs']:7}   {r['first_loss']:.3f} -> {r['last_loss']:.3f}")
-    for r in rows:
-        if "cut" in r:
-            print(f"  {r['name']}: {r['cut']}")
+              f"{rate:>9}{or_dash(r['peak_bytes'], '.0f', 2**20):>10}{or_dash(r['times_llama'], '.2f', 1):>9}"
+              f"{t['runs']:7}   {r['first_loss']:.3f} -> {r['last_loss']:.3f}{' ' + r.get('cut', '')}")
     print("  FLOPs as counted for our models, also for the peers; the peak includes weights, gradients and optimizer "
           "state")
     for r in rows:
@@ -352,41 +360,44 @@ def print_rows(rows, peak):
             print(f"{r['name']}: its steps could not be profiled: {r['no_kernels']}")
         if "kernels" in r:
             print(f"\n{r['name']}, {sum(ms for ms, *_ in r['kernels']):.1f} ms of a step in:")
-            print(*(f"{ms:9.2f} ms {calls:7.0f} x  {name}" for ms, calls, name in r["kernels"]), sep="\n")
+            for milliseconds, calls, name in r["kernels"]:
+                print(f"{milliseconds:9.2f} ms {calls:7.0f} x  {name}")
 
 
-def in_short(record):
-    """Yields a line: every model's tokens/s."""
-    mfu = lambda r: f" (MFU {r['mfu']:.1%})" if r["mfu"] else ""
-    speeds = [f"{r['name']} {r['tokens_per_second']:,.0f}{mfu(r)}" for r in record["rows"] if "seconds" in r]
-    yield f"tokens/s: {', '.join(speeds) or 'none'}"
+def in_short(rows):
+    """Prints a line with every model's tokens/s."""
+    words = []
+    for r in rows:
+        if "seconds" in r:
+            mfu = f" (MFU {r['mfu']:.1%})" if r["mfu"] else ""
+            words.append(f"{r['name']} {r['tokens_per_second']:,.0f}{mfu}")
+    print(f"in short: tokens/s: {', '.join(words) or 'none'}")
 
 
 def start(args, benchmark, **about):
     """(path for the record, or None; the new record). Prints machine and shape. Raises ConfigError, see measure.py."""
     size = f"_{args.size.lower()}" if args.size else ""
-    saved = ROOT / "results" / f"{benchmark}_{args.device}{size}.json" if args.save else None
-    out = Path(args.out) if args.out else saved
+    out = args.out
+    if args.save and not out:
+        out = ROOT / "results" / f"{benchmark}_{args.device}{size}.json"
     measure.check_out(out)
+    shape = {name: getattr(args, name) for name in SHAPE}
     record = measure.new_record(benchmark, threads=args.threads, dtype=args.dtype, backend=args.backend or None,
-                                size=args.size or None, shape={name: getattr(args, name) for name in SHAPE},
-                                load_average_before=os.getloadavg()[0], **about)
-    cuda = args.device == "cuda"
-    record["device"] = torch.cuda.get_device_name() if cuda else record["environment"]["cpu"]
+                                size=args.size or None, shape=shape, load_average_before=os.getloadavg()[0], **about)
+    record["device"] = record["environment"]["gpu" if args.device == "cuda" else "cpu"]
     torch.set_num_threads(args.threads)
-    shape = ", ".join(f"{name} {value}" for name, value in record["shape"].items())
-    print(f"{measure.headline(record, record['device'])}\n{args.size or 'shape'}: {shape}; {args.dtype}")
+    words = ", ".join(f"{name} {value}" for name, value in shape.items())
+    print(f"{measure.headline(record, record['device'])}\n{args.size or 'shape'}: {words}; {args.dtype}")
     if record["load_average_before"] > 0.5:
         print(f"the machine is already busy (load average {record['load_average_before']:.1f} on {os.cpu_count()} "
               "cores): times will be too long")
-    return out, record
+    return out and Path(out), record
 
 
 def finish(out, record):
     """Write the finished record to `out`, unless that is None, and print the path. Raises ConfigError."""
-    record |= {"finished": True, "load_average_after": os.getloadavg()[0]}
-    if out is not None:
-        measure.write_record(out, record)
+    measure.write_record(out, record | {"finished": True, "load_average_after": os.getloadavg()[0]})
+    if out:
         print(f"record: {out}")
 
 
@@ -411,19 +422,22 @@ def add_options(parser, budget_s, **shape):
 
 def settle(parser, args, least_one):
     """Fill in missing options; exits with one line for invalid ones. least_one: options that must be 1 or more."""
-    given = [name for name in SHAPE if getattr(args, name) != parser.get_default(name)]
-    if args.save and not args.out and given:
-        parser.error(f"--save with --{given[0]}: results/ is for the named sizes only; choose a file with --out")
-    for name, value in (SHAPE | (SIZES[args.size] | PAPER if args.size else {})).items():
+    sizes = SHAPE | (SIZES[args.size] | PAPER if args.size else {})
+    for name in SHAPE:
+        if args.save and not args.out and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--save with --{name}: results/ is for the named sizes only; choose a file with --out")
+    for name, value in sizes.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.families = list(FAMILIES) if args.families == "all" else args.families.split(",")
-    args.families = list(dict.fromkeys(args.families))
-    unknown = [family for family in args.families if family not in FAMILIES]
-    if unknown:
-        parser.error(f"--families={unknown[0]}: no such family; they are {', '.join(FAMILIES)}, or all")
-    args.dtype = args.dtype or {"cpu": "float32", "cuda": "bfloat16"}[args.device]
-    args.threads = torch.get_num_threads() if args.threads is None else args.threads
+    names = FAMILIES if args.families == "all" else args.families.split(",")
+    args.families = list(dict.fromkeys(names))
+    for family in args.families:
+        if family not in FAMILIES:
+            parser.error(f"--families={family}: no such family; they are {', '.join(FAMILIES)}, or all")
+    if args.dtype is None:
+        args.dtype = "bfloat16" if args.device == "cuda" else "float32"
+    if args.threads is None:
+        args.threads = torch.get_num_threads()
     measure.check_numbers(parser, args, *SHAPE, "threads", "budget_s", *least_one)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda: PyTorch sees no GPU; use --device=cpu")
@@ -443,24 +457,22 @@ def parse(argv=None):
 def main(argv=None):
     args = parse(argv)
     out, record = start(args, "step", rounds=args.rounds, budget_seconds=args.budget_s)
+    shared = {name: getattr(args, name) for name in ("batch_size", "device", "dtype", "threads")}
     specs = []
     for family in args.families:
-        for peer in [None, *(PEERS.get(family, []) if args.with_peers else [])]:
-            specs.append({"name": f"{family}, {peer}" if peer else family, "config": model_config(family, args),
-                          "peer": peer, "batch_size": args.batch_size, "device": args.device, "dtype": args.dtype,
-                          "compile": args.compile and peer is None, "threads": args.threads})
-    peak = peak_flops(record["device"]) if args.dtype != "float32" else None
-    record["peak_flops"] = peak
+        config = model_config(family, args)
+        specs.append({"name": family, "config": config, "peer": None, "compile": args.compile, **shared})
+        for peer in PEERS.get(family, []) if args.with_peers else []:
+            specs.append({"name": f"{family}, {peer}", "config": config, "peer": peer, "compile": False, **shared})
+    record["peak_flops"] = peak_flops(record["device"]) if args.dtype != "float32" else None
 
     def save(rows):
-        record["rows"] = derive(rows, peak)
-        if out is not None:
-            measure.write_record(out, record)
+        record["rows"] = rows
+        measure.write_record(out, record)
 
-    save(run_rounds(specs, args.rounds, args.budget_s, save, args.kernels))
-    print_rows(record["rows"], peak)
-    for line in in_short(record):
-        print(f"in short: {line}")
+    save(run_rounds(specs, args.rounds, args.budget_s, record["peak_flops"], save, args.kernels))
+    print_rows(record["rows"], record["peak_flops"])
+    in_short(record["rows"])
     finish(out, record)
     return int(any("reason" in r for r in record["rows"] if r["peer"] is None))
 
